@@ -1,0 +1,128 @@
+"""Every field of a run, with its default. The other configs start from this one."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.name = "default"
+    c.seed = 0  # of initialisation, data order and sampling
+    c.steps = 100  # rollout batches
+
+    c.model = ConfigDict()
+    c.model.path = ""  # Hugging Face folder or .gguf file; "" builds the shape below at random
+    c.model.num_layers = 4
+    c.model.embed_dim = 128
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 32
+    c.model.mlp_dim = 384
+    c.model.max_position = 1024
+    c.model.rope_theta = 10_000.0
+    c.model.tie_embeddings = True
+    c.model.param_dtype = "float32"  # of parameters and optimizer moments
+    c.model.dtype = "float32"  # compute dtype of the learner
+    c.model.remat = "none"  # none, dots (keep matrix products) or full
+    c.model.highest_head = False  # float32 output head at full precision (matters on TPU)
+
+    c.task = ConfigDict()
+    c.task.name = "arithmetic"  # a name in jaxrl_tis.data.tasks.TASKS
+    c.task.params = ConfigDict({"size": 10_000})  # arguments of that task
+    c.task.params.unlock()
+    c.task.tokenizer = ""  # "char", a folder or a .gguf file; "" takes model.path
+    c.task.template = "{prompt}"  # the user's text
+    c.task.chat = False  # wrap it in the model's chat template
+    c.task.system = ""  # system message of the chat, "" for the template's own
+    c.task.max_prompt_tokens = 32
+
+    c.reward = ConfigDict()
+    c.reward.name = "exact"  # a name in jaxrl_tis.data.rewards.REWARDS or "module:function"
+    c.reward.timeout = 5.0  # seconds per response
+    c.reward.on_error = 0.0  # score when the function raises, hangs or returns no finite number
+
+    c.warmup = ConfigDict()  # supervised steps before reinforcement learning
+    c.warmup.steps = 0
+    c.warmup.rows = 64  # examples per step
+    c.warmup.lr = 1e-3
+    c.warmup.params = ConfigDict({"split": "warmup"})  # replace fields of task.params
+    c.warmup.params.unlock()
+
+    c.rollout = ConfigDict()
+    c.rollout.prompts = 16  # groups per batch
+    c.rollout.group_size = 8  # samples per prompt
+    c.rollout.max_new_tokens = 16
+    c.rollout.temperature = 1.0
+    c.rollout.top_k = 0  # 0 keeps all tokens
+    c.rollout.top_p = 1.0
+    c.rollout.min_p = 0.0
+    c.rollout.allow_filter_bias = False  # filters bias every ratio; True accepts that
+    c.rollout.dynamic_sampling = False  # replace groups whose rewards are all equal (DAPO)
+    c.rollout.max_rounds = 4  # of fresh prompts per batch with dynamic sampling
+    c.rollout.overlong_buffer = 0  # soft overlong penalty over the last n tokens (DAPO); 0 is off
+
+    c.engine = ConfigDict()
+    c.engine.slots = 128  # sequences decoded together
+    c.engine.dtype = "float32"
+    c.engine.cache_dtype = "float32"
+    c.engine.quantization = "w8a8"  # none, w8a16 or w8a8
+    c.engine.steps_per_call = 4  # decode steps between two looks of the scheduler
+    c.engine.prefill_batch = 16  # prompts per prefill call
+    c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
+
+    c.correction = ConfigDict()
+    c.correction.mode = "decoupled"  # decoupled (learner recomputes logp_old) or bypass
+    c.correction.weight = "token_tis"  # a name in jaxrl_tis.estimators.weights.WEIGHTS
+    c.correction.cap = 2.0  # of token_tis and seq_tis
+    c.correction.lower = 0.5  # band of mis and icepop
+    c.correction.upper = 5.0
+    c.correction.batch_normalize = False  # divide the weights by their batch mean
+    c.correction.objective = "ppo"  # a name in jaxrl_tis.estimators.objectives.OBJECTIVES
+    c.correction.clip_low = 0.2
+    c.correction.clip_high = 0.2
+    c.correction.dual_clip = 3.0  # of dual_clip
+    c.correction.advantage = "grpo"  # a name in jaxrl_tis.estimators.advantages.ADVANTAGES
+    c.correction.gamma = 1.0  # of gae
+    c.correction.lam = 1.0
+    c.correction.aggregation = "token-mean"  # one of jaxrl_tis.estimators.reduce.MODES
+    c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length
+    c.correction.kl = "k3"  # a name in jaxrl_tis.estimators.kl.KL
+    c.correction.kl_coeff = 0.0  # 0 keeps no reference model
+    c.correction.entropy_coeff = 0.0
+
+    c.optimizer = _optimizer(1e-4)
+    c.critic = _optimizer(1e-4)  # used with advantage "gae"
+    c.critic.value_clip = 0.5
+
+    c.train = ConfigDict()
+    c.train.minibatches = 1  # updates per epoch over a rollout batch
+    c.train.epochs = 1
+    c.train.microbatch_rows = 32  # rows per forward and backward pass
+    c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
+
+    c.mesh = ConfigDict()  # (data, fsdp, tensor); -1 takes the devices that are left
+    c.mesh.train = (1, 1, 1)
+    c.mesh.serve = (1, 1, 1)
+
+    c.eval = ConfigDict()
+    c.eval.every = 25  # steps; also before the first and after the last
+    c.eval.prompts = 512
+    c.eval.params = ConfigDict({"split": "eval"})  # replace fields of task.params
+    c.eval.params.unlock()
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 25  # steps; also after the last
+    c.checkpoint.keep = 2
+    return c
+
+
+def _optimizer(lr: float) -> ConfigDict:
+    c = ConfigDict()
+    c.lr = lr
+    c.schedule = "constant"  # constant, linear or cosine (to 0 at the last update)
+    c.warmup = 0  # updates with a rising rate
+    c.b1 = 0.9
+    c.b2 = 0.999
+    c.eps = 1e-8
+    c.weight_decay = 0.0
+    c.clip_norm = 1.0
+    return c

@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models with the sampler/learner gap measured and corrected."""

@@ -1,0 +1,359 @@
+"""Checkpoints of a run that are verified before they are used, and the files that describe a run.
+
+A step is WORKDIR/checkpoints/<step>: arrays and JSON written by Orbax, plus manifest.json with the
+sha256 of every file. Orbax restores a flipped bit without a word, so nothing is restored here whose
+manifest does not match; a damaged step is set aside and the next older one is used. The manifest is
+written last and is what makes a step count, so a process killed at any moment leaves either a whole
+checkpoint or none. Nothing is ever pickled.
+"""
+
+from concurrent import futures
+import contextlib
+import hashlib
+from importlib import metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from typing import Any, Mapping
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import orbax.checkpoint as ocp
+
+MANIFEST = "manifest.json"
+CORRUPT, UNCOMMITTED = ".corrupt", ".uncommitted"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class Checkpoints:
+    """The newest `keep` steps of a run, saved in the background.
+
+    Use it as a context manager: Orbax cannot finish a save once the interpreter shuts down. With
+    several processes every process makes the same calls, on a file system that all of them see.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, keep: int):
+        """Opens WORKDIR/checkpoints, made if missing; `keep` >= 1 steps are kept."""
+        if keep < 1:
+            raise ValueError(f"keep={keep} checkpoints: at least 1 is needed to resume")
+        self._directory = pathlib.Path(workdir).absolute() / "checkpoints"
+        self._keep = keep
+        self._pending = None  # (step, Future) of the save in the background
+        self._executor = futures.ThreadPoolExecutor(max_workers=1)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RuntimeError(f"cannot make {self._directory}: {error}") from error
+        # Orbax deletes and cleans up nothing: a step may go only after a newer manifest is on disk.
+        self._manager = ocp.CheckpointManager(
+            self._directory, options=ocp.CheckpointManagerOptions(create=False))
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+        """Starts saving; the caller may donate or overwrite `state` as soon as this returns.
+
+        Args:
+          step: number of the checkpoint, not saved before.
+          state: pytree of arrays (parameters, optimizer state, PRNG key data, ...).
+          meta: what JSON can hold (data position, weight version, fingerprints, ...).
+
+        Raises:
+          ValueError: the step exists, a leaf is no array, or `meta` is not JSON.
+          RuntimeError: this save, or the one before it in the background, could not be written.
+        """
+        self.wait()
+        try:
+            text = json.dumps({"meta": meta, "leaves": describe_leaves(state)})
+        except TypeError as error:
+            raise ValueError(f"meta of checkpoint {step} is not JSON: {error}") from error
+        if step in self.steps():
+            raise ValueError(f"checkpoint {self._directory / str(step)} already exists")
+        try:
+            self._tidy()
+            self._manager.save(step, force=True, args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(json.loads(text))))
+        except Exception as error:
+            raise self._explained(step, error) from error
+        self._pending = step, self._executor.submit(self._commit, step)
+
+    def wait(self) -> None:
+        """Returns once the save in the background is complete; raises what went wrong with it."""
+        if self._pending is not None:
+            (step, future), self._pending = self._pending, None
+            try:
+                future.result()
+            except Exception as error:
+                with contextlib.suppress(Exception):  # Orbax raises it once more, in this thread
+                    self._manager.wait_until_finished()
+                raise self._explained(step, error) from error
+
+    def steps(self) -> list[int]:
+        """Returns the steps whose manifest is written, oldest first (their bytes are not read)."""
+        return sorted(int(path.name) for path in self._directory.iterdir()
+                      if path.name.isdigit() and (path / MANIFEST).exists())
+
+    def latest(self) -> int | None:
+        """Returns the newest complete step, or None in a new run.
+
+        Raises:
+          ValueError: only damaged checkpoints are there; starting over would hide that.
+        """
+        self.wait()
+        steps = self.steps()
+        newest = _agreed(steps[-1] if steps else None)
+        damaged = sorted(path.name for path in self._directory.glob("*" + CORRUPT))
+        if newest is None and damaged:
+            raise ValueError(f"{self._directory} holds only damaged checkpoints ({damaged}): start a "
+                             "new workdir, or delete them to train again from the beginning")
+        return newest
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Returns (state, meta) of the newest intact step, or of `step` and no other.
+
+        Args:
+          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on any mesh.
+          step: None falls back to older steps when newer ones are damaged.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint, or not the one asked for.
+          ValueError: no intact checkpoint is left, or a leaf differs in name, shape or dtype.
+        """
+        self.wait()
+        step = self._intact(step)
+        self._manager.reload()
+        saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        check_leaves(saved["meta"]["leaves"], describe_leaves(abstract_state),
+                     self._directory / str(step))
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
+        return restored["state"], saved["meta"]["meta"]
+
+    def close(self) -> None:
+        """Finishes the save in the background and frees the threads."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _commit(self, step: int) -> None:
+        """Waits for Orbax, writes the manifest, then deletes the steps that are too many."""
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            write_manifest(self._directory / str(step))
+            for old in self.steps()[:-self._keep]:
+                path = self._directory / str(old)  # renamed first: half a step must not count
+                shutil.rmtree(path.rename(path.with_name(path.name + ocp.utils.TMP_DIR_SUFFIX)))
+
+    def _tidy(self) -> None:
+        """Removes what failed or killed saves left behind (never called while one is running)."""
+        if jax.process_index() == 0:
+            for path in self._directory.iterdir():
+                if ocp.utils.TMP_DIR_SUFFIX in path.name:
+                    shutil.rmtree(path)
+                elif path.name.isdigit() and not (path / MANIFEST).exists():
+                    self._set_aside(path, UNCOMMITTED)
+        multihost_utils.sync_global_devices("checkpoints_tidy")
+        self._manager.reload()
+
+    def _set_aside(self, path: pathlib.Path, suffix: str) -> pathlib.Path:
+        target = path.with_name(path.name + suffix)
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+        return target
+
+    def _intact(self, wanted: int | None) -> int:
+        """Returns the step to restore, checked by process 0; damaged ones are set aside."""
+        steps = self.steps()
+        multihost_utils.sync_global_devices("checkpoints_listed")  # before process 0 renames any
+        if not steps or (wanted is not None and wanted not in steps):
+            raise FileNotFoundError(f"no checkpoint {'' if wanted is None else wanted} in "
+                                    f"{self._directory}; complete steps there: {steps}")
+        chosen, problems = None, []
+        candidates = steps[::-1] if wanted is None else [wanted]
+        for step in candidates if jax.process_index() == 0 else []:
+            problem = verify(self._directory / str(step))
+            if problem is None:
+                chosen = step
+                break
+            target = self._set_aside(self._directory / str(step), CORRUPT)
+            problems.append(f"checkpoint {step} is damaged ({problem}) and now called {target.name}")
+        chosen = _agreed(chosen)
+        if chosen is None:
+            raise ValueError(f"no intact checkpoint{'' if wanted is None else f' {wanted}'} left in "
+                             f"{self._directory}: {'; '.join(problems)}; other complete steps: "
+                             f"{self.steps()}")
+        for problem in problems:
+            logging.error("%s: %s; restoring step %d instead.", self._directory, problem, chosen)
+        return chosen
+
+    def _explained(self, step: int, error: Exception) -> RuntimeError:
+        return RuntimeError(f"checkpoint {step} could not be written to {self._directory}: {error}. "
+                            f"The older steps {self.steps()} are intact; free space or make the "
+                            "folder writable, then start the same command again to resume.")
+
+
+def _agreed(step: int | None) -> int | None:
+    """Returns what process 0 passed, on every process."""
+    value = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+    return None if value < 0 else value
+
+
+def describe_leaves(tree: Any) -> dict[str, str]:
+    """Returns {"params/embed": "float32[32,8]", ...} of a pytree of arrays or their structs."""
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(f"leaf {name} is a {type(leaf).__name__}, not an array: put it in meta")
+        leaves[name] = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return leaves
+
+
+def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: pathlib.Path) -> None:
+    """Raises ValueError naming every leaf that the checkpoint and the program do not share."""
+    different = [f"{name}: {old} in the checkpoint, {new} in this program"
+                 for name, old, new in _differences(saved, wanted)]
+    if different:
+        raise ValueError(f"{path} does not fit this program, {len(different)} leaves differ: "
+                         + "; ".join(different[:8]) + ("; ..." if len(different) > 8 else ""))
+
+
+def write_manifest(step_directory: pathlib.Path) -> None:
+    """Writes manifest.json: size and sha256 of every file below `step_directory`."""
+    files = {str(path.relative_to(step_directory)): _size_and_hash(path)
+             for path in sorted(step_directory.rglob("*")) if path.is_file()}
+    _write_json(step_directory / MANIFEST, {"files": files})
+
+
+def verify(step_directory: pathlib.Path) -> str | None:
+    """Returns what is wrong with the files of a step by its manifest, None if nothing is."""
+    try:
+        files = json.loads((step_directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, expected in files.items():
+            path = step_directory / name
+            if not path.is_file():
+                return f"file {name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"file {name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+            if _size_and_hash(path) != expected:
+                return f"the sha256 of file {name} does not match"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is unreadable: {error}"
+    except OSError as error:
+        return f"read error: {error}"
+    return None
+
+
+def _size_and_hash(path: pathlib.Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a JSON file, all or nothing."""
+    new_path = path.with_name(path.name + ".new")
+    with open(new_path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new_path, path)
+
+
+def write_run_files(workdir: str | os.PathLike, config_dict: Mapping[str, Any]) -> None:
+    """Writes WORKDIR/config.json: {"config", "versions", "git_revision"}.
+
+    "config" is the resolved configuration, "versions" those of Python and the packages that decide
+    numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git.
+
+    Raises:
+      TypeError: a value of the configuration is not JSON.
+      RuntimeError: the file cannot be written.
+    """
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    path = pathlib.Path(workdir) / "config.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_json(path, {"config": _plain(config_dict),
+                           "versions": {"python": platform.python_version(), **versions},
+                           "git_revision": git_revision()})
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error}") from error
+
+
+def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any],
+                      ignore: tuple[str, ...] = ()) -> None:
+    """Refuses to continue a run under another configuration; a folder without config.json passes.
+
+    Args:
+      workdir: folder of the run.
+      config_dict: the resolved configuration of this start.
+      ignore: dotted names of fields that may differ, such as "train.steps".
+
+    Raises:
+      ValueError: fields differ; each is listed as "name: old -> new".
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    if not path.exists():
+        return
+    old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
+    new = _flat(json.loads(json.dumps(_plain(config_dict))))
+    changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)
+               if name not in ignore]
+    if changes:
+        raise ValueError(f"{workdir} holds a run with another configuration: {'; '.join(changes)}. "
+                         "Use a new workdir, or the old values to resume.")
+
+
+def git_revision() -> str | None:
+    """Returns the commit of the repository that tracks this file, or None."""
+    here = pathlib.Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name],
+                       check=True, capture_output=True)
+        describe = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40",
+                                   "--exclude=*"], check=True, capture_output=True, text=True)
+        return describe.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` with non-finite floats as strings, which JSON has no literal for."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns {"a.b": leaf} of nested dicts; an empty dict is a leaf."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {name: leaf for key, item in value.items()
+            for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns (name, old value, new value) as text for every name that differs."""
+    pairs = [(name, json.dumps(old[name]) if name in old else "absent",
+              json.dumps(new[name]) if name in new else "absent")
+             for name in sorted(old.keys() | new.keys())]
+    return [pair for pair in pairs if pair[1] != pair[2]]

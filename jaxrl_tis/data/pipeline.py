@@ -1,0 +1,107 @@
+"""The order in which prompts are read: shuffled every epoch, cut in batches, split over hosts.
+
+The position is one number, the count of batches read, and it is the same on every host, whatever
+the number of hosts: batch k is made of the examples k * batch_size .. (k + 1) * batch_size - 1 of
+one endless sequence of shuffled epochs, and host s reads the s-th contiguous piece of it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grain
+
+from jaxrl_tis.data.tasks import TASKS, Source
+
+EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
+
+
+class Batches:
+    """Endless iterator over this host's part of each batch, a list of examples.
+
+    Args:
+        task: a name in TASKS, with its parameters `params`.
+        batch_size: examples per step over all hosts; every host gets batch_size / shard_count.
+        seed: seed of the order (the task's own seed is in `params`).
+
+    A batch that spans the end of an epoch can hold an example twice.
+
+    Raises:
+        ValueError: an unknown task, one with no examples, or hosts that do not divide the batch.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        params: Mapping[str, Any],
+        *,
+        batch_size: int,
+        seed: int,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ):
+        if task not in TASKS:
+            raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
+        if batch_size < 1 or batch_size % shard_count:
+            raise ValueError(f"{shard_count} hosts cannot share a batch of {batch_size} equally")
+        if not 0 <= shard_index < shard_count:
+            raise ValueError(f"shard_index {shard_index} is not below shard_count {shard_count}")
+        self.source = TASKS[task](**params)
+        if len(self.source) == 0:
+            raise ValueError(f"task {task!r} with {dict(params)} has 0 examples; give at least 1")
+        self.fingerprint = _fingerprint(task, params, self.source, batch_size, seed)
+        batches = (
+            grain.MapDataset.source(self.source)
+            .seed(seed)
+            .shuffle()
+            .repeat(EPOCHS)
+            .batch(batch_size // shard_count, batch_fn=list)
+            .slice(slice(shard_index, None, shard_count))
+        )
+        # No threads: examples are cheap, and a reader thread would compete with CPU decoding.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        self._iterator = iter(batches.to_iter_dataset(options))
+
+    def __iter__(self) -> Iterator[list[dict[str, str]]]:
+        return self
+
+    def __next__(self) -> list[dict[str, str]]:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position as plain JSON values, with the fingerprint of what it is a position in."""
+        return {"fingerprint": self.fingerprint, "position": self._iterator.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues at a saved position.
+
+        Raises:
+            ValueError: the position was saved for other data, another order or another batch.
+        """
+        saved = state["fingerprint"]
+        if saved != self.fingerprint:
+            names = sorted(self.fingerprint.keys() | saved.keys())
+            changed = [n for n in names if saved.get(n) != self.fingerprint.get(n)]
+            raise ValueError(
+                f"the saved position is in another data set ({', '.join(changed)} differ): saved "
+                f"{json.dumps(saved)}, this run {json.dumps(self.fingerprint)}"
+            )
+        self._iterator.set_state(dict(state["position"]))
+
+
+def _fingerprint(
+    task: str, params: Mapping[str, Any], source: Source, batch_size: int, seed: int
+) -> dict[str, Any]:
+    """What the sequence of batches depends on; `examples` digests the first, middle and last."""
+    probes = [source[index] for index in (0, len(source) // 2, len(source) - 1)]
+    digest = hashlib.blake2b(json.dumps(probes, sort_keys=True).encode(), digest_size=8)
+    facts = {
+        "task": task,
+        "params": {name: params[name] for name in sorted(params)},
+        "length": len(source),
+        "examples": digest.hexdigest(),
+        "seed": seed,
+        "batch_size": batch_size,
+    }
+    return json.loads(json.dumps(facts, default=str))

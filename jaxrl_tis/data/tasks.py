@@ -1,0 +1,261 @@
+"""Tasks: random-access sources of examples {"prompt", "answer", "id"}.
+
+A task is a function of its parameters that returns a source with `len(source)` and `source[i]`.
+`source[i]` depends on the parameters and i alone, so a run can be resumed at any example.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+# Tenths of all problem texts that each split owns. "warmup" is for supervised steps before RL.
+SPLITS = {"train": range(0, 6), "warmup": range(6, 9), "eval": range(9, 10)}
+MAX_DRAWS = 512
+# reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
+SEED_STRIDE = 2**20
+
+
+class Source(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, str]: ...
+
+
+def in_split(problem: str, split: str) -> bool:
+    """Whether `split` owns this problem text: exactly one split does, whatever seed drew it."""
+    digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 10 in SPLITS[split]
+
+
+def _check_split_and_size(split: str, size: int) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")
+    if size < 1:
+        raise ValueError(f"size is {size}, but a task needs at least 1 example")
+
+
+def _check_index(index: int, size: int) -> None:
+    if not 0 <= index < size:
+        raise IndexError(f"example {index} of a task with {size} examples")
+
+
+def _sum_of_products(values: list[int], ops: list[str]) -> int:
+    """values[0] ops[0] values[1] ..., with products first."""
+    total, term = 0, values[0]
+    for op, value in zip(ops, values[1:], strict=True):
+        if op == "*":
+            term *= value
+        else:
+            total, term = total + term, value if op == "+" else -value
+    return total + term
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    size: int
+    split: str
+    seed: int
+    digits: int
+    terms: int
+    ops: str
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        _check_index(index, self.size)
+        rng = random.Random(f"arithmetic {self.seed} {self.split} {index}")
+        for _ in range(MAX_DRAWS):
+            values = [rng.randrange(10**self.digits) for _ in range(self.terms)]
+            ops = [rng.choice(self.ops) for _ in range(self.terms - 1)]
+            pairs = zip(ops, values[1:], strict=True)
+            problem = f"{values[0]}" + "".join(f"{op}{value}" for op, value in pairs) + "="
+            if in_split(problem, self.split):
+                break
+        else:
+            raise ValueError(f"no problem for split {self.split!r} in {MAX_DRAWS} draws; use more digits")
+        return {
+            "prompt": problem,
+            "answer": str(_sum_of_products(values, ops)),
+            "id": f"arithmetic-{self.split}-{self.seed}-{index}",
+        }
+
+
+def arithmetic(
+    *, size: int, split: str = "train", seed: int = 0, digits: int = 2, terms: int = 2, ops: str = "+"
+) -> Source:
+    """Problems such as "37+48=" with answer "85".
+
+    Operands are uniform over 0 .. 10^digits - 1 and `ops` holds the operators to draw from, of
+    "+", "-" and "*". A problem's text decides its split, so no text is in two splits; "37+48="
+    and "48+37=" are different texts. The same text can come twice within a split.
+    """
+    _check_split_and_size(split, size)
+    if digits < 1 or terms < 2:
+        raise ValueError(f"digits={digits} and terms={terms}, but at least 1 and 2 are needed")
+    if not ops or set(ops) - set("+-*"):
+        raise ValueError(f"ops={ops!r}, but the operators are one or more of '+-*'")
+    return _Arithmetic(size, split, seed, digits, terms, ops)
+
+
+def _read_lines(paths: str | os.PathLike | Sequence, example: dict) -> list[tuple[str, dict]]:
+    """(file:line, object) for every line that is not blank.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: a line is not a JSON object, or a file has no line.
+    """
+    rows = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        if not Path(path).exists():
+            raise FileNotFoundError(
+                f"{path} is missing; put a file there with one JSON object a line, such as "
+                f"{json.dumps(example)}"
+            )
+        before = len(rows)
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    rows.append((f"{path}:{number}", _parse_object(line, f"{path}:{number}")))
+        if len(rows) == before:
+            raise ValueError(f"{path} is empty; one line looks like {json.dumps(example)}")
+    return rows
+
+
+def _parse_object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: the line is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: the line is a {type(row).__name__}, not a JSON object")
+    return row
+
+
+def _text(row: dict, name: str, place: str) -> str:
+    if name not in row:
+        raise ValueError(f"{place}: no field {name!r}; the line has {', '.join(row) or 'none'}")
+    if not isinstance(row[name], str | int | float):
+        raise ValueError(f"{place}: {name!r} is a {type(row[name]).__name__}, not text or a number")
+    return str(row[name])
+
+
+def jsonl(
+    *,
+    path: str | os.PathLike | Sequence[str],
+    prompt_field: str = "prompt",
+    answer_field: str = "answer",
+    id_field: str | None = "id",
+) -> Source:
+    """Examples from files with one JSON object a line; id_field=None uses "file:line" as the id.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: naming file and line, for a line that is not JSON, a missing field, an id
+            that came before (equal ids would share sampling noise), or a file with no lines.
+    """
+    examples, places = [], {}
+    for place, row in _read_lines(path, {prompt_field: "2+3=", answer_field: "5", "id": "sum-1"}):
+        name = place if id_field is None else _text(row, id_field, place)
+        if name in places:
+            raise ValueError(f"{place}: the id {name!r} was already used at {places[name]}")
+        places[name] = place
+        prompt, answer = _text(row, prompt_field, place), _text(row, answer_field, place)
+        examples.append({"prompt": prompt, "answer": answer, "id": name})
+    return examples
+
+
+def gsm8k_jsonl(*, path: str | os.PathLike | Sequence[str]) -> Source:
+    """GSM8K's own files, {"question", "answer"}, whose final answer follows "####" (2110.14168)."""
+    examples = []
+    for place, row in _read_lines(path, {"question": "2+3?", "answer": "2 plus 3 is 5.\n#### 5"}):
+        prompt, solution = _text(row, "question", place), _text(row, "answer", place)
+        _, mark, answer = solution.rpartition("####")
+        if not mark:
+            raise ValueError(f"{place}: 'answer' has no '####' before the final answer")
+        answer = answer.strip().replace(",", "")
+        examples.append({"prompt": prompt, "answer": answer, "id": place})
+    return examples
+
+
+@dataclass(frozen=True)
+class _ReasoningGym:
+    name: str
+    size: int
+    split: str
+    seed: int
+    params: dict[str, Any]
+    datasets: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def dataset(self, draw: int) -> Any:
+        """The package's data set that gives every example its draw number `draw`."""
+        if draw not in self.datasets:
+            import reasoning_gym as package
+
+            stream = (self.seed * len(SPLITS) + list(SPLITS).index(self.split)) * MAX_DRAWS + draw
+            self.datasets[draw] = package.create_dataset(
+                self.name, seed=stream * SEED_STRIDE, size=self.size, **self.params
+            )
+        return self.datasets[draw]
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        _check_index(index, self.size)
+        for draw in range(MAX_DRAWS):
+            entry = self.dataset(draw)[index]
+            if in_split(entry["question"], self.split):
+                break
+        else:
+            raise ValueError(
+                f"reasoning_gym {self.name} has no problem for split {self.split!r} in {MAX_DRAWS} "
+                "draws; its parameters allow too few problems"
+            )
+        return {
+            "prompt": entry["question"],
+            "answer": str(entry["answer"]),
+            "id": f"reasoning_gym-{self.name}-{self.split}-{self.seed}-{index}",
+            "meta": json.dumps(entry["metadata"], default=str),
+        }
+
+
+def reasoning_gym(
+    *, name: str, size: int, split: str = "train", seed: int = 0, **params: Any
+) -> Source:
+    """Problems of the package reasoning-gym (2505.24760), e.g. name="chain_sum".
+
+    `params` go to the package's data set. Each (seed, split) has its own range of the package's
+    seeds, and a problem's text decides its split as in `arithmetic`. An example also has "meta",
+    the package's metadata as JSON, which the reward "reasoning_gym" reads.
+
+    Raises:
+        ImportError: the package is not installed.
+        ValueError: unknown name, or parameters that the package refuses.
+    """
+    _check_split_and_size(split, size)
+    if size > SEED_STRIDE:
+        raise ValueError(f"size is {size}, above {SEED_STRIDE}, so that seeds would share problems")
+    source = _ReasoningGym(name, size, split, seed, params)
+    try:
+        source.dataset(0)
+    except ImportError as error:
+        raise ImportError(
+            "task 'reasoning_gym' needs the package reasoning-gym: pip install 'jaxrl_tis[tasks]'"
+        ) from error
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"reasoning_gym {name!r} with {params}: {error}") from error
+    return source
+
+
+TASKS = {
+    "arithmetic": arithmetic,
+    "gsm8k_jsonl": gsm8k_jsonl,
+    "jsonl": jsonl,
+    "reasoning_gym": reasoning_gym,
+}

@@ -1,0 +1,310 @@
+"""Text to token ids and back, and messages to prompt text.
+
+Padding is never found by its id: the rest of the code carries masks. `pad_id` only says what to
+write into cells that a mask hides, so it may not be an id that ends a sequence.
+"""
+
+import datetime
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+ARITHMETIC_CHARS = "0123456789+-*/= "
+
+# Token types of the GGUF specification that mark added tokens.
+GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
+GGUF_EOS_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+
+
+class Tokenizer(Protocol):
+    """What the code asks of a tokenizer.
+
+    `decode` leaves special tokens (end, start, padding) out of the text. `chat` renders messages,
+    each {"role", "content"}, to the text of a prompt; encode that with add_special=False, since a
+    template writes its own special tokens. `vocab_size` is the largest id plus one.
+    """
+
+    vocab_size: int
+    pad_id: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str: ...
+
+
+class CharTokenizer:
+    """One id per character of `alphabet`, after padding 0, start 1 and end 2.
+
+    It has no chat format: `chat` joins the contents of the messages.
+    """
+
+    pad_id, bos_id, eos_ids = 0, 1, (2,)
+
+    def __init__(self, alphabet: str):
+        if len(set(alphabet)) != len(alphabet):
+            raise ValueError(f"the alphabet {alphabet!r} repeats a character; list each one once")
+        self._chars = dict(enumerate(alphabet, start=3))
+        self._ids = {char: index for index, char in self._chars.items()}
+        self.vocab_size = 3 + len(alphabet)
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        unknown = next((char for char in text if char not in self._ids), None)
+        if unknown is not None:
+            raise ValueError(
+                f"the character {unknown!r} of {text[:80]!r} is not in the tokenizer's alphabet "
+                f"{''.join(self._ids)!r}; add it there or change the task's text"
+            )
+        return [self.bos_id] * add_special + [self._ids[char] for char in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = [int(index) for index in ids]
+        wrong = [index for index in ids if not 0 <= index < self.vocab_size]
+        if wrong:
+            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+        return "".join(self._chars[index] for index in ids if index in self._chars)
+
+    def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+@dataclass(frozen=True)
+class HFTokenizer:
+    """A `tokenizers` tokenizer with the facts that its checkpoint keeps in other files."""
+
+    backend: tokenizers.Tokenizer
+    vocab_size: int
+    pad_id: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    template: str | None
+    source: str
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.backend.decode([int(index) for index in ids])
+
+    def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
+        """Messages rendered with the checkpoint's template.
+
+        Raises:
+            ValueError: there is no template, or the template refuses these messages.
+        """
+        if self.template is None:
+            raise ValueError(f"{self.source} has no chat template; give the prompts as plain text")
+        names = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
+        tokens = {
+            name: "" if index is None else self.backend.id_to_token(index)
+            for name, index in names.items()
+        }
+        try:
+            return _template_environment().from_string(self.template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **tokens
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self.source} failed: {error}") from error
+
+
+def _template_environment() -> jinja2.Environment:
+    """The Jinja settings that chat templates are written for, in a sandbox.
+
+    A template comes with a downloaded checkpoint, so it must not reach Python objects.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    return environment
+
+
+def _make(backend, eos_ids, pad_id, bos_id, template, source) -> HFTokenizer:
+    eos_ids = tuple(dict.fromkeys(index for index in eos_ids if index is not None))
+    if not eos_ids:
+        raise ValueError(f"{source} names no end-of-sequence token, so no sample could ever end")
+    return HFTokenizer(
+        backend=backend,
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        pad_id=0 if pad_id is None or pad_id in eos_ids else pad_id,
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+        template=template,
+        source=source,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or an empty one where the checkpoint has no such file."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Path) -> int | None:
+    """The id of a token that tokenizer_config.json gives as text or as {"content": text}."""
+    if token is None:
+        return None
+    text = token["content"] if isinstance(token, dict) else token
+    index = backend.token_to_id(text)
+    if index is None:
+        raise ValueError(f"{path} names the token {text!r}, which tokenizer.json does not hold")
+    return index
+
+
+def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
+    """chat_template.jinja if it is there, else the (default) one in tokenizer_config.json."""
+    separate = folder / "chat_template.jinja"
+    if separate.exists():
+        return separate.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def from_folder(folder: str | os.PathLike) -> HFTokenizer:
+    """The tokenizer of a Hugging Face checkpoint folder.
+
+    A sequence ends at any id that tokenizer_config.json, generation_config.json or config.json
+    calls end of sequence (checkpoints disagree); templates see the first of them.
+
+    Raises:
+        FileNotFoundError: no tokenizer.json.
+        ValueError: a file is not JSON, names an unknown token, or no end token is named.
+    """
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing; a tokenizer folder holds tokenizer.json and tokenizer_config.json"
+        )
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    config_path = folder / "tokenizer_config.json"
+    config = _read_json(config_path)
+    model_configs = [_read_json(folder / f"{n}.json") for n in ("generation_config", "config")]
+
+    eos_ids = [_token_id(backend, config.get("eos_token"), config_path)]
+    for model_config in model_configs:
+        eos = model_config.get("eos_token_id")
+        eos_ids += eos if isinstance(eos, list) else [eos]
+
+    def special(name: str) -> int | None:
+        if name in config:
+            return _token_id(backend, config[name], config_path)
+        ids = [model_config.get(f"{name}_id") for model_config in model_configs]
+        return next((index for index in ids if index is not None), None)
+
+    template = _folder_template(folder, config)
+    return _make(backend, eos_ids, special("pad_token"), special("bos_token"), template, str(folder))
+
+
+def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ])
+
+
+# tokenizer.ggml.pre -> how text is cut before byte-pair merging.
+GGUF_PRE_TOKENIZERS = {
+    "smollm": _smollm_pre_tokenizer,
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+}
+
+
+def _gguf_fields(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    return {name: field.contents() for name, field in fields.items() if "tokenizer." in name}
+
+
+def _byte_pair_backend(fields: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+    kind, pre = fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]
+    if kind != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
+        raise ValueError(
+            f"{path} has a tokenizer of model {kind!r} with pre-tokenizer {pre!r}; read here are "
+            f"model 'gpt2' with {sorted(GGUF_PRE_TOKENIZERS)}; use a folder with tokenizer.json"
+        )
+    tokens = fields["tokenizer.ggml.tokens"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"]]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = GGUF_PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True):
+        if kind == GGUF_CONTROL:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == GGUF_USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False)])
+    return backend
+
+
+def from_gguf(path: str | os.PathLike) -> HFTokenizer:
+    """The byte-level BPE tokenizer in a GGUF file's metadata, id for id as Hugging Face has it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another tokenizer model or pre-tokenizer, or a field is missing.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; launch/smollm2.sh fetches a small model")
+    fields = _gguf_fields(path)
+    names = ("model", "pre", "tokens", "token_type", "merges")
+    missing = [f"tokenizer.ggml.{n}" for n in names if f"tokenizer.ggml.{n}" not in fields]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; use a folder with tokenizer.json")
+    backend = _byte_pair_backend(fields, path)
+    bos_id = fields.get("tokenizer.ggml.bos_token_id")
+    if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token"):
+        bos = backend.id_to_token(bos_id)
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
+        )
+    eos_ids = [fields.get(name) for name in GGUF_EOS_FIELDS]
+    pad_id = fields.get("tokenizer.ggml.padding_token_id")
+    return _make(
+        backend, eos_ids, pad_id, bos_id, fields.get("tokenizer.chat_template"), str(path)
+    )
+
+
+def load_tokenizer(path_or_spec: str | os.PathLike) -> Tokenizer:
+    """The tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint folder."""
+    if path_or_spec == "char":
+        return CharTokenizer(ARITHMETIC_CHARS)
+    path = Path(path_or_spec)
+    return from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuses a tokenizer with ids that the model's embedding of `vocab_size` rows lacks."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary has "
+            f"{vocab_size}; use the tokenizer that was trained with this model"
+        )

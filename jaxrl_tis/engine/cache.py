@@ -1,0 +1,66 @@
+"""Key/value cache of fixed slots: an argument and a result of every program, never module state."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.models import attention
+from jaxrl_tis.models.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KV:
+    """Keys and values [B,S,N,K] of one layer ([L,B,S,N,K] when layers are scanned)."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def empty(config: ModelConfig, slots: int, length: int, dtype, unrolled: bool) -> Any:
+    """Zeros for every layer: a tuple of KV when layers are unrolled, else one stacked KV."""
+    shape = (slots, length, config.num_kv_heads, config.head_dim)
+    if unrolled:
+        return tuple(
+            KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+        )
+    shape = (config.num_layers, *shape)
+    return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def keep_rows(segment_ids_bt: jax.Array):
+    """`attend` of prefill: attends within rows and hands back the keys and values."""
+    mask_bts = attention.row_mask(segment_ids_bt)
+    return lambda q, k, v, _: (attention.attention(q, k, v, mask_bts), KV(k, v))
+
+
+def append(positions_b: jax.Array):
+    """`attend` of decode: writes one token per slot at its position, attends up to it."""
+
+    def attend(q_bthk, k_btnk, v_btnk, cache: KV):
+        rows = jnp.arange(positions_b.shape[0])
+        k = cache.k.at[rows, positions_b].set(k_btnk[:, 0].astype(cache.k.dtype))
+        v = cache.v.at[rows, positions_b].set(v_btnk[:, 0].astype(cache.v.dtype))
+        mask_bts = (jnp.arange(k.shape[1])[None] <= positions_b[:, None])[:, None]
+        return attention.attention(q_bthk, k, v, mask_bts), KV(k, v)
+
+    return attend
+
+
+def insert(cache: Any, prefix: Any, source_b: jax.Array) -> Any:
+    """Copies row source_b[b] of the prefix into slot b; a slot with source -1 keeps its content.
+
+    Args:
+      cache, prefix: the same structure, with [..., B,S,N,K] and [..., R,P,N,K] leaves, P <= S.
+      source_b: [B] int32.
+    """
+    is_new = (source_b >= 0).reshape(-1, 1, 1, 1)
+
+    def leaf(old, new):
+        new = jnp.take(new, jnp.maximum(source_b, 0), axis=-4).astype(old.dtype)
+        p = new.shape[-3]
+        return old.at[..., :p, :, :].set(jnp.where(is_new, new, old[..., :p, :, :]))
+
+    return jax.tree.map(leaf, cache, prefix)

@@ -1,0 +1,313 @@
+"""The rollout engine: prefill, insert, generate over fixed slots, and the records it writes.
+
+A prompt of P tokens is prefilled up to its last token; the last one is the first input of decode.
+So every token, the first included, is drawn by one and the same decode program.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis import sharding
+from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.models import quant, transformer
+from jaxrl_tis.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sequence to be sampled. `id` is unique among live requests and seeds its noise."""
+
+    id: str
+    prompt: np.ndarray
+    seed: int
+    sampling: SamplingParams
+
+    @property
+    def hash(self) -> int:
+        """32 bits of the id; the sampling key is fold_in(fold_in(seed, hash), position)."""
+        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=4).digest(), "little")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """The record of one finished sequence, written as its tokens were drawn.
+
+    Arrays have one entry per sampled token: `tokens` int32, `mask` bool (True: the policy chose
+    it), `turn` int32, `logp_behav` (of the filtered, renormalised distribution), `logp_raw`
+    (unfiltered), `entropy` (nats) float32, `version` int32 (weights that drew the token).
+    `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
+    """
+
+    id: str
+    prompt: np.ndarray
+    tokens: np.ndarray
+    mask: np.ndarray
+    turn: np.ndarray
+    logp_behav: np.ndarray
+    logp_raw: np.ndarray
+    entropy: np.ndarray
+    version: np.ndarray
+    stop_reason: str
+    seed: int
+    request: int
+    quant_id: str
+    temperature: float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Keys and values of R prefilled prompts (all but their last tokens), padded to one length."""
+
+    kv: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Decode state that belongs to a slot, arrays with leading axis B.
+
+    Attributes:
+      token, position: [B] int32, last token (not yet in the cache) and its absolute position.
+      remaining: [B] int32 tokens that may still be sampled; 0 is a finished or free slot.
+      key: [B,2] uint32, see sampling.row_keys.
+      stop_ids: [B,n] int32 padded with -1.
+      rows: sampling parameters.
+    """
+
+    token: jax.Array
+    position: jax.Array
+    remaining: jax.Array
+    key: jax.Array
+    stop_ids: jax.Array
+    rows: SamplingRows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    cache: Any
+    slots: Slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResultTokens:
+    """What one `generate` call drew, arrays [K,B]; entries with `valid` False are meaningless.
+
+    `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
+    """
+
+    tokens: jax.Array
+    logp_behav: jax.Array
+    logp_raw: jax.Array
+    entropy: jax.Array
+    valid: jax.Array
+    remaining: jax.Array
+
+
+class EngineProtocol(Protocol):
+    """What the scheduler needs; the tests drive it with an engine made of arithmetic."""
+
+    slots: int
+    max_length: int
+    max_stop_ids: int
+    prefill_batch: int
+    quant_id: str
+
+    def bucket(self, prompt_length: int) -> int: ...
+    def init_state(self) -> Any: ...
+    def prefill(self, params: Any, prompts: list[np.ndarray]) -> Any: ...
+    def insert(self, prefix: Any, state: Any, rows: dict[int, tuple[int, Request]]) -> Any: ...
+    def generate(self, params: Any, state: Any) -> tuple[Any, ResultTokens]: ...
+
+
+class Engine:
+    """Jitted programs of one model on fixed slots; holds no parameters and no cache.
+
+    Args:
+      config: the model.
+      slots: sequences decoded together.
+      max_length: prompt plus sampled tokens of a sequence.
+      dtype: compute dtype; cache_dtype: dtype of keys and values.
+      quantization: "none", "w8a16" or "w8a8" for the layers' projections.
+      steps: decode steps per `generate` call.
+      prefill_batch: prompts per prefill call.
+      unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
+      layout: mesh and rules; None runs on one device.
+    """
+
+    max_stop_ids = 8
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        slots: int,
+        max_length: int,
+        dtype: str = "float32",
+        cache_dtype: str = "float32",
+        quantization: str = "none",
+        highest_head: bool = False,
+        steps: int = 8,
+        prefill_batch: int = 8,
+        unroll: bool = True,
+        layout: sharding.Layout | None = None,
+    ):
+        if quantization not in quant.SCHEMES:
+            raise ValueError(f"quantization {quantization!r} is none of {quant.SCHEMES}")
+        self.config, self.slots, self.max_length = config, slots, max_length
+        self.quantization, self.dtype, self.cache_dtype = quantization, dtype, cache_dtype
+        self.steps, self.prefill_batch, self.unroll = steps, prefill_batch, unroll
+        self.layout = layout or sharding.single_device()
+        self.quant_id = quantization if quantization != "none" else dtype
+        self.program = transformer.Program(
+            dtype=dtype, highest_head=highest_head, constrain=self.layout.constrain
+        )
+        self._load = jax.jit(self._serving_params)
+        self._prefill = jax.jit(self._prefill_rows)
+        self._insert = jax.jit(self._insert_rows, donate_argnums=(1,))
+        self._generate = jax.jit(self._decode, donate_argnums=(1,))
+
+    # Weights
+
+    def load(self, params: transformer.Params) -> transformer.Params:
+        """Learner's parameters -> serving parameters: quantised once, cast, laid out to serve."""
+        return self._load(self.layout.put_params(params, self.config))
+
+    def _serving_params(self, params):
+        params = quant.quantize_params(params, self.quantization)
+        cast = lambda x: x if x.dtype == jnp.int8 else x.astype(self.dtype)
+        scales_kept = lambda w: w if isinstance(w, quant.QuantArray) else cast(w)
+        is_quant = lambda w: isinstance(w, quant.QuantArray)
+        params = jax.tree.map(scales_kept, params, is_leaf=is_quant)
+        return transformer.unstack(params) if self.unroll else params
+
+    # Prefill
+
+    def bucket(self, prompt_length: int) -> int:
+        """Padded length of the prefix of a prompt: the next power of two, at least 16."""
+        return min(max(16, 1 << (prompt_length - 2).bit_length()), self.max_length)
+
+    def prefill(self, params: transformer.Params, prompts: list[np.ndarray]) -> Prefix:
+        """Prefix of at most `prefill_batch` prompts that share a bucket; row r is prompts[r]."""
+        length = self.bucket(max(len(p) for p in prompts))
+        tokens = np.zeros((self.prefill_batch, length), np.int32)
+        segment_ids = np.zeros((self.prefill_batch, length), np.int32)
+        for r, prompt in enumerate(prompts):
+            tokens[r, : len(prompt) - 1] = prompt[:-1]
+            segment_ids[r, : len(prompt) - 1] = 1
+        return self._prefill(params, tokens, segment_ids)
+
+    def _prefill_rows(self, params, tokens_rt, segment_ids_rt) -> Prefix:
+        positions = jnp.broadcast_to(jnp.arange(tokens_rt.shape[1])[None], tokens_rt.shape)
+        attend = cache.keep_rows(segment_ids_rt)
+        _, kv = transformer.hidden(
+            params, self.config, self.program, tokens_rt, positions, attend
+        )
+        return Prefix(kv)
+
+    # Insert
+
+    def init_state(self) -> DecodeState:
+        b = self.slots
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        rows = SamplingRows.of([SamplingParams()] * b)
+        kv = cache.empty(self.config, b, self.max_length, self.cache_dtype, self.unroll)
+        slots = Slots(
+            zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
+            zeros((b, self.max_stop_ids)), jax.tree.map(jnp.asarray, rows),
+        )
+        return DecodeState(self.layout.put_cache(kv), slots)
+
+    def insert(
+        self, prefix: Prefix, state: DecodeState, rows: dict[int, tuple[int, Request]]
+    ) -> DecodeState:
+        """Puts requests into slots: rows maps a slot to (row of the prefix, request)."""
+        b = self.slots
+        source = np.full(b, -1, np.int32)
+        token, position, remaining = (np.zeros(b, np.int32) for _ in range(3))
+        seeds, hashes = (np.zeros(b, np.uint32) for _ in range(2))
+        stop_ids = np.full((b, self.max_stop_ids), -1, np.int32)
+        params = [SamplingParams()] * b
+        for slot, (row, request) in rows.items():
+            source[slot] = row
+            token[slot], position[slot] = request.prompt[-1], len(request.prompt) - 1
+            remaining[slot] = request.sampling.max_tokens
+            seeds[slot], hashes[slot] = request.seed & 0xFFFFFFFF, request.hash
+            stop_ids[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+            params[slot] = request.sampling
+        new = Slots(token, position, remaining, None, stop_ids, SamplingRows.of(params))
+        return self._insert(prefix, state, new, seeds, hashes, source)
+
+    def _insert_rows(self, prefix, state, new, seeds_b, hashes_b, source_b) -> DecodeState:
+        new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
+
+        def choose(old, fresh):
+            is_new = (source_b >= 0).reshape((-1,) + (1,) * (old.ndim - 1))
+            return jnp.where(is_new, fresh, old)
+
+        slots = jax.tree.map(choose, state.slots, new)
+        return DecodeState(cache.insert(state.cache, prefix.kv, source_b), slots)
+
+    def release(self, state: DecodeState, slots: list[int]) -> DecodeState:
+        """Stops the given slots, so that they are free for the next insert."""
+        remaining = state.slots.remaining.at[np.array(slots, np.int32)].set(0)
+        return DecodeState(state.cache, dataclasses.replace(state.slots, remaining=remaining))
+
+    # Generate
+
+    def generate(self, params, state: DecodeState) -> tuple[DecodeState, ResultTokens]:
+        """Up to `steps` tokens for every running slot."""
+        return self._generate(params, state)
+
+    def _decode(self, params, state: DecodeState):
+        empty = lambda dtype: jnp.zeros((self.steps, self.slots), dtype)
+        floats = empty(jnp.float32)
+        result = ResultTokens(
+            empty(jnp.int32), floats, floats, floats, empty(bool), state.slots.remaining
+        )
+
+        def running(carry):
+            i, state, _ = carry
+            return (i < self.steps) & jnp.any(state.slots.remaining > 0)
+
+        def body(carry):
+            i, state, result = carry
+            state, drawn, valid = self._decode_one(params, state)
+            write = lambda buffer, row: buffer.at[i].set(row)
+            result = ResultTokens(
+                write(result.tokens, drawn.token), write(result.logp_behav, drawn.logp_behav),
+                write(result.logp_raw, drawn.logp_raw), write(result.entropy, drawn.entropy),
+                write(result.valid, valid), state.slots.remaining,
+            )
+            return i + 1, state, result
+
+        _, state, result = jax.lax.while_loop(running, body, (0, state, result))
+        return state, result
+
+    def _decode_one(self, params, state: DecodeState):
+        slots = state.slots
+        x_b1d, kv = transformer.hidden(
+            params, self.config, self.program, slots.token[:, None], slots.position[:, None],
+            cache.append(slots.position), state.cache,
+        )
+        logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
+        drawn = sampling.sample(logits_bv, slots.rows, slots.key, slots.position + 1)
+        is_running = slots.remaining > 0
+        is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
+        remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
+        slots = dataclasses.replace(
+            slots,
+            token=jnp.where(is_running, drawn.token, slots.token),
+            position=slots.position + (remaining > 0),
+            remaining=remaining,
+        )
+        return DecodeState(kv, slots), drawn, is_running

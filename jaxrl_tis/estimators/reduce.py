@@ -1,0 +1,76 @@
+"""From a loss per token to one scalar: the only place that does it.
+
+The normaliser decides how long and short responses are weighed against each other, so every mode
+takes its denominators as arguments. With the counts of the full batch given, the sum over
+micro-batches equals the value of the full batch; without them the counts come from the arrays at
+hand.
+"""
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+
+
+def aggregate(
+    loss_bt: chex.Array,
+    mask: chex.Array,
+    mode: str,
+    *,
+    num_tokens: chex.Numeric | None = None,
+    num_seqs: chex.Numeric | None = None,
+    seg: chex.Array | None = None,
+    scale: chex.Numeric | None = None,
+) -> chex.Array:
+    """Reduces a loss per token to a scalar under one of verl's five modes.
+
+      token-mean               sum_bt l / num_tokens
+      token-sum                sum_bt l
+      seq-mean-token-sum       sum_s (sum_t l) / num_seqs
+      seq-mean-token-sum-norm  the previous / scale, the form of Dr. GRPO (arXiv:2503.20783)
+      seq-mean-token-mean      sum_s (mean_t l) / num_seqs, the form of GRPO (arXiv:2402.03300)
+
+    Args:
+      loss_bt: [B, T] loss per token; its entries outside the mask are ignored, NaN included.
+      mask: [B, T] tokens that count.
+      mode: one of `MODES`.
+      num_tokens: valid tokens of the full batch; None counts those in `mask`.
+      num_seqs: sequences of the full batch; None counts those with a valid token.
+      seg: [B, T] sequence ids of packed rows, or None for one sequence per row. A sequence must lie
+        in one row.
+      scale: divisor of "seq-mean-token-sum-norm"; None is the row width T, which packed rows do not
+        know.
+
+    Returns a scalar, 0 for an empty mask. The gradient reaches loss_bt at valid tokens only.
+    """
+    if mode not in MODES:
+        raise ValueError(f"Unknown aggregation mode {mode!r}; choose one of {', '.join(MODES)}.")
+    chex.assert_rank([loss_bt, mask], 2)
+    chex.assert_equal_shape([loss_bt, mask])
+    if mode == "token-sum":
+        return ratios.masked_sum(loss_bt, mask)
+    if mode == "token-mean":
+        if num_tokens is None:
+            num_tokens = ratios.masked_count(loss_bt, mask)
+        return ratios.safe_divide(ratios.masked_sum(loss_bt, mask), num_tokens)
+
+    if num_seqs is None:
+        num_seqs = jnp.sum(ratios.sequence_count(loss_bt, mask, seg) > 0)
+    if mode == "seq-mean-token-mean":
+        return ratios.safe_divide(jnp.sum(ratios.sequence_mean(loss_bt, mask, seg)), num_seqs)
+    seq_mean = ratios.safe_divide(ratios.masked_sum(loss_bt, mask), num_seqs)
+    if mode == "seq-mean-token-sum":
+        return seq_mean
+    if scale is None:
+        if seg is not None:
+            raise ValueError(f"{mode} of packed rows needs scale, the width of an unpacked row.")
+        scale = loss_bt.shape[1]
+    return seq_mean / scale

@@ -1,0 +1,211 @@
+"""GGUF checkpoints (llama.cpp): metadata to ModelConfig, dequantised tensors to parameters."""
+
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+from jaxrl_tis.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from jaxrl_tis.models.stacking import Tensor, assemble, check_names, slots
+
+NAMES = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+    "attn_norm": "blk.{layer}.attn_norm.weight",
+    "q": "blk.{layer}.attn_q.weight",
+    "k": "blk.{layer}.attn_k.weight",
+    "v": "blk.{layer}.attn_v.weight",
+    "o": "blk.{layer}.attn_output.weight",
+    "q_bias": "blk.{layer}.attn_q.bias",
+    "k_bias": "blk.{layer}.attn_k.bias",
+    "v_bias": "blk.{layer}.attn_v.bias",
+    "q_norm": "blk.{layer}.attn_q_norm.weight",
+    "k_norm": "blk.{layer}.attn_k_norm.weight",
+    "mlp_norm": "blk.{layer}.ffn_norm.weight",
+    "gate": "blk.{layer}.ffn_gate.weight",
+    "up": "blk.{layer}.ffn_up.weight",
+    "down": "blk.{layer}.ffn_down.weight",
+}
+
+# Metadata under "<architecture>." that decides the computation; any other key there is refused.
+REQUIRED = (
+    "block_count", "context_length", "embedding_length", "feed_forward_length",
+    "attention.head_count", "attention.layer_norm_rms_epsilon",
+)
+OPTIONAL = (
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "vocab_size",
+)
+
+# Architectures whose rows of Q and K are stored in llama.cpp's rotary order.
+PERMUTED = ("llama",)
+
+
+def read_config(path: str | os.PathLike) -> ModelConfig:
+    """The ModelConfig of a GGUF file; errors as `load`."""
+    return _config(_open(pathlib.Path(path)), str(path))
+
+
+def load(
+    path: str | os.PathLike, sharding: Any = None, dtype: str = "float32"
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Reads a GGUF file, dequantising tensor by tensor into the sharding.
+
+    Args:
+      path: the file.
+      sharding: see `stacking.assemble`.
+      dtype: of every parameter.
+
+    Returns: (config, parameters as `models.transformer.init` lays them out).
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged, or holds an architecture, setting, tensor or tensor type
+        that is not implemented.
+    """
+    reader = _open(pathlib.Path(path))
+    config = _config(reader, str(path))
+    tree = slots(config, NAMES)
+    tensors = _tensors(reader, config)
+    check_names(tree, tensors, str(path))
+    return config, assemble(config, tree, tensors, sharding, dtype)
+
+
+class _BoundedReader(GGUFReader):
+    """GGUFReader that refuses to read past the end, where its own slices are silently short: a
+    forged array length would otherwise be walked to its end."""
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > self.data.size:
+            raise ValueError(f"it needs {end} bytes and has {self.data.size}")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def _open(path: pathlib.Path) -> GGUFReader:
+    if not path.is_file():
+        raise FileNotFoundError(f"No GGUF file {path}: put the model there or correct the path.")
+    try:
+        return _BoundedReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(
+            f"{path} is no GGUF file, or truncated ({error}); copy it again.") from error
+
+
+def _config(reader: GGUFReader, source: str) -> ModelConfig:
+    fields = {key: field.contents() for key, field in reader.fields.items()
+              if not key.startswith("tokenizer.")}
+    if "general.architecture" not in fields:
+        raise ValueError(f"{source} has no general.architecture.")
+    family = fields["general.architecture"]
+    if family not in ARCHITECTURES:
+        raise ValueError(
+            f"general.architecture={family!r} in {source} is not implemented; known: "
+            f"{sorted(ARCHITECTURES)}.")
+    settings = {key.removeprefix(f"{family}."): value for key, value in fields.items()
+                if key.startswith(f"{family}.")}
+    for key, value in settings.items():
+        if key not in REQUIRED and key not in OPTIONAL:
+            raise ValueError(f"{family}.{key}={value!r} in {source} is not implemented.")
+    for key in REQUIRED:
+        if key not in settings:
+            raise ValueError(f"{source} has no {family}.{key}.")
+    return _config_from_settings(family, settings, {t.name: _shape(t) for t in reader.tensors})
+
+
+def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[str, tuple]):
+    """A tied model stores no output head; the vocabulary is the rows of the token table."""
+    if NAMES["embed"] not in shapes:
+        raise ValueError(f"The file has no tensor {NAMES['embed']}.")
+    num_heads = settings["attention.head_count"]
+    num_kv_heads = _stated(settings, "attention.head_count_kv", num_heads)
+    for name, heads in (("head_count", num_heads), ("head_count_kv", num_kv_heads)):
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"attention.{name}={heads!r} must be one number for all layers.")
+    embed_dim = settings["embedding_length"]
+    head_dim = _stated(settings, "attention.key_length", embed_dim // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _stated(settings, key, head_dim) != head_dim:
+            raise ValueError(f"{key}={settings[key]} must equal the head size {head_dim}.")
+    return ModelConfig(
+        family=family,
+        vocab_size=shapes[NAMES["embed"]][0],
+        embed_dim=embed_dim,
+        num_layers=settings["block_count"],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        mlp_dim=settings["feed_forward_length"],
+        rope=_rope(settings),
+        max_position=settings["context_length"],
+        norm_eps=settings["attention.layer_norm_rms_epsilon"],
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tie_embeddings=NAMES["head"] not in shapes,
+    )
+
+
+def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
+    """A setting, or the value that the format gives it when it is absent."""
+    return settings[key] if key in settings else otherwise
+
+
+def _rope(settings: dict[str, Any]) -> RopeConfig:
+    kind = _stated(settings, "rope.scaling.type", "none")
+    theta = _stated(settings, "rope.freq_base", 10000.0)
+    if kind == "none":
+        return RopeConfig(kind="default", theta=theta)
+    if kind == "linear" and "rope.scaling.factor" in settings:
+        return RopeConfig(kind="linear", theta=theta, factor=settings["rope.scaling.factor"])
+    raise ValueError(f"rope.scaling.type={kind!r} (factor "
+                     f"{_stated(settings, 'rope.scaling.factor', None)}) is not implemented for "
+                     "GGUF files; use the safetensors checkpoint.")
+
+
+def _shape(tensor) -> tuple[int, ...]:
+    """GGUF lists the fastest axis first; this is the numpy order, [out, in] for a matrix."""
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _tensors(reader: GGUFReader, config: ModelConfig) -> dict[str, Tensor]:
+    """Stored name -> Tensor in the Hugging Face row order."""
+    heads = {}
+    if config.family in PERMUTED:
+        for layer in range(config.num_layers):
+            heads[NAMES["q"].format(layer=layer)] = config.num_heads
+            heads[NAMES["k"].format(layer=layer)] = config.num_kv_heads
+
+    def reader_of(tensor):
+        def read(index):
+            values = _dequantize(tensor)
+            if tensor.name in heads:
+                values = unpermute(values, heads[tensor.name])
+            return values[index]
+
+        return read
+
+    return {t.name: Tensor(_shape(t), reader_of(t)) for t in reader.tensors}
+
+
+def _dequantize(tensor) -> np.ndarray:
+    try:
+        return dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{tensor.name} has type {tensor.tensor_type.name}, which cannot be read.") from error
+
+
+def unpermute(w: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of a Q or K matrix [heads * K, in] from llama.cpp's order back to Hugging Face's.
+
+    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head where Hugging Face rotates
+    (i, i + K/2), so the converter stored row i at 2i and row i + K/2 at 2i + 1.
+    """
+    rows, width = w.shape
+    pairs = w.reshape(num_heads, rows // num_heads // 2, 2, width)
+    return pairs.swapaxes(1, 2).reshape(rows, width)

@@ -1,0 +1,131 @@
+"""From one checkpoint tensor per layer on disk to stacked, sharded parameters, and the name check.
+
+A checkpoint format is a table {parameter: tensor name} (with "{layer}" for the parameters of the
+layers) and a dict of `Tensor`s. Matrices are stored [out, in] in every format read here and used
+[in, out]; the embedding is [vocab, embed] on both sides.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.models.transformer import abstract_params
+
+MAX_LISTED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor still on disk: its stored shape, and a function that reads a slice of it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a parameter comes from: one stored tensor per layer, or one tensor outside them."""
+
+    names: tuple[str, ...]
+    stored_shape: tuple[int, ...]
+    is_stacked: bool
+    is_transposed: bool
+
+
+def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
+    """A tree like the parameters', with a `Slot` per parameter."""
+
+    def slot(path, leaf) -> Slot:
+        key, is_stacked = path[-1].key, path[0].key == "layers"
+        shape = leaf.shape[1:] if is_stacked else leaf.shape
+        is_transposed = len(shape) == 2 and key != "embed"
+        names = (table[key],)
+        if is_stacked:
+            names = tuple(table[key].format(layer=i) for i in range(config.num_layers))
+        return Slot(names, shape[::-1] if is_transposed else shape, is_stacked, is_transposed)
+
+    return jax.tree_util.tree_map_with_path(slot, abstract_params(config))
+
+
+def check_names(tree: dict[str, Any], found: Mapping[str, Tensor], source: str) -> None:
+    """Refuses missing, unknown and wrong-shaped tensors, listing them.
+
+    Args:
+      tree: `slots(config, table)`.
+      found: stored name -> Tensor.
+      source: file or folder, for the message.
+    """
+    expected = {name: slot.stored_shape for slot in jax.tree.leaves(tree) for name in slot.names}
+    problems = [
+        *_listed("missing", sorted(expected.keys() - found.keys())),
+        *_listed("unknown", sorted(found.keys() - expected.keys())),
+        *_listed("wrong shape", [
+            f"{name} {list(found[name].shape)}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and tuple(found[name].shape) != tuple(shape)
+        ]),
+    ]
+    if problems:
+        raise ValueError(f"{source} does not hold the model of its config: " + "; ".join(problems))
+
+
+def _listed(what: str, items: list[str]) -> list[str]:
+    if not items:
+        return []
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return [f"{what} ({len(items)}): " + ", ".join(items[:MAX_LISTED]) + more]
+
+
+def assemble(
+    config: ModelConfig,
+    tree: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    sharding: Any,
+    dtype: str,
+) -> dict[str, Any]:
+    """Reads every parameter straight into its sharding.
+
+    Only the slice that a local device holds is read, one parameter at a time, so the host never
+    holds the model.
+
+    Args:
+      tree: `slots(config, table)`, already checked.
+      sharding: a jax Sharding, a tree of them like the parameters' (or a prefix of it), or None
+        for the default device.
+      dtype: of every parameter, e.g. "float32" or "bfloat16".
+    """
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = abstract_params(config, dtype)
+    shardings = jax.tree.broadcast(sharding, abstract)
+
+    def parameter(leaf, slot, leaf_sharding):
+        reads = {}
+
+        def read(index):
+            spans = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape))
+            if spans not in reads:
+                reads[spans] = _read_block(slot, tensors, spans, leaf.dtype)
+            return reads[spans]
+
+        return jax.make_array_from_callback(leaf.shape, leaf_sharding, read, dtype=leaf.dtype)
+
+    return jax.tree.map(parameter, abstract, tree, shardings)
+
+
+def _read_block(slot: Slot, tensors: Mapping[str, Tensor], spans, dtype: jnp.dtype) -> np.ndarray:
+    """The block of a (stacked) parameter given by (start, stop) per axis, in model layout."""
+    names, inner = slot.names, spans
+    if slot.is_stacked:
+        names, inner = slot.names[slice(*spans[0])], spans[1:]
+    stored = tuple(slice(*span) for span in (inner[::-1] if slot.is_transposed else inner))
+    block = np.empty((len(names), *(stop - start for start, stop in inner)), dtype)
+    for i, name in enumerate(names):
+        part = tensors[name].read(stored)
+        block[i] = part.T if slot.is_transposed else part
+    return block if slot.is_stacked else block[0]

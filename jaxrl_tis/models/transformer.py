@@ -1,0 +1,256 @@
+"""The decoder: Llama, SmolLM2, Qwen2/2.5 and Qwen3 (dense) in one file.
+
+Flax NNX declares the parameters with their logical axis names; from then on they are a plain
+nested dict, and pure functions merge them back while tracing. Layers are stacked on a leading
+axis and scanned, or, given as a tuple of per-layer dicts (see `unstack`), unrolled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_tis.models import attention, quant
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.models.rope import rope_frequencies
+
+Params = dict[str, Any]
+REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def _unconstrained(x: jax.Array, axes: tuple) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """How a forward pass is computed; the same parameters run under any of these.
+
+    Attributes:
+      dtype: compute dtype of activations and dots ("float32" or "bfloat16"); sums, norms, softmax
+        and logits are float32 in every case.
+      remat: what the backward pass recomputes: "none", "dots" (keeps the dots) or "full".
+      highest_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
+        is one bfloat16 pass.
+      constrain: function (array, logical axis names) -> array that pins activations to a mesh.
+    """
+
+    dtype: str = "float32"
+    remat: str = "none"
+    highest_head: bool = False
+    constrain: Callable[[jax.Array, tuple], jax.Array] = _unconstrained
+
+
+class Embedding(nnx.Module):
+    """Everything outside the layers: token table, last norm, output head unless tied."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        v, d = config.vocab_size, config.embed_dim
+        self.embed = _normal(rngs, (v, d), d, ("vocab", "embed"))
+        self.final_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
+        if not config.tie_embeddings:
+            self.head = _normal(rngs, (d, v), d, ("embed", "vocab"))
+
+
+class Block(nnx.Module):
+    """One layer: attention and gated MLP, both pre-normed and residual."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        d, f = config.embed_dim, config.mlp_dim
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.attn_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
+        self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
+        self.k = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        self.v = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        self.o = _normal(rngs, (q, d), q * 2 * config.num_layers, ("heads", "embed"))
+        if config.qkv_bias:
+            self.q_bias = nnx.Param(jnp.zeros((q,)), axes=("heads",))
+            self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
+            self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
+        if config.qk_norm:
+            self.q_norm = nnx.Param(jnp.ones((config.head_dim,)), axes=("norm",))
+            self.k_norm = nnx.Param(jnp.ones((config.head_dim,)), axes=("norm",))
+        self.mlp_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
+        self.gate = _normal(rngs, (d, f), d, ("embed", "mlp"))
+        self.up = _normal(rngs, (d, f), d, ("embed", "mlp"))
+        self.down = _normal(rngs, (f, d), f * 2 * config.num_layers, ("mlp", "embed"))
+
+    def __call__(self, x_btd, config: ModelConfig, program: Program, rotation, attend):
+        """Returns the new residual stream and what `attend` hands back (keys/values or a cache)."""
+        h_btd = rms_norm(x_btd, self.attn_norm[...], config.norm_eps)
+        q, k, v = self._qkv(h_btd, config, rotation)
+        out_bthk, carried = attend(q, k, v)
+        x_btd = x_btd + quant.dot(out_bthk.reshape(*x_btd.shape[:2], -1), self.o.get_value())
+        h_btd = rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
+        gate = quant.dot(h_btd, self.gate.get_value())
+        up = quant.dot(h_btd, self.up.get_value())
+        x_btd = x_btd + quant.dot(jax.nn.silu(gate) * up, self.down.get_value())
+        return program.constrain(x_btd, ("batch", "length", None)), carried
+
+    def _qkv(self, h_btd, config: ModelConfig, rotation):
+        def project(w, bias, heads):
+            y = quant.dot(h_btd, w.get_value())
+            y = y if bias is None else y + bias[...].astype(y.dtype)
+            return y.reshape(*h_btd.shape[:2], heads, config.head_dim)
+
+        biases = (self.q_bias, self.k_bias, self.v_bias) if config.qkv_bias else (None,) * 3
+        q = project(self.q, biases[0], config.num_heads)
+        k = project(self.k, biases[1], config.num_kv_heads)
+        v = project(self.v, biases[2], config.num_kv_heads)
+        if config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], config.norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.norm_eps)
+        return _rotate(q, *rotation), _rotate(k, *rotation), v
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param:
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last axis, computed in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _rotation(config: ModelConfig, positions_bt: jax.Array):
+    """cos and sin [B,T,1,K/2] in float32, scaled by the attention factor of yarn."""
+    inv_freq, scale = rope_frequencies(config.rope, config.head_dim)
+    angles = positions_bt[..., None, None].astype(jnp.float32) * jnp.asarray(
+        inv_freq, jnp.float32
+    ).reshape(1, 1, 1, -1)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
+
+
+@functools.cache
+def _graph(module: type[nnx.Module], config: ModelConfig):
+    """(graphdef, abstract parameters, logical axes) of a module, as plain trees."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    axes = jax.tree.map(lambda v: v.get_metadata()["axes"], state, is_leaf=is_variable)
+    return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(axes)
+
+
+def _values(module: nnx.Module) -> Params:
+    return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
+    outer_key, layers_key = jax.random.split(key)
+    layers = jax.vmap(lambda k: _values(Block(config, nnx.Rngs(k))))(
+        jax.random.split(layers_key, config.num_layers)
+    )
+    return {**_values(Embedding(config, nnx.Rngs(outer_key))), "layers": layers}
+
+
+def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
+    """The tree of jax.ShapeDtypeStruct that `init` would fill."""
+    stack = lambda s: jax.ShapeDtypeStruct((config.num_layers, *s.shape), jnp.dtype(dtype))
+    outer = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), _graph(Embedding, config)[1]
+    )
+    return {**outer, "layers": jax.tree.map(stack, _graph(Block, config)[1])}
+
+
+def logical_axes(config: ModelConfig) -> Params:
+    """The same tree with a tuple of logical axis names per parameter."""
+    layers = {name: ("layers", *axes) for name, axes in _graph(Block, config)[2].items()}
+    return {**_graph(Embedding, config)[2], "layers": layers}
+
+
+def unstack(params: Params) -> Params:
+    """Layers as a tuple of per-layer dicts, for programs that unroll them."""
+    layers = params["layers"]
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return {**params, "layers": tuple(jax.tree.map(lambda x: x[i], layers) for i in range(count))}
+
+
+def hidden(
+    params: Params,
+    config: ModelConfig,
+    program: Program,
+    tokens_bt: jax.Array,
+    positions_bt: jax.Array,
+    attend: Callable,
+    cache: Any = None,
+):
+    """Runs the layers.
+
+    Args:
+      tokens_bt, positions_bt: [B,T] int32; positions are absolute.
+      attend: (q, k, v, layer_cache) -> ([B,T,H,K], carried) for one layer.
+      cache: per-layer pytree, stacked on a leading axis where the layers are, else a tuple.
+
+    Returns: ([B,T,D] after the last norm in the compute dtype, `carried` of every layer, stacked
+    or as a tuple like the layers).
+    """
+    graphdef = _graph(Block, config)[0]
+    rotation = _rotation(config, positions_bt)
+
+    def layer(x_btd, inputs):
+        layer_params, layer_cache = inputs
+        block = nnx.merge(graphdef, layer_params)
+        return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
+
+    x_btd = jnp.take(params["embed"], tokens_bt, axis=0).astype(program.dtype)
+    x_btd = program.constrain(x_btd, ("batch", "length", None))
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        carried = []
+        for inputs in zip(layers, cache if cache is not None else (None,) * len(layers)):
+            x_btd, out = layer(x_btd, inputs)
+            carried.append(out)
+        carried = tuple(carried)
+    else:
+        if program.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT[program.remat])
+        x_btd, carried = jax.lax.scan(layer, x_btd, (layers, cache))
+    return rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
+
+
+def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt) -> jax.Array:
+    """[B,T,D] of whole rows; tokens attend within their segment."""
+    mask_bts = attention.row_mask(segment_ids_bt)
+    attend = lambda q, k, v, _: (attention.attention(q, k, v, mask_bts), None)
+    return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
+
+
+def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
+    """x [..., D] -> logits [..., V] in float32."""
+    w, contract = (params["head"], 0) if "head" in params else (params["embed"], 1)
+    dtype = jnp.float32 if program.highest_head else x.dtype
+    precision = jax.lax.Precision.HIGHEST if program.highest_head else None
+    return jax.lax.dot_general(
+        x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (contract,)), ((), ())),
+        precision=precision, preferred_element_type=jnp.float32,
+    )
+
+
+def logits(params, config, tokens, positions=None, segment_ids=None, program=Program()):
+    """Logits [B,T,V] in float32 of rows of tokens [B,T].
+
+    Args:
+      positions: [B,T] int32, default 0..T-1 in each row.
+      segment_ids: [B,T] int32, default one segment per row.
+    """
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    x_btd = rows_hidden(params, config, program, tokens, positions, segment_ids)
+    return head_logits(params, program, x_btd)

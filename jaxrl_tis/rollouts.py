@@ -1,0 +1,146 @@
+"""Who generates when. Here: the learner waits for its sampler, every batch is fresh (sync mode)."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import ml_collections
+import numpy as np
+
+from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
+from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.engine.engine import Request, Trajectory
+from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A finished trajectory with the example it answers, its reward and its group in the batch.
+
+    `score` is the reward function's value; `reward` adds the overlong penalty.
+    """
+
+    trajectory: Trajectory
+    record: dict[str, str]
+    text: str
+    score: float
+    reward: float
+    group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompter:
+    """Examples -> prompt ids: a template, optionally the model's chat format."""
+
+    tokenizer: Tokenizer
+    task: ml_collections.ConfigDict
+
+    def ids(self, record: dict[str, str]) -> np.ndarray:
+        """ValueError when the prompt is longer than max_prompt_tokens."""
+        text = self.task.template.format(prompt=record["prompt"])
+        if self.task.chat:
+            system = [{"role": "system", "content": self.task.system}] if self.task.system else []
+            text = self.tokenizer.chat([*system, {"role": "user", "content": text}])
+        ids = self.tokenizer.encode(text, add_special=not self.task.chat)
+        if len(ids) > self.task.max_prompt_tokens:
+            raise ValueError(
+                f"example {record['id']}: {len(ids)} prompt tokens, config.task.max_prompt_tokens "
+                f"is {self.task.max_prompt_tokens}; raise it or shorten the prompt"
+            )
+        return np.array(ids, np.int32)
+
+
+def run(
+    scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None
+) -> list[Trajectory]:
+    """Trajectories in the order of the requests; `on_finished(n)` is called as they end."""
+    for request in requests:
+        scheduler.add(request)
+    done = {}
+    while scheduler.pending:
+        finished = scheduler.step()
+        done.update({t.id: t for t in finished})
+        if finished:
+            on_finished(len(finished))
+    return [done[request.id] for request in requests]
+
+
+def sampling_params(
+    config: ml_collections.ConfigDict, tokenizer: Tokenizer, temperature: float, is_filtered: bool
+) -> SamplingParams:
+    """Stop at the tokenizer's end ids or max_new_tokens; with the rollouts' filters or without."""
+    rollout = config.rollout
+    filters = dict(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
+    return SamplingParams(
+        temperature=temperature, stop_ids=tuple(tokenizer.eos_ids),
+        max_tokens=rollout.max_new_tokens, **(filters if is_filtered else {}),
+    )
+
+
+class Collector:
+    """Fills one batch of rollout.prompts groups of rollout.group_size rewarded samples."""
+
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        prompter: Prompter,
+        batches: Iterator[list[dict[str, str]]],
+        rewards: RewardWorker,
+    ):
+        self._config, self._prompter = config, prompter
+        self._batches, self._rewards = batches, rewards
+        self._sampling = sampling_params(
+            config, prompter.tokenizer, config.rollout.temperature, is_filtered=True
+        )
+
+    def collect(
+        self, scheduler: Scheduler, step: int, timer: Callable
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Samples of one step in group order, and how many groups were discarded.
+
+        With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
+        replaced by fresh prompts, for at most max_rounds rounds, then kept as they are.
+        """
+        rollout = self._config.rollout
+        kept: list[list[Sample]] = []
+        discarded: list[list[Sample]] = []
+        for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
+            groups = self._sample_groups(scheduler, (step, round_index), timer)
+            is_kept = lambda g: not rollout.dynamic_sampling or len({s.reward for s in g}) > 1
+            kept += [g for g in groups if is_kept(g)]
+            discarded += [g for g in groups if not is_kept(g)]
+            if len(kept) >= rollout.prompts:
+                break
+        chosen = (kept + discarded)[: rollout.prompts]
+        samples = [
+            dataclasses.replace(sample, group=index)
+            for index, group in enumerate(chosen) for sample in group
+        ]
+        return samples, {"rollout/discarded_groups": len(kept) + len(discarded) - len(chosen)}
+
+    def _sample_groups(self, scheduler, tag, timer) -> list[list[Sample]]:
+        records = next(self._batches)
+        size = self._config.rollout.group_size
+        requests = [
+            Request(f"{tag[0]}/{tag[1]}/{i}/{record['id']}/{g}", ids, self._config.seed, self._sampling)
+            for i, record in enumerate(records)
+            for ids in [self._prompter.ids(record)]
+            for g in range(size)
+        ]
+        with timer("rollout"):
+            trajectories = run(scheduler, requests)
+        with timer("reward"):
+            repeated = [record for record in records for _ in range(size)]
+            texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
+            scores = self._rewards.score(texts, repeated)
+        samples = [
+            Sample(t, record, text, score, score + self._overlong(len(t.tokens)), 0)
+            for t, record, text, score in zip(trajectories, repeated, texts, scores, strict=True)
+        ]
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+    def _overlong(self, length: int) -> float:
+        rollout = self._config.rollout
+        if rollout.overlong_buffer == 0:
+            return 0.0
+        return soft_overlong_penalty(length, rollout.max_new_tokens, rollout.overlong_buffer)

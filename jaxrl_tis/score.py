@@ -1,0 +1,54 @@
+"""Logits of given tokens: python -m jaxrl_tis.score --model DIR_OR_GGUF --tokens IN.npy --out OUT.npy
+
+Reads int tokens [B,T], writes float32 logits [B,T,V]; row by row, so memory holds one row's.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from jaxrl_tis import models
+from jaxrl_tis.models import transformer
+
+MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.", required=True)
+TOKENS = flags.DEFINE_string("tokens", None, ".npy file with tokens [B,T].", required=True)
+OUT = flags.DEFINE_string("out", None, ".npy file to write logits [B,T,V] to.", required=True)
+
+
+def score(model: str, tokens_bt: np.ndarray, out: str) -> None:
+    """Writes the logits [B,T,V] in float32 of `tokens_bt` [B,T] to the .npy file `out`.
+
+    Raises:
+      ValueError: the tokens are no [B,T] array of integers below the model's vocabulary.
+    """
+    config, params = models.load(model)
+    _check_tokens(tokens_bt, config.vocab_size)
+    row_logits = jax.jit(lambda params, tokens: transformer.logits(params, config, tokens))
+    shape = (*tokens_bt.shape, config.vocab_size)
+    written = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
+    for i, tokens in enumerate(tokens_bt):
+        written[i] = row_logits(params, jnp.asarray(tokens, jnp.int32)[None])[0]
+    written.flush()
+
+
+def _check_tokens(tokens_bt: np.ndarray, vocab_size: int) -> None:
+    is_integer = np.issubdtype(tokens_bt.dtype, np.integer)
+    if tokens_bt.ndim != 2 or not is_integer or not tokens_bt.size:
+        raise ValueError(
+            f"Tokens must be integers [B,T], B and T at least 1, got "
+            f"{tokens_bt.dtype}{list(tokens_bt.shape)}.")
+    if not 0 <= tokens_bt.min() <= tokens_bt.max() < vocab_size:
+        raise ValueError(
+            f"Tokens {tokens_bt.min()} to {tokens_bt.max()} must lie in the vocabulary, 0 to "
+            f"{vocab_size - 1}.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments: {argv[1:]}.")
+    score(MODEL.value, np.load(TOKENS.value, allow_pickle=False), OUT.value)
+
+
+if __name__ == "__main__":
+    app.run(main)

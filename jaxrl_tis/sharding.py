@@ -1,0 +1,132 @@
+"""One mesh shape to train and one to serve, over the same logical axes of the parameters.
+
+A rule table maps every logical axis name to a mesh axis (or a tuple of them, or None). Moving
+parameters from one table to the other is a `jax.device_put`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+TRAIN_RULES = {
+    "batch": ("data", "fsdp"),
+    "length": None,
+    "layers": None,
+    "norm": None,
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+SERVE_RULES = {
+    "batch": ("data", "fsdp"),
+    "length": None,
+    "layers": None,
+    "norm": None,
+    "vocab": "tensor",
+    "embed": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+
+
+def make_mesh(shape: tuple[int, int, int], devices: list | None = None) -> Mesh:
+    """Mesh (data, fsdp, tensor); one entry may be -1 and takes the devices that are left."""
+    devices = jax.devices() if devices is None else devices
+    known = math.prod(n for n in shape if n != -1)
+    if list(shape).count(-1) > 1 or len(devices) % known or (
+        -1 not in shape and known != len(devices)
+    ):
+        raise ValueError(
+            f"mesh {dict(zip(MESH_AXES, shape))} does not divide {len(devices)} devices; the "
+            "product must equal the device count, and at most one entry may be -1"
+        )
+    shape = tuple(len(devices) // known if n == -1 else n for n in shape)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def partition_spec(axes: tuple, rules: dict) -> PartitionSpec:
+    """Mesh axes of an array from its logical axes; an unknown or doubly used axis is an error."""
+    unknown = [a for a in axes if a is not None and a not in rules]
+    if unknown:
+        raise ValueError(f"logical axes {unknown} have no rule; known are {sorted(rules)}")
+    spec = [None if a is None else rules[a] for a in axes]
+    used = [m for entry in spec if entry for m in ((entry,) if isinstance(entry, str) else entry)]
+    if len(used) != len(set(used)):
+        raise ValueError(f"logical axes {axes} use a mesh axis twice: {spec}")
+    return PartitionSpec(*spec)
+
+
+def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
+    """Refuses a degree that does not divide the heads, naming the legal ones."""
+    common = math.gcd(config.num_heads, config.num_kv_heads)
+    if common % degree:
+        legal = [n for n in range(1, common + 1) if common % n == 0]
+        raise ValueError(
+            f"tensor parallelism {degree} does not divide {config.num_heads} query heads and "
+            f"{config.num_kv_heads} key/value heads; legal degrees are {legal}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh with its rule table."""
+
+    mesh: Mesh
+    rules_items: tuple
+
+    @property
+    def rules(self) -> dict:
+        return dict(self.rules_items)
+
+    def sharding(self, axes: tuple) -> NamedSharding:
+        return NamedSharding(self.mesh, partition_spec(axes, self.rules))
+
+    def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
+        """Pins an activation inside jit; nothing to pin on one device."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def params(self, config: ModelConfig) -> Any:
+        """Tree of shardings for the parameters of a model."""
+        check_tensor_parallel(config, self.mesh.shape["tensor"])
+        axes = transformer.logical_axes(config)
+        return jax.tree.map(self.sharding, axes, is_leaf=lambda a: isinstance(a, tuple))
+
+    def put_params(self, params: Any, config: ModelConfig) -> Any:
+        return jax.device_put(params, self.params(config))
+
+    def put_batch(self, batch: Any) -> Any:
+        """Host arrays [accumulation, rows, ...] onto the mesh, rows over the data axes."""
+        axes = lambda x: (None, "batch") + (None,) * (np.ndim(x) - 2)
+        return jax.tree.map(lambda x: jax.device_put(x, self.sharding(axes(x))), batch)
+
+    def put_cache(self, kv: Any) -> Any:
+        """Key/value cache [..., B,S,N,K]: slots over the data axes, heads over tensor."""
+        put = lambda x: jax.device_put(
+            x, self.sharding((None,) * (x.ndim - 4) + ("batch", None, "kv_heads", None))
+        )
+        return jax.tree.map(put, kv)
+
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def layout(shape: tuple[int, int, int], rules: dict, devices: list | None = None) -> Layout:
+    return Layout(make_mesh(shape, devices), tuple(rules.items()))
+
+
+def single_device() -> Layout:
+    return layout((1, 1, 1), SERVE_RULES, jax.devices()[:1])

@@ -1,0 +1,31 @@
+# Sourced by the scripts beside it: makes .venv-<python version> inside the clone, or reuses it, and
+# sets $PY to its interpreter. PYTHON chooses the interpreter it is made with.
+# shellcheck shell=bash
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 1
+
+prepare_venv() {  # $1: extras such as "test", or nothing
+  local python=${PYTHON:-python3} version stamp want start
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "$python is Python $version; 3.11 or newer is needed (set PYTHON=/path/to/python3.12)" >&2
+    exit 1
+  fi
+  venv=.venv-$version
+  PY=$root/$venv/bin/python
+  stamp=$venv/.installed-${1:-core}
+  want=$(cksum setup.py)
+  if [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
+    echo "using $venv"
+    return
+  fi
+  start=$SECONDS
+  echo "making $venv with $python (Python $version) and installing the packages of setup.py${1:+ [$1]}"
+  [ -x "$PY" ] || "$python" -m venv "$venv" || exit 1
+  "$PY" -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}" || exit 1
+  echo "$want" >"$stamp"
+  echo "installed in $((SECONDS - start)) s"
+}
+
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax}
+export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}

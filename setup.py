@@ -1,0 +1,43 @@
+"""Package metadata. Two lanes, because jax 0.11 dropped Python 3.11."""
+
+import pathlib
+
+from setuptools import find_packages, setup
+
+setup(
+    name="jaxrl_tis",
+    version="0.1.0",
+    description="RL of language models on TPU with the sampler/learner gap measured and corrected",
+    long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["jaxrl_tis", "jaxrl_tis.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        'jax>=0.10.0,<0.11; python_version<"3.12"',
+        'flax>=0.12.8,<0.12.9; python_version<"3.12"',
+        'jax>=0.11.1,<0.13; python_version>="3.12"',
+        'flax>=0.12.9,<0.13; python_version>="3.12"',
+        "optax>=0.2.6,<0.3",
+        "orbax-checkpoint>=0.12.3,<0.13",
+        "grain>=0.2.16,<0.3",
+        "chex>=0.1.91",
+        "ml-collections>=1.1",
+        "absl-py>=2.1",
+        "numpy>=2.0",
+        "safetensors>=0.6",
+        "tokenizers>=0.21",
+        "gguf>=0.17",
+        "jinja2>=3.1",
+        "tqdm>=4.66",
+        "matplotlib>=3.9",
+        "tensorboardX>=2.6.4",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]>=0.10.0,<0.13"],
+        "cuda12": ["jax[cuda12]>=0.10.0,<0.13"],
+        "cuda13": ["jax[cuda13]>=0.10.0,<0.13"],
+        "tasks": ["reasoning-gym>=0.1.19"],
+        "test": ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19"],
+        "dev": ["ruff>=0.8"],
+    },
+)

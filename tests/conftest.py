@@ -1,0 +1,19 @@
+"""Every test sees eight simulated CPU devices; rank promotion is an error."""
+
+import os
+import pathlib
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax  # noqa: E402  (the environment above must be set first)
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update(
+    "jax_compilation_cache_dir", str(pathlib.Path(tempfile.gettempdir()) / "jaxrl_tis_jit_cache")
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.data.tasks import TASKS
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "a.jsonl", 10)
+
+
+def write(path, length, first="0"):
+    rows = [{"prompt": first, "answer": "0", "id": "0"}]
+    rows += [{"prompt": str(i), "answer": str(i), "id": str(i)} for i in range(1, length)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:length]))
+    return str(path)
+
+
+def ids(batches, count):
+    return [[example["id"] for example in next(batches)] for _ in range(count)]
+
+
+def flat(batches, count):
+    return [name for batch in ids(batches, count) for name in batch]
+
+
+def test_each_epoch_is_another_permutation(path):
+    order = flat(Batches("jsonl", {"path": path}, batch_size=4, seed=0), 10)
+    epochs = [order[start : start + 10] for start in range(0, 40, 10)]  # 4 * 10 = 4 epochs
+    assert all(sorted(epoch) == [str(i) for i in range(10)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_the_seed_decides_the_order(path):
+    first, again, other = (
+        flat(Batches("jsonl", {"path": path}, batch_size=5, seed=seed), 4) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_state_restored_at_every_position_across_epochs(path):
+    whole = ids(Batches("jsonl", {"path": path}, batch_size=4, seed=3), 12)
+    running = Batches("jsonl", {"path": path}, batch_size=4, seed=3)
+    for position in range(9):  # 10 examples: the epochs end inside batch 2, and after batch 4.
+        state = json.loads(json.dumps(running.get_state()))
+        restored = Batches("jsonl", {"path": path}, batch_size=4, seed=3)
+        next(restored)
+        restored.set_state(state)
+        assert ids(restored, 3) == whole[position : position + 3]
+        assert ids(running, 1) == whole[position : position + 1]
+
+
+@pytest.mark.parametrize("shard_count", [2, 4])
+def test_shards_make_up_the_same_batches_for_any_number_of_hosts(path, shard_count):
+    whole = ids(Batches("jsonl", {"path": path}, batch_size=4, seed=5), 10)
+    shards = [
+        Batches("jsonl", {"path": path}, batch_size=4, seed=5, shard_index=s,
+                shard_count=shard_count)
+        for s in range(shard_count)
+    ]
+    together = [sum((ids(shard, 1)[0] for shard in shards), []) for _ in range(10)]
+    assert together == whole
+    epoch = [name for batch in together for name in batch][:10]
+    assert sorted(epoch) == [str(i) for i in range(10)]
+    assert len(ids(shards[0], 1)[0]) == 4 // shard_count
+
+
+def test_a_position_carries_over_to_another_number_of_hosts(path):
+    one = Batches("jsonl", {"path": path}, batch_size=4, seed=5)
+    ids(one, 3)
+    two = Batches("jsonl", {"path": path}, batch_size=4, seed=5, shard_index=1, shard_count=2)
+    two.set_state(one.get_state())
+    assert ids(two, 1)[0] == ids(one, 1)[0][2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"), [({"seed": 1}, "seed"), ({"batch_size": 5}, "batch_size")]
+)
+def test_another_order_is_refused(path, changes, differs):
+    saved = Batches("jsonl", {"path": path}, batch_size=4, seed=0).get_state()
+    kwargs = {"batch_size": 4, "seed": 0} | changes
+    mine = Batches("jsonl", {"path": path}, **kwargs)
+    with pytest.raises(ValueError, match=rf"another data set \({differs} differ\)") as caught:
+        mine.set_state(saved)
+    assert json.dumps(saved["fingerprint"]) in str(caught.value)
+    assert json.dumps(mine.fingerprint) in str(caught.value)
+
+
+def test_other_data_is_refused(path, tmp_path):
+    saved = Batches("jsonl", {"path": path}, batch_size=4, seed=0).get_state()
+    write(tmp_path / "a.jsonl", 11)
+    with pytest.raises(ValueError, match=r"\(examples, length differ\)"):
+        Batches("jsonl", {"path": path}, batch_size=4, seed=0).set_state(saved)
+    write(tmp_path / "a.jsonl", 10, first="changed")
+    with pytest.raises(ValueError, match=r"\(examples differ\)"):
+        Batches("jsonl", {"path": path}, batch_size=4, seed=0).set_state(saved)
+    arithmetic = Batches("arithmetic", {"size": 10}, batch_size=4, seed=0)
+    with pytest.raises(ValueError, match=r"\(examples, params, task differ\)"):
+        arithmetic.set_state(saved)
+    write(tmp_path / "a.jsonl", 10)
+    Batches("jsonl", {"path": path}, batch_size=4, seed=0).set_state(saved)
+
+
+def test_the_order_of_parameters_does_not_matter():
+    a = Batches("arithmetic", {"size": 10, "digits": 1}, batch_size=2, seed=0)
+    b = Batches("arithmetic", {"digits": 1, "size": 10}, batch_size=2, seed=0)
+    b.set_state(a.get_state())
+    assert next(a) == next(b)
+
+
+def test_setup_errors(path, monkeypatch):
+    with pytest.raises(ValueError, match="unknown task 'chess'; the tasks are arithmetic, gsm8k"):
+        Batches("chess", {}, batch_size=1, seed=0)
+    with pytest.raises(ValueError, match="3 hosts cannot share a batch of 4"):
+        Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_count=3)
+    with pytest.raises(ValueError, match="shard_index 2 is not below shard_count 2"):
+        Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_index=2, shard_count=2)
+    monkeypatch.setitem(TASKS, "nothing", lambda: [])
+    with pytest.raises(ValueError, match="'nothing'.*has 0 examples"):
+        Batches("nothing", {}, batch_size=1, seed=0)

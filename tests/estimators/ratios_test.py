@@ -1,0 +1,99 @@
+"""Masked reductions, the clamp and sums over sequences, against arithmetic by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import ratios
+
+NAN = float("nan")
+
+
+def test_reductions_ignore_what_stands_outside_the_mask():
+    x = jnp.array([[1.0, NAN, 4.0], [jnp.inf, 7.0, -jnp.inf]])
+    mask = jnp.array([[1, 0, 1], [0, 1, 0]])
+    assert ratios.masked_sum(x, mask) == 12.0
+    assert ratios.masked_mean(x, mask) == 4.0
+    np.testing.assert_array_equal(ratios.masked_mean(x, mask, axis=1), [2.5, 7.0])
+    assert ratios.masked_max(x, mask) == 7.0
+    assert ratios.masked_min(x, mask) == 1.0
+    # Deviations -3, 0, 3: sqrt(18 / 3) and, with ddof 1, sqrt(18 / 2).
+    np.testing.assert_allclose(ratios.masked_std(x, mask), np.sqrt(6.0), rtol=1e-6)
+    np.testing.assert_allclose(ratios.masked_std(x, mask, ddof=1), 3.0, rtol=1e-6)
+
+
+def test_reductions_of_an_empty_mask_are_zero():
+    x, mask = jnp.full((2, 3), NAN), jnp.zeros((2, 3), bool)
+    reductions = (ratios.masked_sum, ratios.masked_mean, ratios.masked_max, ratios.masked_min, ratios.masked_std)
+    for reduction in reductions:
+        assert reduction(x, mask) == 0.0, reduction.__name__
+    one = mask.at[0, 0].set(True)
+    assert ratios.masked_std(jnp.ones((2, 3)), one, ddof=1) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32])
+def test_masks_of_any_type_are_the_same_mask(dtype):
+    mask = jnp.array([[1, 0, 1]]).astype(dtype)
+    x = jnp.array([[1.0, NAN, 5.0]])
+    assert ratios.masked_mean(x, mask) == 3.0
+    assert ratios.masked_count(x, mask) == 2.0
+    np.testing.assert_array_equal(ratios.safe_log_ratio(x, x - 1.0, mask), [[1.0, 0.0, 1.0]])
+
+
+def test_compute_dtype_goes_up_to_float32_and_never_down():
+    assert ratios.as_float(jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+    assert ratios.as_float(jnp.ones(2, jnp.int32)).dtype == jnp.float32
+    # 300 ones summed in bfloat16 stop at 256.
+    assert ratios.masked_sum(jnp.ones(300, jnp.bfloat16), jnp.ones(300)) == 300.0
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 2), jnp.float64)
+        assert ratios.masked_mean(x, x).dtype == jnp.float64
+        assert ratios.safe_divide(jnp.ones(2, jnp.float32), jnp.arange(2)).dtype == jnp.float32
+
+
+def test_clamp_passes_the_gradient_on_the_closed_interval():
+    x = jnp.array([-3.0, -2.0, 0.5, 2.0, 3.0])
+    np.testing.assert_array_equal(ratios.clamp(x, -2.0, 2.0), [-2.0, -2.0, 0.5, 2.0, 2.0])
+    gradient = jax.grad(lambda x: jnp.sum(ratios.clamp(x, -2.0, 2.0)))(x)
+    np.testing.assert_array_equal(gradient, [0.0, 1.0, 1.0, 1.0, 0.0])
+
+
+def test_log_ratio_of_padding_is_zero_before_exp():
+    logp = jnp.array([[-1.0, NAN, -1000.0, jnp.inf]])
+    base = jnp.array([[-1.5, -1.0, 1000.0, -jnp.inf]])
+    mask = jnp.array([[True, False, False, False]])
+
+    def total(logp, base):
+        return jnp.sum(jnp.exp(ratios.safe_log_ratio(logp, base, mask)))
+
+    value, gradients = jax.value_and_grad(total, (0, 1))(logp, base)
+    np.testing.assert_allclose(value, np.exp(0.5) + 3.0, rtol=1e-6)
+    np.testing.assert_allclose(gradients[0], [[np.exp(0.5), 0, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(gradients[1], [[-np.exp(0.5), 0, 0, 0]], rtol=1e-6)
+
+
+def test_sums_over_the_sequences_of_packed_rows():
+    x = jnp.array([[1.0, 2.0, 4.0, 8.0, NAN], [16.0, 32.0, NAN, 64.0, 128.0]])
+    seg = jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 2]])
+    mask = jnp.array([[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]])
+    np.testing.assert_array_equal(ratios.sequence_sum(x, mask, seg), [[3, 8, 0, 0, 0], [112, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(ratios.sequence_count(x, mask, seg), [[2, 1, 0, 0, 0], [3, 0, 0, 0, 0]])
+    mean_bs = ratios.sequence_mean(x, mask, seg)
+    np.testing.assert_allclose(mean_bs, [[1.5, 8, 0, 0, 0], [112 / 3, 0, 0, 0, 0]], rtol=1e-6)
+    np.testing.assert_array_equal(ratios.to_tokens(mean_bs[:1], seg[:1], 5), [[1.5, 1.5, 8, 8, 0]])
+
+
+def test_sums_of_unpacked_rows_are_one_sequence_each():
+    x = jnp.array([[1.0, 2.0, NAN], [NAN, NAN, NAN]])
+    mask = jnp.array([[1, 1, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(ratios.sequence_sum(x, mask), [[3.0], [0.0]])
+    np.testing.assert_array_equal(ratios.sequence_mean(x, mask), [[1.5], [0.0]])
+    np.testing.assert_array_equal(ratios.to_tokens(jnp.array([[1.5], [0.0]]), None, 2), [[1.5, 1.5], [0, 0]])
+
+
+def test_every_token_may_be_its_own_sequence():
+    x, seg = jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[1, 2, 3]])
+    sums = ratios.sequence_sum(x, jnp.ones_like(x), seg)
+    np.testing.assert_array_equal(sums, x)
+    np.testing.assert_array_equal(ratios.to_tokens(sums, seg, 3), x)

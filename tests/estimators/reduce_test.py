@@ -1,0 +1,102 @@
+"""The five aggregation modes by hand, their denominators, packed rows and padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import reduce
+
+NAN = float("nan")
+LOSS = jnp.array([[1.0, 2.0, 6.0, NAN], [10.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]])
+MASK = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+# Sums 9 and 10, lengths 3 and 1, two sequences with tokens, width 4.
+EXPECTED = {
+    "token-mean": 19 / 4,
+    "token-sum": 19.0,
+    "seq-mean-token-sum": 19 / 2,
+    "seq-mean-token-sum-norm": 19 / 2 / 4,
+    "seq-mean-token-mean": (3 + 10) / 2,
+}
+
+
+def test_every_mode_has_an_expected_value():
+    assert set(EXPECTED) == set(reduce.MODES)
+
+
+@pytest.mark.parametrize("mode", reduce.MODES)
+@pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32])
+def test_values_with_nan_at_padding(mode, dtype):
+    np.testing.assert_allclose(reduce.aggregate(LOSS, MASK.astype(dtype), mode), EXPECTED[mode], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", reduce.MODES)
+def test_gradient_stays_inside_the_mask(mode):
+    gradient = jax.grad(lambda x: reduce.aggregate(x, MASK, mode))(LOSS)
+    share = {"token-mean": (1 / 4, 1 / 4), "token-sum": (1, 1), "seq-mean-token-sum": (1 / 2, 1 / 2)}
+    share |= {"seq-mean-token-sum-norm": (1 / 8, 1 / 8), "seq-mean-token-mean": (1 / 6, 1 / 2)}
+    long, short = share[mode]
+    np.testing.assert_allclose(gradient, [[long] * 3 + [0], [short, 0, 0, 0], [0] * 4], rtol=1e-6)
+
+
+def test_explicit_denominators():
+    assert reduce.aggregate(LOSS, MASK, "token-mean", num_tokens=38) == 0.5
+    assert reduce.aggregate(LOSS, MASK, "seq-mean-token-sum", num_seqs=4) == 4.75
+    assert reduce.aggregate(LOSS, MASK, "seq-mean-token-sum-norm", num_seqs=4, scale=19) == 0.25
+    assert reduce.aggregate(LOSS, MASK, "seq-mean-token-mean", num_seqs=4) == 3.25
+
+
+@pytest.mark.parametrize("mode", reduce.MODES)
+def test_micro_batches_add_up_to_the_full_batch(mode):
+    rng = np.random.default_rng(0)
+    loss, mask = rng.normal(size=(8, 5)).astype(np.float32), rng.random((8, 5)) < 0.5
+    mask[3] = False
+    counts = {"num_tokens": int(mask.sum()), "num_seqs": int(mask.any(axis=1).sum())}
+    full = reduce.aggregate(loss, mask, mode)
+    for parts in ([slice(0, 4), slice(4, 8)], [slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 8)]):
+        total = sum(reduce.aggregate(loss[p], mask[p], mode, **counts) for p in parts)
+        np.testing.assert_allclose(total, full, rtol=1e-5)
+        alone = sum(reduce.aggregate(loss[p], mask[p], mode) for p in parts) / len(parts)
+        if mode != "token-sum":  # without the counts the micro-batches are weighed wrongly
+            assert abs(alone - full) > 1e-3
+
+
+@pytest.mark.parametrize("mode", reduce.MODES)
+def test_packed_rows_equal_unpacked_rows(mode):
+    rng = np.random.default_rng(1)
+    lengths = (3, 1, 4, 2)
+    dense, dense_mask = np.full((4, 4), NAN, np.float32), np.zeros((4, 4), bool)
+    packed, seg = np.full((2, 6), NAN, np.float32), np.zeros((2, 6), int)
+    starts = ((0, 0), (0, 3), (1, 0), (1, 4))
+    for i, (length, (row, start)) in enumerate(zip(lengths, starts, strict=True)):
+        values = rng.normal(size=length)
+        dense[i, :length], dense_mask[i, :length] = values, True
+        packed[row, start : start + length], seg[row, start : start + length] = values, 1 + i % 2
+    expected = reduce.aggregate(dense, dense_mask, mode, scale=4)
+    actual = jax.jit(reduce.aggregate, static_argnums=2)(packed, seg > 0, mode, seg=seg, scale=4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_packed_rows_do_not_know_the_width():
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm of packed rows needs scale"):
+        reduce.aggregate(LOSS, MASK, "seq-mean-token-sum-norm", seg=MASK)
+
+
+@pytest.mark.parametrize("mode", reduce.MODES)
+def test_an_empty_mask_gives_zero(mode):
+    value, gradient = jax.value_and_grad(lambda x: reduce.aggregate(x, jnp.zeros_like(MASK), mode))(LOSS)
+    assert value == 0.0
+    np.testing.assert_array_equal(gradient, np.zeros(LOSS.shape))
+    assert reduce.aggregate(LOSS, jnp.zeros_like(MASK), mode, num_tokens=0, num_seqs=0) == 0.0
+
+
+def test_unknown_mode_lists_the_modes():
+    with pytest.raises(ValueError, match="token_mean.*token-mean, token-sum"):
+        reduce.aggregate(LOSS, MASK, "token_mean")
+
+
+def test_a_zero_weight_stays_in_the_denominator():
+    # A rejected token (loss 0) counts under its mask; taken out of the mask it does not.
+    loss = jnp.array([[4.0, 0.0]])
+    assert reduce.aggregate(loss, jnp.array([[1, 1]]), "token-mean") == 2.0
+    assert reduce.aggregate(loss, jnp.array([[1, 0]]), "token-mean") == 4.0

@@ -1,0 +1,245 @@
+"""GGUF files written with the gguf package; rows of Q and K permuted here by explicit loops."""
+
+import pathlib
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis import models
+from jaxrl_tis.models import gguf as loader
+from jaxrl_tis.models import safetensors as checkpoint
+from jaxrl_tis.models import transformer
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+Q4_1 = gguf.GGMLQuantizationType.Q4_1
+
+
+def rows_in_llama_cpp_order(w, num_heads):
+    """Row i of the first half of a head goes to 2i, row i of the second half to 2i + 1."""
+    out, half = np.empty_like(w), w.shape[0] // num_heads // 2
+    for head in range(num_heads):
+        start = head * 2 * half
+        for i in range(half):
+            out[start + 2 * i] = w[start + i]
+            out[start + 2 * i + 1] = w[start + half + i]
+    return out
+
+
+def metadata(config):
+    prefix = config.family + "."
+    return {
+        prefix + "block_count": config.num_layers,
+        prefix + "context_length": config.max_position,
+        prefix + "embedding_length": config.embed_dim,
+        prefix + "feed_forward_length": config.mlp_dim,
+        prefix + "attention.head_count": config.num_heads,
+        prefix + "attention.head_count_kv": config.num_kv_heads,
+        prefix + "attention.key_length": config.head_dim,
+        prefix + "attention.value_length": config.head_dim,
+        prefix + "attention.layer_norm_rms_epsilon": config.norm_eps,
+        prefix + "rope.dimension_count": config.head_dim,
+        prefix + "rope.freq_base": config.rope.theta,
+        "general.name": "tiny",
+        "tokenizer.ggml.model": "gpt2",
+    }
+
+
+def stored_tensors(config, params):
+    """{GGUF name: numpy array in file order}, llama's Q and K permuted."""
+    tensors = {}
+    for key, value in {**params, **params["layers"]}.items():
+        if key == "layers":
+            continue
+        for layer, array in enumerate(np.asarray(value) if key in params["layers"] else [value]):
+            array = np.asarray(array)
+            if array.ndim == 2 and key != "embed":
+                array = array.T
+            if config.family == "llama" and key in ("q", "k"):
+                heads = config.num_heads if key == "q" else config.num_kv_heads
+                array = rows_in_llama_cpp_order(array, heads)
+            tensors[loader.NAMES[key].format(layer=layer)] = np.ascontiguousarray(array)
+    return tensors
+
+
+def write(path, family, fields, tensors, types=()):
+    """Writes F32 tensors, or the type that `types` (a dict) gives a tensor."""
+    writer = gguf.GGUFWriter(path, family)
+    adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32,
+              list: writer.add_array}
+    for key, value in fields.items():
+        adders[type(value)](key, value)
+    for name, array in tensors.items():
+        if name in types:
+            quantized = gguf.quants.quantize(array, types[name])
+            writer.add_tensor(name, quantized, raw_dtype=types[name])
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return models.load(GOLDEN / "llama_default")
+
+
+def written(path, model, types=(), drop=(), **changes):
+    config, params = model
+    fields = {**metadata(config), **changes}
+    tensors = stored_tensors(config, params)
+    for name in drop:
+        (fields if name in fields else tensors).pop(name)
+    return write(path, config.family, fields, tensors, types)
+
+
+def assert_same_parameters(loaded, expected):
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def golden_miss(name, config, params):
+    tokens, expected = (np.load(GOLDEN / name / f"{x}.npy") for x in ("tokens", "logits"))
+    got = np.asarray(transformer.logits(params, config, jnp.asarray(tokens)))
+    return np.abs(got - expected).max() / expected.std()
+
+
+def test_llama_in_float32(tmp_path, llama):
+    path = written(tmp_path / "m.gguf", llama)
+    config, params = models.load(path)
+    assert config == models.read_config(path)
+    # float32 metadata: rms_norm_eps 1e-5 comes back as the nearest float32.
+    assert config.norm_eps == pytest.approx(1e-5, rel=1e-7)
+    assert vars(config) == {**vars(llama[0]), "norm_eps": config.norm_eps}
+    assert_same_parameters(params, llama[1])
+    assert golden_miss("llama_default", config, params) <= 2e-4
+
+
+def test_control_rows_left_in_llama_cpp_order(tmp_path, llama, monkeypatch):
+    path = written(tmp_path / "m.gguf", llama)
+    monkeypatch.setattr(loader, "PERMUTED", ())
+    config, params = models.load(path)
+    assert golden_miss("llama_default", config, params) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama_linear", "qwen2_tied", "qwen2_untied", "qwen3"])
+def test_other_families_and_scaling(tmp_path, name):
+    model = models.load(GOLDEN / name)
+    scaling = {}
+    if name == "llama_linear":
+        scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    config, params = models.load(written(tmp_path / "m.gguf", model, **scaling))
+    assert vars(config) == {**vars(model[0]), "norm_eps": config.norm_eps}
+    assert_same_parameters(params, model[1])
+
+
+def test_stored_types_are_dequantised(tmp_path, llama):
+    # Blocks of 32 with the 16 values -2, -1.5, ..., 5.5 are exact in Q4_1: step 0.5, minimum -2.
+    config, params = llama
+    grid = np.tile(np.arange(16, dtype=np.float32) / 2 - 2, 2)
+    q = np.random.default_rng(0).permuted(np.tile(grid, (64, 1)), axis=1)  # [out 64, in 32]
+    k = params["layers"]["k"].astype(jnp.float16).astype(jnp.float32)
+    layers = {**params["layers"], "q": jnp.stack([q.T, q[::-1].T]), "k": k}
+    types = {f"blk.{i}.attn_q.weight": Q4_1 for i in range(2)}
+    types |= {f"blk.{i}.attn_k.weight": gguf.GGMLQuantizationType.F16 for i in range(2)}
+    exact = config, {**params, "layers": layers}
+    path = written(tmp_path / "m.gguf", exact, types)
+    stored = {t.name: t.tensor_type for t in gguf.GGUFReader(path).tensors}
+    assert stored["blk.0.attn_q.weight"] == Q4_1
+    assert_same_parameters(models.load(path)[1], exact[1])
+
+
+def test_sharded_load(tmp_path, llama):
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    shardings = jax.tree.map(
+        lambda x: jax.sharding.NamedSharding(
+            mesh, spec(None, None, "model") if x.ndim == 3 else spec()), llama[1])
+    path = written(tmp_path / "m.gguf", llama)
+    _, params = models.load(path, sharding=shardings, dtype="bfloat16")
+    assert params["layers"]["q"].addressable_shards[0].data.shape == (2, 32, 8)
+    assert params["embed"].dtype == jnp.bfloat16
+    assert_same_parameters(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), llama[1]))
+
+
+def test_gguf_and_folder_of_one_model_are_equal(tmp_path, llama):
+    path = written(tmp_path / "m.gguf", llama)
+    config, params = models.load(path)
+    models.save(tmp_path / "hf", config, params)
+    assert_same_parameters(checkpoint.load(tmp_path / "hf")[1], params)
+
+
+def test_absent_optional_metadata_has_the_format_defaults(tmp_path, llama):
+    names = ("attention.key_length", "attention.value_length", "rope.dimension_count",
+             "rope.freq_base")
+    path = written(tmp_path / "m.gguf", llama, drop=[f"llama.{name}" for name in names])
+    with pytest.raises(ValueError, match="wrong shape"):  # 32 / 4 heads = 8, but heads have 16
+        models.load(path)
+    assert (models.read_config(path).head_dim, models.read_config(path).rope.theta) == (8, 1e4)
+
+
+def test_missing_and_damaged_files(tmp_path, llama):
+    with pytest.raises(FileNotFoundError, match="absent.gguf"):
+        models.load(tmp_path / "absent.gguf")
+    path = written(tmp_path / "m.gguf", llama)
+    whole = path.read_bytes()
+    for kept in (0, 3, 40, 900, len(whole) // 2, len(whole) - 5000):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file, or truncated"):
+            models.load(path)
+    path.write_bytes(b"JUNK" + whole[4:])
+    with pytest.raises(ValueError, match="is no GGUF file"):
+        models.load(path)
+
+
+def test_forged_array_length_is_refused_at_once(tmp_path, llama):
+    path = written(tmp_path / "m.gguf", llama, **{"general.numbers": [7, 8, 9]})
+    data = path.read_bytes()
+    at = data.index(b"general.numbers") + len(b"general.numbers") + 4 + 4  # value and item types
+    assert int.from_bytes(data[at:at + 8], "little") == 3
+    path.write_bytes(data[:at] + (2**60).to_bytes(8, "little") + data[at + 8:])
+    with pytest.raises(ValueError, match="truncated"):
+        models.load(path)
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("llama.expert_count", 8, "llama.expert_count=8"),
+    ("llama.attention.sliding_window", 128, "llama.attention.sliding_window=128"),
+    ("llama.rope.scaling.type", "yarn", "'yarn'"),
+    ("llama.rope.scaling.type", "linear", "'linear'.*factor None"),
+    ("llama.rope.dimension_count", 8, "rope.dimension_count=8 must equal the head size 16"),
+    ("llama.attention.value_length", 8, "attention.value_length=8 .* 16"),
+    ("llama.attention.head_count_kv", [2, 1], r"head_count_kv=\[2, 1\]"),
+    ("llama.attention.head_count", 0, "head_count=0"),
+])
+def test_settings_that_are_refused(tmp_path, llama, key, value, message):
+    with pytest.raises(ValueError, match=message):
+        models.load(written(tmp_path / "m.gguf", llama, **{key: value}))
+
+
+def test_unknown_architecture(tmp_path):
+    path = write(tmp_path / "m.gguf", "mamba", {"mamba.block_count": 2}, {})
+    with pytest.raises(ValueError, match="general.architecture='mamba'"):
+        models.load(path)
+
+
+def test_missing_metadata_and_tensors_are_named(tmp_path, llama):
+    with pytest.raises(ValueError, match="no llama.block_count"):
+        models.load(written(tmp_path / "a.gguf", llama, drop=["llama.block_count"]))
+    with pytest.raises(ValueError, match="token_embd.weight"):
+        models.load(written(tmp_path / "b.gguf", llama, drop=["token_embd.weight"]))
+    with pytest.raises(ValueError, match=r"missing \(1\): blk.1.ffn_up.weight"):
+        models.load(written(tmp_path / "c.gguf", llama, drop=["blk.1.ffn_up.weight"]))
+
+
+def test_unknown_tensor_is_named(tmp_path, llama):
+    config, params = llama
+    tensors = stored_tensors(config, params) | {"rope_freqs.weight": np.ones(8, np.float32)}
+    path = write(tmp_path / "m.gguf", "llama", metadata(config), tensors)
+    with pytest.raises(ValueError, match=r"unknown \(1\): rope_freqs.weight"):
+        models.load(path)

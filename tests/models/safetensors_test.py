@@ -1,0 +1,269 @@
+"""Checkpoint folders written here, by hand-edited files, and by transformers (golden)."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from safetensors import safe_open
+
+from jaxrl_tis import models
+from jaxrl_tis.models import safetensors as checkpoint
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+UNTIED = ModelConfig(
+    family="qwen2", vocab_size=11, embed_dim=8, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=4, mlp_dim=12, rope=RopeConfig(kind="default", theta=10000.0), max_position=32,
+    norm_eps=1e-6, qkv_bias=True, qk_norm=False, tie_embeddings=False)
+TIED = ModelConfig(**{**vars(UNTIED), "family": "llama", "qkv_bias": False, "tie_embeddings": True})
+
+
+def random_params(config, seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    fill = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), dtype)
+    return jax.tree.map(fill, transformer.abstract_params(config))
+
+
+def saved(folder, config=UNTIED, **kwargs):
+    params = random_params(config)
+    models.save(folder, config, params, **kwargs)
+    return folder, params
+
+
+def rewrite(folder, change):
+    """Loads the single weight file as a dict, applies `change`, and writes it back."""
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_matrices_are_transposed_and_layers_stacked(tmp_path):
+    folder, params = saved(tmp_path / "m")
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    assert stored["model.layers.1.mlp.gate_proj.weight"].shape == (12, 8)
+    np.testing.assert_array_equal(
+        stored["model.layers.1.mlp.gate_proj.weight"], params["layers"]["gate"][1].T)
+    np.testing.assert_array_equal(
+        stored["model.layers.0.self_attn.k_proj.bias"], params["layers"]["k_bias"][0])
+    np.testing.assert_array_equal(stored["model.embed_tokens.weight"], params["embed"])
+    np.testing.assert_array_equal(stored["lm_head.weight"], params["head"].T)
+    # Embedding, last norm and head; per layer 2 norms, 4 + 3 matrices and 3 biases.
+    assert len(stored) == 3 + 2 * 12
+
+
+@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
+def test_saved_model_loads_back_equal(tmp_path, config):
+    folder, params = saved(tmp_path / "m", config)
+    loaded_config, loaded = models.load(folder)
+    assert loaded_config == config == models.read_config(folder)
+    assert_equal(loaded, params)
+
+
+def test_shards_with_index_load_back_equal(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1500)
+    folder, params = saved(tmp_path / "m")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 1 and not (folder / "model.safetensors").exists()
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    payloads = [safetensors.numpy.load_file(folder / shard) for shard in shards]
+    assert all(sum(x.nbytes for x in payload.values()) <= 1500 for payload in payloads)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert index["metadata"]["total_size"] == total
+    assert_equal(models.load(folder)[1], params)
+
+
+def test_bfloat16_is_kept_on_disk_and_widened_on_request(tmp_path):
+    params = random_params(TIED, dtype=jnp.bfloat16)
+    models.save(tmp_path / "m", TIED, params)
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert_equal(models.load(tmp_path / "m", dtype="bfloat16")[1], params)
+    widened = models.load(tmp_path / "m")[1]
+    assert widened["embed"].dtype == jnp.float32
+    assert_equal(widened, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def test_sharded_load_reads_each_slice(tmp_path):
+    folder, params = saved(tmp_path / "m")
+    mesh = jax.make_mesh((2, 2), ("layer", "in"), devices=jax.devices()[:4],
+                         axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec
+    layers = {name: spec("layer", "in") for name in params["layers"]}
+    specs = {"embed": spec(), "final_norm": spec("in"), "head": spec("in"), "layers": layers}
+    shardings = jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), specs)
+    _, loaded = models.load(folder, sharding=shardings)
+    assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
+    assert loaded["layers"]["down"].addressable_shards[0].data.shape == (1, 6, 8)
+    assert_equal(loaded, params)
+
+
+def test_one_sharding_for_everything(tmp_path):
+    folder, params = saved(tmp_path / "m")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    _, loaded = models.load(folder, sharding=device)
+    assert loaded["embed"].devices() == {jax.devices()[3]}
+    assert_equal(loaded, params)
+
+
+def test_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    folder, params = saved(tmp_path / "m", TIED)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    assert_equal(models.load(folder)[1], params)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(ValueError, match="tie_word_embeddings true.*lm_head.weight"):
+        models.load(folder)
+
+
+def test_stored_rotary_frequencies_are_derived_data(tmp_path):
+    folder, params = saved(tmp_path / "m", TIED)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, lambda t: t.update({name: np.ones(2, np.float32)}))
+    assert_equal(models.load(folder)[1], params)
+
+
+def test_wrong_tensors_are_listed(tmp_path):
+    folder, _ = saved(tmp_path / "m")
+
+    def change(tensors):
+        del tensors["model.layers.1.self_attn.q_proj.bias"]
+        tensors["score.weight"] = np.ones((1, 8), np.float32)
+        tensors["model.norm.weight"] = np.ones(9, np.float32)
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError) as error:
+        models.load(folder)
+    message = str(error.value)
+    assert "missing (1): model.layers.1.self_attn.q_proj.bias" in message
+    assert "unknown (1): score.weight" in message
+    assert "wrong shape (1): model.norm.weight [9], expected [8]" in message
+
+
+def test_transposed_tensor_is_the_wrong_shape(tmp_path):
+    folder, _ = saved(tmp_path / "m")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda t: t.update({name: np.ascontiguousarray(t[name].T)}))
+    with pytest.raises(ValueError, match=r"up_proj.weight \[8, 12\], expected \[12, 8\]"):
+        models.load(folder)
+
+
+def test_integer_weights_are_refused(tmp_path):
+    folder, _ = saved(tmp_path / "m")
+    name = "model.norm.weight"
+    rewrite(folder, lambda t: t.update({name: t[name].astype(np.int8)}))
+    with pytest.raises(ValueError, match="model.norm.weight.*I8"):
+        models.load(folder)
+
+
+def test_missing_folder_config_and_weights(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json and model.safetensors"):
+        models.load(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="empty has no config.json"):
+        models.load(tmp_path / "empty")
+    folder, _ = saved(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, -1])
+def test_truncated_file_is_named(tmp_path, kept):
+    folder, _ = saved(tmp_path / "m")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated or damaged"):
+        models.load(folder)
+
+
+def test_damaged_config_is_named(tmp_path):
+    folder, _ = saved(tmp_path / "m")
+    (folder / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        models.load(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        models.load(folder)
+
+
+@pytest.fixture
+def sharded_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 2500)
+    return saved(tmp_path / "m")[0]
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("place", ["../m/{}", "/{}", "sub/{}", "..", "", "a\\{}", 7])
+def test_shard_names_must_be_plain(sharded_folder, place):
+    def change(weight_map):
+        for name, shard in weight_map.items():
+            weight_map[name] = place.format(shard) if isinstance(place, str) else place
+
+    edit_index(sharded_folder, change)
+    with pytest.raises(ValueError, match="not a plain file name"):
+        models.load(sharded_folder)
+
+
+def test_index_that_disagrees_with_a_shard(sharded_folder):
+    edit_index(sharded_folder, lambda weight_map: weight_map.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match="disagree about model.norm.weight"):
+        models.load(sharded_folder)
+
+
+def test_missing_shard(sharded_folder):
+    next(sharded_folder.glob("model-00001-*")).unlink()
+    with pytest.raises(FileNotFoundError, match="model-00001-of-.*is missing"):
+        models.load(sharded_folder)
+
+
+def test_save_copies_tokenizer_and_writes_metadata(tmp_path):
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    folder, _ = saved(tmp_path / "m", tokenizer_files=[tokenizer], metadata={"step": "7"})
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt", "step": "7"}
+
+
+def test_save_is_all_or_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        saved(tmp_path / "m", tokenizer_files=[tmp_path / "absent.json"])
+    assert list(tmp_path.iterdir()) == []
+    saved(tmp_path / "m")
+    with pytest.raises(FileExistsError, match="m exists"):
+        saved(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_save_refuses_other_parameters(tmp_path):
+    params = random_params(UNTIED)
+    with pytest.raises(ValueError, match="not those of the config"):
+        models.save(tmp_path / "m", TIED, params)
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[9\], expected \[8\]"):
+        models.save(tmp_path / "m", UNTIED, {**params, "final_norm": jnp.ones(9)})
+
+
+def test_saving_what_transformers_wrote_gives_its_tensors_back(tmp_path):
+    source = pathlib.Path(__file__).parent / "golden" / "llama_linear"
+    config, params = models.load(source, dtype="bfloat16")
+    models.save(tmp_path / "m", config, params)
+    ours = safetensors.numpy.load_file(tmp_path / "m" / "model.safetensors")
+    theirs = safetensors.numpy.load_file(source / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])

@@ -1,0 +1,34 @@
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import score
+
+GOLDEN = pathlib.Path(__file__).parent / "models" / "golden" / "llama_linear"
+
+
+def test_command_writes_the_golden_logits(tmp_path):
+    out = tmp_path / "logits.npy"
+    subprocess.run(
+        [sys.executable, "-m", "jaxrl_tis.score", "--model", GOLDEN, "--tokens",
+         GOLDEN / "tokens.npy", "--out", out], check=True, timeout=120,
+        cwd=pathlib.Path(__file__).parents[1])
+    logits, expected = np.load(out), np.load(GOLDEN / "logits.npy")
+    assert logits.shape == expected.shape and logits.dtype == np.float32
+    assert np.abs(logits - expected).max() <= 2e-4 * expected.std()
+
+
+@pytest.mark.parametrize("tokens, message", [
+    (np.zeros(3, np.int32), r"got int32\[3\]"),
+    (np.zeros((2, 0), np.int32), r"got int32\[2, 0\]"),
+    (np.zeros((1, 3)), r"got float64\[1, 3\]"),
+    (np.array([[0, 97]]), "0 to 97 must lie in the vocabulary, 0 to 96"),
+    (np.array([[-1, 3]]), "-1 to 3 must lie"),
+])
+def test_bad_tokens_are_refused(tmp_path, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        score.score(GOLDEN, tokens, tmp_path / "out.npy")
+    assert not (tmp_path / "out.npy").exists()
