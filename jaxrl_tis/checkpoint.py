@@ -7,10 +7,8 @@ written last and is what makes a step count, so a process killed at any moment l
 checkpoint or none. Nothing is ever pickled.
 """
 
-from concurrent import futures
 import contextlib
 import hashlib
-from importlib import metadata
 import json
 import math
 import os
@@ -18,13 +16,16 @@ import pathlib
 import platform
 import shutil
 import subprocess
-from typing import Any, Mapping
+from collections.abc import Mapping
+from concurrent import futures
+from importlib import metadata
+from typing import Any
 
-from absl import logging
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
+from jax.experimental import multihost_utils
 
 MANIFEST = "manifest.json"
 CORRUPT, UNCOMMITTED = ".corrupt", ".uncommitted"
@@ -108,8 +109,8 @@ class Checkpoints:
         newest = _agreed(steps[-1] if steps else None)
         damaged = sorted(path.name for path in self._directory.glob("*" + CORRUPT))
         if newest is None and damaged:
-            raise ValueError(f"{self._directory} holds only damaged checkpoints ({damaged}): start a "
-                             "new workdir, or delete them to train again from the beginning")
+            raise ValueError(f"{self._directory} holds only damaged checkpoints ({damaged}): start "
+                             "a new workdir, or delete them to train again from the beginning")
         return newest
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
@@ -189,20 +190,21 @@ class Checkpoints:
                 chosen = step
                 break
             target = self._set_aside(self._directory / str(step), CORRUPT)
-            problems.append(f"checkpoint {step} is damaged ({problem}) and now called {target.name}")
+            problems.append(f"checkpoint {step} is damaged ({problem}), now called {target.name}")
         chosen = _agreed(chosen)
         if chosen is None:
-            raise ValueError(f"no intact checkpoint{'' if wanted is None else f' {wanted}'} left in "
-                             f"{self._directory}: {'; '.join(problems)}; other complete steps: "
+            raise ValueError(f"no intact checkpoint{'' if wanted is None else f' {wanted}'} left "
+                             f"in {self._directory}: {'; '.join(problems)}; other complete steps: "
                              f"{self.steps()}")
         for problem in problems:
             logging.error("%s: %s; restoring step %d instead.", self._directory, problem, chosen)
         return chosen
 
     def _explained(self, step: int, error: Exception) -> RuntimeError:
-        return RuntimeError(f"checkpoint {step} could not be written to {self._directory}: {error}. "
-                            f"The older steps {self.steps()} are intact; free space or make the "
-                            "folder writable, then start the same command again to resume.")
+        return RuntimeError(f"checkpoint {step} could not be written to {self._directory}: "
+                            f"{error}. The older steps {self.steps()} are intact; free space or "
+                            "make the folder writable, then start the same command again to "
+                            "resume.")
 
 
 def _agreed(step: int | None) -> int | None:
@@ -217,7 +219,8 @@ def describe_leaves(tree: Any) -> dict[str, str]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not hasattr(leaf, "dtype"):
-            raise ValueError(f"leaf {name} is a {type(leaf).__name__}, not an array: put it in meta")
+            raise ValueError(f"leaf {name} is a {type(leaf).__name__}, not an array: it may go "
+                             "into meta")
         leaves[name] = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     return leaves
 
@@ -311,8 +314,7 @@ def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any]
         return
     old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
     new = _flat(json.loads(json.dumps(_plain(config_dict))))
-    changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)
-               if name not in ignore]
+    changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)]
     if changes:
         raise ValueError(f"{workdir} holds a run with another configuration: {'; '.join(changes)}. "
                          "Use a new workdir, or the old values to resume.")

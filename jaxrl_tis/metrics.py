@@ -1,6 +1,6 @@
 """The record of a run: metrics.jsonl, the same values for TensorBoard, progress lines and timers.
 
-metrics.jsonl is the run's only record: one JSON object per line, {"step", "phase", <metric>: float}.
+metrics.jsonl is the run's only record, one JSON object per line: {"step", "phase", metric: value}.
 Every metric that is a duration or a rate starts with "time/", so two runs of the same program are
 equal once those are left out.
 """
@@ -12,11 +12,12 @@ import os
 import pathlib
 import sys
 import time
-from typing import Any, Iterator, Mapping, TextIO
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
 
+import tqdm
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
-import tqdm
 
 FILE_NAME = "metrics.jsonl"
 # JSON has no literal for these; written as strings, turned back into floats by `read`.
@@ -38,7 +39,7 @@ def encode(step: int, phase: str, values: Mapping[str, Any]) -> str:
     record = {"step": int(step), "phase": phase}
     for name in sorted(values):
         if name in record:
-            raise ValueError(f"metric {name!r} at step {step}: the name is taken by the line itself")
+            raise ValueError(f"metric {name!r} at step {step}: that name is the line's own")
         if getattr(values[name], "shape", ()) != ():
             raise ValueError(f"metric {name!r} at step {step} has shape {values[name].shape}, "
                              "reduce it to a scalar first")
@@ -90,7 +91,7 @@ def kept_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict
 class MetricsWriter:
     """Appends to WORKDIR/metrics.jsonl and mirrors every value to WORKDIR/tensorboard.
 
-    Each line is on its way to the disk before `write` returns, so a killed process loses nothing but
+    Each line is handed to the system before `write` returns, so a killed process loses nothing but
     a torn last line, which the next writer drops.
     """
 
@@ -164,8 +165,8 @@ class MetricsWriter:
             yield
         except OSError as error:
             raise RuntimeError(
-                f"cannot write the run's record {self._path}: {error}. The checkpoints beside it are "
-                "not touched; free space or make it writable, then start the same command again "
+                f"cannot write the run's record {self._path}: {error}. The checkpoints beside it "
+                "are intact; free space or make it writable, then start the same command again "
                 "to resume from the newest one.") from error
 
 

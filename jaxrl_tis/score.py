@@ -1,4 +1,6 @@
-"""Logits of given tokens: python -m jaxrl_tis.score --model DIR_OR_GGUF --tokens IN.npy --out OUT.npy
+"""Logits of given tokens.
+
+    python -m jaxrl_tis.score --model DIR_OR_GGUF --tokens IN.npy --out OUT.npy
 
 Reads int tokens [B,T], writes float32 logits [B,T,V]; row by row, so memory holds one row's.
 """

@@ -36,7 +36,8 @@ def scalars_of(workdir):
             crc = int.from_bytes(data[position + 12 + length:position + 16 + length], "little")
             assert crc == record_writer.masked_crc32c(payload)
             event = event_pb2.Event.FromString(payload)
-            scalars += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            scalars += [(scalar.tag, event.step, scalar.simple_value)
+                        for scalar in event.summary.value]
             if event.session_log.status == event_pb2.SessionLog.START:
                 restarts.append(event.step)
             position += 16 + length
@@ -69,7 +70,7 @@ def test_non_finite_values_are_strict_json_and_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("values, message", [
-    ({"step": 1.0}, "'step' at step 2: the name is taken"),
+    ({"step": 1.0}, "'step' at step 2: that name is the line's own"),
     ({"reward": np.zeros(3)}, r"'reward' at step 2 has shape \(3,\)"),
     ({"reward": np.zeros(1)}, r"'reward' at step 2 has shape \(1,\)"),
 ])
@@ -166,6 +167,22 @@ def test_full_disk_is_explained(tmp_path, monkeypatch):
     assert [record["step"] for record in metrics.read(tmp_path)] == [1]
 
 
+def test_short_writes_go_on(tmp_path, monkeypatch):
+    """A raw write may take a part of the bytes, as on a disk that is all but full."""
+    class FiveBytesAtATime(io.RawIOBase):
+        taken = b""
+
+        def write(self, data):
+            self.taken += bytes(data[:5])
+            return min(len(data), 5)
+
+    file = FiveBytesAtATime()
+    with metrics.MetricsWriter(tmp_path) as writer:
+        monkeypatch.setattr(writer, "_file", file)
+        writer.write(1, "train", {"a": 0.5})
+    assert file.taken == b'{"step": 1, "phase": "train", "a": 0.5}\n'
+
+
 FILE_SIZE_LIMIT = """
     import resource, sys
     from jaxrl_tis import metrics
@@ -229,11 +246,15 @@ def test_progress_bar_on_a_terminal():
         with metrics.Progress(2, "train", stream) as progress:
             progress.update(1, reward=0.25)
             progress.update(1, reward=0.5)
+        stream.write("END")
         stream.flush()
-        output = os.read(master, 10_000).decode()
+        output = ""
+        while not output.endswith("END"):  # a terminal hands its text over in pieces
+            output += os.read(master, 10_000).decode()
     os.close(master)
     assert "train: 100%" in output and "2/2" in output and "reward=0.5" in output
-    assert "\r" in output  # one bar drawn over itself, no lines
+    # One bar drawn over itself, a line only at its end.
+    assert output.count("\rtrain") >= 2 and output.count("\n") == 1
 
 
 @pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59.4, "59s"), (192, "3m12s"),

@@ -58,7 +58,7 @@ def last_number(text: str, record: dict[str, str]) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, braces matched; None if there is none or it never closes."""
+    r"""What the last \boxed{...} holds, braces matched; None without one, or if it never closes."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -104,7 +104,11 @@ def _reasoning_gym_scorer(name: str) -> Callable:
 
 
 def reasoning_gym(text: str, record: dict[str, str]) -> float:
-    """The package's own score, in [0, 1], of the stripped text as the answer to its problem."""
+    """The package's own score, in [0, 1], of the stripped text as the answer to its problem.
+
+    The metadata went through JSON, which has no tuples: arc_agi and rearc compare with tuples,
+    so there a right answer scores as a wrong one.
+    """
     metadata = json.loads(record["meta"])
     entry = {"question": record["prompt"], "answer": record["answer"], "metadata": metadata}
     return float(_reasoning_gym_scorer(metadata["source_dataset"])(text.strip(), entry))

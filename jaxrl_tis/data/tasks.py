@@ -78,7 +78,9 @@ class _Arithmetic:
             if in_split(problem, self.split):
                 break
         else:
-            raise ValueError(f"no problem for split {self.split!r} in {MAX_DRAWS} draws; use more digits")
+            raise ValueError(
+                f"no problem for split {self.split!r} in {MAX_DRAWS} draws; use more digits"
+            )
         return {
             "prompt": problem,
             "answer": str(_sum_of_products(values, ops)),
@@ -87,7 +89,13 @@ class _Arithmetic:
 
 
 def arithmetic(
-    *, size: int, split: str = "train", seed: int = 0, digits: int = 2, terms: int = 2, ops: str = "+"
+    *,
+    size: int,
+    split: str = "train",
+    seed: int = 0,
+    digits: int = 2,
+    terms: int = 2,
+    ops: str = "+",
 ) -> Source:
     """Problems such as "37+48=" with answer "85".
 

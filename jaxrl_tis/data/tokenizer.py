@@ -219,7 +219,8 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
         return next((index for index in ids if index is not None), None)
 
     template = _folder_template(folder, config)
-    return _make(backend, eos_ids, special("pad_token"), special("bos_token"), template, str(folder))
+    pad_id, bos_id = special("pad_token"), special("bos_token")
+    return _make(backend, eos_ids, pad_id, bos_id, template, str(folder))
 
 
 def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:

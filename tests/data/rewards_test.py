@@ -30,6 +30,8 @@ def faulty(text, record):
         raise KeyError("no such key")
     if text == "exit":
         sys.exit(1)
+    if text == "pid":
+        return os.getpid()
     if text == "read":
         return float(len(sys.stdin.read()))
     return {"nan": float("nan"), "inf": float("-inf"), "none": None}.get(text, 1.0)
@@ -202,6 +204,20 @@ def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
         assert "TypeError" in worker.last_error
         assert worker.score(["read", "a"], [RECORD] * 2) == [0.0, 1.0]
     assert time.monotonic() - start < 20
+
+
+def test_an_exception_does_not_cost_the_process(user_module):
+    with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=-1.0) as worker:
+        before, *_, after = worker.score(["pid", "raise", "exit", "pid"], [RECORD] * 4)
+        assert before == after
+
+
+def test_a_process_that_no_longer_reads_is_replaced(user_module):
+    with RewardWorker(f"{user_module}:faulty", timeout=0.5, on_error=-1.0) as worker:
+        [pid] = worker.score(["pid"], [RECORD])
+        os.kill(int(pid), signal.SIGSTOP)
+        assert worker.score(["x" * 1_000_000, "a"], [RECORD] * 2) == [-1.0, 1.0]
+        assert worker.counts["timeouts"] == 1
 
 
 def test_the_time_limit_is_per_item(tmp_path, monkeypatch):

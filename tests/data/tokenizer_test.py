@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% for message in messages %}\n"
     "    {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + eos_token + '\n' }}\n"
     "{% endfor %}\n"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}\n"
+    "  {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}\n"
 )
 USER = [{"role": "user", "content": "2+3?"}]
 
@@ -88,7 +88,8 @@ def test_char_tokenizer_ids_follow_the_alphabet():
     assert tokenizer.encode("1", add_special=True) == [1, 4]
     assert tokenizer.decode([1, 4, 5, 3, 6, 2, 0, 0]) == "1+0="
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_ids) == (7, 0, (2,))
-    assert tokenizer.chat([{"role": "user", "content": "1+"}, {"role": "x", "content": "0"}]) == "1+0"
+    turns = [{"role": "user", "content": "1+"}, {"role": "user", "content": "0"}]
+    assert tokenizer.chat(turns) == "1+0"
 
 
 def test_char_tokenizer_names_what_it_does_not_know():
@@ -172,10 +173,10 @@ def test_folder_ids_come_from_every_file(tmp_path):
     tokenizer = load_tokenizer(write_folder(
         tmp_path / "a",
         config={"eos_token": {"content": "<|im_end|>"}, "pad_token": "<tool>", "bos_token": None},
-        generation={"eos_token_id": [2, 0]},
+        generation={"eos_token_id": [2, 1]},
         model={"eos_token_id": 0, "bos_token_id": 1},
     ))
-    assert tokenizer.eos_ids == (2, 0)
+    assert tokenizer.eos_ids == (2, 1, 0)
     assert tokenizer.pad_id == 3
     assert tokenizer.bos_id is None  # tokenizer_config.json says so, which outranks config.json.
     tokenizer = from_folder(write_folder(
@@ -233,7 +234,10 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path, template, message):
 
 
 def test_template_helpers(tmp_path):
-    template = "{{ strftime_now('%%') }}{{ {'a': 'é<'} | tojson }}{% for i in [1, 2] %}{% break %}{% endfor %}"
+    template = (
+        "{{ strftime_now('%%') }}{{ {'a': 'é<'} | tojson }}"
+        "{% for i in [1, 2] %}{% break %}{% endfor %}"
+    )
     config = {"eos_token": "<|im_end|>", "chat_template": template}
     tokenizer = from_folder(write_folder(tmp_path / "a", config=config))
     assert tokenizer.chat(USER) == '%{"a": "é<"}'

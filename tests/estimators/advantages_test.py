@@ -1,4 +1,5 @@
-"""Advantage estimators: published numbers, singleton and constant groups, and GAE against its sum."""
+"""Advantage estimators: published numbers, singleton and constant groups, and GAE against its
+sum."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ from jaxrl_tis.estimators import advantages
 
 NAN = float("nan")
 OUTCOME = [name for name in advantages.ADVANTAGES if name not in advantages.NEEDS]
+ADVANTAGES = {name: jax.jit(function) for name, function in advantages.ADVANTAGES.items()}
 
-# A ragged batch whose advantages verl 0.9.1 computed: groups of 2, 3 and 1; row 1 has two tokens, row 4 none.
+# A ragged batch whose advantages verl 0.9.1 computed: groups of 2, 3 and 1; row 1 has two tokens,
+# row 4 none.
 REWARDS = jnp.array([1.0, 0.0, 1.0, 0.5, 0.25, 0.7])
 GROUP = jnp.array([0, 0, 1, 1, 1, 2])
 MASK = jnp.array([[1] * 4, [1, 1, 0, 0], [1] * 4, [1] * 4, [0] * 4, [1] * 4])
@@ -24,7 +27,7 @@ FIRST_TOKEN = {
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_a_ragged_batch(name):
-    adv = jax.jit(advantages.ADVANTAGES[name])(REWARDS, MASK, GROUP)
+    adv = ADVANTAGES[name](REWARDS, MASK, GROUP)
     np.testing.assert_allclose(adv, np.array(FIRST_TOKEN[name])[:, None] * MASK, atol=1e-6)
 
 
@@ -34,7 +37,7 @@ def test_a_ragged_batch(name):
     [("grpo", 0.866024), ("dr_grpo", 0.5), ("rloo", 2 / 3)],
 )
 def test_two_of_four_correct(name, expected):
-    adv = advantages.ADVANTAGES[name](jnp.array([1, 0, 0, 1]), jnp.ones((4, 1)), jnp.zeros(4, int))
+    adv = ADVANTAGES[name](jnp.array([1, 0, 0, 1]), jnp.ones((4, 1)), jnp.zeros(4, int))
     np.testing.assert_allclose(adv[:, 0], expected * np.array([1, -1, -1, 1]), rtol=1e-5)
 
 
@@ -42,30 +45,32 @@ def test_two_of_four_correct(name, expected):
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -0.7])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_a_constant_group_gives_exactly_zero(name, reward, size):
-    adv = advantages.ADVANTAGES[name](jnp.full(size, reward), jnp.ones((size, 2)), jnp.full(size, 5))
+    adv = ADVANTAGES[name](jnp.full(size, reward), jnp.ones((size, 2)), jnp.full(size, 5))
     np.testing.assert_array_equal(adv, np.zeros((size, 2)))
 
 
-@pytest.mark.parametrize(("name", "expected"), [("grpo", 0.7 / (1 + 1e-6)), ("dr_grpo", 0.7), ("rloo", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("grpo", 0.7 / (1 + 1e-6)), ("dr_grpo", 0.7), ("rloo", 0.0)]
+)
 def test_a_group_of_one(name, expected):
-    adv = advantages.ADVANTAGES[name](jnp.array([0.7]), jnp.ones((1, 2)), jnp.array([3]))
+    adv = ADVANTAGES[name](jnp.array([0.7]), jnp.ones((1, 2)), jnp.array([3]))
     np.testing.assert_allclose(adv, [[expected] * 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_any_integers_name_the_groups_in_any_order(name):
-    expected = advantages.ADVANTAGES[name](REWARDS, MASK, GROUP)
+    expected = ADVANTAGES[name](REWARDS, MASK, GROUP)
     names = jnp.array([-7, 2**30, 11])[GROUP]
-    np.testing.assert_array_equal(advantages.ADVANTAGES[name](REWARDS, MASK, names), expected)
+    np.testing.assert_array_equal(ADVANTAGES[name](REWARDS, MASK, names), expected)
     order = jnp.array([5, 2, 0, 4, 1, 3])
-    permuted = advantages.ADVANTAGES[name](REWARDS[order], MASK[order], names[order])
+    permuted = ADVANTAGES[name](REWARDS[order], MASK[order], names[order])
     np.testing.assert_allclose(permuted, expected[order], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_groups_do_not_see_each_other(name):
     other = REWARDS.at[2:5].set(jnp.array([9.0, -4.0, 3.0]))
-    before, after = (advantages.ADVANTAGES[name](r, MASK, GROUP) for r in (REWARDS, other))
+    before, after = (ADVANTAGES[name](r, MASK, GROUP) for r in (REWARDS, other))
     keep = jnp.array([0, 1, 5])
     np.testing.assert_array_equal(before[keep], after[keep])
     assert np.abs(before[2] - after[2]).max() > 0.01
@@ -74,23 +79,25 @@ def test_groups_do_not_see_each_other(name):
 @pytest.mark.parametrize("name", OUTCOME)
 def test_rewards_per_token_are_summed_over_valid_tokens(name):
     mask = MASK.at[4, 3].set(1)
-    rewards_bt = jnp.where(mask == 1, 0.25, NAN).at[:, 0].add(jnp.where(mask[:, 0] == 1, REWARDS, 0.0))
-    expected = advantages.ADVANTAGES[name](jnp.nansum(rewards_bt, axis=1), mask, GROUP)
-    np.testing.assert_allclose(advantages.ADVANTAGES[name](rewards_bt, mask, GROUP), expected, rtol=1e-5)
+    rewards_bt = (
+        jnp.where(mask == 1, 0.25, NAN).at[:, 0].add(jnp.where(mask[:, 0] == 1, REWARDS, 0.0))
+    )
+    expected = ADVANTAGES[name](jnp.nansum(rewards_bt, axis=1), mask, GROUP)
+    np.testing.assert_allclose(ADVANTAGES[name](rewards_bt, mask, GROUP), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_rejecting_the_last_token_does_not_lose_a_sequence_reward(name):
     rejected = jnp.array([[1, 1, 0], [1, 1, 1]])
     needs = {"values": jnp.zeros((2, 3))} if name in advantages.NEEDS else {}
-    adv = advantages.ADVANTAGES[name](jnp.array([1.0, 0.0]), rejected, jnp.array([0, 0]), **needs)
+    adv = ADVANTAGES[name](jnp.array([1.0, 0.0]), rejected, jnp.array([0, 0]), **needs)
     assert adv[0, 0] > 0.1 and adv[0, 1] > 0.1 and adv[0, 2] == 0.0
 
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_bool_masks_and_integer_rewards(name):
-    expected = advantages.ADVANTAGES[name](jnp.array([1.0, 0.0, 3.0]), jnp.ones((3, 2)), jnp.zeros(3, int))
-    actual = advantages.ADVANTAGES[name](jnp.array([1, 0, 3]), jnp.ones((3, 2), bool), jnp.zeros(3, int))
+    expected = ADVANTAGES[name](jnp.array([1.0, 0.0, 3.0]), jnp.ones((3, 2)), jnp.zeros(3, int))
+    actual = ADVANTAGES[name](jnp.array([1, 0, 3]), jnp.ones((3, 2), bool), jnp.zeros(3, int))
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -128,7 +135,11 @@ def test_gae_equals_its_sum_over_valid_tokens():
 def test_gae_steps_over_a_hole():
     # From the end: 1 - 0.6 = 0.4; the hole carries it; 0 + 0.6 - 0.5 + 0.4 = 0.5.
     adv = advantages.gae(
-        jnp.array([[0.0, 0.0, 1.0]]), jnp.array([[1, 0, 1]]), None, values=jnp.array([[0.5, 0.9, 0.6]]), is_whitened=False
+        jnp.array([[0.0, 0.0, 1.0]]),
+        jnp.array([[1, 0, 1]]),
+        None,
+        values=jnp.array([[0.5, 0.9, 0.6]]),
+        is_whitened=False,
     )
     np.testing.assert_allclose(adv, [[0.5, 0.0, 0.4]], rtol=1e-6)
 
@@ -137,7 +148,9 @@ def test_gae_puts_a_sequence_reward_on_the_last_valid_token():
     mask = jnp.array([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
     per_token = advantages.token_rewards(jnp.array([2.0, 3.0, 4.0]), mask)
     np.testing.assert_array_equal(per_token, [[0, 2, 0], [0, 0, 3], [0, 0, 0]])
-    returns = advantages.gae_returns(jnp.array([2.0, 3.0, 4.0]), mask, values=jnp.ones((3, 3)), gamma=0.5)
+    returns = advantages.gae_returns(
+        jnp.array([2.0, 3.0, 4.0]), mask, values=jnp.ones((3, 3)), gamma=0.5
+    )
     np.testing.assert_allclose(returns, [[1, 2, 0], [0, 1.5, 3], [0, 0, 0]], rtol=1e-6)
 
 

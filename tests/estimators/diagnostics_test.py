@@ -34,25 +34,31 @@ OFFPOLICY = {
 }
 
 
+weight_metrics = jax.jit(diagnostics.importance_weight_metrics, static_argnames="level")
+offpolicy_metrics = jax.jit(diagnostics.offpolicy_metrics)
+
+
 def assert_metrics(metrics, expected, prefix):
     for name, value in expected.items():
-        np.testing.assert_allclose(metrics[prefix + name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            metrics[prefix + name], value, rtol=2e-5, atol=1e-6, err_msg=name
+        )
 
 
 def test_offpolicy_metrics_of_verl():
-    metrics = jax.jit(diagnostics.offpolicy_metrics)(OLD, BEHAV, MASK)
+    metrics = offpolicy_metrics(OLD, BEHAV, MASK)
     assert set(metrics) == {f"rollout_corr/{name}" for name in OFFPOLICY}
     assert_metrics(metrics, OFFPOLICY, "rollout_corr/")
 
 
 def test_offpolicy_metrics_of_packed_rows_and_of_empty_rows():
     assert_metrics(
-        diagnostics.offpolicy_metrics(PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG), OFFPOLICY, "rollout_corr/"
+        offpolicy_metrics(PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG), OFFPOLICY, "rollout_corr/"
     )
     empty = jnp.full((3, 4), NAN)
     rows = [jnp.concatenate([x, empty]) for x in (OLD, BEHAV)]
     mask = jnp.concatenate([MASK, jnp.zeros((3, 4), int)])
-    assert_metrics(diagnostics.offpolicy_metrics(*rows, mask), OFFPOLICY, "rollout_corr/")
+    assert_metrics(offpolicy_metrics(*rows, mask), OFFPOLICY, "rollout_corr/")
 
 
 TOKEN = {
@@ -81,17 +87,19 @@ ICEPOP = {"oob_ratio": 0.285714, "eff_sample_size": 0.704867, "std": 0.499072}
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_weight_metrics_of_verl(is_packed):
-    old, behav, mask, seg = (PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG) if is_packed else (OLD, BEHAV, MASK, None)
+    old, behav, mask, seg = (
+        (PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG) if is_packed else (OLD, BEHAV, MASK, None)
+    )
     log_ratio, prefix = old - behav, "rollout_corr/rollout_is_"
     w = weights.token_tis(log_ratio, mask, seg, cap=2.0)
-    metrics = diagnostics.importance_weight_metrics(w, log_ratio, mask, level="token", upper=2.0, seg=seg)
+    metrics = weight_metrics(w, log_ratio, mask, level="token", upper=2.0, seg=seg)
     assert_metrics(metrics, TOKEN, prefix)
     assert prefix + "oob_ratio" not in metrics
     w = weights.seq_tis(log_ratio, mask, seg, cap=2.0)
-    metrics = diagnostics.importance_weight_metrics(w, log_ratio, mask, level="seq", upper=2.0, seg=seg)
+    metrics = weight_metrics(w, log_ratio, mask, level="seq", upper=2.0, seg=seg)
     assert_metrics(metrics, SEQ, prefix)
     w = weights.token_icepop(log_ratio, mask, seg, lower=0.6, upper=2.0)
-    metrics = diagnostics.importance_weight_metrics(w, log_ratio, mask, level="token", upper=2.0, lower=0.6, seg=seg)
+    metrics = weight_metrics(w, log_ratio, mask, level="token", upper=2.0, lower=0.6, seg=seg)
     assert_metrics(metrics, ICEPOP, prefix)
 
 
@@ -99,7 +107,7 @@ def test_empty_rows_do_not_count_in_the_weight_metrics():
     log_ratio = jnp.concatenate([OLD - BEHAV, jnp.full((5, 4), NAN)])
     mask = jnp.concatenate([MASK, jnp.zeros((5, 4), int)])
     w = weights.seq_tis(log_ratio, mask, cap=2.0)
-    metrics = diagnostics.importance_weight_metrics(w, log_ratio, mask, level="seq", upper=2.0)
+    metrics = weight_metrics(w, log_ratio, mask, level="seq", upper=2.0)
     assert_metrics(metrics, SEQ, "rollout_corr/rollout_is_")
 
 
@@ -107,25 +115,31 @@ def test_effective_sample_size():
     ones = jnp.ones(4)
     assert diagnostics.effective_sample_size(ones, ones) == 1.0
     # (.5 + 1 + 2 + 4)^2 / (4 * (.25 + 1 + 4 + 16)) = 56.25 / 85
-    np.testing.assert_allclose(diagnostics.effective_sample_size(jnp.array([0.5, 1, 2, 4]), ones), 0.6617647, rtol=1e-6)
-    np.testing.assert_allclose(diagnostics.effective_sample_size(jnp.array([1.0, 0, 0, 0]), ones), 0.25, rtol=1e-6)
+    np.testing.assert_allclose(
+        diagnostics.effective_sample_size(jnp.array([0.5, 1, 2, 4]), ones), 0.6617647, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        diagnostics.effective_sample_size(jnp.array([1.0, 0, 0, 0]), ones), 0.25, rtol=1e-6
+    )
     # Weights of any size, also where their square leaves float32.
     for scale in (2e-9, 1e-30, 1e30):
-        np.testing.assert_allclose(diagnostics.effective_sample_size(scale * ones, ones), 1.0, rtol=1e-6)
+        np.testing.assert_allclose(
+            diagnostics.effective_sample_size(scale * ones, ones), 1.0, rtol=1e-6
+        )
     assert diagnostics.effective_sample_size(0.0 * ones, ones) == 0.0
     assert diagnostics.effective_sample_size(ones, 0.0 * ones) == 0.0
 
 
 def test_no_metric_divides_by_zero():
     empty, none = jnp.full((2, 3), NAN), jnp.zeros((2, 3))
-    everything = diagnostics.offpolicy_metrics(empty, empty, none)
+    everything = offpolicy_metrics(empty, empty, none)
     everything |= diagnostics.probability_metrics(empty, empty, none)
     estimate = diagnostics.snis_reward(jnp.array([1.0, NAN]), empty, none)
     everything |= {"estimate": estimate[0], "ess": estimate[1]}
     for level in ("token", "seq"):
         everything |= {
             f"{level}/{name}": value
-            for name, value in diagnostics.importance_weight_metrics(
+            for name, value in weight_metrics(
                 none, empty, none, level=level, upper=2.0, lower=0.5
             ).items()
         }
@@ -134,7 +148,7 @@ def test_no_metric_divides_by_zero():
     # Every token outside the band: all weights are 0 on valid tokens.
     log_ratio, mask = jnp.full((2, 3), 9.0), jnp.ones((2, 3))
     w = weights.token_icepop(log_ratio, mask)
-    metrics = diagnostics.importance_weight_metrics(w, log_ratio, mask, level="token", upper=5.0, lower=0.5)
+    metrics = weight_metrics(w, log_ratio, mask, level="token", upper=5.0, lower=0.5)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
     assert metrics["rollout_corr/rollout_is_oob_ratio"] == 1.0
 
@@ -157,12 +171,15 @@ def test_probability_metrics():
     assert_metrics(metrics, expected, "")
     same = diagnostics.probability_metrics(logs[0], logs[0], mask)
     np.testing.assert_allclose(same["training/rollout_actor_probs_pearson_corr"], 1.0, rtol=1e-5)
-    constant = diagnostics.probability_metrics(jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.ones((1, 3)))
+    constant = diagnostics.probability_metrics(
+        jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.ones((1, 3))
+    )
     assert constant["training/rollout_actor_probs_pearson_corr"] == 0.0
 
 
 def test_self_normalised_reward():
-    # Products of ratios 2 * 1, 0.5, and 4 (its second token is padding): (2 * 1 + 0.5 * 0 + 4 * 3) / 6.5.
+    # Products of ratios 2 * 1, 0.5, and 4 (its second token is padding), rewards 1, 0 and 3:
+    # (2 * 1 + 0.5 * 0 + 4 * 3) / 6.5.
     log_ratio = jnp.log(jnp.array([[2.0, 1.0], [0.5, 1.0], [4.0, 9.0], [1.0, 1.0]]))
     mask = jnp.array([[1, 1], [1, 1], [1, 0], [0, 0]])
     rewards = jnp.array([1.0, 0.0, 3.0, NAN])
@@ -170,13 +187,19 @@ def test_self_normalised_reward():
     np.testing.assert_allclose(estimate, 14 / 6.5, rtol=1e-6)
     np.testing.assert_allclose(ess, 6.5**2 / (3 * (4 + 0.25 + 16)), rtol=1e-6)
     # A common factor of the ratios cancels, even one far beyond float32.
-    shifted, _ = diagnostics.snis_reward(rewards[:2], jnp.array([[400.0], [400.0]]), jnp.ones((2, 1)))
+    shifted, _ = diagnostics.snis_reward(
+        rewards[:2], jnp.array([[400.0], [400.0]]), jnp.ones((2, 1))
+    )
     np.testing.assert_allclose(shifted, 0.5, rtol=1e-6)
 
 
 def test_self_normalised_reward_finds_the_learners_expectation():
     rng = np.random.default_rng(3)
-    behaviour, learner, reward = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5]), np.array([0.0, 1.0, 2.0])
+    behaviour, learner, reward = (
+        np.array([0.5, 0.3, 0.2]),
+        np.array([0.2, 0.3, 0.5]),
+        np.array([0.0, 1.0, 2.0]),
+    )
     actions = rng.choice(3, 20000, p=behaviour)
     log_ratio = np.log(learner / behaviour)[actions][:, None]
     estimate, _ = diagnostics.snis_reward(reward[actions], log_ratio, np.ones_like(log_ratio))

@@ -1,9 +1,10 @@
 """Numeric parity with verl 0.9.1, whose outputs make_golden_verl.py wrote to golden_verl.json.
 
-Left out where we differ on purpose: metrics of batches with an empty row (verl counts such rows), and the unclamped
-minimum of sequence ratios beyond exp(-20).
+Left out where we differ on purpose: metrics of batches with an empty row (verl counts such rows),
+and the unclamped minimum of sequence ratios beyond exp(-20).
 """
 
+import functools
 import json
 import pathlib
 
@@ -22,12 +23,21 @@ from jaxrl_tis.estimators import weights
 GOLDEN = json.loads(pathlib.Path(__file__).with_name("golden_verl.json").read_text())
 BATCHES = GOLDEN["batches"]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-# Statistics of ratios up to exp(20) are compared relative to that size.
 WITHOUT_EMPTY_ROWS = ("full", "extreme")
 
 
+weight_metrics = jax.jit(diagnostics.importance_weight_metrics, static_argnames="level")
+
+offpolicy_metrics = jax.jit(diagnostics.offpolicy_metrics)
+probability_metrics = jax.jit(diagnostics.probability_metrics)
+ADVANTAGES = {name: jax.jit(function) for name, function in advantages.ADVANTAGES.items()}
+
+
 def inputs(name):
-    return {field: np.array(x, np.int32 if field == "group" else np.float32) for field, x in BATCHES[name]["inputs"].items()}
+    return {
+        field: np.array(x, np.int32 if field == "group" else np.float32)
+        for field, x in BATCHES[name]["inputs"].items()
+    }
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -46,7 +56,7 @@ def test_weights(name):
             w, _ = weights.batch_normalize(w, mask, level)
         np.testing.assert_allclose(w, case["w"], **CLOSE, err_msg=f"{level} {threshold}")
         if name in WITHOUT_EMPTY_ROWS and not case["is_normalized"]:
-            metrics = diagnostics.importance_weight_metrics(w, log_ratio, mask, level=level, upper=upper, lower=lower)
+            metrics = weight_metrics(w, log_ratio, mask, level=level, upper=upper, lower=lower)
             compare_weight_metrics(metrics, case["metrics"], f"{level} {threshold}")
 
 
@@ -55,33 +65,42 @@ def compare_weight_metrics(metrics, expected, label):
     for key, value in expected.items():
         if key == "rollout_is_min":
             value = max(value, np.exp(-20.0))
-        np.testing.assert_allclose(metrics[f"rollout_corr/{key}"], value, rtol=2e-5, atol=1e-6, err_msg=f"{label} {key}")
+        np.testing.assert_allclose(
+            metrics[f"rollout_corr/{key}"], value, rtol=2e-5, atol=1e-6, err_msg=f"{label} {key}"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+@functools.partial(jax.value_and_grad, has_aux=True)
+def policy_loss(logp, batch, w, counts, mode):
+    clips = GOLDEN["clips"]
+    loss_bt, metrics = objectives.OBJECTIVES["dual_clip"](
+        logp,
+        batch["logp_old"],
+        batch["adv"],
+        batch["mask"],
+        clip_low=clips["clip_ratio_low"],
+        clip_high=clips["clip_ratio_high"],
+        dual_clip=clips["clip_ratio_c"],
+    )
+    return reduce.aggregate(loss_bt * w, batch["mask"], mode, **counts), metrics
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_policy_loss(name):
     batch = inputs(name)
-    clips = GOLDEN["clips"]
-    parameters = {
-        "clip_low": clips["clip_ratio_low"], "clip_high": clips["clip_ratio_high"], "dual_clip": clips["clip_ratio_c"]
-    }
     totals = {
         "num_tokens": GOLDEN["global"]["batch_num_tokens"],
         "num_seqs": GOLDEN["global"]["global_batch_size"],
         "scale": GOLDEN["global"]["loss_scale_factor"],
     }
     for case in BATCHES[name]["policy"]:
-
-        def loss(logp):
-            loss_bt, metrics = objectives.OBJECTIVES["dual_clip"](
-                logp, batch["logp_old"], batch["adv"], batch["mask"], **parameters
-            )
-            w = batch["weights"] if case["is_weighted"] else 1.0
-            counts = totals if case["is_global"] else {}
-            return reduce.aggregate(loss_bt * w, batch["mask"], case["aggregation"], **counts), metrics
-
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(batch["logp"])
-        np.testing.assert_allclose(value, case["loss"], rtol=1e-5, atol=1e-6, err_msg=str(case["aggregation"]))
+        w = batch["weights"] if case["is_weighted"] else np.ones_like(batch["weights"])
+        counts = totals if case["is_global"] else {}
+        (value, metrics), gradient = policy_loss(
+            batch["logp"], batch, w, counts, mode=case["aggregation"]
+        )
+        np.testing.assert_allclose(value, case["loss"], **CLOSE, err_msg=case["aggregation"])
         np.testing.assert_allclose(gradient, case["gradient"], **CLOSE)
         for key, expected in case["metrics"].items():
             np.testing.assert_allclose(metrics[key], expected, **CLOSE, err_msg=key)
@@ -91,7 +110,7 @@ def test_policy_loss(name):
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 def test_outcome_advantages(name, estimator):
     batch = inputs(name)
-    adv = advantages.ADVANTAGES[estimator](batch["rewards"], batch["mask"], batch["group"])
+    adv = ADVANTAGES[estimator](batch["rewards"], batch["mask"], batch["group"])
     np.testing.assert_allclose(adv, BATCHES[name]["advantages"][estimator], **CLOSE)
 
 
@@ -134,16 +153,18 @@ def test_value_loss(name):
 @pytest.mark.parametrize("name", WITHOUT_EMPTY_ROWS)
 def test_offpolicy_metrics(name):
     batch, expected = inputs(name), BATCHES[name]["offpolicy"]
-    metrics = diagnostics.offpolicy_metrics(batch["logp_old"], batch["logp_behav"], batch["mask"])
+    metrics = offpolicy_metrics(batch["logp_old"], batch["logp_behav"], batch["mask"])
     assert set(metrics) == {f"rollout_corr/{key}" for key in expected}
     for key, value in expected.items():
-        np.testing.assert_allclose(metrics[f"rollout_corr/{key}"], value, rtol=2e-5, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(
+            metrics[f"rollout_corr/{key}"], value, rtol=2e-5, atol=1e-6, err_msg=key
+        )
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_probability_metrics(name):
     batch, expected = inputs(name), BATCHES[name]["probabilities"]
-    metrics = diagnostics.probability_metrics(batch["logp_old"], batch["logp_behav"], batch["mask"])
+    metrics = probability_metrics(batch["logp_old"], batch["logp_behav"], batch["mask"])
     assert set(metrics) == set(expected)
     for key, value in expected.items():
         np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)

@@ -28,11 +28,14 @@ def test_values_and_gradients(name, value, gradient):
     actual = value_and_gradient(name, logp, ref)
     np.testing.assert_allclose(actual[0], [value], rtol=1e-5)
     np.testing.assert_allclose(actual[1], [gradient], rtol=1e-5)
-    np.testing.assert_array_equal(jax.grad(lambda r: jnp.sum(kl.KL[name](logp, r)))(ref), np.zeros((1, 3)))
+    np.testing.assert_array_equal(
+        jax.grad(lambda r: jnp.sum(kl.KL[name](logp, r)))(ref), np.zeros((1, 3))
+    )
 
 
 def test_k3_is_bounded_by_ten_and_flat_beyond():
-    # exp(2.6) - 3.6 = 9.86 passes, exp(2.7) - 3.7 = 11.2 and exp(30) are cut; z = 30 gives 30 - 1 + exp(-30), cut too.
+    # exp(2.6) - 3.6 = 9.86 passes, exp(2.7) - 3.7 = 11.2 and exp(30) are cut, and so is z = 30 with
+    # 20 - 1 + exp(-20).
     z = jnp.array([[-2.6, -2.7, -30.0, 30.0]])
     value, gradient = value_and_gradient("k3", z, jnp.zeros((1, 4)))
     np.testing.assert_allclose(value, [[np.exp(2.6) - 3.6, 10, 10, 10]], rtol=1e-5)

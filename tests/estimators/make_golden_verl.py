@@ -19,36 +19,15 @@ import sys
 import types
 from unittest import mock
 
-UNUSED = (
-    "ray",
-    "transformers",
-    "transfer_queue",
-    "datasets",
-    "peft",
-    "accelerate",
-    "hydra",
-    "codetiming",
-    "requests",
-    "psutil",
-    "pandas",
-    "tqdm",
-    "msgspec",
-    "zmq",
-    "aiohttp",
-    "fastapi",
-    "uvicorn",
-    "pydantic",
-    "PIL",
-    "filelock",
-    "safetensors",
-    "huggingface_hub",
-    "orjson",
-)
+UNUSED = """
+    ray transformers transfer_queue datasets peft accelerate hydra codetiming requests psutil pandas
+    tqdm msgspec zmq aiohttp fastapi uvicorn pydantic PIL filelock safetensors huggingface_hub
+    orjson
+""".split()
 
 
 class MockedModule(types.ModuleType):
-    """A module in which every name is a class: it can be inherited from, called, and used as a
-    decorator."""
+    """A module in which every name is a class: to inherit from, to call, to decorate with."""
 
     __path__ = []
     __version__ = "0.0.0"
@@ -126,34 +105,46 @@ def make_batch(seed, mask):
 
 
 def extreme_batch():
-    """Log-ratios beyond +-20 in both directions, and ratios of exactly 1, which is the end of one
-    band below."""
-    batch = make_batch(3, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
-    batch["logp_behav"] = torch.tensor(
-        [[-1.0, -30, -2, -1], [-25, -1, 0, 0], [-1, -1, -3, -2], [-1, -2, -3, -4]]
-    )
-    batch["logp_old"] = torch.tensor(
-        [[-1.0, -5, -24, -1], [-1, -28, 0, 0], [-1, -1, -3, -2], [-2, -1, -3, -26.5]]
-    )
-    batch["logp"] = torch.tensor(
-        [[-22.0, -5, -1, -1], [-1, -1, 0, 0], [-1, -0.5, -30, -2], [-2, -1, -3, -1]]
-    )
-    batch["logp_ref"] = torch.tensor(
-        [[-1.0, -5, -24, -3], [-2.5, -1, 0, 0], [-1, -1, -3, -2], [-5, -1, -3, -40]]
-    )
-    return batch
+    """Log-ratios beyond +-20 both ways, and ratios of exactly 1, the end of one band below."""
+    mask = [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    log_probs = {
+        "logp_behav": [
+            [-1, -30, -2, -1, 0],
+            [-25, -1, 0, 0, 0],
+            [-1, -1, -3, -2, 0],
+            [-1, -2, -3, -4, -1],
+        ],
+        "logp_old": [
+            [-1, -5, -24, -1, 0],
+            [-1, -28, 0, 0, 0],
+            [-1, -1, -3, -2, 0],
+            [-2, -1, -3, -26.5, -1],
+        ],
+        "logp": [
+            [-22, -5, -1, -1, 0],
+            [-1, -1, 0, 0, 0],
+            [-1, -0.5, -30, -2, 0],
+            [-2, -1, -3, -1, -1],
+        ],
+        "logp_ref": [
+            [-1, -5, -24, -3, 0],
+            [-2.5, -1, 0, 0, 0],
+            [-1, -1, -3, -2, 0],
+            [-5, -1, -3, -40, -1],
+        ],
+    }
+    batch = make_batch(3, mask)
+    return batch | {name: torch.tensor(x, dtype=torch.float32) for name, x in log_probs.items()}
 
 
+FULL = [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
+EMPTY_ROW = [[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0]]
 BATCHES = {
-    "full": make_batch(
-        1, [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 1, 1], [0, 0, 0, 0, 1], [1, 1, 1, 1, 0]]
-    ),
-    "empty_row": make_batch(
-        2, [[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0]]
-    ),
+    "full": make_batch(1, FULL),
+    "empty_row": make_batch(2, EMPTY_ROW),
     "extreme": extreme_batch(),
 }
-GROUPS = {"full": [7, 3, 7, 7, 3], "empty_row": [0, 0, 1, 1], "extreme": [4, 4, 4, 9]}
+GROUPS = {"full": [7, 3, 7, 7], "empty_row": [0, 0, 1, 1], "extreme": [4, 4, 4, 9]}
 
 
 def plain(x):

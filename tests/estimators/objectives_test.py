@@ -8,9 +8,20 @@ import pytest
 from jaxrl_tis.estimators import objectives
 from jaxrl_tis.estimators import reduce
 
-# Coefficient on the gradient of log pi for (log-ratio, advantage) with clip 0.2 and dual clip 3: the sampled ratio
-# exp(log-ratio) times A inside the band, 0 where the pessimistic branch is flat.
-POINTS = [(0.0, 1), (0.0, -1), (0.3, 1), (0.3, -1), (-0.3, 1), (-0.3, -1), (1.5, 1), (1.5, -1), (-1.5, 1), (-1.5, -1)]
+# Coefficient on the gradient of log pi for (log-ratio, advantage), clip 0.2 and dual clip 3: the ratio
+# times A inside the band, 0 where the pessimistic branch is flat.
+POINTS = [
+    (0.0, 1),
+    (0.0, -1),
+    (0.3, 1),
+    (0.3, -1),
+    (-0.3, 1),
+    (-0.3, -1),
+    (1.5, 1),
+    (1.5, -1),
+    (-1.5, 1),
+    (-1.5, -1),
+]
 COEFFICIENTS = {
     "ppo": [1, -1, 0, -1.350, 0.741, 0, 0, -4.482, 0.223, 0],
     "dual_clip": [1, -1, 0, -1.350, 0.741, 0, 0, 0, 0.223, 0],
@@ -28,12 +39,14 @@ def gradient_of(name, logp, logp_old, adv, mask, **parameters):
 def test_gradient_coefficients(name):
     log_ratio, adv = (jnp.array([column]) for column in zip(*POINTS, strict=True))
     logp_old = jnp.full(log_ratio.shape, np.log(0.2))
-    gradient = gradient_of(name, logp_old + log_ratio, logp_old, adv.astype(float), jnp.ones(adv.shape))
+    gradient = gradient_of(
+        name, logp_old + log_ratio, logp_old, adv.astype(float), jnp.ones(adv.shape)
+    )
     np.testing.assert_allclose(-gradient, [COEFFICIENTS[name]], atol=6e-4)
 
 
 def test_values_of_the_dual_clip():
-    # r = e^1.5 = 4.48: A = -1 costs 4.48 in PPO and 3 with the bound; A = +1 is clipped at 1.2 in both.
+    # r = e^1.5 = 4.48: A = -1 costs 4.48 in PPO and 3 with the bound; A = +1 is clipped at 1.2.
     logp, old, mask = jnp.full((1, 2), 1.5), jnp.zeros((1, 2)), jnp.ones((1, 2))
     adv = jnp.array([[-1.0, 1.0]])
     loss, metrics = objectives.OBJECTIVES["dual_clip"](logp, old, adv, mask)
@@ -63,7 +76,7 @@ def test_verl_example_of_vanilla_ppo():
 
 
 def test_upper_and_lower_clip_are_separate():
-    # r = 1.25 with A > 0 is inside 1.28 and outside 1.2; r = 0.75 with A < 0 is inside 0.7 and outside 0.8.
+    # A > 0, r = 1.25: inside 1.28, outside 1.2. A < 0, r = 0.75: inside 0.7, outside 0.8.
     logp, old = jnp.log(jnp.array([[1.25, 0.75]])), jnp.zeros((1, 2))
     adv, mask = jnp.array([[1.0, -1.0]]), jnp.ones((1, 2))
     for name in objectives.OBJECTIVES:
@@ -86,7 +99,9 @@ def test_log_ratios_beyond_the_bound_are_finite_and_flat():
     loss, _ = objectives.OBJECTIVES["ppo"](logp, old, adv, mask)
     np.testing.assert_allclose(loss, [[np.exp(20.0)] * 3 + [0.8]], rtol=1e-5)
     gradient = gradient_of("ppo", logp, old, adv, mask)
-    np.testing.assert_allclose(gradient, [[np.exp(20.0), 0, 0, 0]], rtol=1e-5)  # the bound itself still passes
+    np.testing.assert_allclose(
+        gradient, [[np.exp(20.0), 0, 0, 0]], rtol=1e-5
+    )  # the bound itself still passes
 
 
 def test_dual_clip_must_exceed_one():

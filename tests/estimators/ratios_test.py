@@ -25,7 +25,13 @@ def test_reductions_ignore_what_stands_outside_the_mask():
 
 def test_reductions_of_an_empty_mask_are_zero():
     x, mask = jnp.full((2, 3), NAN), jnp.zeros((2, 3), bool)
-    reductions = (ratios.masked_sum, ratios.masked_mean, ratios.masked_max, ratios.masked_min, ratios.masked_std)
+    reductions = (
+        ratios.masked_sum,
+        ratios.masked_mean,
+        ratios.masked_max,
+        ratios.masked_min,
+        ratios.masked_std,
+    )
     for reduction in reductions:
         assert reduction(x, mask) == 0.0, reduction.__name__
     one = mask.at[0, 0].set(True)
@@ -77,8 +83,12 @@ def test_sums_over_the_sequences_of_packed_rows():
     x = jnp.array([[1.0, 2.0, 4.0, 8.0, NAN], [16.0, 32.0, NAN, 64.0, 128.0]])
     seg = jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 2]])
     mask = jnp.array([[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]])
-    np.testing.assert_array_equal(ratios.sequence_sum(x, mask, seg), [[3, 8, 0, 0, 0], [112, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(ratios.sequence_count(x, mask, seg), [[2, 1, 0, 0, 0], [3, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(
+        ratios.sequence_sum(x, mask, seg), [[3, 8, 0, 0, 0], [112, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        ratios.sequence_count(x, mask, seg), [[2, 1, 0, 0, 0], [3, 0, 0, 0, 0]]
+    )
     mean_bs = ratios.sequence_mean(x, mask, seg)
     np.testing.assert_allclose(mean_bs, [[1.5, 8, 0, 0, 0], [112 / 3, 0, 0, 0, 0]], rtol=1e-6)
     np.testing.assert_array_equal(ratios.to_tokens(mean_bs[:1], seg[:1], 5), [[1.5, 1.5, 8, 8, 0]])
@@ -89,7 +99,9 @@ def test_sums_of_unpacked_rows_are_one_sequence_each():
     mask = jnp.array([[1, 1, 0], [0, 0, 0]])
     np.testing.assert_array_equal(ratios.sequence_sum(x, mask), [[3.0], [0.0]])
     np.testing.assert_array_equal(ratios.sequence_mean(x, mask), [[1.5], [0.0]])
-    np.testing.assert_array_equal(ratios.to_tokens(jnp.array([[1.5], [0.0]]), None, 2), [[1.5, 1.5], [0, 0]])
+    np.testing.assert_array_equal(
+        ratios.to_tokens(jnp.array([[1.5], [0.0]]), None, 2), [[1.5, 1.5], [0, 0]]
+    )
 
 
 def test_every_token_may_be_its_own_sequence():

@@ -27,13 +27,19 @@ def test_every_mode_has_an_expected_value():
 @pytest.mark.parametrize("mode", reduce.MODES)
 @pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32])
 def test_values_with_nan_at_padding(mode, dtype):
-    np.testing.assert_allclose(reduce.aggregate(LOSS, MASK.astype(dtype), mode), EXPECTED[mode], rtol=1e-6)
+    np.testing.assert_allclose(
+        reduce.aggregate(LOSS, MASK.astype(dtype), mode), EXPECTED[mode], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_gradient_stays_inside_the_mask(mode):
     gradient = jax.grad(lambda x: reduce.aggregate(x, MASK, mode))(LOSS)
-    share = {"token-mean": (1 / 4, 1 / 4), "token-sum": (1, 1), "seq-mean-token-sum": (1 / 2, 1 / 2)}
+    share = {
+        "token-mean": (1 / 4, 1 / 4),
+        "token-sum": (1, 1),
+        "seq-mean-token-sum": (1 / 2, 1 / 2),
+    }
     share |= {"seq-mean-token-sum-norm": (1 / 8, 1 / 8), "seq-mean-token-mean": (1 / 6, 1 / 2)}
     long, short = share[mode]
     np.testing.assert_allclose(gradient, [[long] * 3 + [0], [short, 0, 0, 0], [0] * 4], rtol=1e-6)
@@ -84,7 +90,9 @@ def test_packed_rows_do_not_know_the_width():
 
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_an_empty_mask_gives_zero(mode):
-    value, gradient = jax.value_and_grad(lambda x: reduce.aggregate(x, jnp.zeros_like(MASK), mode))(LOSS)
+    value, gradient = jax.value_and_grad(lambda x: reduce.aggregate(x, jnp.zeros_like(MASK), mode))(
+        LOSS
+    )
     assert value == 0.0
     np.testing.assert_array_equal(gradient, np.zeros(LOSS.shape))
     assert reduce.aggregate(LOSS, jnp.zeros_like(MASK), mode, num_tokens=0, num_seqs=0) == 0.0

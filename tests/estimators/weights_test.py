@@ -28,9 +28,15 @@ def oracle(name, log_ratio, mask, seg, parameters):
                 w[b, t] = 1.0
                 continue
             level, kind = name.split("_")
-            peers = [t] if level == "token" else [
-                u for u in range(columns) if mask[b, u] and (seg is None or seg[b, u] == seg[b, t])
-            ]
+            peers = (
+                [t]
+                if level == "token"
+                else [
+                    u
+                    for u in range(columns)
+                    if mask[b, u] and (seg is None or seg[b, u] == seg[b, t])
+                ]
+            )
             ratio = math.exp(max(-20.0, min(20.0, math.fsum(log_ratio[b, u] for u in peers))))
             if kind == "tis":
                 w[b, t] = min(ratio, parameters["cap"])
@@ -71,7 +77,9 @@ def test_weights_equal_a_loop_over_tokens(name, is_packed):
 
 
 def test_verl_token_truncation_with_normalisation():
-    w, factor = weights.batch_normalize(weights.token_tis(OLD - BEHAV, MASK, cap=2.0), MASK, "token")
+    w, factor = weights.batch_normalize(
+        weights.token_tis(OLD - BEHAV, MASK, cap=2.0), MASK, "token"
+    )
     np.testing.assert_allclose(factor, 1.135389, rtol=1e-5)
     expected = [[1.075757, 0.79694, 1.76151, 0.880755], [1.075757, 0.483369, 0.925912, 0]]
     np.testing.assert_allclose(w, expected, rtol=1e-5)
@@ -95,7 +103,11 @@ def test_verl_icepop_with_normalisation():
 def test_five_ratios_by_hand():
     log_ratio = jnp.log(jnp.array([[0.3, 0.6, 1.0, 2.5, 6.0]]))
     mask = jnp.ones((1, 5))
-    expected = {"token_tis": [0.3, 0.6, 1, 2, 2], "token_mis": [0, 0.6, 1, 0, 0], "token_icepop": [0, 0.6, 1, 2.5, 0]}
+    expected = {
+        "token_tis": [0.3, 0.6, 1, 2, 2],
+        "token_mis": [0, 0.6, 1, 0, 0],
+        "token_icepop": [0, 0.6, 1, 2.5, 0],
+    }
     for name, row in expected.items():  # all three with their default parameters
         np.testing.assert_allclose(weights.WEIGHTS[name](log_ratio, mask), [row], rtol=1e-6)
 
@@ -104,7 +116,11 @@ def test_defaults_of_the_sequence_weights():
     # Rows with products 4, 2.5, 0.25 and 6.
     log_ratio = jnp.log(jnp.array([[2.0, 2.0], [5.0, 0.5], [0.5, 0.5], [2.0, 3.0]]))
     mask = jnp.ones((4, 2))
-    expected = {"seq_tis": [2, 2, 0.25, 2], "seq_mis": [0, 2.5, 0.25, 0], "seq_icepop": [4, 2.5, 0, 0]}
+    expected = {
+        "seq_tis": [2, 2, 0.25, 2],
+        "seq_mis": [0, 2.5, 0.25, 0],
+        "seq_icepop": [4, 2.5, 0, 0],
+    }
     for name, column in expected.items():
         w = weights.WEIGHTS[name](log_ratio, mask)
         np.testing.assert_allclose(w, np.tile(np.array(column)[:, None], (1, 2)), rtol=1e-6)
@@ -114,7 +130,9 @@ def test_both_ends_of_a_band_are_kept():
     log_ratio, mask = jnp.zeros((1, 2)), jnp.ones((1, 2))  # ratios of exactly 1
     for name in ("token_mis", "seq_mis", "token_icepop", "seq_icepop"):
         for lower, upper in ((1.0, 3.0), (0.2, 1.0), (1.0, 1.0)):
-            np.testing.assert_array_equal(weights.WEIGHTS[name](log_ratio, mask, lower=lower, upper=upper), mask)
+            np.testing.assert_array_equal(
+                weights.WEIGHTS[name](log_ratio, mask, lower=lower, upper=upper), mask
+            )
 
 
 def test_the_bound_is_on_the_token_or_on_the_sum():
@@ -122,7 +140,9 @@ def test_the_bound_is_on_the_token_or_on_the_sum():
     w = weights.token_tis(log_ratio, mask, cap=jnp.inf)
     np.testing.assert_allclose(w, [[np.exp(20.0), np.exp(-20.0)]], rtol=1e-5)
     # The sequence bound acts after summing: exp(30 - 25), not exp(20 - 20).
-    np.testing.assert_allclose(weights.seq_tis(log_ratio, mask, cap=jnp.inf), [[np.exp(5.0)] * 2], rtol=1e-5)
+    np.testing.assert_allclose(
+        weights.seq_tis(log_ratio, mask, cap=jnp.inf), [[np.exp(5.0)] * 2], rtol=1e-5
+    )
     w = weights.seq_tis(jnp.full((1, 2), 15.0), mask, cap=jnp.inf)
     np.testing.assert_allclose(w, [[np.exp(20.0)] * 2], rtol=1e-5)
 
@@ -132,12 +152,15 @@ def test_sequence_weight_of_one_token_is_the_token_weight():
     mask = jnp.array([[1, 0]] * 3)
     for kind in ("tis", "mis", "icepop"):
         parameters = {"cap": 1.6} if kind == "tis" else {"lower": 0.5, "upper": 1.6}
-        token, seq = (weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, **parameters) for level in ("token", "seq"))
+        token, seq = (
+            weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, **parameters)
+            for level in ("token", "seq")
+        )
         np.testing.assert_array_equal(token, seq)
 
 
 def test_sequence_normalisation_counts_each_sequence_once():
-    # Sequence weights 4 (one token) and 1 (three tokens), one empty row: mean (4 + 1) / 2, not 7 / 4.
+    # Sequence weights 4 (one token) and 1 (three tokens), one empty row: (4 + 1) / 2, not 7 / 4.
     w = jnp.array([[4.0, NAN, NAN], [1.0, 1.0, 1.0], [NAN, NAN, NAN]])
     mask = jnp.array([[1, 0, 0], [1, 1, 1], [0, 0, 0]])
     normalized, factor = weights.batch_normalize(w, mask, "seq")

@@ -78,6 +78,12 @@ def test_control_wrong_theta(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_control_wrong_norm_epsilon(name):
+    config, params, _, _ = golden(name)
+    assert miss(name, dataclasses.replace(config, norm_eps=1e-6), params) > 1e-2
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_control_interleaved_rotation(name):
     config, params, _, _ = golden(name)
     assert miss(name, config, interleave(params, config.head_dim)) > 1e-2

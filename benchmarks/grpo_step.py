@@ -1,0 +1,48 @@
+"""Time of one GRPO step (rollout + score + update), and of its correction and metrics.
+
+    python -m benchmarks.grpo_step [--rounds=10]
+
+A 4-layer, 256-wide random model with vocabulary 49,152; 4 prompts x 8 samples, 64 + 64 tokens.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+
+from benchmarks import model
+
+
+def timed(function, *args) -> tuple[float, object]:
+    start = time.perf_counter()
+    result = jax.block_until_ready(function(*args))
+    return time.perf_counter() - start, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    step = model.Step(*model.setup())
+    step(), step()
+    parts = {name: [] for name in ("rollout", "score", "correction", "update", "step")}
+    for index in range(args.rounds):
+        seconds, samples = timed(step.rollout)
+        parts["rollout"].append(seconds)
+        seconds, rows = timed(step.trainer.score, step.state, samples)
+        parts["score"].append(seconds)
+        # `update` runs the correction and its metrics too; timed alone for its share.
+        correction, _ = timed(step.trainer._prepare, rows)
+        parts["correction"].append(correction)
+        seconds, (step.state, _) = timed(step.trainer.update, step.state, rows, 1000 + index)
+        parts["update"].append(seconds)
+        parts["step"].append(parts["rollout"][-1] + parts["score"][-1] + seconds)
+    for name, values in parts.items():
+        print(f"{name:11s} median {statistics.median(values):.4f} s, max {max(values):.4f} s")
+    share = statistics.median(parts["correction"]) / statistics.median(parts["step"])
+    print(f"correction and metrics: {share:.2%} of the step")
+
+
+if __name__ == "__main__":
+    main()

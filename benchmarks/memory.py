@@ -1,0 +1,43 @@
+"""Peak temporary memory of the policy update against vocabulary and response length.
+
+    python -m benchmarks.memory
+
+The compiler's own figures for the compiled update on this backend. Logits of all positions would
+take rows * tokens * vocabulary * 4 bytes; that product is printed beside them.
+"""
+
+import jax
+
+from benchmarks import model
+from jaxrl_tis import step, train
+
+
+def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
+    """(temporary bytes of the update, parameter bytes)."""
+    made, _ = model.setup(vocab_size, new_tokens=new_tokens)
+    state = train.abstract_state(made)["policy"]
+    rows, t = made.config.train.microbatch_rows, made.row_length
+    struct = lambda dtype: jax.ShapeDtypeStruct((1, rows, t), dtype)
+    batch = {name: struct("int32") for name in ("tokens", "positions", "segment_ids")}
+    batch |= {name: struct("float32") for name in ("logp_old", "logp_behav", "weights", "adv")}
+    batch |= {"mask": struct("bool"), "temperature": jax.ShapeDtypeStruct((1, rows), "float32")}
+    update = step.make_train_step(made.learner, made.correction, made.optimizer)
+    analysis = update.lower(state, batch).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
+    return analysis.temp_size_in_bytes, size
+
+
+def main() -> None:
+    print("vocabulary  new tokens  temporaries  minus 4 x parameters  all logits would be")
+    for vocab_size in (49_152, 98_304):
+        for new_tokens in (64, 256, 1024):
+            temporaries, params = temporary_bytes(vocab_size, new_tokens)
+            logits = 8 * new_tokens * vocab_size * 4
+            print(
+                f"{vocab_size:10d}  {new_tokens:10d}  {temporaries / 2**20:8.0f} MiB  "
+                f"{(temporaries - 4 * params) / 2**20:17.0f} MiB  {logits / 2**20:15.0f} MiB"
+            )
+
+
+if __name__ == "__main__":
+    main()

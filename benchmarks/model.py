@@ -1,0 +1,75 @@
+"""A GRPO step on a random 4-layer, 256-wide model, shared by the benchmarks of the learner."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from configs import default
+from jaxrl_tis import optimizer, rollouts, sharding, step, train
+from jaxrl_tis.engine.engine import Engine, Request
+from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.transformer import Program
+
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
+
+
+def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int = NEW_TOKENS):
+    """(Setup, state) of 4 prompts x 8 samples with 64 + new_tokens tokens each."""
+    config = default.get_config()
+    config.task.max_prompt_tokens, config.rollout.max_new_tokens = PROMPT_TOKENS, new_tokens
+    config.rollout.prompts, config.rollout.group_size = PROMPTS, GROUP
+    config.train.microbatch_rows = 8
+    model = ModelConfig(
+        family="llama", vocab_size=vocab_size, embed_dim=256, num_layers=4, num_heads=8,
+        num_kv_heads=4, head_dim=32, mlp_dim=768, rope=RopeConfig("default", 1e4),
+        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+    )
+    layout = sharding.layout((1, 1, 1), sharding.TRAIN_RULES, jax.devices()[:1])
+    tx = optimizer.make(config.optimizer, 100)
+    engine = Engine(
+        model, slots=PROMPTS * GROUP, max_length=PROMPT_TOKENS + new_tokens, steps=new_tokens,
+        prefill_batch=PROMPTS, quantization=quantization,
+    )
+    made = train.Setup(
+        config=config, tokenizer=None, model=model, layout=layout,
+        learner=step.Learner(model, Program(), new_tokens, config.train.logprob_chunk),
+        correction=step.correction(config.correction), optimizer=tx, critic_optimizer=tx,
+        engine=engine, learner_engine=engine,
+    )
+    return made, train.initial_state(made, train.initial_params(made))
+
+
+class Step:
+    """Rollout, score and update with random rewards; call it to run one step."""
+
+    def __init__(self, made: train.Setup, state: dict):
+        self.trainer, self.state = train.Trainer(made), state
+        self._engine = made.engine
+        self._scheduler = Scheduler(made.engine, made.engine.load(state["policy"].params))
+        self._new_tokens = made.config.rollout.max_new_tokens
+        self._rng = np.random.default_rng(0)
+        self._count = 0
+
+    def rollout(self) -> list[rollouts.Sample]:
+        self._count += 1
+        self._scheduler.set_params(self._engine.load(self.state["policy"].params), self._count)
+        sampling = SamplingParams(max_tokens=self._new_tokens)
+        prompts = self._rng.integers(0, 1000, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
+        requests = [
+            Request(f"{self._count}/{i}/{g}", prompt, 0, sampling)
+            for i, prompt in enumerate(prompts) for g in range(GROUP)
+        ]
+        done = rollouts.run(self._scheduler, requests)
+        sample = rollouts.Sample(done[0], {}, "", 0.0, 0.0, 0)
+        return [
+            dataclasses.replace(sample, trajectory=t, reward=float(self._rng.random()), group=i // GROUP)
+            for i, t in enumerate(done)
+        ]
+
+    def __call__(self) -> dict[str, float]:
+        rows = self.trainer.score(self.state, self.rollout())
+        self.state, metrics = self.trainer.update(self.state, rows, self._count)
+        return metrics

@@ -1,0 +1,161 @@
+"""Rollout speed of a SmolLM2-135M-shaped model, beside transformers' generate() in the same run.
+
+    python -m benchmarks.rollouts --torch_python=/path/to/venv/bin/python --json=out.json
+
+The other interpreter needs torch and transformers; without it only this engine runs. Every engine
+is a process of its own that compiles, warms up and waits; then they take turns, one at a time, for
+some rounds. A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens
+at temperature 1, prefill included. Weights are random: they do not matter for speed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
+OURS = {
+    "ours f32": dict(dtype="float32", cache_dtype="float32", quantization="none"),
+    "ours bf16": dict(dtype="bfloat16", cache_dtype="bfloat16", quantization="none"),
+    "ours w8a8": dict(dtype="float32", cache_dtype="float32", quantization="w8a8"),
+}
+THEIRS = {"transformers f32": "float32", "transformers bf16": "bfloat16"}
+
+
+def serve(round_of_tokens) -> None:
+    """Child process: runs a round for every line on stdin, prints its tokens/s."""
+    round_of_tokens()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        tokens = round_of_tokens()
+        print(tokens / (time.perf_counter() - start), flush=True)
+
+
+def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
+    import jax
+    import numpy as np
+
+    from jaxrl_tis.engine.engine import Engine, Request
+    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+    from jaxrl_tis.models import transformer
+    from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+    config = ModelConfig(
+        family="llama", vocab_size=SHAPE["vocab"], embed_dim=SHAPE["dim"],
+        num_layers=SHAPE["layers"], num_heads=SHAPE["heads"], num_kv_heads=SHAPE["kv_heads"],
+        head_dim=SHAPE["head_dim"], mlp_dim=SHAPE["mlp"], rope=RopeConfig("default", 1e5),
+        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+    )
+    engine = Engine(
+        config, slots=prompts, max_length=length + new, steps=new, prefill_batch=prompts, **options
+    )
+    params = engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
+    scheduler = Scheduler(engine, params)
+    rng = np.random.default_rng(0)
+    count = iter(range(10**9))
+
+    def round_of_tokens():
+        for _ in range(prompts):
+            prompt = rng.integers(0, SHAPE["vocab"], length).astype(np.int32)
+            scheduler.add(Request(str(next(count)), prompt, 0, SamplingParams(max_tokens=new)))
+        tokens = 0
+        while scheduler.pending:
+            tokens += sum(len(t.tokens) for t in scheduler.step())
+        return tokens
+
+    serve(round_of_tokens)
+
+
+def serve_transformers(dtype: str, prompts: int, length: int, new: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=SHAPE["vocab"], hidden_size=SHAPE["dim"], num_hidden_layers=SHAPE["layers"],
+        num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["kv_heads"],
+        head_dim=SHAPE["head_dim"], intermediate_size=SHAPE["mlp"], tie_word_embeddings=True,
+        max_position_embeddings=2048,
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+
+    def round_of_tokens():
+        ids = torch.randint(0, SHAPE["vocab"], (prompts, length))
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+            max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
+        )
+        return out[:, length:].numel()
+
+    with torch.inference_mode():
+        serve(round_of_tokens)
+
+
+def start(python: str, kind: str, name: str, sizes: list[int]) -> subprocess.Popen:
+    argv = [python, os.path.abspath(__file__), "--serve", kind, name, *map(str, sizes)]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    env = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
+    if child.stdout.readline().strip() != "ready":
+        raise RuntimeError(f"{name} did not start; run by hand: {' '.join(argv)}")
+    return child
+
+
+def measure(children: dict[str, subprocess.Popen], rounds: int) -> dict[str, list[float]]:
+    rates = {name: [] for name in children}
+    for _ in range(rounds):
+        for name, child in children.items():
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            rates[name].append(float(child.stdout.readline()))
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve", nargs=5)
+    parser.add_argument("--torch_python", default="")
+    parser.add_argument("--batches", default="64,16,1")
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="comma-separated names, default all")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    if args.serve:
+        kind, name, *sizes = args.serve
+        sizes = list(map(int, sizes))
+        if kind == "ours":
+            return serve_ours(OURS[name], *sizes)
+        return serve_transformers(THEIRS[name], *sizes)
+    out = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    for batch in map(int, args.batches.split(",")):
+        sizes = [batch, args.length, args.new]
+        plan = [(name, sys.executable, "ours") for name in OURS]
+        plan += [(name, args.torch_python, "theirs") for name in THEIRS if args.torch_python]
+        wanted = args.only.split(",") if args.only else [name for name, *_ in plan]
+        children = {
+            name: start(python, kind, name, sizes) for name, python, kind in plan if name in wanted
+        }
+        rates = measure(children, args.rounds)
+        for child in children.values():
+            child.stdin.close()
+            child.wait()
+        out[f"batch {batch}"] = rates
+        for name, values in rates.items():
+            shown = " ".join(f"{v:.0f}" for v in values)
+            print(f"batch {batch:3d}  {name:18s} {statistics.median(values):7.0f} tokens/s  ({shown})")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(out, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""DAPO (arXiv:2503.14476) with Qwen2.5-32B, int8 rollouts and token-level TIS, on a TPU v5p-128.
+
+    python -m jaxrl_tis.main --config=configs/dapo_qwen25_32b.py --workdir=runs/dapo
+
+64 chips (4x4x4). Groups of 16, clip 0.2 / 0.28, token-mean loss, no KL, groups with equal rewards
+replaced, a soft penalty over the last 4,096 of 20,480 response tokens; TIS cap 8 as for the 32B runs
+of Yao et al. (2025). No expected number: never run here.
+
+Put the model's Hugging Face folder at models/Qwen2.5-32B and the problems at
+data/dapo/train.jsonl and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt
+asks for a last line "Answer: ...".
+"""
+
+from configs import default
+
+
+def get_config():
+    c = default.get_config()
+    c.name = "dapo_qwen25_32b"
+    c.steps = 400
+    c.model.path = "models/Qwen2.5-32B"
+    c.model.dtype = "bfloat16"
+    c.model.remat = "full"
+    c.model.highest_head = True
+    c.task.name = "jsonl"
+    c.task.params = {"path": "data/dapo/train.jsonl"}
+    c.task.chat = True
+    c.task.max_prompt_tokens = 2048
+    c.reward.name = "boxed"
+    c.eval.params = {"path": "data/dapo/aime2024.jsonl"}
+    c.eval.prompts = 30
+    c.eval.every = 10
+    c.checkpoint.every = 10
+
+    c.rollout.prompts = 512
+    c.rollout.group_size = 16
+    c.rollout.max_new_tokens = 20_480
+    c.rollout.dynamic_sampling = True
+    c.rollout.overlong_buffer = 4096
+    c.engine.slots = 512
+    c.engine.dtype = "bfloat16"
+    c.engine.cache_dtype = "bfloat16"
+    c.engine.steps_per_call = 64
+    c.engine.prefill_batch = 32
+    c.engine.unroll = False
+    c.mesh.train = (1, -1, 1)
+    c.mesh.serve = (-1, 1, 8)
+
+    c.correction.cap = 8.0
+    c.correction.clip_high = 0.28
+    c.optimizer.lr = 1e-6
+    c.optimizer.warmup = 10
+    c.optimizer.weight_decay = 0.1
+    c.train.minibatches = 16
+    c.train.microbatch_rows = 64
+    c.train.logprob_chunk = 16_384
+    return c

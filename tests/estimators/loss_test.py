@@ -1,0 +1,194 @@
+"""The assembled loss: parts by hand, two-policy and three-policy modes, exact gradients by
+enumeration."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import loss as losses
+
+LOGP = jnp.array([[-0.9, -1.1, -0.4], [-0.8, -1.9, -0.7]])
+BATCH = {
+    "logp_old": jnp.array([[-1.0, -1.0, -0.5], [-1.0, -2.0, -0.7]]),
+    "logp_behav": jnp.array([[-1.4, -0.9, -0.5], [-1.0, -2.6, -0.7]]),
+    "logp_ref": jnp.array([[-1.2, -1.0, -0.3], [-1.1, -2.2, -0.7]]),
+    "adv": jnp.array([[1.0, 1.0, 1.0], [-0.5, -0.5, -0.5]]),
+    "mask": jnp.array([[1, 1, 1], [1, 1, 0]]),
+}
+PPO = ("dual_clip", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0})
+NONE = ("none", {})
+TIS = ("token_tis", {"cap": 1.5})
+
+
+def test_weighted_loss_by_hand():
+    # Every ratio lies inside the band, so the loss is -w r A with w = min(exp(old - behav), 1.5).
+    value, metrics = losses.policy_loss(
+        LOGP, BATCH, weight=TIS, objective=PPO, aggregation="token-mean"
+    )
+    r = np.exp([0.1, -0.1, 0.1, 0.2, 0.1])
+    w = np.minimum(np.exp([0.4, -0.1, 0.0, 0.0, 0.6]), 1.5)
+    adv = np.array([1.0, 1.0, 1.0, -0.5, -0.5])
+    np.testing.assert_allclose(value, np.mean(-w * r * adv), rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/pg_loss"], value, rtol=1e-6)
+    np.testing.assert_allclose(metrics["actor/ppo_kl"], -0.08, rtol=1e-5)
+    assert metrics["actor/pg_clipfrac"] == 0.0
+
+
+def test_kl_and_entropy_terms():
+    entropy = jnp.array([[0.5, 1.0, 1.5], [2.0, 1.0, jnp.nan]])
+    parts = {"weight": NONE, "objective": PPO, "aggregation": "token-mean"}
+    base, _ = losses.policy_loss(LOGP, BATCH, **parts)
+    value, metrics = losses.policy_loss(
+        LOGP, BATCH, kl=("k2", {}), kl_coeff=0.3, entropy=entropy, entropy_coeff=0.01, **parts
+    )
+    kl_loss = np.mean(np.square([0.3, -0.1, -0.1, 0.3, 0.3])) / 2
+    np.testing.assert_allclose(metrics["actor/kl_loss"], kl_loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/entropy_loss"], 1.2, rtol=1e-6)
+    np.testing.assert_allclose(value, base + 0.3 * kl_loss - 0.01 * 1.2, rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/pg_loss"], base, rtol=1e-6)
+    assert "actor/kl_loss" not in losses.policy_loss(LOGP, BATCH, **parts)[1]
+
+    def total(entropy):
+        return losses.policy_loss(LOGP, BATCH, entropy=entropy, entropy_coeff=0.01, **parts)[0]
+
+    gradient = jax.grad(total)(entropy)
+    np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
+
+
+def test_bypass_counts_the_whole_drift_once():
+    bypass = BATCH | {"logp_old": BATCH["logp_behav"]}
+    parts = {"objective": ("ppo", {"clip_low": 0.9, "clip_high": 9.0}), "aggregation": "token-sum"}
+    expected = -np.sum(
+        (np.exp(LOGP - BATCH["logp_behav"]) * BATCH["adv"])[np.array(BATCH["mask"]) == 1]
+    )
+    once, _ = losses.policy_loss(LOGP, bypass, weight=NONE, **parts)
+    np.testing.assert_allclose(once, expected, rtol=1e-5)
+    # A weight on top finds no gap left to correct.
+    again, _ = losses.policy_loss(LOGP, bypass, weight=TIS, **parts)
+    np.testing.assert_allclose(again, expected, rtol=1e-5)
+    # Decoupled with an unbounded weight, w r is the same product.
+    decoupled, _ = losses.policy_loss(LOGP, BATCH, weight=("token_tis", {"cap": jnp.inf}), **parts)
+    np.testing.assert_allclose(decoupled, expected, rtol=1e-5)
+
+
+def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
+    """A sampler gap of e^1 leaves the gradient alone; the learner's own move of e^1 stops it."""
+    x = jnp.array([[-1.0]])
+    batch = {
+        "logp_old": x,
+        "logp_behav": x - 1.0,
+        "adv": jnp.ones((1, 1)),
+        "mask": jnp.ones((1, 1)),
+    }
+    parts = {"weight": ("token_tis", {"cap": 2.0}), "objective": PPO, "aggregation": "token-mean"}
+    gradient = jax.grad(lambda logp: losses.policy_loss(logp, batch, **parts)[0])
+    np.testing.assert_allclose(gradient(x), [[-2.0]], rtol=1e-6)
+    np.testing.assert_array_equal(gradient(x + 1.0), [[0.0]])
+
+
+def test_precomputed_weights_are_used_as_they_are():
+    parts = {"objective": PPO, "aggregation": "seq-mean-token-mean"}
+    w = losses.importance_weights(BATCH, TIS)
+    fields = {name: x for name, x in BATCH.items() if name != "logp_behav"} | {"weights": w}
+    expected, _ = losses.policy_loss(LOGP, BATCH, weight=TIS, **parts)
+    actual, _ = losses.policy_loss(LOGP, fields, weight=TIS, **parts)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    doubled, _ = losses.policy_loss(LOGP, fields | {"weights": 2.0 * w}, weight=TIS, **parts)
+    np.testing.assert_allclose(doubled, 2.0 * expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes", "message"),
+    [
+        ("logp_behav", {}, "token_tis needs the batch field 'logp_behav'"),
+        ("logp_old", {}, "dual_clip needs the batch field 'logp_old'"),
+        ("adv", {}, "dual_clip needs the batch field 'adv'"),
+        ("mask", {}, "dual_clip needs the batch field 'mask'"),
+        ("logp_ref", {"kl": ("k3", {}), "kl_coeff": 0.1}, "k3 needs the batch field 'logp_ref'"),
+    ],
+)
+def test_a_missing_field_is_named_with_its_user(field, changes, message):
+    batch = {name: x for name, x in BATCH.items() if name != field}
+    parts = {"weight": TIS, "objective": PPO, "aggregation": "token-mean"} | changes
+    with pytest.raises(KeyError, match=message):
+        losses.policy_loss(LOGP, batch, **parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": ("sequence", {})}, "Unknown weight 'sequence'; choose one of none, token_tis"),
+        (
+            {"objective": ("vanilla", {})},
+            "Unknown objective 'vanilla'; choose one of ppo, dual_clip",
+        ),
+        ({"kl": ("low_var_kl", {})}, "Unknown KL estimator 'low_var_kl'; choose one of k1"),
+        ({"aggregation": "mean"}, "Unknown aggregation mode 'mean'"),
+        ({"entropy_coeff": 0.01}, "entropy_coeff is 0.01"),
+    ],
+)
+def test_a_name_that_is_not_there_is_an_error(changes, message):
+    parts = {"weight": TIS, "objective": PPO, "aggregation": "token-mean"} | changes
+    with pytest.raises(ValueError, match=message):
+        losses.policy_loss(LOGP, BATCH, **parts)
+
+
+SEQUENCES = list(itertools.product(range(3), range(3)))
+REWARDS = np.array([1.0, 0.0, -0.5, 0.3, 2.0, 0.1, -1.0, 0.7, 0.4])
+
+
+def sequence_logps(params):
+    """Log-probs [9, 2] of all sequences of two tokens; the second token depends on the first."""
+    first, second = jax.nn.log_softmax(params[0]), jax.nn.log_softmax(params[1:])
+    return jnp.stack([jnp.stack([first[a], second[a, b]]) for a, b in SEQUENCES])
+
+
+def expected_gradient(weight, params, sampler_params):
+    """Expectation over the sampler of the gradient of the loss at logp = logp_old.
+
+    The probability of a sequence goes into its advantage, in which the loss is linear at ratio 1.
+    """
+    logp_behav = sequence_logps(sampler_params)
+    probability = jnp.exp(jnp.sum(logp_behav, axis=1, keepdims=True))
+    batch = {
+        "logp_old": sequence_logps(params),
+        "logp_behav": logp_behav,
+        "adv": probability * REWARDS[:, None] * jnp.ones((1, 2)),
+        "mask": jnp.ones((9, 2)),
+    }
+
+    def total(params):
+        return losses.policy_loss(
+            sequence_logps(params), batch, weight=weight, objective=PPO, aggregation="token-sum"
+        )[0]
+
+    return jax.grad(total)(params)
+
+
+def test_only_the_full_sequence_weight_gives_the_exact_policy_gradient():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params = jnp.array(rng.normal(size=(4, 3)))
+        sampler = params + 0.5 * rng.normal(size=(4, 3))
+
+        def minus_value(params):
+            return -jnp.sum(jnp.exp(jnp.sum(sequence_logps(params), axis=1)) * REWARDS)
+
+        exact = jax.grad(minus_value)(params)
+
+        def bias(weight, sampler):
+            return np.abs(expected_gradient(weight, params, sampler) - exact).max()
+
+        unbounded = {"cap": jnp.inf}
+        assert bias(("seq_tis", unbounded), sampler) < 1e-14
+        # Token weights leave out the other token's ratio; a cap, or no weight, adds its own bias.
+        assert bias(("token_tis", unbounded), sampler) > 1e-2
+        assert bias(("token_tis", {"cap": 1.2}), sampler) > 1e-2
+        assert bias(("seq_tis", {"cap": 1.2}), sampler) > 1e-2
+        assert bias(("none", {}), sampler) > 1e-2
+        # Without a gap every one of them is exact.
+        for weight in (("token_tis", {"cap": 1.2}), ("seq_mis", {}), ("none", {})):
+            assert bias(weight, params) < 1e-14

@@ -1,0 +1,230 @@
+"""The page holds every run, every plot that has data, and nothing fetched from elsewhere."""
+
+import html.parser
+import math
+import re
+
+import numpy as np
+import pytest
+from matplotlib import figure
+
+from jaxrl_tis import checkpoint, metrics, report
+
+GREEDY = "eval/greedy_accuracy"
+
+
+class Page(html.parser.HTMLParser):
+    """Collects what a reader sees: figures, the words inside each, table rows, links."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open_tags, self.figures, self.rows, self.headings = [], [], [], []
+        self.links, self.detail_words = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "br"):
+            self.open_tags.append(tag)
+        if tag == "figure":
+            self.figures.append([])
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.links += [value for name, value in attributes if name in ("href", "src", "xlink:href")]
+
+    def handle_endtag(self, tag):
+        assert self.open_tags.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_startendtag(self, tag, attributes):
+        self.links += [value for name, value in attributes if name in ("href", "src", "xlink:href")]
+
+    def handle_data(self, data):
+        if "svg" in self.open_tags and self.open_tags[-1] == "text":
+            self.figures[-1].append(data.strip())
+        if "table" in self.open_tags and self.open_tags[-1] in ("td", "th", "small"):
+            self.rows[-1][-1] += data
+        if self.open_tags and self.open_tags[-1] == "h2":
+            self.headings.append(data)
+        if "details" in self.open_tags:
+            self.detail_words.append(data)
+
+
+def make_run(workdir, steps, gap, name=None):
+    if name is not None:
+        checkpoint.write_run_files(workdir, {"name": name, "optimizer": {"lr": 1e-6}})
+    with metrics.MetricsWriter(workdir) as writer:
+        for step in range(steps + 1):
+            if step in (0, steps):
+                writer.write(step, "eval", {GREEDY: 0.2 + 0.3 * (step > 0), "eval/n": 100})
+            if step:
+                writer.write(step, "train", {
+                    "reward/mean": step / steps, "reward/learner_snis": math.nan,
+                    "training/rollout_probs_diff_max": gap * step,
+                    "training/rollout_probs_diff_mean": gap / 2,
+                    "rollout_corr/rollout_is_eff_sample_size": 1 - gap * step,
+                    "time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 4.0,
+                    "time/eval_s": 30.0 * (step == steps)})
+    return workdir
+
+
+@pytest.fixture(name="workdirs", scope="module")
+def two_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [make_run(folder / "int8 & $\\gamma$", 4, 0.125, name="tis<2>"),
+            make_run(folder / "_exact", 60, 0.0)]
+
+
+@pytest.fixture(name="page", scope="module")
+def parsed_page(workdirs):
+    out = workdirs[0] / "report.html"
+    assert report.write(workdirs, out) == out
+    return Page(out.read_text(encoding="utf-8"))
+
+
+def test_every_plot_with_data_and_no_other(page):
+    titles = [next(word for word in words if word in TITLES) for words in page.figures]
+    assert titles == ["Reward", "Held-out accuracy, greedy", "Probability difference",
+                      "Effective sample size", "Time per step", "Where the time went"]
+    assert page.headings == ["Learning", "Sampler against learner", "Importance weights", "Time",
+                             "Configuration"]
+    assert page.open_tags == []
+
+
+TITLES = {plot.title for plot in report.PLOTS} | {"Where the time went"}
+
+
+def test_both_runs_are_in_the_legend_of_every_plot(page):
+    for words in page.figures:
+        # The folder names as they are: no formula, no label lost to its underscore.
+        assert "int8 & $\\gamma$" in words
+        assert "\u200b_exact" in words
+    assert {"sampler", "learner (SNIS)"} <= set(page.figures[0])
+    assert {"largest", "mean", "training step", "|p_sampler − p_learner|"} <= set(page.figures[2])
+
+
+def test_curves_are_drawn_for_both_runs(workdirs):
+    axes = figure.Figure().add_subplot()
+    runs = report.load(workdirs)
+    plot = next(plot for plot in report.PLOTS if plot.title == "Probability difference")
+    report.draw(axes, plot, runs)
+    curves = {(line.get_color(), line.get_linestyle()): line.get_xydata() for line in axes.lines
+              if line.get_alpha() is None}
+    # gap 0.125: largest 0.125, 0.25, 0.375, 0.5 at steps 1 to 4; mean 0.0625.
+    np.testing.assert_array_equal(curves[report.COLORS[0], "-"],
+                                  [[1, 0.125], [2, 0.25], [3, 0.375], [4, 0.5]])
+    np.testing.assert_array_equal(curves[report.COLORS[0], "--"][:, 1], [0.0625] * 4)
+    np.testing.assert_array_equal(curves[report.COLORS[1], "-"][:, 1], [0.0] * 60)
+    # Exact zeros are the best result there is: they must be on the axis.
+    assert axes.get_yscale() == "symlog" and axes.get_ylim()[0] <= 0
+    assert axes.yaxis.get_transform().linthresh == 0.0625  # logarithmic from the smallest on
+
+
+def test_accuracy_band_is_the_wilson_interval(workdirs):
+    axes = figure.Figure().add_subplot()
+    plot = next(plot for plot in report.PLOTS if GREEDY in plot.series)
+    report.draw(axes, plot, report.load(workdirs[:1]))
+    (band,) = axes.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    # p = 0.2, n = 100: (0.2 + 0.0192073 -+ 1.959964 sqrt(0.0016 + 0.0000960)) / 1.0384146
+    assert heights.min() == pytest.approx(0.13337, abs=2e-5)
+    # p = 0.5: (0.5 + 0.0192073 + 1.959964 sqrt(0.0025 + 0.0000960)) / 1.0384146
+    assert heights.max() == pytest.approx(0.59617, abs=2e-5)
+
+
+@pytest.mark.parametrize("p, n, low, high", [
+    (0.0, 10, 0.0, 0.27753),  # z^2/n / (1 + z^2/n) = 0.384146 / 1.384146
+    (1.0, 10, 0.72247, 1.0),  # 1 / 1.384146
+    (0.5, 100, 0.40383, 0.59617),
+])
+def test_wilson(p, n, low, high):
+    np.testing.assert_allclose(report.wilson(p, n), (low, high), atol=2e-5)
+
+
+def test_summary_table(page):
+    columns = [cell.split(" accuracy")[0] for cell in page.rows[0]]
+    first, second = (dict(zip(columns, row)) for row in page.rows[1:])
+    assert first["Run"] == "int8 & $\\gamma$" and second["Run"] == "_exact"
+    assert (first["Config"], second["Config"]) == ("tis<2>", "–")
+    assert (first["Steps"], second["Steps"]) == ("4", "60")
+    assert first["Greedy"] == "20.0 % [13.3, 28.9] → 50.0 % [40.4, 59.6]"
+    assert first["Sampled"] == "– → –"
+    assert (first["Largest |Δp|"], first["Mean |Δp|"]) == ("0.5", "0.0625")
+    assert (first["Final ESS"], second["Final ESS"]) == ("0.5", "1")
+    # 4 steps of 4 s and one evaluation of 30 s; 60 x 4 + 30 = 270 s.
+    assert (first["Time"], second["Time"]) == ("46s", "4m30s")
+
+
+def test_config_is_shown(page):
+    text = "".join(page.detail_words)
+    assert '"lr": 1e-06' in text and '"name": "tis<2>"' in text and '"jax":' in text
+
+
+def test_page_stands_alone(workdirs, page):
+    text = (workdirs[0] / "report.html").read_text(encoding="utf-8")
+    assert all(link.startswith("#") for link in page.links)
+    assert re.findall(r"<script|@import|url\((?!#)", text) == []
+
+
+def test_time_by_phase(workdirs):
+    seconds = report.phase_seconds(report.load(workdirs)[0])
+    # Of 4 x 4 s: 8 s rollout, 4 s update, 4 s unnamed; the evaluation comes on top.
+    assert {phase: value for phase, value in seconds.items() if value} == {
+        "rollout": 8.0, "update": 4.0, "rest of the step": 4.0, "eval": 30.0}
+
+
+def test_smooth():
+    values = np.arange(75.0)  # window 75 // 25 = 3
+    values[10] = np.nan
+    average = report.smooth(values)
+    assert average[20] == 20.0
+    assert average[9] == (8 + 9) / 2  # the missing neighbour is left out
+    assert average[74] == (73 + 74) / 2
+    np.testing.assert_array_equal(report.smooth(np.arange(20.0)), np.arange(20.0))
+
+
+def test_same_folder_name_twice_and_more_runs_than_colours(tmp_path):
+    paths = [make_run(tmp_path / str(number) / "run", 1, 0.0) for number in range(8)]
+    runs = report.load(paths)
+    assert [run.label for run in runs] == [str(path) for path in paths]
+    assert len({tuple(np.ravel(run.color)) for run in runs}) == 8
+
+
+def test_run_without_training_yet(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    page = Page(report.write([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.figures == []
+    assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "0s"]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        report.write_png([tmp_path], tmp_path / "report.png")
+
+
+def test_missing_workdir_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        report.write([tmp_path / "nowhere"], tmp_path / "report.html")
+    with pytest.raises(ValueError, match="at least one"):
+        report.load([])
+
+
+def test_command_line_and_png(tmp_path, capsys):
+    workdir = make_run(tmp_path / "run", 2, 0.1)
+    report.main([str(workdir), "--png", str(tmp_path / "overview.png")])
+    assert capsys.readouterr().out.split() == [str(workdir / "report.html"),
+                                               str(tmp_path / "overview.png")]
+    data = (tmp_path / "overview.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[start:start + 4], "big") for start in (16, 20))
+    # Four plots have data: two rows of three columns, 12.6 x 6.2 inches at 110 dpi.
+    assert (width, height) == (1386, 682)
+    (tmp_path / "run" / "report.html").unlink()
+    report.main([str(workdir), "--out", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").exists() and not (workdir / "report.html").exists()
+
+
+def test_plots_are_well_formed():
+    keys = [(plot.phase, key, plot.title) for plot in report.PLOTS for key in plot.series]
+    assert len(keys) == len(set(keys)) and len({plot.title for plot in report.PLOTS}) == len(
+        report.PLOTS)
+    assert all(len(plot.series) <= len(report.LINE_STYLES) for plot in report.PLOTS)
+    assert all(plot.unit and plot.note for plot in report.PLOTS)
+    assert sum(plot.in_overview for plot in report.PLOTS) == 6
