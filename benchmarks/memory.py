@@ -9,13 +9,13 @@ take rows * tokens * vocabulary * 4 bytes; that product is printed beside them.
 import jax
 
 from benchmarks import model
-from jaxrl_tis import step, train
+from jaxrl_tis import build, step
 
 
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     """(temporary bytes of the update, parameter bytes)."""
     made, _ = model.setup(vocab_size, new_tokens=new_tokens)
-    state = train.abstract_state(made)["policy"]
+    state = build.abstract_state(made)["policy"]
     rows, t = made.config.train.microbatch_rows, made.row_length
     struct = lambda dtype: jax.ShapeDtypeStruct((1, rows, t), dtype)
     batch = {name: struct("int32") for name in ("tokens", "positions", "segment_ids")}

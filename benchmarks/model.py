@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from configs import default
-from jaxrl_tis import optimizer, rollouts, sharding, step, train
+from jaxrl_tis import build, optimizer, rollouts, sharding, step, train
 from jaxrl_tis.engine.engine import Engine, Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -33,19 +33,19 @@ def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int =
         model, slots=PROMPTS * GROUP, max_length=PROMPT_TOKENS + new_tokens, steps=new_tokens,
         prefill_batch=PROMPTS, quantization=quantization,
     )
-    made = train.Setup(
+    made = build.Setup(
         config=config, tokenizer=None, model=model, layout=layout,
         learner=step.Learner(model, Program(), new_tokens, config.train.logprob_chunk),
         correction=step.correction(config.correction), optimizer=tx, critic_optimizer=tx,
         engine=engine, learner_engine=engine,
     )
-    return made, train.initial_state(made, train.initial_params(made))
+    return made, build.initial_state(made, build.initial_params(made))
 
 
 class Step:
     """Rollout, score and update with random rewards; call it to run one step."""
 
-    def __init__(self, made: train.Setup, state: dict):
+    def __init__(self, made: build.Setup, state: dict):
         self.trainer, self.state = train.Trainer(made), state
         self._engine = made.engine
         self._scheduler = Scheduler(made.engine, made.engine.load(state["policy"].params))

@@ -314,7 +314,8 @@ def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any]
         return
     old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
     new = _flat(json.loads(json.dumps(_plain(config_dict))))
-    changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)]
+    changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)
+               if name not in ignore]
     if changes:
         raise ValueError(f"{workdir} holds a run with another configuration: {'; '.join(changes)}. "
                          "Use a new workdir, or the old values to resume.")

@@ -38,9 +38,8 @@ STYLE = {
     "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#888888", "axes.labelcolor": "#333333", "xtick.color": "#555555",
-    "ytick.color": "#555555",
-    "axes.grid": True, "grid.color": "#E4E7EB", "grid.linewidth": 0.8, "legend.fontsize": 9.5,
-    "legend.edgecolor": "white", "axes.formatter.useoffset": False,
+    "ytick.color": "#555555", "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E4E7EB",
+    "legend.fontsize": 9.5, "legend.edgecolor": "white", "axes.formatter.useoffset": False,
     "axes.formatter.limits": (-4, 5), "svg.fonttype": "none", "svg.hashsalt": "jaxrl_tis",
     "figure.constrained_layout.use": True,
 }

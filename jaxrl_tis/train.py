@@ -1,158 +1,22 @@
-"""The run: `run(config, workdir)` is the whole loop, to be read from top to bottom."""
+"""The run: `run(config, workdir)` at the end of this file is the whole loop."""
 
-import dataclasses
-import functools
 import math
 import pathlib
 import signal
-from collections.abc import Callable
+import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from absl import logging
 
 from jaxrl_tis import batch as batching
-from jaxrl_tis import checkpoint, evaluate, metrics, models, optimizer, report, rollouts, sharding
+from jaxrl_tis import checkpoint, evaluate, metrics, optimizer, report, rollouts
 from jaxrl_tis import step as steps
+from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
-from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
-from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import transformer
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.validate import validate
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """Everything of a run that does not change while it runs."""
-
-    config: ml_collections.ConfigDict
-    tokenizer: Any
-    model: ModelConfig
-    layout: sharding.Layout
-    learner: steps.Learner
-    correction: steps.Correction
-    optimizer: Any
-    critic_optimizer: Any
-    engine: Engine
-    learner_engine: Engine
-
-    @property
-    def has_critic(self) -> bool:
-        return self.correction.advantage[0] == "gae"
-
-    @property
-    def row_length(self) -> int:
-        return self.config.task.max_prompt_tokens + self.config.rollout.max_new_tokens
-
-
-def build(config: ml_collections.ConfigDict) -> Setup:
-    """Checks the config, reads the tokenizer and the model's shape, and makes the programs."""
-    validate(config)
-    tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
-    model = model_config(config, tokenizer)
-    check_tokenizer(tokenizer, model.vocab_size)
-    layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES)
-    program = transformer.Program(
-        config.model.dtype, config.model.remat, config.model.highest_head, layout.constrain
-    )
-    learner = steps.Learner(
-        model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
-    )
-    updates = config.steps * config.train.epochs * config.train.minibatches
-    engine = functools.partial(
-        Engine, model, slots=config.engine.slots,
-        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
-        highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
-        prefill_batch=config.engine.prefill_batch, unroll=config.engine.unroll,
-        layout=sharding.layout(config.mesh.serve, sharding.SERVE_RULES),
-    )
-    return Setup(
-        config, tokenizer, model, layout, learner, steps.correction(config.correction),
-        optimizer.make(config.optimizer, updates), optimizer.make(config.critic, updates),
-        engine=engine(
-            dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
-            quantization=config.engine.quantization,
-        ),
-        learner_engine=engine(dtype=config.model.dtype, cache_dtype=config.model.dtype),
-    )
-
-
-def model_config(config: ml_collections.ConfigDict, tokenizer: Any) -> ModelConfig:
-    """The shape of the checkpoint at model.path, or of the small model that the config spells."""
-    m = config.model
-    if m.path:
-        return models.read_config(m.path)
-    return ModelConfig(
-        family="llama", vocab_size=tokenizer.vocab_size, embed_dim=m.embed_dim,
-        num_layers=m.num_layers, num_heads=m.num_heads, num_kv_heads=m.num_kv_heads,
-        head_dim=m.head_dim, mlp_dim=m.mlp_dim, rope=RopeConfig("default", m.rope_theta),
-        max_position=m.max_position, norm_eps=1e-6, qkv_bias=False, qk_norm=False,
-        tie_embeddings=m.tie_embeddings,
-    )
-
-
-# State: {"policy": TrainState, "critic": TrainState with GAE, "reference": params with a KL term}
-
-
-def abstract_state(setup: Setup) -> dict[str, Any]:
-    """The state's shapes, dtypes and shardings, without its values."""
-    shardings = setup.layout.params(setup.model)
-    params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
-    replicated = setup.layout.replicated()
-    place = lambda tree, where: jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
-    )
-
-    def network(params, shardings, tx):
-        opt = jax.eval_shape(tx.init, params)
-        opt_shardings = optimizer.state_shardings(tx, params, shardings, replicated)
-        return steps.TrainState(place(params, shardings), place(opt, opt_shardings))
-
-    state = {"policy": network(params, shardings, setup.optimizer)}
-    if setup.has_critic:
-        value = jax.ShapeDtypeStruct((setup.model.embed_dim,), jnp.float32)
-        state["critic"] = network(
-            {"decoder": params, "value": value},
-            {"decoder": shardings, "value": replicated},
-            setup.critic_optimizer,
-        )
-    if setup.correction.kl is not None:
-        bf16 = transformer.abstract_params(setup.model, "bfloat16")
-        state["reference"] = place(bf16, shardings)
-    return state
-
-
-def initial_params(setup: Setup) -> Any:
-    """The checkpoint at model.path, or random values, in the training layout."""
-    config, shardings = setup.config.model, setup.layout.params(setup.model)
-    if config.path:
-        return models.load(config.path, shardings, config.param_dtype)[1]
-    init = lambda key: jax.tree.map(
-        lambda x: x.astype(config.param_dtype), transformer.init(setup.model, key)
-    )
-    return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
-
-
-def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
-    """State at step 0: the critic and the reference start as copies of the policy."""
-    shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
-
-    def make(params):
-        state = {"policy": steps.TrainState(params, setup.optimizer.init(params))}
-        if setup.has_critic:
-            critic = {"decoder": params, "value": jnp.zeros((setup.model.embed_dim,))}
-            state["critic"] = steps.TrainState(critic, setup.critic_optimizer.init(critic))
-        if setup.correction.kl is not None:
-            state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        return state
-
-    return jax.jit(make, out_shardings=shardings)(params)
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -293,6 +157,69 @@ class Interrupt:
         print("\nstopping after this step; press again to stop at once", flush=True)
 
 
+class Run:
+    """The moving parts of a run: state, sampler, record and checkpoints."""
+
+    def __init__(self, setup: Setup, workdir: pathlib.Path, checkpoints, rewards: RewardWorker):
+        config = setup.config
+        self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints
+        self.timer = metrics.Timer()
+        self.trainer = Trainer(setup)
+        prompter = rollouts.Prompter(setup.tokenizer, config.task)
+        self._evaluator = evaluate.Evaluator(config, prompter)
+        self._batches = Batches(
+            config.task.name, config.task.params, batch_size=config.rollout.prompts,
+            seed=config.seed,
+        )
+        self.collector = rollouts.Collector(config, prompter, self._batches, rewards)
+        self.done = checkpoints.latest()
+        self.writer = metrics.MetricsWriter(workdir, self.done)
+        self.last_eval: dict[str, float] = {}
+        self.saved = self.done
+        if self.done is None:
+            self.done = 0
+            self.state = initial_state(setup, warm_up(setup, initial_params(setup), self.writer))
+            self.evaluate(0)
+            self.save(0)
+        else:
+            self.state, meta = checkpoints.restore(abstract_state(setup))
+            self.done = self.saved = meta["step"]
+            self._batches.set_state(meta["batches"])
+            print(f"continuing {workdir} after step {self.done}", flush=True)
+        self._scheduler = None
+
+    def sampler(self, version: int) -> Scheduler:
+        """The scheduler with the current weights in the sampler's format."""
+        engine = self.setup.engine
+        params = jax.block_until_ready(engine.load(self.state["policy"].params))
+        if self._scheduler is None:
+            self._scheduler = Scheduler(engine, params, version)
+        self._scheduler.set_params(params, version)
+        return self._scheduler
+
+    def evaluate(self, step: int) -> None:
+        """Held-out accuracy of the learner itself: its weights and numerics, not the sampler's."""
+        start = time.monotonic()
+        engine = self.setup.learner_engine
+        scheduler = Scheduler(engine, engine.load(self.state["policy"].params), step)
+        total = 2 * self.setup.config.eval.prompts
+        with metrics.Progress(total, f"evaluation at step {step}") as progress:
+            values = self._evaluator.run(scheduler, self.rewards, step, progress)
+        self.writer.write(step, "eval", values | {"time/eval_s": time.monotonic() - start})
+        self.last_eval = values
+        print(
+            f"step {step}: held-out accuracy {values['eval/greedy_accuracy']:.3f} greedy, "
+            f"{values['eval/sampled_accuracy']:.3f} sampled", flush=True,
+        )
+
+    def save(self, step: int) -> None:
+        """Saves in the background; the time of the blocking part counts to the next step."""
+        with self.timer("checkpoint"):
+            meta = {"step": step, "batches": self._batches.get_state()}
+            self._checkpoints.save(step, self.state, meta)
+        self.saved = step
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
     """Trains to config.steps, or continues the run that `workdir` holds; returns the last eval.
 
@@ -303,12 +230,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
     workdir = pathlib.Path(workdir)
     setup = build(config)
     checkpoint.check_same_config(workdir, config.to_dict(), ignore=("steps",))
-    batches = Batches(
-        config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
-    )
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    evaluator = evaluate.Evaluator(config, prompter)
-    trainer = Trainer(setup)
+    checkpoint.write_run_files(workdir, config.to_dict())
     with (
         checkpoint.Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
         RewardWorker(
@@ -316,72 +238,37 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
         ) as rewards,
         Interrupt() as interrupt,
     ):
-        done = checkpoints.latest()
-        checkpoint.write_run_files(workdir, config.to_dict())
-        writer = metrics.MetricsWriter(workdir, done)
-        evaluation = lambda step: _evaluate(setup, evaluator, rewards, state, writer, step)
-        if done is None:
-            state = initial_state(setup, warm_up(setup, initial_params(setup), writer))
-            done = 0
-            last_eval = evaluation(0)
-            _save(checkpoints, 0, state, batches)
-        else:
-            state, meta = checkpoints.restore(abstract_state(setup))
-            done = meta["step"]
-            batches.set_state(meta["batches"])
-            print(f"continuing {workdir} after step {done}", flush=True)
-            last_eval = {}
+        r = Run(setup, workdir, checkpoints, rewards)
+        with r.writer, metrics.Progress(config.steps - r.done, "training") as progress:
+            for step in range(r.done + 1, config.steps + 1):
+                with r.timer("step"):
+                    with r.timer("sync"):
+                        scheduler = r.sampler(version=step - 1)
+                    samples, values = r.collector.collect(scheduler, step, r.timer)
+                    with r.timer("score"):
+                        rows = r.trainer.score(r.state, samples)
+                    with r.timer("update"):
+                        r.state, measured = r.trainer.update(r.state, rows, step)
 
-        collector = rollouts.Collector(config, prompter, batches, rewards)
-        scheduler = None
-        timer = metrics.Timer()
-        progress = metrics.Progress(config.steps - done, "training")
-        for step in range(done + 1, config.steps + 1):
-            with timer("step"):
-                with timer("sync"):
-                    params = jax.block_until_ready(setup.engine.load(state["policy"].params))
-                    scheduler = scheduler or Scheduler(setup.engine, params, step - 1)
-                    scheduler.set_params(params, step - 1)
-                samples, values = collector.collect(scheduler, step, timer)
-                with timer("score"):
-                    rows = trainer.score(state, samples)
-                with timer("update"):
-                    state, measured = trainer.update(state, rows, step)
-            values |= measured | sample_metrics(samples, rows)
-            values |= {f"reward/{name}": count for name, count in rewards.counts.items()}
-            check_finite(step, values, checkpoints.latest())
-            times = timer.collect()
-            tokens = sum(len(s.trajectory.tokens) for s in samples)
-            times["time/rollout_tokens_per_s"] = tokens / times["time/rollout_s"]
-            writer.write(step, "train", values | times)
-            progress.update(1, reward=values["reward/mean"],
-                            dp_max=values["training/rollout_probs_diff_max"])
-            is_last = step == config.steps or interrupt.is_set
-            if step % config.eval.every == 0 or step == config.steps:
-                last_eval = evaluation(step)
-            if step % config.checkpoint.every == 0 or is_last:
-                _save(checkpoints, step, state, batches)
-            if interrupt.is_set:
-                break
-        progress.close()
-        writer.close()
+                values |= measured | sample_metrics(samples, rows)
+                values |= {f"reward/{name}": count for name, count in rewards.counts.items()}
+                check_finite(step, values, r.saved)
+                times = r.timer.collect()
+                times["time/rollout_tokens_per_s"] = rows["mask"].sum() / times["time/rollout_s"]
+                r.writer.write(step, "train", values | times)
+                progress.update(
+                    1, reward=values["reward/mean"],
+                    dp_max=values["training/rollout_probs_diff_max"],
+                )
+
+                is_last = step == config.steps or interrupt.is_set
+                if step % config.eval.every == 0 or step == config.steps:
+                    r.evaluate(step)
+                if step % config.checkpoint.every == 0 or is_last:
+                    r.save(step)
+                if interrupt.is_set:
+                    print(f"stopped after step {step}; the same command continues", flush=True)
+                    break
     report.write([workdir], workdir / "report.html")
     print(f"report: {workdir / 'report.html'}", flush=True)
-    return last_eval
-
-
-def _save(checkpoints: checkpoint.Checkpoints, step: int, state: Any, batches: Batches) -> None:
-    checkpoints.save(step, state, {"step": step, "batches": batches.get_state()})
-
-
-def _evaluate(setup, evaluator, rewards, state, writer, step: int) -> dict[str, float]:
-    """Held-out accuracy of the learner itself: its weights and numerics, not the sampler's."""
-    params = setup.learner_engine.load(state["policy"].params)
-    with metrics.Progress(2 * setup.config.eval.prompts, f"evaluation at step {step}") as progress:
-        values = evaluator.run(Scheduler(setup.learner_engine, params, step), rewards, step, progress)
-    writer.write(step, "eval", values)
-    print(
-        f"step {step}: held-out accuracy {values['eval/greedy_accuracy']:.3f} greedy, "
-        f"{values['eval/sampled_accuracy']:.3f} sampled", flush=True,
-    )
-    return values
+    return r.last_eval

@@ -98,7 +98,7 @@ class Block(nnx.Module):
     def _qkv(self, h_btd, config: ModelConfig, rotation):
         def project(w, bias, heads):
             y = quant.dot(h_btd, w.get_value())
-            y = y if bias is None else y + bias[...].astype(y.dtype)
+            y = y if bias is None else y + bias[...].astype(y.dtype).reshape(1, 1, -1)
             return y.reshape(*h_btd.shape[:2], heads, config.head_dim)
 
         biases = (self.q_bias, self.k_bias, self.v_bias) if config.qkv_bias else (None,) * 3

@@ -99,6 +99,11 @@ def test_precomputed_weights_are_used_as_they_are():
     doubled, _ = losses.policy_loss(LOGP, fields | {"weights": 2.0 * w}, weight=TIS, **parts)
     np.testing.assert_allclose(doubled, 2.0 * expected, rtol=1e-6)
 
+    def total(w):
+        return losses.policy_loss(LOGP, fields | {"weights": w}, weight=TIS, **parts)[0]
+
+    np.testing.assert_array_equal(jax.grad(total)(w), np.zeros(w.shape))
+
 
 @pytest.mark.parametrize(
     ("field", "changes", "message"),

@@ -8,8 +8,8 @@ import pytest
 from jaxrl_tis.estimators import objectives
 from jaxrl_tis.estimators import reduce
 
-# Coefficient on the gradient of log pi for (log-ratio, advantage), clip 0.2 and dual clip 3: the ratio
-# times A inside the band, 0 where the pessimistic branch is flat.
+# Coefficient on the gradient of log pi at (log-ratio, advantage), clip 0.2 and dual clip 3: the
+# ratio times A inside the band, 0 where the pessimistic branch is flat.
 POINTS = [
     (0.0, 1),
     (0.0, -1),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import advantages
+from jaxrl_tis.estimators import kl as kl_estimators
 from jaxrl_tis.estimators import loss as losses
 from jaxrl_tis.estimators import objectives
 from jaxrl_tis.estimators import reduce
@@ -85,6 +86,16 @@ def test_padding_never_leaks(weight, objective):
         actual = loss_and_gradient(
             *poison(logp, batch, value), weight, objective, "seq-mean-token-mean"
         )
+        np.testing.assert_array_equal(actual[0], expected[0])
+        np.testing.assert_array_equal(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("kl", kl_estimators.KL)
+def test_padding_never_leaks_through_the_kl_term(kl):
+    logp, batch = make_batch()
+    expected = loss_and_gradient(logp, batch, "none", "ppo", "token-mean", kl=kl)
+    for value in (100.0, jnp.nan, jnp.inf):
+        actual = loss_and_gradient(*poison(logp, batch, value), "none", "ppo", "token-mean", kl=kl)
         np.testing.assert_array_equal(actual[0], expected[0])
         np.testing.assert_array_equal(actual[1], expected[1])
 

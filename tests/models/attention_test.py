@@ -8,7 +8,9 @@ import pytest
 from jaxrl_tis.models import attention
 
 RNG = np.random.default_rng(0)
-attend = jax.jit(attention.attention)
+# Tests of values and gradients need no fast programs, and compiling dominates here.
+QUICK = {"xla_backend_optimization_level": 0}
+attend = jax.jit(attention.attention, compiler_options=QUICK)
 
 
 def arrays(b, t, s, h, n, k):
@@ -77,7 +79,7 @@ def test_rows_that_may_attend_to_nothing_are_finite_in_value_and_gradient():
     mask[0, 1, :2] = True
     total = lambda q, k, v: jnp.sum(attention.attention(q, k, v, mask)[0, 1])
     assert np.isfinite(attend(q, k, v, mask)).all()
-    for gradient in jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v):
+    for gradient in jax.jit(jax.grad(total, (0, 1, 2)), compiler_options=QUICK)(q, k, v):
         assert np.isfinite(gradient).all()
     padding = attention.row_mask(jnp.zeros((1, 3), int))
     assert np.isfinite(attend(q, k[:, :3], v[:, :3], padding)).all()

@@ -9,6 +9,8 @@ from jaxrl_tis.models import quant
 from jaxrl_tis.models.quant import QuantArray
 
 RNG = np.random.default_rng(0)
+dot = jax.jit(quant.dot)
+quantize = jax.jit(quant.quantize, static_argnums=1)
 
 
 def quantize_numpy(x, axis):
@@ -33,7 +35,7 @@ def weights(i, o, scheme):
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_quantize_equals_the_formula(axis):
     x = RNG.normal(0, 3, (4, 20, 30)).astype(np.float32)
-    q, scale = quant.quantize(jnp.asarray(x), axis)
+    q, scale = quantize(jnp.asarray(x), axis)
     expected_q, expected_scale = quantize_numpy(x, axis)
     assert (q.dtype, scale.dtype, scale.shape) == (jnp.int8, jnp.float32, expected_scale.shape)
     np.testing.assert_allclose(scale, expected_scale, rtol=2e-7)
@@ -48,21 +50,21 @@ def test_quantize_equals_the_formula(axis):
 def test_rounding_is_half_to_even_and_clamped_by_hand():
     # Absmax 127.5 makes the scale 1. 127.5 rounds to 128, clamped to 127; -127.5 to -128.
     x = jnp.array([[127.5, 0.5, 1.5, 2.5, -0.5, -1.5, 3.49], [-127.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    q, scale = quant.quantize(x, -1)
+    q, scale = quantize(x, -1)
     np.testing.assert_array_equal(scale, [[1.0], [1.0]])
     np.testing.assert_array_equal(q, [[127, 0, 2, 2, 0, -2, 3], [-128, 0, 0, 0, 0, 0, 0]])
 
 
 def test_an_all_zero_channel_has_scale_one():
     x = jnp.zeros((3, 4)).at[:, 1].set(2.55)
-    q, scale = quant.quantize(x, -2)
+    q, scale = quantize(x, -2)
     np.testing.assert_allclose(scale, [[1.0, 0.02, 1.0, 1.0]], rtol=1e-6)
     assert not np.asarray(q)[:, [0, 2, 3]].any()
 
 
 def test_quantisation_error_is_at_most_half_a_step():
     x = RNG.normal(0, 1, (64, 16)).astype(np.float32)
-    q, scale = quant.quantize(jnp.asarray(x), -2)
+    q, scale = quantize(jnp.asarray(x), -2)
     error = np.abs(np.asarray(q, np.float32) * scale - x)
     assert (error <= np.asarray(scale) * 0.5001).all()
 
@@ -71,7 +73,7 @@ def test_quantisation_error_is_at_most_half_a_step():
 def test_w8a8_is_exact_integer_arithmetic(batch):
     x, x_q = integers((*batch, 70))
     w_q, w_scale, w = weights(70, 9, "w8a8")
-    out = quant.dot(jnp.asarray(x), w)
+    out = dot(jnp.asarray(x), w)
     assert out.shape == (*batch, 9) and out.dtype == jnp.float32
     # Scales are powers of two and |sum| < 2^24, so the float32 result is the integer one.
     np.testing.assert_array_equal(out, (x_q @ w_q) * w_scale[0])
@@ -81,7 +83,7 @@ def test_w8a8_scales_every_token_by_itself():
     x, x_q = integers((6, 70))
     factor = np.float32(2.0) ** np.arange(-3, 3)[:, None]
     w_q, w_scale, w = weights(70, 9, "w8a8")
-    out = quant.dot(jnp.asarray(x * factor), w)
+    out = dot(jnp.asarray(x * factor), w)
     np.testing.assert_array_equal(out, (x_q @ w_q) * w_scale * factor)
 
 
@@ -89,7 +91,7 @@ def test_w8a8_scales_every_token_by_itself():
 def test_w8a16_is_exact_for_integer_activations(batch):
     x = RNG.integers(-8, 9, (*batch, 70)).astype(np.float32)
     w_q, w_scale, w = weights(70, 9, "w8a16")
-    out = quant.dot(jnp.asarray(x), w)
+    out = dot(jnp.asarray(x), w)
     assert out.shape == (*batch, 9) and out.dtype == jnp.float32
     np.testing.assert_array_equal(out, (x @ w_q) * w_scale[0])
 
@@ -97,7 +99,7 @@ def test_w8a16_is_exact_for_integer_activations(batch):
 def test_w8a16_does_not_quantise_the_activations():
     x = RNG.normal(0, 1, (4, 70)).astype(np.float32)
     w_q, w_scale, w = weights(70, 9, "w8a16")
-    np.testing.assert_allclose(quant.dot(jnp.asarray(x), w), x @ (w_q * w_scale), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(dot(jnp.asarray(x), w), x @ (w_q * w_scale), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["none", "w8a16"])
@@ -108,7 +110,7 @@ def test_bfloat16_products_are_summed_in_float32(scheme):
         "none": jnp.ones((384, 2)),
         "w8a16": QuantArray(jnp.ones((384, 2), jnp.int8), jnp.ones((1, 2)), "w8a16"),
     }[scheme]
-    out = quant.dot(x, w)
+    out = dot(x, w)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out.astype(jnp.float32), np.full((3, 2), 384.0))
     jaxpr = str(jax.make_jaxpr(lambda x: quant.dot(x, w))(x))
@@ -125,13 +127,13 @@ def test_an_all_zero_row_gives_zeros(scheme):
     x, _ = integers((3, 70))
     x[1] = 0.0
     _, _, w = weights(70, 9, scheme)
-    out = np.asarray(quant.dot(jnp.asarray(x), w))
+    out = np.asarray(dot(jnp.asarray(x), w))
     assert not out[1].any() and out[0].any() and np.isfinite(out).all()
 
 
 def test_float_weights_are_a_plain_product_in_the_dtype_of_x():
     x, w = RNG.normal(0, 1, (2, 3, 5)).astype(np.float32), RNG.normal(0, 1, (5, 4)).astype(np.float32)
-    np.testing.assert_allclose(quant.dot(jnp.asarray(x), jnp.asarray(w)), x @ w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dot(jnp.asarray(x), jnp.asarray(w)), x @ w, rtol=1e-5, atol=1e-5)
 
 
 def test_quantize_params_touches_the_projections_only():

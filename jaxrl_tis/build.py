@@ -1,0 +1,148 @@
+"""From a config to everything that a run needs before its first step: programs, layouts, state."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from jaxrl_tis import models, optimizer, sharding
+from jaxrl_tis import step as steps
+from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.validate import validate
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything of a run that does not change while it runs.
+
+    `engine` samples, `learner_engine` generates with the learner's own numerics for evaluation.
+    """
+
+    config: ml_collections.ConfigDict
+    tokenizer: Any
+    model: ModelConfig
+    layout: sharding.Layout
+    learner: steps.Learner
+    correction: steps.Correction
+    optimizer: Any
+    critic_optimizer: Any
+    engine: Engine
+    learner_engine: Engine
+
+    @property
+    def has_critic(self) -> bool:
+        return self.correction.advantage[0] == "gae"
+
+    @property
+    def row_length(self) -> int:
+        return self.config.task.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+
+def build(config: ml_collections.ConfigDict) -> Setup:
+    """Checks the config, reads the tokenizer and the model's shape, and makes the programs."""
+    validate(config)
+    tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
+    model = model_config(config, tokenizer)
+    check_tokenizer(tokenizer, model.vocab_size)
+    layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES)
+    program = transformer.Program(
+        config.model.dtype, config.model.remat, config.model.highest_head, layout.constrain
+    )
+    learner = steps.Learner(
+        model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
+    )
+    updates = config.steps * config.train.epochs * config.train.minibatches
+    engine = functools.partial(
+        Engine, model, slots=config.engine.slots,
+        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+        highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
+        prefill_batch=config.engine.prefill_batch, unroll=config.engine.unroll,
+        layout=sharding.layout(config.mesh.serve, sharding.SERVE_RULES),
+    )
+    return Setup(
+        config, tokenizer, model, layout, learner, steps.correction(config.correction),
+        optimizer.make(config.optimizer, updates), optimizer.make(config.critic, updates),
+        engine=engine(
+            dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
+            quantization=config.engine.quantization,
+        ),
+        learner_engine=engine(dtype=config.model.dtype, cache_dtype=config.model.dtype),
+    )
+
+
+def model_config(config: ml_collections.ConfigDict, tokenizer: Any) -> ModelConfig:
+    """The shape of the checkpoint at model.path, or of the small model that the config spells."""
+    m = config.model
+    if m.path:
+        return models.read_config(m.path)
+    return ModelConfig(
+        family="llama", vocab_size=tokenizer.vocab_size, embed_dim=m.embed_dim,
+        num_layers=m.num_layers, num_heads=m.num_heads, num_kv_heads=m.num_kv_heads,
+        head_dim=m.head_dim, mlp_dim=m.mlp_dim, rope=RopeConfig("default", m.rope_theta),
+        max_position=m.max_position, norm_eps=1e-6, qkv_bias=False, qk_norm=False,
+        tie_embeddings=m.tie_embeddings,
+    )
+
+
+# State: {"policy": TrainState, "critic": TrainState with GAE, "reference": params with a KL term}
+
+
+def abstract_state(setup: Setup) -> dict[str, Any]:
+    """The state's shapes, dtypes and shardings, without its values."""
+    shardings = setup.layout.params(setup.model)
+    params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+    replicated = setup.layout.replicated()
+    place = lambda tree, where: jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+
+    def network(params, shardings, tx):
+        opt = jax.eval_shape(tx.init, params)
+        opt_shardings = optimizer.state_shardings(tx, params, shardings, replicated)
+        return steps.TrainState(place(params, shardings), place(opt, opt_shardings))
+
+    state = {"policy": network(params, shardings, setup.optimizer)}
+    if setup.has_critic:
+        value = jax.ShapeDtypeStruct((setup.model.embed_dim,), jnp.float32)
+        state["critic"] = network(
+            {"decoder": params, "value": value},
+            {"decoder": shardings, "value": replicated},
+            setup.critic_optimizer,
+        )
+    if setup.correction.kl is not None:
+        bf16 = transformer.abstract_params(setup.model, "bfloat16")
+        state["reference"] = place(bf16, shardings)
+    return state
+
+
+def initial_params(setup: Setup) -> Any:
+    """The checkpoint at model.path, or random values, in the training layout."""
+    config, shardings = setup.config.model, setup.layout.params(setup.model)
+    if config.path:
+        return models.load(config.path, shardings, config.param_dtype)[1]
+    init = lambda key: jax.tree.map(
+        lambda x: x.astype(config.param_dtype), transformer.init(setup.model, key)
+    )
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
+
+
+def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
+    """State at step 0: the critic and the reference start as copies of the policy."""
+    shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
+
+    def make(params):
+        state = {"policy": steps.TrainState(params, setup.optimizer.init(params))}
+        if setup.has_critic:
+            critic = {"decoder": params, "value": jnp.zeros((setup.model.embed_dim,))}
+            state["critic"] = steps.TrainState(critic, setup.critic_optimizer.init(critic))
+        if setup.correction.kl is not None:
+            state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return state
+
+    return jax.jit(make, out_shardings=shardings)(params)

@@ -1,0 +1,107 @@
+"""Schedules, decay and clipping against numbers worked by hand."""
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_tis import optimizer, sharding
+
+
+def fields(**changes):
+    defaults = dict(lr=0.1, schedule="constant", warmup=0, b1=0.9, b2=0.999, eps=1e-8,
+                    weight_decay=0.0, clip_norm=1e9)
+    return ml_collections.ConfigDict(defaults | changes)
+
+
+@pytest.mark.parametrize("name, warmup, expected", [
+    # (update, rate) of 10 updates at lr 0.1; updates are counted from 0.
+    ("constant", 0, {0: 0.1, 9: 0.1}),
+    ("constant", 4, {0: 0.0, 1: 0.025, 3: 0.075, 4: 0.1, 9: 0.1}),
+    ("linear", 0, {0: 0.1, 5: 0.05, 10: 0.0}),
+    ("linear", 2, {0: 0.0, 1: 0.05, 2: 0.1, 6: 0.05, 10: 0.0}),  # 8 updates after the ramp
+    ("cosine", 0, {0: 0.1, 5: 0.05, 10: 0.0}),
+    # A quarter of the way down: (1 + cos(pi / 4)) / 2 = 0.8535534
+    ("cosine", 2, {1: 0.05, 2: 0.1, 4: 0.08535534, 6: 0.05, 10: 0.0}),
+])
+def test_schedule(name, warmup, expected):
+    rate = optimizer.schedule(fields(schedule=name, warmup=warmup), total_updates=10)
+    for update, value in expected.items():
+        assert float(rate(update)) == pytest.approx(value, abs=1e-7), update
+
+
+def test_a_ramp_longer_than_the_run_is_legal():
+    rate = optimizer.schedule(fields(schedule="cosine", warmup=10), total_updates=4)
+    assert float(rate(3)) == pytest.approx(0.03)
+
+
+PARAMS = {
+    "embed": jnp.full((2, 2), 2.0), "final_norm": jnp.full((2,), 2.0),
+    "layers": {"q": jnp.full((1, 2, 2), 2.0), "q_bias": jnp.full((1, 2), 2.0),
+               "attn_norm": jnp.full((1, 2), 2.0), "q_norm": jnp.full((1, 2), 2.0)},
+}
+
+
+def test_decay_reaches_matrices_only():
+    tx = optimizer.make(fields(weight_decay=0.5), 10)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
+    # Without a gradient AdamW moves by -lr * weight_decay * w = -0.1 * 0.5 * 2.
+    for name in ("embed", "layers/q"):
+        assert _leaf(updates, name) == pytest.approx(-0.1)
+    for name in ("final_norm", "layers/q_bias", "layers/attn_norm", "layers/q_norm"):
+        assert _leaf(updates, name) == 0.0, name
+
+
+def _leaf(tree, name):
+    for key in name.split("/"):
+        tree = tree[key]
+    return float(tree.ravel()[0])
+
+
+def test_the_global_norm_is_clipped_before_adam():
+    # The gradient (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8). With eps = 1 the first step of
+    # Adam is -lr g / (|g| + 1): 0.1 * 0.6 / 1.6 = 0.0375 and 0.1 * 0.8 / 1.8 = 0.0444444.
+    tx = optimizer.make(fields(clip_norm=1.0, eps=1.0), 10)
+    params = {"a": jnp.zeros((1, 1)), "b": jnp.zeros((1, 1))}
+    grads = {"a": jnp.full((1, 1), 3.0), "b": jnp.full((1, 1), 4.0)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert _leaf(updates, "a") == pytest.approx(-0.0375, abs=1e-6)
+    assert _leaf(updates, "b") == pytest.approx(-0.0444444, abs=1e-6)
+
+
+def test_a_second_step_by_hand():
+    # b1 = 0.5, b2 = 0.75, g = 1 then 3. m = 0.5 * 0.5 + 0.5 * 3 = 1.75, over 1 - 0.25: 2.3333333
+    # v = 0.75 * 0.25 + 0.25 * 9 = 2.4375, over 1 - 0.5625: 5.5714286; the step is lr m / sqrt(v).
+    tx = optimizer.make(fields(b1=0.5, b2=0.75), 10)
+    params = {"a": jnp.zeros((1, 1))}
+    _, state = tx.update({"a": jnp.ones((1, 1))}, tx.init(params), params)
+    updates, _ = tx.update({"a": jnp.full((1, 1), 3.0)}, state, params)
+    assert _leaf(updates, "a") == pytest.approx(-0.1 * 2.3333333 / 5.5714286**0.5, rel=1e-5)
+
+
+def test_state_lies_like_the_parameters():
+    mesh = sharding.make_mesh((1, 4, 2))
+    rows, everywhere = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+    params = {"a": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16),
+              "final_norm": jax.ShapeDtypeStruct((2,), jnp.bfloat16)}
+    tx = optimizer.make(fields(), 10)
+    placed = optimizer.state_shardings(tx, params, {"a": rows, "final_norm": everywhere}, everywhere)
+    [adam] = [s for s in jax.tree.leaves(placed, is_leaf=_is_adam) if _is_adam(s)]
+    assert adam.mu == adam.nu == {"a": rows, "final_norm": everywhere}
+    assert adam.count == everywhere
+    state = jax.eval_shape(tx.init, params)
+    assert jax.tree.structure(placed) == jax.tree.structure(state)
+
+
+def _is_adam(x):
+    return isinstance(x, optax.ScaleByAdamState)
+
+
+def test_first_moments_are_float32_for_bfloat16_parameters():
+    tx = optimizer.make(fields(), 10)
+    state = tx.init({"a": jnp.zeros((2, 2), jnp.bfloat16)})
+    [adam] = [s for s in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(s)]
+    assert adam.mu["a"].dtype == jnp.float32

@@ -1,0 +1,196 @@
+"""Prompts, the collection of rewarded groups, and what is drawn again, with a sampler of arithmetic."""
+
+import itertools
+
+import ml_collections
+import numpy as np
+import pytest
+
+from jaxrl_tis import rollouts
+from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.engine.engine import Request, Trajectory
+from jaxrl_tis.engine.sampling import SamplingParams
+from tests import tiny
+
+TOKENIZER = CharTokenizer("0123456789+= ")
+
+
+def fields(**changes):
+    return tiny.config(rollout__prompts=2, rollout__group_size=3, **changes)
+
+
+def task(**changes):
+    base = dict(template="{prompt}", chat=False, system="", max_prompt_tokens=8)
+    return ml_collections.ConfigDict(base | changes)
+
+
+class FakeScheduler:
+    """Ends requests in reverse order, two a step; a text is the last digit of the sample's index."""
+
+    def __init__(self):
+        self.requests, self.waiting = [], []
+
+    def add(self, request):
+        self.requests.append(request)
+        self.waiting.append(request)
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def step(self):
+        ended, self.waiting = self.waiting[-2:], self.waiting[:-2]
+        return [self._trajectory(r) for r in reversed(ended)]
+
+    def _trajectory(self, request):
+        tokens = np.array(TOKENIZER.encode(request.id[-1]), np.int32)
+        n = len(tokens)
+        zeros = np.zeros(n, np.float32)
+        return Trajectory(
+            request.id, request.prompt, tokens, np.ones(n, bool), np.zeros(n, np.int32), zeros,
+            zeros, zeros, np.zeros(n, np.int32), "stop", request.seed, request.hash, "none", 1.0,
+        )
+
+
+class FakeRewards:
+    """A reward computed in this process."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def score(self, texts, records):
+        return [self._function(text, record) for text, record in zip(texts, records, strict=True)]
+
+
+def batches():
+    """Endless batches of two prompts: ids 0 1, 2 3, ..."""
+    for i in itertools.count(step=2):
+        yield [{"prompt": f"{j}+1=", "answer": str(j + 1), "id": str(j)} for j in (i, i + 1)]
+
+
+def collector(config, reward):
+    prompter = rollouts.Prompter(TOKENIZER, config.task)
+    return rollouts.Collector(config, prompter, batches(), FakeRewards(reward))
+
+
+class Timer:
+    def __init__(self):
+        self.phases = []
+
+    def __call__(self, phase):
+        self.phases.append(phase)
+        return __import__("contextlib").nullcontext()
+
+
+# Prompts
+
+
+def test_template_and_start_token():
+    ids = rollouts.Prompter(TOKENIZER, task(template="{prompt} 0")).ids(
+        {"prompt": "1+2=", "answer": "3", "id": "x"})
+    assert TOKENIZER.decode(ids) == "1+2= 0" and ids[0] == TOKENIZER.bos_id
+    assert ids.dtype == np.int32
+
+
+def test_chat_uses_the_template_of_the_tokenizer_and_no_second_start_token():
+    class Chat(CharTokenizer):
+        def chat(self, messages, add_generation_prompt=True):
+            return "+".join(m["role"][0].translate({ord("s"): "0", ord("u"): "1"}) + m["content"]
+                            for m in messages)
+
+    tokenizer = Chat("0123456789+= ")
+    record = {"prompt": "7", "answer": "", "id": "x"}
+    ids = rollouts.Prompter(tokenizer, task(chat=True)).ids(record)
+    assert list(ids) == tokenizer.encode("17")
+    ids = rollouts.Prompter(tokenizer, task(chat=True, system="9")).ids(record)
+    assert list(ids) == tokenizer.encode("09+17")
+
+
+def test_a_long_prompt_is_refused_by_name_with_both_numbers():
+    prompter = rollouts.Prompter(TOKENIZER, task(max_prompt_tokens=4))
+    with pytest.raises(ValueError, match="example sum-7: 5 prompt tokens.*max_prompt_tokens is 4"):
+        prompter.ids({"prompt": "1+2=", "answer": "3", "id": "sum-7"})
+
+
+# Sampling
+
+
+def test_trajectories_come_back_in_the_order_of_the_requests():
+    scheduler, ended = FakeScheduler(), []
+    sampling = SamplingParams(max_tokens=2)
+    requests = [Request(str(i), np.array([1], np.int32), 0, sampling) for i in range(5)]
+    out = rollouts.run(scheduler, requests, ended.append)
+    assert [t.id for t in out] == ["0", "1", "2", "3", "4"]
+    assert ended == [2, 2, 1]
+
+
+def test_sampling_parameters():
+    config = fields(rollout__top_k=5, rollout__top_p=0.9, rollout__min_p=0.1,
+                    rollout__temperature=0.7)
+    filtered = rollouts.sampling_params(config, TOKENIZER, 0.7, is_filtered=True)
+    assert filtered == SamplingParams(0.7, 5, 0.9, 0.1, stop_ids=(2,), max_tokens=3)
+    plain = rollouts.sampling_params(config, TOKENIZER, 0.0, is_filtered=False)
+    assert plain == SamplingParams(0.0, 0, 1.0, 0.0, stop_ids=(2,), max_tokens=3)
+
+
+def test_groups_share_a_prompt_and_no_noise():
+    scheduler, timer = FakeScheduler(), Timer()
+    c = collector(fields(), lambda text, record: float(text) + 10 * int(record["id"]))
+    samples, values = c.collect(scheduler, 1, timer)
+    assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1]
+    assert [s.record["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]
+    assert [s.text for s in samples] == ["0", "1", "2"] * 2
+    assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
+    assert values == {"rollout/discarded_groups": 0}
+    for group in (samples[:3], samples[3:]):
+        assert len({s.trajectory.prompt.tobytes() for s in group}) == 1
+    c.collect(scheduler, 2, timer)
+    # One id and one 32-bit hash for every sample of the run, although prompts may repeat.
+    assert len({r.id for r in scheduler.requests}) == len({r.hash for r in scheduler.requests}) == 12
+    assert timer.phases == ["rollout", "reward"] * 2
+
+
+def test_a_repeated_example_within_a_batch_does_not_repeat_its_noise():
+    config = fields()
+    same = itertools.repeat([{"prompt": "1+1=", "answer": "2", "id": "7"}] * 2)
+    c = rollouts.Collector(config, rollouts.Prompter(TOKENIZER, config.task), same,
+                           FakeRewards(lambda *_: 0.0))
+    scheduler = FakeScheduler()
+    c.collect(scheduler, 1, Timer())
+    assert len({r.hash for r in scheduler.requests}) == 6
+
+
+# Dynamic sampling
+
+
+def test_equal_groups_are_replaced_by_fresh_prompts():
+    """Groups 0, 1 and 3 are all equal: rounds give (0 1), (2 3), (4 5), and 2 and 4 are kept."""
+    spread = {2, 4, 5}
+    reward = lambda text, record: float(text) if int(record["id"]) in spread else 1.0
+    scheduler = FakeScheduler()
+    samples, values = collector(fields(rollout__dynamic_sampling=True), reward).collect(
+        scheduler, 3, Timer())
+    assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
+    assert [s.group for s in samples] == [0] * 3 + [1] * 3
+    assert len({r.hash for r in scheduler.requests}) == 18
+    assert values["rollout/discarded_groups"] == 4  # 0, 1, 3, and 5, which was one too many
+
+
+def test_equal_groups_are_kept_when_the_rounds_are_used_up():
+    config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
+    reward = lambda text, record: float(text) if record["id"] == "3" else 1.0
+    samples, _ = collector(config, reward).collect(FakeScheduler(), 1, Timer())
+    assert [s.record["id"] for s in samples] == ["3"] * 3 + ["0"] * 3  # a full batch either way
+
+
+def test_without_dynamic_sampling_equal_groups_stay():
+    samples, _ = collector(fields(), lambda *_: 1.0).collect(FakeScheduler(), 1, Timer())
+    assert [s.record["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
+
+
+def test_overlong_penalty_counts_tokens_and_leaves_the_score():
+    """Every text has 1 token; with max_new_tokens 3 and a buffer of 3 the penalty is -1/3."""
+    samples, _ = collector(fields(rollout__overlong_buffer=3), lambda text, _: float(text)).collect(
+        FakeScheduler(), 1, Timer())
+    assert [s.score for s in samples[:3]] == [0, 1, 2]
+    np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])

@@ -1,0 +1,215 @@
+"""Rules, legal degrees, and one run's numbers on eight devices beside one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_tis import models, rollouts, sharding, train
+from jaxrl_tis.engine.engine import Engine, Request
+from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.quant import QuantArray
+from tests import tiny
+
+CONFIG = ModelConfig(
+    family="qwen2", vocab_size=24, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=48, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
+    qkv_bias=True, qk_norm=False, tie_embeddings=False,
+)
+
+
+@pytest.mark.parametrize("shape, expected", [
+    ((2, 2, 2), (2, 2, 2)), ((-1, 2, 2), (2, 2, 2)), ((1, -1, 2), (1, 4, 2)), ((1, 1, -1), (1, 1, 8)),
+])
+def test_mesh_shapes(shape, expected):
+    mesh = sharding.make_mesh(shape)
+    assert tuple(mesh.shape[a] for a in ("data", "fsdp", "tensor")) == expected
+
+
+@pytest.mark.parametrize("shape", [(3, -1, 1), (2, 2, 4), (-1, -1, 1), (1, -1, 16)])
+def test_a_mesh_that_does_not_fit_names_the_shape_and_the_devices(shape):
+    message = rf"'data': {shape[0]}, 'fsdp': {shape[1]}, 'tensor': {shape[2]}.* 8 devices"
+    with pytest.raises(ValueError, match=message):
+        sharding.make_mesh(shape)
+
+
+def test_partition_spec():
+    assert sharding.partition_spec(("embed", "heads"), sharding.TRAIN_RULES) == P("fsdp", "tensor")
+    assert sharding.partition_spec(("embed", "heads"), sharding.SERVE_RULES) == P(None, "tensor")
+    assert sharding.partition_spec((None, "batch"), sharding.TRAIN_RULES) == P(None, ("data", "fsdp"))
+    with pytest.raises(ValueError, match=r"\['experts'\] have no rule; known are .*'mlp'"):
+        sharding.partition_spec(("embed", "experts"), sharding.TRAIN_RULES)
+    with pytest.raises(ValueError, match="use a mesh axis twice"):
+        sharding.partition_spec(("heads", "mlp"), sharding.TRAIN_RULES)
+    with pytest.raises(ValueError, match="use a mesh axis twice"):
+        sharding.partition_spec(("batch", "embed"), sharding.TRAIN_RULES)
+
+
+@pytest.mark.parametrize("heads, kv_heads, legal", [(14, 2, [1, 2]), (9, 3, [1, 3])])
+def test_legal_tensor_parallel_degrees(heads, kv_heads, legal):
+    """Qwen2.5-0.5B and SmolLM2-135M."""
+    config = dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads)
+    for degree in range(1, 17):
+        if degree in legal:
+            sharding.check_tensor_parallel(config, degree)
+        else:
+            with pytest.raises(ValueError) as error:
+                sharding.check_tensor_parallel(config, degree)
+            assert f"parallelism {degree} " in str(error.value)
+            assert f"{heads} query heads and {kv_heads} key/value heads" in str(error.value)
+            assert str(error.value).endswith(f"legal degrees are {legal}")
+
+
+def test_an_illegal_degree_is_refused_before_any_array_is_placed():
+    config = dataclasses.replace(CONFIG, num_heads=14, num_kv_heads=2, head_dim=4)
+    with pytest.raises(ValueError, match=r"legal degrees are \[1, 2\]"):
+        sharding.layout((2, 1, 4), sharding.SERVE_RULES).params(config)
+
+
+def test_a_width_that_does_not_divide_is_refused_by_its_name_and_numbers():
+    config = dataclasses.replace(CONFIG, vocab_size=19)
+    with pytest.raises(ValueError, match="vocab.*19.*2"):
+        layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
+        layout.put_params(transformer.init(config, jax.random.key(0)), config)
+
+
+@functools.cache
+def params():
+    return jax.device_get(transformer.init(CONFIG, jax.random.key(0)))
+
+
+def local_shape(array):
+    return array.addressable_shards[0].data.shape
+
+
+def test_every_device_holds_its_part_only():
+    layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
+    placed = layout.put_params(params(), CONFIG)
+    layers = placed["layers"]
+    assert local_shape(placed["embed"]) == (12, 8)  # vocab / 2 x embed / 4
+    assert local_shape(placed["head"]) == (8, 12)
+    assert local_shape(layers["q"]) == (2, 8, 16)
+    assert local_shape(layers["k"]) == (2, 8, 8)
+    assert local_shape(layers["o"]) == (2, 16, 8)
+    assert local_shape(layers["down"]) == (2, 24, 8)
+    assert local_shape(layers["q_bias"]) == (2, 16)
+    total = sum(x.nbytes for x in jax.tree.leaves(placed))
+    first = jax.devices()[0]
+    held = sum(
+        s.data.nbytes for x in jax.tree.leaves(placed) for s in x.addressable_shards
+        if s.device == first
+    )
+    assert held < 0.16 * total  # 1/8, and the replicated norms and halved biases
+
+
+def test_serving_parameters_are_int8_split_over_tensor_and_whole_along_data():
+    train_layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
+    serve_layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
+    engine = Engine(CONFIG, slots=8, max_length=16, quantization="w8a8", unroll=False,
+                    layout=serve_layout)
+    served = engine.load(train_layout.put_params(params(), CONFIG))
+    for name, shape in {"q": (2, 32, 16), "v": (2, 32, 8), "o": (2, 16, 32), "up": (2, 32, 24),
+                        "down": (2, 24, 32)}.items():
+        weight = served["layers"][name]
+        assert isinstance(weight, QuantArray) and weight.q.dtype == jnp.int8
+        assert local_shape(weight.q) == shape, name
+        assert len({str(s.index) for s in weight.q.addressable_shards}) == 2, name
+    assert served["embed"].sharding.spec == P("tensor", None)
+    # Quantised as one device would: the scale of an output channel sees all of its inputs.
+    alone = Engine(CONFIG, slots=8, max_length=16, quantization="w8a8", unroll=False)
+    for name, weight in alone.load(params())["layers"].items():
+        if isinstance(weight, QuantArray):
+            np.testing.assert_array_equal(served["layers"][name].q, weight.q, err_msg=name)
+
+
+def test_the_cache_is_split_over_slots_and_heads():
+    layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
+    for unroll in (False, True):
+        engine = Engine(CONFIG, slots=8, max_length=16, unroll=unroll, layout=layout)
+        for leaf in jax.tree.leaves(engine.init_state().cache):
+            assert local_shape(leaf)[-4:] == (2, 16, 1, 8)  # slots / 4, length, kv heads / 2, head
+
+
+# The same two updates on one device and on eight
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+    """Overrides of the tiny config: a checkpoint of CONFIG on disk, a critic and a reference."""
+    folder = tmp_path_factory.mktemp("model") / "qwen2"
+    models.save(folder, CONFIG, params())
+    return dict(
+        model__path=str(folder), engine__quantization="none", train__microbatch_rows=8,
+        train__minibatches=1, train__epochs=2, correction__kl_coeff=0.1,
+        correction__advantage="gae",
+    )
+
+
+SPREAD = dict(mesh__train=(1, 4, 2), mesh__serve=(4, 1, 2))
+
+
+def sample(setup, policy_params, version):
+    """Trajectories of 8 prompts with two samples each, and the learner's log-prob request."""
+    sampling = SamplingParams(max_tokens=3, stop_ids=(2,))
+    prompts = [np.array([1, 3 + i, 13, 4, 15], np.int32) for i in range(8)]
+    requests = [
+        Request(f"{version}/{i}/{g}", p, 0, sampling) for i, p in enumerate(prompts) for g in (0, 1)
+    ]
+    engine = setup.engine
+    return rollouts.run(Scheduler(engine, engine.load(policy_params), version), requests)
+
+
+def two_updates(setup):
+    state = train.initial_state(setup, train.initial_params(setup))
+    trainer, out = train.Trainer(setup), []
+    for step in (1, 2):
+        trajectories = sample(setup, state["policy"].params, step - 1)
+        samples = [
+            rollouts.Sample(t, {}, "", 0.0, float(i % 3 + len(t.tokens) / 4), i // 2)
+            for i, t in enumerate(trajectories)
+        ]
+        rows = trainer.score(state, samples)
+        state, metrics = trainer.update(state, rows, step)
+        out.append((trajectories, rows, metrics))
+    return out, state
+
+
+def test_eight_devices_give_the_numbers_of_one(fields):
+    spread, spread_state = two_updates(train.build(tiny.config(**fields, **SPREAD)))
+    single, single_state = two_updates(tiny.setup(**fields))
+    assert len(spread_state["policy"].params["layers"]["q"].sharding.device_set) == 8
+    assert local_shape(spread_state["policy"].params["layers"]["q"]) == (2, 8, 16)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    for (ours, rows, metrics), (theirs, expected_rows, expected) in zip(spread, single, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            for name in ("logp_behav", "logp_raw", "entropy"):
+                close(getattr(a, name), getattr(b, name), err_msg=name)
+        for name in ("logp_learner", "logp_ref", "values", "entropy"):
+            close(rows[name], expected_rows[name], err_msg=name)
+        assert metrics.keys() == expected.keys()
+        for name, value in expected.items():
+            close(metrics[name], value, err_msg=name)
+    assert max(abs(spread[1][1]["logp_learner"] - spread[1][1]["logp_ref"]).ravel()) > 1e-2
+    for path, leaf in jax.tree_util.tree_leaves_with_path(single_state["policy"].params):
+        ours = functools.reduce(lambda node, key: node[key.key], path, spread_state["policy"].params)
+        close(np.asarray(ours), np.asarray(leaf), err_msg=str(path))
+
+
+def test_moments_are_split_like_their_parameters(fields):
+    setup = train.build(tiny.config(**fields, **SPREAD))
+    state = train.abstract_state(setup)
+    for network in (state["policy"].params, state["critic"].params["decoder"], state["reference"]):
+        assert network["layers"]["q"].sharding.shard_shape((2, 32, 32)) == (2, 8, 16)
+    for network in (state["policy"], state["critic"]):
+        moments = [
+            leaf for path, leaf in jax.tree_util.tree_leaves_with_path(network.opt_state)
+            if jax.tree_util.keystr(path).endswith("['embed']")
+        ]
+        assert [m.sharding.shard_shape(m.shape) for m in moments] == [(12, 8)] * 2

@@ -1,0 +1,482 @@
+"""The learner's programs against a reference built here from whole logits.
+
+The reference computes [B,T,V] logits, a log-softmax, a gather, the ratio, the clip, the weight and
+a weighted sum whose coefficients are made in NumPy; `jax.grad` of that is the update under plain
+gradient descent at rate 1, so a wrong scale shows.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+
+from configs import default
+from jaxrl_tis import step
+from jaxrl_tis.estimators import reduce
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+B, T, V, D = 8, 9, 19, 16
+CONFIG = ModelConfig(
+    family="llama", vocab_size=V, embed_dim=D, num_layers=1, num_heads=2, num_kv_heads=1,
+    head_dim=8, mlp_dim=24, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
+    qkv_bias=False, qk_norm=False, tie_embeddings=False,
+)
+LEARNER = step.Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
+CAP, LOW, HIGH = 1.2, 0.2, 0.28
+
+
+def fields(**changes):
+    c = default.get_config().correction
+    c.update(cap=CAP, clip_low=LOW, clip_high=HIGH)
+    c.update(changes)
+    return c
+
+
+@functools.cache
+def params(key=0):
+    """Initial parameters with a larger head, so that the distributions are far from uniform."""
+    p = transformer.init(CONFIG, jax.random.key(key))
+    return jax.device_get({**p, "head": 4.0 * p["head"]})
+
+
+@functools.cache
+def batch():
+    """Ragged rows with holes in the masks; row 5 is padding but for its prompt, row 7 wholly."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([9, 7, 8, 5, 9, 3, 6, 0])
+    starts = np.array([3, 2, 4, 4, 3, 3, 1, 0])  # first response token
+    t = np.arange(T)[None]
+    mask = (t >= starts[:, None]) & (t < lengths[:, None])
+    mask[0, 5] = mask[4, 6] = mask[4, 7] = mask[6, 2] = False
+    normal = lambda scale: rng.normal(0, scale, (B, T)).astype(np.float32)
+    old = reference_logprob(params(1), {
+        "tokens": (tokens := rng.integers(0, V, (B, T)).astype(np.int32)),
+        "segment_ids": (segments := (t < lengths[:, None]).astype(np.int32)),
+        "temperature": (temperature := np.linspace(0.5, 1.5, B).astype(np.float32)),
+    })
+    out = {
+        "tokens": tokens, "positions": np.broadcast_to(t, (B, T)).astype(np.int32),
+        "segment_ids": segments, "mask": mask, "temperature": temperature,
+        "logp_old": old + normal(0.1), "logp_behav": old + normal(0.3),
+        "logp_ref": old + normal(0.5), "adv": normal(1.0), "weights": np.exp(normal(0.3)),
+        "values": normal(0.3), "returns": normal(1.0),
+    }
+    out["weights"] = np.minimum(out["weights"], CAP)
+    return {name: np.asarray(value) for name, value in out.items()}
+
+
+def with_nan_padding(data):
+    """The same rows with NaN wherever a per-token field means nothing."""
+    names = ("logp_old", "logp_behav", "logp_ref", "adv", "weights", "values", "returns")
+    return data | {n: np.where(data["mask"], data[n], np.nan) for n in names}
+
+
+@jax.jit
+def reference_logprob(p, data):
+    """log softmax(logits / temperature) at each token, [B,T]; 0 at the first position."""
+    logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
+    logp = jax.nn.log_softmax(logits / data["temperature"][:, None, None], axis=-1)
+    taken = jnp.take_along_axis(logp[:, :-1], data["tokens"][:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(taken, ((0, 0), (1, 0)))
+
+
+@jax.jit
+def reference_entropy(p, data):
+    """Entropy of the distribution that each token is drawn from, [B,T]."""
+    logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
+    logp = jax.nn.log_softmax(logits / data["temperature"][:, None, None], axis=-1)
+    return jnp.pad(-jnp.sum(jnp.exp(logp) * logp, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+
+
+def coefficients(mask, mode):
+    """What each token's loss is multiplied with, [B,T]; by the definition of each mode."""
+    tokens, sequences = mask.sum(), mask.any(1).sum()
+    per_row = np.maximum(mask.sum(1, keepdims=True), 1)
+    return mask * {
+        "token-mean": 1 / tokens,
+        "token-sum": 1.0,
+        "seq-mean-token-sum": 1 / sequences,
+        "seq-mean-token-sum-norm": 1 / sequences / T,
+        "seq-mean-token-mean": 1 / sequences / per_row,
+    }[mode]
+
+
+def reference_loss(p, data, coefficient, kl_coeff, entropy_coeff):
+    """sum_bt coefficient * (w * PPO-clip + kl_coeff * k3 - entropy_coeff * entropy)."""
+    logp = reference_logprob(p, data)
+    ratio = jnp.exp(logp - data["logp_old"])
+    clipped = jnp.clip(ratio, 1 - LOW, 1 + HIGH)
+    surrogate = -jnp.minimum(ratio * data["adv"], clipped * data["adv"]) * data["weights"]
+    ref = data["logp_ref"] - logp
+    k3 = jnp.exp(ref) - ref - 1
+    bonus = reference_entropy(p, data)
+    return jnp.sum(coefficient * (surrogate + kl_coeff * k3 - entropy_coeff * bonus))
+
+
+reference_gradient = jax.jit(jax.grad(reference_loss))
+
+
+def cut(data, count):
+    """[B,...] -> [count, B / count, ...]"""
+    return {name: x.reshape(count, B // count, *x.shape[1:]) for name, x in data.items()}
+
+
+def start(p, tx):
+    p = jax.tree.map(jnp.array, p)
+    return step.TrainState(p, tx.init(p))
+
+
+SGD = optax.sgd(1.0)
+
+
+def updated(correction, data, count):
+    """(parameters, metrics) after one update of plain gradient descent in `count` micro-batches."""
+    train_step = step.make_train_step(LEARNER, correction, SGD)
+    state, metrics = train_step(start(params(), SGD), cut(data, count))
+    return jax.device_get(state.params), jax.device_get(metrics)
+
+
+def assert_trees_close(ours, theirs, atol):
+    flat = lambda tree: jax.tree_util.tree_leaves_with_path(tree)
+    for (path, a), (_, b) in zip(flat(ours), flat(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def difference(ours, theirs):
+    return max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), ours, theirs)))
+
+
+# Log-probs
+
+
+@pytest.mark.parametrize("chunk, max_targets", [(10, 6), (1, 6), (1000, 1000)])
+def test_log_probs_and_entropies_are_those_of_the_whole_logits(chunk, max_targets):
+    learner = dataclasses.replace(LEARNER, chunk=chunk, max_targets=max_targets)
+    data, mask = batch(), batch()["mask"]
+    logp, entropy = jax.jit(
+        lambda p, b: step.response_logprobs(p, learner, b, with_entropy=True)
+    )(params(), data)
+    expected = np.where(mask, reference_logprob(params(), data), 0)
+    np.testing.assert_allclose(logp, expected, atol=2e-5)
+    np.testing.assert_allclose(
+        entropy, np.where(mask, reference_entropy(params(), data), 0), atol=2e-5
+    )
+    cold = data | {"temperature": np.ones_like(data["temperature"])}
+    unscaled = np.where(mask, reference_logprob(params(), cold), 0)
+    assert np.abs(unscaled - expected).max() > 0.1  # the temperature matters in this batch
+
+
+def test_score_runs_micro_batches_one_by_one():
+    data = batch()
+    scored = step.make_score(LEARNER)(params(), cut(data, 4))
+    assert scored["logp"].shape == (4, 2, T)
+    expected = np.where(data["mask"], reference_logprob(params(), data), 0)
+    np.testing.assert_allclose(scored["logp"].reshape(B, T), expected, atol=2e-5)
+    bare = step.make_score(LEARNER, with_entropy=False)(params(), cut(data, 4))
+    np.testing.assert_allclose(bare["logp"], scored["logp"], atol=1e-6)
+    assert not np.any(bare["entropy"])
+
+
+# The policy update
+
+
+@pytest.mark.parametrize("mode", reduce.MODES)
+def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
+    data = batch()
+    coefficient = coefficients(data["mask"], mode)
+    gradient = reference_gradient(params(), data, coefficient, 0.0, 0.0)
+    expected = jax.tree.map(lambda p, g: p - np.asarray(g), params(), gradient)
+    scale = max(jax.tree.leaves(jax.tree.map(lambda g: np.abs(g).max(), gradient)))
+    assert scale > 1e-3
+    correction = step.correction(fields(aggregation=mode))
+    whole, metrics = updated(correction, with_nan_padding(data), 1)
+    assert_trees_close(whole, expected, atol=1e-5 * max(1, scale))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
+    assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    for count in (2, 4) if mode in ("token-mean", "seq-mean-token-mean") else (4,):
+        split, split_metrics = updated(correction, with_nan_padding(data), count)
+        assert_trees_close(split, whole, atol=1e-6 * max(1, scale))
+        for name in metrics:
+            assert split_metrics[name] == pytest.approx(metrics[name], abs=1e-5, rel=1e-5), name
+
+
+def test_kl_and_entropy_terms():
+    data = batch()
+    coefficient = coefficients(data["mask"], "token-mean")
+    gradient = reference_gradient(params(), data, coefficient, 0.3, 0.2)
+    expected = jax.tree.map(lambda p, g: p - np.asarray(g), params(), gradient)
+    correction = step.correction(fields(kl_coeff=0.3, entropy_coeff=0.2))
+    ours, metrics = updated(correction, with_nan_padding(data), 2)
+    assert_trees_close(ours, expected, atol=1e-5)
+    entropy = np.sum(coefficient * reference_entropy(params(), data))
+    assert metrics["actor/entropy_loss"] == pytest.approx(entropy, rel=1e-4)
+    ref = data["logp_ref"] - reference_logprob(params(), data)
+    kl = np.sum(coefficient * (np.exp(ref) - ref - 1))
+    assert metrics["actor/kl_loss"] == pytest.approx(float(kl), rel=1e-4)
+    assert metrics["actor/kl_coef"] == pytest.approx(0.3, rel=1e-6)
+
+
+def test_metrics_have_verls_names_and_values():
+    data, mask = batch(), batch()["mask"]
+    _, metrics = updated(step.correction(fields()), data, 2)
+    assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm"} <= set(metrics)
+    logp = np.asarray(reference_logprob(params(), data), np.float64)
+    mean = lambda x: x[mask].mean()
+    assert metrics["actor/ppo_kl"] == pytest.approx(mean(data["logp_old"] - logp), rel=1e-4)
+    ratio, adv = np.exp(logp - data["logp_old"]), data["adv"]
+    # The clipped branch is active where it is the larger loss.
+    clipped = -np.clip(ratio, 1 - LOW, 1 + HIGH) * adv > -ratio * adv
+    assert 0.2 < metrics["actor/pg_clipfrac"] == pytest.approx(mean(clipped), rel=1e-5)
+    loss = mean(data["weights"] * np.maximum(-ratio * adv, -np.clip(ratio, 0.8, 1.28) * adv))
+    assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_wholly_masked_minibatch_changes_nothing():
+    data = with_nan_padding(batch() | {"mask": np.zeros((B, T), bool)})
+    state, metrics = step.make_train_step(LEARNER, step.correction(fields()), SGD)(
+        start(params(), SGD), cut(data, 4)
+    )
+    assert difference(jax.device_get(state.params), params()) == 0
+    assert all(np.isfinite(v) for v in metrics.values()), metrics
+
+
+def test_the_state_is_donated():
+    state = start(params(), SGD)
+    old = jax.tree.leaves(state.params)
+    step.make_train_step(LEARNER, step.correction(fields()), SGD)(state, cut(batch(), 1))
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_logp_carries_the_gradient_and_no_other_field_does():
+    """logp_old is data: with weights of zero nothing moves, whatever logp_old says (PEERS: the old
+    policy must not be a stop-gradient of the current one, whose ratio is always 1)."""
+    data = batch()
+    correction = step.correction(fields())
+    _, at_old = updated(correction, data, 1)
+    shifted = data | {"logp_old": data["logp_old"] - 0.5}
+    _, at_shifted = updated(correction, shifted, 1)
+    assert at_shifted["actor/ppo_kl"] == pytest.approx(at_old["actor/ppo_kl"] - 0.5, abs=1e-5)
+    assert abs(at_shifted["actor/pg_loss"] - at_old["actor/pg_loss"]) > 1e-2
+
+
+# Prepare: advantages, weights, and which log-prob is the old one
+
+
+@functools.cache
+def rollout():
+    """A rollout batch: 8 rows in 3 groups, logp_learner - logp_behav of every size."""
+    data = batch()
+    return {
+        "mask": data["mask"], "logp_behav": data["logp_behav"], "logp_learner": data["logp_old"],
+        "rewards": np.array([1, 0, 0.5, 2, 2, -1, 0, 3], np.float32),
+        "group": np.array([4, 4, 4, 1, 1, 9, 9, 9], np.int32), "values": data["values"],
+    }
+
+
+def prepared(data=None, **changes):
+    out = step.make_prepare(step.correction(fields(**changes)))(data or rollout())
+    return jax.device_get(out)
+
+
+def log_ratio():
+    data = rollout()
+    return np.where(data["mask"], data["logp_learner"] - data["logp_behav"], 0).astype(np.float64)
+
+
+def test_decoupled_keeps_three_log_probs_apart():
+    out, _ = prepared()
+    mask = rollout()["mask"]
+    np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_learner"][mask])
+    expected = np.minimum(np.exp(log_ratio()), CAP) * mask
+    np.testing.assert_allclose(out["weights"], expected, rtol=1e-5)
+    assert (expected[mask] == CAP).any() and (expected[mask] < 1).any()
+
+
+def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
+    out, metrics = prepared(mode="bypass", weight="none")
+    mask = rollout()["mask"]
+    np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_behav"][mask])
+    np.testing.assert_array_equal(out["weights"], mask)
+    # The gap is measured all the same, between the learner and the sampler.
+    assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_group_advantages(advantage):
+    out, _ = prepared(advantage=advantage)
+    data = rollout()
+    expected = np.zeros(B)
+    for group in np.unique(data["group"]):
+        rows = data["group"] == group
+        r = data["rewards"][rows].astype(np.float64)
+        centred = r - r.mean()
+        if advantage == "grpo":
+            centred = centred / (r.std(ddof=1) + 1e-6) if np.ptp(r) else centred
+        elif advantage == "rloo":
+            centred = r - (r.sum() - r) / (len(r) - 1)
+        expected[rows] = centred
+    np.testing.assert_allclose(out["adv"], expected[:, None] * data["mask"], atol=1e-5)
+
+
+@pytest.mark.parametrize("weight, band", [("seq_tis", None), ("token_mis", (0.5, 5.0)),
+                                          ("seq_icepop", (0.5, 5.0)), ("none", None)])
+def test_other_weights(weight, band):
+    out, _ = prepared(weight=weight)
+    mask, z = rollout()["mask"], log_ratio()
+    raw = np.exp(z.sum(1, keepdims=True) if weight.startswith("seq") else z)
+    if weight == "none":
+        expected = np.ones_like(z)
+    elif band is None:
+        expected = np.minimum(raw, CAP)
+    else:
+        expected = np.where((raw >= band[0]) & (raw <= band[1]), raw, 0)
+    np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-4, atol=1e-7)
+
+
+def test_batch_normalised_weights_have_mean_one():
+    out, metrics = prepared(batch_normalize=True)
+    plain, _ = prepared()
+    mask = rollout()["mask"]
+    assert out["weights"][mask].mean() == pytest.approx(1, abs=1e-5)
+    factor = metrics["rollout_corr/rollout_is_batch_norm_factor"]
+    assert factor == pytest.approx(plain["weights"][mask].mean(), rel=1e-5)
+
+
+def test_gae_and_returns():
+    out, _ = prepared(advantage="gae", gamma=0.9, lam=0.8)
+    data = rollout()
+    advantages, returns = np.zeros((B, T)), np.zeros((B, T))
+    for b in range(B):
+        following, trace = 0.0, 0.0  # value of, and advantage at, the next valid token
+        for i, t in enumerate(np.flatnonzero(data["mask"][b])[::-1]):
+            reward = data["rewards"][b] if i == 0 else 0.0
+            delta = reward + 0.9 * following - data["values"][b, t]
+            trace = delta + 0.9 * 0.8 * trace
+            advantages[b, t], returns[b, t] = trace, trace + data["values"][b, t]
+            following = data["values"][b, t]
+    valid = advantages[data["mask"]]
+    white = (advantages - valid.mean()) / np.sqrt(valid.var(ddof=1) + 1e-8) * data["mask"]
+    np.testing.assert_allclose(out["returns"], returns, atol=1e-5)
+    np.testing.assert_allclose(out["adv"], white, atol=1e-4)
+
+
+def test_gap_metrics_have_verls_names_and_values():
+    _, metrics = prepared()
+    mask, z = rollout()["mask"], log_ratio()
+    valid = z[mask]
+    expected = {
+        "rollout_corr/kl": -valid.mean(),
+        "rollout_corr/k3_kl": (np.exp(valid) - valid - 1).mean(),
+        "rollout_corr/chi2_token": np.exp(2 * valid).mean() - 1,
+        "rollout_corr/rollout_is_mean": np.minimum(np.exp(valid), CAP).mean(),
+        "rollout_corr/rollout_is_max": CAP,
+        "rollout_corr/rollout_is_ratio_fraction_high": (np.exp(valid) > CAP).mean(),
+    }
+    p, q = (np.exp(rollout()[n][mask].astype(np.float64)) for n in ("logp_learner", "logp_behav"))
+    expected |= {
+        "training/rollout_probs_diff_max": np.abs(p - q).max(),
+        "training/rollout_probs_diff_mean": np.abs(p - q).mean(),
+        "training/rollout_actor_probs_pearson_corr": np.corrcoef(p, q)[0, 1],
+    }
+    is_sampled = mask.any(1)
+    w = np.exp(z.sum(1))[is_sampled]
+    rewards = rollout()["rewards"][is_sampled]
+    expected |= {"reward/learner_snis": (w * rewards).sum() / w.sum(),
+                 "reward/learner_snis_ess": w.mean() ** 2 / (w**2).mean()}
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-3), name
+    others = {"rollout_corr/training_ppl", "rollout_corr/rollout_ppl", "rollout_corr/ppl_ratio",
+              "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size",
+              "rollout_corr/rollout_is_ratio_fraction_low", "training/rollout_probs_diff_std"}
+    assert others <= set(metrics)
+
+
+def test_a_config_field_reaches_the_method_that_has_it():
+    chosen = step.correction(fields(weight="token_mis", lower=0.25, upper=3.0, objective="dual_clip",
+                                    dual_clip=4.0, kl="k2", kl_coeff=0.1))
+    assert chosen.weight == ("token_mis", {"lower": 0.25, "upper": 3.0})
+    assert chosen.objective == (
+        "dual_clip", {"clip_low": LOW, "clip_high": HIGH, "dual_clip": 4.0})
+    assert chosen.kl[0] == "k2"
+    assert step.correction(fields(kl_coeff=0.0)).kl is None  # no reference model without a term
+
+
+# Critic and supervised
+
+
+@functools.cache
+def critic_params():
+    value = np.random.default_rng(3).normal(0, 0.3, D).astype(np.float32)
+    return {"decoder": params(), "value": value}
+
+
+@jax.jit
+def reference_values(p, data):
+    """Value of the prefix before each token: the last hidden state through a head of one column."""
+    one_column = {**p["decoder"], "head": p["value"][:, None]}
+    v = transformer.logits(one_column, CONFIG, data["tokens"], None, data["segment_ids"])[..., 0]
+    return jnp.pad(v[:, :-1], ((0, 0), (1, 0)))
+
+
+def test_values_are_of_the_prefix_before_each_token():
+    data = batch()
+    values = step.make_values(LEARNER)(critic_params(), cut(data, 2)).reshape(B, T)
+    expected = reference_values(critic_params(), data)
+    np.testing.assert_allclose(values[data["mask"]], expected[data["mask"]], atol=1e-5)
+    changed = data | {"tokens": np.where(np.arange(T) == 6, 5, data["tokens"]).astype(np.int32)}
+    after = step.make_values(LEARNER)(critic_params(), cut(changed, 2)).reshape(B, T)
+    np.testing.assert_allclose(after[:, :7], values[:, :7], atol=1e-6)  # V_6 has not seen token 6
+    assert np.abs(after[0, 7] - values[0, 7]) > 1e-3
+
+
+def test_critic_update_is_the_gradient_of_the_clipped_value_loss():
+    data, clip = batch(), 0.2
+    coefficient = data["mask"] / data["mask"].sum()
+
+    def loss(p):
+        v, old, target = reference_values(p, data), data["values"], data["returns"]
+        clipped = jnp.clip(v, old - clip, old + clip)
+        return jnp.sum(
+            coefficient * 0.5 * jnp.maximum((v - target) ** 2, (clipped - target) ** 2)
+        )
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(critic_params())
+    expected = jax.tree.map(lambda p, g: p - np.asarray(g), critic_params(), gradient)
+    results = []
+    for count in (1, 4):
+        state, metrics = step.make_critic_step(LEARNER, clip, SGD)(
+            start(critic_params(), SGD), cut(with_nan_padding(data), count)
+        )
+        assert_trees_close(jax.device_get(state.params), expected, atol=1e-5)
+        assert metrics["critic/vf_loss"] == pytest.approx(float(value), rel=1e-4)
+        assert {"critic/vf_clipfrac", "critic/grad_norm"} <= set(metrics)
+        results.append(metrics)
+    assert 0 < results[0]["critic/vf_clipfrac"] < 1
+    for name in results[0]:
+        assert results[0][name] == pytest.approx(float(results[1][name]), rel=1e-4), name
+
+
+def test_supervised_step_lowers_the_loss_from_the_mean_cross_entropy():
+    data = {n: batch()[n] for n in ("tokens", "positions", "segment_ids", "mask")}
+    data["temperature"] = np.ones(B, np.float32)
+    train_step = step.make_supervised_step(LEARNER, tx := optax.adam(1e-2))
+    state, losses = start(params(), tx), []
+    for _ in range(12):
+        state, metrics = train_step(state, cut(data, 2))
+        losses.append(float(metrics["supervised/ce_loss"]))
+    expected = -np.asarray(reference_logprob(params(), data))[data["mask"]].mean()
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_method_refuses_nothing_it_was_given():
+    """A field of the config that the method has no keyword for is not passed on."""
+    table = {"plain": lambda x, *, cap=1.0: x * cap}
+    both = ml_collections.ConfigDict({"cap": 3.0, "lower": 0.1})
+    assert step.method(table, "plain", both) == ("plain", {"cap": 3.0})

@@ -1,0 +1,128 @@
+"""A run small enough for tests: one layer of width 32, one-digit sums, a few steps on one device."""
+
+import contextlib
+import functools
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+import jax
+
+from configs import default
+from jaxrl_tis import report, sharding, train
+
+STEPS = 5
+_layout, _build, _trainer = sharding.layout, train.build, train.Trainer
+
+
+def config(**overrides):
+    """The tiny config; overrides are dotted names with "__" for the dot: `train__epochs=1`."""
+    c = default.get_config()
+    c.name = "tiny"
+    c.steps = STEPS
+    c.model.num_layers = 1
+    c.model.embed_dim = 32
+    c.model.num_heads = 2
+    c.model.num_kv_heads = 1
+    c.model.head_dim = 16
+    c.model.mlp_dim = 48
+    c.task.tokenizer = "char"
+    c.task.params = {"size": 256, "digits": 1, "terms": 2, "ops": "+"}
+    c.task.max_prompt_tokens = 5
+    c.reward.name = "tests.tiny:closeness"
+    c.warmup.steps = 12
+    c.warmup.rows = 32
+    c.warmup.lr = 1e-2
+    c.rollout.prompts = 4
+    c.rollout.group_size = 4
+    c.rollout.max_new_tokens = 3
+    c.engine.slots = 8
+    c.engine.steps_per_call = 2
+    c.engine.prefill_batch = 4
+    c.optimizer.lr = 3e-3
+    c.critic.lr = 3e-3
+    c.train.minibatches = 2
+    c.train.epochs = 2
+    c.train.microbatch_rows = 4
+    c.eval.every = 2
+    c.eval.prompts = 8
+    c.checkpoint.every = 2
+    for name, value in overrides.items():
+        *path, last = name.split("__")
+        setattr(functools.reduce(getattr, path, c), last, value)
+    return c.lock()
+
+
+def closeness(text: str, record: dict) -> float:
+    """A reward that nearly every group disagrees about, so that every step has a gradient."""
+    right = text == record["answer"]
+    return float(right) + sum(a == b for a, b in zip(text, record["answer"])) / 4 + len(text) / 100
+
+
+def rows_only_nan_for_short(text: str, record: dict) -> float:
+    """NaN for one-character texts, which the run counts as failures."""
+    return float("nan") if len(text) == 1 else closeness(text, record)
+
+
+@functools.cache
+def _cached(kind: str, key: str) -> dict:
+    return {}
+
+
+def _shared_build(c):
+    store = _cached("setup", c.to_json())
+    if not store:
+        store["setup"] = _build(c)
+    return store["setup"]
+
+
+def _shared_trainer(setup):
+    store = _cached("trainer", setup.config.to_json())
+    if not store:
+        store["trainer"] = _trainer(setup)
+    return store["trainer"]
+
+
+def _one_device_layout(shape, rules, devices=None):
+    return _layout((1, 1, 1), rules, jax.devices()[:1])
+
+
+@contextlib.contextmanager
+def one_device():
+    """Programs on the first of the simulated devices, compiled once per config (they hold no
+    state), and no report, whose plots take seconds."""
+    with (
+        mock.patch.object(sharding, "layout", _one_device_layout),
+        mock.patch.object(train, "build", _shared_build),
+        mock.patch.object(train, "Trainer", _shared_trainer),
+        mock.patch.object(report, "write", lambda *_, **__: None),
+    ):
+        yield
+
+
+def run(workdir, **overrides) -> dict:
+    """`train.run` of the tiny config."""
+    with one_device():
+        return train.run(config(**overrides), str(workdir))
+
+
+def setup(**overrides):
+    """`train.build` of the tiny config."""
+    with one_device():
+        return train.build(config(**overrides))
+
+
+def lines(workdir) -> list[dict]:
+    """metrics.jsonl as it is on disk, without times."""
+    text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
+
+
+@functools.cache
+def finished(**overrides) -> pathlib.Path:
+    """Folder of an uninterrupted run, made once per process; do not write there."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxrl_tis_tiny_")) / "run"
+    run(folder, **overrides)
+    return folder

@@ -1,0 +1,128 @@
+"""Every contradiction of a config is named, and all of them at once."""
+
+import pathlib
+import re
+
+import pytest
+
+from configs import default
+from jaxrl_tis.validate import validate
+from tests import tiny
+
+
+def problems(**changes):
+    with pytest.raises(ValueError) as error:
+        validate(tiny.config(**changes))
+    return [line for line in str(error.value).splitlines() if line.startswith("- ")]
+
+
+def test_the_tiny_config_is_sound():
+    validate(tiny.config())
+
+
+@pytest.mark.parametrize("name", [
+    "correction.mode", "correction.weight", "correction.objective", "correction.advantage",
+    "correction.aggregation", "correction.kl", "engine.quantization", "engine.dtype",
+    "engine.cache_dtype", "model.dtype", "model.param_dtype", "model.remat", "optimizer.schedule",
+    "critic.schedule", "task.name", "reward.name",
+])
+def test_an_unknown_name_is_refused_with_the_choices(name):
+    changes = {name.replace(".", "__"): "sequence"}
+    [problem] = problems(**changes)
+    assert problem.startswith(f"- {name} is 'sequence'; choose one of ")
+    assert len(problem.split("choose one of ")[1].split(", ")) >= 2
+
+
+def test_a_reward_of_ones_own_needs_a_module():
+    validate(tiny.config(reward__name="my.module:function"))
+
+
+@pytest.mark.parametrize("name", [
+    "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "engine.slots",
+    "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
+    "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
+    "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
+    "rollout.max_rounds",
+])
+@pytest.mark.parametrize("value", [0, -3])
+def test_counts_are_positive(name, value):
+    found = problems(**{name.replace(".", "__"): value})
+    assert f"- {name} is {value}; it must be above 0" in found
+
+
+@pytest.mark.parametrize("name", ["reward.timeout", "rollout.temperature"])
+def test_measures_are_positive(name):
+    assert problems(**{name.replace(".", "__"): 0.0}) == [f"- {name} is 0.0; it must be above 0"]
+
+
+@pytest.mark.parametrize("changes, words", [
+    # 4 prompts * 4 samples = 16 rows
+    (dict(train__minibatches=3), ["= 16 rows", "train.minibatches = 3", "microbatch_rows = 4"]),
+    (dict(train__microbatch_rows=6), ["= 16 rows", "microbatch_rows = 6"]),
+    (dict(mesh__train=(2, 4, 1)), ["train.microbatch_rows = 4", "8 data shards"]),
+    (dict(model__num_heads=3, model__num_kv_heads=2), ["num_heads = 3", "num_kv_heads = 2"]),
+    (dict(rollout__overlong_buffer=4), ["overlong_buffer = 4", "max_new_tokens = 3"]),
+    (dict(rollout__group_size=1, train__minibatches=1),
+     ["group_size is 1", "'grpo'", "at least 2"]),
+    (dict(correction__mode="bypass"), ["bypass", "'token_tis'", "'none'"]),
+    (dict(correction__cap=0.5), ["correction.cap is 0.5"]),
+    (dict(correction__weight="seq_tis", correction__cap=0.99), ["correction.cap is 0.99"]),
+    (dict(correction__lower=1.5), ["[1.5, 5.0]", "ratio 1"]),
+    (dict(correction__lower=0.0), ["[0.0, 5.0]"]),
+    (dict(correction__upper=0.9), ["[0.5, 0.9]"]),
+    (dict(correction__objective="dual_clip", correction__dual_clip=1.0), ["dual_clip is 1.0"]),
+    (dict(rollout__top_k=5), ["top_k, top_p and min_p", "allow_filter_bias=True"]),
+    (dict(rollout__top_p=0.9), ["allow_filter_bias=True"]),
+    (dict(rollout__min_p=0.1), ["allow_filter_bias=True"]),
+    (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
+])
+def test_each_contradiction(changes, words):
+    [problem] = problems(**changes)
+    for word in words:
+        assert word in problem
+
+
+@pytest.mark.parametrize("changes", [
+    dict(rollout__group_size=1, correction__advantage="gae", train__minibatches=1),
+    dict(correction__mode="bypass", correction__weight="none"),
+    dict(rollout__top_k=5, rollout__allow_filter_bias=True),
+    dict(correction__weight="token_mis", correction__cap=0.5),  # its cap is not used
+    dict(task__tokenizer="", model__path="some/folder"),
+    dict(mesh__train=(1, -1, 1)),
+])
+def test_what_is_no_contradiction(changes):
+    validate(tiny.config(**changes))
+
+
+@pytest.mark.parametrize("changes, word", [
+    (dict(optimizer__clip_norm=0.0), "optimizer.clip_norm"),  # every update would be zero
+    (dict(optimizer__lr=-1e-4), "optimizer.lr"),
+    (dict(correction__clip_low=1.5), "correction.clip_low"),
+    (dict(correction__clip_high=-0.1), "correction.clip_high"),
+    (dict(mesh__train=(1, 1)), "mesh.train"),
+    (dict(rollout__top_p=0.0, rollout__allow_filter_bias=True), "rollout.top_p"),
+    (dict(warmup__steps=-1), "warmup.steps"),
+    (dict(model__head_dim=15), "model.head_dim"),
+])
+def test_values_that_no_run_can_mean(changes, word):
+    [problem] = problems(**changes)
+    assert word in problem
+
+
+def test_all_problems_at_once():
+    found = problems(
+        steps=0, train__minibatches=3, correction__weight="token", correction__mode="bypas",
+        model__dtype="float16", rollout__top_p=0.5,
+    )
+    assert len(found) == 6, found
+
+
+def test_every_field_is_explained_or_plain():
+    """configs/default.py is the page that users read: each field stands on a line of its own."""
+    text = pathlib.Path(default.__file__).read_text()
+    for name, value in default.get_config().items():
+        fields = value.keys() if hasattr(value, "keys") else [None]
+        for field in fields:
+            full = name if field is None else f"{name}.{field}"
+            assert name == "critic" or name == "optimizer" or re.search(
+                rf"^    c\.{re.escape(full)} = ", text, re.M), full
