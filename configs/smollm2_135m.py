@@ -14,11 +14,23 @@ def get_config():
     c.task.name = "reasoning_gym"
     c.task.params = {
         "name": "chain_sum", "size": 20_000,
-        "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2,
+        "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2,
     }
     c.task.chat = True
     c.task.system = "Answer with a number."
-    c.task.max_prompt_tokens = 48
+    c.task.max_prompt_tokens = 38
+    c.eval.params = {"split": "eval", "min_digits": 2}
+    c.eval.every = 20
+    c.checkpoint.every = 20
+    c.checkpoint.keep = 1
+    c.steps = 60
     c.reward.name = "last_number"
-    c.rollout.max_new_tokens = 24
+    c.rollout.prompts = 8
+    c.rollout.group_size = 8
+    c.rollout.max_new_tokens = 22
+    c.engine.slots = 64
+    c.engine.steps_per_call = 22
+    c.engine.prefill_batch = 8
+    c.train.microbatch_rows = 32
+    c.optimizer.lr = 2e-5
     return c

@@ -42,18 +42,21 @@ SERVE_RULES = {
 
 
 def make_mesh(shape: tuple[int, int, int], devices: list | None = None) -> Mesh:
-    """Mesh (data, fsdp, tensor); one entry may be -1 and takes the devices that are left."""
+    """Mesh (data, fsdp, tensor) over the first devices; one entry may be -1 and takes all that are
+    left."""
     devices = jax.devices() if devices is None else devices
     known = math.prod(n for n in shape if n != -1)
-    if list(shape).count(-1) > 1 or len(devices) % known or (
-        -1 not in shape and known != len(devices)
+    free = list(shape).count(-1)
+    if free > 1 or min(shape) < -1 or known < 1 or known > len(devices) or (
+        free and len(devices) % known
     ):
         raise ValueError(
-            f"mesh {dict(zip(MESH_AXES, shape))} does not divide {len(devices)} devices; the "
-            "product must equal the device count, and at most one entry may be -1"
+            f"mesh {dict(zip(MESH_AXES, shape))} does not fit {len(devices)} devices; the product "
+            "must be at most the device count, and with one entry -1 it must divide it"
         )
     shape = tuple(len(devices) // known if n == -1 else n for n in shape)
-    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    used = np.array(devices[: math.prod(shape)])
+    return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def partition_spec(axes: tuple, rules: dict) -> PartitionSpec:

@@ -50,6 +50,8 @@ def _names(config):
 
 
 def _counts(config):
+    if not 0 <= config.seed < 2**32:
+        yield f"seed is {config.seed}; it must be in 0 .. 2^32 - 1"
     positive = [
         "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",

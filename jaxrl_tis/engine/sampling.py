@@ -106,24 +106,23 @@ def _kept(logp_bv: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
 
 
-def _filter(logp_bv: jax.Array, rows: SamplingRows) -> jax.Array:
-    v = logp_bv.shape[1]
-    greedy = jnp.arange(v)[None] == jnp.argmax(logp_bv, axis=-1)[:, None]
+def _filter(logp_bv: jax.Array, best_b: jax.Array, rows: SamplingRows) -> jax.Array:
+    greedy = jnp.arange(logp_bv.shape[1])[None] == best_b[:, None]
     keep = jnp.where((rows.temperature > 0)[:, None], _kept(logp_bv, rows), greedy)
     return jax.nn.log_softmax(jnp.where(keep, logp_bv, -jnp.inf), axis=-1)
 
 
-def _distribution(logp_raw_bv: jax.Array, rows: SamplingRows) -> jax.Array:
+def _distribution(logp_raw_bv: jax.Array, best_b: jax.Array, rows: SamplingRows) -> jax.Array:
     plain = (rows.temperature > 0) & (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
     filtered = jax.lax.cond(
-        jnp.all(plain), lambda x: x, lambda x: _filter(x, rows), logp_raw_bv
+        jnp.all(plain), lambda x: x, lambda x: _filter(x, best_b, rows), logp_raw_bv
     )
     return jnp.where(plain[:, None], logp_raw_bv, filtered)
 
 
 def distribution(logits_bv: jax.Array, rows: SamplingRows) -> jax.Array:
     """Log-probabilities [B,V] of what `sample` draws from; -inf outside the support."""
-    return _distribution(_raw(logits_bv, rows), rows)
+    return _distribution(_raw(logits_bv, rows), jnp.argmax(logits_bv, axis=-1), rows)
 
 
 def _first_above(weights_bn: jax.Array, u_b: jax.Array) -> jax.Array:
@@ -131,7 +130,7 @@ def _first_above(weights_bn: jax.Array, u_b: jax.Array) -> jax.Array:
     cumulative = jnp.cumsum(weights_bn, axis=-1)
     total = cumulative[:, -1]
     target = jnp.minimum(u_b * total, jnp.nextafter(total, 0.0))
-    return jnp.sum(cumulative <= target[:, None], axis=-1)
+    return jnp.argmax((cumulative > target[:, None]) & (weights_bn > 0), axis=-1)
 
 
 def _draw(logp_bv: jax.Array, u_b2: jax.Array) -> jax.Array:
@@ -160,14 +159,13 @@ def sample(
       positions_b: [B] int32 absolute position of the token to be drawn.
     """
     logp_raw = _raw(logits_bv, rows)
-    logp = _distribution(logp_raw, rows)
+    best = jnp.argmax(logits_bv, axis=-1)
+    logp = _distribution(logp_raw, best, rows)
     fold = lambda k, position: jax.random.uniform(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
     u_b2 = jax.vmap(fold)(keys_b2, positions_b)
-    token = jnp.where(
-        rows.temperature > 0, _draw(logp, u_b2), jnp.argmax(logits_bv, axis=-1).astype(jnp.int32)
-    )
+    token = jnp.where(rows.temperature > 0, _draw(logp, u_b2), best.astype(jnp.int32))
     of_token = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
-    entropy = -jnp.sum(jnp.exp(logp) * jnp.where(jnp.isfinite(logp), logp, 0.0), axis=-1)
+    entropy = 0.0 - jnp.sum(jnp.exp(logp) * jnp.where(jnp.isfinite(logp), logp, 0.0), axis=-1)
     return Sample(token, of_token(logp), of_token(logp_raw), entropy)

@@ -74,7 +74,9 @@ class Scheduler:
         if request.id in self._live:
             raise ValueError(f"request {request.id}: another live request has this id")
         self._live.add(request.id)
-        self._waiting.append(request)
+        # Prompts are compared by their bytes.
+        prompt = np.ascontiguousarray(request.prompt, np.int32)
+        self._waiting.append(dataclasses.replace(request, prompt=prompt))
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next step returns what it has, with stop_reason "abort"."""
@@ -97,6 +99,7 @@ class Scheduler:
         if self._running:
             self._state, result = self._engine.generate(self._params, self._state)
             finished += self._collect(result)
+        self._live -= {trajectory.id for trajectory in finished}
         return finished
 
     def _admit(self) -> None:
@@ -141,7 +144,6 @@ class Scheduler:
 
     def _finish(self, running: _Running, stop_reason: str) -> Trajectory:
         request = running.request
-        self._live.remove(request.id)
         dtypes = dict(tokens=np.int32, version=np.int32)
         fields = {
             name: np.concatenate(

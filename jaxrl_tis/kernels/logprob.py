@@ -42,8 +42,8 @@ def token_logprob(
         logp = jnp.take_along_axis(logits, targets_bc[..., None], axis=-1)[..., 0] - normaliser
         if not with_entropy:
             return carry, (logp, jnp.zeros_like(logp))
-        expected = jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)
-        return carry, (logp, normaliser - expected)
+        logp_bcv = logits - normaliser[..., None]
+        return carry, (logp, -jnp.sum(jnp.exp(logp_bcv) * logp_bcv, axis=-1))
 
     _, (logp, entropy) = jax.lax.scan(body, None, (split(x_bnd), split(targets_bn)))
     join = lambda a: jnp.moveaxis(a, 0, 1).reshape(b, -1)[:, :n]

@@ -207,6 +207,8 @@ def hidden(
         block = nnx.merge(graphdef, layer_params)
         return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
 
+    if program.remat != "none":
+        layer = jax.checkpoint(layer, policy=REMAT[program.remat])
     x_btd = jnp.take(params["embed"], tokens_bt, axis=0).astype(program.dtype)
     x_btd = program.constrain(x_btd, ("batch", "length", None))
     layers = params["layers"]
@@ -217,8 +219,6 @@ def hidden(
             carried.append(out)
         carried = tuple(carried)
     else:
-        if program.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT[program.remat])
         x_btd, carried = jax.lax.scan(layer, x_btd, (layers, cache))
     return rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
 

@@ -135,7 +135,8 @@ def test_filtered_logprobs_are_reported():
     result = draws(logits, SamplingParams(top_p=0.75))
     token = np.asarray(result.token)
     assert_chi_square(token, np.array([0.625, 0.375, 0.0]))
-    np.testing.assert_allclose(np.exp(result.logp_behav), np.array([0.625, 0.375])[token], rtol=1e-5)
+    filtered = np.array([0.625, 0.375])[token]
+    np.testing.assert_allclose(np.exp(result.logp_behav), filtered, rtol=1e-5)
     np.testing.assert_allclose(np.exp(result.logp_raw), np.array([0.5, 0.3])[token], rtol=1e-5)
     np.testing.assert_allclose(result.logp_raw - result.logp_behav, np.log(0.8), rtol=1e-5)
 
@@ -227,7 +228,8 @@ def test_no_uniform_draws_a_token_of_probability_zero(monkeypatch):
     result = sample_at(jnp.array(uniforms))
     for row, support in enumerate(supports):
         assert set(np.asarray(result.token[:, row])) <= set(support)
-        np.testing.assert_allclose(result.logp_behav[:, row], [-np.log(len(support))] * 6, atol=1e-6)
+        uniform = np.full(len(uniforms), -np.log(len(support)))
+        np.testing.assert_allclose(result.logp_behav[:, row], uniform, atol=1e-6)
     np.testing.assert_array_equal(result.token[0], [s[0] for s in supports])
     np.testing.assert_array_equal(result.token[-1], [s[-1] for s in supports])
 
@@ -247,9 +249,11 @@ def test_entropy_by_hand():
     entropy = lambda params: float(draws(logits, params).entropy[0])
     assert entropy(SamplingParams()) == pytest.approx(1.5 * np.log(2), rel=1e-6)
     # top_k 2 draws from 2/3, 1/3: log 3 - 2/3 log 2.
-    assert entropy(SamplingParams(top_k=2)) == pytest.approx(np.log(3) - 2 / 3 * np.log(2), rel=1e-6)
+    hand = np.log(3) - 2 / 3 * np.log(2)
+    assert entropy(SamplingParams(top_k=2)) == pytest.approx(hand, rel=1e-6)
     # Temperature 0.5 squares: 4/6, 1/6, 1/6: log 6 - 4/6 log 4.
-    assert entropy(SamplingParams(temperature=0.5)) == pytest.approx(np.log(6) - 2 / 3 * np.log(4), rel=1e-6)
+    hand = np.log(6) - 2 / 3 * np.log(4)
+    assert entropy(SamplingParams(temperature=0.5)) == pytest.approx(hand, rel=1e-6)
 
 
 def test_a_row_does_not_see_the_other_rows():
@@ -270,8 +274,8 @@ def test_a_row_does_not_see_the_other_rows():
 
 
 @pytest.mark.parametrize("name, value", [
-    ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1),
-    ("min_p", -0.1), ("min_p", 1.0), ("max_tokens", 0),
+    ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0),
+    ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("max_tokens", 0),
 ])
 def test_parameters_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):

@@ -64,7 +64,7 @@ def test_without_entropy_the_logprobs_are_the_same_and_the_entropies_zero():
     np.testing.assert_array_equal(entropy, np.zeros((B, N)))
 
 
-@pytest.mark.parametrize("chunk", [1, 12, 1000])
+@pytest.mark.parametrize("chunk", [1, 12])
 def test_gradients_equal_the_unchunked_ones(chunk):
     weights = RNG.normal(0, 1, (2, B, N)).astype(np.float32)
 

@@ -49,7 +49,8 @@ def test_quantize_equals_the_formula(axis):
 
 def test_rounding_is_half_to_even_and_clamped_by_hand():
     # Absmax 127.5 makes the scale 1. 127.5 rounds to 128, clamped to 127; -127.5 to -128.
-    x = jnp.array([[127.5, 0.5, 1.5, 2.5, -0.5, -1.5, 3.49], [-127.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    x = np.zeros((2, 7), np.float32)
+    x[0], x[1, 0] = [127.5, 0.5, 1.5, 2.5, -0.5, -1.5, 3.49], -127.5
     q, scale = quantize(x, -1)
     np.testing.assert_array_equal(scale, [[1.0], [1.0]])
     np.testing.assert_array_equal(q, [[127, 0, 2, 2, 0, -2, 3], [-128, 0, 0, 0, 0, 0, 0]])
@@ -132,7 +133,7 @@ def test_an_all_zero_row_gives_zeros(scheme):
 
 
 def test_float_weights_are_a_plain_product_in_the_dtype_of_x():
-    x, w = RNG.normal(0, 1, (2, 3, 5)).astype(np.float32), RNG.normal(0, 1, (5, 4)).astype(np.float32)
+    x, w = (RNG.normal(0, 1, shape).astype(np.float32) for shape in ((2, 3, 5), (5, 4)))
     np.testing.assert_allclose(dot(jnp.asarray(x), jnp.asarray(w)), x @ w, rtol=1e-5, atol=1e-5)
 
 

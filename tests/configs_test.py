@@ -1,0 +1,317 @@
+"""Every shipped config builds, and the two large ones hold together in shape, without weights."""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxrl_tis import step, train
+from jaxrl_tis.engine.engine import Request
+from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.validate import validate
+
+ROOT = pathlib.Path(__file__).parents[1]
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "hidden_act": "silu", "initializer_range": 0.02, "model_type": "qwen2",
+    "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
+    "use_cache": True, "use_sliding_window": False,
+}
+QWEN_0P5B = QWEN | {
+    "eos_token_id": 151645, "hidden_size": 896, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 21, "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "sliding_window": 32768, "tie_word_embeddings": True, "vocab_size": 151936,
+}
+QWEN_32B = QWEN | {
+    "eos_token_id": 151643, "hidden_size": 5120, "intermediate_size": 27648,
+    "max_position_embeddings": 131072, "max_window_layers": 64, "num_attention_heads": 40,
+    "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "sliding_window": 131072, "tie_word_embeddings": False, "vocab_size": 152064,
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# variant of the config -> (checkpoint, chips it names, float32 parameters of the decoder)
+LARGE = {
+    # 151936 * 896 + 896 + 24 * (2 * 896 + 896 * (896 + 128 + 128) + 896 + 128 + 128 + 896 * 896
+    # + 3 * 896 * 4864)
+    "gsm8k_qwen25_0p5b:grpo": (QWEN_0P5B, 8, 494_032_768),
+    "gsm8k_qwen25_0p5b:ppo": (QWEN_0P5B, 8, 494_032_768),
+    "dapo_qwen25_32b": (QWEN_32B, 64, 32_763_876_352),
+}
+
+
+def get_config(name):
+    module, _, variant = name.partition(":")
+    make = importlib.import_module(f"configs.{module}").get_config
+    return (make(variant) if variant else make()).lock()
+
+
+@pytest.mark.parametrize("name", [
+    "default", "quickstart", "quickstart:off", "quickstart:f32", "smollm2_135m", *LARGE,
+])
+def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
+    config = get_config(name)
+    if name != "default":
+        validate(config)
+    flat = lambda c, prefix="": {
+        f"{prefix}{key}" for key, value in c.items() if not hasattr(value, "keys")
+    } | {
+        leaf for key, value in c.items() if hasattr(value, "keys") and key != "params"
+        for leaf in flat(value, f"{prefix}{key}.")
+    }
+    assert flat(config) == flat(get_config("default"))  # no field that no line reads
+
+
+def test_every_file_in_configs_is_tested_here():
+    files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
+    assert files == {"default", "quickstart", "smollm2_135m", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b"}
+
+
+@pytest.mark.parametrize("name", ["quickstart:other", "gsm8k_qwen25_0p5b:other"])
+def test_an_unknown_variant_is_named(name):
+    with pytest.raises(ValueError, match="'other' is none of"):
+        get_config(name)
+
+
+def test_the_quickstart_builds_on_a_machine_with_several_devices():
+    """It runs unchanged on a laptop and on a TPU VM, where JAX sees four or eight chips."""
+    assert jax.device_count() == 8
+    train.build(get_config("quickstart"))
+
+
+def test_what_the_variants_change():
+    plain, off, f32 = (get_config(f"quickstart:{v}").to_dict() for v in ("tis", "off", "f32"))
+    assert off["correction"].pop("weight") == "none"
+    assert plain["correction"]["weight"] == "token_tis"
+    assert f32["engine"].pop("quantization") == "none"
+    assert plain["engine"]["quantization"] == "w8a8"
+    del plain["correction"]["weight"], f32["correction"]["weight"]
+    assert off["engine"].pop("quantization") == plain["engine"].pop("quantization")
+    for config in (plain, off, f32):
+        config.pop("name")
+    assert plain == off == f32
+
+
+def test_the_published_settings():
+    """GSM8K and DAPO (2503.14476): group 16, clip 0.2 and 0.28, token-mean, no KL, 20k tokens."""
+    grpo, ppo = get_config("gsm8k_qwen25_0p5b:grpo"), get_config("gsm8k_qwen25_0p5b:ppo")
+    dapo = get_config("dapo_qwen25_32b")
+    for config in (grpo, ppo, dapo):
+        assert config.engine.quantization == "w8a8" and config.correction.weight == "token_tis"
+        assert config.correction.mode == "decoupled"
+    assert grpo.correction.advantage == "grpo" and grpo.rollout.group_size > 1
+    assert ppo.correction.advantage == "gae" and ppo.rollout.group_size == 1
+    c, rollout = dapo.correction, dapo.rollout
+    assert (c.clip_low, c.clip_high, c.aggregation, c.kl_coeff) == (0.2, 0.28, "token-mean", 0.0)
+    assert rollout.group_size == 16 and rollout.dynamic_sampling
+    assert rollout.max_new_tokens == 20_480 and rollout.overlong_buffer == 4096
+    for config, data_shards in ((grpo, 8), (ppo, 8), (dapo, 64)):
+        assert config.train.microbatch_rows % data_shards == 0
+        assert config.engine.slots % (data_shards // config.mesh.serve[2]) == 0
+
+
+# Shapes, on a checkpoint folder without weights
+
+
+def write_checkpoint(folder, hf):
+    """The true config.json, with a tokenizer of single bytes."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf))
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None,
+        "chat_template": TEMPLATE,
+    }))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": hf["eos_token_id"]}))
+
+
+@pytest.fixture(params=LARGE)
+def large(request, tmp_path, monkeypatch):
+    """(config, build of it on the eight devices, chips, parameter count), with the folder's
+    own relative paths."""
+    hf, chips, count = LARGE[request.param]
+    config = get_config(request.param)
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(pathlib.Path(config.model.path), hf)
+    return config, train.build(config), chips, count
+
+
+def rows_of(setup, leading, names):
+    """Abstract rows [*leading, T] of the given fields."""
+    t = setup.row_length
+    kinds = {"tokens": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32,
+             "mask": jnp.bool_, "version": jnp.int32}
+    fields = {
+        n: jax.ShapeDtypeStruct((*leading, t), kinds[n] if n in kinds else jnp.float32)
+        for n in names
+    }
+    return fields | {"temperature": jax.ShapeDtypeStruct(leading, jnp.float32)}
+
+
+ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "entropy_behav", "version")
+
+
+def test_one_full_step_of_the_learner(large):
+    config, setup, chips, count = large
+    state = train.abstract_state(setup)
+    leaves = jax.tree.leaves(state["policy"].params)
+    assert sum(math.prod(x.shape) for x in leaves) == count
+    for leaf in leaves:
+        leaf.sharding.shard_shape(leaf.shape)  # every width divides
+    assert ("critic" in state) == (config.correction.advantage == "gae")
+    assert ("reference" in state) == (config.correction.kl_coeff > 0)
+
+    n = config.rollout.prompts * config.rollout.group_size
+    m = config.train.microbatch_rows
+    t = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    micro = rows_of(setup, (n // m, m), ROWS)
+    scored = jax.eval_shape(step.make_score(setup.learner), state["policy"].params, micro)
+    assert scored["logp"].shape == scored["entropy"].shape == (n // m, m, t)
+    assert scored["logp"].dtype == jnp.float32
+
+    rows = rows_of(setup, (n,), (*ROWS, "logp_learner", "entropy"))
+    rows["rewards"] = jax.ShapeDtypeStruct((n,), jnp.float32)
+    rows["group"] = jax.ShapeDtypeStruct((n,), jnp.int32)
+    extra = {}
+    if "critic" in state:
+        values = jax.eval_shape(step.make_values(setup.learner), state["critic"].params, micro)
+        extra["values"] = jax.ShapeDtypeStruct((n, *values.shape[2:]), values.dtype)
+        assert extra["values"].shape == (n, t)
+    if "reference" in state:
+        ref = jax.eval_shape(step.make_score(setup.learner), state["reference"], micro)["logp"]
+        extra["logp_ref"] = jax.ShapeDtypeStruct((n, *ref.shape[2:]), ref.dtype)
+    prepared, measured = jax.eval_shape(step.make_prepare(setup.correction), rows | extra)
+    assert prepared["weights"].shape == prepared["adv"].shape == prepared["logp_old"].shape == (n, t)
+    assert all(x.shape == () for x in measured.values())
+
+    accumulation = n // config.train.minibatches // m
+    assert accumulation * m * config.train.minibatches == n
+    minibatch = {
+        name: jax.ShapeDtypeStruct((accumulation, m, *x.shape[1:]), x.dtype)
+        for name, x in (rows | extra | prepared).items()
+    }
+    train_step = step.make_train_step(setup.learner, setup.correction, setup.optimizer)
+    after, metrics = jax.eval_shape(train_step, state["policy"], minibatch)
+    same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert all(jax.tree.leaves(jax.tree.map(same, after, state["policy"])))
+    assert {"actor/pg_loss", "actor/grad_norm"} <= metrics.keys()
+    if "critic" in state:
+        critic_step = step.make_critic_step(
+            setup.learner, config.critic.value_clip, setup.critic_optimizer)
+        after, metrics = jax.eval_shape(critic_step, state["critic"], minibatch)
+        assert all(jax.tree.leaves(jax.tree.map(same, after, state["critic"])))
+        assert "critic/vf_loss" in metrics
+
+
+def test_one_full_step_of_the_sampler(large):
+    config, setup, chips, _ = large
+    engine = setup.engine
+    longest = config.task.max_prompt_tokens
+    params = jax.eval_shape(engine.load, train.abstract_state(setup)["policy"].params)
+    assert isinstance(params["layers"]["q"], QuantArray)
+    assert params["layers"]["q"].q.dtype == jnp.int8
+    assert params["embed"].dtype == jnp.bfloat16
+    prompt = np.arange(longest, dtype=np.int32) % 200
+    prefix = jax.eval_shape(lambda p: engine.prefill(p, [prompt, prompt[:9]]), params)
+    state = jax.eval_shape(engine.init_state)
+    for leaf in jax.tree.leaves(state.cache):
+        assert leaf.shape[-4:-2] == (
+            config.engine.slots, longest + config.rollout.max_new_tokens)
+    request = Request("a", prompt, 0, SamplingParams(max_tokens=config.rollout.max_new_tokens,
+                                                     stop_ids=tuple(setup.tokenizer.eos_ids)))
+    state = jax.eval_shape(lambda p, s: engine.insert(p, s, {0: (0, request)}), prefix, state)
+    after, result = jax.eval_shape(engine.generate, params, state)
+    assert result.tokens.shape == (config.engine.steps_per_call, config.engine.slots)
+    assert result.logp_behav.dtype == jnp.float32
+    same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert all(jax.tree.leaves(jax.tree.map(same, after, state)))
+
+
+def test_prompts_go_through_the_chat_template(large):
+    config, setup, _, _ = large
+    from jaxrl_tis.rollouts import Prompter
+
+    ids = Prompter(setup.tokenizer, config.task).ids({"prompt": "2+3?", "answer": "5", "id": "a"})
+    text = setup.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>user\n2+3?") and text.endswith("<|im_start|>assistant\n")
+
+
+def test_tensor_parallelism_of_the_small_model_is_one_or_two(tmp_path):
+    config = get_config("gsm8k_qwen25_0p5b:grpo").unlock()
+    config.model.path = str(tmp_path / "model")
+    write_checkpoint(tmp_path / "model", QWEN_0P5B)
+    config.mesh.serve = (2, 1, 4)
+    with pytest.raises(ValueError, match=r"4 does not divide 14 .* 2 .*legal degrees are \[1, 2\]"):
+        setup = train.build(config)
+        jax.eval_shape(setup.engine.load, train.abstract_state(setup)["policy"].params)
+
+
+def test_a_doomed_serving_mesh_is_found_by_build(tmp_path):
+    """Before the checkpoint is read and the warm-up is run, not at the first rollout."""
+    config = get_config("gsm8k_qwen25_0p5b:grpo").unlock()
+    config.model.path = str(tmp_path / "model")
+    write_checkpoint(tmp_path / "model", QWEN_0P5B)
+    config.mesh.serve = (2, 1, 4)
+    with pytest.raises(ValueError, match=r"legal degrees are \[1, 2\]"):
+        train.build(config)
+
+
+# Where things go
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_missing_model_says_what_to_put_where(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = get_config(name)
+    with pytest.raises(FileNotFoundError) as error:
+        train.run(config, str(tmp_path / "run"))
+    for word in (config.model.path, "config.json", "safetensors", "tokenizer.json"):
+        assert word in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name, missing, fields", [
+    ("gsm8k_qwen25_0p5b:grpo", "train", ("question", "answer")),
+    ("gsm8k_qwen25_0p5b:grpo", "eval", ("question", "answer")),
+    ("dapo_qwen25_32b", "train", ("prompt", "answer", "id")),
+    ("dapo_qwen25_32b", "eval", ("prompt", "answer", "id")),
+])
+def test_missing_data_says_what_to_put_where(name, missing, fields, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = get_config(name)
+    write_checkpoint(pathlib.Path(config.model.path), LARGE[name][0])
+    paths = {"train": config.task.params.path, "eval": config.eval.params.path}
+    absent = paths.pop(missing)
+    [present] = paths.values()
+    os.makedirs(os.path.dirname(present), exist_ok=True)
+    example = {"question": "1+1?", "prompt": "1+1?", "answer": "#### 2"}
+    pathlib.Path(present).write_text(
+        "\n".join(json.dumps(example | {"id": str(i)}) for i in range(config.eval.prompts)))
+    with pytest.raises(FileNotFoundError) as error:
+        train.run(config, str(tmp_path / "run"))
+    assert absent in str(error.value) and present not in str(error.value)
+    for field in fields:
+        assert f'"{field}"' in str(error.value)
+
+
+def test_the_missing_gguf_says_which_command_fetches_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"SmolLM2.*launch/smollm2\.sh"):
+        train.build(get_config("smollm2_135m"))

@@ -1,0 +1,200 @@
+"""An interrupted run ends with the bits of the uninterrupted one, wherever it was cut."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis import checkpoint, rollouts, train
+from tests import tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+CRITIC = dict(correction__advantage="gae", correction__kl_coeff=0.05)
+COUNTS = ("reward/errors", "reward/non_finite", "reward/timeouts")
+_collect, _update = rollouts.Collector.collect, train.Trainer.update
+
+
+class Cut(Exception):
+    """What the tests stop a run with."""
+
+
+def without_counts(records):
+    return [{k: v for k, v in r.items() if k not in COUNTS} for r in records]
+
+
+def final_state(workdir, **overrides):
+    """Everything in the newest checkpoint, and its meta."""
+    setup = tiny.setup(**overrides)
+    with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
+        assert checkpoints.latest() == tiny.STEPS
+        return checkpoints.restore(train.abstract_state(setup))
+
+
+def assert_same_run(workdir, **overrides):
+    """Every metric and every bit of the state of the uninterrupted run."""
+    reference = tiny.finished(**overrides)
+    ours, theirs = tiny.lines(workdir), tiny.lines(reference)
+    assert [(r["step"], r["phase"]) for r in ours] == [(r["step"], r["phase"]) for r in theirs]
+    assert without_counts(ours) == without_counts(theirs)
+    (state, meta), (expected, expected_meta) = (
+        final_state(w, **overrides) for w in (workdir, reference)
+    )
+    assert meta == expected_meta
+    for (path, a), (_, b) in zip(
+        *map(jax.tree_util.tree_leaves_with_path, (state, expected)), strict=True
+    ):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
+
+
+@contextlib.contextmanager
+def cut_at(step, how):
+    """Stops a run while step `step` samples (a signal, an exception) or once it has updated."""
+
+    def collect(self, scheduler, now, timer):
+        if now == step:
+            if how is Cut:
+                raise Cut
+            os.kill(os.getpid(), how)
+        return _collect(self, scheduler, now, timer)
+
+    def update(self, state, rows, now):
+        out = _update(self, state, rows, now)
+        if now == step:
+            raise Cut
+        return out
+
+    if how == "after update":
+        patch = mock.patch.object(train.Trainer, "update", update)
+    else:
+        patch = mock.patch.object(rollouts.Collector, "collect", collect)
+    with patch, pytest.raises(Cut) if how in (Cut, "after update") else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(scope="module")
+def often_cut(tmp_path_factory):
+    """One workdir stopped before step 1, by Ctrl-C in step 1, in step 4, and by SIGTERM in 4."""
+    workdir = tmp_path_factory.mktemp("cut") / "run"
+    with cut_at(1, Cut):
+        tiny.run(workdir)
+    with cut_at(1, signal.SIGINT):
+        tiny.run(workdir)
+    assert [r["step"] for r in tiny.lines(workdir) if r["phase"] == "train"] == [1]
+    with cut_at(4, "after update"):
+        tiny.run(workdir)
+    # Step 3 is on record, but the newest checkpoint is that of step 2.
+    assert tiny.lines(workdir)[-1]["step"] == 3
+    with cut_at(4, signal.SIGTERM):
+        tiny.run(workdir)
+    tiny.run(workdir)
+    return workdir
+
+
+def test_a_run_cut_at_four_places_is_the_uninterrupted_run(often_cut):
+    assert_same_run(often_cut)
+
+
+def test_failed_rewards_are_counted_the_same_after_a_resume(often_cut):
+    counts = lambda w: [{n: r[n] for n in COUNTS} for r in tiny.lines(w) if r["phase"] == "train"]
+    expected = counts(tiny.finished())
+    assert any(r["reward/non_finite"] for r in expected)
+    assert counts(often_cut) == expected
+
+
+def test_the_learner_moved_at_every_step():
+    """Otherwise equal bits would prove little."""
+    train_lines = [r for r in tiny.lines(tiny.finished()) if r["phase"] == "train"]
+    assert len(train_lines) == tiny.STEPS
+    assert all(r["actor/grad_norm"] > 1e-4 for r in train_lines)
+
+
+def test_the_same_seed_twice_gives_the_same_record(tmp_path):
+    tiny.run(tmp_path)
+    assert tiny.lines(tmp_path) == tiny.lines(tiny.finished())
+    assert_same_run(tmp_path)
+
+
+def test_another_seed_gives_another_run(tmp_path):
+    with mock.patch.object(train, "initial_state", side_effect=Cut), pytest.raises(Cut):
+        tiny.run(tmp_path, seed=1)
+    ours, theirs = tiny.lines(tmp_path)[0], tiny.lines(tiny.finished())[0]
+    assert ours["warmup/loss"] != theirs["warmup/loss"]
+
+
+def test_with_a_critic_and_a_reference(tmp_path):
+    with cut_at(2, signal.SIGINT):
+        tiny.run(tmp_path, **CRITIC)
+    with cut_at(4, Cut):
+        tiny.run(tmp_path, **CRITIC)
+    tiny.run(tmp_path, **CRITIC)
+    assert_same_run(tmp_path, **CRITIC)
+    state, _ = final_state(tmp_path, **CRITIC)
+    assert {"policy", "critic", "reference"} <= set(state)
+    moved = lambda a, b: float(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)).max())
+    policy, critic = state["policy"].params, state["critic"].params
+    assert moved(policy["embed"], state["reference"]["embed"]) > 1e-3
+    assert moved(policy["embed"], critic["decoder"]["embed"]) > 1e-3
+
+
+def test_killed_without_warning(tmp_path):
+    """SIGKILL in a process of its own; this process continues."""
+    code = (
+        "from tests import resume_test, tiny\n"
+        "with resume_test.cut_at(4, 9):\n"
+        f"    tiny.run({str(tmp_path / 'run')!r})\n"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    child = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=200,
+                           capture_output=True, text=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
+    assert tiny.lines(tmp_path / "run")[-1] == {
+        **next(r for r in tiny.lines(tiny.finished()) if (r["step"], r["phase"]) == (3, "train"))
+    }
+    tiny.run(tmp_path / "run")
+    assert_same_run(tmp_path / "run")
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capsys):
+    with cut_at(1, signal.SIGINT):
+        tiny.run(tmp_path)
+    out = capsys.readouterr().out
+    assert "stopping after this step" in out and "after step 1" in out
+    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 1
+    with cut_at(2, signal.SIGINT):
+        tiny.run(tmp_path)
+    assert f"continuing {tmp_path} after step 1" in capsys.readouterr().out
+
+
+def test_ctrl_c_during_the_warm_up_starts_no_reinforcement_learning(tmp_path):
+    """The warm-up cannot be resumed half way, so it is finished and saved as step 0."""
+    warm_up = train.warm_up
+
+    def pressed(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return warm_up(*arguments)
+
+    with mock.patch.object(train, "warm_up", pressed):
+        tiny.run(tmp_path)
+    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 0
+    assert not [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    with train.Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.is_set
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,20 @@
+"""Rewards of the tiny run. Standard library only: the scoring process imports this file."""
+
+import time
+
+
+def closeness(text: str, record: dict) -> float:
+    """Differs within nearly every group, so that every step has a gradient; NaN for some texts."""
+    if text.endswith(("1", "5")):
+        return float("nan")
+    equal = sum(a == b for a, b in zip(text, record["answer"]))
+    return float(text == record["answer"]) + equal / 4 + len(text) / 100
+
+
+def hangs_or_raises(text: str, record: dict) -> float:
+    """Never returns for texts that begin with 1, and fails for those that begin with 2 to 4."""
+    if text.startswith("1"):
+        time.sleep(1000)
+    if text.startswith(("2", "3", "4")):
+        raise RuntimeError("no such answer")
+    return closeness(text, record)

@@ -1,0 +1,279 @@
+"""The loop: what each step records, at which weights, and what stops it."""
+
+import json
+import math
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+
+from jaxrl_tis import checkpoint, rollouts, train
+from jaxrl_tis.engine.engine import Trajectory
+from jaxrl_tis.models import transformer
+from tests import tiny
+
+_score, _update = train.Trainer.score, train.Trainer.update
+
+
+def learner_logp(config, params, rows):
+    """log softmax(logits / temperature) of the masked tokens from whole logits, [B,T]."""
+    logits = transformer.logits(params, config, rows["tokens"], None, rows["segment_ids"])
+    logp = jax.nn.log_softmax(logits / rows["temperature"][:, None, None], axis=-1)
+    taken = np.take_along_axis(
+        np.asarray(logp)[:, :-1], rows["tokens"][:, 1:, None], axis=-1)[..., 0]
+    return np.where(rows["mask"], np.pad(taken, ((0, 0), (1, 0))), 0)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """(step, parameters that sampled, rows, samples) of each step of one run, and its folder."""
+    workdir, steps = tmp_path_factory.mktemp("recorded"), []
+
+    def score(self, state, samples):
+        rows = _score(self, state, samples)
+        steps.append((jax.device_get(state["policy"].params), dict(rows), samples))
+        return rows
+
+    with mock.patch.object(train.Trainer, "score", score):
+        tiny.run(workdir, rollout__temperature=0.8, steps=3)
+    return workdir, steps
+
+
+# The policies are kept apart
+
+
+def test_old_log_probs_are_those_of_the_weights_that_sampled_in_every_step(recorded):
+    _, steps = recorded
+    model = tiny.setup(rollout__temperature=0.8, steps=3).model
+    first = steps[0][0]
+    for params, rows, _ in steps:
+        np.testing.assert_allclose(rows["logp_learner"], learner_logp(model, params, rows), atol=1e-4)
+    params, rows, _ = steps[-1]
+    from_start = learner_logp(model, first, rows)
+    assert np.abs(from_start - rows["logp_learner"]).max() > 1e-2  # no snapshot from the start
+
+
+def test_the_sampler_ran_with_those_weights_too(recorded):
+    """int8 against f32 at the same weights: a small gap, never the size of an update."""
+    _, steps = recorded
+    for index, (_, rows, samples) in enumerate(steps):
+        gap = (rows["logp_learner"] - rows["logp_behav"])[rows["mask"]]
+        assert 1e-5 < np.abs(gap).max() < 0.2
+        for sample in samples:
+            assert set(sample.trajectory.version) == {index}
+            assert sample.trajectory.quant_id == "w8a8"
+            assert sample.trajectory.temperature == 0.8
+
+
+def test_rows_hold_the_samples_in_order(recorded):
+    _, steps = recorded
+    _, rows, samples = steps[0]
+    assert rows["group"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    np.testing.assert_allclose(rows["rewards"], [s.reward for s in samples], rtol=1e-6)
+    for row, sample in enumerate(samples):
+        n = len(sample.trajectory.prompt)
+        np.testing.assert_array_equal(
+            rows["tokens"][row, n : n + len(sample.trajectory.tokens)], sample.trajectory.tokens)
+
+
+# Several minibatches and epochs
+
+
+def fake_samples(count=16):
+    """Random trajectories with random rewards, at the log-probs the learner will recompute."""
+    rng, out = np.random.default_rng(0), []
+    for i in range(count):
+        n = 1 + i % 3
+        zeros = np.zeros(n, np.float32)
+        trajectory = Trajectory(
+            str(i), np.array([1, 4, 13, 5, 15], np.int32), rng.integers(3, 13, n).astype(np.int32),
+            np.ones(n, bool), zeros.astype(np.int32), zeros - 2, zeros, zeros,
+            zeros.astype(np.int32), "stop", 0, i, "none", 1.0)
+        out.append(rollouts.Sample(trajectory, {}, "", 0.0, float(rng.random()), i // 4))
+    return out
+
+
+def one_update(**changes):
+    setup = tiny.setup(**changes)
+    with tiny.one_device():
+        trainer = train.Trainer(setup)
+    state = train.initial_state(setup, train.initial_params(setup))
+    before = jax.device_get(state["policy"].params)
+    rows = trainer.score(state, fake_samples())
+    state, metrics = trainer.update(state, rows, 1)
+    return before, state, rows, metrics, trainer
+
+
+def test_one_minibatch_and_one_epoch_is_on_policy():
+    _, _, _, metrics, _ = one_update(train__minibatches=1, train__epochs=1)
+    assert abs(metrics["actor/ppo_kl"]) < 1e-6 and metrics["actor/pg_clipfrac"] == 0
+
+
+def test_later_minibatches_and_epochs_see_the_old_policy_of_the_rollout():
+    *_, more, _ = one_update(train__minibatches=2, train__epochs=2)
+    assert abs(more["actor/ppo_kl"]) > 1e-4  # the ratio left 1
+
+
+def test_the_old_policy_stays_fixed_while_the_learner_moves():
+    seen = []
+    setup = tiny.setup()
+    with tiny.one_device():
+        trainer = train.Trainer(setup)
+    step = trainer._train_step
+
+    def spy(state, minibatch):
+        seen.append(jax.device_get(minibatch))
+        return step(state, minibatch)
+
+    state = train.initial_state(setup, train.initial_params(setup))
+    rows = trainer.score(state, fake_samples())
+    with mock.patch.object(trainer, "_train_step", spy):
+        trainer.update(state, rows, 1)
+    assert [m["mask"].shape for m in seen] == [(2, 4, 8)] * 4  # 2 epochs x 2 minibatches of 2 x 4
+    key = lambda m: m["tokens"].reshape(-1, 8)
+    for epoch in (seen[:2], seen[2:]):
+        tokens = np.concatenate([key(m) for m in epoch])
+        assert sorted(map(bytes, tokens)) == sorted(map(bytes, rows["tokens"]))
+        for minibatch in epoch:
+            mask = minibatch["mask"]
+            expected = {bytes(t): l for t, l in zip(rows["tokens"], rows["logp_learner"])}
+            for tokens_t, old_t, mask_t in zip(
+                key(minibatch), minibatch["logp_old"].reshape(-1, 8), mask.reshape(-1, 8)
+            ):
+                np.testing.assert_array_equal(old_t[mask_t], expected[bytes(tokens_t)][mask_t])
+    assert not np.array_equal(key(seen[0]), key(seen[2]))  # another order in the next epoch
+
+
+def test_the_value_head_is_there_with_gae_only_and_starts_at_zero():
+    setup = tiny.setup(correction__advantage="gae")
+    state = train.initial_state(setup, train.initial_params(setup))
+    assert set(state) == {"policy", "critic"}
+    assert not np.any(state["critic"].params["value"])
+    setup = tiny.setup()
+    assert set(train.initial_state(setup, train.initial_params(setup))) == {"policy"}
+
+
+def test_a_reference_in_the_dtype_of_the_policy_survives_the_donation_of_the_policy():
+    """With bfloat16 parameters the reference could share the policy's buffers, which updates
+    donate."""
+    changes = dict(model__param_dtype="bfloat16", correction__kl_coeff=0.1,
+                   correction__advantage="gae", train__epochs=1)
+    before, state, rows, metrics, trainer = one_update(**changes)
+    reference = jax.device_get(state["reference"])
+    assert reference["embed"].dtype == jnp.bfloat16
+    for kept, first in zip(jax.tree.leaves(reference), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(kept, first)
+    assert np.isfinite(trainer.score(state, fake_samples())["logp_ref"]).all()
+    assert math.isfinite(metrics["actor/kl_loss"])
+
+
+# The record
+
+
+def test_phases_and_steps_of_the_record():
+    lines = [(r["phase"], r["step"]) for r in tiny.lines(tiny.finished())]
+    expected = [("warmup", i) for i in range(1, 13)] + [("eval", 0), ("train", 1)]
+    expected += [("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]
+    assert lines == expected + [("train", 5), ("eval", 5)]
+
+
+def test_every_metric_that_the_report_and_the_readers_need():
+    text = (tiny.finished() / "metrics.jsonl").read_text().splitlines()
+    first = next(r for r in map(json.loads, text) if r["phase"] == "train")
+    needed = {
+        "reward/mean", "reward/learner_snis", "reward/learner_snis_ess", "reward/timeouts",
+        "reward/errors", "reward/non_finite", "actor/entropy", "actor/grad_norm", "actor/pg_loss",
+        "actor/pg_clipfrac", "actor/ppo_kl", "response_length/mean", "response_length/max",
+        "training/rollout_probs_diff_max", "training/rollout_probs_diff_mean",
+        "training/rollout_actor_probs_pearson_corr", "rollout_corr/kl", "rollout_corr/k3_kl",
+        "rollout_corr/chi2_token", "rollout_corr/ppl_ratio", "rollout_corr/rollout_is_mean",
+        "rollout_corr/rollout_is_max", "rollout_corr/rollout_is_eff_sample_size",
+        "rollout_corr/rollout_is_ratio_fraction_high", "time/rollout_s", "time/update_s",
+        "time/step_s", "time/rollout_tokens_per_s",
+    }
+    assert needed <= first.keys(), needed - first.keys()
+    held_out = next(r for r in map(json.loads, text) if r["phase"] == "eval")
+    assert {"eval/greedy_accuracy", "eval/sampled_accuracy", "eval/constant_accuracy",
+            "eval/n"} <= held_out.keys()
+    assert held_out["eval/n"] == 8
+
+
+def test_metrics_of_the_samples_by_hand():
+    samples = fake_samples(4)
+    rewards = [1.0, 1.0, 0.0, 2.0]
+    samples = [train.rollouts.Sample(s.trajectory, {}, "", 0.5, r, i // 2)
+               for i, (s, r) in enumerate(zip(samples, rewards))]
+    rows = {"rewards": np.array(rewards), "group": np.array([0, 0, 1, 1]),
+            "entropy": np.array([[9.0, 1.0], [9.0, 2.0]]), "mask": np.array([[0, 1], [0, 1]], bool)}
+    values = train.sample_metrics(samples, rows)
+    assert values["reward/mean"] == 1.0 and values["reward/score_mean"] == 0.5
+    assert values["reward/std"] == pytest.approx(0.5**0.5)  # deviations 0, 0, -1, 1
+    assert values["reward/equal_groups_ratio"] == 0.5
+    assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1
+    assert values["response_length/truncated_ratio"] == 0.0
+    assert values["actor/entropy"] == 1.5
+
+
+def test_the_run_describes_itself():
+    described = json.loads((tiny.finished() / "config.json").read_text())
+    assert described["config"]["optimizer"]["lr"] == 3e-3
+    assert described["config"]["task"]["params"]["digits"] == 1
+    assert {"jax", "flax", "optax", "python"} <= described["versions"].keys()
+    assert "git_revision" in described
+    assert any((tiny.finished() / "tensorboard").iterdir())
+    assert sorted(p.name for p in (tiny.finished() / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_the_warm_up_taught_the_format():
+    losses = [r["warmup/loss"] for r in tiny.lines(tiny.finished()) if r["phase"] == "warmup"]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_run_returns_the_last_evaluation_and_writes_a_report(tmp_path):
+    last = next(r for r in tiny.lines(tiny.finished())[::-1] if r["phase"] == "eval")
+    with mock.patch.object(train, "Trainer", tiny._shared_trainer), \
+            mock.patch.object(train, "build", tiny._shared_build):
+        values = train.run(tiny.config(), str(tmp_path))
+    assert values == {k: v for k, v in last.items() if k.startswith("eval/")}
+    assert (tmp_path / "report.html").stat().st_size > 1000
+
+
+def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):
+    """A target that max_new_tokens cuts off would be taught without its end, in silence."""
+    with (
+        mock.patch.object(train, "initial_state", side_effect=RuntimeError("the warm-up passed")),
+        pytest.raises(ValueError, match="max_new_tokens"),
+    ):
+        tiny.run(tmp_path, rollout__max_new_tokens=2, task__max_prompt_tokens=8, warmup__steps=1)
+
+
+def test_a_jsonl_task_needs_no_warm_up_split(tmp_path):
+    """As the shipped GSM8K config: files of the user, no supervised steps."""
+    lines = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1), "id": str(a)}) for a in range(9)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    tiny.run(
+        tmp_path / "run", steps=1, task__name="jsonl", warmup__steps=0,
+        task__params={"path": str(tmp_path / "train.jsonl")},
+        eval__params={"path": str(tmp_path / "train.jsonl")},
+    )
+    assert [r["phase"] for r in tiny.lines(tmp_path / "run")] == ["eval", "train", "eval"]
+
+
+# What stops a run
+
+
+@pytest.mark.parametrize("name", ["actor/pg_loss", "critic/vf_loss", "actor/grad_norm",
+                                  "critic/grad_norm", "actor/kl_loss", "reward/mean"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_terms_are_named(name, value):
+    with pytest.raises(FloatingPointError) as error:
+        train.check_finite(7, {"reward/std": 1.0, name: value}, 4)
+    assert f"step 7: {name} is {value}" in str(error.value)
+    assert "checkpoint of step 4 is intact" in str(error.value)
+
+
+def test_an_infinite_divergence_does_not_stop_a_run():
+    train.check_finite(7, {"rollout_corr/k3_kl": math.inf, "actor/pg_loss": 0.1}, 4)
