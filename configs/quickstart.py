@@ -1,9 +1,10 @@
-"""A small decoder learns two-digit addition by GRPO with int8 rollouts and token-level TIS.
+"""A small decoder learns two-digit sums by GRPO with int8 rollouts and token-level TIS.
 
-    python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/quickstart
+    ./launch/quickstart.sh
 
-Two CPU cores. `--config=configs/quickstart.py:off` samples as before but drops the
-correction, `:f32` samples in float32.
+or `python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/quickstart`. Two CPU
+cores, no download. The variants `:off` (same int8 sampler, correction off) and `:f32` (float32
+sampler) are what `--compare` adds.
 """
 
 from configs import default
@@ -12,14 +13,21 @@ from configs import default
 def get_config(variant: str = "tis"):
     c = default.get_config()
     c.name = f"quickstart-{variant}"
-    c.steps = 60
+    c.steps = 240
     c.task.tokenizer = "char"
-    c.task.params = {"size": 4096, "digits": 2, "terms": 2, "ops": "+"}
+    c.task.params = {"size": 20_000, "digits": 2, "terms": 2, "ops": "+"}
     c.task.max_prompt_tokens = 8
-    c.warmup.steps = 150
-    c.warmup.rows = 64
+    c.warmup.steps = 200
+    c.rollout.prompts = 64
     c.rollout.max_new_tokens = 5
+    c.engine.slots = 256
+    c.engine.steps_per_call = 5
+    c.correction.clip_high = 0.28
+    c.optimizer.lr = 2.5e-4
+    c.train.microbatch_rows = 128
+    c.eval.every = 60
     c.eval.prompts = 512
+    c.checkpoint.every = 60
     if variant == "off":
         c.correction.weight = "none"
     elif variant == "f32":

@@ -75,7 +75,9 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
 
 def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
-    assert files == {"default", "quickstart", "smollm2_135m", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b"}
+    assert files == {
+        "default", "quickstart", "smollm2_135m", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
+    }
 
 
 @pytest.mark.parametrize("name", ["quickstart:other", "gsm8k_qwen25_0p5b:other"])
@@ -198,7 +200,7 @@ def test_one_full_step_of_the_learner(large):
         ref = jax.eval_shape(step.make_score(setup.learner), state["reference"], micro)["logp"]
         extra["logp_ref"] = jax.ShapeDtypeStruct((n, *ref.shape[2:]), ref.dtype)
     prepared, measured = jax.eval_shape(step.make_prepare(setup.correction), rows | extra)
-    assert prepared["weights"].shape == prepared["adv"].shape == prepared["logp_old"].shape == (n, t)
+    assert {prepared[name].shape for name in ("weights", "adv", "logp_old")} == {(n, t)}
     assert all(x.shape == () for x in measured.values())
 
     accumulation = n // config.train.minibatches // m

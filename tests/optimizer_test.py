@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -84,11 +83,13 @@ def test_a_second_step_by_hand():
 
 def test_state_lies_like_the_parameters():
     mesh = sharding.make_mesh((1, 4, 2))
-    rows, everywhere = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
     params = {"a": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16),
               "final_norm": jax.ShapeDtypeStruct((2,), jnp.bfloat16)}
     tx = optimizer.make(fields(), 10)
-    placed = optimizer.state_shardings(tx, params, {"a": rows, "final_norm": everywhere}, everywhere)
+    where = {"a": rows, "final_norm": everywhere}
+    placed = optimizer.state_shardings(tx, params, where, everywhere)
     [adam] = [s for s in jax.tree.leaves(placed, is_leaf=_is_adam) if _is_adam(s)]
     assert adam.mu == adam.nu == {"a": rows, "final_norm": everywhere}
     assert adam.count == everywhere

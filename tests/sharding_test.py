@@ -26,7 +26,8 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize("shape, expected", [
-    ((2, 2, 2), (2, 2, 2)), ((-1, 2, 2), (2, 2, 2)), ((1, -1, 2), (1, 4, 2)), ((1, 1, -1), (1, 1, 8)),
+    ((2, 2, 2), (2, 2, 2)), ((-1, 2, 2), (2, 2, 2)), ((1, -1, 2), (1, 4, 2)),
+    ((1, 1, -1), (1, 1, 8)),
 ])
 def test_mesh_shapes(shape, expected):
     mesh = sharding.make_mesh(shape)
@@ -43,7 +44,8 @@ def test_a_mesh_that_does_not_fit_names_the_shape_and_the_devices(shape):
 def test_partition_spec():
     assert sharding.partition_spec(("embed", "heads"), sharding.TRAIN_RULES) == P("fsdp", "tensor")
     assert sharding.partition_spec(("embed", "heads"), sharding.SERVE_RULES) == P(None, "tensor")
-    assert sharding.partition_spec((None, "batch"), sharding.TRAIN_RULES) == P(None, ("data", "fsdp"))
+    rows = sharding.partition_spec((None, "batch"), sharding.TRAIN_RULES)
+    assert rows == P(None, ("data", "fsdp"))
     with pytest.raises(ValueError, match=r"\['experts'\] have no rule; known are .*'mlp'"):
         sharding.partition_spec(("embed", "experts"), sharding.TRAIN_RULES)
     with pytest.raises(ValueError, match="use a mesh axis twice"):
@@ -186,7 +188,8 @@ def test_eight_devices_give_the_numbers_of_one(fields):
     assert len(spread_state["policy"].params["layers"]["q"].sharding.device_set) == 8
     assert local_shape(spread_state["policy"].params["layers"]["q"]) == (2, 8, 16)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    for (ours, rows, metrics), (theirs, expected_rows, expected) in zip(spread, single, strict=True):
+    for of_eight, of_one in zip(spread, single, strict=True):
+        (ours, rows, metrics), (theirs, expected_rows, expected) = of_eight, of_one
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             for name in ("logp_behav", "logp_raw", "entropy"):
@@ -197,9 +200,10 @@ def test_eight_devices_give_the_numbers_of_one(fields):
         for name, value in expected.items():
             close(metrics[name], value, err_msg=name)
     assert max(abs(spread[1][1]["logp_learner"] - spread[1][1]["logp_ref"]).ravel()) > 1e-2
+    ours = spread_state["policy"].params
     for path, leaf in jax.tree_util.tree_leaves_with_path(single_state["policy"].params):
-        ours = functools.reduce(lambda node, key: node[key.key], path, spread_state["policy"].params)
-        close(np.asarray(ours), np.asarray(leaf), err_msg=str(path))
+        same = functools.reduce(lambda node, key: node[key.key], path, ours)
+        close(np.asarray(same), np.asarray(leaf), err_msg=str(path))
 
 
 def test_moments_are_split_like_their_parameters(fields):

@@ -266,148 +266,6 @@ def test_logp_carries_the_gradient_and_no_other_field_does():
     assert abs(at_shifted["actor/pg_loss"] - at_old["actor/pg_loss"]) > 1e-2
 
 
-# Prepare: advantages, weights, and which log-prob is the old one
-
-
-@functools.cache
-def rollout():
-    """A rollout batch: 8 rows in 3 groups, logp_learner - logp_behav of every size."""
-    data = batch()
-    return {
-        "mask": data["mask"], "logp_behav": data["logp_behav"], "logp_learner": data["logp_old"],
-        "rewards": np.array([1, 0, 0.5, 2, 2, -1, 0, 3], np.float32),
-        "group": np.array([4, 4, 4, 1, 1, 9, 9, 9], np.int32),
-    }
-
-
-def prepared(data=None, **changes):
-    out = step.make_prepare(step.correction(fields(**changes)))(data or rollout())
-    return jax.device_get(out)
-
-
-def log_ratio():
-    data = rollout()
-    return np.where(data["mask"], data["logp_learner"] - data["logp_behav"], 0).astype(np.float64)
-
-
-def test_decoupled_keeps_three_log_probs_apart():
-    out, _ = prepared()
-    mask = rollout()["mask"]
-    np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_learner"][mask])
-    expected = np.minimum(np.exp(log_ratio()), CAP) * mask
-    np.testing.assert_allclose(out["weights"], expected, rtol=1e-5)
-    assert (expected[mask] == CAP).any() and (expected[mask] < 1).any()
-
-
-def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
-    out, metrics = prepared(mode="bypass", weight="none")
-    mask = rollout()["mask"]
-    np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_behav"][mask])
-    np.testing.assert_array_equal(out["weights"], mask)
-    # The gap is measured all the same, between the learner and the sampler.
-    assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_group_advantages(advantage):
-    out, _ = prepared(advantage=advantage)
-    data = rollout()
-    expected = np.zeros(B)
-    for group in np.unique(data["group"]):
-        rows = data["group"] == group
-        r = data["rewards"][rows].astype(np.float64)
-        centred = r - r.mean()
-        if advantage == "grpo":
-            centred = centred / (r.std(ddof=1) + 1e-6) if np.ptp(r) else centred
-        elif advantage == "rloo":
-            centred = r - (r.sum() - r) / (len(r) - 1)
-        expected[rows] = centred
-    np.testing.assert_allclose(out["adv"], expected[:, None] * data["mask"], atol=1e-5)
-
-
-@pytest.mark.parametrize("weight, band", [("seq_tis", None), ("token_mis", (0.5, 5.0)),
-                                          ("seq_icepop", (0.5, 5.0)), ("none", None)])
-def test_other_weights(weight, band):
-    out, _ = prepared(weight=weight)
-    mask, z = rollout()["mask"], log_ratio()
-    raw = np.exp(z.sum(1, keepdims=True) if weight.startswith("seq") else z)
-    if weight == "none":
-        expected = np.ones_like(z)
-    elif band is None:
-        expected = np.minimum(raw, CAP)
-    else:
-        expected = np.where((raw >= band[0]) & (raw <= band[1]), raw, 0)
-    np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-4, atol=1e-7)
-
-
-def test_batch_normalised_weights_have_mean_one():
-    out, metrics = prepared(batch_normalize=True)
-    plain, _ = prepared()
-    mask = rollout()["mask"]
-    assert out["weights"][mask].mean() == pytest.approx(1, abs=1e-5)
-    factor = metrics["rollout_corr/rollout_is_batch_norm_factor"]
-    assert factor == pytest.approx(plain["weights"][mask].mean(), rel=1e-5)
-
-
-def test_gae_and_returns():
-    data = rollout() | {"values": batch()["values"]}
-    out, _ = prepared(data, advantage="gae", gamma=0.9, lam=0.8)
-    advantages, returns = np.zeros((B, T)), np.zeros((B, T))
-    for b in range(B):
-        following, trace = 0.0, 0.0  # value of, and advantage at, the next valid token
-        for i, t in enumerate(np.flatnonzero(data["mask"][b])[::-1]):
-            reward = data["rewards"][b] if i == 0 else 0.0
-            delta = reward + 0.9 * following - data["values"][b, t]
-            trace = delta + 0.9 * 0.8 * trace
-            advantages[b, t], returns[b, t] = trace, trace + data["values"][b, t]
-            following = data["values"][b, t]
-    valid = advantages[data["mask"]]
-    white = (advantages - valid.mean()) / np.sqrt(valid.var(ddof=1) + 1e-8) * data["mask"]
-    np.testing.assert_allclose(out["returns"], returns, atol=1e-5)
-    np.testing.assert_allclose(out["adv"], white, atol=1e-4)
-
-
-def test_gap_metrics_have_verls_names_and_values():
-    _, metrics = prepared()
-    mask, z = rollout()["mask"], log_ratio()
-    valid = z[mask]
-    expected = {
-        "rollout_corr/kl": -valid.mean(),
-        "rollout_corr/k3_kl": (np.exp(valid) - valid - 1).mean(),
-        "rollout_corr/chi2_token": np.exp(2 * valid).mean() - 1,
-        "rollout_corr/rollout_is_mean": np.minimum(np.exp(valid), CAP).mean(),
-        "rollout_corr/rollout_is_max": CAP,
-        "rollout_corr/rollout_is_ratio_fraction_high": (np.exp(valid) > CAP).mean(),
-    }
-    p, q = (np.exp(rollout()[n][mask].astype(np.float64)) for n in ("logp_learner", "logp_behav"))
-    expected |= {
-        "training/rollout_probs_diff_max": np.abs(p - q).max(),
-        "training/rollout_probs_diff_mean": np.abs(p - q).mean(),
-        "training/rollout_actor_probs_pearson_corr": np.corrcoef(p, q)[0, 1],
-    }
-    is_sampled = mask.any(1)
-    w = np.exp(z.sum(1))[is_sampled]
-    rewards = rollout()["rewards"][is_sampled]
-    expected |= {"reward/learner_snis": (w * rewards).sum() / w.sum(),
-                 "reward/learner_snis_ess": w.mean() ** 2 / (w**2).mean()}
-    for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-3), name
-    others = {"rollout_corr/training_ppl", "rollout_corr/rollout_ppl", "rollout_corr/ppl_ratio",
-              "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size",
-              "rollout_corr/rollout_is_ratio_fraction_low", "training/rollout_probs_diff_std"}
-    assert others <= set(metrics)
-
-
-def test_a_config_field_reaches_the_method_that_has_it():
-    chosen = step.correction(fields(weight="token_mis", lower=0.25, upper=3.0, objective="dual_clip",
-                                    dual_clip=4.0, kl="k2", kl_coeff=0.1))
-    assert chosen.weight == ("token_mis", {"lower": 0.25, "upper": 3.0})
-    assert chosen.objective == (
-        "dual_clip", {"clip_low": LOW, "clip_high": HIGH, "dual_clip": 4.0})
-    assert chosen.kl[0] == "k2"
-    assert step.correction(fields(kl_coeff=0.0)).kl is None  # no reference model without a term
-
-
 # Critic and supervised
 
 
@@ -481,3 +339,15 @@ def test_method_refuses_nothing_it_was_given():
     table = {"plain": lambda x, *, cap=1.0: x * cap}
     both = ml_collections.ConfigDict({"cap": 3.0, "lower": 0.1})
     assert step.method(table, "plain", both) == ("plain", {"cap": 3.0})
+
+
+def test_a_config_field_reaches_the_method_that_has_it():
+    chosen = step.correction(fields(
+        weight="token_mis", lower=0.25, upper=3.0, objective="dual_clip", dual_clip=4.0, kl="k2",
+        kl_coeff=0.1,
+    ))
+    assert chosen.weight == ("token_mis", {"lower": 0.25, "upper": 3.0})
+    assert chosen.objective == (
+        "dual_clip", {"clip_low": LOW, "clip_high": HIGH, "dual_clip": 4.0})
+    assert chosen.kl[0] == "k2"
+    assert step.correction(fields(kl_coeff=0.0)).kl is None  # no reference model without a term

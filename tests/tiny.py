@@ -1,4 +1,4 @@
-"""A run small enough for tests: one layer of width 32, one-digit sums, a few steps on one device."""
+"""A run small enough for tests: a layer of width 32, one-digit sums, a few steps, one device."""
 
 import contextlib
 import functools

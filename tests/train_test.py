@@ -6,11 +6,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
 
-from jaxrl_tis import checkpoint, rollouts, train
+from jaxrl_tis import rollouts, train
 from jaxrl_tis.engine.engine import Trajectory
 from jaxrl_tis.models import transformer
 from tests import tiny
@@ -50,7 +49,8 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled_in_every_step(recor
     model = tiny.setup(rollout__temperature=0.8, steps=3).model
     first = steps[0][0]
     for params, rows, _ in steps:
-        np.testing.assert_allclose(rows["logp_learner"], learner_logp(model, params, rows), atol=1e-4)
+        expected = learner_logp(model, params, rows)
+        np.testing.assert_allclose(rows["logp_learner"], expected, atol=1e-4)
     params, rows, _ = steps[-1]
     from_start = learner_logp(model, first, rows)
     assert np.abs(from_start - rows["logp_learner"]).max() > 1e-2  # no snapshot from the start
@@ -101,7 +101,8 @@ def one_update(**changes):
     with tiny.one_device():
         trainer = train.Trainer(setup)
     state = train.initial_state(setup, train.initial_params(setup))
-    before = jax.device_get(state["policy"].params)
+    # A copy on the device: a NumPy view of a buffer would keep it from being donated.
+    before = jax.tree.map(jnp.copy, state["policy"].params)
     rows = trainer.score(state, fake_samples())
     state, metrics = trainer.update(state, rows, 1)
     return before, state, rows, metrics, trainer
@@ -139,7 +140,7 @@ def test_the_old_policy_stays_fixed_while_the_learner_moves():
         assert sorted(map(bytes, tokens)) == sorted(map(bytes, rows["tokens"]))
         for minibatch in epoch:
             mask = minibatch["mask"]
-            expected = {bytes(t): l for t, l in zip(rows["tokens"], rows["logp_learner"])}
+            expected = {bytes(t): x for t, x in zip(rows["tokens"], rows["logp_learner"])}
             for tokens_t, old_t, mask_t in zip(
                 key(minibatch), minibatch["logp_old"].reshape(-1, 8), mask.reshape(-1, 8)
             ):
@@ -252,7 +253,8 @@ def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):
 
 def test_a_jsonl_task_needs_no_warm_up_split(tmp_path):
     """As the shipped GSM8K config: files of the user, no supervised steps."""
-    lines = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1), "id": str(a)}) for a in range(9)]
+    rows = [{"prompt": f"{a}+1=", "answer": str(a + 1), "id": str(a)} for a in range(9)]
+    lines = [json.dumps(row) for row in rows]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     tiny.run(
         tmp_path / "run", steps=1, task__name="jsonl", warmup__steps=0,
