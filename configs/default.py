@@ -87,6 +87,7 @@ def get_config() -> ConfigDict:
     c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length
     c.correction.kl = "k3"  # a name in jaxrl_tis.estimators.kl.KL
     c.correction.kl_coeff = 0.0  # 0 keeps no reference model
+    c.correction.offload_reference = False  # keep the reference in host memory between uses
     c.correction.entropy_coeff = 0.0
 
     c.optimizer = _optimizer(1e-4)

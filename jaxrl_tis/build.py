@@ -117,7 +117,8 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
         )
     if setup.correction.kl is not None:
         bf16 = transformer.abstract_params(setup.model, "bfloat16")
-        state["reference"] = place(bf16, shardings)
+        kind = "pinned_host" if setup.config.correction.offload_reference else "device"
+        state["reference"] = place(bf16, setup.layout.params(setup.model, kind))
     return state
 
 
@@ -135,14 +136,19 @@ def initial_params(setup: Setup) -> Any:
 def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
     """State at step 0: the critic and the reference start as copies of the policy."""
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
+    on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
     def make(params):
         state = {"policy": steps.TrainState(params, setup.optimizer.init(params))}
         if setup.has_critic:
-            critic = {"decoder": params, "value": jnp.zeros((setup.model.embed_dim,))}
+            # A copy, not the same buffers: each network's update donates its own.
+            critic = {
+                "decoder": jax.tree.map(jnp.copy, params),
+                "value": jnp.zeros((setup.model.embed_dim,)),
+            }
             state["critic"] = steps.TrainState(critic, setup.critic_optimizer.init(critic))
         if setup.correction.kl is not None:
             state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
         return state
 
-    return jax.jit(make, out_shardings=shardings)(params)
+    return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)

@@ -36,24 +36,28 @@ class Evaluator:
         answers = collections.Counter(record["answer"] for record in self._records)
         commonest = answers.most_common(1)[0][0]
         constant = rewards.score([commonest] * len(self._records), self._records)
+        texts = self._answers(scheduler, step, progress)
         return {
-            "eval/greedy_accuracy": self._accuracy(scheduler, rewards, step, 0.0, progress),
-            "eval/sampled_accuracy": self._accuracy(scheduler, rewards, step, 1.0, progress),
+            "eval/greedy_accuracy": _share(rewards.score(texts[0::2], self._records)),
+            "eval/sampled_accuracy": _share(rewards.score(texts[1::2], self._records)),
             "eval/constant_accuracy": _share(constant),
             "eval/n": len(self._records),
         }
 
-    def _accuracy(self, scheduler, rewards, step, temperature, progress) -> float:
-        sampling = rollouts.sampling_params(
-            self._config, self._prompter.tokenizer, temperature, is_filtered=False
-        )
+    def _answers(self, scheduler, step: int, progress) -> list[str]:
+        """For each prompt its greedy and its sampled answer; they share one prefill."""
+        tokenizer = self._prompter.tokenizer
+        sampling = {
+            name: rollouts.sampling_params(self._config, tokenizer, temperature, is_filtered=False)
+            for name, temperature in (("greedy", 0.0), ("sampled", 1.0))
+        }
         requests = [
-            Request(f"eval/{step}/{temperature}/{i}", ids, self._config.seed, sampling)
+            Request(f"eval/{step}/{name}/{i}", ids, self._config.seed, params)
             for i, ids in enumerate(self._prompts)
+            for name, params in sampling.items()
         ]
         trajectories = rollouts.run(scheduler, requests, progress.update)
-        texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
-        return _share(rewards.score(texts, self._records))
+        return [tokenizer.decode(t.tokens) for t in trajectories]
 
 
 def _share(scores: list[float]) -> float:

@@ -102,11 +102,13 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
-    def params(self, config: ModelConfig) -> Any:
-        """Tree of shardings for the parameters of a model."""
+    def params(self, config: ModelConfig, memory_kind: str = "device") -> Any:
+        """Tree of shardings for the parameters of a model; "pinned_host" keeps them off the
+        accelerator."""
         check_tensor_parallel(config, self.mesh.shape["tensor"])
+        place = lambda axes: self.sharding(axes).with_memory_kind(memory_kind)
         axes = transformer.logical_axes(config)
-        return jax.tree.map(self.sharding, axes, is_leaf=lambda a: isinstance(a, tuple))
+        return jax.tree.map(place, axes, is_leaf=lambda a: isinstance(a, tuple))
 
     def put_params(self, params: Any, config: ModelConfig) -> Any:
         return jax.device_put(params, self.params(config))

@@ -74,7 +74,8 @@ class Trainer:
         if "critic" in state:
             rows["values"] = flat(self._values(state["critic"].params, micro))
         if "reference" in state:
-            rows["logp_ref"] = flat(self._score(state["reference"], micro)["logp"])
+            reference = self.setup.layout.put_params(state["reference"], self.setup.model)
+            rows["logp_ref"] = flat(self._score(reference, micro)["logp"])
         rows["rewards"] = np.array([s.reward for s in samples], np.float32)
         rows["group"] = np.array([s.group for s in samples], np.int32)
         return rows

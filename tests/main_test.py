@@ -12,7 +12,6 @@ CONFIG = "--config=configs/quickstart.py"
 COMMANDS = {
     "typo": [CONFIG, "--config.optimizer.lrr=1", "--workdir=unused"],
     "type": [CONFIG, "--config.optimizer.lr=fast", "--workdir=unused"],
-    "nothing": [],
     "contradiction": [CONFIG, "--workdir=unused", "--config.rollout.group_size=1",
                       "--config.correction.mode=bypass"],
 }
@@ -34,7 +33,6 @@ def results():
 @pytest.mark.parametrize("name, words", [
     ("typo", ["lrr", "lr"]),
     ("type", ["lr", "fast"]),
-    ("nothing", ["--config", "--workdir"]),
     ("contradiction", ["rollout.group_size is 1", "bypass"]),
 ])
 def test_a_mistake_stops_before_anything_is_written(results, name, words):

@@ -115,12 +115,6 @@ def test_the_learner_moved_at_every_step():
     assert all(r["actor/grad_norm"] > 1e-4 for r in train_lines)
 
 
-def test_the_same_seed_twice_gives_the_same_record(tmp_path):
-    tiny.run(tmp_path)
-    assert tiny.lines(tmp_path) == tiny.lines(tiny.finished())
-    assert_same_run(tmp_path)
-
-
 def test_another_seed_gives_another_run(tmp_path):
     with mock.patch.object(train, "initial_state", side_effect=Cut), pytest.raises(Cut):
         tiny.run(tmp_path, seed=1)

@@ -37,6 +37,7 @@ def config(**overrides):
     c.rollout.prompts = 4
     c.rollout.group_size = 4
     c.rollout.max_new_tokens = 3
+    c.rollout.temperature = 0.8
     c.engine.slots = 8
     c.engine.steps_per_call = 2
     c.engine.prefill_batch = 4

@@ -1,7 +1,9 @@
 """The loop: what each step records, at which weights, and what stops it."""
 
+import dataclasses
 import json
 import math
+import pathlib
 from unittest import mock
 
 import jax
@@ -9,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts, train
+from jaxrl_tis import report, rollouts, train
 from jaxrl_tis.engine.engine import Trajectory
 from jaxrl_tis.models import transformer
 from tests import tiny
 
-_score, _update = train.Trainer.score, train.Trainer.update
+_score = train.Trainer.score
 
 
 def learner_logp(config, params, rows):
@@ -26,9 +28,17 @@ def learner_logp(config, params, rows):
     return np.where(rows["mask"], np.pad(taken, ((0, 0), (1, 0))), 0)
 
 
+@dataclasses.dataclass
+class Recorded:
+    """A run with its report, and (parameters that sampled, rows, samples) of each of its steps."""
+
+    workdir: pathlib.Path
+    steps: list
+    returned: dict
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """(step, parameters that sampled, rows, samples) of each step of one run, and its folder."""
     workdir, steps = tmp_path_factory.mktemp("recorded"), []
 
     def score(self, state, samples):
@@ -36,17 +46,20 @@ def recorded(tmp_path_factory):
         steps.append((jax.device_get(state["policy"].params), dict(rows), samples))
         return rows
 
-    with mock.patch.object(train.Trainer, "score", score):
-        tiny.run(workdir, rollout__temperature=0.8, steps=3)
-    return workdir, steps
+    write = report.write
+    with (
+        mock.patch.object(train.Trainer, "score", score),
+        tiny.one_device(),
+        mock.patch.object(report, "write", write),
+    ):
+        return Recorded(workdir, steps, train.run(tiny.config(), str(workdir)))
 
 
 # The policies are kept apart
 
 
 def test_old_log_probs_are_those_of_the_weights_that_sampled_in_every_step(recorded):
-    _, steps = recorded
-    model = tiny.setup(rollout__temperature=0.8, steps=3).model
+    steps, model = recorded.steps, tiny.setup().model
     first = steps[0][0]
     for params, rows, _ in steps:
         expected = learner_logp(model, params, rows)
@@ -58,7 +71,7 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled_in_every_step(recor
 
 def test_the_sampler_ran_with_those_weights_too(recorded):
     """int8 against f32 at the same weights: a small gap, never the size of an update."""
-    _, steps = recorded
+    steps = recorded.steps
     for index, (_, rows, samples) in enumerate(steps):
         gap = (rows["logp_learner"] - rows["logp_behav"])[rows["mask"]]
         assert 1e-5 < np.abs(gap).max() < 0.2
@@ -69,8 +82,7 @@ def test_the_sampler_ran_with_those_weights_too(recorded):
 
 
 def test_rows_hold_the_samples_in_order(recorded):
-    _, steps = recorded
-    _, rows, samples = steps[0]
+    _, rows, samples = recorded.steps[0]
     assert rows["group"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     np.testing.assert_allclose(rows["rewards"], [s.reward for s in samples], rtol=1e-6)
     for row, sample in enumerate(samples):
@@ -233,13 +245,14 @@ def test_the_warm_up_taught_the_format():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_run_returns_the_last_evaluation_and_writes_a_report(tmp_path):
-    last = next(r for r in tiny.lines(tiny.finished())[::-1] if r["phase"] == "eval")
-    with mock.patch.object(train, "Trainer", tiny._shared_trainer), \
-            mock.patch.object(train, "build", tiny._shared_build):
-        values = train.run(tiny.config(), str(tmp_path))
-    assert values == {k: v for k, v in last.items() if k.startswith("eval/")}
-    assert (tmp_path / "report.html").stat().st_size > 1000
+def test_run_returns_the_last_evaluation_and_writes_a_report(recorded):
+    last = [r for r in tiny.lines(recorded.workdir) if r["phase"] == "eval"][-1]
+    assert recorded.returned == {k: v for k, v in last.items() if k.startswith("eval/")}
+    assert (recorded.workdir / "report.html").stat().st_size > 1000
+
+
+def test_the_same_seed_twice_gives_the_same_record(recorded):
+    assert tiny.lines(recorded.workdir) == tiny.lines(tiny.finished())
 
 
 def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):

@@ -193,8 +193,11 @@ class Engine:
     # Prefill
 
     def bucket(self, prompt_length: int) -> int:
-        """Padded length of the prefix of a prompt: the next power of two, at least 16."""
-        return min(max(16, 1 << (prompt_length - 2).bit_length()), self.max_length)
+        """Padded length of the prefix of a prompt: the next of 16, 24, 32, 48, 64, 96, 128, ..."""
+        length = 16
+        while length < prompt_length - 1:
+            length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
+        return min(length, self.max_length)
 
     def prefill(self, params: transformer.Params, prompts: list[np.ndarray]) -> Prefix:
         """Prefix of at most `prefill_batch` prompts that share a bucket; row r is prompts[r]."""

@@ -120,8 +120,11 @@ def _distribution(logp_raw_bv: jax.Array, best_b: jax.Array, rows: SamplingRows)
     return jnp.where(plain[:, None], logp_raw_bv, filtered)
 
 
-def distribution(logits_bv: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Log-probabilities [B,V] of what `sample` draws from; -inf outside the support."""
+def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> jax.Array:
+    """Log-probabilities [B,V] of what `sample` draws from; -inf outside the support. One
+    SamplingParams stands for all rows."""
+    if isinstance(rows, SamplingParams):
+        rows = SamplingRows.of([rows] * len(logits_bv))
     return _distribution(_raw(logits_bv, rows), jnp.argmax(logits_bv, axis=-1), rows)
 
 
