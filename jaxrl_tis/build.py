@@ -47,10 +47,14 @@ class Setup:
 def build(config: ml_collections.ConfigDict) -> Setup:
     """Checks the config, reads the tokenizer and the model's shape, and makes the programs."""
     validate(config)
+    model = models.read_config(config.model.path) if config.model.path else None
     tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
-    model = model_config(config, tokenizer)
+    model = model or small_model(config, tokenizer.vocab_size)
     check_tokenizer(tokenizer, model.vocab_size)
     layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES)
+    serving = sharding.layout(config.mesh.serve, sharding.SERVE_RULES)
+    for mesh in (layout.mesh, serving.mesh):
+        sharding.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(
         config.model.dtype, config.model.remat, config.model.highest_head, layout.constrain
     )
@@ -63,7 +67,7 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
         highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
         prefill_batch=config.engine.prefill_batch, unroll=config.engine.unroll,
-        layout=sharding.layout(config.mesh.serve, sharding.SERVE_RULES),
+        layout=serving,
     )
     return Setup(
         config, tokenizer, model, layout, learner, steps.correction(config.correction),
@@ -76,13 +80,11 @@ def build(config: ml_collections.ConfigDict) -> Setup:
     )
 
 
-def model_config(config: ml_collections.ConfigDict, tokenizer: Any) -> ModelConfig:
-    """The shape of the checkpoint at model.path, or of the small model that the config spells."""
+def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
+    """The model whose shape the config spells, for a run without a checkpoint."""
     m = config.model
-    if m.path:
-        return models.read_config(m.path)
     return ModelConfig(
-        family="llama", vocab_size=tokenizer.vocab_size, embed_dim=m.embed_dim,
+        family="llama", vocab_size=vocab_size, embed_dim=m.embed_dim,
         num_layers=m.num_layers, num_heads=m.num_heads, num_kv_heads=m.num_kv_heads,
         head_dim=m.head_dim, mlp_dim=m.mlp_dim, rope=RopeConfig("default", m.rope_theta),
         max_position=m.max_position, norm_eps=1e-6, qkv_bias=False, qk_norm=False,

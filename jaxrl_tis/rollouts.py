@@ -96,12 +96,13 @@ class Collector:
     def collect(
         self, scheduler: Scheduler, step: int, timer: Callable
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Samples of one step in group order, and how many groups were discarded.
+        """Samples of one step in group order, and metrics: groups discarded, rewards that failed.
 
         With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
         replaced by fresh prompts, for at most max_rounds rounds, then kept as they are.
         """
         rollout = self._config.rollout
+        failed = dict(self._rewards.counts)
         kept: list[list[Sample]] = []
         discarded: list[list[Sample]] = []
         for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
@@ -116,7 +117,9 @@ class Collector:
             dataclasses.replace(sample, group=index)
             for index, group in enumerate(chosen) for sample in group
         ]
-        return samples, {"rollout/discarded_groups": len(kept) + len(discarded) - len(chosen)}
+        metrics = {f"reward/{name}": n - failed[name] for name, n in self._rewards.counts.items()}
+        metrics["rollout/discarded_groups"] = len(kept) + len(discarded) - len(chosen)
+        return samples, metrics
 
     def _sample_groups(self, scheduler, tag, timer) -> list[list[Sample]]:
         records = next(self._batches)

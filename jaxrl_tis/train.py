@@ -20,8 +20,13 @@ from jaxrl_tis.engine.scheduler import Scheduler
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
-    """Supervised steps on (prompt, answer) pairs; returns the taught parameters."""
+    """Supervised steps on (prompt, answer) pairs; returns the taught parameters.
+
+    Raises ValueError when an answer and its end token exceed rollout.max_new_tokens.
+    """
     config = setup.config
+    if config.warmup.steps == 0:
+        return params
     prompter = rollouts.Prompter(setup.tokenizer, config.task)
     batches = Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
@@ -34,10 +39,7 @@ def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
     state = steps.TrainState(params, jax.jit(tx.init)(params))
     with metrics.Progress(config.warmup.steps, "warm-up") as progress:
         for index in range(1, config.warmup.steps + 1):
-            pairs = [
-                (prompter.ids(r), [*setup.tokenizer.encode(r["answer"]), setup.tokenizer.eos_ids[0]])
-                for r in next(batches)
-            ]
+            pairs = [(prompter.ids(r), _target(setup, r)) for r in next(batches)]
             rows = batching.supervised_rows(pairs, setup.row_length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, setup.layout.put_batch(minibatch))
@@ -47,6 +49,17 @@ def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
             writer.write(index, "warmup", {"warmup/loss": loss})
             progress.update(1, loss=loss)
     return state.params
+
+
+def _target(setup: Setup, record: dict[str, str]) -> list[int]:
+    ids = [*setup.tokenizer.encode(record["answer"]), setup.tokenizer.eos_ids[0]]
+    limit = setup.config.rollout.max_new_tokens
+    if len(ids) > limit:
+        raise ValueError(
+            f"example {record['id']}: the answer and its end are {len(ids)} tokens, "
+            f"config.rollout.max_new_tokens is {limit}; raise it"
+        )
+    return ids
 
 
 class Trainer:
@@ -173,21 +186,29 @@ class Run:
             seed=config.seed,
         )
         self.collector = rollouts.Collector(config, prompter, self._batches, rewards)
-        self.done = checkpoints.latest()
-        self.writer = metrics.MetricsWriter(workdir, self.done)
         self.last_eval: dict[str, float] = {}
-        self.saved = self.done
-        if self.done is None:
-            self.done = 0
-            self.state = initial_state(setup, warm_up(setup, initial_params(setup), self.writer))
-            self.evaluate(0)
-            self.save(0)
-        else:
-            self.state, meta = checkpoints.restore(abstract_state(setup))
-            self.done = self.saved = meta["step"]
-            self._batches.set_state(meta["batches"])
-            print(f"continuing {workdir} after step {self.done}", flush=True)
         self._scheduler = None
+        # From here on nothing is refused for its config.
+        checkpoint.write_run_files(workdir, config.to_dict())
+        if checkpoints.latest() is None:
+            self._start(workdir)
+        else:
+            self._continue(workdir)
+
+    def _start(self, workdir: pathlib.Path) -> None:
+        self.done = 0
+        self.writer = metrics.MetricsWriter(workdir)
+        params = warm_up(self.setup, initial_params(self.setup), self.writer)
+        self.state = initial_state(self.setup, params)
+        self.evaluate(0)
+        self.save(0)
+
+    def _continue(self, workdir: pathlib.Path) -> None:
+        self.state, meta = self._checkpoints.restore(abstract_state(self.setup))
+        self.done = self.saved = meta["step"]
+        self._batches.set_state(meta["batches"])
+        self.writer = metrics.MetricsWriter(workdir, self.done)
+        print(f"continuing {workdir} after step {self.done}", flush=True)
 
     def sampler(self, version: int) -> Scheduler:
         """The scheduler with the current weights in the sampler's format."""
@@ -231,7 +252,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
     workdir = pathlib.Path(workdir)
     setup = build(config)
     checkpoint.check_same_config(workdir, config.to_dict(), ignore=("steps",))
-    checkpoint.write_run_files(workdir, config.to_dict())
     with (
         checkpoint.Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
         RewardWorker(
@@ -242,6 +262,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
         r = Run(setup, workdir, checkpoints, rewards)
         with r.writer, metrics.Progress(config.steps - r.done, "training") as progress:
             for step in range(r.done + 1, config.steps + 1):
+                if interrupt.is_set:
+                    print(f"stopped after step {step - 1}; the same command continues", flush=True)
+                    break
                 with r.timer("step"):
                     with r.timer("sync"):
                         scheduler = r.sampler(version=step - 1)
@@ -252,7 +275,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
                         r.state, measured = r.trainer.update(r.state, rows, step)
 
                 values |= measured | sample_metrics(samples, rows)
-                values |= {f"reward/{name}": count for name, count in rewards.counts.items()}
                 check_finite(step, values, r.saved)
                 times = r.timer.collect()
                 times["time/rollout_tokens_per_s"] = rows["mask"].sum() / times["time/rollout_s"]
@@ -267,9 +289,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
                     r.evaluate(step)
                 if step % config.checkpoint.every == 0 or is_last:
                     r.save(step)
-                if interrupt.is_set:
-                    print(f"stopped after step {step}; the same command continues", flush=True)
-                    break
     report.write([workdir], workdir / "report.html")
     print(f"report: {workdir / 'report.html'}", flush=True)
     return r.last_eval

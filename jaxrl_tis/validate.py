@@ -1,5 +1,8 @@
 """All contradictions of a config at once, before anything is compiled."""
 
+import functools
+import math
+
 import ml_collections
 
 from jaxrl_tis import optimizer
@@ -57,26 +60,41 @@ def _counts(config):
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
-        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature",
+        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "optimizer.lr",
+        "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
     ]
     for field in positive:
-        value = config
-        for part in field.split("."):
-            value = value[part]
-        if value <= 0:
-            yield f"{field} is {value}; it must be above 0"
+        if _read(config, field) <= 0:
+            yield f"{field} is {_read(config, field)}; it must be above 0"
+    not_negative = [
+        "warmup.steps", "rollout.top_k", "rollout.overlong_buffer", "correction.kl_coeff",
+        "correction.clip_high", "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
+        "critic.warmup", "critic.weight_decay",
+    ]
+    for field in not_negative:
+        if _read(config, field) < 0:
+            yield f"{field} is {_read(config, field)}; it must not be below 0"
+
+
+def _read(config, field: str):
+    return functools.reduce(lambda node, name: node[name], field.split("."), config)
 
 
 def _batches(config):
     train, rollout = config.train, config.rollout
+    for field in ("mesh.train", "mesh.serve"):
+        if len(_read(config, field)) != 3:
+            yield f"{field} is {_read(config, field)}; it needs three entries, (data, fsdp, tensor)"
     rows = rollout.prompts * rollout.group_size
+    if min(rows, train.minibatches, train.microbatch_rows) < 1:
+        return  # reported by _counts
     if rows % (train.minibatches * train.microbatch_rows):
         yield (
             f"rollout.prompts * rollout.group_size = {rows} rows cannot be cut into "
             f"train.minibatches = {train.minibatches} of whole micro-batches of "
             f"train.microbatch_rows = {train.microbatch_rows}"
         )
-    shards = config.mesh.train[0] * config.mesh.train[1]
+    shards = math.prod(config.mesh.train[:2])
     if shards > 0 and train.microbatch_rows % shards:
         yield (
             f"train.microbatch_rows = {train.microbatch_rows} is not divisible by the {shards} "
@@ -108,10 +126,17 @@ def _correction(config):
         )
     if c.weight.endswith("_tis") and c.cap < 1:
         yield f"correction.cap is {c.cap}; a cap below 1 truncates even where the policies agree"
+    if not 0 <= c.clip_low <= 1:
+        yield f"correction.clip_low is {c.clip_low}; the ratio's lower bound 1 - clip_low is in 0 .. 1"
     if not 0 < c.lower <= 1 <= c.upper:
         yield f"the band [{c.lower}, {c.upper}] of correction.lower and upper must hold the ratio 1"
     if c.objective == "dual_clip" and c.dual_clip <= 1:
         yield f"correction.dual_clip is {c.dual_clip}; it must be above 1"
+    if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
+        yield (
+            f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in (0, 1] "
+            "and [0, 1)"
+        )
     is_filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     if is_filtered and not rollout.allow_filter_bias:
         yield (

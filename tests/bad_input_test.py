@@ -63,7 +63,7 @@ def test_the_folder_of_these_tests_works(folder):
 
 
 def test_missing_model_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent.*config.json and model.safetensors"):
+    with pytest.raises(FileNotFoundError, match="absent.*config.json, tokenizer.json and model.safetensors"):
         initial(tmp_path / "absent")
 
 

@@ -58,6 +58,7 @@ class FakeRewards:
 
     def __init__(self, function):
         self._function = function
+        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
 
     def score(self, texts, records):
         return [self._function(text, record) for text, record in zip(texts, records, strict=True)]

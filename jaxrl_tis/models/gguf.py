@@ -89,7 +89,9 @@ class _BoundedReader(GGUFReader):
 
 def _open(path: pathlib.Path) -> GGUFReader:
     if not path.is_file():
-        raise FileNotFoundError(f"No GGUF file {path}: put the model there or correct the path.")
+        raise FileNotFoundError(
+            f"No GGUF file {path}: put the model there or correct the path "
+            "(launch/smollm2.sh fetches SmolLM2).")
     try:
         return _BoundedReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:

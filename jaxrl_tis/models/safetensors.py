@@ -125,8 +125,8 @@ def save(
 def _existing(folder: pathlib.Path) -> pathlib.Path:
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"No model folder {folder}: put config.json and {SINGLE} (or {INDEX} with its shards) "
-            "there.")
+            f"No model folder {folder}: put config.json, tokenizer.json and {SINGLE} (or {INDEX} with "
+            "its shards) there.")
     return folder
 
 

@@ -169,7 +169,7 @@ def test_integer_weights_are_refused(tmp_path):
 
 
 def test_missing_folder_config_and_weights(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json and model.safetensors"):
+    with pytest.raises(FileNotFoundError, match="config.json, tokenizer.json and model.safetensors"):
         models.load(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="empty has no config.json"):
