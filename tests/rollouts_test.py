@@ -143,7 +143,8 @@ def test_groups_share_a_prompt_and_no_noise():
     assert [s.record["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]
     assert [s.text for s in samples] == ["0", "1", "2"] * 2
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
-    assert values == {"rollout/discarded_groups": 0}
+    assert values == {"rollout/discarded_groups": 0, "reward/timeouts": 0, "reward/errors": 0,
+                      "reward/non_finite": 0}
     for group in (samples[:3], samples[3:]):
         assert len({s.trajectory.prompt.tobytes() for s in group}) == 1
     c.collect(scheduler, 2, timer)
