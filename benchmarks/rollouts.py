@@ -105,6 +105,7 @@ def start(python: str, kind: str, name: str, sizes: list[int]) -> subprocess.Pop
     )
     if child.stdout.readline().strip() != "ready":
         raise RuntimeError(f"{name} did not start; run by hand: {' '.join(argv)}")
+    print(f"  {name} is ready", file=sys.stderr, flush=True)
     return child
 
 
@@ -115,6 +116,7 @@ def measure(children: dict[str, subprocess.Popen], rounds: int) -> dict[str, lis
             child.stdin.write("go\n")
             child.stdin.flush()
             rates[name].append(float(child.stdout.readline()))
+            print(f"  {name}: {rates[name][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
     return rates
 
 
