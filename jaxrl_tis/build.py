@@ -41,7 +41,7 @@ class Setup:
 
     @property
     def row_length(self) -> int:
-        return self.config.task.max_prompt_tokens + self.config.rollout.max_new_tokens
+        return self.engine.max_length
 
 
 def build(config: ml_collections.ConfigDict) -> Setup:

@@ -36,13 +36,17 @@ def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
         ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr}), config.warmup.steps
     )
     train_step = steps.make_supervised_step(setup.learner, tx)
-    state = steps.TrainState(params, jax.jit(tx.init)(params))
+    layout = setup.layout
+    moments = optimizer.state_shardings(
+        tx, params, layout.params(setup.model), layout.replicated()
+    )
+    state = steps.TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
     with metrics.Progress(config.warmup.steps, "warm-up") as progress:
         for index in range(1, config.warmup.steps + 1):
             pairs = [(prompter.ids(r), _target(setup, r)) for r in next(batches)]
             rows = batching.supervised_rows(pairs, setup.row_length)
             minibatch = {name: value[None] for name, value in rows.items()}
-            state, values = train_step(state, setup.layout.put_batch(minibatch))
+            state, values = train_step(state, layout.put_batch(minibatch))
             loss = float(values["supervised/ce_loss"])
             if not math.isfinite(loss):
                 raise FloatingPointError(f"warm-up step {index}: the cross-entropy is {loss}")
@@ -216,7 +220,8 @@ class Run:
         params = jax.block_until_ready(engine.load(self.state["policy"].params))
         if self._scheduler is None:
             self._scheduler = Scheduler(engine, params, version)
-        self._scheduler.set_params(params, version)
+        else:
+            self._scheduler.set_params(params, version)
         return self._scheduler
 
     def evaluate(self, step: int) -> None:
