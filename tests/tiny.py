@@ -7,13 +7,11 @@ import pathlib
 import tempfile
 from unittest import mock
 
-import jax
-
 from configs import default
-from jaxrl_tis import report, sharding, train
+from jaxrl_tis import report, train
 
 STEPS = 5
-_layout, _build, _trainer = sharding.layout, train.build, train.Trainer
+_build, _trainer = train.build, train.Trainer
 
 
 def config(**overrides):
@@ -74,16 +72,11 @@ def _shared_trainer(setup):
     return store["trainer"]
 
 
-def _one_device_layout(shape, rules, devices=None):
-    return _layout((1, 1, 1), rules, jax.devices()[:1])
-
-
 @contextlib.contextmanager
 def one_device():
-    """Programs on the first of the simulated devices, compiled once per config (they hold no
+    """Programs of the tiny config on one device, compiled once per config (they hold no
     state), and no report, whose plots take seconds."""
     with (
-        mock.patch.object(sharding, "layout", _one_device_layout),
         mock.patch.object(train, "build", _shared_build),
         mock.patch.object(train, "Trainer", _shared_trainer),
         mock.patch.object(report, "write", lambda *_, **__: None),
