@@ -119,9 +119,9 @@ class Layout:
         return jax.tree.map(lambda x: jax.device_put(x, self.sharding(axes(x))), batch)
 
     def put_cache(self, kv: Any) -> Any:
-        """Key/value cache [..., B,S,N,K]: slots over the data axes, heads over tensor."""
+        """Key/value cache [..., B,N,S,K]: slots over the data axes, heads over tensor."""
         put = lambda x: jax.device_put(
-            x, self.sharding((None,) * (x.ndim - 4) + ("batch", None, "kv_heads", None))
+            x, self.sharding((None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None))
         )
         return jax.tree.map(put, kv)
 

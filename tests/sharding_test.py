@@ -136,7 +136,7 @@ def test_the_cache_is_split_over_slots_and_heads():
     for unroll in (False, True):
         engine = Engine(CONFIG, slots=8, max_length=16, unroll=unroll, layout=layout)
         for leaf in jax.tree.leaves(engine.init_state().cache):
-            assert local_shape(leaf)[-4:] == (2, 16, 1, 8)  # slots / 4, length, kv heads / 2, head
+            assert local_shape(leaf)[-4:] == (2, 1, 16, 8)  # slots / 4, kv heads / 2, length, head
 
 
 # The same two updates on one device and on eight

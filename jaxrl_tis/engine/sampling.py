@@ -87,15 +87,17 @@ class Sample:
     entropy: jax.Array
 
 
-def _raw(logits_bv: jax.Array, rows: SamplingRows) -> jax.Array:
+def _scaled(logits_bv: jax.Array, rows: SamplingRows) -> jax.Array:
+    """(logits - their maximum) / temperature; temperature 1 for greedy rows."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    return jax.nn.log_softmax(logits_bv.astype(jnp.float32) / temperature[:, None], axis=-1)
+    logits_bv = logits_bv.astype(jnp.float32)
+    return (logits_bv - jnp.max(logits_bv, axis=-1, keepdims=True)) / temperature[:, None]
 
 
-def _kept(logp_bv: jax.Array, rows: SamplingRows) -> jax.Array:
+def _kept(scaled_bv: jax.Array, rows: SamplingRows) -> jax.Array:
     """[B,V] bool support after top-k, top-p and min-p; ties go to the lower token id."""
-    order = jnp.argsort(-logp_bv, axis=-1, stable=True)
-    p = jnp.exp(jnp.take_along_axis(logp_bv, order, axis=-1))
+    order = jnp.argsort(-scaled_bv, axis=-1, stable=True)
+    p = jax.nn.softmax(jnp.take_along_axis(scaled_bv, order, axis=-1), axis=-1)
     rank = jnp.arange(p.shape[1])[None]
     keep = (rank < rows.top_k[:, None]) | (rows.top_k == 0)[:, None]
     p = jnp.where(keep, p, 0.0)
@@ -106,18 +108,25 @@ def _kept(logp_bv: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
 
 
-def _filter(logp_bv: jax.Array, best_b: jax.Array, rows: SamplingRows) -> jax.Array:
-    greedy = jnp.arange(logp_bv.shape[1])[None] == best_b[:, None]
-    keep = jnp.where((rows.temperature > 0)[:, None], _kept(logp_bv, rows), greedy)
-    return jax.nn.log_softmax(jnp.where(keep, logp_bv, -jnp.inf), axis=-1)
+def _weights(scaled_bv: jax.Array, raw_bv: jax.Array, rows: SamplingRows) -> jax.Array:
+    """exp(scaled) [B,V] where a row's filters keep the token, 0 elsewhere; greedy rows keep one.
 
+    Sorting the vocabulary and searching its maximum run only when a row asks for them.
+    """
+    is_greedy = (rows.temperature <= 0)[:, None]
+    is_filtered = ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))[:, None] & ~is_greedy
 
-def _distribution(logp_raw_bv: jax.Array, best_b: jax.Array, rows: SamplingRows) -> jax.Array:
-    plain = (rows.temperature > 0) & (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
-    filtered = jax.lax.cond(
-        jnp.all(plain), lambda x: x, lambda x: _filter(x, best_b, rows), logp_raw_bv
-    )
-    return jnp.where(plain[:, None], logp_raw_bv, filtered)
+    def filtered(weights_bv):
+        return jnp.where(is_filtered & ~_kept(scaled_bv, rows), 0.0, weights_bv)
+
+    def greedy(weights_bv):
+        best_b = jnp.argmax(scaled_bv, axis=-1)
+        is_best = jnp.arange(scaled_bv.shape[1])[None] == best_b[:, None]
+        return jnp.where(is_greedy & ~is_best, 0.0, weights_bv)
+
+    same = lambda weights_bv: weights_bv
+    weights_bv = jax.lax.cond(jnp.any(is_filtered), filtered, same, raw_bv)
+    return jax.lax.cond(jnp.any(is_greedy), greedy, same, weights_bv)
 
 
 def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> jax.Array:
@@ -125,7 +134,10 @@ def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> j
     SamplingParams stands for all rows."""
     if isinstance(rows, SamplingParams):
         rows = SamplingRows.of([rows] * len(logits_bv))
-    return _distribution(_raw(logits_bv, rows), jnp.argmax(logits_bv, axis=-1), rows)
+    scaled_bv = _scaled(logits_bv, rows)
+    weights_bv = _weights(scaled_bv, jnp.exp(scaled_bv), rows)
+    total_b1 = jnp.sum(weights_bv, axis=-1, keepdims=True)
+    return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b1), -jnp.inf)
 
 
 def _first_above(weights_bn: jax.Array, u_b: jax.Array) -> jax.Array:
@@ -136,12 +148,12 @@ def _first_above(weights_bn: jax.Array, u_b: jax.Array) -> jax.Array:
     return jnp.argmax((cumulative > target[:, None]) & (weights_bn > 0), axis=-1)
 
 
-def _draw(logp_bv: jax.Array, u_b2: jax.Array) -> jax.Array:
+def _draw(weights_bv: jax.Array, u_b2: jax.Array) -> jax.Array:
     """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each."""
-    b, v = logp_bv.shape
-    p = jnp.pad(jnp.exp(logp_bv), ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
-    block = _first_above(jnp.sum(p, axis=-1), u_b2[:, 0])
-    within = jnp.take_along_axis(p, block[:, None, None], axis=1)[:, 0]
+    b, v = weights_bv.shape
+    blocks = jnp.pad(weights_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
+    block = _first_above(jnp.sum(blocks, axis=-1), u_b2[:, 0])
+    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return (block * BLOCK + _first_above(within, u_b2[:, 1])).astype(jnp.int32)
 
 
@@ -161,14 +173,20 @@ def sample(
       keys_b2: [B,2] uint32 from `row_keys`.
       positions_b: [B] int32 absolute position of the token to be drawn.
     """
-    logp_raw = _raw(logits_bv, rows)
-    best = jnp.argmax(logits_bv, axis=-1)
-    logp = _distribution(logp_raw, best, rows)
+    scaled_bv = _scaled(logits_bv, rows)
+    raw_bv = jnp.exp(scaled_bv)
+    weights_bv = _weights(scaled_bv, raw_bv, rows)
     fold = lambda k, position: jax.random.uniform(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
-    u_b2 = jax.vmap(fold)(keys_b2, positions_b)
-    token = jnp.where(rows.temperature > 0, _draw(logp, u_b2), best.astype(jnp.int32))
-    of_token = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
-    entropy = 0.0 - jnp.sum(jnp.exp(logp) * jnp.where(jnp.isfinite(logp), logp, 0.0), axis=-1)
-    return Sample(token, of_token(logp), of_token(logp_raw), entropy)
+    token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b))
+    total = jnp.sum(weights_bv, axis=-1)
+    scaled = jnp.take_along_axis(scaled_bv, token[:, None], axis=-1)[:, 0]
+    # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
+    moment = jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1)
+    return Sample(
+        token=token,
+        logp_behav=scaled - jnp.log(total),
+        logp_raw=scaled - jnp.log(jnp.sum(raw_bv, axis=-1)),
+        entropy=jnp.log(total) - moment / total,
+    )

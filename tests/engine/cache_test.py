@@ -33,9 +33,9 @@ def test_empty_has_one_cache_per_layer_or_one_stack(dtype):
     assert isinstance(unrolled, tuple) and len(unrolled) == 3
     stacked = cache.empty(CONFIG, slots=4, length=12, dtype=dtype, unrolled=False)
     for x in jax.tree.leaves(unrolled):
-        assert (x.shape, x.dtype) == ((4, 12, 2, 8), jnp.dtype(dtype)) and not x.any()
+        assert (x.shape, x.dtype) == ((4, 2, 12, 8), jnp.dtype(dtype)) and not x.any()
     for x in jax.tree.leaves(stacked):
-        assert (x.shape, x.dtype) == ((3, 4, 12, 2, 8), jnp.dtype(dtype)) and not x.any()
+        assert (x.shape, x.dtype) == ((3, 4, 2, 12, 8), jnp.dtype(dtype)) and not x.any()
 
 
 @pytest.mark.parametrize("unrolled", [True, False])
@@ -49,12 +49,12 @@ def test_insert_copies_rows_into_slots_and_leaves_the_others(unrolled):
         assert n.dtype == jnp.bfloat16
         n, o, p = (np.asarray(x.astype(jnp.bfloat16), np.float32) for x in (n, o, p))
         for slot, row in {0: 1, 2: 0, 3: 1}.items():
-            np.testing.assert_array_equal(n[..., slot, :5, :, :], p[..., row, :, :, :])
+            np.testing.assert_array_equal(n[..., slot, :, :5, :], p[..., row, :, :, :])
         np.testing.assert_array_equal(n[..., 1, :, :, :], o[..., 1, :, :, :])
 
 
 def test_append_writes_one_position_per_slot_and_returns_a_new_cache():
-    old = KV(normal(3, 6, 2, 8), normal(3, 6, 2, 8))
+    old = KV(normal(3, 2, 6, 8), normal(3, 2, 6, 8))
     before = jax.tree.map(np.array, old)
     q, k, v = normal(3, 1, 4, 8), normal(3, 1, 2, 8), normal(3, 1, 2, 8)
     positions = np.array([0, 5, 2])
@@ -63,7 +63,7 @@ def test_append_writes_one_position_per_slot_and_returns_a_new_cache():
     for name, fresh in (("k", k), ("v", v)):
         expected = np.array(getattr(before, name))
         for slot, position in enumerate(positions):
-            expected[slot, position] = fresh[slot, 0]
+            expected[slot, :, position] = fresh[slot, 0]
         np.testing.assert_array_equal(getattr(new, name), expected)
         np.testing.assert_array_equal(getattr(old, name), getattr(before, name))
 
@@ -72,10 +72,10 @@ def test_decode_token_by_token_equals_attention_within_the_row():
     t, b = 6, 2
     q, k, v = normal(b, t, 4, 8), normal(b, t, 2, 8), normal(b, t, 2, 8)
     expected, kept = keep_rows(np.ones((b, t), int), q, k, v)
-    np.testing.assert_array_equal(kept.k, k)
-    np.testing.assert_array_equal(kept.v, v)
+    np.testing.assert_array_equal(kept.k, np.swapaxes(k, 1, 2))
+    np.testing.assert_array_equal(kept.v, np.swapaxes(v, 1, 2))
     # The second slot starts two tokens later, on top of what a former request has left.
-    kv = KV(normal(b, 9, 2, 8), normal(b, 9, 2, 8))
+    kv = KV(normal(b, 2, 9, 8), normal(b, 2, 9, 8))
     lags = np.array([0, 2])
     for step in range(t + 2):
         position = np.clip(step - lags, 0, t - 1)
