@@ -2,148 +2,23 @@
 
     python -m jaxrl_tis.report WORKDIR [WORKDIR ...] [--out FILE] [--png FILE]
 
-Everything is inside the one HTML file (inline SVG, no script, nothing fetched). To show another
-metric, add a line to PLOTS.
+Everything is inside the one HTML file (inline SVG, no script, nothing fetched). What is drawn is in
+plots.py.
 """
 
 import argparse
-import dataclasses
 import html
-import io
 import json
-import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib import colors, figure, lines, ticker
-from matplotlib.axes import Axes
+from matplotlib import colors
 
-from jaxrl_tis import metrics
-
-Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
-# Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-INTERVALS = ("eval/greedy_accuracy", "eval/sampled_accuracy")  # fractions of eval/n problems
-LINE_STYLES = ("-", "--", ":", "-.")
-STEP_PHASES = ("sync", "rollout", "reward", "score", "update")  # parts of time/step_s
-OTHER_PHASES = ("eval", "checkpoint")  # beside it
-PHASE_COLORS = {**dict(zip((*STEP_PHASES, "eval"), COLORS)), "checkpoint": "#332288",
-                "rest of the step": "#B0B7BF"}
-STYLE = {
-    "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "axes.edgecolor": "#888888", "axes.labelcolor": "#333333", "xtick.color": "#555555",
-    "ytick.color": "#555555", "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E4E7EB",
-    "legend.fontsize": 9.5, "legend.edgecolor": "white", "axes.formatter.useoffset": False,
-    "axes.formatter.limits": (-4, 5), "svg.fonttype": "none", "svg.hashsalt": "jaxrl_tis",
-    "figure.constrained_layout.use": True,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Plot:
-    """One picture. `series` maps a metric of `phase` to its name in the legend."""
-
-    section: str
-    title: str
-    unit: str
-    series: dict[str, str]
-    note: str
-    phase: str = "train"
-    log: bool = False
-    in_overview: bool = False
-
-
-LEARNING, GAP, WEIGHTS = "Learning", "Sampler against learner", "Importance weights"
-OPTIMISATION, TIME = "Optimisation", "Time"
-PLOTS = (
-    Plot(LEARNING, "Reward", "mean reward per response",
-         {"reward/mean": "sampler", "reward/learner_snis": "learner (SNIS)"},
-         "What the sampler earned, and what the learner would earn by the self-normalised "
-         "importance-sampling estimate from the same responses.", in_overview=True),
-    Plot(LEARNING, "Effective sample size of the SNIS estimate", "effective responses",
-         {"reward/learner_snis_ess": "ESS"}, "How many responses the learner's estimate rests on."),
-    Plot(LEARNING, "Held-out accuracy, greedy", "fraction correct",
-         {"eval/greedy_accuracy": "greedy", "eval/constant_accuracy": "best constant answer"},
-         "Band: 95 % Wilson interval.", "eval", in_overview=True),
-    Plot(LEARNING, "Held-out accuracy, sampled", "fraction correct",
-         {"eval/sampled_accuracy": "sampled", "eval/constant_accuracy": "best constant answer"},
-         "Band: 95 % Wilson interval.", "eval"),
-    Plot(LEARNING, "Response length", "tokens",
-         {"response_length/mean": "mean", "response_length/max": "longest"},
-         "Sampled tokens per response, the end token included."),
-    Plot(LEARNING, "Truncated responses", "fraction of responses",
-         {"response_length/truncated_ratio": "truncated"}, "Responses cut at the token limit."),
-    Plot(LEARNING, "Warm-up loss", "nats per token", {"warmup/loss": "loss"},
-         "Supervised steps before reinforcement learning.", "warmup"),
-    Plot(LEARNING, "Warm-up accuracy", "fraction correct", {"warmup/accuracy": "accuracy"},
-         "Supervised steps before reinforcement learning.", "warmup"),
-
-    Plot(GAP, "Probability difference", "|p_sampler − p_learner|",
-         {"training/rollout_probs_diff_max": "largest", "training/rollout_probs_diff_mean": "mean"},
-         "Over the sampled tokens of a step, both at the weights that sampled. 0: bitwise equal.",
-         log=True, in_overview=True),
-    Plot(GAP, "Correlation of the probabilities", "Pearson's r",
-         {"training/rollout_actor_probs_pearson_corr": "r"},
-         "Between the sampler's and the learner's probability of the sampled tokens."),
-    Plot(GAP, "KL divergence of learner from sampler", "nats per token",
-         {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"},
-         "Two estimators of one quantity: k1 has no bias and may be negative, k3 never is.",
-         in_overview=True),
-    Plot(GAP, "χ² divergence", "χ²",
-         {"rollout_corr/chi2_token": "per token", "rollout_corr/chi2_seq": "per sequence"},
-         "Mean squared ratio minus 1: the variance that importance weights add.", log=True),
-    Plot(GAP, "Perplexity ratio", "learner / sampler", {"rollout_corr/ppl_ratio": "ratio"},
-         "1: both find the responses equally likely."),
-
-    Plot(WEIGHTS, "Mean importance weight", "weight", {"rollout_corr/rollout_is_mean": "mean"},
-         "1 in expectation without truncation; below 1 is the bias that truncation pays with."),
-    Plot(WEIGHTS, "Largest importance weight", "weight", {"rollout_corr/rollout_is_max": "max"},
-         "One response far above the others dominates its step.", log=True),
-    Plot(WEIGHTS, "Effective sample size", "fraction of the batch",
-         {"rollout_corr/rollout_is_eff_sample_size": "ESS"},
-         "1: all weights are equal.", in_overview=True),
-    Plot(WEIGHTS, "Truncated weights", "fraction of the weights",
-         {"rollout_corr/rollout_is_ratio_fraction_high": "above the threshold"},
-         "Weights that the upper threshold cut."),
-
-    Plot(OPTIMISATION, "Entropy", "nats per token", {"actor/entropy": "entropy"},
-         "Of the learner's distribution. A fall to 0 is a collapse.", in_overview=True),
-    Plot(OPTIMISATION, "Gradient norm", "L2 norm before clipping", {"actor/grad_norm": "norm"},
-         "Spikes often come before a collapse.", log=True),
-    Plot(OPTIMISATION, "Policy loss", "loss", {"actor/pg_loss": "loss"},
-         "Its value says little; a jump says a lot."),
-    Plot(OPTIMISATION, "Clipped tokens", "fraction of tokens", {"actor/pg_clipfrac": "clipped"},
-         "Tokens that the trust region stops from moving further."),
-    Plot(OPTIMISATION, "KL to the old policy", "nats per token", {"actor/ppo_kl": "KL"},
-         "How far the learner moved within a step."),
-
-    Plot(TIME, "Time per step", "seconds", {"time/step_s": "step"}, "Wall clock.", log=True),
-    Plot(TIME, "Sampling speed", "tokens per second", {"time/rollout_tokens_per_s": "tokens/s"},
-         "Sampled tokens over the time of the rollout phase."),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a workdir holds."""
-
-    label: str
-    color: Any  # of matplotlib
-    records: list[dict[str, Any]]
-    config: dict[str, Any]  # config.json, {} when there is none
-
-    def curve(self, phase: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (steps [n], values [n]) of a metric."""
-        points = [(record["step"], record[key]) for record in self.records
-                  if record["phase"] == phase and key in record]
-        steps, values = np.array(points, float).reshape(-1, 2).T
-        return steps, values
+from jaxrl_tis import metrics, plots
+from jaxrl_tis.plots import Run
 
 
 def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
@@ -157,8 +32,8 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
         raise ValueError("no workdir given: a report needs at least one")
     paths = [pathlib.Path(workdir).resolve() for workdir in workdirs]
     names = [path.name for path in paths]
-    palette = COLORS
-    if len(paths) > len(COLORS):
+    palette = plots.COLORS
+    if len(paths) > len(plots.COLORS):
         palette = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(paths)))
     runs = []
     for path, color in zip(paths, palette):
@@ -169,192 +44,6 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
     return runs
 
 
-def wilson(p: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 95 % Wilson score interval of a fraction `p` seen in `n` trials.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
-    """
-    z2n = Z_95**2 / n
-    center = (p + z2n / 2) / (1 + z2n)
-    half = Z_95 / (1 + z2n) * np.sqrt(p * (1 - p) / n + z2n / (4 * n))
-    return center - half, center + half
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the centred moving average over 1/25 of the run; NaN entries are left out."""
-    window = len(values) // 25 | 1  # odd
-    if window == 1:
-        return values
-    present = np.isfinite(values)
-    total = np.convolve(np.where(present, values, 0.0), np.ones(window), "same")
-    count = np.convolve(present, np.ones(window), "same")
-    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
-
-
-def is_present(plot: Plot, runs: Sequence[Run]) -> bool:
-    """Whether any run has any metric of the plot."""
-    return any(run.curve(plot.phase, key)[0].size for run in runs for key in plot.series)
-
-
-def draw(axes: Axes, plot: Plot, runs: Sequence[Run]) -> None:
-    """Draws the curves of `plot`: a colour per run, a dash per metric."""
-    values_seen = []
-    for run in runs:
-        for (key, _), style in zip(plot.series.items(), LINE_STYLES):
-            steps, values = run.curve(plot.phase, key)
-            if steps.size == 0:
-                continue
-            values_seen.append(values[np.isfinite(values)])
-            average = smooth(values) if plot.phase == "train" else values
-            if average is not values:
-                axes.plot(steps, values, color=run.color, alpha=0.2, linewidth=0.8)
-            marker = "o" if key in INTERVALS or steps.size == 1 else None
-            axes.plot(steps, average, style, color=run.color, linewidth=1.8, marker=marker,
-                      markersize=3.5)
-            if key in INTERVALS:
-                _draw_interval(axes, run, key)
-    if plot.log:
-        _set_log_scale(axes, np.concatenate(values_seen))
-    axes.set_title(plot.title)
-    axes.set_xlabel("warm-up step" if plot.phase == "warmup" else "training step")
-    axes.set_ylabel(plot.unit)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
-
-
-def _draw_interval(axes: Axes, run: Run, key: str) -> None:
-    """Shades the Wilson interval of an accuracy at the steps whose record counts its problems."""
-    points = [(record["step"], record[key], record["eval/n"]) for record in run.records
-              if record["phase"] == "eval" and key in record and "eval/n" in record]
-    if points:
-        steps, values, counts = np.array(points, float).T
-        axes.fill_between(steps, *wilson(values, counts), color=run.color, alpha=0.13, linewidth=0)
-
-
-def _set_log_scale(axes: Axes, values: np.ndarray) -> None:
-    """Logarithmic axis; linear below the smallest magnitude when zeros or negatives must show."""
-    magnitudes = np.abs(values[values != 0])
-    if magnitudes.size and (values <= 0).any():
-        axes.set_yscale("symlog", linthresh=magnitudes.min())
-    elif magnitudes.size:
-        axes.set_yscale("log")
-        if magnitudes.max() < 100 * magnitudes.min():  # few powers of ten: 0.5, not 5 x 10^-1
-            axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-
-
-def legend_entries(plot: Plot, runs: Sequence[Run]) -> list[lines.Line2D]:
-    """Returns legend lines: the runs when there are several, the metrics when there are several."""
-    runs = [run for run in runs if is_present(plot, [run])]
-    names = {name: style for (key, name), style in zip(plot.series.items(), LINE_STYLES)
-             if any(run.curve(plot.phase, key)[0].size for run in runs)}
-    entries = []
-    if len(runs) > 1:
-        entries += [_entry(run.label, run.color, "-") for run in runs]
-    if len(names) > 1:
-        color = "#444444" if len(runs) > 1 else runs[0].color
-        entries += [_entry(name, color, style) for name, style in names.items()]
-    return entries
-
-
-def _entry(label: str, color: Any, style: str) -> lines.Line2D:
-    return lines.Line2D([], [], color=color, linestyle=style, linewidth=1.8, label=_literal(label))
-
-
-def _literal(text: str) -> str:
-    """Returns text that matplotlib shows as it is: no formula, no label hidden by an underscore."""
-    escaped = text.replace("$", r"\$")
-    return "\u200b" + escaped if escaped.startswith("_") else escaped
-
-
-def phase_seconds(run: Run) -> dict[str, float]:
-    """Returns the seconds that every phase took in the whole run, warm-up left out."""
-    def total(name):
-        return sum(record[f"time/{name}_s"] for record in run.records
-                   if record["phase"] != "warmup" and f"time/{name}_s" in record)
-
-    seconds = {phase: total(phase) for phase in (*STEP_PHASES, *OTHER_PHASES)}
-    rest = total("step") - sum(seconds[phase] for phase in STEP_PHASES)
-    return {**seconds, "rest of the step": max(rest, 0.0)}
-
-
-def draw_phases(axes: Axes, runs: Sequence[Run]) -> None:
-    """Draws one stacked bar per run: its time by phase."""
-    left = np.zeros(len(runs))
-    for phase, color in PHASE_COLORS.items():
-        minutes = np.array([phase_seconds(run)[phase] for run in runs]) / 60
-        if minutes.any():
-            axes.barh(range(len(runs)), minutes, left=left, color=color, height=0.6, label=phase,
-                      edgecolor="white", linewidth=0.6)
-        left += minutes
-    axes.set_yticks(range(len(runs)), [_literal(run.label) for run in runs])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_title("Where the time went")
-    axes.set_xlabel("minutes")
-
-
-def svg(picture: figure.Figure) -> str:
-    """Returns a figure as an <svg> element to put into a page."""
-    buffer = io.StringIO()
-    picture.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    # Ids of groups repeat from one figure to the next and nothing refers to them.
-    return re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg"):])
-
-
-def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
-    """Returns {section: [(svg, note)]} of every plot that a run has a metric for."""
-    sections = {}
-    with matplotlib.rc_context(STYLE):
-        for plot in PLOTS:
-            if is_present(plot, runs):
-                picture = figure.Figure(figsize=(6.0, 3.5))
-                draw(picture.add_subplot(), plot, runs)
-                entries = legend_entries(plot, runs)
-                if entries:
-                    picture.legend(handles=entries, loc="outside lower center", ncols=4)
-                sections.setdefault(plot.section, []).append((svg(picture), plot.note))
-        timed = [run for run in runs if sum(phase_seconds(run).values()) > 0]
-        if timed:
-            picture = figure.Figure(figsize=(6.0, 1.7 + 0.4 * len(timed)))
-            axes = picture.add_subplot()
-            draw_phases(axes, timed)
-            picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-            sections.setdefault(TIME, []).append(
-                (svg(picture), "Without warm-up, and without work lost to a killed process."))
-    return sections
-
-
-def write_png(workdirs: Sequence[str | os.PathLike], out_png: str | os.PathLike) -> pathlib.Path:
-    """Writes a picture of up to 2x3 plots that tell most about the runs; returns its path.
-
-    Raises:
-      ValueError: the runs have none of the metrics.
-    """
-    runs = load(workdirs)
-    plots = [plot for plot in PLOTS if plot.in_overview and is_present(plot, runs)][:6]
-    if not plots:
-        raise ValueError(f"nothing to draw: {[run.label for run in runs]} have no metric of PLOTS")
-    with matplotlib.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10.5,
-                                "figure.constrained_layout.h_pad": 0.1,
-                                "figure.constrained_layout.w_pad": 0.08}):
-        columns = min(len(plots), 3)
-        rows = math.ceil(len(plots) / columns)
-        picture = figure.Figure(figsize=(4.2 * columns, 2.9 * rows + 0.4))
-        for number, plot in enumerate(plots, start=1):
-            axes = picture.add_subplot(rows, columns, number)
-            draw(axes, plot, runs)
-            entries = [entry for entry in legend_entries(plot, runs)
-                       if entry.get_label() not in {_literal(run.label) for run in runs}]
-            if entries:
-                axes.legend(handles=entries)
-        picture.legend(handles=[_entry(run.label, run.color, "-") for run in runs],
-                       loc="outside lower center", ncols=4)
-        picture.savefig(out_png, format="png", dpi=110)
-    return pathlib.Path(out_png)
-
-
 def _percent(run: Run, key: str, index: int) -> str:
     """Returns an accuracy as "41.0 % [35.2, 47.1]"."""
     records = [record for record in run.records if record["phase"] == "eval" and key in record]
@@ -363,7 +52,7 @@ def _percent(run: Run, key: str, index: int) -> str:
     record = records[index]
     if "eval/n" not in record:
         return f"{100 * record[key]:.1f} %"
-    low, high = wilson(record[key], record["eval/n"])
+    low, high = plots.wilson(record[key], record["eval/n"])
     return f"{100 * record[key]:.1f} % <small>[{100 * low:.1f}, {100 * high:.1f}]</small>"
 
 
@@ -390,7 +79,7 @@ def summary_row(run: Run) -> dict[str, str]:
         "Largest |Δp|": _number(run, difference + "max", np.nanmax),
         "Mean |Δp|": _number(run, difference + "mean", np.nanmean),
         "Final ESS": _number(run, "rollout_corr/rollout_is_eff_sample_size", lambda ess: ess[-1]),
-        "Time": metrics.clock(sum(phase_seconds(run).values())),
+        "Time": metrics.clock(sum(plots.phase_seconds(run).values())),
     }
 
 
@@ -428,7 +117,7 @@ def page(runs: Sequence[Run]) -> str:
         f'<section><h2>{section}</h2><div class="grid">' + "".join(
             f'<figure class="card">{picture}<figcaption>{note}</figcaption></figure>'
             for picture, note in pictures) + "</div></section>"
-        for section, pictures in figures(runs).items())
+        for section, pictures in plots.figures(runs).items())
     configs = "".join(
         f'<details class="card"><summary>{html.escape(run.label)}</summary><pre>'
         f"{html.escape(json.dumps(run.config, indent=2))}</pre></details>"
@@ -465,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     print(write(args.workdirs, args.out or pathlib.Path(args.workdirs[0]) / "report.html"))
     if args.png:
-        print(write_png(args.workdirs, args.png))
+        print(plots.write_png(load(args.workdirs), args.png))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from matplotlib import figure
 
-from jaxrl_tis import checkpoint, metrics, report
+from jaxrl_tis import checkpoint, metrics, plots, report
 
 GREEDY = "eval/greedy_accuracy"
 
@@ -91,7 +90,7 @@ def test_every_plot_with_data_and_no_other(page):
     assert page.open_tags == []
 
 
-TITLES = {plot.title for plot in report.PLOTS} | {"Where the time went"}
+TITLES = {plot.title for plot in plots.PLOTS} | {"Where the time went"}
 
 
 def test_both_runs_are_in_the_legend_of_every_plot(page):
@@ -101,44 +100,6 @@ def test_both_runs_are_in_the_legend_of_every_plot(page):
         assert "\u200b_exact" in words
     assert {"sampler", "learner (SNIS)"} <= set(page.figures[0])
     assert {"largest", "mean", "training step", "|p_sampler − p_learner|"} <= set(page.figures[2])
-
-
-def test_curves_are_drawn_for_both_runs(workdirs):
-    axes = figure.Figure().add_subplot()
-    runs = report.load(workdirs)
-    plot = next(plot for plot in report.PLOTS if plot.title == "Probability difference")
-    report.draw(axes, plot, runs)
-    curves = {(line.get_color(), line.get_linestyle()): line.get_xydata() for line in axes.lines
-              if line.get_alpha() is None}
-    # gap 0.125: largest 0.125, 0.25, 0.375, 0.5 at steps 1 to 4; mean 0.0625.
-    np.testing.assert_array_equal(curves[report.COLORS[0], "-"],
-                                  [[1, 0.125], [2, 0.25], [3, 0.375], [4, 0.5]])
-    np.testing.assert_array_equal(curves[report.COLORS[0], "--"][:, 1], [0.0625] * 4)
-    np.testing.assert_array_equal(curves[report.COLORS[1], "-"][:, 1], [0.0] * 60)
-    # Exact zeros are the best result there is: they must be on the axis.
-    assert axes.get_yscale() == "symlog" and axes.get_ylim()[0] <= 0
-    assert axes.yaxis.get_transform().linthresh == 0.0625  # logarithmic from the smallest on
-
-
-def test_accuracy_band_is_the_wilson_interval(workdirs):
-    axes = figure.Figure().add_subplot()
-    plot = next(plot for plot in report.PLOTS if GREEDY in plot.series)
-    report.draw(axes, plot, report.load(workdirs[:1]))
-    (band,) = axes.collections
-    heights = band.get_paths()[0].vertices[:, 1]
-    # p = 0.2, n = 100: (0.2 + 0.0192073 -+ 1.959964 sqrt(0.0016 + 0.0000960)) / 1.0384146
-    assert heights.min() == pytest.approx(0.13337, abs=2e-5)
-    # p = 0.5: (0.5 + 0.0192073 + 1.959964 sqrt(0.0025 + 0.0000960)) / 1.0384146
-    assert heights.max() == pytest.approx(0.59617, abs=2e-5)
-
-
-@pytest.mark.parametrize("p, n, low, high", [
-    (0.0, 10, 0.0, 0.27753),  # z^2/n / (1 + z^2/n) = 0.384146 / 1.384146
-    (1.0, 10, 0.72247, 1.0),  # 1 / 1.384146
-    (0.5, 100, 0.40383, 0.59617),
-])
-def test_wilson(p, n, low, high):
-    np.testing.assert_allclose(report.wilson(p, n), (low, high), atol=2e-5)
 
 
 def test_summary_table(page):
@@ -166,23 +127,6 @@ def test_page_stands_alone(workdirs, page):
     assert re.findall(r"<script|@import|url\((?!#)", text) == []
 
 
-def test_time_by_phase(workdirs):
-    seconds = report.phase_seconds(report.load(workdirs)[0])
-    # Of 4 x 4 s: 8 s rollout, 4 s update, 4 s unnamed; the evaluation comes on top.
-    assert {phase: value for phase, value in seconds.items() if value} == {
-        "rollout": 8.0, "update": 4.0, "rest of the step": 4.0, "eval": 30.0}
-
-
-def test_smooth():
-    values = np.arange(75.0)  # window 75 // 25 = 3
-    values[10] = np.nan
-    average = report.smooth(values)
-    assert average[20] == 20.0
-    assert average[9] == (8 + 9) / 2  # the missing neighbour is left out
-    assert average[74] == (73 + 74) / 2
-    np.testing.assert_array_equal(report.smooth(np.arange(20.0)), np.arange(20.0))
-
-
 def test_same_folder_name_twice_and_more_runs_than_colours(tmp_path):
     paths = [make_run(tmp_path / str(number) / "run", 1, 0.0) for number in range(8)]
     runs = report.load(paths)
@@ -195,8 +139,6 @@ def test_run_without_training_yet(tmp_path):
     page = Page(report.write([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.figures == []
     assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "0s"]
-    with pytest.raises(ValueError, match="nothing to draw"):
-        report.write_png([tmp_path], tmp_path / "report.png")
 
 
 def test_missing_workdir_is_named(tmp_path):
@@ -219,12 +161,3 @@ def test_command_line_and_png(tmp_path, capsys):
     (tmp_path / "run" / "report.html").unlink()
     report.main([str(workdir), "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").exists() and not (workdir / "report.html").exists()
-
-
-def test_plots_are_well_formed():
-    keys = [(plot.phase, key, plot.title) for plot in report.PLOTS for key in plot.series]
-    assert len(keys) == len(set(keys)) and len({plot.title for plot in report.PLOTS}) == len(
-        report.PLOTS)
-    assert all(len(plot.series) <= len(report.LINE_STYLES) for plot in report.PLOTS)
-    assert all(plot.unit and plot.note for plot in report.PLOTS)
-    assert sum(plot.in_overview for plot in report.PLOTS) == 6
