@@ -105,10 +105,11 @@ def response_logprobs(
     count = min(learner.max_targets, is_target.shape[1])
     source_bn = jnp.argsort(~is_target, axis=1, stable=True)[:, :count]
     logp_bn, entropy_bn = token_logprob(
+        lambda head, x: transformer.head_logits(head, learner.program, x),
+        transformer.head_params(params),
         jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
         jnp.take_along_axis(batch["tokens"], source_bn + 1, axis=1),
         batch["temperature"],
-        lambda x: transformer.head_logits(params, learner.program, x),
         learner.chunk,
         with_entropy,
     )

@@ -1,50 +1,101 @@
 """Log-probabilities and entropies of given tokens without ever holding [B,T,V] logits."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def token_logprob(
+    head: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
     x_bnd: jax.Array,
     targets_bn: jax.Array,
     temperature_b: jax.Array,
-    head: Callable[[jax.Array], jax.Array],
     chunk: int,
     with_entropy: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-softmax of head(x) / temperature at the targets, in chunks of positions.
+    """Log-softmax of head(params, x) / temperature at the targets, in chunks of positions.
 
-    At most [B, ceil(chunk / B), V] logits are alive; the backward pass recomputes each chunk.
+    At most [B, ceil(chunk / B), V] logits are alive. The backward pass computes each chunk's logits
+    again and, from the saved normaliser, their gradient in one more pass.
 
     Args:
+      head: (params, x [..., D]) -> logits [..., V] float32.
+      params: pytree of the head's parameters.
       x_bnd: [B,N,D] hidden states; targets_bn: [B,N] int32 tokens they predict.
-      temperature_b: [B] positive.
-      head: x [..., D] -> logits [..., V] float32; closes over the head's parameters.
+      temperature_b: [B] positive; gets no gradient.
       chunk: positions per chunk, summed over rows.
       with_entropy: also compute entropies; otherwise the second result is zeros.
 
-    Returns: (logp_bn, entropy_bn) float32, both differentiable in x and the head.
+    Returns: (logp_bn, entropy_bn) float32 in nats, both differentiable in x and the parameters.
     """
-    b, n, _ = x_bnd.shape
-    size = min(n, max(1, chunk // b))
-    pad = -n % size
-    x_bnd = jnp.pad(x_bnd, ((0, 0), (0, pad), (0, 0)))
-    targets_bn = jnp.pad(targets_bn, ((0, 0), (0, pad)))
-    split = lambda a: jnp.moveaxis(a.reshape(b, -1, size, *a.shape[2:]), 1, 0)
+    return _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy)[0]
 
-    @jax.checkpoint
+
+def _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy):
+    split, join = _chunks(targets_bn.shape, chunk)
+
     def body(carry, inputs):
         x_bcd, targets_bc = inputs
-        logits = head(x_bcd) / temperature_b[:, None, None]
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        logits = head(params, x_bcd) / temperature_b[:, None, None]
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=-1)
+        normaliser = top[..., 0] + jnp.log(total)
         logp = jnp.take_along_axis(logits, targets_bc[..., None], axis=-1)[..., 0] - normaliser
         if not with_entropy:
-            return carry, (logp, jnp.zeros_like(logp))
-        logp_bcv = logits - normaliser[..., None]
-        return carry, (logp, -jnp.sum(jnp.exp(logp_bcv) * logp_bcv, axis=-1))
+            return carry, (logp, jnp.zeros_like(logp), normaliser)
+        moment = jnp.sum(weights * (logits - top), axis=-1)
+        return carry, (logp, jnp.log(total) - moment / total, normaliser)
 
-    _, (logp, entropy) = jax.lax.scan(body, None, (split(x_bnd), split(targets_bn)))
-    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(b, -1)[:, :n]
-    return join(logp), join(entropy)
+    _, results = jax.lax.scan(body, None, (split(x_bnd), split(targets_bn)))
+    logp, entropy, normaliser = map(join, results)
+    saved = params, x_bnd, targets_bn, temperature_b, normaliser, entropy
+    return (logp, entropy), saved
+
+
+def _backward(head, chunk, with_entropy, saved, gradients):
+    params, x_bnd, targets_bn, temperature_b, normaliser_bn, entropy_bn = saved
+    split, join = _chunks(targets_bn.shape, chunk)
+
+    def body(total, inputs):
+        x_bcd, targets, normaliser, entropy, g_logp, g_entropy = inputs
+        logits, pull = jax.vjp(head, params, x_bcd)
+        inverse = 1 / temperature_b[:, None, None]
+        logp = logits * inverse - normaliser[..., None]
+        # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
+        factor = g_logp[..., None]
+        if with_entropy:
+            factor = factor + g_entropy[..., None] * (logp + entropy[..., None])
+        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+        gradient = jnp.where(is_target, g_logp[..., None], 0.0) - jnp.exp(logp) * factor
+        params_bar, x_bar = pull(gradient * inverse)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, params_bar), x_bar
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
+    fields = (x_bnd, targets_bn, normaliser_bn, entropy_bn, *gradients)
+    total, x_bar = jax.lax.scan(body, zeros, tuple(map(split, fields)))
+    params_bar = jax.tree.map(lambda t, w: t.astype(w.dtype), total, params)
+    return params_bar, join(x_bar), None, jnp.zeros_like(temperature_b)
+
+
+def _chunks(shape: tuple[int, int], chunk: int):
+    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last chunk padded with zeros."""
+    b, n = shape
+    size = min(n, max(1, chunk // b))
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, -n % size)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, -1, size, *x.shape[2:]), 1, 0)
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :n]
+
+    return split, join
+
+
+token_logprob.defvjp(_forward, _backward)

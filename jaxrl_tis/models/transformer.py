@@ -230,6 +230,12 @@ def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
 
 
+def head_params(params: Params) -> Params:
+    """The part of the parameters that `head_logits` reads: the output head or the tied table."""
+    name = "head" if "head" in params else "embed"
+    return {name: params[name]}
+
+
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
     """x [..., D] -> logits [..., V] in float32."""
     w, contract = (params["head"], 0) if "head" in params else (params["embed"], 1)
