@@ -5,8 +5,8 @@ import collections
 import ml_collections
 
 from jaxrl_tis import rollouts
+from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
-from jaxrl_tis.data.tasks import TASKS
 from jaxrl_tis.engine.engine import Request
 from jaxrl_tis.engine.scheduler import Scheduler
 
@@ -20,7 +20,7 @@ class Evaluator:
     def __init__(self, config: ml_collections.ConfigDict, prompter: rollouts.Prompter):
         self._config, self._prompter = config, prompter
         params = {**config.task.params, **config.eval.params}
-        source = TASKS[config.task.name](**params)
+        source = tasks.make(config.task.name, params)
         if len(source) < config.eval.prompts:
             raise ValueError(
                 f"the held-out split has {len(source)} examples, config.eval.prompts is "

@@ -23,13 +23,23 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
 
 
 def make(config: ml_collections.ConfigDict, total_updates: int) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping; matrices are decayed, norms and biases are not."""
-    return optax.chain(
+    """AdamW with global-norm clipping; matrices are decayed, norms and biases are not. Gradients
+    and moments are float32 whatever the parameters are."""
+    return _in_float32(optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
             schedule(config, total_updates), b1=config.b1, b2=config.b2, eps=config.eps,
-            weight_decay=config.weight_decay, mask=_is_matrix, mu_dtype=jnp.float32,
+            weight_decay=config.weight_decay, mask=_is_matrix,
         ),
+    ))
+
+
+def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    # In bfloat16 a second moment with decay 0.999 never moves: the change is below half a unit.
+    cast = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    return optax.GradientTransformation(
+        lambda params: tx.init(cast(params)),
+        lambda grads, state, params: tx.update(cast(grads), state, cast(params)),
     )
 
 

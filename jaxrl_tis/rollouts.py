@@ -7,10 +7,13 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
+from jaxrl_tis.data.tasks import Source
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.engine import Request, Trajectory
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+
+CHECKED = 20_000  # a few seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,12 @@ class Prompter:
                 f"is {self.task.max_prompt_tokens}; raise it or shorten the prompt"
             )
         return np.array(ids, np.int32)
+
+    def check(self, source: Source) -> None:
+        """Raises now what `ids` would raise in the middle of a run; reads at most CHECKED
+        examples, as generated tasks can be endless."""
+        for index in range(min(len(source), CHECKED)):
+            self.ids(source[index])
 
 
 def run(

@@ -82,6 +82,17 @@ def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
         )
 
 
+def _check_divides(name: str, shape: tuple, axes: tuple, sharding: NamedSharding) -> None:
+    for size, axis, entry in zip(shape, axes, sharding.spec):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        shards = math.prod(sharding.mesh.shape[n] for n in names)
+        if size % shards:
+            raise ValueError(
+                f"parameter {name}: its axis {axis!r} of size {size} cannot be cut into {shards} "
+                f"shards of mesh {dict(sharding.mesh.shape)}; choose another mesh"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh with its rule table."""
@@ -104,11 +115,17 @@ class Layout:
 
     def params(self, config: ModelConfig, memory_kind: str = "device") -> Any:
         """Tree of shardings for the parameters of a model; "pinned_host" keeps them off the
-        accelerator."""
+        accelerator. ValueError when the mesh does not divide them."""
         check_tensor_parallel(config, self.mesh.shape["tensor"])
-        place = lambda axes: self.sharding(axes).with_memory_kind(memory_kind)
-        axes = transformer.logical_axes(config)
-        return jax.tree.map(place, axes, is_leaf=lambda a: isinstance(a, tuple))
+
+        def place(path, abstract, axes):
+            sharding = self.sharding(axes)
+            _check_divides(jax.tree_util.keystr(path), abstract.shape, axes, sharding)
+            return sharding.with_memory_kind(memory_kind)
+
+        return jax.tree_util.tree_map_with_path(
+            place, transformer.abstract_params(config), transformer.logical_axes(config)
+        )
 
     def put_params(self, params: Any, config: ModelConfig) -> Any:
         return jax.device_put(params, self.params(config))

@@ -189,6 +189,7 @@ class Run:
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
             seed=config.seed,
         )
+        prompter.check(self._batches.source)
         self.collector = rollouts.Collector(config, prompter, self._batches, rewards)
         self.last_eval: dict[str, float] = {}
         self._scheduler = None

@@ -175,8 +175,19 @@ def test_fewer_held_out_examples_than_wanted(tmp_path):
 
 
 def test_a_parameter_that_the_task_does_not_have(tmp_path):
-    with pytest.raises((TypeError, ValueError), match="digit"):
+    with pytest.raises(ValueError, match="'arithmetic' has no parameter 'digit'; did you mean 'digits'"):
         tiny.run(tmp_path / "run", task__params={"size": 8, "digit": 1})
+
+
+def test_one_long_training_prompt_stops_before_any_step(tmp_path):
+    data = jsonl(tmp_path, "\n".join([GOOD % i for i in range(8)]))
+    long = tmp_path / "long.jsonl"
+    last = '{"prompt": "1+1+1=", "answer": "3", "id": "x"}'
+    long.write_text("\n".join([*(GOOD % i for i in range(40)), last]))
+    data["task__params"] = {"path": str(long)}
+    with pytest.raises(ValueError, match="example x: 7 prompt tokens.*max_prompt_tokens is 5"):
+        tiny.run(tmp_path / "run", **data)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_character_outside_the_alphabet(tmp_path):

@@ -101,8 +101,12 @@ def _is_adam(x):
     return isinstance(x, optax.ScaleByAdamState)
 
 
-def test_first_moments_are_float32_for_bfloat16_parameters():
+def test_moments_are_float32_for_bfloat16_parameters():
     tx = optimizer.make(fields(), 10)
-    state = tx.init({"a": jnp.zeros((2, 2), jnp.bfloat16)})
+    params = {"a": jnp.zeros((2, 2), jnp.bfloat16)}
+    updates, state = tx.update({"a": jnp.ones((2, 2), jnp.bfloat16)}, tx.init(params), params)
     [adam] = [s for s in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(s)]
-    assert adam.mu["a"].dtype == jnp.float32
+    # b2 = 0.999 and g = 1: nu = 0.001, which bfloat16 would round to 0.00099945.
+    assert adam.mu["a"].dtype == adam.nu["a"].dtype == updates["a"].dtype == jnp.float32
+    assert float(adam.nu["a"][0, 0]) == pytest.approx(0.001, rel=1e-6)
+    assert optax.apply_updates(params, updates)["a"].dtype == jnp.bfloat16

@@ -12,7 +12,7 @@ from typing import Any
 
 import grain
 
-from jaxrl_tis.data.tasks import TASKS, Source
+from jaxrl_tis.data.tasks import Source, make
 
 EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
 
@@ -41,13 +41,11 @@ class Batches:
         shard_index: int = 0,
         shard_count: int = 1,
     ):
-        if task not in TASKS:
-            raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
         if batch_size < 1 or batch_size % shard_count:
             raise ValueError(f"{shard_count} hosts cannot share a batch of {batch_size} equally")
         if not 0 <= shard_index < shard_count:
             raise ValueError(f"shard_index {shard_index} is not below shard_count {shard_count}")
-        self.source = TASKS[task](**params)
+        self.source = make(task, params)
         if len(self.source) == 0:
             raise ValueError(f"task {task!r} with {dict(params)} has 0 examples; give at least 1")
         self.fingerprint = _fingerprint(task, params, self.source, batch_size, seed)

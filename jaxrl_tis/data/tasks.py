@@ -4,11 +4,13 @@ A task is a function of its parameters that returns a source with `len(source)` 
 `source[i]` depends on the parameters and i alone, so a run can be resumed at any example.
 """
 
+import difflib
 import hashlib
+import inspect
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -267,3 +269,23 @@ TASKS = {
     "jsonl": jsonl,
     "reasoning_gym": reasoning_gym,
 }
+
+
+def make(task: str, params: Mapping[str, Any]) -> Source:
+    """The source that a config names; ValueError for a task or a parameter that does not exist."""
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
+    known = inspect.signature(TASKS[task]).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    for name in params:
+        if name not in known and not takes_any:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"task {task!r} has no parameter {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}")
+            )
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in params
+               and p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if missing:
+        raise ValueError(f"task {task!r} needs the parameters {', '.join(missing)}")
+    return TASKS[task](**params)

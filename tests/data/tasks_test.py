@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jaxrl_tis.data.tasks import SPLITS, TASKS, in_split
+from jaxrl_tis.data.tasks import SPLITS, TASKS, in_split, make
 
 
 def read_all(source):
@@ -181,3 +181,15 @@ def test_reasoning_gym_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxrl_tis\[tasks\]'"):
         chain_sum()
+
+
+def test_make_names_the_nearest_parameter_and_the_missing_ones():
+    assert len(make("arithmetic", {"size": 3})) == 3
+    with pytest.raises(ValueError, match="no parameter 'sise'; did you mean 'size'"):
+        make("arithmetic", {"sise": 3})
+    with pytest.raises(ValueError, match="no parameter 'q'; it has size, split, seed, digits"):
+        make("arithmetic", {"size": 3, "q": 1})
+    with pytest.raises(ValueError, match="'jsonl' needs the parameters path"):
+        make("jsonl", {})
+    with pytest.raises(ValueError, match="unknown task 'chess'; the tasks are arithmetic"):
+        make("chess", {})
