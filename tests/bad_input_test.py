@@ -187,7 +187,7 @@ def test_one_long_training_prompt_stops_before_any_step(tmp_path):
     data["task__params"] = {"path": str(long)}
     with pytest.raises(ValueError, match="example x: 7 prompt tokens.*max_prompt_tokens is 5"):
         tiny.run(tmp_path / "run", **data)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_character_outside_the_alphabet(tmp_path):
