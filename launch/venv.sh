@@ -29,3 +29,5 @@ prepare_venv() {  # $1: extras such as "test", or nothing
 
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax}
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
+# XLA on CPU takes and returns large buffers all the time; huge pages spare their page faults.
+export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}

@@ -21,7 +21,7 @@ def token_logprob(
     """Log-softmax of head(params, x) / temperature at the targets, in chunks of positions.
 
     At most [B, ceil(chunk / B), V] logits are alive. The backward pass computes each chunk's logits
-    again and, from the saved normaliser, their gradient in one more pass.
+    again (a single chunk keeps them) and, from the saved normaliser, their gradient in one pass.
 
     Args:
       head: (params, x [..., D]) -> logits [..., V] float32.
@@ -47,26 +47,29 @@ def _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy
         total = jnp.sum(weights, axis=-1)
         normaliser = top[..., 0] + jnp.log(total)
         logp = jnp.take_along_axis(logits, targets_bc[..., None], axis=-1)[..., 0] - normaliser
-        if not with_entropy:
-            return carry, (logp, jnp.zeros_like(logp), normaliser)
-        moment = jnp.sum(weights * (logits - top), axis=-1)
-        return carry, (logp, jnp.log(total) - moment / total, normaliser)
+        entropy = jnp.zeros_like(logp)
+        if with_entropy:
+            entropy = jnp.log(total) - jnp.sum(weights * (logits - top), axis=-1) / total
+        return carry, (logp, entropy, normaliser, logits if is_single else None)
 
-    _, results = jax.lax.scan(body, None, (split(x_bnd), split(targets_bn)))
+    x_cbnd = split(x_bnd)
+    is_single = len(x_cbnd) == 1
+    _, (*results, logits) = jax.lax.scan(body, None, (x_cbnd, split(targets_bn)))
     logp, entropy, normaliser = map(join, results)
-    saved = params, x_bnd, targets_bn, temperature_b, normaliser, entropy
+    saved = params, x_bnd, targets_bn, temperature_b, normaliser, entropy, logits
     return (logp, entropy), saved
 
 
 def _backward(head, chunk, with_entropy, saved, gradients):
-    params, x_bnd, targets_bn, temperature_b, normaliser_bn, entropy_bn = saved
+    params, x_bnd, targets_bn, temperature_b, normaliser_bn, entropy_bn, kept = saved
     split, join = _chunks(targets_bn.shape, chunk)
 
     def body(total, inputs):
-        x_bcd, targets, normaliser, entropy, g_logp, g_entropy = inputs
+        (x_bcd, targets, normaliser, entropy, g_logp, g_entropy), scaled = inputs
         logits, pull = jax.vjp(head, params, x_bcd)
         inverse = 1 / temperature_b[:, None, None]
-        logp = logits * inverse - normaliser[..., None]
+        scaled = logits * inverse if scaled is None else scaled
+        logp = scaled - normaliser[..., None]
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
         factor = g_logp[..., None]
         if with_entropy:
@@ -78,7 +81,7 @@ def _backward(head, chunk, with_entropy, saved, gradients):
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
     fields = (x_bnd, targets_bn, normaliser_bn, entropy_bn, *gradients)
-    total, x_bar = jax.lax.scan(body, zeros, tuple(map(split, fields)))
+    total, x_bar = jax.lax.scan(body, zeros, (tuple(map(split, fields)), kept))
     params_bar = jax.tree.map(lambda t, w: t.astype(w.dtype), total, params)
     return params_bar, join(x_bar), None, jnp.zeros_like(temperature_b)
 
