@@ -234,7 +234,7 @@ def test_one_full_step_of_the_sampler(large):
     prefix = jax.eval_shape(lambda p: engine.prefill(p, [prompt, prompt[:9]]), params)
     state = jax.eval_shape(engine.init_state)
     for leaf in jax.tree.leaves(state.cache):
-        assert leaf.shape[-4:-2] == (
+        assert (leaf.shape[-4], leaf.shape[-2]) == (
             config.engine.slots, longest + config.rollout.max_new_tokens)
     request = Request("a", prompt, 0, SamplingParams(max_tokens=config.rollout.max_new_tokens,
                                                      stop_ids=tuple(setup.tokenizer.eos_ids)))
