@@ -91,7 +91,7 @@ def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
 
 def test_precomputed_weights_are_used_as_they_are():
     parts = {"objective": PPO, "aggregation": "seq-mean-token-mean"}
-    w = losses.importance_weights(BATCH, TIS)
+    w, _ = losses.importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
     fields = {name: x for name, x in BATCH.items() if name != "logp_behav"} | {"weights": w}
     expected, _ = losses.policy_loss(LOGP, BATCH, weight=TIS, **parts)
     actual, _ = losses.policy_loss(LOGP, fields, weight=TIS, **parts)
@@ -125,12 +125,12 @@ def test_a_missing_field_is_named_with_its_user(field, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": ("sequence", {})}, "Unknown weight 'sequence'; choose one of none, token_tis"),
+        ({"weight": ("sequence", {})}, "weight 'sequence' is unknown; "),
         (
             {"objective": ("vanilla", {})},
-            "Unknown objective 'vanilla'; choose one of ppo, dual_clip",
+            "objective 'vanilla' is unknown; choose one of ppo, dual_clip",
         ),
-        ({"kl": ("low_var_kl", {})}, "Unknown KL estimator 'low_var_kl'; choose one of k1"),
+        ({"kl": ("low_var_kl", {})}, "kl 'low_var_kl' is unknown; choose one of k1"),
         ({"aggregation": "mean"}, "Unknown aggregation mode 'mean'"),
         ({"entropy_coeff": 0.01}, "entropy_coeff is 0.01"),
     ],
