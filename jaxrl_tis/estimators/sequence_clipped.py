@@ -121,6 +121,7 @@ def gmpo(
     mask: chex.Array,
     seg: chex.Array | None = None,
     *,
+    weights: chex.Array | None = None,
     clip_low: chex.Numeric = 0.4,
     clip_high: chex.Numeric = 0.4,
 ) -> clipped.Loss:
@@ -129,10 +130,11 @@ def gmpo(
 
     Tokens are clipped one by one in log space, on the pessimistic side only; a clipped token has no
     gradient and the others share the sequence's factor. The mean of c is clamped to +-20. The
-    paper's aggregation is seq-mean-token-mean. A token weight beside it enters as its mean over the
-    sequence, where verl takes the geometric mean.
+    paper's aggregation is seq-mean-token-mean. Token weights enter as their geometric mean over the
+    sequence, each + 1e-10, as in verl.
 
     Args:
+      weights: [B, T] importance weights, or None for 1.
       clip_low: width of the band of log-ratios below 0, nats; 0.4 as in the paper.
       clip_high: width above 0, nats; 0.4 as in the paper.
 
@@ -147,6 +149,9 @@ def gmpo(
     is_outside_bt = log_ratio_bt != banded_bt
     metrics = clipped.clip_metrics(log_ratio_bt, is_outside_bt & (adv_bt > 0), mask)
     lower = ratios.masked_mean(is_outside_bt & (adv_bt < 0), mask)
+    if weights is not None:
+        log_w_bt = jnp.log(ratios.zero_padding(jax.lax.stop_gradient(weights), mask) + 1e-10)
+        ratio_bt = ratio_bt * jnp.exp(_mean_on_tokens(log_w_bt, mask, seg))
     loss_bt = ratios.zero_padding(-_mean_on_tokens(adv_bt, mask, seg) * ratio_bt, mask)
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": lower}
 
@@ -402,6 +407,7 @@ OBJECTIVES = {
     "ctpo": ctpo,
 }
 NEEDS = {
+    "gmpo": ("weights",),
     "turn_ppo": ("turn",),
     "st_ppo": ("turn", "st_ppo_norm"),
     "espo": ("entropy",),

@@ -66,7 +66,7 @@ def test_k1_keeps_verls_inverse_band_and_ratio_has_the_plain_one():
 
 
 def test_ratio_mask_judges_the_sum_that_the_weight_uses():
-    """log-ratios 30 and -25: verl's mask clamps each, to a sum of -5 + 0, and its weight the sum."""
+    """log-ratios 30 and -25: verl's mask clamps each of them, its weight only their sum."""
     assert BUGS["clamped_sum"]["kept"] == [[1, 1]]
     log_ratio = row(30.0, -25.0)
     mask, band = ones(log_ratio), {"lower": 0.5, "upper": 2.0}
@@ -247,7 +247,7 @@ def test_k3_of_a_distant_token_is_finite_in_float32():
 
 
 def test_a_value_at_the_edge_of_its_clip_has_its_full_gradient():
-    """V = V_old + clip, target 2: (V - G) / 2 = -0.75 per token of two, of which verl passes 3/4."""
+    """V = V_old + clip, G = 2: (V - G) / 2 = -0.75 for one of two tokens; verl passes 3/4 of it."""
     np.testing.assert_allclose(BUGS["value_tie"], [[0.75 * -0.75, -0.875]], **CLOSE)
 
     def loss(values):

@@ -197,3 +197,14 @@ def test_only_the_full_sequence_weight_gives_the_exact_policy_gradient():
         # Without a gap every one of them is exact.
         for weight in (("token_tis", {"cap": 1.2}), ("seq_mis", {}), ("none", {})):
             assert bias(weight, params) < 1e-14
+
+
+def test_gmpo_takes_the_geometric_mean_of_the_weights():
+    # Row 0: of (exp(0.4), exp(-0.1), 1) over 3 tokens; row 1: of (1, 1.5) over 2.
+    objective = ("gmpo", {"clip_low": 0.4, "clip_high": 0.4})
+    value, _ = losses.policy_loss(
+        LOGP, BATCH, weight=TIS, objective=objective, aggregation="seq-mean-token-mean"
+    )
+    first = np.exp((0.1 - 0.1 + 0.1) / 3) * np.exp((0.4 - 0.1) / 3)
+    second = np.exp((0.2 + 0.1) / 2) * 1.5 ** (1 / 2)
+    np.testing.assert_allclose(value, (-1.0 * first + 0.5 * second) / 2, rtol=1e-5)

@@ -192,7 +192,7 @@ def kl(name, batch):
 
 
 def kl_reward(name, batch):
-    """Penalised rewards, the mean KL that a controller sees, and three updates of the controller."""
+    """Penalised rewards, the mean KL that a controller sees, three updates of the controller."""
     kl_bt = algos.kl_penalty(batch["logp_old"], batch["logp_ref"], "kl")
     rewards = algos.compute_rewards(batch["rewards"], batch["logp_old"], batch["logp_ref"], 0.1)
     rows = without_empty_rows(batch | {"kl": kl_bt})

@@ -10,7 +10,6 @@ import torch
 import verl_batches
 from verl_cpu import DataProto, actor, algos, correction, debug
 
-INF = float("inf")
 NAN = float("nan")
 
 

@@ -1,6 +1,5 @@
 """verl's policy and value losses on a batch, with their gradients, for make_golden_verl.py."""
 
-import torch
 from verl_cpu import actor, algorithm, algos
 
 GLOBAL = {"batch_num_tokens": 50.0, "global_batch_size": 8, "loss_scale_factor": 16}
