@@ -98,6 +98,9 @@ def get_config() -> ConfigDict:
     c.train.microbatch_rows = 32  # rows per forward and backward pass
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
 
+    c.metrics = ConfigDict()
+    c.metrics.percentile_every = 10  # steps; percentiles sort the whole rollout batch
+
     c.mesh = ConfigDict()  # (data, fsdp, tensor); -1 takes the devices that are left
     c.mesh.train = (1, 1, 1)
     c.mesh.serve = (1, 1, 1)

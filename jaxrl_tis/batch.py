@@ -47,6 +47,18 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
     return out
 
 
+def update_fields(count: int, step: int, seed: int) -> dict[str, np.ndarray]:
+    """What the update of a step adds to `count` rows, whatever was sampled.
+
+    Returns: `current_version` [N,1], the weights that the update starts from, and `draw` [N], a
+      random uint32 per row for methods that choose tokens at random.
+    """
+    return {
+        "current_version": np.full((count, 1), step - 1, np.int32),
+        "draw": np.random.default_rng((seed, step)).integers(2**32, size=count, dtype=np.uint32),
+    }
+
+
 def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> dict[str, np.ndarray]:
     """The same rows from (prompt ids, target ids) pairs, with every target token in the mask."""
     shape = (len(pairs), length)

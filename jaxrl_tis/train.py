@@ -17,6 +17,7 @@ from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initia
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.estimators import divergences
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -73,6 +74,7 @@ class Trainer:
         self.setup = setup
         self._score = steps.make_score(setup.learner)
         self._prepare = correction.make_prepare(setup.correction)
+        self._percentiles = jax.jit(divergences.percentile_metrics)
         self._train_step = steps.make_train_step(setup.learner, setup.correction, setup.optimizer)
         self._collisions = steps.make_collisions(setup.learner)
         if setup.has_critic:
@@ -111,13 +113,12 @@ class Trainer:
     def update(self, state: dict[str, Any], rows: dict[str, np.ndarray], step: int):
         """(new state, metrics) after all epochs and minibatches; the old state is donated."""
         config = self.setup.config
-        rows = rows | {"current_version": np.full((len(rows["mask"]), 1), step - 1, np.int32)}
+        rows = rows | batching.update_fields(len(rows["mask"]), step, config.seed)
         prepared, measured = self._prepare(rows)
+        if step % config.metrics.percentile_every == 0:
+            measured |= self._percentiles(rows["logp_learner"], rows["logp_behav"], rows["mask"])
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         rows["group"] = np.broadcast_to(rows["group"][:, None], rows["mask"].shape)
-        rows["draw"] = np.random.default_rng((config.seed, step)).integers(
-            2**32, size=len(rows["mask"]), dtype=np.uint32
-        )
         collected = []
         for epoch in range(config.train.epochs):
             seed = (config.seed, step, epoch)

@@ -66,6 +66,7 @@ def _counts(config):
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
+        "metrics.percentile_every",
         "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "optimizer.lr",
         "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
     ]

@@ -95,7 +95,7 @@ def test_the_quickstart_builds_on_a_machine_with_several_devices():
 def test_what_the_variants_change():
     plain, off, f32 = (get_config(f"quickstart:{v}").to_dict() for v in ("tis", "off", "f32"))
     assert off["correction"].pop("weight") == "none"
-    assert plain["correction"]["weight"] == "token_tis"
+    assert plain["correction"]["weight"] is None and plain["correction"]["preset"] == "tis_2"
     assert f32["engine"].pop("quantization") == "none"
     assert plain["engine"]["quantization"] == "w8a8"
     del plain["correction"]["weight"], f32["correction"]["weight"]

@@ -138,7 +138,7 @@ SGD = optax.sgd(1.0)
 
 def updated(chosen, data, count):
     """(parameters, metrics) after one update of plain gradient descent in `count` micro-batches."""
-    train_step = step.make_train_step(LEARNER, correction, SGD)
+    train_step = step.make_train_step(LEARNER, chosen, SGD)
     state, metrics = train_step(start(params(), SGD), cut(data, count))
     return jax.device_get(state.params), jax.device_get(metrics)
 

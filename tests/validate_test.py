@@ -22,8 +22,9 @@ def test_the_tiny_config_is_sound():
 
 @pytest.mark.parametrize("name", [
     "correction.preset", "correction.mode", "correction.aggregation", "correction.kl_placement",
-    "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype", "model.param_dtype", "model.remat", "optimizer.schedule",
-    "critic.schedule", "task.name", "reward.name",
+    "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
+    "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
+    "reward.name",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = {name.replace(".", "__"): "sequence"}
@@ -41,7 +42,7 @@ def test_a_reward_of_ones_own_needs_a_module():
     "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
-    "rollout.max_rounds",
+    "rollout.max_rounds", "metrics.percentile_every",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):

@@ -57,12 +57,18 @@ def _straight_through(value: chex.Array, surrogate: chex.Array) -> chex.Array:
 
 
 def k1(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """z = logp - logp_ref, [B, T]; gradient 1, whose expectation on-policy is zero."""
+    """z = logp - logp_ref, [B, T]; gradient 1, whose expectation on-policy is zero.
+
+    Schulman, "Approximating KL divergence" (2020).
+    """
     return _difference(logp, logp_ref)
 
 
 def k2(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """z^2 / 2, [B, T]; gradient z, whose expectation on-policy is the gradient of KL(pi || ref)."""
+    """z^2 / 2, [B, T]; gradient z, whose expectation on-policy is the gradient of KL(pi || ref).
+
+    Schulman, "Approximating KL divergence" (2020).
+    """
     return 0.5 * jnp.square(_difference(logp, logp_ref))
 
 
@@ -76,7 +82,10 @@ def k3(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
 
 
 def absolute(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """|z|, [B, T]; gradient sign(z), and 0 at z = 0 (where `jnp.abs` would have 1)."""
+    """|z|, [B, T]; gradient sign(z), and 0 at z = 0 (where `jnp.abs` would have 1).
+
+    As in verl's `kl_penalty`.
+    """
     difference = _difference(logp, logp_ref)
     return jax.lax.stop_gradient(jnp.sign(difference)) * difference
 
@@ -172,7 +181,8 @@ def exact_reverse(
 ) -> chex.Array:
     """KL(pi || ref) over the whole vocabulary, [B, T]; no sampling error, whatever the samples.
 
-    The gradient with respect to a logit is p_v (z_v - KL). Infinite where pi can draw a token that
+    As in the trust-region masking of arXiv:2512.23075, there between sampler and learner. The
+    gradient with respect to a logit is p_v (z_v - KL). Infinite where pi can draw a token that
     the reference cannot.
 
     Args:
@@ -191,7 +201,8 @@ def exact_forward(
 ) -> chex.Array:
     """KL(ref || pi) over the whole vocabulary, [B, T]; no sampling error, whatever the samples.
 
-    The gradient with respect to a logit is p_v - q_v. Arguments as `exact_reverse`.
+    The gradient with respect to a logit is p_v - q_v. Source as `exact_reverse`, and so are
+    the arguments.
     """
     del logp, logp_ref
     return _full_kl(jax.lax.stop_gradient(logits_ref), logits)

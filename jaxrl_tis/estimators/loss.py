@@ -15,7 +15,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import masks as rejection
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import reduce
@@ -37,8 +36,10 @@ def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex
 
 
 def weight_level(name: str) -> str:
-    """What one weight covers: "seq" (all tokens of a sequence share it) or "token"."""
-    return "seq" if name.startswith(("seq_", "geo_")) and name != "seq_mask_tis" else "token"
+    """What one weight is of, a key of `weights.RAW`: "seq" and "geo" weights belong to all tokens of
+    a sequence, and the others count as "token"."""
+    level = name.split("_")[0]
+    return level if level in weights.RAW and name != "seq_mask_tis" else "token"
 
 
 def importance_weights(

@@ -192,7 +192,10 @@ def token_ratio(
     upper: chex.Numeric,
     lower: chex.Numeric = 0.0,
 ) -> chex.Array:
-    """Tokens with lower <= pi_old / mu <= upper: `token_k1` with the band on the ratio itself."""
+    """Tokens with lower <= pi_old / mu <= upper: `token_k1` with the band on the ratio itself.
+
+    Source as `token_k1`, whose band verl puts on the inverse ratio.
+    """
     return _inside_ratio("token", log_ratio, mask, seg, lower, upper)
 
 
@@ -204,7 +207,10 @@ def seq_sum_ratio(
     upper: chex.Numeric,
     lower: chex.Numeric = 0.0,
 ) -> chex.Array:
-    """Sequences with lower <= prod_t pi_old / mu <= upper; the sum of logs is clamped, not each."""
+    """Sequences with lower <= prod_t pi_old / mu <= upper; the sum of logs is clamped, not each.
+
+    Source as `seq_sum_k1`, whose band verl puts on the inverse ratio.
+    """
     return _inside_ratio("seq", log_ratio, mask, seg, lower, upper)
 
 
@@ -216,7 +222,10 @@ def seq_mean_ratio(
     upper: chex.Numeric,
     lower: chex.Numeric = 0.0,
 ) -> chex.Array:
-    """Sequences whose geometric mean of pi_old / mu is in [lower, upper]."""
+    """Sequences whose geometric mean of pi_old / mu is in [lower, upper].
+
+    Source as `seq_mean_k1`, whose band verl puts on the inverse ratio.
+    """
     return _inside_ratio("geo", log_ratio, mask, seg, lower, upper)
 
 

@@ -199,7 +199,7 @@ def seq_clip(
 ) -> chex.Array:
     """Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper).
 
-    Source, defaults and arguments as `token_clip`.
+    Source as `token_clip`, and so are defaults and arguments.
     """
     return clip_both(raw_seq(log_ratio, mask, seg), mask, lower, upper)
 
@@ -214,7 +214,7 @@ def geo_clip(
 ) -> chex.Array:
     """Geometric mean clipped on both sides, w = clip(exp(mean_t log rho_t), lower, upper).
 
-    Source, defaults and arguments as `token_clip`.
+    Source as `token_clip`, and so are defaults and arguments.
     """
     return clip_both(raw_geo(log_ratio, mask, seg), mask, lower, upper)
 
