@@ -13,7 +13,7 @@ from configs import default
 def get_config(variant: str = "tis"):
     c = default.get_config()
     c.name = f"quickstart-{variant}"
-    c.steps = 240
+    c.steps = 210
     c.task.tokenizer = "char"
     c.task.params = {"size": 4096, "digits": 2, "terms": 2, "ops": "+"}
     c.task.max_prompt_tokens = 8
@@ -25,9 +25,9 @@ def get_config(variant: str = "tis"):
     c.correction.objective = "ppo(clip_high=0.28)"
     c.optimizer.lr = 2.5e-4
     c.train.microbatch_rows = 128
-    c.eval.every = 60
+    c.eval.every = 70
     c.eval.prompts = 512
-    c.checkpoint.every = 60
+    c.checkpoint.every = 70
     if variant == "off":
         c.correction.weight = "none"
     elif variant == "f32":
