@@ -82,6 +82,11 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
     )
 
 
+def with_key(c: Correction, batch: Batch) -> Batch:
+    """The batch, with a random key from its first row's `draw` where a method asks for one."""
+    return batch | {"key": jax.random.key(batch["draw"][0])} if "key" in c.needs else batch
+
+
 def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """Advantages, kept tokens, engine weights and the measured gap of a whole rollout batch [N,T].
 
@@ -94,7 +99,7 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
         mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_learner"]
         log_ratio = ratios.safe_log_ratio(learner, behav, mask)
         old = {"logp": learner, "logp_old": learner, "logp_prox": learner}
-        batch = batch | old
+        batch = with_key(c, batch | old)
         w, factor = loss.importance_weights(log_ratio, batch, c.weight, c.is_batch_normalized)
         metrics = gap_metrics(c, w * factor, log_ratio, batch)
         if c.is_batch_normalized:
@@ -114,7 +119,7 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
             out["weights"] = jnp.where(keep, w, 0.0)
         else:
             out |= {"weights": jnp.where(keep, w, 0.0), "mask": keep}
-        if "values" in batch:
+        if name == "gae":
             out["returns"] = advantages.gae_returns(
                 rewards, mask, values=batch["values"],
                 gamma=parameters["gamma"], lam=parameters["lam"],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_tis.correction import Correction
+from jaxrl_tis.correction import Correction, with_key
 from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
 from jaxrl_tis.models import transformer
@@ -187,10 +187,8 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
-        if "key" in c.needs:
-            batch = batch | {"key": jax.random.key(batch["draw"][0])}
         return loss.policy_loss(
-            logp, batch, objective=c.objective, weight=c.weight, masks=c.masks, mode=c.mode,
+            logp, with_key(c, batch), objective=c.objective, weight=c.weight, masks=c.masks, mode=c.mode,
             aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
             counts_rejected=c.counts_rejected, kl=kl, kl_coeff=c.kl_coeff,
             entropy=entropy, entropy_coeff=c.entropy_coeff,

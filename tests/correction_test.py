@@ -9,8 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import correction
-from tests.step_test import CAP, B, T, batch, fields
+from jaxrl_tis import correction, step
+from jaxrl_tis.batch import update_fields
+from jaxrl_tis.estimators import methods
+from jaxrl_tis.validate import validate
+from tests import tiny
+from tests.estimators import samples
+from tests.step_test import CAP, LEARNER, SGD, B, T, batch, fields, params, start
 
 
 @functools.cache
@@ -191,3 +196,52 @@ def test_needs_name_their_method():
         "greedy_rewards": "remax", "entropy": "espo", "version": "staleness",
         "current_version": "staleness",
     }
+
+
+ENTRIES = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
+
+
+def spelled(kind, name):
+    """The entry as a config spells it, with the parameters that have no published value."""
+    parameters = samples.method(kind, name)[1]
+    given = {k: v for k, v in parameters.items() if k in samples.REQUIRED}
+    return f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})" if given else name
+
+
+def whole_batch():
+    """What the learner holds of a rollout batch when every on-demand field is asked for."""
+    data, rows = batch(), rollout()
+    per_token = {
+        name: np.zeros((B, T), np.float32)
+        for name in ("entropy", "logp_ref", "values", "sum_pi_squared")
+    }
+    return rows | per_token | update_fields(B, step=3, seed=0) | {
+        name: data[name] for name in ("tokens", "positions", "segment_ids", "temperature")
+    } | {
+        "turn": np.zeros((B, T), np.int32), "version": np.ones((B, T), np.int32),
+        "greedy_rewards": rows["rewards"],
+    }
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_every_method_is_reachable_from_a_config(kind, name):
+    """One step is traced with the method, or the config is refused for the field that is missing."""
+    part = {"mask": "masks"}.get(kind, kind)
+    weight = "token_tis" if kind in ("mask", "advantage", "kl") else "none"
+    changes = {"weight": weight, "kl_coeff": 0.1} | {part: spelled(kind, name)}
+    c = correction.parse(fields(**changes))
+    missing = set(c.needs) - correction.RECORDED - correction.ON_DEMAND
+    if missing:
+        with pytest.raises(ValueError, match=f"{name}.* needs {min(missing)}, which a run does not"):
+            validate(tiny.config(**{f"correction__{k}": v for k, v in changes.items()}))
+        return
+    rows = whole_batch()
+    prepared, _ = jax.eval_shape(correction.make_prepare(c), rows)
+    rows = rows | prepared | {"group": jax.ShapeDtypeStruct((B, T), np.int32)}
+    minibatch = {
+        field: jax.ShapeDtypeStruct((2, B // 2, *x.shape[1:]), x.dtype) for field, x in rows.items()
+    }
+    state = jax.eval_shape(lambda: start(params(), SGD))
+    after, metrics = jax.eval_shape(step.make_train_step(LEARNER, c, SGD), state, minibatch)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert metrics["actor/pg_loss"].shape == ()

@@ -7,6 +7,7 @@ inputs is in `needs`.
 import ast
 import difflib
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ def parameters(kind: str, name: str) -> dict[str, Any]:
 
 def parse(kind: str, text: str) -> Method:
     """"name" or "name(key=value, ...)" -> (name, every parameter with its value).
+
+    A value is a Python literal or inf.
 
     Raises ValueError for an unknown name or parameter, a missing one, or text that is no such call.
     """
@@ -92,7 +95,7 @@ def _method(kind, text, node) -> Method:
                 f"{_nearest(str(keyword.arg), known)}"
             )
         try:
-            given[keyword.arg] = ast.literal_eval(keyword.value)
+            given[keyword.arg] = _value(keyword.value)
         except ValueError:
             raise _malformed(kind, text) from None
     values = known | given
@@ -103,6 +106,11 @@ def _method(kind, text, node) -> Method:
             f"write {call.id}({', '.join(f'{name}=...' for name in missing)})"
         )
     return call.id, values
+
+
+def _value(node):
+    is_inf = isinstance(node, ast.Name) and node.id == "inf"
+    return math.inf if is_inf else ast.literal_eval(node)
 
 
 def _nearest(name, known):

@@ -6,7 +6,6 @@ See golden_verl.py for the runs and make_golden_verl.py for the numbers.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.estimators import masks
@@ -65,16 +64,12 @@ def objective(loss, settings, batch, logp):
     """Our loss per token and metrics for verl's loss of that name."""
     entry, keywords = OURS[loss]
     needed = {"key": jax.random.key(0)} if entry == "clip_cov" else {}
+    if entry == "gmpo":
+        needed = {"weights": batch["weights"]}
     parameters = {keywords[key]: x for key, x in settings.items()}
     return objectives.OBJECTIVES[entry](
         logp, batch["logp_old"], batch["adv"], batch["mask"], **parameters, **needed
     )
-
-
-def sequence_weight(w, mask):
-    """The geometric mean over a row with which verl multiplies its geo_mean."""
-    log_w = ratios.masked_mean(jnp.log(ratios.zero_padding(w, mask) + 1e-10), mask, axis=1)
-    return jnp.broadcast_to(jnp.exp(log_w)[:, None], mask.shape)
 
 
 def scalar(loss_bt, mask, mode):
@@ -92,9 +87,12 @@ def losses_of(batch, reference):
 
     def value(logp, loss):
         case = BATCHES[reference]["policy"][loss]
-        loss_bt, metrics = objective(loss, case["settings"], batch, logp)
-        w = sequence_weight(batch["weights"], mask) if loss == "geo_mean" else batch["weights"]
-        weighted = scalar(loss_bt * w, mask, case["mode"])
+        loss_bt, metrics = objective(loss, case["settings"], batch | {"weights": None}, logp)
+        if loss == "geo_mean":  # takes the weights itself
+            weighted_bt, _ = objective(loss, case["settings"], batch, logp)
+        else:
+            weighted_bt = loss_bt * batch["weights"]
+        weighted = scalar(weighted_bt, mask, case["mode"])
         return scalar(loss_bt, mask, case["mode"]), (weighted, metrics)
 
     gradient = jax.value_and_grad(value, has_aux=True)

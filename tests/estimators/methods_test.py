@@ -15,6 +15,10 @@ def test_given_parameters_win():
         "ppo", {"clip_low": 0.2, "clip_high": 0.28})
 
 
+def test_infinity_is_a_value():
+    assert methods.parse("weight", "token_tis(cap=inf)") == ("token_tis", {"cap": float("inf")})
+
+
 def test_a_name_that_is_no_python_name():
     assert methods.parse("kl", "k1+") == ("k1+", {})
 

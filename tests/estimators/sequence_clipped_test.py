@@ -40,6 +40,7 @@ def make_batch(spread=0.4):
 def evaluate(name, batch, seg=None, **parameters):
     """(loss_bt, metrics, gradient of sum_bt share * loss with respect to logp)."""
     needed = sequence_clipped.NEEDS[name] if name in sequence_clipped.NEEDS else ()
+    needed = [field for field in needed if field != "weights"]  # optional
     parameters = (PARAMETERS[name] if name in PARAMETERS else {}) | parameters
 
     def total(logp):

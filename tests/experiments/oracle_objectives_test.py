@@ -40,6 +40,7 @@ def expected_step(problem, name, aggregation):
         "version": jnp.zeros((1, 3), int),
         "current_version": 0,
         "st_ppo_norm": 0.0,
+        "weights": None,
         "key": jax.random.key(0),
     }
 
