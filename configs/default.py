@@ -71,7 +71,7 @@ def get_config() -> ConfigDict:
     c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
 
     c.correction = ConfigDict()
-    # Methods are spelled "name" or "name(parameter=value, ...)"; docs/methods.md lists them.
+    # A method is spelled "name" or "name(parameter=value, ...)", see jaxrl_tis/estimators/methods.py.
     c.correction.preset = "tis_2"  # a name in jaxrl_tis.estimators.presets.PRESETS, sets the next 4
     c.correction.mode = placeholder(str)  # decoupled (learner recomputes logp_old) or bypass
     c.correction.weight = placeholder(str)  # e.g. "token_tis(cap=2.0)", or "none"
