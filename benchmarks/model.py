@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from configs import default
-from jaxrl_tis import build, optimizer, rollouts, sharding, step, train
+from jaxrl_tis import build, correction, optimizer, rollouts, sharding, step, train
 from jaxrl_tis.engine.engine import Engine, Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -36,7 +36,7 @@ def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int =
     made = build.Setup(
         config=config, tokenizer=None, model=model, layout=layout,
         learner=step.Learner(model, Program(), new_tokens, config.train.logprob_chunk),
-        correction=step.correction(config.correction), optimizer=tx, critic_optimizer=tx,
+        correction=correction.parse(config.correction), optimizer=tx, critic_optimizer=tx,
         engine=engine, learner_engine=engine,
     )
     return made, build.initial_state(made, build.initial_params(made))

@@ -46,8 +46,8 @@ def get_config():
     c.mesh.train = (1, -1, 1)
     c.mesh.serve = (-1, 1, 8)
 
-    c.correction.cap = 8.0
-    c.correction.clip_high = 0.28
+    c.correction.preset = "tis_8"
+    c.correction.objective = "ppo(clip_high=0.28)"
     c.optimizer.lr = 1e-6
     c.optimizer.warmup = 10
     c.optimizer.weight_decay = 0.1

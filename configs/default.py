@@ -1,6 +1,7 @@
 """Every field of a run, with its default. The other configs start from this one."""
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
@@ -70,23 +71,20 @@ def get_config() -> ConfigDict:
     c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
 
     c.correction = ConfigDict()
-    c.correction.mode = "decoupled"  # decoupled (learner recomputes logp_old) or bypass
-    c.correction.weight = "token_tis"  # a name in jaxrl_tis.estimators.weights.WEIGHTS
-    c.correction.cap = 2.0  # of token_tis and seq_tis
-    c.correction.lower = 0.5  # band of mis and icepop
-    c.correction.upper = 5.0
+    # A method is spelled "name" or "name(parameter=value, ...)", see jaxrl_tis/estimators/methods.py.
+    c.correction.preset = "tis_2"  # a name in jaxrl_tis.estimators.presets.PRESETS, sets the next 4
+    c.correction.mode = placeholder(str)  # decoupled (learner recomputes logp_old) or bypass
+    c.correction.weight = placeholder(str)  # e.g. "token_tis(cap=2.0)", or "none"
+    c.correction.masks = placeholder(str)  # joined by &, e.g. "seq_mean_k3(upper=0.01) & veto"; or ""
+    c.correction.objective = placeholder(str)  # e.g. "ppo(clip_low=0.2, clip_high=0.28)"
     c.correction.batch_normalize = False  # divide the weights by their batch mean
-    c.correction.objective = "ppo"  # a name in jaxrl_tis.estimators.objectives.OBJECTIVES
-    c.correction.clip_low = 0.2
-    c.correction.clip_high = 0.2
-    c.correction.dual_clip = 3.0  # of dual_clip
+    c.correction.counts_rejected = False  # rejected tokens stay in the loss's denominators
     c.correction.advantage = "grpo"  # a name in jaxrl_tis.estimators.advantages.ADVANTAGES
-    c.correction.gamma = 1.0  # of gae
-    c.correction.lam = 1.0
     c.correction.aggregation = "token-mean"  # one of jaxrl_tis.estimators.reduce.MODES
     c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length
     c.correction.kl = "k3"  # a name in jaxrl_tis.estimators.kl.KL
     c.correction.kl_coeff = 0.0  # 0 keeps no reference model
+    c.correction.kl_placement = "loss"  # loss, or reward: subtracted from each token's reward
     c.correction.offload_reference = False  # keep the reference in host memory between uses
     c.correction.entropy_coeff = 0.0
 
@@ -99,6 +97,9 @@ def get_config() -> ConfigDict:
     c.train.epochs = 1
     c.train.microbatch_rows = 32  # rows per forward and backward pass
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
+
+    c.metrics = ConfigDict()
+    c.metrics.percentile_every = 10  # steps; percentiles sort the whole rollout batch
 
     c.mesh = ConfigDict()  # (data, fsdp, tensor); -1 takes the devices that are left
     c.mesh.train = (1, 1, 1)

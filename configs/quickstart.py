@@ -22,7 +22,7 @@ def get_config(variant: str = "tis"):
     c.rollout.max_new_tokens = 5
     c.engine.slots = 256
     c.engine.steps_per_call = 5
-    c.correction.clip_high = 0.28
+    c.correction.objective = "ppo(clip_high=0.28)"
     c.optimizer.lr = 2.5e-4
     c.train.microbatch_rows = 128
     c.eval.every = 70

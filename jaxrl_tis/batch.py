@@ -14,7 +14,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
 
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids`
       (1 on the sequence, 0 on padding), `mask` (True on tokens that the policy chose),
-      `logp_behav`, `entropy_behav`, `version` (-1 outside the response), and `temperature` [N].
+      `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response), and
+      `temperature` [N].
     """
     shape = (len(trajectories), length)
     out = {
@@ -25,6 +26,7 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         "logp_behav": np.zeros(shape, np.float32),
         "entropy_behav": np.zeros(shape, np.float32),
         "version": np.full(shape, -1, np.int32),
+        "turn": np.zeros(shape, np.int32),
         "temperature": np.array([t.temperature for t in trajectories], np.float32),
     }
     for row, trajectory in enumerate(trajectories):
@@ -41,7 +43,20 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         out["logp_behav"][row, response] = trajectory.logp_behav
         out["entropy_behav"][row, response] = trajectory.entropy
         out["version"][row, response] = trajectory.version
+        out["turn"][row, response] = trajectory.turn
     return out
+
+
+def update_fields(count: int, step: int, seed: int) -> dict[str, np.ndarray]:
+    """What the update of a step adds to `count` rows, whatever was sampled.
+
+    Returns: `current_version` [N,1], the weights that the update starts from, and `draw` [N], a
+      random uint32 per row for methods that choose tokens at random.
+    """
+    return {
+        "current_version": np.full((count, 1), step - 1, np.int32),
+        "draw": np.random.default_rng((seed, step)).integers(2**32, size=count, dtype=np.uint32),
+    }
 
 
 def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> dict[str, np.ndarray]:

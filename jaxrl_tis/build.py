@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxrl_tis import models, optimizer, sharding
+from jaxrl_tis import correction, models, optimizer, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.engine import Engine
@@ -29,7 +29,7 @@ class Setup:
     model: ModelConfig
     layout: sharding.Layout
     learner: steps.Learner
-    correction: steps.Correction
+    correction: correction.Correction
     optimizer: Any
     critic_optimizer: Any
     engine: Engine
@@ -37,7 +37,7 @@ class Setup:
 
     @property
     def has_critic(self) -> bool:
-        return self.correction.advantage[0] == "gae"
+        return "values" in self.correction.needs
 
     @property
     def row_length(self) -> int:
@@ -70,7 +70,7 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         layout=serving,
     )
     return Setup(
-        config, tokenizer, model, layout, learner, steps.correction(config.correction),
+        config, tokenizer, model, layout, learner, correction.parse(config.correction),
         optimizer.make(config.optimizer, updates), optimizer.make(config.critic, updates),
         engine=engine(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,

@@ -1,6 +1,7 @@
 """Who generates when. Here: the learner waits for its sampler, every batch is fresh (sync mode)."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 import ml_collections
@@ -20,7 +21,8 @@ CHECKED = 20_000  # a few seconds
 class Sample:
     """A finished trajectory with the example it answers, its reward and its group in the batch.
 
-    `score` is the reward function's value; `reward` adds the overlong penalty.
+    `score` is the reward function's value; `reward` adds the overlong penalty; `greedy_reward` is
+    the reward of the greedy answer to the same prompt, where an advantage asks for it.
     """
 
     trajectory: Trajectory
@@ -29,6 +31,7 @@ class Sample:
     score: float
     reward: float
     group: int
+    greedy_reward: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,10 @@ def sampling_params(
 
 
 class Collector:
-    """Fills one batch of rollout.prompts groups of rollout.group_size rewarded samples."""
+    """Fills one batch of rollout.prompts groups of rollout.group_size rewarded samples.
+
+    with_greedy also answers each prompt once at temperature 0, for the baseline of ReMax.
+    """
 
     def __init__(
         self,
@@ -95,12 +101,15 @@ class Collector:
         prompter: Prompter,
         batches: Iterator[list[dict[str, str]]],
         rewards: RewardWorker,
+        with_greedy: bool = False,
     ):
         self._config, self._prompter = config, prompter
         self._batches, self._rewards = batches, rewards
         self._sampling = sampling_params(
             config, prompter.tokenizer, config.rollout.temperature, is_filtered=True
         )
+        self._greedy = sampling_params(config, prompter.tokenizer, 0.0, is_filtered=False)
+        self._with_greedy = with_greedy
 
     def collect(
         self, scheduler: Scheduler, step: int, timer: Callable
@@ -133,23 +142,30 @@ class Collector:
     def _sample_groups(self, scheduler, tag, timer) -> list[list[Sample]]:
         records = next(self._batches)
         size = self._config.rollout.group_size
+        samplings = [self._sampling] * size + [self._greedy] * self._with_greedy
         requests = [
-            Request(f"{tag[0]}/{tag[1]}/{i}/{record['id']}/{g}", ids, self._config.seed, self._sampling)
+            Request(f"{tag[0]}/{tag[1]}/{i}/{record['id']}/{g}", ids, self._config.seed, sampling)
             for i, record in enumerate(records)
             for ids in [self._prompter.ids(record)]
-            for g in range(size)
+            for g, sampling in enumerate(samplings)
         ]
         with timer("rollout"):
             trajectories = run(scheduler, requests)
         with timer("reward"):
-            repeated = [record for record in records for _ in range(size)]
+            repeated = [record for record in records for _ in samplings]
             texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
             scores = self._rewards.score(texts, repeated)
         samples = [
             Sample(t, record, text, score, score + self._overlong(len(t.tokens)), 0)
             for t, record, text, score in zip(trajectories, repeated, texts, scores, strict=True)
         ]
-        return [samples[i : i + size] for i in range(0, len(samples), size)]
+        groups = [samples[i : i + len(samplings)] for i in range(0, len(samples), len(samplings))]
+        if self._with_greedy:
+            groups = [
+                [dataclasses.replace(s, greedy_reward=group[-1].reward) for s in group[:-1]]
+                for group in groups
+            ]
+        return groups
 
     def _overlong(self, length: int) -> float:
         rollout = self._config.rollout

@@ -1,22 +1,20 @@
-"""The learner's programs: score, prepare, and the pure steps (state, minibatch) -> (state, metrics).
+"""The learner's programs: score, and the pure steps (state, minibatch) -> (state, metrics).
 
 A minibatch has leading axes [accumulation, rows]; gradients of its micro-batches are summed with
 denominators of the whole minibatch, so the split changes nothing but memory.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import optax
 
-from jaxrl_tis.estimators import advantages, diagnostics, kl, loss, objectives, ratios, reduce
-from jaxrl_tis.estimators import weights
-from jaxrl_tis.kernels.logprob import token_logprob
+from jaxrl_tis.correction import Correction, with_key
+from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clipped
+from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -48,54 +46,14 @@ class Learner:
     chunk: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Correction:
-    """The chosen methods, each a name with its parameters."""
-
-    mode: str
-    weight: tuple[str, dict]
-    is_batch_normalized: bool
-    advantage: tuple[str, dict]
-    objective: tuple[str, dict]
-    aggregation: str
-    scale: float
-    kl: tuple[str, dict] | None
-    kl_coeff: float
-    entropy_coeff: float
-
-
-def method(table: dict[str, Callable], name: str, fields: ml_collections.ConfigDict):
-    """(name, parameters): every keyword of the method that is a field of the config."""
-    keywords = [
-        p.name for p in inspect.signature(table[name]).parameters.values()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name in fields
-    ]
-    return name, {key: fields[key] for key in keywords}
-
-
-def correction(fields: ml_collections.ConfigDict) -> Correction:
-    """The methods that `config.correction` names."""
-    return Correction(
-        mode=fields.mode,
-        weight=method(weights.WEIGHTS, fields.weight, fields),
-        is_batch_normalized=fields.batch_normalize,
-        advantage=method(advantages.ADVANTAGES, fields.advantage, fields),
-        objective=method(objectives.OBJECTIVES, fields.objective, fields),
-        aggregation=fields.aggregation,
-        scale=fields.scale,
-        kl=method(kl.KL, fields.kl, fields) if fields.kl_coeff else None,
-        kl_coeff=fields.kl_coeff,
-        entropy_coeff=fields.entropy_coeff,
-    )
-
-
 # Forward passes
 
 
-def response_logprobs(
-    params: Any, learner: Learner, batch: Batch, with_entropy: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies [B,T] of the masked tokens at the rows' temperatures; 0 elsewhere."""
+def _read_targets(params: Any, learner: Learner, batch: Batch, read: Callable):
+    """What `read` says of the masked tokens, each [B,T] and 0 elsewhere.
+
+    read: (head, its parameters, hidden states [B,N,D], tokens they predict [B,N]) -> several [B,N].
+    """
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
@@ -104,19 +62,25 @@ def response_logprobs(
     is_target = batch["mask"][:, 1:]
     count = min(learner.max_targets, is_target.shape[1])
     source_bn = jnp.argsort(~is_target, axis=1, stable=True)[:, :count]
-    logp_bn, entropy_bn = token_logprob(
+    results = read(
         lambda head, x: transformer.head_logits(head, learner.program, x),
         transformer.head_params(params),
         jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
         jnp.take_along_axis(batch["tokens"], source_bn + 1, axis=1),
-        batch["temperature"],
-        learner.chunk,
-        with_entropy,
     )
     rows = jnp.arange(source_bn.shape[0])[:, None]
     scatter = lambda x_bn: jnp.zeros(batch["mask"].shape).at[rows, source_bn + 1].set(x_bn)
-    mask = batch["mask"]
-    return tuple(ratios.zero_padding(scatter(x), mask) for x in (logp_bn, entropy_bn))
+    return tuple(ratios.zero_padding(scatter(x), batch["mask"]) for x in results)
+
+
+def response_logprobs(
+    params: Any, learner: Learner, batch: Batch, with_entropy: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies [B,T] of the masked tokens at the rows' temperatures; 0 elsewhere."""
+    return _read_targets(
+        params, learner, batch,
+        lambda *inputs: token_logprob(*inputs, batch["temperature"], learner.chunk, with_entropy),
+    )
 
 
 def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
@@ -143,60 +107,24 @@ def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Ba
     return jax.jit(score)
 
 
+def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
+    """(params, batch [M, rows, ...]) -> sum of pi^2 over the vocabulary at each masked token [M,
+    rows, T], 0 elsewhere."""
+
+    def rows(params, micro):
+        read = lambda head, weights, x, _: (
+            collision_probability(head, weights, x, micro["temperature"], learner.chunk),
+        )
+        return _read_targets(params, learner, micro, read)[0]
+
+    return jax.jit(lambda params, batch: jax.lax.map(lambda b: rows(params, b), batch))
+
+
 def make_values(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     """(critic params, batch [M, rows, ...]) -> values [M, rows, T]."""
     return jax.jit(
         lambda params, batch: jax.lax.map(lambda b: prefix_values(params, learner, b), batch)
     )
-
-
-# From a scored rollout batch to what the loss needs
-
-
-def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
-    """Advantages, engine weights and the measured gap of a whole rollout batch [N,T].
-
-    The batch holds mask, logp_behav, logp_learner (recomputed at the weights that sampled), rewards
-    [N], group [N], and values with a critic. Both modes measure the gap; in bypass mode the
-    sampler's log-probs become logp_old and the weight is 1.
-    """
-    name, parameters = c.weight
-    level = "seq" if name.startswith("seq") else "token"
-    upper = parameters["cap"] if "cap" in parameters else parameters.get("upper", 2.0)
-
-    def prepare(batch: Batch) -> tuple[Batch, Metrics]:
-        mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_learner"]
-        log_ratio = ratios.safe_log_ratio(learner, behav, mask)
-        w = loss.importance_weights(
-            {"logp_old": learner, "logp_behav": behav, "mask": mask}, c.weight
-        )
-        metrics = diagnostics.offpolicy_metrics(learner, behav, mask)
-        metrics |= diagnostics.probability_metrics(learner, behav, mask)
-        metrics |= diagnostics.importance_weight_metrics(
-            w, log_ratio, mask, level=level, upper=upper, lower=parameters.get("lower")
-        )
-        snis, ess = diagnostics.snis_reward(batch["rewards"], log_ratio, mask)
-        metrics |= {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
-        if c.is_batch_normalized:
-            w, factor = weights.batch_normalize(w, mask, level)
-            metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-        advantage, advantage_parameters = c.advantage
-        needed = {n: batch[n] for n in advantages.NEEDS.get(advantage, ())}
-        out = {
-            "logp_old": behav if c.mode == "bypass" else learner,
-            "weights": w,
-            "adv": advantages.ADVANTAGES[advantage](
-                batch["rewards"], mask, batch["group"], **needed, **advantage_parameters
-            ),
-        }
-        if "values" in batch:
-            out["returns"] = advantages.gae_returns(
-                batch["rewards"], mask, values=batch["values"],
-                gamma=advantage_parameters["gamma"], lam=advantage_parameters["lam"],
-            )
-        return out, metrics
-
-    return jax.jit(prepare)
 
 
 # Updates
@@ -234,8 +162,16 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     return jax.lax.scan(add, zeros, minibatch)[0]
 
 
-def _make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, prefix: str):
+def _make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    prefix: str,
+    measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
+):
+    """A jitted, donating update; `measure` adds fields to the minibatch that take the parameters."""
+
     def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
+        minibatch = minibatch | measure(state.params, minibatch)
         grads, metrics = _accumulate(loss_fn, state.params, minibatch)
         metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -245,18 +181,42 @@ def _make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, prefix:
 
 
 def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTransformation):
-    """The policy update. Minibatch: rows of `batch.rows` plus logp_old, weights, adv and, with a KL
-    term, logp_ref; [accumulation, rows, T]. The state is donated."""
+    """The policy update. Minibatch: rows of `batch.rows` plus what `Trainer.score` and
+    `correction.make_prepare` add; [accumulation, rows, T]. The state is donated."""
+    kl = c.kl if c.kl_placement == "loss" else None
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
         return loss.policy_loss(
-            logp, batch, weight=c.weight, objective=c.objective, aggregation=c.aggregation,
-            kl=c.kl, kl_coeff=c.kl_coeff, entropy=entropy, entropy_coeff=c.entropy_coeff,
+            logp, with_key(c, batch), objective=c.objective, weight=c.weight, masks=c.masks, mode=c.mode,
+            aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
+            counts_rejected=c.counts_rejected, kl=kl, kl_coeff=c.kl_coeff,
+            entropy=entropy, entropy_coeff=c.entropy_coeff,
             num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,
         )
 
-    return _make_step(loss_fn, optimizer, "actor")
+    if "st_ppo_norm" not in c.needs:
+        return _make_step(loss_fn, optimizer, "actor")
+    return _make_step(loss_fn, optimizer, "actor", _clipping_bias_norm(learner, c))
+
+
+def _clipping_bias_norm(learner: Learner, c: Correction):
+    """(params, minibatch) -> {"st_ppo_norm"}: norm of the gradient that ST-PPO's clip leaves out."""
+    bounds = {name: c.objective[1][name] for name in ("clip_low", "clip_high")}
+
+    def left_out(params, batch, num_tokens, num_seqs):
+        logp, _ = response_logprobs(params, learner, batch, with_entropy=False)
+        loss_bt = sequence_clipped.turn_clipping_bias(
+            logp, batch["logp_old"], batch["adv"], batch["mask"], turn=batch["turn"], **bounds
+        )
+        mode = "seq-mean-token-mean"
+        return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs), {}
+
+    def measure(params, minibatch):
+        grads, _ = _accumulate(left_out, params, minibatch)
+        return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), optax.global_norm(grads))}
+
+    return measure
 
 
 def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTransformation):

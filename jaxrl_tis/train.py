@@ -11,12 +11,13 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis import batch as batching
-from jaxrl_tis import checkpoint, evaluate, metrics, optimizer, report, rollouts
+from jaxrl_tis import checkpoint, correction, evaluate, metrics, optimizer, report, rollouts
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.estimators import divergences
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -72,8 +73,10 @@ class Trainer:
     def __init__(self, setup: Setup):
         self.setup = setup
         self._score = steps.make_score(setup.learner)
-        self._prepare = steps.make_prepare(setup.correction)
+        self._prepare = correction.make_prepare(setup.correction)
+        self._percentiles = jax.jit(divergences.percentile_metrics)
         self._train_step = steps.make_train_step(setup.learner, setup.correction, setup.optimizer)
+        self._collisions = steps.make_collisions(setup.learner)
         if setup.has_critic:
             self._values = steps.make_values(setup.learner)
             self._critic_step = steps.make_critic_step(
@@ -95,6 +98,10 @@ class Trainer:
             rows["logp_ref"] = flat(self._score(reference, micro)["logp"])
         rows["rewards"] = np.array([s.reward for s in samples], np.float32)
         rows["group"] = np.array([s.group for s in samples], np.int32)
+        if "greedy_rewards" in self.setup.correction.needs:
+            rows["greedy_rewards"] = np.array([s.greedy_reward for s in samples], np.float32)
+        if "sum_pi_squared" in self.setup.correction.needs:
+            rows["sum_pi_squared"] = flat(self._collisions(state["policy"].params, micro))
         return rows
 
     def _micro_batches(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -106,8 +113,12 @@ class Trainer:
     def update(self, state: dict[str, Any], rows: dict[str, np.ndarray], step: int):
         """(new state, metrics) after all epochs and minibatches; the old state is donated."""
         config = self.setup.config
+        rows = rows | batching.update_fields(len(rows["mask"]), step, config.seed)
         prepared, measured = self._prepare(rows)
+        if step % config.metrics.percentile_every == 0:
+            measured |= self._percentiles(rows["logp_learner"], rows["logp_behav"], rows["mask"])
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        rows["group"] = np.broadcast_to(rows["group"][:, None], rows["mask"].shape)
         collected = []
         for epoch in range(config.train.epochs):
             seed = (config.seed, step, epoch)
@@ -190,7 +201,10 @@ class Run:
             seed=config.seed,
         )
         prompter.check(self._batches.source)
-        self.collector = rollouts.Collector(config, prompter, self._batches, rewards)
+        self.collector = rollouts.Collector(
+            config, prompter, self._batches, rewards,
+            with_greedy="greedy_rewards" in setup.correction.needs,
+        )
         self.last_eval: dict[str, float] = {}
         self._scheduler = None
         # From here on nothing is refused for its config.

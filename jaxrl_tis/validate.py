@@ -5,31 +5,36 @@ import math
 
 import ml_collections
 
-from jaxrl_tis import optimizer
+from jaxrl_tis import correction, optimizer
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tasks import TASKS
-from jaxrl_tis.estimators import advantages, kl, objectives, reduce, weights
+from jaxrl_tis.estimators import loss, presets, reduce
 from jaxrl_tis.models import quant, transformer
 
 DTYPES = ("float32", "bfloat16")
+# Advantages that compare the samples of a prompt.
+GROUPED = ("grpo", "dr_grpo", "grpo_passk", "rloo", "gpg", "gdpo", "opo", "opob", "otb", "tir_otb",
+           "oapl", "reinforce_plus_plus_baseline")
+WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
+# Objectives without a ratio of their own, and those that hold the sampler's weight already.
+UNRATIOED = ("gpg", "reinforce")
+OWN_WEIGHT = ("decoupled", "a3po", "qurl_acr", "fusion_cap", "fusion_shaped", "oapl")
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
     """ValueError listing every problem of the config, one a line."""
-    problems = [*_names(config), *_counts(config), *_batches(config), *_correction(config)]
+    problems = [*_names(config), *_counts(config), *_batches(config), *_correction(config), *_sampling(config)]
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
 
 
 def _names(config):
     c = config.correction
-    choices = {
-        "correction.mode": (c.mode, ("decoupled", "bypass")),
-        "correction.weight": (c.weight, weights.WEIGHTS),
-        "correction.objective": (c.objective, objectives.OBJECTIVES),
-        "correction.advantage": (c.advantage, advantages.ADVANTAGES),
+    allowed_values = {
+        "correction.preset": (c.preset, presets.PRESETS),
+        "correction.mode": (c.mode, (None, *loss.MODES)),
         "correction.aggregation": (c.aggregation, reduce.MODES),
-        "correction.kl": (c.kl, kl.KL),
+        "correction.kl_placement": (c.kl_placement, ("loss", "reward")),
         "engine.quantization": (config.engine.quantization, quant.SCHEMES),
         "engine.dtype": (config.engine.dtype, DTYPES),
         "engine.cache_dtype": (config.engine.cache_dtype, DTYPES),
@@ -40,9 +45,10 @@ def _names(config):
         "critic.schedule": (config.critic.schedule, optimizer.SCHEDULES),
         "task.name": (config.task.name, TASKS),
     }
-    for field, (value, allowed) in choices.items():
+    for field, (value, allowed) in allowed_values.items():
         if value not in allowed:
-            yield f"{field} is {value!r}; choose one of {', '.join(allowed)}"
+            choices = ", ".join(name for name in allowed if name is not None)
+            yield f"{field} is {value!r}; choose one of {choices}"
     if config.reward.name not in REWARDS and ":" not in config.reward.name:
         yield (
             f"reward.name is {config.reward.name!r}; choose one of {', '.join(REWARDS)} or give "
@@ -60,6 +66,7 @@ def _counts(config):
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
+        "metrics.percentile_every",
         "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "optimizer.lr",
         "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
     ]
@@ -68,7 +75,7 @@ def _counts(config):
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
         "warmup.steps", "rollout.top_k", "rollout.overlong_buffer", "correction.kl_coeff",
-        "correction.clip_high", "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
+        "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
         "critic.warmup", "critic.weight_decay",
     ]
     for field in not_negative:
@@ -113,25 +120,66 @@ def _batches(config):
 
 
 def _correction(config):
-    c, rollout = config.correction, config.rollout
-    if rollout.group_size == 1 and c.advantage != "gae":
+    fields = config.correction
+    if fields.preset in presets.PRESETS and fields.mode in (None, *loss.MODES):
+        try:
+            chosen = correction.parse(fields)
+        except ValueError as error:
+            yield f"correction: {error}"
+        else:
+            yield from _methods(chosen, config)
+
+
+def _methods(c: correction.Correction, config):
+    weight, objective, advantage = c.weight[0], c.objective[0], c.advantage[0]
+    rollout, rows = config.rollout, config.train.microbatch_rows
+    if rollout.group_size == 1 and advantage in GROUPED:
         yield (
-            f"rollout.group_size is 1, but advantage {c.advantage!r} compares the samples of a "
-            "group; use at least 2"
+            f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a group; "
+            "use at least 2"
         )
-    if c.mode == "bypass" and c.weight != "none":
+    if objective in WHOLE_GROUPS and rows != rollout.prompts * rollout.group_size:
         yield (
-            f"bypass mode puts the whole drift into the ratio of {c.objective!r}; the weight "
-            f"{c.weight!r} would count the engine's part twice: set correction.weight to 'none'"
+            f"objective {objective!r} needs all samples of a prompt at once: set "
+            "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
-    if c.weight.endswith("_tis") and c.cap < 1:
-        yield f"correction.cap is {c.cap}; a cap below 1 truncates even where the policies agree"
-    if not 0 <= c.clip_low <= 1:
-        yield f"correction.clip_low is {c.clip_low}; the ratio's lower bound 1 - clip_low is in 0 .. 1"
-    if not 0 < c.lower <= 1 <= c.upper:
-        yield f"the band [{c.lower}, {c.upper}] of correction.lower and upper must hold the ratio 1"
-    if c.objective == "dual_clip" and c.dual_clip <= 1:
-        yield f"correction.dual_clip is {c.dual_clip}; it must be above 1"
+    for field, user in c.needs.items():
+        if field not in correction.RECORDED | correction.ON_DEMAND:
+            yield f"{user!r} needs {field}, which a run does not record"
+    if weight != "none" and c.mode == "bypass" and objective not in UNRATIOED:
+        yield (
+            f"bypass mode puts the whole drift into the ratio of {objective!r}; the weight "
+            f"{weight!r} would count the engine's part twice: set correction.weight to 'none'"
+        )
+    if weight != "none" and objective in OWN_WEIGHT:
+        yield (
+            f"objective {objective!r} weighs by logp_behav itself; the weight {weight!r} would count "
+            "the engine's part twice: set correction.weight to 'none'"
+        )
+    for name, parameters in (c.weight, c.objective, *c.masks):
+        yield from _bounds(name, parameters)
+
+
+def _bounds(name, parameters):
+    """Bounds that reject or truncate even where the two policies agree."""
+    cap, low, high = (parameters.get(key) for key in ("cap", "lower", "upper"))
+    if cap is not None and cap < 1:
+        yield f"cap is {cap} in {name!r}; a cap below 1 truncates even where the policies agree"
+    if not name.endswith(("_k2", "_k3")) and high is not None:
+        low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
+        if not 0 <= low <= 1 <= high:
+            yield f"the band [{low}, {high}] of {name!r} must hold the ratio 1"
+    clip_low, clip_high = (parameters.get(key, 0.0) for key in ("clip_low", "clip_high"))
+    if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "two_sided")):
+        yield f"clip_low is {clip_low} in {name!r}; the ratio's lower bound is 1 - clip_low"
+    if clip_high < 0:
+        yield f"clip_high is {clip_high} in {name!r}; the ratio's upper bound is 1 + clip_high"
+    if parameters.get("dual_clip", 2.0) <= 1:
+        yield f"dual_clip is {parameters['dual_clip']} in {name!r}; it must be above 1"
+
+
+def _sampling(config):
+    rollout = config.rollout
     if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
         yield (
             f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in (0, 1] "

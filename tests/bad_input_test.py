@@ -413,7 +413,7 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(copie
     with pytest.raises(ValueError) as error:
         tiny.run(copied, optimizer__lr=0.1, correction__weight="none")
     assert "optimizer.lr: 0.003 -> 0.1" in str(error.value)
-    assert 'correction.weight: "token_tis" -> "none"' in str(error.value)
+    assert 'correction.weight: null -> "none"' in str(error.value)
     assert "seed" not in str(error.value)
     assert (copied / "config.json").read_text() == before
 

@@ -18,7 +18,7 @@ FIRST = Trajectory(
 )
 SECOND = dataclasses.replace(
     FIRST, id="b", prompt=np.array([3], np.int32), tokens=np.array([4], np.int32),
-    mask=np.array([True]), logp_behav=np.array([-2.0], np.float32),
+    mask=np.array([True]), turn=np.array([0], np.int32), logp_behav=np.array([-2.0], np.float32),
     entropy=np.array([0.4], np.float32), version=np.array([6], np.int32), temperature=1.0,
 )
 
@@ -31,6 +31,7 @@ def test_each_cell_of_two_rows():
         "segment_ids": [[1, 1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0, 0]],
         # The hole in the first response (a token the policy did not choose) stays a hole.
         "mask": [[0, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0, 0]],
+        "turn": [[0, 0, 0, 0, 0, 1, 0], [0] * 7],
         "version": [[-1, -1, -1, 4, 4, 5, -1], [-1, 6, -1, -1, -1, -1, -1]],
         "temperature": [0.7, 1.0],
     }
@@ -75,3 +76,12 @@ def test_minibatches_hold_every_row_once_in_a_seeded_order():
     other = list(batch.minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 2)))
     assert all((a["id"] == b["id"]).all() for a, b in zip(split, again))
     assert any((a["id"] != b["id"]).any() for a, b in zip(split, other))
+
+
+def test_what_an_update_adds():
+    added = batch.update_fields(3, step=5, seed=1)
+    np.testing.assert_array_equal(added["current_version"], [[4], [4], [4]])
+    assert added["draw"].dtype == np.uint32 and len(set(added["draw"].tolist())) == 3
+    again, other = batch.update_fields(3, 5, 1), batch.update_fields(3, 6, 1)
+    np.testing.assert_array_equal(again["draw"], added["draw"])
+    assert (other["draw"] != added["draw"]).all()

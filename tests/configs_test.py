@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxrl_tis import step, train
+from jaxrl_tis import correction, step, train
 from jaxrl_tis.engine.engine import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.models.quant import QuantArray
@@ -95,7 +95,7 @@ def test_the_quickstart_builds_on_a_machine_with_several_devices():
 def test_what_the_variants_change():
     plain, off, f32 = (get_config(f"quickstart:{v}").to_dict() for v in ("tis", "off", "f32"))
     assert off["correction"].pop("weight") == "none"
-    assert plain["correction"]["weight"] == "token_tis"
+    assert plain["correction"]["weight"] is None and plain["correction"]["preset"] == "tis_2"
     assert f32["engine"].pop("quantization") == "none"
     assert plain["engine"]["quantization"] == "w8a8"
     del plain["correction"]["weight"], f32["correction"]["weight"]
@@ -110,12 +110,15 @@ def test_the_published_settings():
     grpo, ppo = get_config("gsm8k_qwen25_0p5b:grpo"), get_config("gsm8k_qwen25_0p5b:ppo")
     dapo = get_config("dapo_qwen25_32b")
     for config in (grpo, ppo, dapo):
-        assert config.engine.quantization == "w8a8" and config.correction.weight == "token_tis"
-        assert config.correction.mode == "decoupled"
+        assert config.engine.quantization == "w8a8"
+        chosen = correction.parse(config.correction)
+        assert chosen.weight[0] == "token_tis" and chosen.mode == "decoupled"
     assert grpo.correction.advantage == "grpo" and grpo.rollout.group_size > 1
     assert ppo.correction.advantage == "gae" and ppo.rollout.group_size == 1
     c, rollout = dapo.correction, dapo.rollout
-    assert (c.clip_low, c.clip_high, c.aggregation, c.kl_coeff) == (0.2, 0.28, "token-mean", 0.0)
+    assert correction.parse(c).objective == ("ppo", {"clip_low": 0.2, "clip_high": 0.28})
+    assert correction.parse(c).weight == ("token_tis", {"cap": 8.0})
+    assert (c.aggregation, c.kl_coeff) == ("token-mean", 0.0)
     assert rollout.group_size == 16 and rollout.dynamic_sampling
     assert rollout.max_new_tokens == 20_480 and rollout.overlong_buffer == 4096
     for config, data_shards in ((grpo, 8), (ppo, 8), (dapo, 64)):
@@ -199,7 +202,7 @@ def test_one_full_step_of_the_learner(large):
     if "reference" in state:
         ref = jax.eval_shape(step.make_score(setup.learner), state["reference"], micro)["logp"]
         extra["logp_ref"] = jax.ShapeDtypeStruct((n, *ref.shape[2:]), ref.dtype)
-    prepared, measured = jax.eval_shape(step.make_prepare(setup.correction), rows | extra)
+    prepared, measured = jax.eval_shape(correction.make_prepare(setup.correction), rows | extra)
     assert {prepared[name].shape for name in ("weights", "adv", "logp_old")} == {(n, t)}
     assert all(x.shape == () for x in measured.values())
 

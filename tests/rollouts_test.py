@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 
 import ml_collections
 import numpy as np
@@ -152,6 +153,22 @@ def test_groups_share_a_prompt_and_no_noise():
     for name in ("id", "hash"):
         assert len({getattr(r, name) for r in scheduler.requests}) == 12
     assert timer.phases == ["rollout", "reward"] * 2
+
+
+def test_a_greedy_answer_per_prompt_where_it_is_asked_for():
+    scheduler = FakeScheduler()
+    prompter = rollouts.Prompter(TOKENIZER, fields().task)
+    reward = FakeRewards(lambda text, record: float(text) + 10 * int(record["id"]))
+    c = rollouts.Collector(fields(), prompter, batches(), reward, with_greedy=True)
+    samples, _ = c.collect(scheduler, 1, Timer())
+    # The fourth request of each prompt is the greedy one; its text is "3".
+    assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
+    assert [s.greedy_reward for s in samples] == [3, 3, 3, 13, 13, 13]
+    temperatures = [r.sampling.temperature for r in scheduler.requests]
+    assert temperatures == [fields().rollout.temperature] * 3 + [0] + [
+        fields().rollout.temperature] * 3 + [0]
+    plain, _ = collector(fields(), lambda text, record: 0.0).collect(FakeScheduler(), 1, Timer())
+    assert all(math.isnan(s.greedy_reward) for s in plain)
 
 
 def test_a_repeated_example_within_a_batch_does_not_repeat_its_noise():

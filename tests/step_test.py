@@ -10,13 +10,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 import pytest
 
 from configs import default
-from jaxrl_tis import step
+from jaxrl_tis import correction, step
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -29,11 +28,12 @@ CONFIG = ModelConfig(
 )
 LEARNER = step.Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
 CAP, LOW, HIGH = 1.2, 0.2, 0.28
+WEIGHT, PPO = f"token_tis(cap={CAP})", f"ppo(clip_low={LOW}, clip_high={HIGH})"
 
 
 def fields(**changes):
     c = default.get_config().correction
-    c.update(cap=CAP, clip_low=LOW, clip_high=HIGH)
+    c.weight, c.objective = WEIGHT, PPO
     c.update(changes)
     return c
 
@@ -136,9 +136,9 @@ def start(p, tx):
 SGD = optax.sgd(1.0)
 
 
-def updated(correction, data, count):
+def updated(chosen, data, count):
     """(parameters, metrics) after one update of plain gradient descent in `count` micro-batches."""
-    train_step = step.make_train_step(LEARNER, correction, SGD)
+    train_step = step.make_train_step(LEARNER, chosen, SGD)
     state, metrics = train_step(start(params(), SGD), cut(data, count))
     return jax.device_get(state.params), jax.device_get(metrics)
 
@@ -195,13 +195,13 @@ def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
     expected = jax.tree.map(lambda p, g: p - np.asarray(g), params(), gradient)
     scale = max(jax.tree.leaves(jax.tree.map(lambda g: np.abs(g).max(), gradient)))
     assert scale > 1e-3
-    correction = step.correction(fields(aggregation=mode))
-    whole, metrics = updated(correction, with_nan_padding(data), 1)
+    chosen = correction.parse(fields(aggregation=mode))
+    whole, metrics = updated(chosen, with_nan_padding(data), 1)
     assert_trees_close(whole, expected, atol=1e-5 * max(1, scale))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
     assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for count in (2, 4) if mode in ("token-mean", "seq-mean-token-mean") else (4,):
-        split, split_metrics = updated(correction, with_nan_padding(data), count)
+        split, split_metrics = updated(chosen, with_nan_padding(data), count)
         assert_trees_close(split, whole, atol=1e-6 * max(1, scale))
         for name in metrics:
             assert split_metrics[name] == pytest.approx(metrics[name], abs=1e-5, rel=1e-5), name
@@ -212,8 +212,8 @@ def test_kl_and_entropy_terms():
     coefficient = coefficients(data["mask"], "token-mean")
     gradient = reference_gradient(params(), data, coefficient, 0.3, 0.2)
     expected = jax.tree.map(lambda p, g: p - np.asarray(g), params(), gradient)
-    correction = step.correction(fields(kl_coeff=0.3, entropy_coeff=0.2))
-    ours, metrics = updated(correction, with_nan_padding(data), 2)
+    chosen = correction.parse(fields(kl_coeff=0.3, entropy_coeff=0.2))
+    ours, metrics = updated(chosen, with_nan_padding(data), 2)
     assert_trees_close(ours, expected, atol=1e-5)
     entropy = float(np.sum(coefficient * reference_entropy(params(), data)))
     assert metrics["actor/entropy_loss"] == pytest.approx(entropy, rel=1e-4)
@@ -225,7 +225,7 @@ def test_kl_and_entropy_terms():
 
 def test_metrics_have_verls_names_and_values():
     data, mask = batch(), batch()["mask"]
-    _, metrics = updated(step.correction(fields()), data, 2)
+    _, metrics = updated(correction.parse(fields()), data, 2)
     assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm"} <= set(metrics)
     logp = np.asarray(reference_logprob(params(), data), np.float64)
     mean = lambda x: x[mask].mean()
@@ -240,7 +240,7 @@ def test_metrics_have_verls_names_and_values():
 
 def test_a_wholly_masked_minibatch_changes_nothing():
     data = with_nan_padding(batch() | {"mask": np.zeros((B, T), bool)})
-    state, metrics = step.make_train_step(LEARNER, step.correction(fields()), SGD)(
+    state, metrics = step.make_train_step(LEARNER, correction.parse(fields()), SGD)(
         start(params(), SGD), cut(data, 4)
     )
     assert difference(jax.device_get(state.params), params()) == 0
@@ -250,7 +250,7 @@ def test_a_wholly_masked_minibatch_changes_nothing():
 def test_the_state_is_donated():
     state = start(params(), SGD)
     old = jax.tree.leaves(state.params)
-    step.make_train_step(LEARNER, step.correction(fields()), SGD)(state, cut(batch(), 1))
+    step.make_train_step(LEARNER, correction.parse(fields()), SGD)(state, cut(batch(), 1))
     assert all(leaf.is_deleted() for leaf in old)
 
 
@@ -258,10 +258,10 @@ def test_logp_carries_the_gradient_and_no_other_field_does():
     """logp_old is data: with weights of zero nothing moves, whatever logp_old says (PEERS: the old
     policy must not be a stop-gradient of the current one, whose ratio is always 1)."""
     data = batch()
-    correction = step.correction(fields())
-    _, at_old = updated(correction, data, 1)
+    chosen = correction.parse(fields())
+    _, at_old = updated(chosen, data, 1)
     shifted = data | {"logp_old": data["logp_old"] - 0.5}
-    _, at_shifted = updated(correction, shifted, 1)
+    _, at_shifted = updated(chosen, shifted, 1)
     assert at_shifted["actor/ppo_kl"] == pytest.approx(at_old["actor/ppo_kl"] - 0.5, abs=1e-5)
     assert abs(at_shifted["actor/pg_loss"] - at_old["actor/pg_loss"]) > 1e-2
 
@@ -332,22 +332,3 @@ def test_supervised_step_lowers_the_loss_from_the_mean_cross_entropy():
     expected = -np.asarray(reference_logprob(params(), data))[data["mask"]].mean()
     assert losses[0] == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_method_refuses_nothing_it_was_given():
-    """A field of the config that the method has no keyword for is not passed on."""
-    table = {"plain": lambda x, *, cap=1.0: x * cap}
-    both = ml_collections.ConfigDict({"cap": 3.0, "lower": 0.1})
-    assert step.method(table, "plain", both) == ("plain", {"cap": 3.0})
-
-
-def test_a_config_field_reaches_the_method_that_has_it():
-    chosen = step.correction(fields(
-        weight="token_mis", lower=0.25, upper=3.0, objective="dual_clip", dual_clip=4.0, kl="k2",
-        kl_coeff=0.1,
-    ))
-    assert chosen.weight == ("token_mis", {"lower": 0.25, "upper": 3.0})
-    assert chosen.objective == (
-        "dual_clip", {"clip_low": LOW, "clip_high": HIGH, "dual_clip": 4.0})
-    assert chosen.kl[0] == "k2"
-    assert step.correction(fields(kl_coeff=0.0)).kl is None  # no reference model without a term

@@ -292,3 +292,16 @@ def test_non_finite_terms_are_named(name, value):
 
 def test_an_infinite_divergence_does_not_stop_a_run():
     train.check_finite(7, {"rollout_corr/k3_kl": math.inf, "actor/pg_loss": 0.1}, 4)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(correction__advantage="remax", correction__masks="seq_mean_k3(upper=0.5) & veto"),
+    dict(correction__advantage="tir_otb", correction__objective="st_ppo"),
+    dict(correction__mode="bypass", correction__objective="clip_cov", correction__weight="none"),
+])
+def test_methods_that_ask_for_more_than_the_usual(tmp_path, changes):
+    tiny.run(tmp_path, steps=1, warmup__steps=1, metrics__percentile_every=1, **changes)
+    [record] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
+    assert np.isfinite(record["actor/pg_loss"]) and record["actor/grad_norm"] > 0
+    assert 0 <= record["mismatch/dp_p95/mean"] <= record["mismatch/dp_p99/max"] <= 1
+    assert ("rollout_corr/rollout_rs_masked_fraction" in record) == ("correction__masks" in changes)

@@ -21,10 +21,10 @@ def test_the_tiny_config_is_sound():
 
 
 @pytest.mark.parametrize("name", [
-    "correction.mode", "correction.weight", "correction.objective", "correction.advantage",
-    "correction.aggregation", "correction.kl", "engine.quantization", "engine.dtype",
-    "engine.cache_dtype", "model.dtype", "model.param_dtype", "model.remat", "optimizer.schedule",
-    "critic.schedule", "task.name", "reward.name",
+    "correction.preset", "correction.mode", "correction.aggregation", "correction.kl_placement",
+    "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
+    "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
+    "reward.name",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = {name.replace(".", "__"): "sequence"}
@@ -42,7 +42,7 @@ def test_a_reward_of_ones_own_needs_a_module():
     "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
-    "rollout.max_rounds",
+    "rollout.max_rounds", "metrics.percentile_every",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -65,12 +65,19 @@ def test_measures_are_positive(name):
     (dict(rollout__group_size=1, train__minibatches=1),
      ["group_size is 1", "'grpo'", "at least 2"]),
     (dict(correction__mode="bypass"), ["bypass", "'token_tis'", "'none'"]),
-    (dict(correction__cap=0.5), ["correction.cap is 0.5"]),
-    (dict(correction__weight="seq_tis", correction__cap=0.99), ["correction.cap is 0.99"]),
-    (dict(correction__lower=1.5), ["[1.5, 5.0]", "ratio 1"]),
-    (dict(correction__lower=0.0), ["[0.0, 5.0]"]),
-    (dict(correction__upper=0.9), ["[0.5, 0.9]"]),
-    (dict(correction__objective="dual_clip", correction__dual_clip=1.0), ["dual_clip is 1.0"]),
+    (dict(correction__weight="token_tis(cap=0.5)"), ["cap is 0.5 in 'token_tis'"]),
+    (dict(correction__weight="seq_tis(cap=0.99)"), ["cap is 0.99 in 'seq_tis'"]),
+    (dict(correction__weight="token_mis(lower=1.5)"), ["[1.5, 2.0]", "'token_mis'", "ratio 1"]),
+    (dict(correction__weight="token_mis(upper=0.9)"), ["[0.5, 0.9]"]),
+    (dict(correction__masks="seq_mean_k1(upper=0.9)"), ["0.9]", "'seq_mean_k1'"]),
+    (dict(correction__objective="dual_clip(dual_clip=1.0)"), ["dual_clip is 1.0"]),
+    (dict(correction__objective="decoupled"), ["'decoupled'", "'token_tis'", "twice", "'none'"]),
+    (dict(correction__advantage="gdpo"), ["'gdpo' needs reward_components", "not record"]),
+    (dict(correction__weight="sequence"), ["weight 'sequence' is unknown"]),
+    (dict(correction__masks="seq_mean_k3 & veto"), ["no published value for upper"]),
+    (dict(correction__objective="ppoo"), ["did you mean 'ppo'?"]),
+    (dict(correction__advantage="grpp"), ["did you mean 'grpo'?"]),
+    (dict(correction__kl="k4", correction__kl_coeff=0.1), ["kl 'k4' is unknown"]),
     (dict(rollout__top_k=5), ["top_k, top_p and min_p", "allow_filter_bias=True"]),
     (dict(rollout__top_p=0.9), ["allow_filter_bias=True"]),
     (dict(rollout__min_p=0.1), ["allow_filter_bias=True"]),
@@ -86,7 +93,8 @@ def test_each_contradiction(changes, words):
     dict(rollout__group_size=1, correction__advantage="gae", train__minibatches=1),
     dict(correction__mode="bypass", correction__weight="none"),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
-    dict(correction__weight="token_mis", correction__cap=0.5),  # its cap is not used
+    dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
+    dict(correction__masks="seq_sum_k2(upper=0.5) & token_k3(upper=0.01)"),  # bounds on a distance
     dict(task__tokenizer="", model__path="some/folder"),
     dict(mesh__train=(1, -1, 1)),
 ])
@@ -97,8 +105,8 @@ def test_what_is_no_contradiction(changes):
 @pytest.mark.parametrize("changes, word", [
     (dict(optimizer__clip_norm=0.0), "optimizer.clip_norm"),  # every update would be zero
     (dict(optimizer__lr=-1e-4), "optimizer.lr"),
-    (dict(correction__clip_low=1.5), "correction.clip_low"),
-    (dict(correction__clip_high=-0.1), "correction.clip_high"),
+    (dict(correction__objective="ppo(clip_low=1.5)"), "clip_low is 1.5"),
+    (dict(correction__objective="gspo(clip_high=-0.1)"), "clip_high is -0.1"),
     (dict(mesh__train=(1, 1)), "mesh.train"),
     (dict(rollout__top_p=0.0, rollout__allow_filter_bias=True), "rollout.top_p"),
     (dict(warmup__steps=-1), "warmup.steps"),
@@ -110,7 +118,7 @@ def test_values_that_no_run_can_mean(changes, word):
 
 def test_all_problems_at_once():
     found = problems(
-        steps=0, train__minibatches=3, correction__weight="token", correction__mode="bypas",
+        steps=0, train__minibatches=3, correction__aggregation="mean", correction__mode="bypas",
         model__dtype="float16", rollout__top_p=0.5,
     )
     assert len(found) == 6, found

@@ -1,7 +1,8 @@
 """Off-policy estimators: pure functions on arrays that know no model, engine or config.
 
-`weights` turns a log-ratio into importance weights, `objectives` holds the surrogate losses,
-`advantages` the advantage estimators, `kl` the KL estimators, `reduce` the one place where [B, T]
-becomes a scalar, `diagnostics` the metrics, `loss` the assembled policy loss. `ratios` holds what
-they share.
+Five tables: `weights` of a log-ratio, rejection `masks`, `objectives`, `advantages` and `kl`;
+`methods` reads how a config spells an entry, `presets` names what goes together, `loss` assembles
+it, and `reduce` is the one place where [B, T] becomes a scalar. `diagnostics`, `divergences`,
+`attribution`, `agreement` and `batch_metrics` measure, `controllers` adapt a run to what was
+measured, and `ratios` holds what all of them share.
 """

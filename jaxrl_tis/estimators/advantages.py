@@ -1,7 +1,7 @@
 """Advantage estimators on unpacked rows, one sequence per row.
 
 Each entry of `ADVANTAGES` maps (rewards, mask, group, **parameters) to adv [B, T], 0 at padding,
-without gradient.
+without gradient. Those that are a return minus a baseline of their own are in `baselines`.
 
 Args of every entry:
   rewards: [B], one reward per sequence, or [B, T], rewards per token of which those at valid tokens
@@ -12,71 +12,27 @@ Args of every entry:
   group: [B] int, equal for the samples of one prompt; any integers, any order, groups of any size.
     A row that only fills up a batch must have a group of its own.
 
-`NEEDS` names what an entry takes by keyword beside its parameters.
+`NEEDS` names what an entry takes by keyword beside its parameters. The importance `weights` of the
+token baselines are among them because a run has them; a direct call may leave them out for w = 1.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.estimators import baselines
 from jaxrl_tis.estimators import ratios
-
-
-def sequence_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
-    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]."""
-    rewards = jnp.asarray(rewards)
-    chex.assert_rank(rewards, {1, 2})
-    chex.assert_equal_shape_prefix([rewards, mask], 1)
-    if rewards.ndim == 1:
-        return ratios.as_float(rewards)
-    return ratios.masked_sum(rewards, mask, axis=1)
-
-
-def token_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
-    """Rewards per token [B, T]; a reward per sequence [B] goes to the last valid token."""
-    rewards = jnp.asarray(rewards)
-    chex.assert_rank(rewards, {1, 2})
-    chex.assert_equal_shape_prefix([rewards, mask], 1)
-    if rewards.ndim == 2:
-        return ratios.zero_padding(rewards, mask)
-    mask = ratios.as_bool(mask)
-    position = jnp.arange(mask.shape[1])[None, :]
-    last = jnp.max(jnp.where(mask, position, -1), axis=1, keepdims=True)
-    return jnp.where(position == last, ratios.as_float(rewards)[:, None], 0.0)
 
 
 def whiten(x: chex.Array, mask: chex.Array) -> chex.Array:
     """(x - mean) / sqrt(var + 1e-8) over the valid tokens, unbiased variance; 0 at padding.
 
-    One valid token gives 0, and so does none.
+    Values that are all equal give exactly 0; so does one valid token, and none.
     """
     mean = ratios.masked_mean(x, mask)
     variance = jnp.square(ratios.masked_std(x, mask, ddof=1))
-    return ratios.zero_padding((ratios.as_float(x) - mean) * jax.lax.rsqrt(variance + 1e-8), mask)
-
-
-def _group_moments(scores_b, group):
-    """Of each row's group, [B] each: size, mean, std (ddof 1, 0 if alone), whether all are
-    equal."""
-    chex.assert_equal_shape([scores_b, group])
-    num_rows = scores_b.shape[0]
-    _, ids = jnp.unique(group, return_inverse=True, size=num_rows)
-
-    def group_sum(x_b):
-        return jax.ops.segment_sum(x_b, ids, num_segments=num_rows)[ids]
-
-    count = group_sum(jnp.ones_like(scores_b))
-    mean = group_sum(scores_b) / count
-    variance = ratios.safe_divide(group_sum(jnp.square(scores_b - mean)), count - 1.0)
-    highest = jax.ops.segment_max(scores_b, ids, num_segments=num_rows)[ids]
-    lowest = jax.ops.segment_min(scores_b, ids, num_segments=num_rows)[ids]
-    return count, mean, jnp.sqrt(variance), highest == lowest
-
-
-def _on_tokens(adv_b, mask):
-    """One advantage per sequence, on each of its valid tokens."""
-    adv_bt = jnp.broadcast_to(adv_b[:, None], mask.shape)
-    return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
+    white = ratios.zero_padding((ratios.as_float(x) - mean) * jax.lax.rsqrt(variance + 1e-8), mask)
+    return jnp.where(ratios.masked_max(x, mask) == ratios.masked_min(x, mask), 0.0, white)
 
 
 def grpo(
@@ -93,10 +49,10 @@ def grpo(
 
     Returns adv [B, T].
     """
-    scores_b = sequence_rewards(rewards, mask)
-    count, mean, std, is_constant = _group_moments(scores_b, group)
+    scores_b = baselines.sequence_rewards(rewards, mask)
+    count, mean, std, is_constant = baselines.group_moments(scores_b, group)
     adv_b = jnp.where(is_constant, 0.0, (scores_b - mean) / (std + eps))
-    return _on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
+    return baselines.on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
 
 
 def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
@@ -112,10 +68,44 @@ def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Ar
 
     Returns adv [B, T].
     """
-    scores_b = sequence_rewards(rewards, mask)
-    count, mean, _, is_constant = _group_moments(scores_b, group)
+    scores_b = baselines.sequence_rewards(rewards, mask)
+    count, mean, _, is_constant = baselines.group_moments(scores_b, group)
     adv_b = jnp.where(is_constant, 0.0, scores_b - mean)
-    return _on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
+    return baselines.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
+
+
+def grpo_passk(
+    rewards: chex.Array,
+    mask: chex.Array,
+    group: chex.Array,
+    *,
+    eps: float = 1e-6,
+    passk_is_normalized: bool = True,
+) -> chex.Array:
+    """Pass@k form of GRPO (arXiv:2503.19595): the best sample gets R_(1) - R_(2), the others 0.
+
+    R_(1) and R_(2) are the highest and the second highest reward of the group, divided by its std +
+    eps like `grpo`.
+
+    A tie at the top gives exactly 0, and so does a group of one, which has no second (verl refuses
+    such groups).
+
+    Args:
+      rewards, mask, group: see the module.
+      eps: added to the standard deviation, in reward units; verl's 1e-6.
+      passk_is_normalized: False leaves the difference in reward units; verl divides by default.
+
+    Returns adv [B, T].
+    """
+    scores_b = baselines.sequence_rewards(rewards, mask)
+    ids = baselines.group_ids(group)
+    count, _, std, _ = baselines.group_moments(scores_b, group)
+    best_b = baselines.group_max(scores_b, ids)
+    is_best_b = scores_b == best_b
+    second_b = baselines.group_max(jnp.where(is_best_b, -jnp.inf, scores_b), ids)
+    num_best_b = baselines.group_sum(is_best_b.astype(scores_b.dtype), ids)
+    adv_b = jnp.where(is_best_b & (num_best_b == 1) & (count > 1), best_b - second_b, 0.0)
+    return baselines.on_tokens(adv_b / (std + eps) if passk_is_normalized else adv_b, mask)
 
 
 def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
@@ -129,17 +119,108 @@ def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array
 
     Returns adv [B, T].
     """
-    scores_b = sequence_rewards(rewards, mask)
-    count, mean, _, is_constant = _group_moments(scores_b, group)
+    scores_b = baselines.sequence_rewards(rewards, mask)
+    count, mean, _, is_constant = baselines.group_moments(scores_b, group)
     leave_one_out = ratios.safe_divide(count * (scores_b - mean), count - 1.0)
-    return _on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
+    return baselines.on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
+
+
+def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+    """GPG (arXiv:2504.02546), A = alpha (R - mean of the group), alpha = B / max(1, #{R != 0}).
+
+    alpha is one number for the whole batch, so that prompts without any reward do not shrink the
+    step. This is verl's count, which includes fully masked rows and, unlike a count of the groups
+    that carry a gradient, groups that are all correct: pass no rows that only fill up the batch.
+
+    A group whose rewards are all equal gives exactly 0. A group of one has mean 0, as in verl: A =
+    alpha R.
+
+    Args:
+      rewards, mask, group: see the module; the whole rollout batch must be in the call.
+
+    Returns adv [B, T].
+    """
+    scores_b = baselines.sequence_rewards(rewards, mask)
+    alpha = scores_b.shape[0] / jnp.maximum(jnp.count_nonzero(scores_b), 1)
+    return alpha.astype(scores_b.dtype) * dr_grpo(scores_b, mask, group)
+
+
+def gdpo(
+    rewards: chex.Array,
+    mask: chex.Array,
+    group: chex.Array,
+    *,
+    reward_components: chex.Array,
+    gdpo_weights: tuple[float, ...] | None = None,
+    eps: float = 1e-6,
+) -> chex.Array:
+    """GDPO (arXiv:2601.05242), A = whiten(sum_k weight_k grpo(component k)) over the batch.
+
+    Each component is normalised within its group before they are added, so that none dominates by
+    its scale; one that is constant in a group adds exactly 0 there. Groups of one as in `grpo`. The
+    whitening shifts every advantage, also those of a group that is constant in all components;
+    where all advantages of the batch are equal, they are exactly 0.
+
+    Args:
+      rewards: not used.
+      mask, group: see the module; the whole rollout batch must be in the call.
+      reward_components: [B, C] the rewards of each sequence.
+      gdpo_weights: C weights of the components; None is 1 for each, as in verl.
+      eps: of `grpo`.
+
+    Returns adv [B, T].
+    """
+    del rewards
+    reward_components = jnp.asarray(reward_components)
+    chex.assert_rank(reward_components, 2)
+    if gdpo_weights is None:
+        gdpo_weights = (1.0,) * reward_components.shape[1]
+    if len(gdpo_weights) != reward_components.shape[1]:
+        raise ValueError(
+            f"gdpo_weights has {len(gdpo_weights)} weights for {reward_components.shape[1]} reward "
+            "components; give one for each."
+        )
+    parts = [
+        weight * grpo(scores_b, mask, group, eps=eps)
+        for weight, scores_b in zip(gdpo_weights, reward_components.T, strict=True)
+    ]
+    return whiten(sum(parts), mask)
+
+
+def oapl(
+    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, oapl_beta_value: float
+) -> chex.Array:
+    """Advantage of OAPL (arXiv:2602.19362), A = R - V with V = beta' log mean_j exp(R_j / beta').
+
+    V is the soft value of the prompt from its group: between the mean of the rewards (beta' ->
+    infinity) and their maximum (beta' -> 0). The formula is taken from secondary notes, and they do
+    not agree on the constant, which is therefore required.
+
+    A group whose rewards are all equal gives exactly 0; so does a group of one, whose value is its
+    own reward.
+
+    Args:
+      rewards, mask, group: see the module.
+      oapl_beta_value: beta', temperature of the value in reward units, > 0.
+
+    Returns adv [B, T].
+    """
+    if oapl_beta_value <= 0.0:
+        raise ValueError(f"oapl_beta_value is {oapl_beta_value}; a temperature must be above 0.")
+    scores_b = baselines.sequence_rewards(rewards, mask)
+    ids = baselines.group_ids(group)
+    count, _, _, is_constant = baselines.group_moments(scores_b, group)
+    best_b = baselines.group_max(scores_b, ids)
+    excess_b = jnp.expm1((scores_b - best_b) / oapl_beta_value)
+    value_b = best_b + oapl_beta_value * jnp.log1p(baselines.group_sum(excess_b, ids) / count)
+    return baselines.on_tokens(jnp.where(is_constant, 0.0, scores_b - value_b), mask)
 
 
 def _gae_recursion(rewards, mask, values, gamma, lam):
     """Unwhitened advantages and the values, [B, T] each, 0 at padding."""
     chex.assert_rank(values, 2)
     chex.assert_equal_shape([values, mask])
-    rewards_bt = token_rewards(rewards, mask)
+    rewards_bt = baselines.token_rewards(rewards, mask)
     values_bt = ratios.zero_padding(values, mask)
     rewards_bt = rewards_bt.astype(jnp.promote_types(rewards_bt.dtype, values_bt.dtype))
     values_bt = values_bt.astype(rewards_bt.dtype)
@@ -201,6 +282,67 @@ def gae_returns(
     return adv_bt + jax.lax.stop_gradient(values_bt)
 
 
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "gae": gae}
+def reinforce_plus_plus(
+    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, gamma: float = 1.0
+) -> chex.Array:
+    """REINFORCE++ (arXiv:2501.03262), A = whiten(G) over the batch, G_t = r_t + gamma G_t+1.
 
-NEEDS = {"gae": ("values",)}
+    The recursion steps over masked tokens without discounting them. Where all returns of the batch
+    are equal, A is exactly 0. Groups have no part in it.
+
+    Args:
+      rewards: [B] (put on the last valid token) or [B, T].
+      mask: [B, T] valid tokens; the whole rollout batch must be in the call.
+      group: not used.
+      gamma: discount per valid token; 1.0 is verl's default.
+
+    Returns adv [B, T].
+    """
+    del group
+    no_values_bt = jnp.zeros_like(baselines.token_rewards(rewards, mask))
+    returns_bt, _ = _gae_recursion(rewards, mask, no_values_bt, gamma, 1.0)
+    return whiten(returns_bt, mask)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: chex.Array, mask: chex.Array, group: chex.Array
+) -> chex.Array:
+    """REINFORCE++-baseline (arXiv:2501.03262), A = whiten(R - mean of the group) over the batch.
+
+    Whitened over tokens, so long responses dominate the statistics. A group of one has mean 0, as
+    in verl. Where R minus the mean is equal for the whole batch, A is exactly 0.
+
+    Args:
+      rewards, mask, group: see the module; the whole rollout batch must be in the call.
+
+    Returns adv [B, T].
+    """
+    return whiten(dr_grpo(rewards, mask, group), mask)
+
+
+ADVANTAGES = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "gpg": gpg,
+    "gdpo": gdpo,
+    "oapl": oapl,
+    "gae": gae,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": baselines.remax,
+    "opo": baselines.opo,
+    "opob": baselines.opob,
+    "otb": baselines.otb,
+    "tir_otb": baselines.tir_otb,
+}
+
+NEEDS = {
+    "gdpo": ("reward_components",),
+    "gae": ("values",),
+    "remax": ("greedy_rewards",),
+    "opob": ("grad_norms", "logp_old", "logp_behav"),
+    "otb": ("logp_old", "sum_pi_squared", "weights"),
+    "tir_otb": ("logp_old", "sum_pi_squared", "weights"),
+}

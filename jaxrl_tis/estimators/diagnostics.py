@@ -1,17 +1,44 @@
-"""How far apart learner and sampler are: scalars for the run record, under verl's names.
+"""How far apart learner and sampler are: verl's metrics of ratios, weights and rejection.
 
-Every function is pure, works under jit and returns a dict of scalars. No metric divides by zero: an
-empty mask gives 0 everywhere. verl lets a row without valid tokens enter its row means with weight
-1, 0 or perplexity 1; here only sequences with a valid token are counted, which changes nothing when
-every row has one.
+Every function is pure, works under jit, carries no gradient and, unless it says otherwise, returns
+a dict of scalars under verl's names. `divergences`, `attribution` and `agreement` hold what verl
+does not measure, `batch_metrics` verl's metrics of rewards, lengths and versions.
+
+No metric divides by zero: an empty mask gives 0 everywhere. verl lets a row without valid tokens
+enter its row means with weight 1, 0 or perplexity 1; here only sequences with a valid token are
+counted, which changes nothing when every row has one.
 """
+
+import math
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import weights
+
+FINITE_BOUND = 80.0  # exp(80) = 5.5e34 is well inside float32, whose exp overflows at 88.7
+
+REJECTION_OPTIONS = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def detached(metrics: dict[str, chex.Array], prefix: str = "") -> dict[str, chex.Array]:
+    """The metrics without gradient, their names behind the prefix."""
+    return {prefix + name: jax.lax.stop_gradient(value) for name, value in metrics.items()}
 
 
 def effective_sample_size(w: chex.Array, mask: chex.Array) -> chex.Array:
@@ -25,56 +52,94 @@ def effective_sample_size(w: chex.Array, mask: chex.Array) -> chex.Array:
     return jnp.minimum(ess, 1.0)
 
 
+def relative_weights(log_w: chex.Array, mask: chex.Array) -> chex.Array:
+    """exp(log_w) over its largest valid entry, 0 at padding: a common factor cancels, no clamp."""
+    log_w = ratios.zero_padding(log_w, mask)
+    is_positive = ratios.as_bool(mask) & (log_w > -jnp.inf)
+    return jnp.where(is_positive, jnp.exp(log_w - ratios.masked_max(log_w, mask)), 0.0)
+
+
+def chi2(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
+    """E[rho^2] - 1 with the log-ratio clamped to +-20; 0 for an empty mask.
+
+    At sequence level pass the sums [B, S] and the mask of sequences with a token.
+    """
+    bounded = ratios.clamp(
+        ratios.zero_padding(log_ratio, mask), -ratios.LOG_BOUND, ratios.LOG_BOUND
+    )
+    return ratios.masked_mean(jnp.expm1(2.0 * bounded), mask)
+
+
+def _finite_exp(x):
+    """exp(min(x, 80))."""
+    return jnp.exp(jnp.minimum(x, FINITE_BOUND))
+
+
+def _finite_mean(x, mask):
+    """Mean over the valid entries, each divided before the sum, which then cannot overflow."""
+    return ratios.masked_sum(ratios.safe_divide(x, ratios.masked_count(x, mask)), mask)
+
+
+def _log(x):
+    """log; of a Python number in double precision, as `masks` takes the bounds of k1."""
+    return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
+
+
+def _perplexity(policy, mean_logp_bs, is_sequence_bs):
+    """{<policy>_ppl, <policy>_log_ppl}, means over the sequences."""
+    return {
+        f"{policy}_ppl": _finite_mean(_finite_exp(-mean_logp_bs), is_sequence_bs),
+        f"{policy}_log_ppl": ratios.masked_mean(-mean_logp_bs, is_sequence_bs),
+    }
+
+
 def offpolicy_metrics(
-    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+    logp_old: chex.Array,
+    logp_behav: chex.Array | None,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Perplexities of learner and sampler on the sampled tokens, and divergences between them.
 
     Over tokens: `kl` is the mean of logp_behav - logp_old (k1 of KL(mu || pi_old), nats), `k3_kl`
-    its low-variance form (not clamped: infinite for a log-ratio above 88 in float32), `chi2_token`
-    = E[rho^2] - 1. Over sequences: perplexity exp(-mean logp) of each policy and the differences of
-    its logarithm, `chi2_seq` from the product of the ratios. Log-ratios inside the chi-squared
-    estimates are clamped to +-20, the sequence's after summing.
+    its low-variance form, `chi2_token` = E[rho^2] - 1. Over sequences: perplexity exp(-mean logp)
+    of each policy and the differences of its logarithm, `chi2_seq` from the product of the ratios.
+    Log-ratios inside the chi-squared estimates are clamped to +-20, the sequence's after summing.
+    Inside k3_kl and the perplexities exponents stop at 80; verl's overflow at 88.
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
-      logp_behav: [B, T] sampler's log-probs, nats.
+      logp_behav: [B, T] sampler's log-probs, nats; None gives training_ppl and training_log_ppl
+        alone.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
 
     Returns 13 scalars named rollout_corr/<metric>.
     """
+    chex.assert_rank([logp_old, mask], 2)
+    is_sequence_bs = ratios.sequence_count(logp_old, mask, seg) > 0
+    if logp_behav is None:
+        old_bs = ratios.sequence_mean(logp_old, mask, seg)
+        return detached(_perplexity("training", old_bs, is_sequence_bs), "rollout_corr/")
+
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
-    is_sequence_bs = ratios.sequence_count(log_ratio_bt, mask, seg) > 0
-    old_bs = ratios.sequence_mean(logp_old, mask, seg)
     behav_bs = ratios.sequence_mean(logp_behav, mask, seg)
-    gap_bs = behav_bs - old_bs
-
-    def over_sequences(x_bs):
-        return ratios.masked_mean(x_bs, is_sequence_bs)
-
-    metrics = {
-        "training_ppl": over_sequences(jnp.exp(-old_bs)),
-        "training_log_ppl": over_sequences(-old_bs),
-        "rollout_ppl": over_sequences(jnp.exp(-behav_bs)),
-        "rollout_log_ppl": over_sequences(-behav_bs),
+    gap_bs = -ratios.sequence_mean(log_ratio_bt, mask, seg)
+    k3_bt = jnp.expm1(jnp.minimum(log_ratio_bt, FINITE_BOUND)) - log_ratio_bt
+    metrics = _perplexity("training", behav_bs - gap_bs, is_sequence_bs)
+    metrics |= _perplexity("rollout", behav_bs, is_sequence_bs)
+    metrics |= {
         "kl": ratios.masked_mean(-log_ratio_bt, mask),
-        "k3_kl": ratios.masked_mean(jnp.expm1(log_ratio_bt) - log_ratio_bt, mask),
-        "log_ppl_diff": over_sequences(gap_bs),
-        "log_ppl_abs_diff": over_sequences(jnp.abs(gap_bs)),
+        "k3_kl": _finite_mean(k3_bt, mask),
+        "log_ppl_diff": ratios.masked_mean(gap_bs, is_sequence_bs),
+        "log_ppl_abs_diff": ratios.masked_mean(jnp.abs(gap_bs), is_sequence_bs),
         "log_ppl_diff_max": ratios.masked_max(gap_bs, is_sequence_bs),
         "log_ppl_diff_min": ratios.masked_min(gap_bs, is_sequence_bs),
-        "ppl_ratio": over_sequences(jnp.exp(gap_bs)),
-        "chi2_token": _chi2(log_ratio_bt, mask),
-        "chi2_seq": _chi2(ratios.sequence_sum(log_ratio_bt, mask, seg), is_sequence_bs),
+        "ppl_ratio": _finite_mean(_finite_exp(gap_bs), is_sequence_bs),
+        "chi2_token": chi2(log_ratio_bt, mask),
+        "chi2_seq": chi2(ratios.sequence_sum(log_ratio_bt, mask, seg), is_sequence_bs),
     }
-    return {f"rollout_corr/{name}": jax.lax.stop_gradient(value) for name, value in metrics.items()}
-
-
-def _chi2(log_ratio, mask):
-    """E[rho^2] - 1 with the log-ratio clamped to +-20; 0 for an empty mask."""
-    bounded = ratios.clamp(log_ratio, -ratios.LOG_BOUND, ratios.LOG_BOUND)
-    return ratios.masked_mean(jnp.expm1(2.0 * bounded), mask)
+    return detached(metrics, "rollout_corr/")
 
 
 def importance_weight_metrics(
@@ -89,14 +154,15 @@ def importance_weight_metrics(
 ) -> dict[str, chex.Array]:
     """Distribution of the importance weights, as truncated and as they were before.
 
-    At level "seq" the extremes and the fractions are those of the sequences' untruncated ratios,
-    clamped to exp(+-20).
+    At level "seq" the extremes and the fractions are those of the sequences' untruncated ratios:
+    the extremes clamped to exp(+-20), the fractions compared as logarithms. At any other level they
+    are taken over tokens: extremes of w, fractions of the untruncated weights.
 
     Args:
       w: [B, T] weights from `weights.WEIGHTS`, before any batch normalisation.
       log_ratio: [B, T] nats, logp_old - logp_behav.
       mask: [B, T] valid tokens.
-      level: "token" or "seq", the level of the weights.
+      level: the level of the weights, a key of `weights.RAW`.
       upper: the cap or the upper end of the band.
       lower: the lower end of the band; None (truncation) counts ratios below 1 / upper as low.
       seg: [B, T] sequence ids of packed rows, or None.
@@ -104,17 +170,20 @@ def importance_weight_metrics(
     Returns scalars named rollout_corr/rollout_is_<metric>; `eff_sample_size` is a fraction,
     `oob_ratio` the share of valid tokens outside the band and present only with lower.
     """
+    if level not in weights.RAW:
+        raise ValueError(f"Unknown weight level {level!r}; choose one of {sorted(weights.RAW)}.")
     w_bt = ratios.zero_padding(w, mask)
     raw_bt = weights.RAW[level](log_ratio, mask, seg)
     bounded_bt = ratios.clamp(w_bt, 0.0, upper)
     low = 1.0 / upper if lower is None else lower
     is_sequence_bs = ratios.sequence_count(w_bt, mask, seg) > 0
-    if level == "token":
-        extremes_of, ratio, is_valid = w_bt, raw_bt, mask
-    else:
+    if level == "seq":
         sum_bs = ratios.sequence_sum(log_ratio, mask, seg)
-        ratio = ratios.bounded_exp(sum_bs)
-        extremes_of, is_valid = ratio, is_sequence_bs
+        extremes_of, is_valid = ratios.bounded_exp(sum_bs), is_sequence_bs
+        is_high, is_low = sum_bs > _log(upper), sum_bs < _log(low)
+    else:
+        extremes_of, is_valid = w_bt, mask
+        is_high, is_low = raw_bt > upper, raw_bt < low
     mean_bs = ratios.sequence_mean(w_bt, mask, seg)
     raw_mean_bs = ratios.sequence_mean(raw_bt, mask, seg)
     metrics = {
@@ -122,20 +191,140 @@ def importance_weight_metrics(
         "max": ratios.masked_max(extremes_of, is_valid),
         "min": ratios.masked_min(extremes_of, is_valid),
         "std": ratios.masked_std(bounded_bt, mask),
-        "ratio_fraction_high": ratios.masked_mean(ratio > upper, is_valid),
-        "ratio_fraction_low": ratios.masked_mean(ratio < low, is_valid),
+        "ratio_fraction_high": ratios.masked_mean(is_high, is_valid),
+        "ratio_fraction_low": ratios.masked_mean(is_low, is_valid),
         "eff_sample_size": effective_sample_size(bounded_bt, mask),
-        "seq_mean": ratios.masked_mean(mean_bs, is_sequence_bs),
-        "seq_std": ratios.masked_std(mean_bs, is_sequence_bs, ddof=1),
-        "seq_max": ratios.masked_max(mean_bs, is_sequence_bs),
-        "seq_min": ratios.masked_min(mean_bs, is_sequence_bs),
-        "seq_max_deviation": ratios.masked_max(jnp.abs(mean_bs - 1.0), is_sequence_bs),
         "seq_fraction_high": ratios.masked_mean(raw_mean_bs > upper, is_sequence_bs),
         "seq_fraction_low": ratios.masked_mean(raw_mean_bs < low, is_sequence_bs),
     }
+    metrics |= _sequence_statistics(mean_bs, is_sequence_bs, centre=1.0)
     if lower is not None:
         metrics["oob_ratio"] = ratios.masked_mean((raw_bt < lower) | (raw_bt > upper), mask)
-    return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+    return detached(metrics, "rollout_corr/rollout_is_")
+
+
+def _sequence_statistics(x_bs, is_sequence_bs, centre):
+    """Mean, std, extremes and largest deviation from `centre` of one value per sequence."""
+    return {
+        "seq_mean": ratios.masked_mean(x_bs, is_sequence_bs),
+        "seq_std": ratios.masked_std(x_bs, is_sequence_bs, ddof=1),
+        "seq_max": ratios.masked_max(x_bs, is_sequence_bs),
+        "seq_min": ratios.masked_min(x_bs, is_sequence_bs),
+        "seq_max_deviation": ratios.masked_max(jnp.abs(x_bs - centre), is_sequence_bs),
+    }
+
+
+def rejection_metrics(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    option: str,
+    upper: chex.Numeric,
+    lower: chex.Numeric | None = None,
+) -> dict[str, chex.Array]:
+    """Distribution of the statistic of one of verl's rejection criteria, and what it rejects.
+
+    For a sequence option `mean` and `std` weigh each sequence by its tokens and `seq_*` count it
+    once; for a token option `seq_*` are those of the mean over the sequence's tokens. `std` is the
+    population's after clipping to the bounds (to 0 from below for k2 and k3). k1 is the logarithm
+    of the inverse ratio, so `high` means the sampler found the tokens likelier.
+
+    Args:
+      log_ratio: [B, T] nats, logp_old - logp_behav.
+      mask: [B, T] valid tokens, before any rejection.
+      seg: [B, T] sequence ids of packed rows, or None.
+      option: one of `REJECTION_OPTIONS`, the names in `masks.MASKS`.
+      upper, lower: the bounds given to it; for k1 bounds of a ratio, lower=None is 1 / upper.
+
+    Returns rollout_corr/rollout_rs_<option>_<metric> for the metrics mean, std, max, min,
+    fraction_high, fraction_low, seq_mean, seq_std, seq_max, seq_min, seq_max_deviation,
+    seq_fraction_high, seq_fraction_low (k1 only), masked_fraction (of tokens) and
+    seq_masked_fraction (of the sequences, those that lose a token).
+    """
+    if option not in REJECTION_OPTIONS:
+        raise ValueError(
+            f"Unknown rejection option {option!r}; choose one of {', '.join(REJECTION_OPTIONS)}."
+        )
+    level, _, estimator = option.rpartition("_")
+    is_band = estimator == "k1"
+    if is_band:
+        high = _log(upper)
+        low = -high if lower is None else _log(lower)
+    else:
+        high, low = upper, -jnp.inf
+
+    def is_lost(x):
+        return ~((x >= low) & (x <= high))
+
+    stat_bt = masks.statistic(f"token_{estimator}", log_ratio, mask)
+    num_tokens_bs = ratios.sequence_count(stat_bt, mask, seg)
+    is_sequence_bs = num_tokens_bs > 0
+    if level == "token":
+        x, weight = stat_bt, ratios.as_bool(mask).astype(stat_bt.dtype)
+        stat_bs = ratios.sequence_mean(stat_bt, mask, seg)
+        is_lost_bs = ratios.sequence_sum(is_lost(stat_bt), mask, seg) > 0
+    else:
+        x = stat_bs = masks.REDUCTIONS[level](stat_bt, mask, seg)
+        weight, is_lost_bs = num_tokens_bs, is_lost(stat_bs)
+    clipped = ratios.clamp(x, low if is_band else 0.0, high)
+    variance = _weighted_mean(jnp.square(clipped - _weighted_mean(clipped, weight)), weight)
+    metrics = {
+        "mean": _weighted_mean(x, weight),
+        "std": jnp.sqrt(variance),
+        "max": ratios.masked_max(x, weight),
+        "min": ratios.masked_min(x, weight),
+        "fraction_high": ratios.masked_mean(x > high, weight),
+        "fraction_low": ratios.masked_mean(x < low, weight),
+        "seq_fraction_high": ratios.masked_mean(stat_bs > high, is_sequence_bs),
+        "masked_fraction": _weighted_mean(is_lost(x), weight),
+        "seq_masked_fraction": ratios.masked_mean(is_lost_bs, is_sequence_bs),
+    }
+    metrics |= _sequence_statistics(stat_bs, is_sequence_bs, centre=0.0)
+    if is_band:
+        metrics["seq_fraction_low"] = ratios.masked_mean(stat_bs < low, is_sequence_bs)
+    return detached(metrics, f"rollout_corr/rollout_rs_{option}_")
+
+
+def _weighted_mean(x, weight):
+    """sum(weight x) / sum(weight); 0 if all weights are 0."""
+    return ratios.safe_divide(ratios.masked_sum(x * weight, weight), jnp.sum(weight))
+
+
+def rejected_fractions(
+    is_kept: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    option: str | None = None,
+) -> dict[str, chex.Array]:
+    """What a rejection criterion removed, or all of them together.
+
+    Args:
+      is_kept: [B, T] True on the tokens kept, from `masks.MASKS`.
+      mask: [B, T] valid tokens, before any rejection.
+      seg: [B, T] sequence ids of packed rows, or None.
+      option: name of the criterion for the keys; None for all together.
+
+    Returns rollout_corr/rollout_rs_[<option>_]masked_fraction, the share of valid tokens rejected,
+    and rollout_corr/rollout_rs_[<option>_]seq_masked_fraction, the share of sequences that lose a
+    token (for all together verl divides it by all rows, empty ones too).
+    """
+    is_lost_bt = ~ratios.as_bool(is_kept)
+    is_sequence_bs = ratios.sequence_count(is_lost_bt, mask, seg) > 0
+    num_lost_bs = ratios.sequence_sum(is_lost_bt, mask, seg)
+    metrics = {
+        "masked_fraction": ratios.masked_mean(is_lost_bt, mask),
+        "seq_masked_fraction": ratios.masked_mean(num_lost_bs > 0, is_sequence_bs),
+    }
+    name = "" if option is None else f"{option}_"
+    return detached(metrics, f"rollout_corr/rollout_rs_{name}")
+
+
+def _centred(x, mask):
+    """x minus its mean over the valid entries, exactly 0 for a constant."""
+    shifted = x - ratios.masked_max(x, mask)
+    return shifted - ratios.masked_mean(shifted, mask)
 
 
 def probability_metrics(
@@ -155,24 +344,24 @@ def probability_metrics(
     p_bt = jnp.exp(ratios.zero_padding(logp_old, mask))
     q_bt = jnp.exp(ratios.zero_padding(logp_behav, mask))
     gap_bt = jnp.abs(p_bt - q_bt)
-    p_dev_bt = p_bt - ratios.masked_mean(p_bt, mask)
-    q_dev_bt = q_bt - ratios.masked_mean(q_bt, mask)
+    p_dev_bt, q_dev_bt = _centred(p_bt, mask), _centred(q_bt, mask)
     covariance = ratios.masked_mean(p_dev_bt * q_dev_bt, mask)
-    spread = ratios.masked_std(p_bt, mask) * ratios.masked_std(q_bt, mask)
+    variances = [ratios.masked_mean(jnp.square(x), mask) for x in (p_dev_bt, q_dev_bt)]
+    spread = jnp.sqrt(variances[0]) * jnp.sqrt(variances[1])
     metrics = {
-        "training/rollout_probs_diff_valid": ratios.masked_max(mask, mask),
-        "training/rollout_probs_diff_max": ratios.masked_max(gap_bt, mask),
-        "training/rollout_probs_diff_mean": ratios.masked_mean(gap_bt, mask),
-        "training/rollout_probs_diff_std": ratios.masked_std(gap_bt, mask, ddof=1),
-        "training/rollout_actor_probs_pearson_corr": jnp.clip(
+        "rollout_probs_diff_valid": ratios.masked_max(ratios.as_bool(mask), mask),
+        "rollout_probs_diff_max": ratios.masked_max(gap_bt, mask),
+        "rollout_probs_diff_mean": ratios.masked_mean(gap_bt, mask),
+        "rollout_probs_diff_std": ratios.masked_std(gap_bt, mask, ddof=1),
+        "rollout_actor_probs_pearson_corr": jnp.clip(
             ratios.safe_divide(covariance, spread), -1.0, 1.0
         ),
     }
-    return {name: jax.lax.stop_gradient(value) for name, value in metrics.items()}
+    return detached(metrics, "training/")
 
 
 def snis_reward(
-    rewards: chex.Array, log_ratio: chex.Array, mask: chex.Array
+    rewards: chex.Array, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> tuple[chex.Array, chex.Array]:
     """The learner's expected reward, by self-normalised importance sampling of sequences.
 
@@ -181,18 +370,20 @@ def snis_reward(
     nothing when the sample size is small.
 
     Args:
-      rewards: [B] reward of each sequence.
+      rewards: reward of each sequence, [B], or [B, S] with seg.
       log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens; a row without any is left out.
+      mask: [B, T] valid tokens; a sequence without any is left out.
+      seg: [B, T] sequence ids of packed rows, or None.
 
     Returns (estimate in reward units, effective sample size as a fraction in (0, 1]), both 0 for an
     empty mask.
     """
-    chex.assert_rank([rewards, log_ratio], [1, 2])
-    chex.assert_equal_shape_prefix([rewards, log_ratio, mask], 1)
-    is_sequence_b = jnp.any(ratios.as_bool(mask), axis=1)
-    sum_b = ratios.masked_sum(log_ratio, mask, axis=1)
-    largest = ratios.masked_max(sum_b, is_sequence_b)
-    w_b = ratios.zero_padding(jnp.exp(sum_b - largest), is_sequence_b)
-    estimate = ratios.safe_divide(ratios.masked_sum(w_b * rewards, is_sequence_b), jnp.sum(w_b))
-    return jax.lax.stop_gradient((estimate, effective_sample_size(w_b, is_sequence_b)))
+    chex.assert_rank([rewards, log_ratio, mask], [1 if seg is None else 2, 2, 2])
+    sum_bs = ratios.sequence_sum(log_ratio, mask, seg)
+    is_sequence_bs = ratios.sequence_count(log_ratio, mask, seg) > 0
+    rewards_bs = rewards[:, None] if seg is None else rewards
+    chex.assert_equal_shape([rewards_bs, sum_bs])
+    w_bs = relative_weights(sum_bs, is_sequence_bs)
+    total = ratios.masked_sum(w_bs * rewards_bs, is_sequence_bs)
+    estimate = ratios.safe_divide(total, jnp.sum(w_bs))
+    return jax.lax.stop_gradient((estimate, effective_sample_size(w_bs, is_sequence_bs)))

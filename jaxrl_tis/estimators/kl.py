@@ -1,25 +1,45 @@
-"""KL estimators per token, from samples of the policy that is trained.
+"""KL estimators per token, between the policy that is trained and a reference.
 
-Each entry of `KL` maps (logp, logp_ref) to kl_bt [B, T] in nats. Only logp carries a gradient.
-Padding is the caller's concern: zero it in both arguments first (`ratios.zero_padding`), and the
-reduction drops it.
+Each entry of `KL` maps (logp, logp_ref, **parameters) to kl_bt [B, T] in nats. Only logp carries a
+gradient, in the exact forms only logits. Padding is the caller's concern: zero it in every argument
+first (`ratios.zero_padding`), and the reduction drops it. `NEEDS` names what an entry takes by
+keyword beside its parameters.
 
-Write z = logp - logp_ref. On samples of the current policy, with the prefixes held fixed:
+Write z = logp - logp_ref, r = pi / pi_old. In expectation, with the prefixes held fixed:
 
-  name  value              gradient w.r.t. logp   expectation of value   expectation of gradient
-  k1    z                  1                      KL(pi || ref)          0
-  k2    z^2 / 2            z                      biased                 grad KL(pi || ref)
-  k3    exp(-z) - 1 + z    1 - exp(-z)            KL(pi || ref)          grad KL(ref || pi)
-  abs   |z|                sign(z), 0 at z = 0    biased                 biased
+  name            value              gradient w.r.t. logp  value           gradient
+  on samples of pi
+  k1              z                  1                     KL(pi || ref)   0
+  k2, k2+         z^2 / 2            z                     biased          grad KL(pi || ref)
+  k3              exp(-z) - 1 + z    1 - exp(-z)           KL(pi || ref)   grad KL(ref || pi)
+  abs             |z|                sign(z), 0 at z = 0   biased          biased
+  k1+             z                  z                     KL(pi || ref)   grad KL(pi || ref)
+  k3+             exp(-z) - 1 + z    z                     KL(pi || ref)   grad KL(pi || ref)
+  abs+            |z|                z                     biased          grad KL(pi || ref)
+  on samples of pi_old
+  is_k3           r k3               r z                   KL(pi || ref)   grad KL(pi || ref)
+  clipped_is_k2   max(r z, clip(r) z)  r z, 0 if clipped   as is_k3 while r is inside the band
+  whatever the samples
+  exact_reverse   KL(pi || ref)      through the logits    KL(pi || ref)   grad KL(pi || ref)
+  exact_forward   KL(ref || pi)      through the logits    KL(ref || pi)   grad KL(ref || pi)
 
 So k1 belongs in a reward and teaches nothing as a loss; k2 is the loss with the reverse-KL
-gradient. Estimators: Schulman, "Approximating KL Divergence"; gradients: arXiv:2510.01555.
+gradient, and the "+" forms show another value for the same gradient. On samples of another policy
+than pi, after the first update or with an engine gap, only the last two blocks hold.
+
+"Prefixes held fixed" leaves out that a token changes which prefixes come after it. That part of the
+gradient of a sequence's KL is carried by the reward placement: subtract k1 from the rewards per
+token (`penalized_rewards`) and let an advantage with a reward to go spread it. The loss placement
+adds kl_coeff times the aggregated entry to the policy loss.
+
+Estimators: Schulman, "Approximating KL Divergence"; gradients: arXiv:2510.01555.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.estimators import baselines
 from jaxrl_tis.estimators import ratios
 
 K3_BOUND = 10.0  # verl's bound on the k3 value
@@ -31,13 +51,24 @@ def _difference(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return ratios.as_float(logp) - jax.lax.stop_gradient(ratios.as_float(logp_ref))
 
 
+def _straight_through(value: chex.Array, surrogate: chex.Array) -> chex.Array:
+    """`value` forward, the gradient of `surrogate` backward."""
+    return jax.lax.stop_gradient(value) + (surrogate - jax.lax.stop_gradient(surrogate))
+
+
 def k1(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """z = logp - logp_ref, [B, T]; gradient 1, whose expectation on-policy is zero."""
+    """z = logp - logp_ref, [B, T]; gradient 1, whose expectation on-policy is zero.
+
+    Schulman, "Approximating KL divergence" (2020).
+    """
     return _difference(logp, logp_ref)
 
 
 def k2(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """z^2 / 2, [B, T]; gradient z, whose expectation on-policy is the gradient of KL(pi || ref)."""
+    """z^2 / 2, [B, T]; gradient z, whose expectation on-policy is the gradient of KL(pi || ref).
+
+    Schulman, "Approximating KL divergence" (2020).
+    """
     return 0.5 * jnp.square(_difference(logp, logp_ref))
 
 
@@ -51,9 +82,182 @@ def k3(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
 
 
 def absolute(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """|z|, [B, T]; gradient sign(z), and 0 at z = 0 (where `jnp.abs` would have 1)."""
+    """|z|, [B, T]; gradient sign(z), and 0 at z = 0 (where `jnp.abs` would have 1).
+
+    As in verl's `kl_penalty`.
+    """
     difference = _difference(logp, logp_ref)
     return jax.lax.stop_gradient(jnp.sign(difference)) * difference
 
 
-KL = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+def k1_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+    """Value of k1, gradient z of k2 (verl's "k1+"), [B, T]: both unbiased on-policy."""
+    return _straight_through(k1(logp, logp_ref), k2(logp, logp_ref))
+
+
+def k3_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+    """Value of k3 with its clamps, gradient z of k2 without any (verl's "k3+"), [B, T]."""
+    return _straight_through(k3(logp, logp_ref), k2(logp, logp_ref))
+
+
+def absolute_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+    """Value |z|, gradient z of k2 (verl's "abs+"), [B, T]."""
+    return _straight_through(absolute(logp, logp_ref), k2(logp, logp_ref))
+
+
+def is_k3(logp: chex.Array, logp_ref: chex.Array, *, logp_old: chex.Array) -> chex.Array:
+    """Unbiased KL of DeepSeek-V3.2 (arXiv:2512.02556, eq. 7), r (exp(-z) - 1 + z), r = pi / pi_old.
+
+    On samples of pi_old, value and gradient have the expectations KL(pi || ref) and its gradient.
+    The gradient flows through the ratio as well, and the two terms add up to r z; it is computed in
+    that form, because their sum in float32 loses every digit where exp(-z) is large. With the ratio
+    detached it would be the one of k3.
+
+    The log-ratio and -z are clamped to +-20 before exp; where the ratio is, the gradient is 0. The
+    value has no other bound. Multiply by no further weight: the ratio is in it.
+
+    Args:
+      logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.
+      logp_ref: [B, T] log-probs of the reference, nats.
+      logp_old: [B, T] log-probs of the policy that sampled, nats; the sampler's own (logp_behav) if
+        the engine gap is to be corrected too.
+
+    Returns kl_bt [B, T] in nats.
+    """
+    ratio = ratios.bounded_exp(_difference(logp, logp_old))
+    difference = jax.lax.stop_gradient(_difference(logp, logp_ref))
+    log_ratio = ratios.clamp(-difference, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+    return _straight_through(ratio * (jnp.expm1(log_ratio) - log_ratio), ratio * difference)
+
+
+def clipped_is_k2(
+    logp: chex.Array,
+    logp_ref: chex.Array,
+    *,
+    logp_old: chex.Array,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+) -> chex.Array:
+    """KL loss for several updates per batch (arXiv:2510.01555), max(r z, clip(r) z), z detached.
+
+    z is the gradient coefficient of k2 as a loss, i.e. k1 as a reward; r = pi / pi_old and its band
+    are those of the policy term, so this is PPO-clip's loss with the advantage -z. Inside the band
+    the value and the gradient r z have the expectations KL(pi || ref) and its gradient on samples
+    of pi_old. Where r has already moved far enough in the direction that lowers the KL, the
+    gradient is 0.
+
+    Taken from a survey, which prints min(r z, clip(r) z) as it stands in an objective that is
+    maximised; a loss that is minimised needs the maximum, or the clip would hold r outside the
+    band.
+
+    Args:
+      logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.
+      logp_ref: [B, T] log-probs of the reference, nats.
+      logp_old: [B, T] log-probs of the policy at the start of the updates, nats.
+      clip_low, clip_high: widths of the band below and above 1; 0.2 as for the policy term.
+
+    Returns kl_bt [B, T] in nats.
+    """
+    ratio = ratios.bounded_exp(_difference(logp, logp_old))
+    difference = jax.lax.stop_gradient(_difference(logp, logp_ref))
+    clipped = ratios.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return jnp.maximum(ratio * difference, clipped * difference)
+
+
+def _full_kl(logits_p, logits_q):
+    """KL(softmax(logits_p) || softmax(logits_q)) over the last axis; a logit of -inf in p adds
+    0."""
+    chex.assert_rank([logits_p, logits_q], 3)
+    chex.assert_equal_shape([logits_p, logits_q])
+    logp_btv = jax.nn.log_softmax(ratios.as_float(logits_p))
+    logq_btv = jax.nn.log_softmax(ratios.as_float(logits_q))
+    is_possible_btv = logp_btv > -jnp.inf
+    gap_btv = jnp.where(is_possible_btv, logp_btv, 0.0) - jnp.where(is_possible_btv, logq_btv, 0.0)
+    return jnp.sum(jnp.exp(logp_btv) * gap_btv, axis=-1)
+
+
+def exact_reverse(
+    logp: chex.Array, logp_ref: chex.Array, *, logits: chex.Array, logits_ref: chex.Array
+) -> chex.Array:
+    """KL(pi || ref) over the whole vocabulary, [B, T]; no sampling error, whatever the samples.
+
+    As in the trust-region masking of arXiv:2512.23075, there between sampler and learner. The
+    gradient with respect to a logit is p_v (z_v - KL). Infinite where pi can draw a token that
+    the reference cannot.
+
+    Args:
+      logp, logp_ref: not used.
+      logits: [B, T, V] of the policy at the temperature of sampling; the gradient flows through it.
+      logits_ref: [B, T, V] of the reference, likewise; -inf for tokens outside a kept set.
+
+    Returns kl_bt [B, T] in nats.
+    """
+    del logp, logp_ref
+    return _full_kl(logits, jax.lax.stop_gradient(logits_ref))
+
+
+def exact_forward(
+    logp: chex.Array, logp_ref: chex.Array, *, logits: chex.Array, logits_ref: chex.Array
+) -> chex.Array:
+    """KL(ref || pi) over the whole vocabulary, [B, T]; no sampling error, whatever the samples.
+
+    The gradient with respect to a logit is p_v - q_v. Source as `exact_reverse`, and so are
+    the arguments.
+    """
+    del logp, logp_ref
+    return _full_kl(jax.lax.stop_gradient(logits_ref), logits)
+
+
+def penalized_rewards(
+    rewards: chex.Array, mask: chex.Array, kl_bt: chex.Array, kl_coeff: chex.Numeric
+) -> chex.Array:
+    """Rewards per token minus kl_coeff times the KL: the reward placement, without gradient.
+
+    With k1 of the policy that sampled (k1(logp_old, logp_ref)) a policy gradient on these rewards
+    descends the KL of whole sequences.
+
+    Args:
+      rewards: [B] (put on the last valid token) or [B, T].
+      mask: [B, T] valid tokens.
+      kl_bt: [B, T] nats.
+      kl_coeff: reward units per nat.
+
+    Returns rewards [B, T], 0 at padding.
+    """
+    chex.assert_equal_shape([kl_bt, mask])
+    penalty_bt = kl_coeff * ratios.zero_padding(kl_bt, mask)
+    return jax.lax.stop_gradient(baselines.token_rewards(rewards, mask) - penalty_bt)
+
+
+def sequence_kl(kl_bt: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """Mean over sequences of the mean over tokens, a scalar in nats: what a controller watches.
+
+    verl counts a row without valid tokens as 0; here it is not counted.
+    """
+    is_sequence_bs = ratios.sequence_count(kl_bt, mask, seg) > 0
+    return jax.lax.stop_gradient(
+        ratios.masked_mean(ratios.sequence_mean(kl_bt, mask, seg), is_sequence_bs)
+    )
+
+
+KL = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": k1_plus,
+    "k2+": k2,
+    "k3+": k3_plus,
+    "abs+": absolute_plus,
+    "is_k3": is_k3,
+    "clipped_is_k2": clipped_is_k2,
+    "exact_reverse": exact_reverse,
+    "exact_forward": exact_forward,
+}
+
+NEEDS = {
+    "is_k3": ("logp_old",),
+    "clipped_is_k2": ("logp_old",),
+    "exact_reverse": ("logits", "logits_ref"),
+    "exact_forward": ("logits", "logits_ref"),
+}

@@ -1,33 +1,27 @@
-"""The policy loss: ratio, weight, objective, reduction, and the KL and entropy terms.
+"""The policy loss: ratio -> mask -> weight -> objective -> reduction, and the KL and entropy terms.
 
-A method is chosen by a (name, parameters) pair, e.g. `("token_tis", {"cap": 2.0})`. The policy that
-sampled can be used in two ways.
+A method is a (name, parameters) pair, see `methods.parse`. The policy that sampled can be used in
+two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
-logp - logp_old is the staleness, and a weight from logp_old - logp_behav, fixed for the rollout
-batch, corrects the sampler's gap.
+logp - logp_old is the staleness; masks and weight judge the sampler's gap logp_old - logp_behav, once
+for the rollout batch.
 
-Bypass: the caller sets logp_old = logp_behav and the weight "none". The objective's ratio counts
-the whole drift, once.
+Bypass: the caller sets logp_old = logp_behav, so the objective's ratio counts the whole drift, once.
+Masks and weight judge the drift so far, logp - logp_behav, at every update.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import kl as kl_estimators
-from jaxrl_tis.estimators import objectives
+from jaxrl_tis.estimators import methods
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators.methods import Method
 
-Method = tuple[str, dict]
-
-
-def _entry(table, name, kind):
-    if name not in table:
-        raise ValueError(f"Unknown {kind} {name!r}; choose one of {', '.join(table)}.")
-    return table[name]
+MODES = ("decoupled", "bypass")
 
 
 def _field(batch, name, user):
@@ -36,33 +30,72 @@ def _field(batch, name, user):
     return batch[name]
 
 
-def importance_weights(batch: dict[str, chex.Array], weight: Method) -> chex.Array:
-    """The weights of a rollout batch, from logp_old - logp_behav.
+def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex.Array]:
+    """The fields that an entry takes by keyword; KeyError names the one that the batch lacks."""
+    return {field: _field(batch, field, name) for field in methods.needs(kind, name)}
+
+
+def weight_level(name: str) -> str:
+    """What one weight is of, a key of `weights.RAW`: "seq" and "geo" weights belong to all tokens of
+    a sequence, and the others count as "token"."""
+    level = name.split("_")[0]
+    return level if level in weights.RAW and name != "seq_mask_tis" else "token"
+
+
+def importance_weights(
+    log_ratio: chex.Array,
+    batch: dict[str, chex.Array],
+    weight: Method,
+    is_batch_normalized: bool = False,
+) -> tuple[chex.Array, chex.Array]:
+    """(w [B,T] without gradient and 0 at padding, the factor it was divided by).
 
     Args:
-      batch: `logp_old`, `mask`, optional `seg`, and `logp_behav` unless the weight is "none"; [B,
-        T] each.
+      log_ratio: [B,T] log of learner over sampler, nats.
+      batch: `mask`, optional `seg`, and what the weight needs.
       weight: name in `weights.WEIGHTS` and its parameters.
-
-    Returns w [B, T], 0 at padding, without gradient.
+      is_batch_normalized: divide by the mean over tokens, or over sequences for sequence weights.
     """
     name, parameters = weight
-    function = _entry(weights.WEIGHTS, name, "weight")
-    logp_old, mask = (_field(batch, field, name) for field in ("logp_old", "mask"))
-    logp_behav = logp_old if name == "none" else _field(batch, "logp_behav", name)
-    log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
-    return function(log_ratio_bt, mask, batch["seg"] if "seg" in batch else None, **parameters)
+    mask, seg = batch["mask"], batch["seg"] if "seg" in batch else None
+    function = methods.function("weight", name)
+    w_bt = function(log_ratio, mask, seg, **needed("weight", name, batch), **parameters)
+    if not is_batch_normalized:
+        return w_bt, jnp.ones(())
+    return weights.batch_normalize(w_bt, mask, weight_level(name), seg)
+
+
+def accepted(
+    log_ratio: chex.Array, batch: dict[str, chex.Array], masks: tuple[Method, ...]
+) -> chex.Array:
+    """[B,T] bool: the valid tokens that every mask keeps.
+
+    Args:
+      log_ratio: [B,T] log of learner over sampler, nats.
+      batch: `mask`, optional `seg`, and what the masks need.
+      masks: names in `masks.MASKS` and their parameters.
+    """
+    mask, seg = batch["mask"], batch["seg"] if "seg" in batch else None
+    keep_bt = ratios.as_bool(mask)
+    for name, parameters in masks:
+        function = methods.function("mask", name)
+        keep_bt &= function(log_ratio, mask, seg, **needed("mask", name, batch), **parameters)
+    return keep_bt
 
 
 def policy_loss(
     logp: chex.Array,
     batch: dict[str, chex.Array],
     *,
-    weight: Method,
     objective: Method,
-    aggregation: str,
+    weight: Method = ("none", {}),
+    masks: tuple[Method, ...] = (),
+    mode: str = "decoupled",
+    aggregation: str = "token-mean",
+    is_batch_normalized: bool = False,
+    counts_rejected: bool = False,
     kl: Method | None = None,
-    kl_coeff: float = 0.0,
+    kl_coeff: chex.Numeric = 0.0,
     entropy: chex.Array | None = None,
     entropy_coeff: float = 0.0,
     num_tokens: chex.Numeric | None = None,
@@ -72,53 +105,84 @@ def policy_loss(
     """aggregate(w * objective) + kl_coeff * aggregate(kl) - entropy_coeff * aggregate(entropy).
 
     Args:
-      logp: [B, T] log-probs of the sampled tokens under the policy that is trained, nats; the
+      logp: [B,T] log-probs of the sampled tokens under the policy that is trained, nats; the
         gradient flows through it (and through entropy).
-      batch: [B, T] arrays. Always `logp_old`, `adv`, `mask`; `logp_behav` for a weight other than
-        "none", unless `weights` holds the weights computed once for the whole rollout batch (needed
-        when they are batch-normalised); `logp_ref` with kl; `seg` for packed rows.
-      weight: name in `weights.WEIGHTS` and its parameters.
+      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav` with
+        masks or a weight, unless `weights` holds weights that were computed once for the whole
+        rollout batch, whose mask then holds the kept tokens; `logp_ref` with kl; and what the
+        methods need, see `methods.needs`.
       objective: name in `objectives.OBJECTIVES` and its parameters.
+      weight: name in `weights.WEIGHTS` and its parameters; multiplies the objective, detached.
+      masks: names in `masks.MASKS` and their parameters; a token counts if all of them keep it.
+      mode: "decoupled" or "bypass", see the top of the file.
       aggregation: one of `reduce.MODES`, used for all terms.
+      is_batch_normalized: divide the weights by their mean over the batch at hand.
+      counts_rejected: rejected tokens have weight 0 but stay in the denominators; otherwise they
+        leave the mask, and the kept ones weigh more.
       kl: name in `kl.KL` and its parameters, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
-      entropy: [B, T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
+      entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
       entropy_coeff: weight of the entropy bonus per nat.
       num_tokens, num_seqs, scale: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
     micro-batches add up to those of the full batch; the other metrics are means over the tokens at
-    hand.
+    hand. KeyError when the batch lacks a field, by name.
     """
+    name, parameters = objective
+    logp_old, adv, mask = (_field(batch, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    objective_name, objective_parameters = objective
-    function = _entry(objectives.OBJECTIVES, objective_name, "objective")
-    logp_old, adv, mask = (_field(batch, f, objective_name) for f in ("logp_old", "adv", "mask"))
+    batch = batch | {"logp": jax.lax.stop_gradient(logp)}
+    if "weights" in batch:
+        w_bt, keep_bt = batch["weights"], ratios.as_bool(mask)
+    elif masks or weight[0] != "none":
+        learner = batch["logp"] if mode == "bypass" else logp_old
+        log_ratio_bt = ratios.safe_log_ratio(
+            learner, _field(batch, "logp_behav", weight[0]), mask
+        )
+        w_bt, _ = importance_weights(log_ratio_bt, batch, weight, is_batch_normalized)
+        keep_bt = accepted(log_ratio_bt, batch, masks)
+    else:
+        w_bt = keep_bt = ratios.as_bool(mask)
+    if counts_rejected:
+        w_bt = jnp.where(keep_bt, w_bt, 0.0)
+    else:
+        mask = keep_bt
+    batch = batch | {"weights": jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))}
 
     def aggregate(x_bt):
         return reduce.aggregate(
             x_bt, mask, aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg, scale=scale
         )
 
-    w_bt = batch["weights"] if "weights" in batch else importance_weights(batch, weight)
-    w_bt = jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))
-    loss_bt, metrics = function(logp, logp_old, adv, mask, seg, **objective_parameters)
-    loss = aggregate(w_bt * loss_bt)
+    extra = needed("objective", name, batch)
+    function = methods.function("objective", name)
+    loss_bt, metrics = function(logp, logp_old, adv, mask, seg, **extra, **parameters)
+    if "weights" not in extra:  # otherwise the objective has used them
+        loss_bt = batch["weights"] * loss_bt
+    loss = aggregate(loss_bt)
     metrics = metrics | {"actor/pg_loss": loss}
-
     if kl is not None:
-        kl_name, kl_parameters = kl
-        logp_ref = _field(batch, "logp_ref", kl_name)
-        kl_bt = _entry(kl_estimators.KL, kl_name, "KL estimator")(
-            ratios.zero_padding(logp, mask), ratios.zero_padding(logp_ref, mask), **kl_parameters
-        )
-        kl_loss = aggregate(kl_bt)
+        kl_loss = aggregate(kl_term(logp, batch | {"mask": mask}, kl))
         loss = loss + kl_coeff * kl_loss
         metrics |= {"actor/kl_loss": kl_loss, "actor/kl_coef": jnp.asarray(kl_coeff)}
     if entropy_coeff != 0.0:
         if entropy is None:
-            raise ValueError(f"entropy_coeff is {entropy_coeff}, so pass entropy [B, T] as well.")
+            raise ValueError(f"entropy_coeff is {entropy_coeff}, so pass entropy [B,T] as well.")
         entropy_loss = aggregate(entropy)
         loss = loss - entropy_coeff * entropy_loss
         metrics |= {"actor/entropy_loss": entropy_loss}
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def kl_term(logp: chex.Array, batch: dict[str, chex.Array], kl: Method) -> chex.Array:
+    """[B,T] KL to the reference at each valid token, 0 elsewhere; needs `logp_ref` and `mask`."""
+    name, parameters = kl
+    padded = lambda x: ratios.zero_padding(x, batch["mask"])
+    extra = {
+        field: padded(x) if x.ndim == 2 else x for field, x in needed("kl", name, batch).items()
+    }
+    function = methods.function("kl", name)
+    return function(
+        padded(logp), padded(_field(batch, "logp_ref", name)), **extra, **parameters
+    )

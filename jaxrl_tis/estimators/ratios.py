@@ -10,6 +10,8 @@ is False wherever seg is 0. `seg=None` means one sequence per row. Per-sequence 
 = 1 without seg, S = T with it.
 """
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -102,6 +104,13 @@ def safe_log_ratio(logp: chex.Array, logp_base: chex.Array, mask: chex.Array) ->
     return zero_padding(logp, mask) - zero_padding(logp_base, mask)
 
 
+def detached_log_ratio(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
+    """clamp(log_ratio, +-20) token by token, 0 at padding, without gradient; [B, T] each."""
+    chex.assert_rank([log_ratio, mask], 2)
+    chex.assert_equal_shape([log_ratio, mask])
+    return jax.lax.stop_gradient(clamp(zero_padding(log_ratio, mask), -LOG_BOUND, LOG_BOUND))
+
+
 def sequence_sum(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Sum of x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
     chex.assert_equal_shape([x, mask] if seg is None else [x, mask, seg])
@@ -132,3 +141,44 @@ def to_tokens(x_bs: chex.Array, seg: chex.Array | None, num_tokens: int) -> chex
     if seg is None:
         return jnp.broadcast_to(x_bs, (x_bs.shape[0], num_tokens))
     return jnp.take_along_axis(jnp.pad(x_bs, ((0, 0), (1, 0))), seg, axis=1)
+
+
+def sequence_max(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """Largest x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
+    chex.assert_equal_shape([x, mask] if seg is None else [x, mask, seg])
+    x_bt = jnp.where(as_bool(mask), as_float(x), -jnp.inf)
+    if seg is None:
+        max_bs = jnp.max(x_bt, axis=1, keepdims=True)
+    else:
+        num_ids = x_bt.shape[1] + 1  # as in `sequence_sum`
+
+        def row_max(x_t, seg_t):
+            return jax.ops.segment_max(x_t, seg_t, num_segments=num_ids)
+
+        max_bs = jax.vmap(row_max)(x_bt, seg)[:, 1:]
+    return jnp.where(sequence_count(x_bt, mask, seg) > 0, max_bs, 0.0)
+
+
+def segment_starts(x: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """True at the first position of every sequence of x [B, T]: column 0, and where seg changes."""
+    first_bt = jnp.zeros(x.shape, bool).at[:, 0].set(True)
+    if seg is None:
+        return first_bt
+    return first_bt | (seg != jnp.roll(seg, 1, axis=1))
+
+
+def segment_scan(operator: Callable, x: chex.Array, is_start: chex.Array) -> chex.Array:
+    """operator over the positions from the last start up to t, [B, T]; of logarithmic depth.
+
+    Args:
+      operator: associative, of two arrays, e.g. `jnp.add` or `jnp.minimum`.
+      x: [B, T] in any dtype; the caller puts the operator's neutral element where nothing counts.
+      is_start: [B, T] where a run begins, e.g. from `segment_starts`; column 0 always is one.
+    """
+    chex.assert_equal_shape([x, is_start])
+
+    def combine(left, right):
+        (left_x, is_left), (right_x, is_right) = left, right
+        return jnp.where(is_right, right_x, operator(left_x, right_x)), is_left | is_right
+
+    return jax.lax.associative_scan(combine, (x, is_start), axis=1)[0]

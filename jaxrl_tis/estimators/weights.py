@@ -2,28 +2,39 @@
 
 Each entry of `WEIGHTS` maps (log_ratio, mask, seg=None, **parameters) to w [B, T]: what a per-token
 loss is multiplied with. Weights never carry a gradient, are 0 at padding, and are those of one
-rollout batch: compute them once and keep them while the learner takes its steps. Token weights
-exponentiate the log-ratio of one token clamped to +-20; sequence weights exponentiate the sum over
-the sequence, clamped to +-20 after summing, repeated on every token.
+rollout batch: compute them once and keep them while the learner takes its steps.
 
-A rejected token has weight 0 and stays in the denominator of the loss; rejection that changes the
-mask is another tool.
+With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of its ratio,
+
+  token   rho_t; the log-ratio is clamped to +-20
+  seq     prod_t rho_t, on every token of the sequence; the sum of log-ratios is clamped
+  geo     exp(mean_t log rho_t), on every token of the sequence; the mean is clamped
+  turn    the product (turn_tis) or the geometric mean (turn_geo) within a turn of a conversation
+  prefix  the tokens up to t, see `prefix_weights`
+
+and the second what becomes of it: vanilla keeps it, tis truncates it from above, clip bounds it on
+both sides, mis and icepop set it to 0 outside a band. A rejected token has weight 0 and stays in
+the denominator of the loss; rejection that changes the mask is in `masks`.
+
+Args of every entry:
+  log_ratio: [B, T] nats, logp_old - logp_behav; what stands at padding is ignored.
+  mask: [B, T] valid tokens.
+  seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
+
+Every entry returns w [B, T] without gradient. `NEEDS` names what an entry takes by keyword beside
+its parameters.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.estimators import prefix_weights
 from jaxrl_tis.estimators import ratios
 
 
 def raw_token(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
-    """Untruncated token ratios exp(clamp(log_ratio, +-20)), 0 at padding, without gradient.
-
-    Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-    """
+    """Untruncated token ratios exp(clamp(log_ratio, +-20)), 0 at padding, without gradient."""
     del seg
     chex.assert_rank([log_ratio, mask], 2)
     chex.assert_equal_shape([log_ratio, mask])
@@ -32,20 +43,23 @@ def raw_token(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = 
 
 
 def raw_seq(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
-    """Untruncated sequence ratios exp(clamp(sum_t log_ratio, +-20)) on every valid token.
+    """Untruncated sequence ratios exp(clamp(sum_t log_ratio, +-20)) on every valid token."""
+    return _on_tokens(ratios.sequence_sum(log_ratio, mask, seg), mask, seg)
 
-    Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: [B, T] sequence ids of packed rows, or None.
-    """
-    chex.assert_rank([log_ratio, mask], 2)
-    w_bs = ratios.bounded_exp(ratios.sequence_sum(log_ratio, mask, seg))
-    w_bt = ratios.to_tokens(w_bs, seg, log_ratio.shape[1])
+
+def raw_geo(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """Untruncated geometric means exp(clamp(mean_t log_ratio, +-20)) on every valid token."""
+    return _on_tokens(ratios.sequence_mean(log_ratio, mask, seg), mask, seg)
+
+
+def _on_tokens(log_w_bs, mask, seg):
+    """exp(clamp(log_w, +-20)) of each sequence on its valid tokens, 0 elsewhere, no gradient."""
+    chex.assert_rank(mask, 2)
+    w_bt = ratios.to_tokens(ratios.bounded_exp(log_w_bs), seg, mask.shape[1])
     return jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))
 
 
-RAW = {"token": raw_token, "seq": raw_seq}
+RAW = {"token": raw_token, "seq": raw_seq, "geo": raw_geo}
 
 
 def truncate(raw: chex.Array, cap: chex.Numeric) -> chex.Array:
@@ -56,6 +70,13 @@ def truncate(raw: chex.Array, cap: chex.Numeric) -> chex.Array:
 def keep_band(raw: chex.Array, lower: chex.Numeric, upper: chex.Numeric) -> chex.Array:
     """raw where lower <= raw <= upper (both inclusive), 0 elsewhere."""
     return jnp.where((raw >= lower) & (raw <= upper), raw, 0.0)
+
+
+def clip_both(
+    raw: chex.Array, mask: chex.Array, lower: chex.Numeric, upper: chex.Numeric
+) -> chex.Array:
+    """min(max(raw, lower), upper) on valid tokens, 0 at padding."""
+    return ratios.zero_padding(ratios.clamp(raw, lower, upper), mask)
 
 
 def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
@@ -69,6 +90,28 @@ def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None)
     return ratios.as_bool(mask).astype(ratios.as_float(log_ratio).dtype)
 
 
+def token_vanilla(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """Vanilla importance sampling, w_t = rho_t; the limit of `token_tis` for an infinite cap.
+
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Only the
+    bound of exp(+-20) holds the weight.
+    """
+    return raw_token(log_ratio, mask, seg)
+
+
+def seq_vanilla(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
+
+    The policy gradient of a sequence is unbiased under it, and its variance grows exponentially
+    with the length.
+    """
+    return raw_seq(log_ratio, mask, seg)
+
+
 def token_tis(
     log_ratio: chex.Array,
     mask: chex.Array,
@@ -78,17 +121,13 @@ def token_tis(
 ) -> chex.Array:
     """Token truncated importance sampling, w_t = min(rho_t, cap).
 
-    rho_t = pi_old(y_t) / mu(y_t). Truncation of importance weights: Ionides (2008); for the
-    sampler-learner gap of RL engines: Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training". A cap below 1 would truncate on-policy tokens.
+    Truncation of importance weights: Ionides (2008); for the sampler-learner gap of RL engines: Yao
+    et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". A cap below 1
+    would truncate on-policy tokens.
 
     Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: not used, tokens are independent.
+      log_ratio, mask, seg: see the module.
       cap: upper bound of a weight; 2.0 is verl's default.
-
-    Returns w [B, T] without gradient.
     """
     return truncate(raw_token(log_ratio, mask, seg), cap)
 
@@ -100,20 +139,84 @@ def seq_tis(
     *,
     cap: chex.Numeric = 2.0,
 ) -> chex.Array:
-    """Sequence truncated importance sampling, w = min(prod_t rho_t, cap) on every token.
+    """Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.
 
     With an infinite cap the policy gradient of a sequence is unbiased; a token weight is not.
-    Source as `token_tis`.
 
     Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: [B, T] sequence ids of packed rows, or None.
+      log_ratio, mask, seg: see the module.
       cap: upper bound of a weight; 2.0 is verl's default.
-
-    Returns w [B, T] without gradient.
     """
     return truncate(raw_seq(log_ratio, mask, seg), cap)
+
+
+def geo_tis(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = 2.0,
+) -> chex.Array:
+    """Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.
+
+    The size of the weight does not depend on the length; biased at token and at sequence level.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      cap: upper bound of a weight; 2.0 is ms-swift's default (its "sequence_truncate").
+    """
+    return truncate(raw_geo(log_ratio, mask, seg), cap)
+
+
+def token_clip(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    lower: chex.Numeric = 0.5,
+    upper: chex.Numeric = 2.0,
+) -> chex.Array:
+    """Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper).
+
+    `token_tis` with a floor under the weight, as AReaL, slime, OpenRLHF and NeMo-RL offer it; no
+    paper.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      lower: smallest weight; 0.5 is slime's example, no floor (0.0) its core's default.
+      upper: largest weight; 2.0 is slime's example, 5.0 OpenRLHF's default.
+    """
+    return clip_both(raw_token(log_ratio, mask, seg), mask, lower, upper)
+
+
+def seq_clip(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    lower: chex.Numeric = 0.5,
+    upper: chex.Numeric = 2.0,
+) -> chex.Array:
+    """Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper).
+
+    Source as `token_clip`, and so are defaults and arguments.
+    """
+    return clip_both(raw_seq(log_ratio, mask, seg), mask, lower, upper)
+
+
+def geo_clip(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    lower: chex.Numeric = 0.5,
+    upper: chex.Numeric = 2.0,
+) -> chex.Array:
+    """Geometric mean clipped on both sides, w = clip(exp(mean_t log rho_t), lower, upper).
+
+    Source as `token_clip`, and so are defaults and arguments.
+    """
+    return clip_both(raw_geo(log_ratio, mask, seg), mask, lower, upper)
 
 
 def token_mis(
@@ -129,13 +232,9 @@ def token_mis(
     Liu et al., "When Speed Kills Stability".
 
     Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: not used, tokens are independent.
+      log_ratio, mask, seg: see the module.
       lower: smallest ratio kept, inclusive; 0.5 is slime's example.
       upper: largest ratio kept, inclusive; 2.0 is slime's example.
-
-    Returns w [B, T] without gradient.
     """
     return keep_band(raw_token(log_ratio, mask, seg), lower, upper)
 
@@ -153,15 +252,31 @@ def seq_mis(
     Source as `token_mis`.
 
     Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: [B, T] sequence ids of packed rows, or None.
+      log_ratio, mask, seg: see the module.
       lower: smallest ratio kept, inclusive; no lower bound is TRL's default.
       upper: largest ratio kept, inclusive; 3.0 is TRL's default.
-
-    Returns w [B, T] without gradient.
     """
     return keep_band(raw_seq(log_ratio, mask, seg), lower, upper)
+
+
+def geo_mis(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    lower: chex.Numeric = 0.9999,
+    upper: chex.Numeric = 1.0001,
+) -> chex.Array:
+    """Geometric masked importance sampling, w = g 1[lower <= g <= upper], g = exp(mean log rho).
+
+    Source as `token_mis`. A mean over hundreds of tokens is close to 1, and so are its bounds.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      lower: smallest mean kept, inclusive; about 0.9999 in slime's example.
+      upper: largest mean kept, inclusive; about 1.0001 in slime's example.
+    """
+    return keep_band(raw_geo(log_ratio, mask, seg), lower, upper)
 
 
 def token_icepop(
@@ -175,13 +290,9 @@ def token_icepop(
     """IcePop, w_t = rho_t if lower <= rho_t <= upper, else 0 (arXiv:2510.18855).
 
     Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: not used, tokens are independent.
+      log_ratio, mask, seg: see the module.
       lower: alpha of the paper, inclusive, 0.5 there.
       upper: beta of the paper, inclusive, 5.0 there.
-
-    Returns w [B, T] without gradient.
     """
     return keep_band(raw_token(log_ratio, mask, seg), lower, upper)
 
@@ -194,19 +305,48 @@ def seq_icepop(
     lower: chex.Numeric = 0.5,
     upper: chex.Numeric = 5.0,
 ) -> chex.Array:
-    """IcePop's band on the sequence ratio, as verl's sequence level offers it (arXiv:2510.18855 is
-    token level).
+    """IcePop's band on the sequence ratio, as verl's sequence level offers it.
 
-    Args:
-      log_ratio: [B, T] nats, logp_old - logp_behav.
-      mask: [B, T] valid tokens.
-      seg: [B, T] sequence ids of packed rows, or None.
-      lower: smallest ratio kept, inclusive.
-      upper: largest ratio kept, inclusive.
-
-    Returns w [B, T] without gradient.
+    Bounds as `token_icepop` (arXiv:2510.18855, which is token level).
     """
     return keep_band(raw_seq(log_ratio, mask, seg), lower, upper)
+
+
+def geo_icepop(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    lower: chex.Numeric = 0.5,
+    upper: chex.Numeric = 5.0,
+) -> chex.Array:
+    """IcePop's band on the geometric mean of the sequence.
+
+    Bounds as `token_icepop` (arXiv:2510.18855, which is token level); not published at this level.
+    """
+    return keep_band(raw_geo(log_ratio, mask, seg), lower, upper)
+
+
+def seq_mask_tis(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    lower: chex.Numeric = 0.999,
+    upper: chex.Numeric = 1.002,
+) -> chex.Array:
+    """Sequences chosen by their geometric mean, each kept token with its own rho_t, not truncated.
+
+    "seq-mask-tis" of NeMo-RL and OpenRLHF; no paper.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      lower: smallest geometric mean kept, inclusive; 0.999 is the default of both.
+      upper: largest geometric mean kept, inclusive; 1.002 is the default of both.
+    """
+    geo_bt = raw_geo(log_ratio, mask, seg)
+    is_kept_bt = (geo_bt >= lower) & (geo_bt <= upper)
+    return jnp.where(is_kept_bt, raw_token(log_ratio, mask, seg), 0.0)
 
 
 def batch_normalize(
@@ -219,8 +359,8 @@ def batch_normalize(
     Args:
       w: [B, T] weights.
       mask: [B, T] valid tokens.
-      level: "token" averages over valid tokens, "seq" over sequences, each counted once whatever
-        its length.
+      level: "token" averages over valid tokens, "seq" and "geo" over sequences, each counted once
+        whatever its length.
       seg: [B, T] sequence ids of packed rows, or None.
 
     Returns (w / factor [B, T], factor), without gradient; where the mean is at most 1e-8 the
@@ -240,10 +380,25 @@ def batch_normalize(
 
 WEIGHTS = {
     "none": none,
+    "token_vanilla": token_vanilla,
+    "seq_vanilla": seq_vanilla,
     "token_tis": token_tis,
     "seq_tis": seq_tis,
+    "geo_tis": geo_tis,
+    "token_clip": token_clip,
+    "seq_clip": seq_clip,
+    "geo_clip": geo_clip,
     "token_mis": token_mis,
     "seq_mis": seq_mis,
+    "geo_mis": geo_mis,
     "token_icepop": token_icepop,
     "seq_icepop": seq_icepop,
+    "geo_icepop": geo_icepop,
+    "seq_mask_tis": seq_mask_tis,
+    "turn_tis": prefix_weights.turn_tis,
+    "turn_geo": prefix_weights.turn_geo,
+    "prefix_minpro": prefix_weights.prefix_minpro,
+    "prefix_ctpo": prefix_weights.prefix_ctpo,
 }
+
+NEEDS = {"turn_tis": ("turn",), "turn_geo": ("turn",)}

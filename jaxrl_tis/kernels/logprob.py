@@ -86,6 +86,26 @@ def _backward(head, chunk, with_entropy, saved, gradients):
     return params_bar, join(x_bar), None, jnp.zeros_like(temperature_b)
 
 
+def collision_probability(
+    head: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
+    x_bnd: jax.Array,
+    temperature_b: jax.Array,
+    chunk: int,
+) -> jax.Array:
+    """[B,N] sum over the vocabulary of softmax(head(params, x) / temperature)^2, without gradient.
+
+    The chance that two draws agree. Arguments as in `token_logprob`.
+    """
+    split, join = _chunks(x_bnd.shape[:2], chunk)
+
+    def body(x_bcd):
+        logp = jax.nn.log_softmax(head(params, x_bcd) / temperature_b[:, None, None])
+        return jnp.sum(jnp.exp(2 * logp), axis=-1)
+
+    return jax.lax.stop_gradient(join(jax.lax.map(body, split(x_bnd))))
+
+
 def _chunks(shape: tuple[int, int], chunk: int):
     """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last chunk padded with zeros."""
     b, n = shape

@@ -1,5 +1,7 @@
-"""Advantage estimators: published numbers, singleton and constant groups, and GAE against its
-sum."""
+"""Advantage estimators: verl's numbers, loops in float64, groups of one and constant groups, and
+GAE against its sum."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,17 @@ import pytest
 from jaxrl_tis.estimators import advantages
 
 NAN = float("nan")
-OUTCOME = [name for name in advantages.ADVANTAGES if name not in advantages.NEEDS]
-ADVANTAGES = {name: jax.jit(function) for name, function in advantages.ADVANTAGES.items()}
+PARAMETERS = dict.fromkeys(advantages.ADVANTAGES, {}) | {"oapl": {"oapl_beta_value": 0.5}}
+NEEDS = dict.fromkeys(advantages.ADVANTAGES, ()) | advantages.NEEDS
+ADVANTAGES = {
+    name: jax.jit(functools.partial(function, **PARAMETERS[name]))
+    for name, function in advantages.ADVANTAGES.items()
+}
+# One advantage per sequence, from its own group or from the whole batch.
+OWN_GROUP = ["grpo", "dr_grpo", "grpo_passk", "rloo", "oapl", "opo", "opob"]
+OUTCOME = [*OWN_GROUP, "gpg", "gdpo", "reinforce_plus_plus_baseline"]
+BY_GROUP = [*OWN_GROUP, "otb", "tir_otb"]
+NOT_RELATIVE = ("gae", "remax")  # to the other samples: equal rewards do not give 0
 
 # A ragged batch whose advantages verl 0.9.1 computed: groups of 2, 3 and 1; row 1 has two tokens,
 # row 4 none.
@@ -22,83 +33,313 @@ FIRST_TOKEN = {
     # Group means 0.5 and 1.75 / 3; the singleton keeps its reward.
     "dr_grpo": [0.5, -0.5, 0.416667, -0.083333, 0, 0.7],
     "rloo": [1, -1, 0.625, -0.125, 0, 0],
+    "opo": [1 / 3, -2 / 3, 0.25, -0.25, 0, 0.7],
+    "gpg": [0.6, -0.6, 0.5, -0.1, 0, 0.84],
+    "reinforce_plus_plus": [0.873893, -2.151122, 0.873893, -0.638614, 0, -0.033611],
+    "reinforce_plus_plus_baseline": [0.537208, -1.963587, 0.328808, -0.921589, 0, 1.037367],
+    "gdpo": [0.447331, -1.820028, 1.062955, -1.036209, 0, 0.435937],
+    # Ours, as verl refuses the group of one: (1 - 0) / 0.707108 and (1 - 0.5) / 0.381882.
+    "grpo_passk": [1.414212, 0, 1.309304, 0, 0, 0],
 }
 
 
-@pytest.mark.parametrize("name", OUTCOME)
+def make_fields(rewards, mask, seed=3):
+    """Every field that an entry may need, NaN outside the mask; one component is the reward."""
+    rng = np.random.default_rng(seed)
+    shape = mask.shape
+    logp_old = -rng.exponential(1.0, shape)
+    p = np.exp(logp_old)
+    per_token = {
+        "values": rng.normal(size=shape),
+        "logp_old": logp_old,
+        "logp_behav": logp_old + 0.3 * rng.normal(size=shape),
+        "sum_pi_squared": p**2 + (1 - p) ** 2 * rng.random(shape),
+        "weights": np.exp(0.3 * rng.normal(size=shape)),
+    }
+    scores = np.where(mask, rewards, 0.0).sum(axis=1) if np.ndim(rewards) == 2 else rewards
+    per_row = {
+        "greedy_rewards": rng.normal(size=shape[0]),
+        "grad_norms": rng.exponential(1.0, shape[0]),
+        "reward_components": np.asarray(scores)[:, None],
+    }
+    return {name: np.where(mask, x, NAN) for name, x in per_token.items()} | per_row
+
+
+def compute(name, rewards, mask, group, fields=None):
+    """The jitted entry on the fields that it needs, in float32."""
+    fields = make_fields(rewards, np.asarray(mask) != 0) if fields is None else fields
+    needed = {field: jnp.asarray(fields[field], jnp.float32) for field in NEEDS[name]}
+    return np.asarray(ADVANTAGES[name](rewards, mask, group, **needed))
+
+
+@pytest.mark.parametrize("name", FIRST_TOKEN)
 def test_a_ragged_batch(name):
-    adv = ADVANTAGES[name](REWARDS, MASK, GROUP)
-    np.testing.assert_allclose(adv, np.array(FIRST_TOKEN[name])[:, None] * MASK, atol=1e-6)
+    adv = compute(name, REWARDS, MASK, GROUP)
+    np.testing.assert_allclose(adv, np.array(FIRST_TOKEN[name])[:, None] * MASK, atol=2e-6)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    # Rewards 1, 0, 0, 1: mean 0.5, std with ddof 1 0.57735; the others' means are 1/3 and 2/3.
-    [("grpo", 0.866024), ("dr_grpo", 0.5), ("rloo", 2 / 3)],
+    # Rewards 1, 0, 0, 1 | 0, 0: mean 0.5, std with ddof 1 0.57735; the others' means are 1/3 and
+    # 2/3; two of six rewards are not 0, so GPG triples. The batch's 24 tokens have sum of squares
+    # 16 * 0.25, and 4 / 23 = 0.173913 = 0.417029^2; of GRPO's advantages 16 * 0.75, 0.722315^2.
+    [
+        ("grpo", 0.866024),
+        ("dr_grpo", 0.5),
+        ("rloo", 2 / 3),
+        ("gpg", 1.5),
+        ("opo", 0.5),
+        ("grpo_passk", 0.0),
+        ("reinforce_plus_plus_baseline", 1.198958),
+        ("gdpo", 1.198958),
+    ],
 )
 def test_two_of_four_correct(name, expected):
-    adv = ADVANTAGES[name](jnp.array([1, 0, 0, 1]), jnp.ones((4, 1)), jnp.zeros(4, int))
-    np.testing.assert_allclose(adv[:, 0], expected * np.array([1, -1, -1, 1]), rtol=1e-5)
+    rewards, group = jnp.array([1.0, 0, 0, 1, 0, 0]), jnp.array([0, 0, 0, 0, 1, 1])
+    adv = compute(name, rewards, jnp.ones((6, 4), int), group)
+    sign = np.array([1, -1, -1, 1, 0, 0])
+    np.testing.assert_allclose(adv[:, 0], expected * sign, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", OUTCOME)
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -0.7])
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_a_constant_group_gives_exactly_zero(name, reward, size):
-    adv = ADVANTAGES[name](jnp.full(size, reward), jnp.ones((size, 2)), jnp.full(size, 5))
-    np.testing.assert_array_equal(adv, np.zeros((size, 2)))
+def test_pass_at_k_raw_and_normalised():
+    # Rewards 0.9, 0.5, 0.1, 0.2: 0.9 - 0.5 = 0.4; squared deviations from 0.425 sum to 0.3875, std
+    # sqrt(0.3875 / 3) = 0.359398.
+    arguments = (jnp.array([0.9, 0.5, 0.1, 0.2]), jnp.ones((4, 1)), jnp.zeros(4, int))
+    raw = advantages.grpo_passk(*arguments, passk_is_normalized=False)
+    np.testing.assert_allclose(raw[:, 0], [0.4, 0, 0, 0], rtol=1e-6)
+    normalised = advantages.grpo_passk(*arguments)
+    np.testing.assert_allclose(normalised[:, 0], [1.11297, 0, 0, 0], rtol=1e-5)
+
+
+def test_gpg_counts_rewards_that_are_not_zero():
+    # 1, 0 | 2, 2 | 0, 0: three of six are not 0, those of the constant group among them.
+    mask, group = jnp.ones((6, 4), int), jnp.array([0, 0, 1, 1, 2, 2])
+    adv = compute("gpg", jnp.array([1.0, 0, 2, 2, 0, 0]), mask, group)
+    np.testing.assert_allclose(adv[:, 0], [1, -1, 0, 0, 0, 0], rtol=1e-6)
+    np.testing.assert_array_equal(compute("gpg", jnp.zeros(6), mask, group), np.zeros((6, 4)))
+
+
+def test_grpo_forgets_shift_and_scale():
+    moved = compute("grpo", 3.0 * REWARDS + 5.0, MASK, GROUP)
+    # The group of one keeps its reward and is left out; eps = 1e-6 is what the scale changes.
+    np.testing.assert_allclose(moved[:5], compute("grpo", REWARDS, MASK, GROUP)[:5], atol=5e-6)
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("grpo", 0.7 / (1 + 1e-6)), ("dr_grpo", 0.7), ("rloo", 0.0)]
+    ("beta", "value"), [(0.05, 0.9653), (0.5, 0.7169), (5.0, 0.5250), (1e-4, 1.0), (1e4, 0.5)]
+)
+def test_oapl_value_is_between_the_mean_and_the_best(beta, value):
+    adv = advantages.oapl(
+        jnp.array([1.0, 0, 0, 1]), jnp.ones((4, 1)), jnp.zeros(4, int), oapl_beta_value=beta
+    )
+    np.testing.assert_allclose(adv[:, 0], np.array([1, 0, 0, 1]) - value, atol=1e-4)
+
+
+def test_oapl_refuses_a_temperature_of_zero():
+    with pytest.raises(ValueError, match="oapl_beta_value is 0.0"):
+        advantages.oapl(REWARDS, MASK, GROUP, oapl_beta_value=0.0)
+
+
+def test_gdpo_normalises_each_component_before_it_adds_them():
+    components = np.random.default_rng(1).normal(size=(6, 2)).astype(np.float32)
+    # No group of one here: it would not be normalised, and so feel the scale.
+    threes = jnp.array([0, 0, 1, 1, 1, 0])
+
+    def gdpo(components):
+        return compute("gdpo", REWARDS, MASK, threes, {"reward_components": components})
+
+    scaled = components * np.array([100.0, 1.0], np.float32)
+    np.testing.assert_allclose(gdpo(scaled), gdpo(components), atol=1e-4)
+    constant = np.stack([components[:, 0], np.full(6, 0.3)], axis=1)
+    np.testing.assert_allclose(gdpo(constant), gdpo(components[:, :1]), atol=1e-6)
+    assert np.abs(gdpo(components) - gdpo(constant)).max() > 0.1
+
+
+def test_gdpo_weights_its_components():
+    components = jnp.array([[1.0, 5.0], [0.0, -3.0], [0.5, 2.0]])
+    arguments = (jnp.zeros(3), jnp.ones((3, 2)), jnp.zeros(3, int))
+    first = advantages.gdpo(*arguments, reward_components=components[:, :1])
+    weighted = functools.partial(advantages.gdpo, *arguments, reward_components=components)
+    np.testing.assert_allclose(weighted(gdpo_weights=(1.0, 0.0)), first, rtol=1e-6)
+    assert np.abs(weighted() - first).max() > 0.01
+    with pytest.raises(ValueError, match="3 weights for 2 reward components"):
+        weighted(gdpo_weights=(1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("name", [n for n in advantages.ADVANTAGES if n not in NOT_RELATIVE])
+@pytest.mark.parametrize("reward", [0.0, 0.1, -0.7])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_a_constant_group_gives_exactly_zero(name, reward, size):
+    mask = jnp.ones((6, 4), int) * (jnp.arange(6) < size)[:, None]
+    adv = compute(name, jnp.full(6, reward), mask, jnp.minimum(jnp.arange(6) // size, 1))
+    np.testing.assert_array_equal(adv, np.zeros((6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", 0.7 / (1 + 1e-6)),
+        ("dr_grpo", 0.7),
+        ("grpo_passk", 0.0),
+        ("rloo", 0.0),
+        ("gpg", 0.7),
+        ("gdpo", 0.0),
+        ("oapl", 0.0),
+        ("opo", 0.7),
+        ("opob", 0.0),
+        ("otb", 0.7),
+        ("tir_otb", 0.7),
+        ("reinforce_plus_plus", 0.0),
+        ("reinforce_plus_plus_baseline", 0.0),
+    ],
 )
 def test_a_group_of_one(name, expected):
-    adv = ADVANTAGES[name](jnp.array([0.7]), jnp.ones((1, 2)), jnp.array([3]))
-    np.testing.assert_allclose(adv, [[expected] * 2], rtol=1e-6)
+    # The other rows have no tokens.
+    mask = jnp.zeros((6, 4), int).at[2].set(1)
+    group = jnp.array([1, 1, 3, 1, 1, 1])
+    adv = compute(name, jnp.full(6, 0.7), mask, group)
+    np.testing.assert_allclose(adv, expected * mask, rtol=1e-6)
+    if name in BY_GROUP:  # the others change nothing
+        rewards = jnp.array([0.1, 0.2, 0.7, 0.4, 0.5, 0.6])
+        adv = compute(name, rewards, jnp.ones((6, 4), int), group)
+        np.testing.assert_allclose(adv[2], [expected] * 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", OUTCOME)
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_any_integers_name_the_groups_in_any_order(name):
-    expected = ADVANTAGES[name](REWARDS, MASK, GROUP)
+    fields = make_fields(REWARDS, np.asarray(MASK) != 0)
+    expected = compute(name, REWARDS, MASK, GROUP, fields)
     names = jnp.array([-7, 2**30, 11])[GROUP]
-    np.testing.assert_array_equal(ADVANTAGES[name](REWARDS, MASK, names), expected)
+    np.testing.assert_array_equal(compute(name, REWARDS, MASK, names, fields), expected)
     order = jnp.array([5, 2, 0, 4, 1, 3])
-    permuted = ADVANTAGES[name](REWARDS[order], MASK[order], names[order])
-    np.testing.assert_allclose(permuted, expected[order], rtol=1e-5, atol=1e-7)
+    permuted = {field: x[order] for field, x in fields.items()}
+    adv = compute(name, REWARDS[order], MASK[order], names[order], permuted)
+    np.testing.assert_allclose(adv, expected[order], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OUTCOME)
+@pytest.mark.parametrize("name", BY_GROUP)
 def test_groups_do_not_see_each_other(name):
+    fields = make_fields(REWARDS, np.asarray(MASK) != 0)
     other = REWARDS.at[2:5].set(jnp.array([9.0, -4.0, 3.0]))
-    before, after = (ADVANTAGES[name](r, MASK, GROUP) for r in (REWARDS, other))
-    keep = jnp.array([0, 1, 5])
+    before, after = (compute(name, r, MASK, GROUP, fields) for r in (REWARDS, other))
+    keep = np.array([0, 1, 5])
     np.testing.assert_array_equal(before[keep], after[keep])
     assert np.abs(before[2] - after[2]).max() > 0.01
 
 
-@pytest.mark.parametrize("name", OUTCOME)
+@pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])
 def test_rewards_per_token_are_summed_over_valid_tokens(name):
     mask = MASK.at[4, 3].set(1)
     rewards_bt = (
         jnp.where(mask == 1, 0.25, NAN).at[:, 0].add(jnp.where(mask[:, 0] == 1, REWARDS, 0.0))
     )
-    expected = ADVANTAGES[name](jnp.nansum(rewards_bt, axis=1), mask, GROUP)
-    np.testing.assert_allclose(ADVANTAGES[name](rewards_bt, mask, GROUP), expected, rtol=1e-5)
+    fields = make_fields(REWARDS, np.asarray(mask) != 0)
+    expected = compute(name, jnp.nansum(rewards_bt, axis=1), mask, GROUP, fields)
+    adv = compute(name, rewards_bt, mask, GROUP, fields)
+    np.testing.assert_allclose(adv, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_rejecting_the_last_token_does_not_lose_a_sequence_reward(name):
-    rejected = jnp.array([[1, 1, 0], [1, 1, 1]])
-    needs = {"values": jnp.zeros((2, 3))} if name in advantages.NEEDS else {}
-    adv = ADVANTAGES[name](jnp.array([1.0, 0.0]), rejected, jnp.array([0, 0]), **needs)
+    rejected = jnp.zeros((6, 4), int).at[0, :2].set(1).at[1].set(1)
+    rewards = jnp.array([1.0, 0, 0, 0, 0, 0])
+    half = jnp.full((6, 4), 0.5)
+    fields = {
+        "values": jnp.zeros((6, 4)),
+        "greedy_rewards": jnp.zeros(6),
+        "grad_norms": jnp.ones(6),
+        "reward_components": rewards[:, None],
+        "logp_old": jnp.log(half),
+        "logp_behav": jnp.log(half),
+        "sum_pi_squared": half,
+        "weights": jnp.ones((6, 4)),
+    }
+    adv = compute(name, rewards, rejected, jnp.array([0, 0, 1, 1, 1, 1]), fields)
     assert adv[0, 0] > 0.1 and adv[0, 1] > 0.1 and adv[0, 2] == 0.0
 
 
-@pytest.mark.parametrize("name", OUTCOME)
-def test_bool_masks_and_integer_rewards(name):
-    expected = ADVANTAGES[name](jnp.array([1.0, 0.0, 3.0]), jnp.ones((3, 2)), jnp.zeros(3, int))
-    actual = ADVANTAGES[name](jnp.array([1, 0, 3]), jnp.ones((3, 2), bool), jnp.zeros(3, int))
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_masks_of_any_type_and_integer_rewards(name):
+    rewards = jnp.array([1.0, 0, 3, 2, 0, 1])
+    fields = make_fields(rewards, np.asarray(MASK) != 0)
+    expected = compute(name, rewards, MASK, GROUP, fields)
+    actual = compute(name, rewards.astype(jnp.int32), MASK.astype(bool), GROUP, fields)
     np.testing.assert_array_equal(actual, expected)
+    if name in ("grpo", "gae", "tir_otb"):  # the others reach the mask by the same functions
+        actual = compute(name, rewards, 0.5 * MASK.astype(jnp.float32), GROUP, fields)
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_no_gradient_and_no_padding(name):
+    mask = MASK.at[0, 1].set(0).at[2, 2:].set(0)
+    is_valid = np.asarray(mask) != 0
+    group = jnp.zeros(6, int)
+    rewards = jnp.where(is_valid, 0.25, 0.0).at[:, 0].add(REWARDS * is_valid[:, 0])
+    clean = {k: np.nan_to_num(x) for k, x in make_fields(rewards, is_valid).items()}
+    adv = compute(name, rewards, mask, group, clean)
+    assert np.any(adv != 0.0) and np.all(adv[~is_valid] == 0.0)
+    for value in (100.0, -100.0, NAN, np.inf):
+        poisoned = {
+            k: np.where(is_valid, x, value) if x.shape == mask.shape else x
+            for k, x in clean.items()
+        }
+        bad_rewards = jnp.where(is_valid, rewards, value)
+        np.testing.assert_array_equal(compute(name, bad_rewards, mask, group, poisoned), adv)
+
+    def total(rewards, needed):
+        return jnp.sum(ADVANTAGES[name](rewards, mask, group, **needed))
+
+    needed = {field: jnp.asarray(clean[field], jnp.float32) for field in NEEDS[name]}
+    for gradient in jax.tree.leaves(jax.grad(total, argnums=(0, 1))(rewards, needed)):
+        np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
+
+
+def loop_outcome(name, rewards, length, members):
+    """The advantages of one group by the formulas, rows in `members`."""
+    r, n = rewards[members], len(members)
+    others = [np.delete(r, i).mean() if n > 1 else r[i] for i in range(n)]
+    std = r.std(ddof=1) if n > 1 else 0.0
+    top = np.sort(r)[::-1]
+    formulas = {
+        "grpo": (r - r.mean()) / (std + 1e-6) if n > 1 else r / (1 + 1e-6),
+        "dr_grpo": r - r.mean() if n > 1 else r,
+        "rloo": r - np.array(others),
+        "opo": r - (length[members] @ r) / length[members].sum() if n > 1 else r,
+        "oapl": r - 0.5 * np.log(np.mean(np.exp(r / 0.5))),
+        "grpo_passk": np.where(r == top[0], top[0] - top[1], 0) / (std + 1e-6) if n > 1 else 0 * r,
+    }
+    return formulas[name]
+
+
+def test_outcome_advantages_equal_a_loop_in_float64():
+    rng = np.random.default_rng(4)
+    group = np.array([3, 1, 1, 2, 3, 3, 2, 3, 9, 3])  # sizes 5, 2, 2 and 1, interleaved
+    mask = np.arange(6)[None, :] < rng.integers(1, 7, size=10)[:, None]
+    rewards, length = rng.normal(size=10), mask.sum(axis=1)
+
+    def whitened(adv_b):
+        tokens = np.repeat(adv_b, length)
+        return (adv_b - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+
+    expected = {}
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "oapl", "grpo_passk"):
+        expected[name] = np.zeros(10)
+        for g in np.unique(group):
+            members = np.flatnonzero(group == g)
+            expected[name][members] = loop_outcome(name, rewards, length, members)
+    expected["gpg"] = expected["dr_grpo"]  # no reward is 0, so alpha is 1
+    expected["gdpo"] = whitened(expected["grpo"])
+    expected["reinforce_plus_plus"] = whitened(rewards)
+    expected["reinforce_plus_plus_baseline"] = whitened(expected["dr_grpo"])
+    with jax.enable_x64(True):
+        for name, adv_b in expected.items():
+            needed = {"reward_components": rewards[:, None]} if name == "gdpo" else {}
+            adv = ADVANTAGES[name](rewards, mask, group, **needed)
+            assert adv.dtype == jnp.float64
+            np.testing.assert_allclose(
+                adv, adv_b[:, None] * mask, rtol=1e-10, atol=1e-13, err_msg=name
+            )
 
 
 def compact_gae(rewards, values, mask, gamma, lam):
@@ -144,14 +385,30 @@ def test_gae_steps_over_a_hole():
     np.testing.assert_allclose(adv, [[0.5, 0.0, 0.4]], rtol=1e-6)
 
 
+def test_gae_at_its_ends():
+    rewards, values = jnp.array([[1.0, -2.0, 4.0]]), jnp.array([[0.5, 0.25, -1.0]])
+    gae = functools.partial(
+        advantages.gae, rewards, jnp.ones((1, 3)), None, values=values, is_whitened=False
+    )
+    # lam 1: 1 - 2 + 4 - 0.5, -2 + 4 - 0.25, 4 + 1. lam 0: 1 + 0.25 - 0.5, -2 - 1 - 0.25, 4 + 1.
+    np.testing.assert_allclose(gae(), [[2.5, 1.75, 5.0]], rtol=1e-6)
+    np.testing.assert_allclose(gae(lam=0.0), [[0.75, -3.25, 5.0]], rtol=1e-6)
+
+
 def test_gae_puts_a_sequence_reward_on_the_last_valid_token():
     mask = jnp.array([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
-    per_token = advantages.token_rewards(jnp.array([2.0, 3.0, 4.0]), mask)
-    np.testing.assert_array_equal(per_token, [[0, 2, 0], [0, 0, 3], [0, 0, 0]])
     returns = advantages.gae_returns(
         jnp.array([2.0, 3.0, 4.0]), mask, values=jnp.ones((3, 3)), gamma=0.5
     )
     np.testing.assert_allclose(returns, [[1, 2, 0], [0, 1.5, 3], [0, 0, 0]], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_does_not_discount_a_hole():
+    # Returns 0.25, 0.5, 1: mean 0.583333, unbiased variance (0.111111 + 0.006944 + 0.173611) / 2.
+    adv = advantages.reinforce_plus_plus(
+        jnp.array([1.0]), jnp.array([[1, 0, 1, 1]]), None, gamma=0.5
+    )
+    np.testing.assert_allclose(adv, [[-0.872872, 0, -0.218218, 1.091089]], rtol=1e-5)
 
 
 def test_whitening_of_one_token_or_none_is_zero():

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import diagnostics
+from jaxrl_tis.estimators import masks
+from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import weights
 
 NAN = float("nan")
@@ -205,3 +207,256 @@ def test_self_normalised_reward_finds_the_learners_expectation():
     estimate, _ = diagnostics.snis_reward(reward[actions], log_ratio, np.ones_like(log_ratio))
     # Exact 1.3 against 0.7 on the behaviour policy; standard error about 0.01.
     np.testing.assert_allclose(estimate, 1.3, atol=0.04)
+
+
+REJECTION = {  # option: (lower, upper)
+    "token_k1": (0.5, 2.0),
+    "token_k2": (None, 0.1),
+    "token_k3": (None, 0.1),
+    "seq_sum_k1": (0.5, 2.0),
+    "seq_sum_k2": (None, 0.5),
+    "seq_sum_k3": (None, 0.5),
+    "seq_mean_k1": (0.9, 1.1),
+    "seq_mean_k2": (None, 0.08),
+    "seq_mean_k3": (None, 0.08),
+    "seq_max_k2": (None, 0.3),
+    "seq_max_k3": (None, 0.3),
+}
+
+
+def rejection_metrics(log_ratio, mask, seg=None, options=tuple(REJECTION)):
+    """The metrics of each option and of all together."""
+    metrics, criteria = {}, []
+    for option in options:
+        lower, upper = REJECTION[option]
+        band = {"upper": upper} if lower is None else {"lower": lower, "upper": upper}
+        metrics |= diagnostics.rejection_metrics(log_ratio, mask, seg, option=option, **band)
+        criteria.append((option, band))
+    is_kept = masks.all_of(criteria, log_ratio, mask, seg)
+    return metrics | diagnostics.rejected_fractions(is_kept, mask, seg)
+
+
+jitted_rejection = jax.jit(rejection_metrics)
+
+
+def all_metrics(logp_old, logp_behav, mask, seg=None):
+    """Every metric of the module; those of the weights behind the name of their level."""
+    log_ratio = logp_old - logp_behav
+    metrics = diagnostics.offpolicy_metrics(logp_old, logp_behav, mask, seg)
+    metrics |= diagnostics.probability_metrics(logp_old, logp_behav, mask)
+    for level in ("token", "seq"):
+        w = weights.WEIGHTS[f"{level}_mis"](log_ratio, mask, seg, lower=0.5, upper=2.0)
+        band = {"level": level, "lower": 0.5, "upper": 2.0}
+        values = diagnostics.importance_weight_metrics(w, log_ratio, mask, seg=seg, **band)
+        metrics |= {f"{level} {name}": value for name, value in values.items()}
+    rewards = jnp.sum(jnp.where(mask, logp_behav, 0.0), axis=1)
+    if seg is not None:
+        rewards = ratios.sequence_sum(logp_behav, mask, seg)
+    metrics["snis"], metrics["snis_ess"] = diagnostics.snis_reward(rewards, log_ratio, mask, seg)
+    options = ("token_k1", "seq_max_k3")
+    return metrics | rejection_metrics(log_ratio, mask, seg, options)
+
+
+jitted_metrics = jax.jit(all_metrics)
+
+
+def make_batch(spread):
+    """Six rows of 1 to 7 tokens, one of them empty, one with a tool token inside; NaN around."""
+    rng = np.random.default_rng(11)
+    mask = np.arange(7)[None, :] < np.array([7, 1, 0, 4, 3, 6])[:, None]
+    mask[0, 3] = False
+    behav = -rng.exponential(1.0, mask.shape)
+    old = behav + spread * rng.normal(size=mask.shape)
+    return [np.where(mask, x, NAN).astype(np.float32) for x in (old, behav)], mask
+
+
+def pack(x):
+    """Two rows of the batch behind each other in one row."""
+    return x.reshape(x.shape[0] // 2, 2 * x.shape[1])
+
+
+def packed_ids(mask):
+    """Sequence ids of `pack`; 0 after the last valid token of a sequence."""
+    is_inside = np.flip(np.cumsum(np.flip(mask, axis=1), axis=1), axis=1) > 0
+    return pack(np.where(is_inside, 1 + np.arange(mask.shape[0])[:, None] % 2, 0))
+
+
+def test_rejection_metrics_of_verl():
+    log_ratio, mask = np.full((6, 7), NAN, np.float32), np.zeros((6, 7), bool)
+    log_ratio[:2, :4], mask[:2, :4] = OLD - BEHAV, MASK  # the other rows are empty
+    metrics = jitted_rejection(log_ratio, mask)
+    prefix = "rollout_corr/rollout_rs_"
+    mean = {
+        "token_k1": -0.107143,
+        "token_k2": 0.10375,
+        "token_k3": 0.130858,
+        "seq_sum_k1": -0.478571,
+        "seq_sum_k2": 0.38625,
+        "seq_sum_k3": 0.498935,
+        "seq_mean_k2": 0.10375,
+        "seq_mean_k3": 0.130858,
+        "seq_max_k2": 0.362857,
+        "seq_max_k3": 0.474223,
+    }
+    assert_metrics(metrics, {f"{option}_mean": value for option, value in mean.items()}, prefix)
+    std = {"token_k1": 0.359543, "token_k2": 0.041686, "token_k3": 0.041559}
+    assert_metrics(metrics, {f"{option}_std": value for option, value in std.items()}, prefix)
+    # verl rejects one token of seven and two of seven, or the first row (four tokens), or both.
+    tokens = {"token_k1": 1, "token_k2": 2, "token_k3": 2, "seq_mean_k1": 7}
+    rows = {"token_k1": 1, "token_k2": 2, "token_k3": 2, "seq_mean_k1": 2}
+    for option in REJECTION:
+        expected = {
+            f"{option}_masked_fraction": tokens.get(option, 4) / 7,
+            f"{option}_seq_masked_fraction": rows.get(option, 1) / 2,
+        }
+        assert_metrics(metrics, expected, prefix)
+    assert_metrics(metrics, {"masked_fraction": 1.0, "seq_masked_fraction": 1.0}, prefix)
+
+
+def std(x, ddof=0):
+    return np.std(x, ddof=ddof) if len(x) > ddof else 0.0
+
+
+def expected_rejection(log_ratio, mask, option):
+    """The metrics of one option by loops in float64."""
+    lower, upper = REJECTION[option]
+    level, _, estimator = option.rpartition("_")
+    low, high = (np.log(lower), np.log(upper)) if lower else (-np.inf, upper)
+    estimates = {
+        "k1": lambda x: -x,
+        "k2": lambda x: x**2 / 2,
+        "k3": lambda x: np.exp(x) - 1 - x,
+    }
+    reductions = {"token": np.mean, "seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}
+    rows = [
+        estimates[estimator](np.clip(x[m].astype(np.float64), -20, 20))
+        for x, m in zip(log_ratio, mask)
+        if m.any()
+    ]
+    stat = np.array([reductions[level](x) for x in rows])
+    if level == "token":
+        unit = on_tokens = np.concatenate(rows)
+        lost_rows = [np.any((x < low) | (x > high)) for x in rows]
+    else:
+        unit = stat
+        on_tokens = np.concatenate([np.full(len(x), s) for x, s in zip(rows, stat)])
+        lost_rows = (stat < low) | (stat > high)
+    metrics = {
+        "mean": on_tokens.mean(),
+        "std": std(np.clip(on_tokens, low if lower else 0.0, high)),
+        "max": unit.max(),
+        "min": unit.min(),
+        "fraction_high": np.mean(unit > high),
+        "fraction_low": np.mean(unit < low),
+        "seq_mean": stat.mean(),
+        "seq_std": std(stat, ddof=1),
+        "seq_max": stat.max(),
+        "seq_min": stat.min(),
+        "seq_max_deviation": np.abs(stat).max(),
+        "seq_fraction_high": np.mean(stat > high),
+        "masked_fraction": np.mean((on_tokens < low) | (on_tokens > high)),
+        "seq_masked_fraction": np.mean(lost_rows),
+    }
+    if lower:
+        metrics["seq_fraction_low"] = np.mean(stat < low)
+    return {f"{option}_{name}": value for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("spread", [0.3, 12.0])
+def test_rejection_metrics_follow_their_definition(spread):
+    (old, behav), mask = make_batch(spread)
+    metrics = jitted_rejection(old - behav, mask)
+    prefix = "rollout_corr/rollout_rs_"
+    names = {"masked_fraction", "seq_masked_fraction"}
+    for option in REJECTION:
+        expected = expected_rejection(old - behav, mask, option)
+        assert_metrics(metrics, expected, prefix)
+        names |= set(expected)
+    assert set(metrics) == {prefix + name for name in names}
+
+
+def test_rejected_fractions_of_any_criterion():
+    # Rows lose 1 of 3 tokens, none of 1, and 0 of 0; what stands at padding does not count.
+    is_kept = jnp.array([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
+    mask = jnp.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    metrics = diagnostics.rejected_fractions(is_kept, mask, option="veto")
+    expected = {"veto_masked_fraction": 0.25, "veto_seq_masked_fraction": 0.5}
+    assert set(metrics) == {f"rollout_corr/rollout_rs_{name}" for name in expected}
+    assert_metrics(metrics, expected, "rollout_corr/rollout_rs_")
+
+
+def test_a_bound_hit_exactly_keeps_the_token():
+    # k1 = log 2 and k2 = log(2)^2 / 2 sit on the bound: neither high nor rejected.
+    log_ratio, mask = -jnp.log(jnp.array([[2.0, 2.0]])), jnp.ones((1, 2))
+    k2 = float(0.5 * jnp.log(jnp.float32(2.0)) ** 2)
+    for option, upper in (("token_k1", 2.0), ("seq_mean_k1", 2.0), ("seq_max_k2", k2)):
+        metrics = diagnostics.rejection_metrics(log_ratio, mask, option=option, upper=upper)
+        for name in ("fraction_high", "masked_fraction", "seq_masked_fraction"):
+            assert metrics[f"rollout_corr/rollout_rs_{option}_{name}"] == 0.0, (option, name)
+
+
+def test_packed_rows_and_a_float_mask_give_the_same_metrics():
+    for spread in (0.3, 12.0):
+        (old, behav), mask = make_batch(spread)
+        dense = jitted_metrics(old, behav, mask)
+        float_mask = pack(mask.astype(np.float32))
+        packed = jitted_metrics(pack(old), pack(behav), float_mask, packed_ids(mask))
+        assert set(packed) == set(dense)
+        for name, value in dense.items():
+            np.testing.assert_allclose(packed[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_padding_does_not_count():
+    (old, behav), mask = make_batch(0.3)
+    expected = jitted_metrics(old, behav, mask)
+    for value in (100.0, -100.0, np.inf, -np.inf):
+        poisoned = [np.where(mask, x, np.float32(value)) for x in (old, behav)]
+        actual = jitted_metrics(*poisoned, mask)
+        for name in expected:
+            np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+def test_metrics_of_huge_log_ratios_are_finite():
+    (_, logp), mask = make_batch(0.3)
+    is_odd = np.arange(mask.size).reshape(mask.shape) % 2 == 1
+    for gap in (90.0, 1e4):
+        unlikely = (logp - gap).astype(np.float32)
+        for is_behind in (is_odd, ~is_odd, np.ones_like(is_odd), np.zeros_like(is_odd)):
+            old, behav = np.where(is_behind, unlikely, logp), np.where(is_behind, logp, unlikely)
+            for name, value in jitted_metrics(old, behav, mask).items():
+                assert np.isfinite(value), (name, gap)
+    # Each of 10000 terms of k3 is exp(80): their sum would not be a float32.
+    many = jnp.full((2, 5000), -1.0)
+    metrics = offpolicy_metrics(many, many - 200.0, jnp.ones((2, 5000)))
+    np.testing.assert_allclose(metrics["rollout_corr/k3_kl"], np.exp(80.0), rtol=1e-4)
+
+
+def test_metrics_carry_no_gradient():
+    (old, behav), mask = make_batch(0.3)
+    gradient = jax.jit(jax.grad(lambda x: sum(all_metrics(x, behav, mask).values())))
+    np.testing.assert_array_equal(gradient(old), np.zeros_like(old))
+
+
+def test_offpolicy_metrics_without_a_sampler():
+    metrics = diagnostics.offpolicy_metrics(OLD, None, MASK)
+    assert set(metrics) == {"rollout_corr/training_ppl", "rollout_corr/training_log_ppl"}
+    names = ("training_ppl", "training_log_ppl")
+    assert_metrics(metrics, {name: OFFPOLICY[name] for name in names}, "rollout_corr/")
+
+
+def test_unknown_names_are_refused():
+    log_ratio, mask = OLD - BEHAV, MASK
+    with pytest.raises(ValueError, match="seq_max_k1"):
+        diagnostics.rejection_metrics(log_ratio, mask, option="seq_max_k1", upper=2.0)
+    with pytest.raises(ValueError, match="sequence"):
+        diagnostics.importance_weight_metrics(mask, log_ratio, mask, level="sequence", upper=2.0)
+
+
+def test_relative_weights():
+    # exp(log_w - 500): 1, exp(-1), and 0 for a sample that the learner cannot draw.
+    log_w, mask = jnp.array([500.0, 499.0, -jnp.inf, NAN]), jnp.array([1, 1, 1, 0])
+    np.testing.assert_allclose(
+        diagnostics.relative_weights(log_w, mask), [1.0, np.exp(-1.0), 0.0, 0.0], rtol=1e-6
+    )
+    nothing = diagnostics.relative_weights(jnp.full(3, -jnp.inf), jnp.ones(3))
+    np.testing.assert_array_equal(nothing, np.zeros(3))

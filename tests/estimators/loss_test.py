@@ -91,7 +91,7 @@ def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
 
 def test_precomputed_weights_are_used_as_they_are():
     parts = {"objective": PPO, "aggregation": "seq-mean-token-mean"}
-    w = losses.importance_weights(BATCH, TIS)
+    w, _ = losses.importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
     fields = {name: x for name, x in BATCH.items() if name != "logp_behav"} | {"weights": w}
     expected, _ = losses.policy_loss(LOGP, BATCH, weight=TIS, **parts)
     actual, _ = losses.policy_loss(LOGP, fields, weight=TIS, **parts)
@@ -125,12 +125,12 @@ def test_a_missing_field_is_named_with_its_user(field, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": ("sequence", {})}, "Unknown weight 'sequence'; choose one of none, token_tis"),
+        ({"weight": ("sequence", {})}, "weight 'sequence' is unknown; "),
         (
             {"objective": ("vanilla", {})},
-            "Unknown objective 'vanilla'; choose one of ppo, dual_clip",
+            "objective 'vanilla' is unknown; choose one of ppo, dual_clip",
         ),
-        ({"kl": ("low_var_kl", {})}, "Unknown KL estimator 'low_var_kl'; choose one of k1"),
+        ({"kl": ("low_var_kl", {})}, "kl 'low_var_kl' is unknown; choose one of k1"),
         ({"aggregation": "mean"}, "Unknown aggregation mode 'mean'"),
         ({"entropy_coeff": 0.01}, "entropy_coeff is 0.01"),
     ],
@@ -197,3 +197,14 @@ def test_only_the_full_sequence_weight_gives_the_exact_policy_gradient():
         # Without a gap every one of them is exact.
         for weight in (("token_tis", {"cap": 1.2}), ("seq_mis", {}), ("none", {})):
             assert bias(weight, params) < 1e-14
+
+
+def test_gmpo_takes_the_geometric_mean_of_the_weights():
+    # Row 0: of (exp(0.4), exp(-0.1), 1) over 3 tokens; row 1: of (1, 1.5) over 2.
+    objective = ("gmpo", {"clip_low": 0.4, "clip_high": 0.4})
+    value, _ = losses.policy_loss(
+        LOGP, BATCH, weight=TIS, objective=objective, aggregation="seq-mean-token-mean"
+    )
+    first = np.exp((0.1 - 0.1 + 0.1) / 3) * np.exp((0.4 - 0.1) / 3)
+    second = np.exp((0.2 + 0.1) / 2) * 1.5 ** (1 / 2)
+    np.testing.assert_allclose(value, (-1.0 * first + 0.5 * second) / 2, rtol=1e-5)

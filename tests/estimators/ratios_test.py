@@ -109,3 +109,36 @@ def test_every_token_may_be_its_own_sequence():
     sums = ratios.sequence_sum(x, jnp.ones_like(x), seg)
     np.testing.assert_array_equal(sums, x)
     np.testing.assert_array_equal(ratios.to_tokens(sums, seg, 3), x)
+
+
+def test_largest_value_of_a_sequence():
+    x = jnp.array([[-3.0, -1.0, 9.0, NAN, 2.0], [NAN, NAN, jnp.inf, 7.0, 1.0]])
+    mask = jnp.array([[1, 1, 0, 0, 1], [0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(ratios.sequence_max(x, mask), [[2.0], [0.0]])
+    seg = jnp.array([[1, 1, 1, 2, 3], [1, 1, 0, 0, 0]])
+    expected = [[-1, 0, 2, 0, 0], [0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(ratios.sequence_max(x, mask, seg), expected)
+
+
+def test_scans_start_anew_with_every_sequence():
+    scan = jax.jit(ratios.segment_scan, static_argnums=0)
+    x = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [5.0, 3.0, 4.0, 1.0, 2.0]])
+    seg = jnp.array([[1, 1, 2, 2, 0], [1, 2, 2, 2, 3]])
+    starts = ratios.segment_starts(x, seg)
+    np.testing.assert_array_equal(starts, [[1, 0, 1, 0, 1], [1, 1, 0, 0, 1]])
+    sums = scan(jnp.add, x, starts)
+    np.testing.assert_array_equal(sums, [[1, 3, 4, 12, 16], [5, 3, 7, 8, 2]])
+    minima = scan(jnp.minimum, x, starts)
+    np.testing.assert_array_equal(minima, [[1, 1, 4, 4, 16], [5, 3, 3, 1, 2]])
+    whole = ratios.segment_starts(x)
+    np.testing.assert_array_equal(whole, [[1, 0, 0, 0, 0]] * 2)
+    np.testing.assert_array_equal(scan(jnp.add, x, whole), np.cumsum(x, axis=1))
+    counts = scan(jnp.add, jnp.ones((2, 5), jnp.int32), starts)
+    assert counts.dtype == jnp.int32
+
+
+def test_detached_log_ratio():
+    x, mask = jnp.array([[25.0, -30.0, 1.5, NAN]]), jnp.array([[1, 1, 1, 0]])
+    np.testing.assert_array_equal(ratios.detached_log_ratio(x, mask), [[20.0, -20.0, 1.5, 0.0]])
+    gradient = jax.grad(lambda x: jnp.sum(ratios.detached_log_ratio(x, mask)))(x)
+    np.testing.assert_array_equal(gradient, np.zeros((1, 4)))

@@ -1,5 +1,7 @@
 """Importance weights: verl's numbers, boundary cases, and a loop over tokens in plain Python."""
 
+import functools
+import inspect
 import math
 
 import jax
@@ -15,65 +17,117 @@ OLD = jnp.array([[-1, -0.5, -2, -0.1], [-0.7, -1.2, -0.3, -9]])
 BEHAV = jnp.array([[-1.2, -0.4, -3, -0.1], [-0.9, -0.6, -0.35, -1]])
 MASK = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
 
+PARAMETERS = {
+    "none": {},
+    "token_vanilla": {},
+    "seq_vanilla": {},
+    "token_tis": {"cap": 1.4},
+    "seq_tis": {"cap": 1.7},
+    "geo_tis": {"cap": 1.3},
+    "token_clip": {"lower": 0.8, "upper": 1.4},
+    "seq_clip": {"lower": 0.6, "upper": 1.7},
+    "geo_clip": {"lower": 0.8, "upper": 1.3},
+    "token_mis": {"lower": 0.7, "upper": 1.6},
+    "seq_mis": {"lower": 0.3, "upper": 2.5},
+    "geo_mis": {"lower": 0.6, "upper": 1.4},
+    "token_icepop": {"lower": 0.6, "upper": 3.0},
+    "seq_icepop": {"lower": 0.4, "upper": 4.0},
+    "geo_icepop": {"lower": 0.7, "upper": 1.8},
+    "seq_mask_tis": {"lower": 0.6, "upper": 1.5},
+}
+OF_PREFIXES = {"turn_tis", "turn_geo", "prefix_minpro", "prefix_ctpo"}  # in prefix_weights_test
 
-def oracle(name, log_ratio, mask, seg, parameters):
+
+def oracle(name, log_ratio, mask, seg):
     """Weights token by token from their definition, in Python floats."""
+    level, _, kind = name.partition("_")
+    parameters = PARAMETERS[name]
     w = np.zeros(log_ratio.shape)
-    rows, columns = log_ratio.shape
-    for b in range(rows):
-        for t in range(columns):
-            if not mask[b, t]:
-                continue
-            if name == "none":
-                w[b, t] = 1.0
-                continue
-            level, kind = name.split("_")
-            peers = (
-                [t]
-                if level == "token"
-                else [
-                    u
-                    for u in range(columns)
-                    if mask[b, u] and (seg is None or seg[b, u] == seg[b, t])
-                ]
-            )
-            ratio = math.exp(max(-20.0, min(20.0, math.fsum(log_ratio[b, u] for u in peers))))
-            if kind == "tis":
-                w[b, t] = min(ratio, parameters["cap"])
-            else:
-                w[b, t] = ratio if parameters["lower"] <= ratio <= parameters["upper"] else 0.0
+    for b, t in np.argwhere(mask):
+        is_peer = mask[b] if seg is None else mask[b] & (seg[b] == seg[b, t])
+        peers = list(log_ratio[b, is_peer])
+        log = {"token": log_ratio[b, t], "seq": math.fsum(peers)}
+        log["geo"] = log["seq"] / len(peers)
+        ratio = {key: math.exp(max(-20.0, min(20.0, x))) for key, x in log.items()}
+        if kind == "":
+            w[b, t] = 1.0
+        elif kind == "vanilla":
+            w[b, t] = ratio[level]
+        elif kind == "tis":
+            w[b, t] = min(ratio[level], parameters["cap"])
+        elif kind == "clip":
+            w[b, t] = min(max(ratio[level], parameters["lower"]), parameters["upper"])
+        elif kind in ("mis", "icepop"):
+            is_inside = parameters["lower"] <= ratio[level] <= parameters["upper"]
+            w[b, t] = ratio[level] if is_inside else 0.0
+        elif kind == "mask_tis":
+            is_inside = parameters["lower"] <= ratio["geo"] <= parameters["upper"]
+            w[b, t] = ratio["token"] if is_inside else 0.0
+        else:
+            raise AssertionError(name)
     return w
 
 
-PARAMETERS = {
-    "none": {},
-    "token_tis": {"cap": 1.4},
-    "seq_tis": {"cap": 1.7},
-    "token_mis": {"lower": 0.7, "upper": 1.6},
-    "seq_mis": {"lower": 0.3, "upper": 2.5},
-    "token_icepop": {"lower": 0.6, "upper": 3.0},
-    "seq_icepop": {"lower": 0.4, "upper": 4.0},
-}
+@jax.jit
+def all_weights(log_ratio, mask, seg):
+    return {
+        name: weights.WEIGHTS[name](log_ratio, mask, seg, **parameters)
+        for name, parameters in PARAMETERS.items()
+    }
+
+
+@functools.cache
+def example(is_packed):
+    """Random rows with large outliers, an empty row and a row of one token; all weights of them."""
+    rng = np.random.default_rng(3)
+    seg = np.sort(rng.integers(1, 5, (24, 9)), axis=1) if is_packed else None
+    mask = rng.random((24, 9)) < 0.6
+    mask[2] = False
+    mask[3] = np.arange(9) == 4
+    scale = rng.choice([0.3, 1.0, 30.0], mask.shape, p=(0.8, 0.15, 0.05))
+    log_ratio = scale * rng.normal(size=mask.shape)
+    with jax.enable_x64(True):
+        actual = all_weights(np.where(mask, log_ratio, NAN), mask, seg)
+    return log_ratio, mask, seg, actual
 
 
 def test_every_entry_has_parameters_in_these_tests():
-    assert PARAMETERS.keys() == weights.WEIGHTS.keys()
+    assert PARAMETERS.keys() | OF_PREFIXES == weights.WEIGHTS.keys()
 
 
-@pytest.mark.parametrize("name", weights.WEIGHTS)
+@pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_weights_equal_a_loop_over_tokens(name, is_packed):
-    rng = np.random.default_rng(len(name))
-    seg = np.sort(rng.integers(1, 4, (6, 9)), axis=1) if is_packed else None
-    mask = rng.random((6, 9)) < 0.7
-    mask[2] = False
-    log_ratio = rng.normal(size=(6, 9)) * rng.choice([0.3, 1.0, 30.0], (6, 9), p=[0.6, 0.3, 0.1])
-    expected = oracle(name, log_ratio, mask, seg, PARAMETERS[name])
-    with jax.enable_x64(True):
-        compute = jax.jit(lambda *a: weights.WEIGHTS[name](*a, **PARAMETERS[name]))
-        actual = compute(np.where(mask, log_ratio, NAN), mask, seg)
-        assert actual.dtype == jnp.float64
-    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=0)
+    log_ratio, mask, seg, actual = example(is_packed)
+    assert actual[name].dtype == jnp.float64
+    expected = oracle(name, log_ratio, mask, seg)
+    np.testing.assert_allclose(actual[name], expected, rtol=1e-12, atol=0)
+    if "lower" in PARAMETERS[name]:  # the example reaches the bounds and stays within them
+        edge = PARAMETERS[name]["lower"] if name.endswith("clip") else 0.0
+        assert 0 < np.mean(expected[mask] == edge) < 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("fill", [100.0, -100.0, jnp.inf, -jnp.inf])
+def test_padding_and_the_type_of_the_mask_change_nothing(dtype, fill):
+    log_ratio, mask, seg, _ = example(True)
+    log_ratio = jnp.array(log_ratio, jnp.float32)
+    expected = all_weights(jnp.where(mask, log_ratio, 0.0), mask, seg)
+    actual = all_weights(jnp.where(mask, log_ratio, fill), jnp.array(mask, dtype), seg)
+    for name in PARAMETERS:
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+def test_no_weight_carries_a_gradient_or_overflows():
+    log_ratio = jnp.array([[-300.0, 300.0, 25.0, -25.0, NAN], [500.0, 1.0, NAN, NAN, NAN]])
+    mask = jnp.isfinite(log_ratio)
+
+    def total(log_ratio):
+        return sum(jnp.sum(w) for w in all_weights(log_ratio, mask, None).values())
+
+    value, gradient = jax.value_and_grad(total)(log_ratio)
+    assert np.isfinite(value)
+    np.testing.assert_array_equal(gradient, np.zeros(log_ratio.shape))
 
 
 def test_verl_token_truncation_with_normalisation():
@@ -104,68 +158,126 @@ def test_five_ratios_by_hand():
     log_ratio = jnp.log(jnp.array([[0.3, 0.6, 1.0, 2.5, 6.0]]))
     mask = jnp.ones((1, 5))
     expected = {
+        "token_vanilla": [0.3, 0.6, 1, 2.5, 6],
         "token_tis": [0.3, 0.6, 1, 2, 2],
+        "token_clip": [0.5, 0.6, 1, 2, 2],
         "token_mis": [0, 0.6, 1, 0, 0],
         "token_icepop": [0, 0.6, 1, 2.5, 0],
     }
-    for name, row in expected.items():  # all three with their default parameters
+    for name, row in expected.items():  # all with their default parameters
         np.testing.assert_allclose(weights.WEIGHTS[name](log_ratio, mask), [row], rtol=1e-6)
 
 
+def test_three_tokens_by_hand():
+    # The log-ratios add up to 0.4: product e^0.4 = 1.4918, geometric mean e^(0.4/3) = 1.1426.
+    log_ratio, mask = jnp.array([[0.3, -0.1, 0.2]]), jnp.ones((1, 3))
+    token, seq, geo = (weights.RAW[level](log_ratio, mask) for level in ("token", "seq", "geo"))
+    np.testing.assert_allclose(token, [[1.3499, 0.9048, 1.2214]], atol=5e-5)
+    np.testing.assert_allclose(seq, [[1.4918] * 3], atol=5e-5)
+    np.testing.assert_allclose(geo, [[1.1426] * 3], atol=5e-5)
+
+
 def test_defaults_of_the_sequence_weights():
-    # Rows with products 4, 2.5, 0.25 and 6.
-    log_ratio = jnp.log(jnp.array([[2.0, 2.0], [5.0, 0.5], [0.5, 0.5], [2.0, 3.0]]))
+    # Rows of two tokens with products 4, 2.5, 0.25 and 9, so means 2, 1.58, 0.5 and 3.
+    log_ratio = jnp.log(jnp.array([[2.0, 2.0], [5.0, 0.5], [0.5, 0.5], [3.0, 3.0]]))
     mask = jnp.ones((4, 2))
+    root = math.sqrt(2.5)
     expected = {
+        "seq_vanilla": [4, 2.5, 0.25, 9],
         "seq_tis": [2, 2, 0.25, 2],
+        "seq_clip": [2, 2, 0.5, 2],
         "seq_mis": [0, 2.5, 0.25, 0],
         "seq_icepop": [4, 2.5, 0, 0],
+        "geo_tis": [2, root, 0.5, 2],
+        "geo_clip": [2, root, 0.5, 2],
+        "geo_mis": [0, 0, 0, 0],
+        "geo_icepop": [2, root, 0.5, 3],
     }
     for name, column in expected.items():
         w = weights.WEIGHTS[name](log_ratio, mask)
-        np.testing.assert_allclose(w, np.tile(np.array(column)[:, None], (1, 2)), rtol=1e-6)
+        np.testing.assert_allclose(w, np.tile(np.array(column)[:, None], (1, 2)), rtol=1e-5)
+
+
+def test_seq_mask_tis_keeps_raw_token_ratios():
+    # Means of the logs 0.0005, 0.0015, -0.0015; the default band is -0.0010005 to 0.001998.
+    log_ratio = jnp.array([[1.001, -1.0], [3.003, -3.0], [0.997, -1.0]])
+    w = weights.seq_mask_tis(log_ratio, jnp.ones((3, 2)))
+    expected = [[math.exp(1.001), math.exp(-1)], [math.exp(3.003), math.exp(-3)], [0, 0]]
+    np.testing.assert_allclose(w, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", weights.RAW)
+def test_limits_of_the_bounds(level):
+    log_ratio, mask, seg, _ = example(True)
+    log_ratio = jnp.array(np.where(mask, log_ratio, NAN), jnp.float32)
+    raw = weights.RAW[level](log_ratio, mask, seg)
+    loose = [weights.WEIGHTS[f"{level}_tis"](log_ratio, mask, seg, cap=jnp.inf)]
+    loose += [
+        weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, seg, lower=0.0, upper=jnp.inf)
+        for kind in ("clip", "mis", "icepop")
+    ]
+    for w in loose:
+        np.testing.assert_array_equal(w, raw)
+    if level != "geo":
+        vanilla = weights.WEIGHTS[f"{level}_vanilla"](log_ratio, mask, seg)
+        np.testing.assert_array_equal(vanilla, raw)
+    same = weights.WEIGHTS[f"{level}_mis"](log_ratio, mask, seg, lower=0.5, upper=3.0)
+    icepop = weights.WEIGHTS[f"{level}_icepop"](log_ratio, mask, seg, lower=0.5, upper=3.0)
+    np.testing.assert_array_equal(icepop, same)
+
+
+def test_on_policy_weights_are_one():
+    mask = jnp.array([[1, 1, 0], [0, 1, 0]])
+    for name in PARAMETERS:  # with their default parameters
+        w = weights.WEIGHTS[name](jnp.where(mask == 1, 0.0, NAN), mask)
+        np.testing.assert_array_equal(w, mask, err_msg=name)
 
 
 def test_both_ends_of_a_band_are_kept():
     log_ratio, mask = jnp.zeros((1, 2)), jnp.ones((1, 2))  # ratios of exactly 1
-    for name in ("token_mis", "seq_mis", "token_icepop", "seq_icepop"):
-        for lower, upper in ((1.0, 3.0), (0.2, 1.0), (1.0, 1.0)):
-            np.testing.assert_array_equal(
-                weights.WEIGHTS[name](log_ratio, mask, lower=lower, upper=upper), mask
-            )
+    for level in weights.RAW:
+        for kind in ("mis", "icepop"):
+            for lower, upper in ((1.0, 3.0), (0.2, 1.0), (1.0, 1.0)):
+                w = weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, lower=lower, upper=upper)
+                np.testing.assert_array_equal(w, mask)
+    for lower, upper in ((1.0, 3.0), (0.2, 1.0)):
+        w = weights.seq_mask_tis(log_ratio, mask, lower=lower, upper=upper)
+        np.testing.assert_array_equal(w, mask)
 
 
 def test_the_bound_is_on_the_token_or_on_the_sum():
     log_ratio, mask = jnp.array([[30.0, -25.0]]), jnp.ones((1, 2))
-    w = weights.token_tis(log_ratio, mask, cap=jnp.inf)
+    w = weights.token_vanilla(log_ratio, mask)
     np.testing.assert_allclose(w, [[np.exp(20.0), np.exp(-20.0)]], rtol=1e-5)
-    # The sequence bound acts after summing: exp(30 - 25), not exp(20 - 20).
-    np.testing.assert_allclose(
-        weights.seq_tis(log_ratio, mask, cap=jnp.inf), [[np.exp(5.0)] * 2], rtol=1e-5
-    )
-    w = weights.seq_tis(jnp.full((1, 2), 15.0), mask, cap=jnp.inf)
+    # The sequence bound acts after summing: exp(30 - 25), not exp(20 - 20); mean 2.5.
+    np.testing.assert_allclose(weights.seq_vanilla(log_ratio, mask), [[np.exp(5.0)] * 2], rtol=1e-5)
+    w = weights.geo_tis(log_ratio, mask, cap=jnp.inf)
+    np.testing.assert_allclose(w, [[np.exp(2.5)] * 2], rtol=1e-5)
+    w = weights.seq_vanilla(jnp.full((1, 2), 15.0), mask)
     np.testing.assert_allclose(w, [[np.exp(20.0)] * 2], rtol=1e-5)
 
 
 def test_sequence_weight_of_one_token_is_the_token_weight():
     log_ratio = jnp.array([[0.4, NAN], [-0.3, NAN], [1.5, NAN]])
     mask = jnp.array([[1, 0]] * 3)
-    for kind in ("tis", "mis", "icepop"):
-        parameters = {"cap": 1.6} if kind == "tis" else {"lower": 0.5, "upper": 1.6}
-        token, seq = (
+    for kind in ("tis", "clip", "mis", "icepop"):
+        parameters = {"cap": 1.6} if kind == "tis" else {"lower": 0.8, "upper": 1.6}
+        token, seq, geo = (
             weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, **parameters)
-            for level in ("token", "seq")
+            for level in ("token", "seq", "geo")
         )
         np.testing.assert_array_equal(token, seq)
+        np.testing.assert_array_equal(token, geo)
 
 
 def test_sequence_normalisation_counts_each_sequence_once():
     # Sequence weights 4 (one token) and 1 (three tokens), one empty row: (4 + 1) / 2, not 7 / 4.
     w = jnp.array([[4.0, NAN, NAN], [1.0, 1.0, 1.0], [NAN, NAN, NAN]])
     mask = jnp.array([[1, 0, 0], [1, 1, 1], [0, 0, 0]])
-    normalized, factor = weights.batch_normalize(w, mask, "seq")
-    assert factor == 2.5
-    np.testing.assert_allclose(normalized, [[1.6, 0, 0], [0.4] * 3, [0] * 3], rtol=1e-6)
+    for level in ("seq", "geo"):
+        normalized, factor = weights.batch_normalize(w, mask, level)
+        assert factor == 2.5
+        np.testing.assert_allclose(normalized, [[1.6, 0, 0], [0.4] * 3, [0] * 3], rtol=1e-6)
     _, factor = weights.batch_normalize(w, mask, "token")
     assert factor == 1.75
     packed, seg = jnp.array([[4.0, 1.0, 1.0, 1.0, NAN]]), jnp.array([[1, 2, 2, 2, 0]])
@@ -173,17 +285,43 @@ def test_sequence_normalisation_counts_each_sequence_once():
     assert factor == 2.5
 
 
+def test_normalised_weights_average_one_and_carry_no_gradient():
+    mask = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0]])
+
+    def normalized(w):
+        return weights.batch_normalize(w, mask, "token")[0]
+
+    w = jnp.array([[0.2, 1.9, 0.7, NAN], [1.1, NAN, NAN, NAN]])
+    np.testing.assert_allclose(jnp.sum(normalized(w)) / 4, 1.0, rtol=1e-6)
+    gradient = jax.grad(lambda w: jnp.sum(normalized(w)))(w)
+    np.testing.assert_array_equal(gradient, np.zeros((2, 4)))
+
+
 def test_vanishing_weights_are_not_normalised():
     w, factor = weights.batch_normalize(jnp.zeros((2, 3)), jnp.ones((2, 3)), "token")
     assert factor == 1.0
     np.testing.assert_array_equal(w, np.zeros((2, 3)))
+    tiny = jnp.full((2, 3), 9e-9)  # a mean of at most 1e-8 is left alone, a larger one is not
+    np.testing.assert_array_equal(weights.batch_normalize(tiny, jnp.ones((2, 3)), "seq")[0], tiny)
+    w, _ = weights.batch_normalize(2.0 * tiny, jnp.ones((2, 3)), "seq")
+    np.testing.assert_allclose(w, np.ones((2, 3)), rtol=1e-5)
 
 
 def test_unknown_level_is_an_error():
-    with pytest.raises(ValueError, match="geometric.*seq.*token"):
+    with pytest.raises(ValueError, match="geometric.*geo.*seq.*token"):
         weights.batch_normalize(OLD, MASK, "geometric")
 
 
 def test_a_misspelt_parameter_is_an_error():
     with pytest.raises(TypeError, match="threshold"):
         weights.WEIGHTS["token_tis"](OLD - BEHAV, MASK, threshold=2.0)
+
+
+def test_needs_are_the_required_keywords():
+    for name, function in weights.WEIGHTS.items():
+        required = tuple(
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        )
+        assert required == (weights.NEEDS[name] if name in weights.NEEDS else ()), name

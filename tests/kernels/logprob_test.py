@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.kernels.logprob import token_logprob
+from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
 
 B, N, D, V = 3, 10, 6, 50
 RNG = np.random.default_rng(0)
@@ -117,3 +117,12 @@ def test_no_program_holds_all_the_logits():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(chunk) < 4 * b * n * v / 8 < 4 * b * n * v <= temporaries(b * n)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_collision_probability_is_the_sum_of_squares(chunk):
+    logits = np.einsum("bnd,dv->bnv", X.astype(np.float64), W) / TEMPERATURE[:, None, None]
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    actual = collision_probability(head, W, X, TEMPERATURE, chunk)
+    np.testing.assert_allclose(actual, (p**2).sum(axis=-1), rtol=1e-5)

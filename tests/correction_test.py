@@ -9,8 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import step
-from tests.step_test import CAP, B, T, batch, fields
+from jaxrl_tis import correction, step
+from jaxrl_tis.batch import update_fields
+from jaxrl_tis.estimators import methods
+from jaxrl_tis.validate import validate
+from tests import tiny
+from tests.estimators import samples
+from tests.step_test import CAP, LEARNER, SGD, B, T, batch, fields, params, start
 
 
 @functools.cache
@@ -25,7 +30,7 @@ def rollout():
 
 
 def prepared(data=None, **changes):
-    out = step.make_prepare(step.correction(fields(**changes)))(data or rollout())
+    out = correction.make_prepare(correction.parse(fields(**changes)))(data or rollout())
     return jax.device_get(out)
 
 
@@ -47,7 +52,7 @@ def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
     out, metrics = prepared(mode="bypass", weight="none")
     mask = rollout()["mask"]
     np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_behav"][mask])
-    np.testing.assert_array_equal(out["weights"], mask)
+    assert "weights" not in out  # the loss judges the drift at every update
     # The gap is measured all the same, between the learner and the sampler.
     assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
 
@@ -69,7 +74,7 @@ def test_group_advantages(advantage):
     np.testing.assert_allclose(out["adv"], expected[:, None] * data["mask"], atol=1e-5)
 
 
-@pytest.mark.parametrize("weight, band", [("seq_tis", None), ("token_mis", (0.5, 5.0)),
+@pytest.mark.parametrize("weight, band", [("seq_tis(cap=1.2)", None), ("token_mis", (0.5, 2.0)),
                                           ("seq_icepop", (0.5, 5.0)), ("none", None)])
 def test_other_weights(weight, band):
     out, _ = prepared(weight=weight)
@@ -95,7 +100,7 @@ def test_batch_normalised_weights_have_mean_one():
 
 def test_gae_and_returns():
     data = rollout() | {"values": batch()["values"]}
-    out, _ = prepared(data, advantage="gae", gamma=0.9, lam=0.8)
+    out, _ = prepared(data, advantage="gae(gamma=0.9, lam=0.8)")
     advantages, returns = np.zeros((B, T)), np.zeros((B, T))
     for b in range(B):
         following, trace = 0.0, 0.0  # value of, and advantage at, the next valid token
@@ -140,3 +145,103 @@ def test_gap_metrics_have_verls_names_and_values():
               "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size",
               "rollout_corr/rollout_is_ratio_fraction_low", "training/rollout_probs_diff_std"}
     assert others <= set(metrics)
+
+
+def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
+    z, mask = log_ratio(), rollout()["mask"]
+    keep = mask & (np.abs(z) <= np.log(1.3))  # a band symmetric in the logarithm
+    assert 0 < keep.sum() < mask.sum()
+    dropped, metrics = prepared(masks="token_k1(upper=1.3)")
+    np.testing.assert_array_equal(dropped["mask"], keep)
+    counted, _ = prepared(masks="token_k1(upper=1.3)", counts_rejected=True)
+    assert "mask" not in counted
+    expected = np.minimum(np.exp(z), CAP) * keep
+    for out in (dropped, counted):
+        np.testing.assert_allclose(out["weights"], expected, rtol=1e-5)
+    rejected = 1 - keep.sum() / mask.sum()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected, rel=1e-5)
+    name = "rollout_corr/rollout_rs_token_k1_fraction_high"
+    assert metrics[name] == pytest.approx((z < -np.log(1.3)).sum() / mask.sum(), rel=1e-5)
+
+
+def test_kl_in_the_reward():
+    """KL of the recomputed policy to the reference, subtracted token by token, is rewarded to go."""
+    data = rollout() | {"logp_ref": batch()["logp_ref"], "values": np.zeros((B, T), np.float32)}
+    out, metrics = prepared(
+        data, advantage="gae(is_whitened=False)", kl="k1", kl_coeff=0.3, kl_placement="reward"
+    )
+    mask = data["mask"]
+    kl = np.where(mask, data["logp_learner"].astype(np.float64) - data["logp_ref"], 0)
+    rewards = -0.3 * kl
+    for b in range(B):
+        if mask[b].any():
+            rewards[b, np.flatnonzero(mask[b])[-1]] += data["rewards"][b]
+    to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1] * mask
+    np.testing.assert_allclose(out["adv"], to_go, atol=1e-5)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl[mask].mean(), rel=1e-4)
+
+
+def test_a_spelled_part_wins_over_the_preset():
+    chosen = correction.parse(fields(preset="decoupled_geo_rs_seq_tis"))
+    assert chosen.weight == ("token_tis", {"cap": CAP})
+    assert chosen.masks == (("seq_mean_k1", {"upper": 1.001, "lower": 0.999}),)
+    assert correction.parse(fields(kl_coeff=0.0)).kl is None  # no reference model without a term
+
+
+def test_needs_name_their_method():
+    chosen = correction.parse(
+        fields(advantage="remax", objective="espo(vocab_size=19)", masks="staleness(staleness_max=2)")
+    )
+    assert chosen.needs == {
+        "greedy_rewards": "remax", "entropy": "espo", "version": "staleness",
+        "current_version": "staleness",
+    }
+
+
+ENTRIES = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
+
+
+def spelled(kind, name):
+    """The entry as a config spells it, with the parameters that have no published value."""
+    parameters = samples.method(kind, name)[1]
+    given = {k: v for k, v in parameters.items() if k in samples.REQUIRED}
+    return f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})" if given else name
+
+
+def whole_batch():
+    """What the learner holds of a rollout batch when every on-demand field is asked for."""
+    data, rows = batch(), rollout()
+    per_token = {
+        name: np.zeros((B, T), np.float32)
+        for name in ("entropy", "logp_ref", "values", "sum_pi_squared")
+    }
+    return rows | per_token | update_fields(B, step=3, seed=0) | {
+        name: data[name] for name in ("tokens", "positions", "segment_ids", "temperature")
+    } | {
+        "turn": np.zeros((B, T), np.int32), "version": np.ones((B, T), np.int32),
+        "greedy_rewards": rows["rewards"],
+    }
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_every_method_is_reachable_from_a_config(kind, name):
+    """One step is traced with the method, or the config is refused for the field that is missing."""
+    part = {"mask": "masks"}.get(kind, kind)
+    weight = "token_tis" if kind in ("mask", "advantage", "kl") else "none"
+    changes = {"weight": weight, "kl_coeff": 0.1} | {part: spelled(kind, name)}
+    c = correction.parse(fields(**changes))
+    missing = set(c.needs) - correction.RECORDED - correction.ON_DEMAND
+    if missing:
+        with pytest.raises(ValueError, match=f"{name}.* needs {min(missing)}, which a run does not"):
+            validate(tiny.config(**{f"correction__{k}": v for k, v in changes.items()}))
+        return
+    rows = whole_batch()
+    prepared, _ = jax.eval_shape(correction.make_prepare(c), rows)
+    rows = rows | prepared | {"group": jax.ShapeDtypeStruct((B, T), np.int32)}
+    minibatch = {
+        field: jax.ShapeDtypeStruct((2, B // 2, *x.shape[1:]), x.dtype) for field, x in rows.items()
+    }
+    state = jax.eval_shape(lambda: start(params(), SGD))
+    after, metrics = jax.eval_shape(step.make_train_step(LEARNER, c, SGD), state, minibatch)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert metrics["actor/pg_loss"].shape == ()

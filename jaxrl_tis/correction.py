@@ -1,0 +1,168 @@
+"""The methods that a config chooses, and what they make of a rollout batch before its updates."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from jaxrl_tis.estimators import advantages, diagnostics, divergences, loss, methods, presets, ratios
+from jaxrl_tis.estimators import kl as kl_estimators
+from jaxrl_tis.estimators.methods import Method
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+# What the learner records of every token, besides the arguments that all methods share.
+RECORDED = frozenset(
+    ("logp", "logp_old", "logp_prox", "logp_behav", "weights", "adv", "entropy", "turn", "version",
+     "current_version", "group", "key")
+)
+# What it records where a method asks for it: the critic's values, the reference's log-probs, the
+# reward of a greedy answer to each prompt, sum(pi^2) over the vocabulary, and the clipping bias.
+ON_DEMAND = frozenset(("values", "logp_ref", "greedy_rewards", "sum_pi_squared", "st_ppo_norm"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """The chosen methods, each a name with its parameters; see configs/default.py."""
+
+    mode: str
+    weight: Method
+    masks: tuple[Method, ...]
+    is_batch_normalized: bool
+    counts_rejected: bool
+    advantage: Method
+    objective: Method
+    aggregation: str
+    scale: float
+    kl: Method | None
+    kl_coeff: float
+    kl_placement: str
+    entropy_coeff: float
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """Field -> the method that needs it, for every field beyond the usual arguments."""
+        chosen = [("weight", self.weight), ("advantage", self.advantage),
+                  ("objective", self.objective), *(("mask", m) for m in self.masks)]
+        if self.kl is not None:
+            chosen.append(("kl", self.kl))
+        return {field: name for kind, (name, _) in chosen for field in methods.needs(kind, name)}
+
+
+def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
+    """mode, weight, masks and objective: the preset's, where the config does not spell them out."""
+    if fields.preset not in presets.PRESETS:
+        raise ValueError(
+            f"correction.preset is {fields.preset!r}; choose one of {', '.join(presets.PRESETS)}"
+        )
+    bundle = presets.PRESETS[fields.preset]
+    return {part: text if fields[part] is None else fields[part] for part, text in bundle.items()}
+
+
+def parse(fields: ml_collections.ConfigDict) -> Correction:
+    """The methods that `config.correction` names; ValueError for a name or parameter of none."""
+    parts = resolve(fields)
+    return Correction(
+        mode=parts["mode"],
+        weight=methods.parse("weight", parts["weight"]),
+        masks=methods.parse_all("mask", parts["masks"]),
+        is_batch_normalized=fields.batch_normalize,
+        counts_rejected=fields.counts_rejected,
+        advantage=methods.parse("advantage", fields.advantage),
+        objective=methods.parse("objective", parts["objective"]),
+        aggregation=fields.aggregation,
+        scale=fields.scale,
+        kl=methods.parse("kl", fields.kl) if fields.kl_coeff else None,
+        kl_coeff=fields.kl_coeff,
+        kl_placement=fields.kl_placement,
+        entropy_coeff=fields.entropy_coeff,
+    )
+
+
+def with_key(c: Correction, batch: Batch) -> Batch:
+    """The batch, with a random key from its first row's `draw` where a method asks for one."""
+    return batch | {"key": jax.random.key(batch["draw"][0])} if "key" in c.needs else batch
+
+
+def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
+    """Advantages, kept tokens, engine weights and the measured gap of a whole rollout batch [N,T].
+
+    The batch holds mask, logp_behav, logp_learner (recomputed at the weights that sampled), rewards
+    [N], group [N], and what the methods need. Both modes measure the gap; in bypass mode the
+    sampler's log-probs become logp_old, and masks and weights are left to the loss.
+    """
+
+    def prepare(batch: Batch) -> tuple[Batch, Metrics]:
+        mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_learner"]
+        log_ratio = ratios.safe_log_ratio(learner, behav, mask)
+        old = {"logp": learner, "logp_old": learner, "logp_prox": learner}
+        batch = with_key(c, batch | old)
+        w, factor = loss.importance_weights(log_ratio, batch, c.weight, c.is_batch_normalized)
+        metrics = gap_metrics(c, w * factor, log_ratio, batch)
+        if c.is_batch_normalized:
+            metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+        batch = batch | {"weights": w}
+        rewards, reward_metrics = _rewards(c, batch)
+        name, parameters = c.advantage
+        adv = advantages.ADVANTAGES[name](
+            rewards, mask, batch["group"], **loss.needed("advantage", name, batch), **parameters
+        )
+        keep = loss.accepted(log_ratio, batch | {"adv": adv}, c.masks)
+        metrics |= reward_metrics | rejection_metrics(c, log_ratio, mask, keep)
+        out = {"adv": adv, "logp_old": learner, "logp_prox": learner}
+        if c.mode == "bypass":
+            out |= {"logp_old": behav, "logp_prox": behav}
+        elif c.counts_rejected:
+            out["weights"] = jnp.where(keep, w, 0.0)
+        else:
+            out |= {"weights": jnp.where(keep, w, 0.0), "mask": keep}
+        if name == "gae":
+            out["returns"] = advantages.gae_returns(
+                rewards, mask, values=batch["values"],
+                gamma=parameters["gamma"], lam=parameters["lam"],
+            )
+        return out, metrics
+
+    return jax.jit(prepare)
+
+
+def _rewards(c: Correction, batch: Batch) -> tuple[jax.Array, Metrics]:
+    """Rewards [N], or [N,T] with the KL penalty of each token where it belongs to the reward."""
+    if c.kl is None or c.kl_placement == "loss":
+        return batch["rewards"], {}
+    kl_bt = loss.kl_term(batch["logp_old"], batch, c.kl)
+    rewards = kl_estimators.penalized_rewards(batch["rewards"], batch["mask"], kl_bt, c.kl_coeff)
+    return rewards, {"actor/reward_kl_penalty": ratios.masked_mean(kl_bt, batch["mask"])}
+
+
+def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch) -> Metrics:
+    """The sampler's gap: divergences, |dp|, weights, and what the learner's reward would be."""
+    mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_learner"]
+    parameters = c.weight[1]
+    upper = parameters.get("cap", parameters.get("upper", 2.0))
+    snis, ess = diagnostics.snis_reward(batch["rewards"], log_ratio, mask)
+    return (
+        diagnostics.offpolicy_metrics(learner, behav, mask)
+        | diagnostics.probability_metrics(learner, behav, mask)
+        | diagnostics.importance_weight_metrics(
+            w, log_ratio, mask, level=loss.weight_level(c.weight[0]), upper=upper,
+            lower=parameters.get("lower"),
+        )
+        | divergences.divergence_metrics(log_ratio, mask)
+        | divergences.response_metrics(learner, behav, mask)
+        | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
+    )
+
+
+def rejection_metrics(c: Correction, log_ratio: jax.Array, mask: jax.Array, keep: jax.Array) -> Metrics:
+    """What the masks rejected, and the statistic of each criterion that has one; {} without masks."""
+    if not c.masks:
+        return {}
+    metrics = diagnostics.rejected_fractions(keep, mask)
+    for name, parameters in c.masks:
+        if name in diagnostics.REJECTION_OPTIONS:
+            metrics |= diagnostics.rejection_metrics(log_ratio, mask, option=name, **parameters)
+    return metrics

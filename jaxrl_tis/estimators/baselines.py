@@ -1,0 +1,290 @@
+"""Returns of a rollout batch, reductions over a prompt's group, and the estimators that are a
+return minus a baseline.
+
+Rows are unpacked, one sequence each. The entries at the end have the signature and the arguments of
+`advantages.ADVANTAGES`, where they are registered: `rewards` [B] or [B, T], `mask` [B, T], `group`
+[B]. None carries a gradient.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+
+OTB_EPS = 1e-8  # in the denominator of the token baselines, as in verl
+
+
+def sequence_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
+    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]."""
+    rewards = jnp.asarray(rewards)
+    chex.assert_rank(rewards, {1, 2})
+    chex.assert_equal_shape_prefix([rewards, mask], 1)
+    if rewards.ndim == 1:
+        return ratios.as_float(rewards)
+    return ratios.masked_sum(rewards, mask, axis=1)
+
+
+def token_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
+    """Rewards per token [B, T]; a reward per sequence [B] goes to the last valid token."""
+    rewards = jnp.asarray(rewards)
+    chex.assert_rank(rewards, {1, 2})
+    chex.assert_equal_shape_prefix([rewards, mask], 1)
+    if rewards.ndim == 2:
+        return ratios.zero_padding(rewards, mask)
+    mask = ratios.as_bool(mask)
+    position = jnp.arange(mask.shape[1])[None, :]
+    last = jnp.max(jnp.where(mask, position, -1), axis=1, keepdims=True)
+    return jnp.where(position == last, ratios.as_float(rewards)[:, None], 0.0)
+
+
+def rewards_to_go(rewards: chex.Array, mask: chex.Array) -> chex.Array:
+    """Undiscounted sum of the rewards at this valid token and after it, [B, T], 0 at padding."""
+    returns_bt = jax.lax.cumsum(token_rewards(rewards, mask), axis=1, reverse=True)
+    return ratios.zero_padding(returns_bt, mask)
+
+
+def group_ids(group: chex.Array) -> chex.Array:
+    """[B] the first row of each row's group; `group` may hold any integers."""
+    group = jnp.asarray(group)
+    chex.assert_rank(group, 1)
+    size = group.shape[0]
+    is_same_bb = group[:, None] == group[None, :]
+    return jnp.min(jnp.where(is_same_bb, jnp.arange(size)[None, :], size), axis=1)
+
+
+def group_sum(x: chex.Array, ids: chex.Array) -> chex.Array:
+    """Sum of x [B, ...] over the rows of each row's group, on each of them; ids of `group_ids`."""
+    return jax.ops.segment_sum(x, ids, num_segments=ids.shape[0])[ids]
+
+
+def group_max(x: chex.Array, ids: chex.Array) -> chex.Array:
+    """Largest x [B, ...] among the rows of each row's group, on each of them."""
+    return jax.ops.segment_max(x, ids, num_segments=ids.shape[0])[ids]
+
+
+def group_moments(
+    scores_b: chex.Array, group: chex.Array
+) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
+    """Of each row's group, [B] each: size, mean, std (ddof 1, 0 if alone), whether all are
+    equal."""
+    chex.assert_equal_shape([scores_b, group])
+    ids = group_ids(group)
+    count = group_sum(jnp.ones_like(scores_b), ids)
+    mean = group_sum(scores_b, ids) / count
+    variance = ratios.safe_divide(group_sum(jnp.square(scores_b - mean), ids), count - 1.0)
+    is_constant = group_max(scores_b, ids) == -group_max(-scores_b, ids)
+    return count, mean, jnp.sqrt(variance), is_constant
+
+
+def on_tokens(adv_b: chex.Array, mask: chex.Array) -> chex.Array:
+    """One advantage per sequence, on each of its valid tokens, without gradient."""
+    adv_bt = jnp.broadcast_to(adv_b[:, None], mask.shape)
+    return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
+
+
+def _minus_weighted_mean(scores_b, power_b, group):
+    """Scores minus their mean within the group under the weights power_b [B] >= 0; exactly 0 where
+    a group's scores are all equal, and the score itself where all its weights are 0."""
+    ids = group_ids(group)
+    total_b = group_sum(power_b * scores_b, ids)
+    baseline_b = ratios.safe_divide(total_b, group_sum(power_b, ids))
+    _, _, _, is_constant = group_moments(scores_b, group)
+    return jnp.where(is_constant, 0.0, scores_b - baseline_b)
+
+
+def remax(
+    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, greedy_rewards: chex.Array
+) -> chex.Array:
+    """ReMax (arXiv:2310.10505), A_t = sum_{s >= t} r_s - R(greedy response to the same prompt).
+
+    No normalisation and no group: a group of one is like any other.
+
+    Args:
+      rewards: [B] (put on the last valid token) or [B, T].
+      mask: [B, T] valid tokens.
+      group: not used.
+      greedy_rewards: [B] reward of the greedy response to the row's prompt.
+
+    Returns adv [B, T].
+    """
+    del group
+    returns_bt = rewards_to_go(rewards, mask)
+    chex.assert_shape(greedy_rewards, (returns_bt.shape[0],))
+    adv_bt = returns_bt - ratios.as_float(greedy_rewards)[:, None]
+    return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
+
+
+def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+    """OPO (arXiv:2505.23585), A = R - sum_j n_j R_j / sum_j n_j with n the number of valid tokens.
+
+    The baseline minimises sum_j n_j (R_j - b)^2 over the group: the variance of the gradient if the
+    squared norm of a sequence's score grows with its length.
+
+    A group whose rewards are all equal gives exactly 0. A group of one has baseline 0, as in verl:
+    A = R. A fully masked row has n = 0.
+
+    Args:
+      rewards, mask, group: see `advantages`.
+
+    Returns adv [B, T].
+    """
+    scores_b = sequence_rewards(rewards, mask)
+    length_b = ratios.masked_count(scores_b, mask, axis=1)
+    count, _, _, _ = group_moments(scores_b, group)
+    adv_b = _minus_weighted_mean(scores_b, length_b, group)
+    return on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
+
+
+def opob(
+    rewards: chex.Array,
+    mask: chex.Array,
+    group: chex.Array,
+    *,
+    grad_norms: chex.Array,
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+) -> chex.Array:
+    """OPOB of VCPO (arXiv:2602.17616), A = R - sum_j w_j^2 |g_j|^2 R_j / sum_j w_j^2 |g_j|^2.
+
+    w_j = prod_t pi_old / mu, not truncated, and g_j = grad log pi(y_j), summed over tokens. The
+    baseline minimises sum_j w_j^2 |g_j|^2 (R_j - b)^2 over the group, the second moment of the
+    importance-weighted gradient. Its weights are taken relative to the group's largest, in log
+    space: they need no bound, and the denominator needs no 1e-8, which the authors' code has.
+
+    A group whose rewards are all equal gives exactly 0, and so does a group of one, which is its
+    own baseline. If every weight of a group is 0, the baseline is 0.
+
+    Args:
+      rewards, mask, group: see `advantages`.
+      grad_norms: [B] squared norm |g_j|^2 of the gradient of the sequence's log-prob; needs one
+        backward pass per sequence.
+      logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
+      logp_behav: [B, T] sampler's log-probs, nats.
+
+    Returns adv [B, T].
+    """
+    scores_b = sequence_rewards(rewards, mask)
+    chex.assert_equal_shape([grad_norms, scores_b])
+    log_w_b = jnp.sum(ratios.safe_log_ratio(logp_old, logp_behav, mask), axis=1)
+    norm_b = ratios.zero_padding(grad_norms, jnp.any(ratios.as_bool(mask), axis=1))
+    is_weighted_b = norm_b > 0
+    log_power_b = 2.0 * log_w_b + jnp.log(jnp.where(is_weighted_b, norm_b, 1.0))
+    largest_b = group_max(jnp.where(is_weighted_b, log_power_b, -jnp.inf), group_ids(group))
+    power_b = jnp.where(is_weighted_b, jnp.exp(log_power_b - largest_b), 0.0)
+    return on_tokens(_minus_weighted_mean(scores_b, power_b, group), mask)
+
+
+def _path_power(mask, logp_old, sum_pi_squared, weights):
+    """W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 over valid tokens, [B, T], 0 at padding.
+
+    The term is the squared norm of the score with respect to the logits, so it is at least 0;
+    rounding below that is cut off.
+    """
+    chex.assert_equal_shape([logp_old, sum_pi_squared, mask])
+    p_bt = jnp.exp(ratios.zero_padding(logp_old, mask))
+    squares_bt = ratios.zero_padding(sum_pi_squared, mask)
+    power_bt = jnp.maximum(1.0 - 2.0 * p_bt + squares_bt, 0.0)
+    if weights is not None:
+        chex.assert_equal_shape([weights, mask])
+        power_bt = power_bt * jnp.square(ratios.zero_padding(weights, mask))
+    power_bt = jnp.cumsum(ratios.zero_padding(power_bt, mask), axis=1)
+    return ratios.zero_padding(power_bt, mask)
+
+
+def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
+    """Returns minus their mean under power_bt over the valid tokens of the group at each position.
+
+    See `otb` for the rules about positions with one response.
+    """
+    mask = ratios.as_bool(mask)
+    chex.assert_equal_shape_prefix([mask, group], 1)
+    ids = group_ids(group)
+    is_row_bt = jnp.broadcast_to(jnp.any(mask, axis=1, keepdims=True), mask.shape)
+    is_counted_bt = mask if has_zero_tail else is_row_bt
+    count_bt = group_sum(is_counted_bt.astype(returns_bt.dtype), ids)
+    total_bt = group_sum(power_bt * returns_bt, ids)
+    baseline_bt = total_bt / (group_sum(power_bt, ids) + OTB_EPS)
+    highest_bt = group_max(jnp.where(mask, returns_bt, -jnp.inf), ids)
+    lowest_bt = -group_max(jnp.where(mask, -returns_bt, -jnp.inf), ids)
+    adv_bt = jnp.where(highest_bt == lowest_bt, 0.0, returns_bt - baseline_bt)
+    adv_bt = jnp.where(count_bt == 1, returns_bt, adv_bt)
+    return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
+
+
+def otb(
+    rewards: chex.Array,
+    mask: chex.Array,
+    group: chex.Array,
+    *,
+    logp_old: chex.Array,
+    sum_pi_squared: chex.Array,
+    weights: chex.Array | None = None,
+    otb_zero_tail: bool = True,
+) -> chex.Array:
+    """Optimal token baseline (arXiv:2602.07078), A_t = G_t - sum_i G_it W_it / sum_i W_it.
+
+    G is the reward to go, W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 the squared norm of
+    the score of the prefix in logit space, and the sums run over the responses of the group with a
+    valid token at position t (the denominator has + 1e-8, as in verl). The baseline minimises
+    sum_i W_it (G_it - B_t)^2. Positions are those of the row: with holes in the mask use `tir_otb`.
+
+    Where the returns of the live responses are all equal, A is exactly 0. A group of one has
+    baseline 0: A = G; rows without a valid token do not count. So has a position with a single live
+    response, unless `otb_zero_tail` is False: then that response is its own baseline and A = 0
+    there.
+
+    Args:
+      rewards: [B] (put on the last valid token) or [B, T].
+      mask: [B, T] valid tokens.
+      group: [B] int, see `advantages`.
+      logp_old: [B, T] log-probs of the tokens under the policy whose gradient is estimated, nats.
+      sum_pi_squared: [B, T] sum over the vocabulary of pi^2 at the token's position.
+      weights: [B, T] importance weights that multiply the loss; None is w = 1, the form without
+        correction. They enter inside the sum over j, as in verl's code; its documentation has w_t^2
+        outside, which is the same for sequence weights.
+      otb_zero_tail: verl's handle_zero_tail, True there.
+
+    Returns adv [B, T].
+    """
+    returns_bt = rewards_to_go(rewards, mask)
+    power_bt = _path_power(mask, logp_old, sum_pi_squared, weights)
+    return _minus_token_baseline(returns_bt, power_bt, mask, group, otb_zero_tail)
+
+
+def tir_otb(
+    rewards: chex.Array,
+    mask: chex.Array,
+    group: chex.Array,
+    *,
+    logp_old: chex.Array,
+    sum_pi_squared: chex.Array,
+    weights: chex.Array | None = None,
+    otb_zero_tail: bool = True,
+) -> chex.Array:
+    """`otb` of multi-turn responses (arXiv:2602.07078): positions count generated tokens only.
+
+    The valid tokens of each row are moved to its left before the baseline and back after it, so
+    that a tool's text in between changes nothing. Without holes in the mask it is `otb`.
+
+    Args: as `otb`.
+
+    Returns adv [B, T].
+    """
+    mask = ratios.as_bool(mask)
+    order_bt = jnp.argsort(~mask, axis=1, stable=True)
+    place_bt = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+
+    def compact(x_bt):
+        return jnp.take_along_axis(jnp.asarray(x_bt), order_bt, axis=1)
+
+    adv_bt = otb(
+        compact(token_rewards(rewards, mask)),
+        compact(mask),
+        group,
+        logp_old=compact(logp_old),
+        sum_pi_squared=compact(sum_pi_squared),
+        weights=None if weights is None else compact(weights),
+        otb_zero_tail=otb_zero_tail,
+    )
+    return ratios.zero_padding(jnp.take_along_axis(adv_bt, place_bt, axis=1), mask)

@@ -1,0 +1,434 @@
+"""Clipped surrogates of token ratios: PPO and its kin, which move the band, the anchor or the set
+of tokens that it holds.
+
+What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. `ppo_clip` is also DAPO's
+clip-higher (arXiv:2503.14476) with clip_high = 0.28, and PPO-IS, where the sampler is the only old
+policy, with logp_old = logp_behav and weight "none": a weight beside it would count the gap twice.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import selection
+
+Loss = tuple[chex.Array, dict[str, chex.Array]]
+
+
+def token_inputs(
+    logp: chex.Array, logp_old: chex.Array, adv: chex.Array, mask: chex.Array
+) -> tuple[chex.Array, chex.Array]:
+    """(logp - logp_old, adv) [B, T], 0 at padding; the gradient flows through logp alone.
+
+    The log-ratio is not clamped.
+    """
+    chex.assert_rank(adv, 2)
+    chex.assert_equal_shape([logp, logp_old, adv, mask])
+    log_ratio_bt = ratios.safe_log_ratio(logp, jax.lax.stop_gradient(logp_old), mask)
+    return log_ratio_bt, jax.lax.stop_gradient(ratios.zero_padding(adv, mask))
+
+
+def pessimistic(
+    ratio_bt: chex.Array, adv_bt: chex.Array, low: chex.Numeric, high: chex.Numeric
+) -> tuple[chex.Array, chex.Array]:
+    """max(-r A, -clip(r, low, high) A) and whether the clipped branch is the larger, [B, T]."""
+    unclipped_bt = -adv_bt * ratio_bt
+    clipped_bt = -adv_bt * ratios.clamp(ratio_bt, low, high)
+    return jnp.maximum(unclipped_bt, clipped_bt), clipped_bt > unclipped_bt
+
+
+def clip_metrics(
+    log_ratio_bt: chex.Array, is_clipped_bt: chex.Array, mask: chex.Array
+) -> dict[str, chex.Array]:
+    """verl's actor/pg_clipfrac and actor/ppo_kl, without gradient."""
+    return {
+        "actor/pg_clipfrac": ratios.masked_mean(is_clipped_bt, mask),
+        "actor/ppo_kl": jax.lax.stop_gradient(ratios.masked_mean(-log_ratio_bt, mask)),
+    }
+
+
+def _surrogate(log_ratio_bt, adv_bt, mask, low, high):
+    """PPO's loss with the band [low, high], and its metrics."""
+    log_ratio_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+    loss_bt, is_clipped_bt = pessimistic(jnp.exp(log_ratio_bt), adv_bt, low, high)
+    return loss_bt, clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+
+
+def ppo_clip(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+) -> Loss:
+    """PPO-clip (arXiv:1707.06347), l = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    The gradient flows through r. At r = 1 it is -A; it is 0 where A > 0 and r > 1 + clip_high, and
+    where A < 0 and r < 1 - clip_low. For A < 0 the loss grows without bound in r; `dual_clip_ppo`
+    bounds it. The aggregation is token-mean in verl and DAPO, seq-mean-token-mean in GRPO.
+
+    Args:
+      clip_low: width of the band below 1; 0.2 as in the paper.
+      clip_high: width above 1; 0.2 as in the paper, 0.28 in DAPO's clip-higher (arXiv:2503.14476).
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    del seg
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    return _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
+
+
+def dual_clip_ppo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+    dual_clip: float = 3.0,
+) -> Loss:
+    """Dual-clip PPO (arXiv:1912.09729): PPO-clip, and for A < 0 at most -dual_clip A.
+
+    For A < 0, l = min(-dual_clip A, l_ppo), so the gradient is 0 where r > dual_clip too; for A >=
+    0 it is PPO-clip. Aggregation as `ppo_clip`.
+
+    Args:
+      clip_low: width of the band below 1.
+      clip_high: width of the band above 1.
+      dual_clip: largest ratio at a negative advantage, > 1; 3.0 as in the paper and in verl.
+
+    Returns loss_bt, the metrics of `ppo_clip` and "actor/pg_clipfrac_lower": fraction of tokens at
+    the bound.
+    """
+    del seg
+    if dual_clip <= 1.0:
+        raise ValueError(f"dual_clip is {dual_clip}; it bounds ratios from above: give it > 1.")
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    pessimistic_bt, metrics = _surrogate(
+        log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high
+    )
+    bound_bt = -adv_bt * dual_clip
+    is_bounded_bt = (adv_bt < 0) & (pessimistic_bt > bound_bt)
+    loss_bt = jnp.where(adv_bt < 0, jnp.minimum(bound_bt, pessimistic_bt), pessimistic_bt)
+    return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
+
+
+def two_sided(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    two_sided_delta: float = 4.0,
+) -> Loss:
+    """Two-sided clip (INTELLECT-2, arXiv:2505.07291), l = -min(min(r, delta) A, clip(r) A).
+
+    The loss of `dual_clip_ppo` with dual_clip = delta, written on the ratio: for A < 0 the gradient
+    is 0 where r > delta, and exactly at r = delta it still passes. For A >= 0 it is PPO-clip.
+
+    Args:
+      clip_low: width of the band below 1.
+      clip_high: width of the band above 1.
+      two_sided_delta: largest ratio at a negative advantage, above 1 + clip_high; 4.0 as in the
+        paper (`delta` in TRL).
+
+    Returns loss_bt and the metrics of `dual_clip_ppo`.
+    """
+    del seg
+    if two_sided_delta <= 1.0 + clip_high:
+        raise ValueError(
+            f"two_sided_delta is {two_sided_delta} and the band ends at {1.0 + clip_high}; give a "
+            "delta above it."
+        )
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+    ratio_bt = jnp.exp(log_ratio_bt)
+    bounded_bt = ratios.clamp(ratio_bt, 0.0, two_sided_delta)
+    loss_bt, is_clipped_bt = pessimistic(bounded_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    is_bounded_bt = (adv_bt < 0) & (ratio_bt > two_sided_delta)
+    metrics = clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
+
+
+def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper):
+    """sg(pi_prox / mu) times PPO-clip around pi_prox; weights above `upper` are 0."""
+    chex.assert_equal_shape([logp, logp_prox, logp_behav])
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_prox, adv, mask)
+    loss_bt, metrics = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
+    w_bt = ratios.bounded_exp(ratios.safe_log_ratio(logp_prox, logp_behav, mask))
+    w_bt = jax.lax.stop_gradient(jnp.where(w_bt <= upper, w_bt, 0.0))
+    return w_bt * loss_bt, metrics
+
+
+def decoupled(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_prox: chex.Array,
+    logp_behav: chex.Array,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+    upper: chex.Numeric = jnp.inf,
+) -> Loss:
+    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298), l = sg(pi_prox / mu) l_ppo(u).
+
+    u = pi / pi_prox is clipped as in PPO-clip and carries the gradient; pi_prox is the learner at
+    the start of the training step. The entry holds the whole weight against the sampler, so use it
+    with weight "none". logp_old is not used. A token dropped by `upper` has loss 0 and stays in the
+    denominator. Aggregation: token-mean.
+
+    Args:
+      logp_prox: [B, T] log-probs of the centre of the trust region, nats.
+      logp_behav: [B, T] log-probs of the sampler, which may span weight versions, nats.
+      clip_low: width of the band below 1; 0.2 as in AReaL.
+      clip_high: width of the band above 1; 0.2 as in AReaL.
+      upper: largest pi_prox / mu kept, inclusive; no limit is AReaL's default now, 5.0 was.
+
+    Returns loss_bt; actor/pg_clipfrac and actor/ppo_kl are those of u.
+    """
+    del logp_old, seg
+    return _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper)
+
+
+def _interpolated(logp, logp_behav, mask, lag_bt, is_linear):
+    """A-3PO's stand-in for log pi_prox [B, T], without gradient."""
+    behav_bt = ratios.zero_padding(logp_behav, mask)
+    lag_bt = jnp.where(ratios.as_bool(mask), lag_bt, 1).astype(behav_bt.dtype)
+    alpha_bt = ratios.safe_divide(jnp.maximum(lag_bt - 1.0, 0.0), lag_bt)
+    logp_bt = ratios.zero_padding(logp, mask)
+    if not is_linear:
+        return jax.lax.stop_gradient(behav_bt + alpha_bt * (logp_bt - behav_bt))
+    floor = jnp.full_like(behav_bt, jnp.log(1e-10))
+    mixed_bt = jnp.logaddexp(jnp.log1p(-alpha_bt) + behav_bt, jnp.log(alpha_bt) + logp_bt)
+    return jax.lax.stop_gradient(jnp.logaddexp(mixed_bt, floor))
+
+
+def a3po(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    version: chex.Array,
+    current_version: chex.Numeric,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+    upper: chex.Numeric = jnp.inf,
+    a3po_linear: bool = False,
+) -> Loss:
+    """A-3PO (arXiv:2512.06547): `decoupled` with log pi_prox = log mu + alpha (log pi - log mu).
+
+    alpha = (d - 1) / d for a token that is d = current_version - version versions old, and 0 for d
+    <= 1, so fresh tokens get PPO around mu. In value u = (pi / mu)^(1/d), with the weight (pi /
+    mu)^((d - 1)/d); no gradient flows through pi_prox. Use it with weight "none"; logp_old is not
+    used. Aggregation: token-mean.
+
+    Args:
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      version: [B, T] int, the weights that drew each token.
+      current_version: scalar int, the weights that are trained.
+      clip_low, clip_high, upper: as `decoupled`.
+      a3po_linear: mix probabilities, pi_prox = (1 - alpha) mu + alpha pi + 1e-10, the other form of
+        the authors' code; by default logarithms are mixed.
+
+    Returns loss_bt; actor/pg_clipfrac and actor/ppo_kl are those of u.
+    """
+    del logp_old, seg
+    chex.assert_equal_shape([logp, logp_behav, version])
+    logp_prox = _interpolated(logp, logp_behav, mask, current_version - version, a3po_linear)
+    return _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper)
+
+
+def qurl_acr(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+    cap: chex.Numeric = 2.0,
+) -> Loss:
+    """QuRL's adaptive clipping range (arXiv:2602.13953), l = -w min(r A, clip(r, 1 - clip_low, (1 +
+    clip_high) / w) A).
+
+    w = sg(min(pi_old / mu, cap)), so that w r never passes 1 + clip_high whatever the mismatch: w <
+    1 widens the band, w > 1 narrows it. Where w > (1 + clip_high) / (1 - clip_low) the band is
+    empty and the clip returns its upper end: lower end first, upper end last. The gradient flows
+    through r. The entry holds the weight; use it with weight "none". Taken from notes on the paper.
+
+    Args:
+      logp_behav: [B, T] log-probs of the quantised sampler, nats.
+      clip_low: width of the band below 1; 0.2 as in PPO.
+      clip_high: largest w r, less 1; 0.2 as in PPO.
+      cap: upper bound of w; 2.0 is common with quantised samplers (FlashRL).
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    del seg
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    mismatch_bt = ratios.bounded_exp(ratios.safe_log_ratio(logp_old, logp_behav, mask))
+    w_bt = jax.lax.stop_gradient(jnp.minimum(mismatch_bt, cap))
+    high_bt = (1.0 + clip_high) / w_bt
+    loss_bt, metrics = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, high_bt)
+    return w_bt * loss_bt, metrics
+
+
+def m2po(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    m2po_threshold: chex.Numeric = 0.04,
+    m2po_low: chex.Numeric = 0.3,
+    m2po_high: chex.Numeric = 0.5,
+) -> Loss:
+    """M2PO (arXiv:2510.01161), the authors' code: PPO-clip with the band [min(exp(-tau), 1 -
+    m2po_low), max(exp(tau), 1 + m2po_high)].
+
+    Harmful tokens are those whose ratio has moved with their advantage: A > 0 and r > 1, or A < 0
+    and r < 1. While the mean of their squared log-ratios is at most the threshold nothing is
+    clipped; otherwise tau solves mean(min(log_ratio^2, tau^2)) = threshold over them
+    (`selection.m2po_bounds`). tau is that of all tokens in the call: a micro-batch has another. The
+    gradient flows through r and not through tau. Aggregation: token-mean. The form that drops
+    tokens is the mask "m2po".
+
+    Args:
+      m2po_threshold: budget of the mean squared log-ratio, nats^2; 0.04 as in the paper.
+      m2po_low: the band always reaches down to 1 - m2po_low; 0.3 as in the authors' code.
+      m2po_high: the band always reaches up to 1 + m2po_high; 0.5 as in the authors' code.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    del seg
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    below, above = selection.m2po_bounds(
+        log_ratio_bt,
+        adv,
+        mask,
+        m2po_threshold=m2po_threshold,
+        m2po_low=m2po_low,
+        m2po_high=m2po_high,
+    )
+    return _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - below, 1.0 + above)
+
+
+def clip_cov(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    key: chex.PRNGKey,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+    clip_cov_ratio: chex.Numeric = 2e-4,
+    clip_cov_lower: chex.Numeric = 1.0,
+    clip_cov_upper: chex.Numeric = 5.0,
+) -> Loss:
+    """Clip-Cov (arXiv:2505.22617): PPO-clip with loss 0 on a few tokens of high covariance.
+
+    The tokens are those that `selection.clip_cov` draws; they stay in the denominator. The draw is
+    that of the call: a micro-batch has another, and packing changes which tokens a key draws. The
+    gradient flows through r of the tokens that are left. Aggregation: token-mean.
+
+    Args:
+      key: jax PRNG key of the draw.
+      clip_low: width of the band below 1; 0.2 is verl's default, the authors' recipe has 1.
+      clip_high: width of the band above 1; likewise.
+      clip_cov_ratio: share of the valid tokens that is dropped; 2e-4 as in the paper and verl.
+      clip_cov_lower: lower end of the covariance band, exclusive; 1.0 as in verl.
+      clip_cov_upper: upper end, exclusive; 5.0 as in verl.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens that the draw drops, as in verl.
+    """
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    loss_bt, _ = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
+    is_kept_bt = selection.clip_cov(
+        log_ratio_bt,
+        mask,
+        seg,
+        logp=logp,
+        logp_old=logp_old,
+        adv=adv,
+        key=key,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_cov_ratio=clip_cov_ratio,
+        clip_cov_lower=clip_cov_lower,
+        clip_cov_upper=clip_cov_upper,
+    )
+    return jnp.where(is_kept_bt, loss_bt, 0.0), clip_metrics(log_ratio_bt, ~is_kept_bt, mask)
+
+
+def kl_cov(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    kl_cov_ratio: chex.Numeric = 2e-3,
+    kl_cov_coeff: chex.Numeric = 1.0,
+) -> Loss:
+    """KL-Cov (arXiv:2505.22617), l = -r A, plus kl_cov_coeff |log r| on the tokens of highest
+    covariance.
+
+    The tokens are those of `selection.kl_cov`, ranked among the tokens of the call: a micro-batch
+    has others. Nothing is clipped. The gradient flows through r and through |log r|, whose gradient
+    at r = 1 is 0. The paper writes the penalty as a KL divergence; |log r| is its code.
+    Aggregation: token-mean.
+
+    Args:
+      kl_cov_ratio: share of the valid tokens that is penalised, at least one token; 2e-3 for a 7B
+        model in the authors' recipe, 2e-4 for 32B.
+      kl_cov_coeff: weight of the penalty per nat; 1 in the authors' recipe, 0.1 in verl's config.
+
+    Returns loss_bt; the one metric, "actor/ppo_kl", is the mean of |log r| as in verl.
+    """
+    del seg
+    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
+    is_penalised_bt = selection.kl_cov(logp, adv, mask, kl_cov_ratio=kl_cov_ratio)
+    size_bt = jax.lax.stop_gradient(jnp.sign(log_ratio_bt)) * log_ratio_bt
+    loss_bt = -adv_bt * ratios.bounded_exp(log_ratio_bt)
+    loss_bt = loss_bt + kl_cov_coeff * jnp.where(is_penalised_bt, size_bt, 0.0)
+    return loss_bt, {"actor/ppo_kl": jax.lax.stop_gradient(ratios.masked_mean(size_bt, mask))}
+
+
+OBJECTIVES = {
+    "ppo": ppo_clip,
+    "dual_clip": dual_clip_ppo,
+    "two_sided": two_sided,
+    "decoupled": decoupled,
+    "a3po": a3po,
+    "qurl_acr": qurl_acr,
+    "m2po": m2po,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+NEEDS = {
+    "decoupled": ("logp_prox", "logp_behav"),
+    "a3po": ("logp_behav", "version", "current_version"),
+    "qurl_acr": ("logp_behav",),
+    "clip_cov": ("key",),
+}

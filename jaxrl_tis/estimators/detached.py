@@ -1,0 +1,399 @@
+"""Losses -sg(w) A log pi: a REINFORCE gradient times a weight that is itself not differentiated.
+
+What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight may be bounded, masked
+or reshaped without taking the gradient from a token, as a clipped ratio does. The value of such a
+loss means little, as it contains log pi: compare gradients. Where a paper has the sampler in the
+denominator, use bypass mode: logp_old = logp_behav and weight "none".
+
+The entries of `flipped` and `fusion` are part of `OBJECTIVES` here; they differentiate a ratio.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import flipped
+from jaxrl_tis.estimators import fusion
+from jaxrl_tis.estimators import prefix_weights
+from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import weights
+
+PROBABILITY_EPS = 1e-8  # keeps log(1 - p) finite in `dppo_kl`, as in verl
+
+
+def _reinforce(w_bt, logp, adv_bt, mask):
+    """-sg(w) A log pi [B, T], 0 at padding."""
+    return -jax.lax.stop_gradient(w_bt) * adv_bt * ratios.zero_padding(logp, mask)
+
+
+def _clamped(log_ratio_bt):
+    return ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+
+
+def _drift(log_ratio_bt, mask):
+    """The metrics of a loss that clips nothing: actor/pg_clipfrac is 0."""
+    return clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
+
+
+def gpg(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+) -> clipped.Loss:
+    """GPG's loss (arXiv:2504.02546), l = -A log pi, with its own advantage in `advantages`.
+
+    logp_old is not used: there is no trust region, and a weight is the only correction. The
+    gradient flows through log pi. Aggregation: token-mean.
+
+    Returns loss_bt and no metrics, as verl.
+    """
+    del logp_old, seg
+    chex.assert_rank(adv, 2)
+    chex.assert_equal_shape([logp, adv, mask])
+    adv_bt = jax.lax.stop_gradient(ratios.zero_padding(adv, mask))
+    return _reinforce(jnp.ones_like(adv_bt), logp, adv_bt, mask), {}
+
+
+def reinforce(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+) -> clipped.Loss:
+    """REINFORCE, l = -A log pi: `gpg` that also reports the drift from logp_old (verl's loss of
+    that name; the estimator of a batch with returns is reviewed in arXiv:2402.14740).
+
+    The gradient flows through log pi, and logp_old enters the metric alone. verl aggregates by
+    seq-mean-token-sum.
+
+    Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp and actor/pg_clipfrac is 0.
+    """
+    log_ratio_bt, _ = clipped.token_inputs(logp, logp_old, adv, mask)
+    loss_bt, _ = gpg(logp, logp_old, adv, mask, seg)
+    return loss_bt, _drift(log_ratio_bt, mask)
+
+
+def cispo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 10.0,
+    clip_high: chex.Numeric = 0.2,
+    cispo_mask_low: chex.Numeric = jnp.inf,
+    cispo_mask_high: chex.Numeric = jnp.inf,
+) -> clipped.Loss:
+    """CISPO (MiniMax-M1, arXiv:2506.13585), l = -sg(clip(r, 1 - clip_low, 1 + clip_high) M) A log
+    pi.
+
+    Every token keeps a gradient, however far its ratio has moved. M is the paper's unified mask: 0
+    where A > 0 and r > 1 + cispo_mask_high, and where A < 0 and r < 1 - cispo_mask_low. With widths
+    0.2 there and an infinite clip it is exactly the gradient of PPO-clip. Aggregation: token-mean.
+
+    Args:
+      clip_low: width of the weight's band below 1; above 1 there is no lower bound, as in the
+        paper; 10.0 as in verl's script.
+      clip_high: width above 1; 0.2 as in verl's script. 4.0 is the cap of 5 in TRL and ScaleRL.
+      cispo_mask_low: width of the mask's band below 1; infinity is no mask, as in CISPO itself.
+      cispo_mask_high: width of the mask's band above 1; likewise.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
+    """
+    del seg
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = weights.raw_token(log_ratio_bt, mask)
+    w_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + clip_high)
+    is_masked_bt = (adv_bt > 0) & (ratio_bt > 1.0 + cispo_mask_high)
+    is_masked_bt |= (adv_bt < 0) & (ratio_bt < 1.0 - cispo_mask_low)
+    w_bt = jnp.where(is_masked_bt, 0.0, w_bt)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
+    return _reinforce(w_bt, logp, adv_bt, mask), metrics
+
+
+def dispo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    dispo_low_pos: chex.Numeric,
+    dispo_high_pos: chex.Numeric,
+    dispo_low_neg: chex.Numeric,
+    dispo_high_neg: chex.Numeric,
+) -> clipped.Loss:
+    """DISPO (arXiv:2602.00983): `cispo` with a band of its own for correct and incorrect responses.
+
+    A correct response is one with A > 0, which a binary reward makes the same. The paper's message
+    is that the bounds of incorrect responses must not be tight. The form is taken from secondary
+    notes and the four widths were not read, so they are required. Aggregation: token-mean.
+
+    Args:
+      dispo_low_pos, dispo_high_pos: widths of the band below and above 1 where A > 0.
+      dispo_low_neg, dispo_high_neg: widths where A <= 0.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
+    """
+    del seg
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = weights.raw_token(log_ratio_bt, mask)
+    good_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_pos, 1.0 + dispo_high_pos)
+    bad_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_neg, 1.0 + dispo_high_neg)
+    w_bt = jnp.where(adv_bt > 0, good_bt, bad_bt)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
+    return _reinforce(w_bt, logp, adv_bt, mask), metrics
+
+
+def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
+    """TOPR with the ratio that `raw` makes of the log-ratios."""
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = raw(log_ratio_bt, mask, seg)
+    w_bt = jnp.where(adv_bt > 0, 1.0, jnp.minimum(ratio_bt, cap))
+    is_truncated_bt = (adv_bt < 0) & (ratio_bt > cap)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), is_truncated_bt, mask)
+    return _reinforce(w_bt, logp, adv_bt, mask), metrics
+
+
+def topr(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = 1.0,
+) -> clipped.Loss:
+    """TOPR (arXiv:2503.14286), l = -A log pi for A > 0 and l = -sg(min(prod_t r_t, cap)) A log pi
+    for A <= 0.
+
+    Good trajectories are imitated whatever their ratio; bad ones fade as the policy leaves them,
+    but never lose their gradient. The paper's ratio is against the sampler: bypass mode. Its
+    aggregation is seq-mean-token-sum, the log-probability of a trajectory.
+
+    Args:
+      cap: upper bound of the ratio of bad trajectories; 1.0 as in the paper.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens with A < 0 and a ratio above the
+    cap.
+    """
+    return _tapered(weights.raw_seq, logp, logp_old, adv, mask, seg, cap)
+
+
+def topr_token(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = 1.0,
+) -> clipped.Loss:
+    """TOPR (arXiv:2503.14286) with the ratio r_t of each token, as ROLL and Trinity-RFT have it.
+
+    Arguments and result as `topr`. Aggregation: token-mean.
+    """
+    return _tapered(weights.raw_token, logp, logp_old, adv, mask, seg, cap)
+
+
+def topr_geo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = 1.0,
+) -> clipped.Loss:
+    """TOPR (arXiv:2503.14286) with the geometric mean of a sequence's ratios, as proposed for verl.
+
+    Arguments and result as `topr`. Aggregation: seq-mean-token-mean.
+    """
+    return _tapered(weights.raw_geo, logp, logp_old, adv, mask, seg, cap)
+
+
+def minpro(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = jnp.inf,
+) -> clipped.Loss:
+    """MinPRO (arXiv:2601.22718), l = -sg(min(r_t min_{s < t} r_s, cap)) A log pi.
+
+    The weight is `prefix_weights.prefix_minpro` of the policy that is trained. It is taken from a
+    survey; whether the paper truncates it, or lets a gradient through the minimum, could not be
+    read. Aggregation: token-mean.
+
+    Args:
+      cap: upper bound of the weight; without a bound as the survey prints it.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens above the cap.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    w_bt = prefix_weights.prefix_minpro(log_ratio_bt, mask, seg)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), w_bt > cap, mask)
+    return _reinforce(jnp.minimum(w_bt, cap), logp, adv_bt, mask), metrics
+
+
+def _probabilities(logp, logp_old, mask):
+    """pi and pi_old of the sampled tokens, without gradient; 1 at padding."""
+    p_bt, p_old_bt = (jnp.exp(ratios.zero_padding(x, mask)) for x in (logp, logp_old))
+    return jax.lax.stop_gradient(p_bt), jax.lax.stop_gradient(p_old_bt)
+
+
+def _truncated(is_kept_bt, logp, logp_old, adv, mask, cap):
+    """-sg(min(r, cap) 1[is_kept]) A log pi, and verl's metrics of DPPO."""
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = weights.raw_token(log_ratio_bt, mask)
+    w_bt = jnp.where(is_kept_bt, jnp.minimum(ratio_bt, cap), 0.0)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), ~is_kept_bt, mask)
+    lower = ratios.masked_mean(is_kept_bt & (ratio_bt > cap), mask)
+    return _reinforce(w_bt, logp, adv_bt, mask), metrics | {"actor/pg_clipfrac_lower": lower}
+
+
+def dppo_tv(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = 20.0,
+    dppo_tv_low: chex.Numeric = 0.15,
+    dppo_tv_high: chex.Numeric = 0.15,
+) -> clipped.Loss:
+    """DPPO-Binary-TV (arXiv:2602.04879), l = -sg(min(r, cap) M) A log pi with M = 1[pi - pi_old <=
+    dppo_tv_high] for A > 0 and M = 1[pi - pi_old >= -dppo_tv_low] else.
+
+    The trust region is one of probabilities: the ratio of a rare token may grow tenfold inside it,
+    and moving back is never masked. The main variant of the authors' follow-up code is anchored at
+    the sampler: bypass mode. The paper's aggregation is seq-mean-token-sum-norm, with an advantage
+    that is not divided by its std.
+
+    Args:
+      cap: upper bound of r; 20 is the fallback in verl's loss, whose config makes it 3.0 and whose
+        script 1e4.
+      dppo_tv_low: largest fall of the probability, inclusive; 0.15 as in verl's script. verl reads
+        it from clip_ratio_low, so that 0.2 applies if it is left alone.
+      dppo_tv_high: largest rise, inclusive; likewise, from clip_ratio_high.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens masked and actor/pg_clipfrac_lower
+    of those kept with r above the cap.
+    """
+    del seg
+    p_bt, p_old_bt = _probabilities(logp, logp_old, mask)
+    move_bt = p_bt - p_old_bt
+    is_kept_bt = jnp.where(
+        ratios.zero_padding(adv, mask) > 0, move_bt <= dppo_tv_high, move_bt >= -dppo_tv_low
+    )
+    return _truncated(is_kept_bt, logp, logp_old, adv, mask, cap)
+
+
+def dppo_kl(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = 20.0,
+    dppo_kl_low: chex.Numeric = 0.05,
+    dppo_kl_high: chex.Numeric = 0.05,
+) -> clipped.Loss:
+    """DPPO-Binary-KL (arXiv:2602.04879): `dppo_tv` with the KL of the token against all others, D =
+    p_o log(p_o / p) + (1 - p_o) log((1 - p_o) / (1 - p)).
+
+    A token is kept where D is within the bound or the move is one back: p <= p_o for A > 0, p >=
+    p_o else. The rest is as in `dppo_tv`.
+
+    Args:
+      cap: upper bound of r, as `dppo_tv`.
+      dppo_kl_low: largest D for A <= 0, nats, inclusive; 0.05 as in verl's script.
+      dppo_kl_high: largest D for A > 0, nats, inclusive; likewise.
+
+    Returns loss_bt and the metrics of `dppo_tv`.
+    """
+    del seg
+    p_bt, p_old_bt = _probabilities(logp, logp_old, mask)
+    log_ratio_bt = jax.lax.stop_gradient(ratios.safe_log_ratio(logp, logp_old, mask))
+    # Rounding may put a probability above 1.
+    rest_bt, rest_old_bt = jnp.maximum(1.0 - p_bt, 0.0), jnp.maximum(1.0 - p_old_bt, 0.0)
+    odds_bt = (rest_old_bt + PROBABILITY_EPS) / (rest_bt + PROBABILITY_EPS)
+    kl_bt = -p_old_bt * log_ratio_bt + rest_old_bt * jnp.log(odds_bt)
+    is_kept_bt = jnp.where(
+        ratios.zero_padding(adv, mask) > 0,
+        (kl_bt <= dppo_kl_high) | (p_bt <= p_old_bt),
+        (kl_bt <= dppo_kl_low) | (p_bt >= p_old_bt),
+    )
+    return _truncated(is_kept_bt, logp, logp_old, adv, mask, cap)
+
+
+def vespo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    vespo_k_pos: chex.Numeric = 2.0,
+    vespo_lambda_pos: chex.Numeric = 3.0,
+    vespo_k_neg: chex.Numeric = 3.0,
+    vespo_lambda_neg: chex.Numeric = 2.0,
+) -> clipped.Loss:
+    """VESPO (arXiv:2602.10693), l = -sg(W^k exp(lambda (1 - W))) A log pi with W = prod_t r_t.
+
+    The kernel is 1 at W = 1, largest at W = k / lambda and 0 at both ends, so that a sequence far
+    from the policy that drew it is left out smoothly. The log-ratio of a token and their sum are
+    clamped to +-20. k = lambda = 0 is REINFORCE and k = 1, lambda = 0 sequence importance sampling.
+    The authors multiply a weight against the sampler into W: in bypass mode W holds it; a weight
+    beside this entry stays outside the kernel. Aggregation: token-mean.
+
+    Args:
+      vespo_k_pos, vespo_lambda_pos: k and lambda where A >= 0; 2 and 3 as in the authors' code.
+      vespo_k_neg, vespo_lambda_neg: k and lambda where A < 0; 3 and 2 as in the authors' code.
+
+    Returns loss_bt; actor/pg_clipfrac is 0, as nothing is clipped.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt = _clamped(log_ratio_bt)
+    log_w_bs = _clamped(ratios.sequence_sum(log_ratio_bt, mask, seg))
+    log_w_bt = ratios.to_tokens(log_w_bs, seg, mask.shape[1])
+    k_bt = jnp.where(adv_bt < 0, vespo_k_neg, vespo_k_pos)
+    lambda_bt = jnp.where(adv_bt < 0, vespo_lambda_neg, vespo_lambda_pos)
+    w_bt = jnp.exp(k_bt * log_w_bt - lambda_bt * jnp.expm1(log_w_bt))
+    return _reinforce(w_bt, logp, adv_bt, mask), _drift(log_ratio_bt, mask)
+
+
+OBJECTIVES = {
+    "gpg": gpg,
+    "reinforce": reinforce,
+    "cispo": cispo,
+    "dispo": dispo,
+    "topr": topr,
+    "topr_token": topr_token,
+    "topr_geo": topr_geo,
+    "aspo": flipped.aspo,
+    "minpro": minpro,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "vespo": vespo,
+    "fusion_cap": fusion.fusion_cap,
+    "fusion_shaped": fusion.fusion_shaped,
+}
+
+NEEDS = {
+    "aspo": ("entropy",),
+    "fusion_cap": ("logp_behav",),
+    "fusion_shaped": ("logp_behav",),
+}

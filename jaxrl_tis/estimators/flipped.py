@@ -1,0 +1,95 @@
+"""ASPO: a clipped surrogate in which the ratio of good tokens is flipped.
+
+What it shares with all losses (logp, logp_old, adv, mask, seg and the result) is described in
+`objectives`; it is an entry of `detached.OBJECTIVES`.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import ratios
+
+
+def entropy_quantile(
+    entropy: chex.Array, mask: chex.Array, seg: chex.Array | None, quantile: chex.Numeric
+) -> chex.Array:
+    """The quantile of the entropy over the valid tokens of each token's sequence, [B, T].
+
+    Between two order statistics it is interpolated linearly, as in `numpy.quantile`. What a
+    sequence without valid tokens gets has no meaning.
+    """
+    chex.assert_equal_shape([entropy, mask])
+    num_tokens = mask.shape[1]
+    entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, mask))
+    ids_bt = jnp.ones(mask.shape, jnp.int32) if seg is None else seg
+    ids_bt = jnp.where(ratios.as_bool(mask), ids_bt, num_tokens + 1)  # invalid tokens sort last
+    _, sorted_bt = jax.lax.sort((ids_bt, entropy_bt), dimension=1, num_keys=2)
+    count_bs = ratios.sequence_count(entropy_bt, mask, seg)
+    start_bt = ratios.to_tokens(jnp.cumsum(count_bs, axis=1) - count_bs, seg, num_tokens)
+    last_bt = jnp.maximum(ratios.to_tokens(count_bs, seg, num_tokens) - 1.0, 0.0)
+    place_bt = quantile * last_bt
+
+    def order_statistic(rank_bt):
+        index_bt = (start_bt + jnp.minimum(rank_bt, last_bt)).astype(jnp.int32)
+        return jnp.take_along_axis(sorted_bt, index_bt, axis=1)
+
+    below_bt = order_statistic(jnp.floor(place_bt))
+    above_bt = order_statistic(jnp.floor(place_bt) + 1.0)
+    return below_bt + (place_bt - jnp.floor(place_bt)) * (above_bt - below_bt)
+
+
+def aspo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    entropy: chex.Array,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+    dual_clip: float = 3.0,
+    aspo_wide: chex.Numeric = 0.4,
+    aspo_quantile: chex.Numeric = 0.8,
+) -> clipped.Loss:
+    """ASPO (arXiv:2510.06062): the ratio of good tokens is flipped, l = -A c / sg(c)^2 with c =
+    min(r, 1 + clip_high); for A < 0, l = -A c with c = max(r, 1 - clip_low).
+
+    In gradient, a good token has the weight 1 / r, so that one which is still rare is pushed most,
+    and 0 above its bound; a bad token has r, and 0 below its bound. A weight above dual_clip is
+    replaced by dual_clip without taking the gradient: l = -A dual_clip log pi. Tokens whose entropy
+    is above the quantile of their response have the wider bound. The authors also apply their KL
+    term to the other tokens only. Aggregation: token-mean.
+
+    Args:
+      entropy: [B, T] entropy of the old policy where each token was drawn, nats.
+      clip_low: width of the band below 1 for A < 0; 0.2 as in the authors' code.
+      clip_high: width above 1 for A >= 0; 0.2 as in the authors' code.
+      dual_clip: largest weight, > 1; 3.0 as in the authors' code.
+      aspo_wide: both widths of tokens of high entropy; 0.4 as in the authors' code.
+      aspo_quantile: where high entropy begins; 0.8 as in the authors' code.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens without gradient and
+    actor/pg_clipfrac_lower of those held at dual_clip.
+    """
+    if dual_clip <= 1.0:
+        raise ValueError(f"dual_clip is {dual_clip}; it bounds weights from above: give it > 1.")
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    entropy_bt = ratios.zero_padding(entropy, mask)
+    is_high_bt = entropy_bt > entropy_quantile(entropy, mask, seg, aspo_quantile)
+    log_ratio_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+    ratio_bt = jnp.exp(log_ratio_bt)
+    low_bt = 1.0 - jnp.where(is_high_bt, aspo_wide, clip_low)
+    high_bt = 1.0 + jnp.where(is_high_bt, aspo_wide, clip_high)
+    c_bt = jnp.where(
+        adv_bt < 0, ratios.clamp(ratio_bt, low_bt, jnp.inf), ratios.clamp(ratio_bt, 0.0, high_bt)
+    )
+    c_sg_bt = jax.lax.stop_gradient(c_bt)
+    w_bt = jnp.where(adv_bt < 0, c_sg_bt, 1.0 / c_sg_bt)
+    is_held_bt = w_bt > dual_clip
+    held_bt = -dual_clip * adv_bt * ratios.zero_padding(logp, mask)
+    loss_bt = jnp.where(is_held_bt, held_bt, -adv_bt * w_bt * c_bt / c_sg_bt)
+    metrics = clipped.clip_metrics(log_ratio_bt, c_bt != ratio_bt, mask)
+    return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_held_bt, mask)}

@@ -1,0 +1,116 @@
+"""Logit fusion: rollouts drawn from a mixture of a teacher and the student, and losses for them.
+
+Zhang et al. 2026, "Learning from Mixed Rollouts: Logit Fusion as a Bridge Between Imitation and
+Exploration" (a Notion page without an arXiv id) and the authors' trainer. The behaviour policy is
+off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling to
+0 over the run. What the losses share (logp, logp_old, adv, mask, seg and the result) is described
+in `objectives`; they are entries of `detached.OBJECTIVES`.
+
+The ratio of both losses is r = pi / pi_mix from the log-probs that the sampler recorded, the
+log-ratio clamped to +-20: it holds the whole correction, so use them with weight "none". They are
+meant for alpha > 0; afterwards the authors go on with PPO-clip.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import ratios
+
+
+def fusion_alpha(
+    step: chex.Numeric,
+    *,
+    fusion_alpha_start: chex.Numeric = 0.5,
+    fusion_steps: chex.Numeric = 1000,
+    difficulty: chex.Numeric = 1.0,
+) -> chex.Array:
+    """The teacher's share alpha = fusion_alpha_start max(0, 1 - step / fusion_steps) difficulty.
+
+    Args:
+      step: training step, from 0.
+      fusion_alpha_start: share at step 0; 0.5 as in the authors' config.
+      fusion_steps: step from which the share is 0; 1000 as in the authors' config, 5000 in their
+        launch script.
+      difficulty: scalar or [B], how hard the prompt is, in [0, 1]; 1 scales nothing, the authors'
+        default.
+    """
+    return fusion_alpha_start * jnp.maximum(0.0, 1.0 - step / fusion_steps) * difficulty
+
+
+def fused_log_probs(
+    logits: chex.Array, logits_teacher: chex.Array, alpha: chex.Numeric
+) -> chex.Array:
+    """log pi_mix [..., V] in nats, the normalised log of pi_teacher^alpha pi_student^(1 - alpha).
+
+    Args:
+      logits: [..., V] finite logits of the student.
+      logits_teacher: [..., V or more] finite logits of the teacher; entries beyond V, where the
+        vocabularies differ in padding, are left out.
+      alpha: the teacher's share, a scalar in [0, 1].
+    """
+    logits, logits_teacher = ratios.as_float(logits), ratios.as_float(logits_teacher)
+    logits_teacher = logits_teacher[..., : logits.shape[-1]]
+    chex.assert_equal_shape([logits, logits_teacher])
+    return jax.nn.log_softmax(alpha * logits_teacher + (1.0 - alpha) * logits)
+
+
+def fusion_cap(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    cap: chex.Numeric = 3.0,
+) -> clipped.Loss:
+    """Logit fusion with a capped ratio (Zhang et al. 2026), l = -min(r, cap) A.
+
+    No lower clip and no pessimistic minimum: the gradient flows through r, and is 0 above the cap
+    whatever the sign of A. logp_old is not used. An infinite cap is plain importance sampling.
+    Aggregation: token-mean.
+
+    Args:
+      logp_behav: [B, T] log-probs of the mixture that drew the tokens, nats.
+      cap: largest ratio with a gradient, inclusive; 3.0 as in the authors' config.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens above the cap and actor/ppo_kl is
+    taken against the mixture.
+    """
+    del logp_old, seg
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_behav, adv, mask)
+    ratio_bt = ratios.bounded_exp(log_ratio_bt)
+    loss_bt = -ratios.clamp(ratio_bt, 0.0, cap) * adv_bt
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, ratio_bt > cap, mask)
+
+
+def fusion_shaped(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    fusion_gamma: chex.Numeric = 0.1,
+) -> clipped.Loss:
+    """Logit fusion with a shaped ratio (Zhang et al. 2026), l = -r / (r + fusion_gamma) A.
+
+    The gradient is -A gamma r / (r + gamma)^2 per log pi, largest at r = gamma: tokens that
+    surprise the student count most. On policy it is gamma / (1 + gamma)^2 of the usual one, so
+    learning rates do not carry over. The value is below 1, out of reach of the authors' cap.
+    logp_old is not used. Aggregation: token-mean.
+
+    Args:
+      logp_behav: [B, T] log-probs of the mixture that drew the tokens, nats.
+      fusion_gamma: ratio of the largest gradient; 0.1 as in the authors' config.
+
+    Returns loss_bt; actor/ppo_kl is taken against the mixture and actor/pg_clipfrac is 0.
+    """
+    del logp_old, seg
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_behav, adv, mask)
+    ratio_bt = ratios.bounded_exp(log_ratio_bt)
+    loss_bt = -ratio_bt / (ratio_bt + fusion_gamma) * adv_bt
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(ratio_bt), mask)

@@ -1,0 +1,415 @@
+"""Rejection: which tokens of a rollout batch are kept, from log_ratio = logp_old - logp_behav.
+
+Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters) to booleans [B, T]: True where
+a token is kept, never outside the mask, without gradient. Who multiplies the mask with the result
+takes the rejected tokens out of the denominator too; who multiplies the loss keeps them there.
+Every criterion looks at the mask as sampled, also in `all_of`, and must see the whole rollout
+batch: what depends on the batch (`selection`) is another criterion on a part of it.
+
+Eleven entries are verl's rejection sampling (its `rollout_rs`; no paper): a level and an estimator.
+With l = log_ratio clamped to +-20 token by token,
+
+  k1 = -l                keep if log(lower) <= statistic <= log(upper)
+  k2 = l^2 / 2           keep if statistic <= upper
+  k3 = exp(l) - 1 - l    keep if statistic <= upper
+
+where the statistic is that of the token, or the sum, mean or maximum over the valid tokens of the
+sequence, which is then kept or dropped as a whole. All bounds are inclusive.
+
+k1 is minus the log-ratio, so its band [lower, upper] holds the INVERSE ratio mu / pi_old; a band
+with lower = 1 / upper hides that. The entries `*_ratio` have the band on the ratio itself and keep
+what the weights of `weights` with the same band (`token_mis`, `seq_mis`, `geo_mis`) do not zero.
+
+Args of every entry:
+  log_ratio: [B, T] nats, logp_old - logp_behav; what stands at padding is ignored.
+  mask: [B, T] valid tokens.
+  seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
+  upper, lower: ends of the band; no default, as in verl. In a k1 entry lower=None is 1 / upper, as
+    a single number is in verl.
+
+`NEEDS` names what an entry takes by keyword beside its parameters.
+"""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import selection
+from jaxrl_tis.estimators import weights
+
+REDUCTIONS = {
+    "seq_sum": ratios.sequence_sum,
+    "seq_mean": ratios.sequence_mean,
+    "seq_max": ratios.sequence_max,
+}
+
+
+def statistic(
+    name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """What the entry `name` of the eleven compares, [B, T]; a sequence's is on all its tokens.
+
+    Args:
+      name: level and estimator, e.g. "seq_mean_k2"; see the module.
+      log_ratio, mask, seg: see the module.
+    """
+    level, _, estimator = name.rpartition("_")
+    l_bt = ratios.detached_log_ratio(log_ratio, mask)
+    estimates = {"k1": -l_bt, "k2": 0.5 * jnp.square(l_bt), "k3": jnp.expm1(l_bt) - l_bt}
+    x_bt = estimates[estimator]
+    if level != "token":
+        x_bt = ratios.to_tokens(REDUCTIONS[level](x_bt, mask, seg), seg, mask.shape[1])
+    return ratios.zero_padding(x_bt, mask)
+
+
+def _at_most(name, log_ratio, mask, seg, upper):
+    return ratios.as_bool(mask) & (statistic(name, log_ratio, mask, seg) <= upper)
+
+
+def _log(x):
+    """log; of a Python number in double precision, so that a bound hit exactly is kept."""
+    return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
+
+
+def _inside_k1(name, log_ratio, mask, seg, lower, upper):
+    k1_bt = statistic(name, log_ratio, mask, seg)
+    log_lower = -_log(upper) if lower is None else _log(lower)
+    return ratios.as_bool(mask) & (k1_bt >= log_lower) & (k1_bt <= _log(upper))
+
+
+def _inside_ratio(level, log_ratio, mask, seg, lower, upper):
+    ratio_bt = weights.RAW[level](log_ratio, mask, seg)
+    return ratios.as_bool(mask) & (ratio_bt >= lower) & (ratio_bt <= upper)
+
+
+def _whole_sequences(is_good, mask, seg):
+    """Valid tokens of the sequences all of whose valid tokens are good, [B, T]."""
+    is_bad_bt = (~is_good).astype(jnp.float32)
+    num_bad_bs = ratios.sequence_sum(is_bad_bt, mask, seg)
+    return ratios.as_bool(mask) & (ratios.to_tokens(num_bad_bs, seg, mask.shape[1]) == 0.0)
+
+
+def token_k1(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    upper: chex.Numeric,
+    lower: chex.Numeric | None = None,
+) -> chex.Array:
+    """Tokens with lower <= mu / pi_old <= upper (verl's band on the inverse ratio)."""
+    return _inside_k1("token_k1", log_ratio, mask, seg, lower, upper)
+
+
+def seq_sum_k1(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    upper: chex.Numeric,
+    lower: chex.Numeric | None = None,
+) -> chex.Array:
+    """Sequences with lower <= prod_t mu / pi_old <= upper (verl's band on the inverse ratio)."""
+    return _inside_k1("seq_sum_k1", log_ratio, mask, seg, lower, upper)
+
+
+def seq_mean_k1(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    upper: chex.Numeric,
+    lower: chex.Numeric | None = None,
+) -> chex.Array:
+    """Sequences whose geometric mean of mu / pi_old is in the band (verl's inverse ratio)."""
+    return _inside_k1("seq_mean_k1", log_ratio, mask, seg, lower, upper)
+
+
+def token_k2(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Tokens with k2 <= upper (verl)."""
+    return _at_most("token_k2", log_ratio, mask, seg, upper)
+
+
+def seq_sum_k2(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Sequences with sum_t k2 <= upper (verl)."""
+    return _at_most("seq_sum_k2", log_ratio, mask, seg, upper)
+
+
+def seq_mean_k2(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Sequences with mean_t k2 <= upper (verl)."""
+    return _at_most("seq_mean_k2", log_ratio, mask, seg, upper)
+
+
+def seq_max_k2(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Sequences with max_t k2 <= upper (verl)."""
+    return _at_most("seq_max_k2", log_ratio, mask, seg, upper)
+
+
+def token_k3(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Tokens with k3 <= upper (verl)."""
+    return _at_most("token_k3", log_ratio, mask, seg, upper)
+
+
+def seq_sum_k3(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Sequences with sum_t k3 <= upper (verl)."""
+    return _at_most("seq_sum_k3", log_ratio, mask, seg, upper)
+
+
+def seq_mean_k3(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Sequences with mean_t k3 <= upper (verl; 0.01 in its presets)."""
+    return _at_most("seq_mean_k3", log_ratio, mask, seg, upper)
+
+
+def seq_max_k3(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
+) -> chex.Array:
+    """Sequences with max_t k3 <= upper (verl)."""
+    return _at_most("seq_max_k3", log_ratio, mask, seg, upper)
+
+
+def token_ratio(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    upper: chex.Numeric,
+    lower: chex.Numeric = 0.0,
+) -> chex.Array:
+    """Tokens with lower <= pi_old / mu <= upper: `token_k1` with the band on the ratio itself.
+
+    Source as `token_k1`, whose band verl puts on the inverse ratio.
+    """
+    return _inside_ratio("token", log_ratio, mask, seg, lower, upper)
+
+
+def seq_sum_ratio(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    upper: chex.Numeric,
+    lower: chex.Numeric = 0.0,
+) -> chex.Array:
+    """Sequences with lower <= prod_t pi_old / mu <= upper; the sum of logs is clamped, not each.
+
+    Source as `seq_sum_k1`, whose band verl puts on the inverse ratio.
+    """
+    return _inside_ratio("seq", log_ratio, mask, seg, lower, upper)
+
+
+def seq_mean_ratio(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    upper: chex.Numeric,
+    lower: chex.Numeric = 0.0,
+) -> chex.Array:
+    """Sequences whose geometric mean of pi_old / mu is in [lower, upper].
+
+    Source as `seq_mean_k1`, whose band verl puts on the inverse ratio.
+    """
+    return _inside_ratio("geo", log_ratio, mask, seg, lower, upper)
+
+
+def veto(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    veto_ratio: chex.Numeric = 1e-4,
+) -> chex.Array:
+    """Sequences without a catastrophic token, pi_old / mu < veto_ratio (slime; no paper).
+
+    A single such token drops its sequence: the learner all but excludes what the sampler drew.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      veto_ratio: smallest ratio that is tolerated, inclusive; 1e-4 is slime's example.
+    """
+    return _whole_sequences(weights.raw_token(log_ratio, mask) >= veto_ratio, mask, seg)
+
+
+def trm(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logits_behav: chex.Array,
+    logits: chex.Array,
+    trm_delta: chex.Numeric,
+) -> chex.Array:
+    """Trust-region masking (arXiv:2512.23075), sequences with max_t KL(mu || pi) <= trm_delta.
+
+    The KL is exact, over the whole vocabulary: it needs arrays [B, T, V]. Whether a sequence is
+    kept does not depend on its length. The paper divides by the number of all sequences, dropped
+    ones too. The formula is taken from secondary notes, which give no constant: it is required.
+
+    Args:
+      log_ratio: not used.
+      mask, seg: see the module.
+      logits_behav: [B, T, V] the sampler's logits for the token's position, at the temperature (and
+        filters) it sampled with; -inf where it could not sample.
+      logits: [B, T, V] the learner's logits, at the same temperature.
+      trm_delta: largest divergence of a token, nats, inclusive; 1e-4 is the notes' example.
+    """
+    del log_ratio
+    chex.assert_equal_shape([logits_behav, logits])
+    chex.assert_equal_shape_prefix([logits, mask], 2)
+    behav_btv = jax.nn.log_softmax(jax.lax.stop_gradient(ratios.as_float(logits_behav)))
+    learner_btv = jax.nn.log_softmax(jax.lax.stop_gradient(ratios.as_float(logits)))
+    is_possible_btv = behav_btv > -jnp.inf
+    gap_btv = jnp.where(is_possible_btv, behav_btv - learner_btv, 0.0)
+    kl_bt = jnp.sum(jnp.exp(behav_btv) * gap_btv, axis=-1)
+    return _whole_sequences(kl_bt <= trm_delta, mask, seg)
+
+
+def trm_k3(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    trm_delta: chex.Numeric,
+) -> chex.Array:
+    """`trm` from sampled tokens alone: k3, whose mean under mu is KL(mu || pi), stands in for it.
+
+    arXiv:2512.23075; the same decision as `seq_max_k3`. The constant is required, as in `trm`.
+    """
+    return _at_most("seq_max_k3", log_ratio, mask, seg, trm_delta)
+
+
+def opsm(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp: chex.Array,
+    logp_behav: chex.Array,
+    adv: chex.Array,
+    opsm_delta: chex.Numeric,
+) -> chex.Array:
+    """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556 eqs 8-9).
+
+    Drops tokens with A < 0 in sequences with mean_t log(mu / pi_theta) > opsm_delta; A >= 0 is
+    always kept. pi_theta is the policy that is trained, so that the gap of the sampler and the
+    staleness both count: the decision changes from step to step. In the paper a dropped token stays
+    in the denominator.
+
+    Args:
+      log_ratio: not used.
+      mask, seg: see the module.
+      logp: [B, T] log-probs of the policy that is trained, nats.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      adv: [B, T] advantages; the sign is read token by token.
+      opsm_delta: largest mean, nats, inclusive. The paper gives none, and examples differ by a
+        factor of 5000 (0.5 in TRL, 1e-4 in slime): it is required.
+    """
+    del log_ratio
+    gap_bt = ratios.safe_log_ratio(logp_behav, logp, mask)
+    gap_bt = ratios.to_tokens(ratios.sequence_mean(gap_bt, mask, seg), seg, mask.shape[1])
+    is_negative_bt = ratios.zero_padding(adv, mask) < 0.0
+    return ratios.as_bool(mask) & (~is_negative_bt | (gap_bt <= opsm_delta))
+
+
+def staleness(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    version: chex.Array,
+    current_version: chex.Numeric,
+    staleness_max: chex.Numeric,
+) -> chex.Array:
+    """Sequences whose oldest token is at most staleness_max versions behind the learner.
+
+    The filter of asynchronous trainers; no paper. A sequence that was interrupted and went on with
+    newer weights counts by its oldest token.
+
+    Args:
+      log_ratio: not used.
+      mask, seg: see the module.
+      version: [B, T] int, weight version that drew each token.
+      current_version: int, the learner's version.
+      staleness_max: largest difference kept, inclusive; required. AReaL takes 4 for code and 8 for
+        mathematics, prime-rl 8, TRL 4.
+    """
+    del log_ratio
+    return _whole_sequences(current_version - version <= staleness_max, mask, seg)
+
+
+def all_of(
+    criteria: list[tuple[str, dict]],
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    **fields: chex.Array,
+) -> chex.Array:
+    """Tokens that every criterion keeps, [B, T]; each looks at the mask as sampled.
+
+    Args:
+      criteria: (name in `MASKS`, its parameters) each; none of them keeps the whole mask.
+      log_ratio, mask, seg: see the module.
+      fields: what the criteria need by `NEEDS`; more may be given.
+    """
+    is_kept_bt = ratios.as_bool(mask)
+    for name, parameters in criteria:
+        if name not in MASKS:
+            raise ValueError(f"Unknown mask {name!r}; choose one of {', '.join(MASKS)}.")
+        needed = {}
+        for field in NEEDS[name] if name in NEEDS else ():
+            if field not in fields:
+                raise KeyError(f"{name} needs the field {field!r}; given are {sorted(fields)}.")
+            needed[field] = fields[field]
+        is_kept_bt &= MASKS[name](log_ratio, mask, seg, **needed, **parameters)
+    return is_kept_bt
+
+
+MASKS = {
+    "token_k1": token_k1,
+    "token_k2": token_k2,
+    "token_k3": token_k3,
+    "seq_sum_k1": seq_sum_k1,
+    "seq_sum_k2": seq_sum_k2,
+    "seq_sum_k3": seq_sum_k3,
+    "seq_mean_k1": seq_mean_k1,
+    "seq_mean_k2": seq_mean_k2,
+    "seq_mean_k3": seq_mean_k3,
+    "seq_max_k2": seq_max_k2,
+    "seq_max_k3": seq_max_k3,
+    "token_ratio": token_ratio,
+    "seq_sum_ratio": seq_sum_ratio,
+    "seq_mean_ratio": seq_mean_ratio,
+    "veto": veto,
+    "trm": trm,
+    "trm_k3": trm_k3,
+    "opsm": opsm,
+    "staleness": staleness,
+    "m2po": selection.m2po,
+    "clip_cov": selection.clip_cov,
+    "top_entropy": selection.top_entropy,
+}
+
+NEEDS = {
+    "trm": ("logits_behav", "logits"),
+    "opsm": ("logp", "logp_behav", "adv"),
+    "staleness": ("version", "current_version"),
+    "clip_cov": ("logp", "logp_old", "adv", "key"),
+    "top_entropy": ("entropy",),
+}

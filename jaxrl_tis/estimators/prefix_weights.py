@@ -1,0 +1,152 @@
+"""Importance weights of a prefix and of a turn: between the token's own ratio and the sequence's.
+
+The entries are part of `weights.WEIGHTS`, whose module states the arguments that all share. All are
+computed in log space, and the log of a weight is clamped to +-20 before exp.
+
+Running sums and minima go over the valid tokens up to t, each log-ratio clamped to +-20 first. They
+start anew with every sequence of a packed row, whose tokens must be contiguous, and step over
+tokens that are not valid (a tool's reply).
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+
+
+def _before(x_bt, fill):
+    """x one position to the right, `fill` in the first column."""
+    return jnp.pad(x_bt[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
+
+
+def prefix_minpro(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    cap: chex.Numeric = jnp.inf,
+) -> chex.Array:
+    """MinPRO, w_t = min(rho_t min_{s < t} rho_s, cap) (arXiv:2601.22718).
+
+    The smallest ratio of the tokens before t stands in for their product; it is 1 where there are
+    none. The weight is taken from a survey; whether the paper truncates it, or lets a gradient
+    through it, could not be read.
+
+    Args:
+      log_ratio, mask, seg: see `weights`.
+      cap: upper bound of a weight; none, as the survey prints it.
+    """
+    log_ratio_bt = ratios.detached_log_ratio(log_ratio, mask)
+    is_start_bt = ratios.segment_starts(mask, seg)
+    before_bt = _before(jnp.where(ratios.as_bool(mask), log_ratio_bt, jnp.inf), jnp.inf)
+    before_bt = jnp.where(is_start_bt, jnp.inf, before_bt)
+    lowest_bt = ratios.segment_scan(jnp.minimum, before_bt, is_start_bt)
+    lowest_bt = jnp.where(jnp.isinf(lowest_bt), 0.0, lowest_bt)
+    w_bt = jnp.minimum(ratios.bounded_exp(lowest_bt + log_ratio_bt), cap)
+    return ratios.zero_padding(w_bt, mask)
+
+
+def prefix_ctpo(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    ctpo_low: chex.Numeric = 0.025,
+    ctpo_high: chex.Numeric = 0.05,
+    ctpo_power: chex.Numeric = 0.5,
+) -> chex.Array:
+    """CTPO's prefix product, log w_t = clip(sum_{s <= t} log rho_s, -low t^p, high t^p).
+
+    arXiv:2605.07331. t counts the valid tokens from 1, so for p = 1/2 the band widens like the
+    standard deviation of a sum of independent log-ratios. The paper clips the ratio of its
+    objective to this band; here the band bounds a weight on both sides.
+
+    Args:
+      log_ratio, mask, seg: see `weights`.
+      ctpo_low: width of the band below 0, nats at t = 1; 0.025 in the authors' code.
+      ctpo_high: width of the band above 0, nats at t = 1; 0.05 in the authors' code.
+      ctpo_power: exponent p of t; 0.5 in the authors' code, 0 keeps the band constant.
+    """
+    log_ratio_bt = ratios.detached_log_ratio(log_ratio, mask)
+    is_start_bt = ratios.segment_starts(mask, seg)
+    is_valid_bt = ratios.as_bool(mask).astype(log_ratio_bt.dtype)
+    count_bt = ratios.segment_scan(jnp.add, is_valid_bt, is_start_bt)
+    width_bt = jnp.maximum(count_bt, 1.0) ** ctpo_power
+    log_w_bt = ratios.segment_scan(jnp.add, log_ratio_bt, is_start_bt)
+    log_w_bt = ratios.clamp(log_w_bt, -ctpo_low * width_bt, ctpo_high * width_bt)
+    return ratios.zero_padding(ratios.bounded_exp(log_w_bt), mask)
+
+
+def turn_ids(turn: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """Numbers the turns of each row from 1 in order of appearance, [B, T] int32; 0 at padding.
+
+    A turn begins at a valid token that differs in turn or seg from the valid token before it. The
+    result stands for `seg` wherever a turn is to be treated as a sequence of its own.
+
+    Args:
+      turn: [B, T] int, number of the turn; what stands at padding is ignored.
+      mask: [B, T] valid tokens.
+      seg: [B, T] sequence ids of packed rows, or None.
+    """
+    chex.assert_rank([turn, mask], 2)
+    chex.assert_equal_shape([turn, mask] if seg is None else [turn, mask, seg])
+    is_valid_bt = ratios.as_bool(mask)
+    column_bt = jnp.broadcast_to(jnp.arange(mask.shape[1])[None, :], mask.shape)
+    last_valid_bt = jax.lax.cummax(jnp.where(is_valid_bt, column_bt, -1), axis=1)
+    previous_bt = _before(last_valid_bt, -1)
+
+    def differs(x_bt):
+        return x_bt != jnp.take_along_axis(x_bt, jnp.maximum(previous_bt, 0), axis=1)
+
+    is_new_bt = (previous_bt < 0) | differs(turn)
+    if seg is not None:
+        is_new_bt |= differs(seg)
+    ids_bt = jnp.cumsum(is_valid_bt & is_new_bt, axis=1, dtype=jnp.int32)
+    return jnp.where(is_valid_bt, ids_bt, 0)
+
+
+def _turn_weight(log_w_bs, mask, ids_bt, cap):
+    """min(exp(clamp(log_w, +-20)), cap) of each turn on its valid tokens, without gradient."""
+    w_bs = jax.lax.stop_gradient(jnp.minimum(ratios.bounded_exp(log_w_bs), cap))
+    return ratios.zero_padding(ratios.to_tokens(w_bs, ids_bt, mask.shape[1]), mask)
+
+
+def turn_tis(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    turn: chex.Array,
+    cap: chex.Numeric = 2.0,
+) -> chex.Array:
+    """Truncated product within a turn, w = min(prod_{t in turn} rho_t, cap), on the turn's tokens.
+
+    The unit of correction is one action of a multi-turn agent (arXiv:2511.20718, taken from
+    secondary notes: the paper clips the turn's ratio inside its objective). One turn in all is
+    `seq_tis`, one token per turn `token_tis`.
+
+    Args:
+      log_ratio, mask, seg: see `weights`.
+      turn: [B, T] int, number of the turn; a turn's valid tokens follow one another.
+      cap: upper bound of a weight; 2.0 as for `token_tis`.
+    """
+    ids_bt = turn_ids(turn, mask, seg)
+    return _turn_weight(ratios.sequence_sum(log_ratio, mask, ids_bt), mask, ids_bt, cap)
+
+
+def turn_geo(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    turn: chex.Array,
+    cap: chex.Numeric = 2.0,
+) -> chex.Array:
+    """Truncated geometric mean within a turn, w = min(exp(mean_{t in turn} log rho_t), cap).
+
+    The turn ratio of arXiv:2511.20718 as most secondary notes give it. One turn in all is
+    `geo_tis`, one token per turn `token_tis`. Arguments as `turn_tis`.
+    """
+    ids_bt = turn_ids(turn, mask, seg)
+    return _turn_weight(ratios.sequence_mean(log_ratio, mask, ids_bt), mask, ids_bt, cap)

@@ -1,0 +1,65 @@
+"""Named corrections: which weight, masks and objective go together, and in which mode.
+
+Each preset is the fields of `config.correction` that it sets; a field that the config spells out
+wins over the preset's. The first block are verl's 19 presets (verl 0.9.1,
+verl/trainer/config/algorithm.py), with its policy losses: dual-clip PPO, or REINFORCE. Then the
+variants of the blog post on truncated importance sampling (Yao et al. 2025, "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training"), and what common systems need.
+"""
+
+GEO_BAND = "seq_mean_k1(lower=0.999, upper=1.001)"
+SEQ_BAND = "seq_sum_k1(lower=0.5, upper=2.0)"
+K3_BOUND = "seq_mean_k3(upper=0.01)"
+ICEPOP = "token_icepop(lower=0.5, upper=5.0)"
+
+
+def _decoupled(weight: str, masks: str = "") -> dict[str, str]:
+    return {"mode": "decoupled", "weight": weight, "masks": masks, "objective": "dual_clip"}
+
+
+def _bypass(objective: str, weight: str = "none", masks: str = "") -> dict[str, str]:
+    return {"mode": "bypass", "weight": weight, "masks": masks, "objective": objective}
+
+
+def _ppo(weight: str, mode: str = "decoupled") -> dict[str, str]:
+    return {"mode": mode, "weight": weight, "masks": "", "objective": "ppo"}
+
+
+def _asynchronous() -> dict[str, str]:
+    return {"mode": "decoupled", "weight": "none", "masks": "", "objective": "decoupled(upper=5.0)"}
+
+
+PRESETS = {
+    "decoupled_token_is": _decoupled("token_tis"),
+    "decoupled_seq_is": _decoupled("seq_tis"),
+    "decoupled_token_icepop": _decoupled(ICEPOP),
+    "decoupled_seq_is_rs": _decoupled("seq_tis", SEQ_BAND),
+    "decoupled_geo_rs": _decoupled("none", GEO_BAND),
+    "decoupled_geo_rs_seq_tis": _decoupled("seq_tis", GEO_BAND),
+    "decoupled_geo_rs_token_tis": _decoupled("token_tis", GEO_BAND),
+    "decoupled_k3_rs": _decoupled("none", K3_BOUND),
+    "decoupled_k3_rs_seq_tis": _decoupled("seq_tis", K3_BOUND),
+    "decoupled_k3_rs_token_tis": _decoupled("token_tis", K3_BOUND),
+    "bypass_ppo_clip": _bypass("dual_clip"),
+    "bypass_ppo_clip_geo_rs": _bypass("dual_clip", masks=GEO_BAND),
+    "bypass_ppo_clip_k3_rs": _bypass("dual_clip", masks=K3_BOUND),
+    "bypass_pg_is": _bypass("reinforce", "seq_tis"),
+    "bypass_pg_token_icepop": _bypass("reinforce", ICEPOP),
+    "bypass_pg_geo_rs": _bypass("reinforce", masks=GEO_BAND),
+    "bypass_pg_geo_rs_seq_tis": _bypass("reinforce", "seq_tis", GEO_BAND),
+    "bypass_pg_geo_rs_token_tis": _bypass("reinforce", "token_tis", GEO_BAND),
+    "disabled": _decoupled("none"),
+    # The blog post's comparison.
+    "normal": _ppo("none"),
+    "ppo_is": _ppo("none", mode="bypass"),
+    "vanilla_is": _ppo("token_vanilla"),
+    "tis_2": _ppo("token_tis(cap=2.0)"),
+    "tis_8": _ppo("token_tis(cap=8.0)"),
+    # By system: what samples, and how far behind the learner.
+    "same_engine": _ppo("none"),
+    "colocated": _ppo("token_tis(cap=2.0)"),
+    "disaggregated": _ppo("token_tis(cap=2.0)"),
+    "async": _asynchronous(),
+    "moe": _ppo(ICEPOP),
+    "async_moe": _asynchronous() | {"masks": "veto & seq_mean_k3(upper=0.01)"},
+}

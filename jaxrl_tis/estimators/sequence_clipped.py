@@ -1,0 +1,414 @@
+"""Clipped surrogates whose ratio belongs to more than one token: a sequence, a turn, the tokens of
+one entropy level, a prefix.
+
+What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
+l = logp - logp_old. Means run over valid tokens. The log of a ratio is bounded by 10 from above, as
+in verl, with no gradient beyond; below it may vanish. An advantage is that of its token; the papers
+have one per sequence, the same on all of its tokens.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import prefix_weights
+from jaxrl_tis.estimators import ratios
+
+LOG_RATIO_BOUND = 10.0  # verl's bound on the log of a sequence ratio
+
+
+def high_entropy(
+    entropy: chex.Array, mask: chex.Array, seg: chex.Array | None, share: chex.Numeric
+) -> chex.Array:
+    """The round(share n) tokens of highest entropy of each sequence of n valid tokens, [B, T] bool.
+
+    Ties go to the earlier token. No gradient.
+    """
+    chex.assert_equal_shape([entropy, mask])
+    is_valid_bt = ratios.as_bool(mask)
+    num_tokens = mask.shape[1]
+    entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, mask))
+    ids_bt = jnp.ones(mask.shape, jnp.int32) if seg is None else seg
+    ids_bt = jnp.where(is_valid_bt, ids_bt, num_tokens + 1)  # invalid tokens sort to the end
+    position_bt = jnp.broadcast_to(jnp.arange(num_tokens), mask.shape)
+    ids_bt, _, order_bt = jax.lax.sort((ids_bt, -entropy_bt, position_bt), dimension=1, num_keys=2)
+    is_first_bt = jnp.pad(ids_bt[:, 1:] != ids_bt[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first_bt = jax.lax.cummax(jnp.where(is_first_bt, position_bt, 0), axis=1)
+    rank_bt = jnp.put_along_axis(
+        jnp.zeros_like(order_bt), order_bt, position_bt - first_bt, axis=1, inplace=False
+    )
+    count_bs = share * ratios.sequence_count(entropy, mask, seg)
+    count_bt = jnp.floor(ratios.to_tokens(count_bs, seg, num_tokens) + 0.5)
+    return is_valid_bt & (rank_bt < count_bt)
+
+
+def _bounded_ratio(log_ratio_bt):
+    return jnp.exp(ratios.clamp(log_ratio_bt, -jnp.inf, LOG_RATIO_BOUND))
+
+
+def _mean_on_tokens(x_bt, mask, seg):
+    """The mean of x over the valid tokens of each token's sequence, [B, T]."""
+    return ratios.to_tokens(ratios.sequence_mean(x_bt, mask, seg), seg, x_bt.shape[1])
+
+
+def _local(log_ratio_bt):
+    """0 in value, and a gradient of 1 with respect to the token's own log-prob."""
+    return log_ratio_bt - jax.lax.stop_gradient(log_ratio_bt)
+
+
+def gspo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 3e-4,
+    clip_high: chex.Numeric = 4e-4,
+) -> clipped.Loss:
+    """GSPO (arXiv:2507.18071), l = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A) with s =
+    exp(mean_t l_t).
+
+    A response is clipped as a whole. The gradient flows through s to all of its tokens: with the
+    paper's aggregation, seq-mean-token-mean, it is -s A / n on each of its n tokens inside the
+    band.
+
+    Args:
+      clip_low: width of the band below 1; 3e-4 as in the paper.
+      clip_high: width of the band above 1; 4e-4 as in the paper.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = _bounded_ratio(_mean_on_tokens(log_ratio_bt, mask, seg))
+    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+
+
+def gspo_token(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 3e-4,
+    clip_high: chex.Numeric = 4e-4,
+) -> clipped.Loss:
+    """GSPO-token (arXiv:2507.18071): `gspo` with s_t = sg(s) pi_t / sg(pi_t).
+
+    Its value is s, and the gradient at token t is -s A_t, of that token's advantage alone. With one
+    advantage per sequence, value and gradient are those of `gspo` under seq-mean-token-mean, the
+    paper's aggregation. verl's "gspo" is this form.
+
+    Args:
+      clip_low, clip_high: as `gspo`.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    mean_bt = jax.lax.stop_gradient(_mean_on_tokens(log_ratio_bt, mask, seg))
+    ratio_bt = _bounded_ratio(mean_bt + _local(log_ratio_bt))
+    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+
+
+def gmpo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    weights: chex.Array | None = None,
+    clip_low: chex.Numeric = 0.4,
+    clip_high: chex.Numeric = 0.4,
+) -> clipped.Loss:
+    """GMPO (arXiv:2507.20673), l = -mean(A) exp(mean_t c_t) with c_t = sgn(A) min(sgn(A) l_t,
+    sgn(A) clip(l_t, -clip_low, clip_high)).
+
+    Tokens are clipped one by one in log space, on the pessimistic side only; a clipped token has no
+    gradient and the others share the sequence's factor. The mean of c is clamped to +-20. The
+    paper's aggregation is seq-mean-token-mean. Token weights enter as their geometric mean over the
+    sequence, each + 1e-10, as in verl.
+
+    Args:
+      weights: [B, T] importance weights, or None for 1.
+      clip_low: width of the band of log-ratios below 0, nats; 0.4 as in the paper.
+      clip_high: width above 0, nats; 0.4 as in the paper.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens outside the band with A > 0, and
+    actor/pg_clipfrac_lower with A < 0.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    sign_bt = jnp.sign(adv_bt)
+    banded_bt = ratios.clamp(log_ratio_bt, -clip_low, clip_high)
+    worst_bt = sign_bt * jnp.minimum(sign_bt * log_ratio_bt, sign_bt * banded_bt)
+    ratio_bt = ratios.bounded_exp(_mean_on_tokens(worst_bt, mask, seg))
+    is_outside_bt = log_ratio_bt != banded_bt
+    metrics = clipped.clip_metrics(log_ratio_bt, is_outside_bt & (adv_bt > 0), mask)
+    lower = ratios.masked_mean(is_outside_bt & (adv_bt < 0), mask)
+    if weights is not None:
+        log_w_bt = jnp.log(ratios.zero_padding(jax.lax.stop_gradient(weights), mask) + 1e-10)
+        ratio_bt = ratio_bt * jnp.exp(_mean_on_tokens(log_w_bt, mask, seg))
+    loss_bt = ratios.zero_padding(-_mean_on_tokens(adv_bt, mask, seg) * ratio_bt, mask)
+    return loss_bt, metrics | {"actor/pg_clipfrac_lower": lower}
+
+
+def tbpo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 3e-4,
+    clip_high: chex.Numeric = 4e-4,
+    tbpo_high: chex.Numeric = 7e-4,
+) -> clipped.Loss:
+    """TBPO (QaRL, arXiv:2604.07853): GSPO for A > 0, and l = -clip(s, 1 - clip_low, 1 + tbpo_high)
+    A for A < 0.
+
+    s = exp(mean_t l_t) carries the gradient. A bad response teaches only while s is in its band: it
+    has no gradient on either side. The paper's weight against the sampler, min(pi_old / mu of the
+    sequence, 2), is the weight "seq_tis" with its default cap. Aggregation: seq-mean-token-mean.
+    Taken from notes on the paper, which do not say whether that ratio is a product or a geometric
+    mean.
+
+    Args:
+      clip_low: width of the band below 1 for A < 0; 3e-4 as in the notes.
+      clip_high: width of the band above 1 for A > 0; 4e-4 as in the notes.
+      tbpo_high: width of the band above 1 for A < 0; 7e-4 as in the notes.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens without gradient.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = _bounded_ratio(_mean_on_tokens(log_ratio_bt, mask, seg))
+    good_bt = ratios.clamp(ratio_bt, 0.0, 1.0 + clip_high)
+    bad_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + tbpo_high)
+    banded_bt = jnp.where(adv_bt < 0, bad_bt, good_bt)
+    metrics = clipped.clip_metrics(log_ratio_bt, (banded_bt != ratio_bt) & (adv_bt != 0), mask)
+    return -banded_bt * adv_bt, metrics
+
+
+def _turn_surrogate(logp, logp_old, adv, mask, seg, turn, clip_low, clip_high):
+    """(loss, whether clipped, turn ratio, advantage, log-ratio), [B, T] each."""
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ids_bt = prefix_weights.turn_ids(turn, mask, seg)
+    ratio_bt = _bounded_ratio(_mean_on_tokens(log_ratio_bt, mask, ids_bt))
+    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt
+
+
+def turn_ppo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    turn: chex.Array,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+) -> clipped.Loss:
+    """Turn-PPO (arXiv:2511.20718), l_t = max(-w A_t, -clip(w, 1 - clip_low, 1 + clip_high) A_t)
+    with w = exp(mean of l over the token's turn).
+
+    The gradient flows through w to all tokens of the turn. One turn is the ratio of `gspo`, a turn
+    per token is PPO. Aggregation: seq-mean-token-mean, with advantages from a critic (GAE). Taken
+    from notes on the paper, which agree on the geometric mean but for one (an arithmetic mean).
+
+    Args:
+      turn: [B, T] int, the turn of each token, counted from 0.
+      clip_low: width of the band below 1; 0.2 as in the paper.
+      clip_high: width of the band above 1; 0.2 as in the paper.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    loss_bt, is_clipped_bt, _, _, log_ratio_bt = _turn_surrogate(
+        logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
+    )
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+
+
+def turn_clipping_bias(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    turn: chex.Array,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+) -> chex.Array:
+    """-1[clipped] sg(w) A log pi [B, T]: what `turn_ppo` leaves out by clipping.
+
+    Its gradient under seq-mean-token-mean is minus the clipping bias C of arXiv:2511.20718; the
+    norm of that gradient is `st_ppo_norm`. Arguments as `turn_ppo`.
+    """
+    _, is_clipped_bt, ratio_bt, adv_bt, _ = _turn_surrogate(
+        logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
+    )
+    weight_bt = jax.lax.stop_gradient(jnp.where(is_clipped_bt, ratio_bt, 0.0))
+    return -weight_bt * adv_bt * ratios.zero_padding(logp, mask)
+
+
+def st_ppo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    turn: chex.Array,
+    st_ppo_norm: chex.Numeric,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+) -> clipped.Loss:
+    """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
+
+    C is the gradient of `turn_clipping_bias`, 0 where nothing is clipped; the caller measures its
+    norm over the whole batch. The scale changes no direction. With a turn per token it is S-PPO.
+    The normaliser was not read in the paper and notes on it contradict each other, so it is
+    required.
+
+    Args:
+      turn: [B, T] int, the turn of each token, counted from 0.
+      st_ppo_norm: scalar, the L2 norm of C over the parameters.
+      clip_low: width of the band below 1; 0.2 as in the paper.
+      clip_high: width of the band above 1; 0.2 as in the paper.
+
+    Returns loss_bt and the metrics of `turn_ppo`.
+    """
+    loss_bt, metrics = turn_ppo(
+        logp, logp_old, adv, mask, seg, turn=turn, clip_low=clip_low, clip_high=clip_high
+    )
+    divisor = jax.lax.stop_gradient(jnp.maximum(jnp.asarray(st_ppo_norm, loss_bt.dtype), 1.0))
+    return loss_bt / divisor, metrics
+
+
+def espo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    entropy: chex.Array,
+    vocab_size: int,
+    espo_alpha: chex.Numeric = 0.02,
+    espo_top: chex.Numeric = 0.2,
+    espo_uses_old: bool = False,
+) -> clipped.Loss:
+    """ESPO (arXiv:2512.00499): GSPO-token on two groups per response, the tokens of highest entropy
+    and the rest.
+
+    Each group has the ratio s = exp(mean of l over it), with the gradient of the token alone, and
+    the symmetric band 1 +- espo_alpha / log(vocab_size) times its mean entropy. The paper averages
+    over tokens in a group, then groups, then responses: with aggregation seq-mean-token-mean a
+    token is weighted by n / (K size of its group), K the number of groups that are not empty.
+
+    Args:
+      entropy: [B, T] entropy of the old policy where each token was drawn, nats.
+      vocab_size: number of tokens in the vocabulary, the scale of the entropy.
+      espo_alpha: width of the band at full entropy; 0.02 as in the paper.
+      espo_top: share of a response's tokens in the group of high entropy, rounded; 0.2 as in the
+        paper.
+      espo_uses_old: divide by sg(pi_old) as the paper prints it, so that the value is s r_t, and
+        not by sg(pi) as in the GSPO-token that it follows.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    is_valid_bt = ratios.as_bool(mask)
+    is_high_bt = high_entropy(entropy, mask, seg, espo_top)
+    is_low_bt = is_valid_bt & ~is_high_bt
+
+    def count(of_bt):
+        counts_bs = ratios.sequence_count(log_ratio_bt, of_bt, seg)
+        return ratios.to_tokens(counts_bs, seg, mask.shape[1])
+
+    def group_mean(x_bt):
+        high_bt, low_bt = (_mean_on_tokens(x_bt, of, seg) for of in (is_high_bt, is_low_bt))
+        return jax.lax.stop_gradient(jnp.where(is_high_bt, high_bt, low_bt))
+
+    num_high_bt, num_low_bt = count(is_high_bt), count(is_low_bt)
+    num_groups_bt = (num_high_bt > 0).astype(num_low_bt.dtype) + (num_low_bt > 0)
+    size_bt = num_groups_bt * jnp.where(is_high_bt, num_high_bt, num_low_bt)
+    width_bt = espo_alpha / jnp.log(vocab_size) * group_mean(ratios.zero_padding(entropy, mask))
+    own_bt = log_ratio_bt if espo_uses_old else _local(log_ratio_bt)
+    ratio_bt = _bounded_ratio(group_mean(log_ratio_bt) + own_bt)
+    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
+    loss_bt = loss_bt * ratios.safe_divide(num_high_bt + num_low_bt, size_bt)
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+
+
+def ctpo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    ctpo_low: chex.Numeric = 0.025,
+    ctpo_high: chex.Numeric = 0.05,
+    ctpo_power: chex.Numeric = 0.5,
+    ctpo_geomean: bool = False,
+) -> clipped.Loss:
+    """CTPO (arXiv:2605.07331): PPO on the prefix ratio R_t = prod_{s <= t} r_s, clipped to
+    [exp(-ctpo_low t^p), exp(ctpo_high t^p)].
+
+    t counts the valid tokens of the sequence from 1 and p = ctpo_power; a masked token is skipped.
+    The log-ratio of each token is clamped to +-20 before the sum. For A < 0 the loss is at most
+    -exp(ctpo_high t^p) A, a dual clip. The gradient is that of the token alone: R_t pi_t / sg(pi_t)
+    is what is clipped. Aggregation: token-mean.
+
+    Args:
+      ctpo_low: lower end of the band of log R_1, nats; 0.025 as in the authors' code.
+      ctpo_high: upper end, nats; 0.05 as in the authors' code.
+      ctpo_power: growth of the band with t; 0.5 as in the paper, 0 keeps it constant, -0.5 goes
+        with the geometric mean.
+      ctpo_geomean: take the geometric mean of the prefix, R_t^(1/t), an option of the authors'
+        code.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch and
+    actor/pg_clipfrac_lower of those at the dual clip.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    is_start_bt = ratios.segment_starts(mask, seg)
+    bounded_bt = ratios.detached_log_ratio(log_ratio_bt, mask)
+    prefix_bt = ratios.segment_scan(jnp.add, bounded_bt, is_start_bt)
+    valid_bt = ratios.as_bool(mask).astype(prefix_bt.dtype)
+    step_bt = jnp.maximum(ratios.segment_scan(jnp.add, valid_bt, is_start_bt), 1.0)
+    if ctpo_geomean:
+        prefix_bt = prefix_bt / step_bt
+    growth_bt = jnp.power(step_bt, ctpo_power)
+    high_bt = jnp.exp(jnp.minimum(ctpo_high * growth_bt, LOG_RATIO_BOUND))  # no ratio is larger
+    ratio_bt = _bounded_ratio(prefix_bt + _local(log_ratio_bt))
+    loss_bt, is_clipped_bt = clipped.pessimistic(
+        ratio_bt, adv_bt, jnp.exp(-ctpo_low * growth_bt), high_bt
+    )
+    is_bounded_bt = (adv_bt < 0) & (ratio_bt > high_bt)
+    loss_bt = jnp.where(adv_bt < 0, jnp.minimum(-adv_bt * high_bt, loss_bt), loss_bt)
+    metrics = clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
+
+
+OBJECTIVES = {
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "gmpo": gmpo,
+    "tbpo": tbpo,
+    "turn_ppo": turn_ppo,
+    "st_ppo": st_ppo,
+    "espo": espo,
+    "ctpo": ctpo,
+}
+NEEDS = {
+    "gmpo": ("weights",),
+    "turn_ppo": ("turn",),
+    "st_ppo": ("turn", "st_ppo_norm"),
+    "espo": ("entropy",),
+}

@@ -1,0 +1,287 @@
+"""Losses without a hard clip: a gate or a penalty keeps the policy near the old one. Among them are
+regressions of the log-ratio on the advantage.
+
+What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first, and the gradient flows through
+r; the regressions (`oapl`, `dro`) take the log-ratio as it is. Nothing is clipped, so
+actor/pg_clipfrac is 0.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import baselines
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import controllers
+from jaxrl_tis.estimators import ratios
+
+
+def _inputs(logp, logp_old, adv, mask):
+    """(log-ratio clamped to +-20, adv) [B, T]."""
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    return ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND), adv_bt
+
+
+def _drift(log_ratio_bt, mask):
+    return clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
+
+
+def sapo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    temperature_pos: chex.Numeric = 1.0,
+    temperature_neg: chex.Numeric = 1.05,
+) -> clipped.Loss:
+    """SAPO (arXiv:2511.20347), l = -(4 / tau) sigmoid(tau (r - 1)) A.
+
+    The gradient per log pi is -r A / cosh(tau (r - 1) / 2)^2: that of importance sampling times a
+    bell around r = 1, with tails that fade on both sides and never reach 0. tau -> 0 is importance
+    sampling without a clip. At r = 1 the loss is -2 A / tau, a constant that is no error. The
+    aggregation of the paper and verl is seq-mean-token-mean.
+
+    Args:
+      temperature_pos: tau where A > 0; 1.0 as in the paper.
+      temperature_neg: tau where A <= 0; 1.05 as in the paper: bad tokens fade faster.
+
+    Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp.
+    """
+    del seg
+    log_ratio_bt, adv_bt = _inputs(logp, logp_old, adv, mask)
+    tau_bt = jnp.where(adv_bt > 0, temperature_pos, temperature_neg)
+    gate_bt = 4.0 / tau_bt * jax.nn.sigmoid(tau_bt * (jnp.exp(log_ratio_bt) - 1.0))
+    return -gate_bt * adv_bt, _drift(log_ratio_bt, mask)
+
+
+def r2vpo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    r2vpo_lambda: chex.Numeric,
+) -> clipped.Loss:
+    """R2VPO (arXiv:2601.03320), l = -(r A - r2vpo_lambda (r - 1)^2).
+
+    The Lagrangian of max E[r A] under E[(r - 1)^2] <= bound. The gradient per log pi is -r (A - 2
+    lambda (r - 1)), so a token comes to rest at r = 1 + A / (2 lambda); lambda = 0 is importance
+    sampling without a clip. `controllers.r2vpo_dual` moves lambda from step to step. The paper's
+    abstract and notes on it state the constraint and the primal-dual method; constants and
+    granularity were not read: r is per token here, and lambda is required. Aggregation: token-mean,
+    the expectation of the constraint.
+
+    Args:
+      r2vpo_lambda: multiplier of the constraint, >= 0, without gradient; a third party fixes 0.04.
+
+    Returns loss_bt; "actor/ratio_variance" is the mean of (r - 1)^2, which the dual takes.
+    """
+    del seg
+    log_ratio_bt, adv_bt = _inputs(logp, logp_old, adv, mask)
+    ratio_bt = jnp.exp(log_ratio_bt)
+    penalty_bt = jax.lax.stop_gradient(r2vpo_lambda) * jnp.square(ratio_bt - 1.0)
+    variance = controllers.ratio_variance(logp, logp_old, mask)
+    metrics = _drift(log_ratio_bt, mask) | {"actor/ratio_variance": variance}
+    return penalty_bt - ratio_bt * adv_bt, metrics
+
+
+def _tilt_divergence(excess_b, count_b, ids, weight_b):
+    """KL(tilt || uniform) in nats of each row's group, [N], for excess = (score - best) / lambda.
+
+    Small divergences keep their digits: the log of the mean of exp(excess) is taken by log1p of the
+    mean of expm1.
+
+    Args:
+      excess_b: [N] <= 0, log of the tilt, not normalised.
+      count_b: [N] size of the row's group.
+      ids: [N] groups, from `baselines.group_ids`.
+      weight_b: [N] 1 for a row that counts and 0 for one that does not.
+    """
+    mean_b = baselines.group_sum(weight_b * jnp.expm1(excess_b), ids) / count_b
+    log_p_b = excess_b - jnp.log1p(mean_b)  # log of the tilt relative to uniform
+    return baselines.group_sum(weight_b * jnp.exp(log_p_b) * log_p_b, ids) / count_b
+
+
+def quatro_multiplier(
+    scores_b: chex.Array,
+    group_b: chex.Array,
+    is_valid_b: chex.Array,
+    *,
+    quatro_delta: float,
+    quatro_floor: float,
+) -> chex.Array:
+    """QUATRO's multiplier of a prompt (arXiv:2602.04620), argmin over lambda of lambda delta +
+    lambda log mean_i exp(R_i / lambda).
+
+    There the group's weights exp(R_i / lambda) have KL quatro_delta from uniform, which falls as
+    lambda grows; it is found by bisection of log lambda. For small delta it is std(R) / sqrt(2
+    delta). A group whose rewards are equal, or of which too large a share has the best reward for
+    any tilt to reach delta, gets the floor.
+
+    Args:
+      scores_b: [N] reward of each sequence; a constant added to a group changes nothing.
+      group_b: [N] int, equal for the samples of one prompt.
+      is_valid_b: [N] bool, sequences that count.
+      quatro_delta: the KL allowed, nats, > 0.
+      quatro_floor: smallest multiplier, in reward units, > 0.
+
+    Returns lambda [N] without gradient, the same on all rows of a group.
+    """
+    if quatro_delta <= 0.0 or quatro_floor <= 0.0:
+        raise ValueError(
+            f"quatro_delta is {quatro_delta} and quatro_floor {quatro_floor}; give both > 0."
+        )
+    ids = baselines.group_ids(group_b)
+    scores_b = jax.lax.stop_gradient(ratios.as_float(scores_b))
+    weight_b = is_valid_b.astype(scores_b.dtype)
+    count_b = jnp.maximum(baselines.group_sum(weight_b, ids), 1.0)
+    best_b = baselines.group_max(jnp.where(is_valid_b, scores_b, -jnp.inf), ids)
+    worst_b = -baselines.group_max(jnp.where(is_valid_b, -scores_b, -jnp.inf), ids)
+    is_empty_b = best_b < worst_b
+    gap_b = jnp.where(is_valid_b, scores_b - best_b, 0.0)
+    # The KL of a tilt is at most (best - worst)^2 / (8 lambda^2), so the root is below this.
+    spread_b = jnp.where(is_empty_b, 0.0, best_b - worst_b)
+    high_b = jnp.log(jnp.maximum(spread_b / jnp.sqrt(8.0 * quatro_delta), quatro_floor))
+
+    def halve(_, bounds):
+        low_b, high_b = bounds
+        middle_b = 0.5 * (low_b + high_b)
+        excess_b = jnp.maximum(gap_b * jnp.exp(-middle_b), -80.0)  # exp(-80) counts as 0
+        is_over_b = _tilt_divergence(excess_b, count_b, ids, weight_b) > quatro_delta
+        return jnp.where(is_over_b, middle_b, low_b), jnp.where(is_over_b, high_b, middle_b)
+
+    low_b = jnp.full_like(high_b, jnp.log(quatro_floor))
+    _, high_b = jax.lax.fori_loop(0, 50, halve, (low_b, high_b))
+    return jnp.maximum(jnp.exp(high_b), quatro_floor)
+
+
+def _sequence_group(group, mask, seg):
+    """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
+    chex.assert_equal_shape([group, mask] if seg is None else [group, mask, seg])
+    group_bt = jnp.where(ratios.as_bool(mask), group, jnp.iinfo(group.dtype).min)
+    if seg is None:
+        return jnp.max(group_bt, axis=1, keepdims=True)
+    num_ids = mask.shape[1] + 1  # as in `ratios.sequence_sum`
+
+    def row_max(group_t, seg_t):
+        return jax.ops.segment_max(group_t, seg_t, num_segments=num_ids)
+
+    return jax.vmap(row_max)(group_bt, seg)[:, 1:]
+
+
+def quatro(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    group: chex.Array,
+    quatro_delta: float,
+    quatro_floor: float,
+) -> clipped.Loss:
+    """QUATRO (arXiv:2602.04620), l = -(r A - lambda_q (r log r - r)) with a multiplier per prompt.
+
+    The Lagrangian of max E[R] under KL(pi || pi_old) <= quatro_delta; lambda_q solves its dual over
+    the group, see `quatro_multiplier`. The gradient per log pi is -r (A - lambda_q log r). The
+    advantage is R - mean(R), not divided by the std: lambda_q is in its units, and a sequence's
+    score is the mean of its tokens' advantages. A call must hold all samples of a prompt: a
+    micro-batch that splits them has another lambda_q. Only abstract and notes were read: this loss
+    is derived from them, the ratio is per token as in a survey, and both constants are required.
+    Aggregation: token-mean.
+
+    Args:
+      group: [B, T] int, equal for the samples of one prompt.
+      quatro_delta: KL allowed per prompt, nats, > 0.
+      quatro_floor: smallest multiplier, in reward units, > 0; ours, for groups without a spread.
+
+    Returns loss_bt; "actor/quatro_lambda" is the mean of lambda_q over the valid tokens.
+    """
+    log_ratio_bt, adv_bt = _inputs(logp, logp_old, adv, mask)
+    is_sequence_bs = ratios.sequence_count(adv_bt, mask, seg) > 0
+    lambda_n = quatro_multiplier(
+        ratios.sequence_mean(adv_bt, mask, seg).reshape(-1),
+        _sequence_group(group, mask, seg).reshape(-1),
+        is_sequence_bs.reshape(-1),
+        quatro_delta=quatro_delta,
+        quatro_floor=quatro_floor,
+    )
+    lambda_bt = ratios.to_tokens(lambda_n.reshape(is_sequence_bs.shape), seg, mask.shape[1])
+    lambda_bt = ratios.zero_padding(lambda_bt, mask)
+    ratio_bt = jnp.exp(log_ratio_bt)
+    loss_bt = lambda_bt * ratio_bt * (log_ratio_bt - 1.0) - ratio_bt * adv_bt
+    metrics = {"actor/quatro_lambda": ratios.masked_mean(lambda_bt, mask)}
+    return loss_bt, _drift(log_ratio_bt, mask) | metrics
+
+
+def oapl(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    oapl_beta: float,
+) -> clipped.Loss:
+    """OAPL (arXiv:2602.19362), l = (oapl_beta log(pi(y) / mu(y)) - A)^2 of a sequence, on each of
+    its valid tokens.
+
+    A regression of the sequence's log-ratio against the lagged sampler on A = R - V, the advantage
+    "oapl": no importance sampling, no clip, no critic; use weight "none". logp_old is not used. The
+    gradient under seq-mean-token-mean, the paper's aggregation, is 2 beta (beta log(pi / mu) - A)
+    per token: on policy 2 beta times the usual one. The formula is taken from a survey and
+    confirmed by secondary notes; beta, and whether the paper averages over a group, were not read,
+    so beta is required.
+
+    Args:
+      logp_behav: [B, T] log-probs of the sampler as it reported them, nats.
+      oapl_beta: reward per nat of log-ratio, > 0.
+
+    Returns loss_bt; actor/ppo_kl is taken against the sampler.
+    """
+    del logp_old
+    if oapl_beta <= 0.0:
+        raise ValueError(f"oapl_beta is {oapl_beta}; the log-ratio needs a scale above 0.")
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_behav, adv, mask)
+    target_bs = ratios.sequence_mean(adv_bt, mask, seg)
+    error_bs = oapl_beta * ratios.sequence_sum(log_ratio_bt, mask, seg) - target_bs
+    loss_bt = ratios.to_tokens(jnp.square(error_bs), seg, mask.shape[1])
+    return ratios.zero_padding(loss_bt, mask), _drift(log_ratio_bt, mask)
+
+
+def dro(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    dro_beta: float,
+) -> clipped.Loss:
+    """DRO (arXiv:2405.19107; per token as in verl), l = -(A log pi - dro_beta / 2 (log r)^2).
+
+    The gradient per log pi is -A + beta log r: REINFORCE with a spring towards the old policy. The
+    log-ratio is not clamped, so the spring pulls at any distance. Aggregation: token-mean.
+
+    Args:
+      dro_beta: stiffness per nat, > 0; verl has no default.
+
+    Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp.
+    """
+    del seg
+    if dro_beta <= 0.0:
+        raise ValueError(f"dro_beta is {dro_beta}; without a pull to the old policy use gpg.")
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    spring_bt = 0.5 * dro_beta * jnp.square(log_ratio_bt)
+    loss_bt = spring_bt - adv_bt * ratios.zero_padding(logp, mask)
+    return loss_bt, _drift(log_ratio_bt, mask)
+
+
+OBJECTIVES = {"sapo": sapo, "r2vpo": r2vpo, "quatro": quatro, "oapl": oapl, "dro": dro}
+
+NEEDS = {"quatro": ("group",), "oapl": ("logp_behav",)}

@@ -1,0 +1,1 @@
+"""Experiments on the estimators: exact gradients, bias and variance on small policies."""

@@ -1,0 +1,287 @@
+"""Returns and groups, and each baseline: by hand, against what it minimises, and as a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import baselines
+
+NAN = float("nan")
+TOKEN_BASELINES = {
+    name: jax.jit(function, static_argnames="otb_zero_tail")
+    for name, function in (("otb", baselines.otb), ("tir_otb", baselines.tir_otb))
+}
+
+
+def test_a_sequence_reward_goes_to_the_last_valid_token():
+    mask = jnp.array([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
+    per_token = baselines.token_rewards(jnp.array([2.0, 3.0, 4.0]), mask)
+    np.testing.assert_array_equal(per_token, [[0, 2, 0], [0, 0, 3], [0, 0, 0]])
+    np.testing.assert_array_equal(
+        baselines.rewards_to_go(jnp.array([2, 3, 4]), mask), [[2, 2, 0], [0, 3, 3], [0, 0, 0]]
+    )
+
+
+def test_rewards_to_go_by_token():
+    # The reward 9 sits on a token that is not valid, and so does the NaN.
+    rewards = jnp.array([[1.0, 9.0, 0.25, 2.0], [0.5, NAN, NAN, NAN]])
+    mask = jnp.array([[1, 0, 1, 1], [1, 0, 0, 0]])
+    np.testing.assert_array_equal(
+        baselines.rewards_to_go(rewards, mask), [[3.25, 0, 2.25, 2], [0.5, 0, 0, 0]]
+    )
+
+
+def test_group_moments_of_ragged_groups():
+    group = jnp.array([5, -1, 5, 5, 9])
+    count, mean, std, is_constant = jax.jit(baselines.group_moments)(
+        jnp.array([1.0, 4.0, 2.0, 6.0, 7.0]), group
+    )
+    # Group 5: 1, 2, 6 with mean 3 and variance (4 + 1 + 9) / 2 = 7.
+    np.testing.assert_array_equal(count, [3, 1, 3, 3, 1])
+    np.testing.assert_allclose(mean, [3, 4, 3, 3, 7], rtol=1e-6)
+    np.testing.assert_allclose(std, np.array([7, 0, 7, 7, 0]) ** 0.5, rtol=1e-6)
+    np.testing.assert_array_equal(is_constant, [False, True, False, False, True])
+
+
+def test_group_reductions_keep_trailing_axes():
+    x = jnp.array([[1.0, -2.0], [3.0, 4.0], [-5.0, 6.0]])
+    ids = baselines.group_ids(jnp.array([7, 2, 7]))
+    np.testing.assert_array_equal(baselines.group_sum(x, ids), [[-4, 4], [3, 4], [-4, 4]])
+    np.testing.assert_array_equal(baselines.group_max(x, ids), [[1, 6], [3, 4], [1, 6]])
+
+
+def test_remax_subtracts_the_greedy_reward():
+    # Row 0: 1 + 2 - 0.5 at both tokens after the 1 is still to come, then 2 - 0.5.
+    adv = baselines.remax(
+        jnp.array([[0.0, 1.0, 2.0], [0.0, 3.0, NAN]]),
+        jnp.array([[1, 1, 1], [1, 1, 0]]),
+        jnp.array([0, 0]),
+        greedy_rewards=jnp.array([0.5, 3.0]),
+    )
+    np.testing.assert_array_equal(adv, [[2.5, 2.5, 1.5], [0, 0, 0]])
+
+
+def test_opo_by_hand_and_by_what_it_minimises():
+    mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
+    rewards, group = jnp.array([1.0, 0.0, 0.3, 0.8]), jnp.array([0, 0, 1, 1])
+    adv = jax.jit(baselines.opo)(rewards, mask, group)[:, 0]
+    # Baselines 4 / 6 and (0.3 + 3 * 0.8) / 4 = 0.675.
+    np.testing.assert_allclose(adv, [1 / 3, -2 / 3, -0.375, 0.125], rtol=1e-5)
+    length = np.sum(mask, axis=1)
+    for members in ([0, 1], [2, 3]):  # derivative of sum_j n_j (R_j - b)^2 at the baseline
+        np.testing.assert_allclose(np.sum((length * adv)[np.array(members)]), 0.0, atol=1e-6)
+
+
+jitted_opob = jax.jit(baselines.opob)
+
+
+def opob(rewards, log_w, grad_norms, mask=None, group=None):
+    """The advantage at the first token; each sequence has two tokens that share its log-weight."""
+    size = len(rewards)
+    logp_old = jnp.stack([0.25 * jnp.asarray(log_w), 0.75 * jnp.asarray(log_w)], axis=1)
+    mask = jnp.ones((size, 2)) if mask is None else mask
+    adv = jitted_opob(
+        jnp.asarray(rewards, jnp.float32),
+        mask,
+        jnp.zeros(size, int) if group is None else group,
+        grad_norms=jnp.asarray(grad_norms, jnp.float32),
+        logp_old=logp_old - 1.0,
+        logp_behav=jnp.full((size, 2), -1.0),
+    )
+    return np.asarray(adv[:, 0])
+
+
+R = np.array([1.0, 0.0, 0.0, 1.0])
+LOG_W = np.log([0.5, 1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("log_w", "grad_norms", "baseline"),
+    [
+        (LOG_W, np.ones(4), 0.764706),  # (0.25 + 16) / (0.25 + 1 + 4 + 16)
+        (np.zeros(4), np.full(4, 3.0), 0.5),  # the mean
+        (LOG_W, [4.0, 1.0, 0.25, 0.0], 1 / 3),  # 1 / (1 + 1 + 1)
+        (LOG_W + 200.0, np.ones(4), 0.764706),  # a common factor changes nothing
+        (LOG_W - 200.0, np.ones(4), 0.764706),
+        ([-300.0, 300.0, 0.0, 0.0], np.ones(4), 0.0),  # one weight decides
+        ([-300.0, 300.0, -80.0, -80.0], [1.0, 0.0, 1.0, 1.0], 0.5),  # a norm of 0 has no say
+        (LOG_W, np.zeros(4), 0.0),
+    ],
+)
+def test_opob_baseline(log_w, grad_norms, baseline):
+    np.testing.assert_allclose(opob(R, log_w, grad_norms), R - baseline, rtol=1e-4, atol=1e-6)
+
+
+def test_opob_minimises_the_weighted_square():
+    rng = np.random.default_rng(0)
+    rewards, log_w, norms = rng.normal(size=5), rng.normal(size=5), rng.exponential(size=5)
+    adv = opob(rewards, log_w, norms)
+    np.testing.assert_allclose(np.sum(np.exp(2 * log_w) * norms * adv), 0.0, atol=1e-5)
+
+
+def test_opob_without_tokens_in_a_row_or_in_a_group():
+    mask = jnp.array([[1, 1], [1, 1], [0, 0], [0, 0]])
+    adv = opob(R, LOG_W, [1.0, 1.0, NAN, NAN], mask, jnp.array([0, 0, 0, 1]))
+    # Baseline 0.25 / (0.25 + 1) of the two rows that have tokens.
+    np.testing.assert_allclose(adv, [0.8, -0.2, 0, 0], rtol=1e-5)
+
+
+def token_fields(score_norm):
+    """logp_old and sum_pi_squared whose 1 - 2 pi + sum pi^2 is score_norm: pi is 0.5."""
+    score_norm = jnp.asarray(score_norm)
+    return {
+        "logp_old": jnp.where(jnp.isnan(score_norm), NAN, jnp.log(0.5)),
+        "sum_pi_squared": score_norm,
+    }
+
+
+PUBLISHED = {
+    "rewards": jnp.array([1.0, 0.0]),
+    "mask": jnp.array([[1, 1, 1], [1, 1, 0]]),
+    "group": jnp.zeros(2, int),
+    **token_fields([[0.5, 0.4, 0.4], [0.02, 0.5, NAN]]),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_token_baseline_of_two_responses(name):
+    # W is 0.5, 0.9, 1.3 and 0.02, 0.52: B is 0.5 / 0.52, 0.9 / 1.42 and 1.
+    entry = TOKEN_BASELINES[name]
+    expected = np.array([[0.0385, 0.3662, 1.0], [-0.9615, -0.6338, 0.0]])
+    np.testing.assert_allclose(entry(**PUBLISHED), expected, atol=5e-5)
+    expected[0, 2] = 0.0  # the only live response is its own baseline
+    np.testing.assert_allclose(entry(**PUBLISHED, otb_zero_tail=False), expected, atol=5e-5)
+
+
+def test_weights_enter_inside_the_sum():
+    w = jnp.array([[2.0, 1.0, 1.0], [1.0, 3.0, NAN]])
+    # W is 4 * 0.5 = 2, 2.4 and 0.02, 0.02 + 9 * 0.5 = 4.52: B is 2 / 2.02 and 2.4 / 6.92.
+    otb = TOKEN_BASELINES["otb"]
+    adv = otb(**PUBLISHED, weights=w)
+    expected = [[1 - 0.990099, 1 - 0.346821, 1.0], [-0.990099, -0.346821, 0.0]]
+    np.testing.assert_allclose(adv, expected, rtol=1e-4)
+    np.testing.assert_array_equal(otb(**PUBLISHED, weights=jnp.ones((2, 3))), otb(**PUBLISHED))
+
+
+def test_equal_scores_give_the_mean_of_the_live_returns():
+    mask = jnp.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    rewards = jnp.array([1.0, 0.0, 0.5, 0.3])
+    adv = TOKEN_BASELINES["otb"](
+        rewards, mask, jnp.zeros(4, int), **token_fields(jnp.full((4, 3), 0.25))
+    )
+    live = np.array([1.8 / 4, 1.3 / 3, 1.3 / 2])
+    np.testing.assert_allclose(
+        adv, (np.array(rewards)[:, None] - live) * mask, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_tokens_that_were_certain_do_not_divide_by_zero():
+    # pi = 1: the score is 0, so W is 0 and the baseline 0 / 1e-8.
+    certain = {"logp_old": jnp.zeros((2, 2)), "sum_pi_squared": jnp.ones((2, 2))}
+    arguments = (jnp.ones((2, 2)), jnp.zeros(2, int))
+    adv = TOKEN_BASELINES["otb"](jnp.array([1.0, 0.0]), *arguments, **certain)
+    np.testing.assert_array_equal(adv, [[1, 1], [0, 0]])
+    # Rounding can leave a sum of squares just below 2 pi - 1; the term is cut at 0.
+    certain["sum_pi_squared"] = jnp.full((2, 2), 1.0 - 1e-6)
+    adv = TOKEN_BASELINES["otb"](jnp.array([1.0, 0.0]), *arguments, **certain)
+    np.testing.assert_array_equal(adv, [[1, 1], [0, 0]])
+
+
+def random_case(seed, has_holes):
+    """A ragged batch of 7 rows, the last one without tokens, in groups of 3, 2 and 2."""
+    rng = np.random.default_rng(seed)
+    length = np.array([6, 3, 5, 4, 4, 6, 0])
+    mask = np.arange(8)[None, :] < length[:, None]
+    if has_holes:
+        mask &= rng.random(mask.shape) < 0.7
+    p = rng.random(mask.shape)
+    return {
+        "rewards": np.where(mask, rng.normal(size=mask.shape), NAN),
+        "mask": mask,
+        "group": np.array([4, 0, 4, 0, 4, 2, 2]),
+        "logp_old": np.where(mask, np.log(p), NAN),
+        "sum_pi_squared": np.where(mask, p**2 + (1 - p) ** 2 * rng.random(mask.shape), NAN),
+        "weights": np.where(mask, np.exp(rng.normal(size=mask.shape)), NAN),
+    }
+
+
+def loop_otb(case, is_compacted, otb_zero_tail=True):
+    """Token baselines by loops over rows and positions, in float64."""
+    mask, group = case["mask"], case["group"]
+    rows = range(len(mask))
+    kept = [np.flatnonzero(row) for row in mask]
+    positions = [list(range(len(k))) if is_compacted else list(k) for k in kept]
+    returns, power = [], []
+    for b in rows:
+        r, logp, square, w = (
+            case[field][b, kept[b]]
+            for field in ("rewards", "logp_old", "sum_pi_squared", "weights")
+        )
+        returns.append(np.cumsum(r[::-1])[::-1])
+        power.append(np.cumsum((1 - 2 * np.exp(logp) + square) * w**2))
+    adv = np.zeros(mask.shape)
+    for b in rows:
+        for i, position in enumerate(positions[b]):
+            live = [
+                (returns[j][positions[j].index(position)], power[j][positions[j].index(position)])
+                for j in rows
+                if group[j] == group[b] and position in positions[j]
+            ]
+            size = sum(len(kept[j]) > 0 for j in rows if group[j] == group[b])
+            is_alone = len(live) == 1 if otb_zero_tail else size == 1
+            total = sum(weight for _, weight in live) + 1e-8
+            baseline = sum(g * weight for g, weight in live) / total
+            if is_alone:
+                baseline = 0.0
+            elif len({g for g, _ in live}) == 1:
+                baseline = live[0][0]
+            adv[b, kept[b][i]] = returns[b][i] - baseline
+    return adv
+
+
+@pytest.mark.parametrize("otb_zero_tail", [True, False])
+@pytest.mark.parametrize(
+    ("name", "has_holes"), [("otb", False), ("otb", True), ("tir_otb", False), ("tir_otb", True)]
+)
+def test_token_baselines_equal_a_loop(name, has_holes, otb_zero_tail):
+    case = random_case(1, has_holes)
+    with jax.enable_x64(True):
+        adv = TOKEN_BASELINES[name](**case, otb_zero_tail=otb_zero_tail)
+    expected = loop_otb(case, name == "tir_otb", otb_zero_tail)
+    np.testing.assert_allclose(adv, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_without_holes_both_token_baselines_agree():
+    case = random_case(2, has_holes=False)
+    adv = (entry(**case) for entry in TOKEN_BASELINES.values())
+    np.testing.assert_array_equal(*adv)
+
+
+def test_a_tool_reply_in_between_changes_nothing():
+    case = random_case(3, has_holes=False)
+    expected = TOKEN_BASELINES["tir_otb"](**case)
+    start = np.array([2, 0, 1, 3, 1, 0, 0])  # where two tokens of a tool go in
+
+    def insert(x, fill):
+        return np.stack([np.insert(row, [s, s], fill) for row, s in zip(x, start, strict=True)])
+
+    longer = {
+        name: x if name == "group" else insert(x, False if name == "mask" else NAN)
+        for name, x in case.items()
+    }
+    adv = TOKEN_BASELINES["tir_otb"](**longer)
+    np.testing.assert_allclose(adv, insert(expected, 0.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_the_token_baseline_minimises_the_weighted_square(name):
+    case = random_case(5, has_holes=False)
+    with jax.enable_x64(True):
+        adv = np.asarray(TOKEN_BASELINES[name](**case))
+    score = np.where(case["mask"], 1 - 2 * np.exp(case["logp_old"]) + case["sum_pi_squared"], 0.0)
+    power = np.cumsum(score * np.nan_to_num(case["weights"]) ** 2, axis=1) * case["mask"]
+    for members in ([0, 2, 4], [1, 3]):
+        is_shared = case["mask"][members].sum(axis=0) > 1
+        derivative = np.sum(power[members] * adv[members], axis=0)[is_shared]
+        np.testing.assert_allclose(derivative, 0.0, atol=1e-7)

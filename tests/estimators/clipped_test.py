@@ -1,0 +1,456 @@
+"""Clipped surrogates of token ratios: a loop over tokens, published coefficients, limits, ties."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import reduce
+
+# Coefficient on the gradient of log pi at (log-ratio, advantage), clip 0.2: the ratio times A
+# inside the band, 0 where the pessimistic branch is flat.
+POINTS = [
+    (0.0, 1),
+    (0.0, -1),
+    (0.3, 1),
+    (0.3, -1),
+    (-0.3, 1),
+    (-0.3, -1),
+    (1.5, 1),
+    (1.5, -1),
+    (-1.5, 1),
+    (-1.5, -1),
+]
+UNCLIPPED = [1, -1, 1.350, -1.350, 0.741, -0.741, 4.482, -4.482, 0.223, -0.223]
+BOUNDED = [1, -1, 0, -1.350, 0.741, 0, 0, 0, 0.223, 0]
+COEFFICIENTS = [
+    ("ppo", {}, [1, -1, 0, -1.350, 0.741, 0, 0, -4.482, 0.223, 0]),
+    ("dual_clip", {}, BOUNDED),
+    ("two_sided", {}, BOUNDED),
+    ("ppo", {"clip_low": 1.0, "clip_high": np.inf}, UNCLIPPED),
+    ("m2po", {"m2po_threshold": np.inf}, UNCLIPPED),
+    ("kl_cov", {"kl_cov_coeff": 0.0}, UNCLIPPED),
+]
+KEY = np.array([3, 4], np.uint32)
+MASK = np.arange(16)[None, :] < np.array([16, 9, 0, 1])[:, None]
+MASK[0, 2] = False  # a tool token
+FLOATS = ("logp", "logp_old", "adv", "logp_prox", "logp_behav")
+
+
+def make_batch(spread=0.4):
+    rng = np.random.default_rng(7)
+    logp = -rng.exponential(1.0, MASK.shape) - 1e-3
+    fields = {name: logp + spread * rng.normal(size=MASK.shape) for name in FLOATS[1:]}
+    fields |= {"logp": logp, "adv": 2.0 * rng.normal(size=MASK.shape)}
+    batch = {name: jnp.array(x, jnp.float32) for name, x in fields.items()}
+    batch["version"] = jnp.array(rng.integers(3, 9, MASK.shape), jnp.int32)
+    return batch | {"mask": jnp.array(MASK), "current_version": 7, "key": KEY}
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "name",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "two_sided_delta",
+        "a3po_linear",
+    ),
+)
+def evaluate(name, batch, seg=None, **parameters):
+    """(loss_bt, metrics, gradient of the summed loss with respect to logp)."""
+    needed = clipped.NEEDS[name] if name in clipped.NEEDS else ()
+
+    def total(logp):
+        loss_bt, metrics = clipped.OBJECTIVES[name](
+            logp,
+            batch["logp_old"],
+            batch["adv"],
+            batch["mask"],
+            seg,
+            **{field: batch[field] for field in needed},
+            **parameters,
+        )
+        return jnp.sum(loss_bt), (loss_bt, metrics)
+
+    (_, (loss_bt, metrics)), gradient = jax.value_and_grad(total, has_aux=True)(batch["logp"])
+    return loss_bt, metrics, gradient
+
+
+def row(name, log_ratio, adv, **fields):
+    """The entry on one row with logp_old = log 0.2 and everything valid."""
+    log_ratio, adv = (np.array([x], np.float32) for x in (log_ratio, adv))
+    old = np.full(log_ratio.shape, np.log(0.2), np.float32)
+    batch = {"logp": old + log_ratio, "logp_old": old, "adv": adv}
+    parameters = {k: fields.pop(k) for k in list(fields) if k not in (*FLOATS, "version", "key")}
+    if "current_version" in parameters:
+        batch["current_version"] = parameters.pop("current_version")
+    return evaluate(name, batch | {"mask": np.ones(old.shape)} | fields, **parameters)
+
+
+# The formulas once more, token by token in float64, by cases where the source has min and max.
+
+
+def ppo_token(ratio, adv, low=0.8, high=1.2):
+    """(loss, gradient with respect to log pi, whether clipped)."""
+    if adv > 0 and ratio > high:
+        return -high * adv, 0.0, True
+    if adv < 0 and ratio < low:
+        return -low * adv, 0.0, True
+    return -ratio * adv, -ratio * adv, False
+
+
+def dual_token(x):
+    loss, gradient, is_clipped = ppo_token(np.exp(x["logp"] - x["logp_old"]), x["adv"])
+    is_bounded = x["adv"] < 0 and loss > -3.0 * x["adv"]
+    return (-3.0 * x["adv"], 0.0, is_clipped) if is_bounded else (loss, gradient, is_clipped)
+
+
+def two_sided_token(x):
+    ratio, adv = np.exp(x["logp"] - x["logp_old"]), x["adv"]
+    if adv < 0 and ratio > 4.0:
+        return -4.0 * adv, 0.0, False
+    return ppo_token(ratio, adv)
+
+
+def decoupled_token(x, logp_prox):
+    w = np.exp(logp_prox - x["logp_behav"])
+    loss, gradient, is_clipped = ppo_token(np.exp(x["logp"] - logp_prox), x["adv"])
+    return (w * loss, w * gradient, is_clipped) if w <= 1.3 else (0.0, 0.0, is_clipped)
+
+
+def a3po_token(x, is_linear):
+    lag = 7 - x["version"]
+    alpha = (lag - 1) / lag if lag > 1 else 0.0
+    mixed = (1 - alpha) * x["logp_behav"] + alpha * x["logp"]
+    if is_linear:
+        pi, mu = np.exp(x["logp"]), np.exp(x["logp_behav"])
+        mixed = np.log(alpha * pi + (1 - alpha) * mu + 1e-10)
+    return decoupled_token(x, mixed)
+
+
+def qurl_token(x):
+    w = min(np.exp(x["logp_old"] - x["logp_behav"]), 2.0)
+    high = 1.2 / w
+    ratio = np.exp(x["logp"] - x["logp_old"])
+    loss, gradient, is_clipped = ppo_token(ratio, x["adv"], min(0.8, high), high)
+    return w * loss, w * gradient, is_clipped
+
+
+LOOPS = [
+    ("ppo", {}, lambda x: ppo_token(np.exp(x["logp"] - x["logp_old"]), x["adv"])),
+    ("dual_clip", {}, dual_token),
+    ("two_sided", {}, two_sided_token),
+    ("decoupled", {"upper": 1.3}, lambda x: decoupled_token(x, x["logp_prox"])),
+    ("a3po", {"upper": 1.3}, lambda x: a3po_token(x, False)),
+    ("a3po", {"upper": 1.3, "a3po_linear": True}, lambda x: a3po_token(x, True)),
+    ("qurl_acr", {}, qurl_token),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "token"), LOOPS)
+def test_entry_equals_a_loop_over_tokens(name, parameters, token):
+    batch = make_batch(spread=0.9)
+    loss, metrics, gradient = evaluate(name, batch, **parameters)
+    expected = np.zeros((3, *MASK.shape))
+    for position in zip(*np.nonzero(MASK), strict=True):
+        x = {k: np.float64(batch[k][position]) for k in (*FLOATS, "version")}
+        expected[(slice(None), *position)] = token(x)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6)
+    assert 0 < np.sum(expected[2]) < np.sum(MASK)  # the batch has tokens on both branches
+    np.testing.assert_allclose(
+        metrics["actor/pg_clipfrac"], np.sum(expected[2]) / np.sum(MASK), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("name", "parameters", "coefficients"), COEFFICIENTS)
+def test_published_coefficients(name, parameters, coefficients):
+    log_ratio, adv = zip(*POINTS, strict=True)
+    _, _, gradient = row(name, log_ratio, adv, **parameters)
+    np.testing.assert_allclose(-gradient, [coefficients], atol=6e-4)
+
+
+def test_values_of_the_dual_clip():
+    # r = e^1.5 = 4.48: A = -1 costs 4.48 in PPO and 3 with the bound; A = +1 is clipped at 1.2.
+    loss, metrics, gradient = row("dual_clip", [1.5, 1.5], [-1.0, 1.0])
+    np.testing.assert_allclose(loss, [[3.0, -1.2]], rtol=1e-6)
+    np.testing.assert_array_equal(gradient, [[0.0, 0.0]])
+    assert metrics["actor/pg_clipfrac_lower"] == 0.5
+    assert metrics["actor/pg_clipfrac"] == 0.5
+    np.testing.assert_allclose(metrics["actor/ppo_kl"], -1.5, rtol=1e-6)
+    ppo, _, _ = row("ppo", [1.5, 1.5], [-1.0, 1.0])
+    np.testing.assert_allclose(ppo, [[np.exp(1.5), -1.2]], rtol=1e-6)
+    loose, _, _ = row("dual_clip", [1.5, 1.5], [-1.0, 1.0], dual_clip=1e6)
+    np.testing.assert_array_equal(loose, ppo)
+
+
+def test_two_sided_is_dual_clip_below_zero_and_ppo_above():
+    log_ratio = [-1.5, -0.3, 0.0, 0.3, 1.0, 1.5, 3.0]
+    for adv, other in ((-2.0, "dual_clip"), (2.0, "ppo")):
+        parameters = {"dual_clip": 4.0} if other == "dual_clip" else {}
+        expected = row(other, log_ratio, [adv] * 7, **parameters)
+        actual = row("two_sided", log_ratio, [adv] * 7, two_sided_delta=4.0)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+    _, metrics, _ = row("two_sided", log_ratio, [-2.0] * 7)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac_lower"], 2 / 7, rtol=1e-6)  # e^1.5, e^3
+
+
+def test_upper_and_lower_clip_are_separate():
+    # A > 0, r = 1.25: inside 1.28 (DAPO), outside 1.2. A < 0, r = 0.75: inside 0.7, outside 0.8.
+    for name in ("ppo", "dual_clip", "two_sided"):
+        log_ratio, adv = np.log([1.25, 0.75]), [1.0, -1.0]
+        _, _, wide_up = row(name, log_ratio, adv, clip_low=0.2, clip_high=0.28)
+        np.testing.assert_allclose(wide_up, [[-1.25, 0.0]], rtol=1e-6)
+        _, _, wide_down = row(name, log_ratio, adv, clip_low=0.3, clip_high=0.2)
+        np.testing.assert_allclose(wide_down, [[0.0, 0.75]], rtol=1e-6)
+
+
+def test_a_ratio_on_the_edge_of_the_band_keeps_its_gradient():
+    for name in ("ppo", "dual_clip", "two_sided"):  # r = 1 and a band of width 0
+        _, _, gradient = row(name, [0.0, 0.0], [2.0, -2.0], clip_low=0.0, clip_high=0.0)
+        np.testing.assert_array_equal(gradient, [[-2.0, 2.0]])
+
+
+def test_bounds_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="dual_clip is 1.0"):
+        row("dual_clip", [0.0], [1.0], dual_clip=1.0)
+    with pytest.raises(ValueError, match="two_sided_delta is 1.2 and the band ends at 1.2"):
+        row("two_sided", [0.0], [1.0], two_sided_delta=1.2)
+
+
+def test_log_ratios_beyond_the_bound_are_flat():
+    old = jnp.zeros((1, 4))
+    logp, adv = jnp.array([[20.0, 21.0, 500.0, -500.0]]), jnp.full((1, 4), -1.0)
+    batch = {"logp": logp, "logp_old": old, "adv": adv, "mask": jnp.ones((1, 4))}
+    loss, _, gradient = evaluate("ppo", batch)
+    np.testing.assert_allclose(loss, [[np.exp(20.0)] * 3 + [0.8]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[np.exp(20.0), 0, 0, 0]], rtol=1e-5)  # the bound passes
+
+
+def test_decoupled_limits():
+    batch = make_batch()
+    same = batch | {"logp_prox": batch["logp_behav"]}
+    expected = evaluate("ppo", batch | {"logp_old": batch["logp_behav"]})
+    for actual, value in zip(evaluate("decoupled", same)[::2], expected[::2], strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-6)  # pi_prox = mu: PPO
+
+    centred = batch | {"logp_prox": batch["logp"]}
+    _, _, gradient = evaluate("decoupled", centred)
+    w = jnp.where(batch["mask"], jnp.exp(batch["logp"] - batch["logp_behav"]), 0.0)
+    np.testing.assert_allclose(gradient, -w * batch["adv"], rtol=1e-5)  # pi_prox = pi: -w A
+
+    noise = batch | {"logp_prox": batch["logp_old"]}
+    w = jnp.where(batch["mask"], jnp.exp(batch["logp_old"] - batch["logp_behav"]), 0.0)
+    expected = w * evaluate("ppo", batch)[0]  # pi_prox = pi_old: vanilla IS on PPO
+    np.testing.assert_allclose(evaluate("decoupled", noise)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_decoupled_drops_weights_above_the_cap():
+    # w = pi_prox / mu = 0.5, 2 and 2.5 with u = 1, so that the loss is -w A. The cap is inclusive.
+    prox = jnp.log(jnp.array([[0.05, 0.2, 0.25]]))
+    fields = {"logp_prox": prox, "logp_behav": jnp.full((1, 3), jnp.log(0.1)), "logp": prox}
+    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=2.001, **fields)
+    np.testing.assert_allclose(loss, [[-0.5, -2.0, 0.0]], rtol=1e-5)
+    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, **fields)
+    np.testing.assert_allclose(loss, [[-0.5, -2.0, -2.5]], rtol=1e-5)
+    fields["logp_behav"] = prox  # w = 1 exactly
+    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=1.0, **fields)
+    np.testing.assert_array_equal(loss, [[-1.0, -1.0, -1.0]])
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_a3po_of_fresh_tokens_is_ppo_around_the_sampler(is_linear):
+    batch = make_batch() | {"version": jnp.full(MASK.shape, 6)}
+    expected = evaluate("ppo", batch | {"logp_old": batch["logp_behav"]})
+    for current_version in (7, 6, 2):  # one version old, current, and newer than current
+        actual = evaluate(
+            "a3po", batch | {"current_version": current_version}, a3po_linear=is_linear
+        )
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-5, atol=1e-6)
+
+
+def test_a3po_interpolates_by_the_age_of_each_token():
+    # pi / mu = 16 and d = 1, 2, 4: u = 16, 4, 2 in value and w = 1, 4, 8, so that w u = 16.
+    # A = -1 is never clipped from above: loss w u = 16. A = 1 is clipped at u = 1.2: -w 1.2.
+    old = jnp.full((1, 6), jnp.log(0.2))
+    fields = {"logp_behav": old, "version": jnp.array([[9, 8, 6] * 2]), "current_version": 10}
+    adv = [-1.0] * 3 + [1.0] * 3
+    loss, metrics, gradient = row("a3po", [np.log(16.0)] * 6, adv, **fields)
+    np.testing.assert_allclose(loss, [[16.0, 16.0, 16.0, -1.2, -4.8, -9.6]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[16.0, 16.0, 16.0, 0.0, 0.0, 0.0]], rtol=1e-5)
+    # ppo_kl is the mean of -log u: -(log 16 + log 4 + log 2) / 3 = -7 log 2 / 3.
+    np.testing.assert_allclose(metrics["actor/ppo_kl"], -7 * np.log(2.0) / 3, rtol=1e-5)
+
+
+def test_a3po_of_very_old_tokens_is_unclipped():
+    # d -> infinity: pi_prox -> pi, so that u -> 1 and the loss is -(pi / mu) A = -1.5 A.
+    old = jnp.full((1, 2), jnp.log(0.2))
+    fields = {"logp_behav": old, "version": jnp.zeros((1, 2), int), "current_version": 10**6}
+    loss, _, gradient = row("a3po", [np.log(1.5)] * 2, [1.0, -1.0], **fields)
+    np.testing.assert_allclose(loss, [[-1.5, 1.5]], rtol=1e-4)
+    np.testing.assert_allclose(gradient, [[-1.5, 1.5]], rtol=1e-4)
+
+
+def test_a3po_mixes_probabilities():
+    # mu = 0.1, pi = 0.5, d = 2: pi_prox = 0.3, w = 3, u = 5/3. A = 1: -3 * 1.2; A = -1: 3 * 5/3.
+    behav = jnp.full((1, 2), jnp.log(0.1))
+    fields = {"logp_behav": behav, "version": jnp.full((1, 2), 5), "current_version": 7}
+    loss, _, gradient = row("a3po", [np.log(2.5)] * 2, [1.0, -1.0], a3po_linear=True, **fields)
+    np.testing.assert_allclose(loss, [[-3.6, 5.0]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[0.0, 5.0]], rtol=1e-5, atol=1e-6)
+    # mu = 0 to float32 and d = 1: the floor 1e-10 is what is left of pi_prox.
+    fields = {"logp_behav": behav - 300.0, "version": jnp.full((1, 2), 6), "current_version": 7}
+    _, metrics, _ = row("a3po", [np.log(2.5)] * 2, [1.0, 1.0], a3po_linear=True, **fields)
+    np.testing.assert_allclose(metrics["actor/ppo_kl"], -20.0, rtol=1e-5)  # log(0.5 / 1e-10) = 22
+
+
+def test_qurl_moves_the_upper_end():
+    # w = 1 is PPO. w = 0.5: band [0.8, 2.4], r = 2 is inside, loss -0.5 * 2. w = 4 is capped at 2:
+    # the upper end 0.6 is below the lower one and wins: A = 1 -> -2 * 0.6, flat; A = -1 -> 2 * 1.
+    old = jnp.log(0.2)
+    behav = jnp.array([[old, old, old - jnp.log(0.5), old - jnp.log(4.0), old - jnp.log(4.0)]])
+    log_ratio, adv = [0.3, -0.3, np.log(2.0), 0.0, 0.0], [1.0, -1.0, 1.0, 1.0, -1.0]
+    loss, metrics, gradient = row("qurl_acr", log_ratio, adv, logp_behav=behav)
+    np.testing.assert_allclose(loss, [[-1.2, 0.8, -1.0, -1.2, 2.0]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[0.0, 0.0, -1.0, 0.0, 2.0]], rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 3 / 5, rtol=1e-6)
+    loss, _, _ = row("qurl_acr", [0.0], [-1.0], logp_behav=behav[:, 3:4], cap=8.0)
+    np.testing.assert_allclose(loss, [[4.0]], rtol=1e-5)
+
+
+def test_m2po_clips_at_the_budget():
+    # Harmful: l = 0.5 and 0.1 at A = 1; -0.1 at A = 1 and 3 at A = -1 are not. Mean of the squares
+    # 0.13 > 0.04, so (tau^2 + 0.01) / 2 = 0.04, tau = 0.2645751, exp(tau) = 1.302877.
+    log_ratio, adv = [0.5, 0.1, -0.1, 3.0], [1.0, 1.0, 1.0, -1.0]
+    loss, metrics, gradient = row("m2po", log_ratio, adv, m2po_low=0.0, m2po_high=0.0)
+    inside = np.exp([0.1, -0.1, 3.0])
+    np.testing.assert_allclose(loss, [[-1.302877, -inside[0], -inside[1], inside[2]]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[0.0, -inside[0], -inside[1], inside[2]]], rtol=1e-5)
+    assert metrics["actor/pg_clipfrac"] == 0.25
+    loss, _, _ = row("m2po", log_ratio, adv)  # never tighter than [0.7, 1.5]
+    np.testing.assert_allclose(loss[0, 0], -1.5, rtol=1e-6)
+    # The mirror image: A = -1 and l = -0.5, -0.1 give the lower end exp(-tau), or 0.7.
+    low, _, _ = row("m2po", [-0.5, -0.1], [-1.0, -1.0], m2po_low=0.0)
+    np.testing.assert_allclose(low, [[np.exp(-np.sqrt(0.07)), np.exp(-0.1)]], rtol=1e-5)
+    low, _, _ = row("m2po", [-0.5, -0.1], [-1.0, -1.0])
+    np.testing.assert_allclose(low, [[0.7, np.exp(-0.1)]], rtol=1e-5)
+
+
+def test_m2po_within_the_budget_clips_nothing():
+    # One of 40 harmful tokens is far away: 1.2^2 / 40 = 0.036 <= 0.04, though r = 3.3.
+    log_ratio = [1.2] + [0.0] * 39
+    harmful = [1.2] + [1e-3] * 39
+    loss, metrics, _ = row("m2po", harmful, [1.0] * 40)
+    np.testing.assert_allclose(loss[0, 0], -np.exp(1.2), rtol=1e-6)
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    # With r = 1 on the others they are not harmful, and the mean is 1.44.
+    loss, _, _ = row("m2po", log_ratio, [1.0] * 40)
+    np.testing.assert_allclose(loss[0, 0], -1.5, rtol=1e-6)
+
+
+def test_m2po_is_monotone_in_its_budget():
+    batch = make_batch(spread=0.9)
+    total = [
+        evaluate("m2po", batch, m2po_threshold=budget, m2po_low=0.0, m2po_high=0.0)[0].sum()
+        for budget in (0.01, 0.04, 0.2, 1.0, 10.0)
+    ]
+    assert np.all(np.diff(total) <= 0.0) and total[0] > total[-1]  # a wider band bounds l less
+
+
+# Means -3 and 0: cov = (A - mean A)(logp - mean logp) = (2 * 2, 0 * 2, -2 * -2, 0 * -2).
+COV_LOGP = jnp.array([[-1.0, -1.0, -5.0, -5.0, jnp.nan]])
+COV_ADV = jnp.array([[2.0, 0.0, -2.0, 0.0, jnp.nan]])
+
+
+def covariance_batch(log_ratio, adv=COV_ADV, seed=0):
+    return {
+        "logp": COV_LOGP,
+        "logp_old": COV_LOGP - jnp.array([[*log_ratio, 0.0]]),
+        "adv": adv,
+        "mask": jnp.array([[1, 1, 1, 1, 0]]),
+        "key": jax.random.key(seed),
+    }
+
+
+def test_clip_cov_drops_the_candidates():
+    batch = covariance_batch([0.0] * 4)
+    loss, metrics, gradient = evaluate("clip_cov", batch, clip_cov_ratio=0.5)  # 2 of 4 tokens
+    np.testing.assert_array_equal(loss, np.zeros((1, 5)))
+    np.testing.assert_array_equal(gradient, np.zeros((1, 5)))
+    assert metrics["actor/pg_clipfrac"] == 0.5
+    # The band is open: cov = 4 is not below 4, nor above 4.
+    for band in ({"clip_cov_upper": 4.0}, {"clip_cov_lower": 4.0}):
+        loss, _, _ = evaluate("clip_cov", batch, clip_cov_ratio=0.5, **band)
+        np.testing.assert_array_equal(loss, [[-2.0, 0.0, 2.0, 0.0, 0.0]])
+    # A token that PPO has clipped is no candidate: r = e^0.5 at A = 2 stays at -1.2 A.
+    batch = covariance_batch([0.5, 0.0, 0.0, 0.0])
+    loss, _, _ = evaluate("clip_cov", batch, clip_cov_ratio=0.5)
+    np.testing.assert_allclose(loss, [[-2.4, 0.0, 0.0, 0.0, 0.0]], rtol=1e-6)
+
+
+def test_clip_cov_draws_by_its_key():
+    # max(1, floor(2e-4 * 4)) = 1 of the two candidates, each in about half of the draws.
+    losses = [evaluate("clip_cov", covariance_batch([0.0] * 4, seed=s))[0] for s in range(24)]
+    is_first = [bool(x[0, 0] == 0.0) for x in losses]
+    assert all((x[0, 2] == 0.0) != first for x, first in zip(losses, is_first, strict=True))
+    assert 4 <= sum(is_first) <= 20
+    again = evaluate("clip_cov", covariance_batch([0.0] * 4, seed=0))[0]
+    np.testing.assert_array_equal(again, losses[0])
+
+
+def test_kl_cov_penalises_the_highest_covariances():
+    # A = (3, 0, -2, -1): cov = (6, 0, 4, 2). Half of the tokens: the first and the third.
+    adv = jnp.array([[3.0, 0.0, -2.0, -1.0, jnp.nan]])
+    log_ratio = np.array([0.5, -0.5, -0.25, 1.0])
+    batch = covariance_batch(log_ratio, adv)
+    base = -np.exp(log_ratio) * np.array([3.0, 0.0, -2.0, -1.0])
+    loss, metrics, gradient = evaluate("kl_cov", batch, kl_cov_ratio=0.5, kl_cov_coeff=0.1)
+    np.testing.assert_allclose(loss[0, :4], base + 0.1 * np.array([0.5, 0, 0.25, 0]), rtol=1e-5)
+    np.testing.assert_allclose(gradient[0, :4], base + 0.1 * np.array([1, 0, -1, 0]), rtol=1e-5)
+    assert loss[0, 4] == 0.0 and gradient[0, 4] == 0.0
+    np.testing.assert_allclose(metrics["actor/ppo_kl"], 2.25 / 4, rtol=1e-5)
+    loss, _, _ = evaluate("kl_cov", batch, kl_cov_ratio=1e-9)  # never less than one, coefficient 1
+    np.testing.assert_allclose(loss[0, :4], base + np.array([0.5, 0, 0, 0]), rtol=1e-5)
+
+
+def test_kl_cov_on_policy_is_reinforce():
+    adv = jnp.array([[3.0, 0.0, -2.0, -1.0, jnp.nan]])  # |log r| has gradient 0 at r = 1
+    _, _, gradient = evaluate("kl_cov", covariance_batch([0.0] * 4, adv), kl_cov_ratio=1.0)
+    np.testing.assert_array_equal(gradient, [[-3.0, 0.0, 2.0, 1.0, 0.0]])
+
+
+# verl 0.9.1 on old = [[-1] * 3, [-2] * 3], logp = [[-.5, -1, -3], [-2, -1, -25]], A = +1 and -1,
+# the last token masked, token-mean, clip 0.2: loss and gradient.
+VANILLA = (0.27659, [[0, -0.2, -0.02707], [0.2, 0.54366, 0]])
+VERL = [
+    ("dual_clip", {}, VANILLA),
+    ("clip_cov", {}, VANILLA),
+    (
+        "kl_cov",
+        {"kl_cov_ratio": 2e-4, "kl_cov_coeff": 0.1},
+        (0.19685, [[-0.30974, -0.2, -0.02707], [0.2, 0.54366, 0]]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "expected"), VERL)
+def test_verl_example(name, parameters, expected):
+    mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+    batch = {
+        "logp": jnp.array([[-0.5, -1, -3], [-2, -1, -25]]),
+        "logp_old": jnp.array([[-1.0] * 3, [-2.0] * 3]),
+        "adv": jnp.array([[1.0] * 3, [-1.0] * 3]),
+        "mask": mask,
+        "key": KEY,
+    }
+    loss, _, gradient = evaluate(name, batch, **parameters)
+    value = reduce.aggregate(loss, mask, "token-mean")
+    np.testing.assert_allclose(value, expected[0], atol=1e-5)
+    np.testing.assert_allclose(gradient / 5, expected[1], atol=1e-5)

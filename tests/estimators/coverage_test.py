@@ -1,0 +1,108 @@
+"""Every published method by its published name: there, documented with its source, and tested."""
+
+import pathlib
+import re
+
+import pytest
+
+from jaxrl_tis.estimators import controllers, methods, presets
+
+# Published name: entries by table.
+PUBLISHED = {
+    "TIS": [("weight", "token_tis"), ("weight", "seq_tis"), ("weight", "geo_tis")],
+    "MIS": [("weight", "token_mis"), ("weight", "seq_mis"), ("weight", "geo_mis")],
+    "IcePop": [("weight", "token_icepop"), ("weight", "seq_icepop"), ("weight", "geo_icepop")],
+    "two-sided clip of weights": [("weight", f"{u}_clip") for u in ("token", "seq", "geo")],
+    "seq-mask-tis": [("weight", "seq_mask_tis")],
+    "vanilla IS": [("weight", "token_vanilla"), ("weight", "seq_vanilla")],
+    "prefix weights": [("weight", "prefix_minpro"), ("weight", "prefix_ctpo")],
+    "turn weights": [("weight", "turn_tis"), ("weight", "turn_geo")],
+    "verl's rejection modes": [("mask", name) for name in (
+        "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")],
+    "k1 bands on the ratio itself": [("mask", name) for name in (
+        "token_ratio", "seq_sum_ratio", "seq_mean_ratio")],
+    "veto": [("mask", "veto")],
+    "TRM": [("mask", "trm"), ("mask", "trm_k3")],
+    "OPSM": [("mask", "opsm")],
+    "staleness filter": [("mask", "staleness")],
+    "M2PO": [("mask", "m2po"), ("objective", "m2po")],
+    "entropy selection": [("mask", "top_entropy")],
+    "Clip-cov": [("mask", "clip_cov"), ("objective", "clip_cov")],
+    "KL-cov": [("objective", "kl_cov")],
+    "PPO": [("objective", "ppo")],
+    "dual-clip": [("objective", "dual_clip")],
+    "two-sided clip": [("objective", "two_sided")],
+    "decoupled PPO": [("objective", "decoupled")],
+    "A-3PO": [("objective", "a3po")],
+    "GSPO": [("objective", "gspo"), ("objective", "gspo_token")],
+    "GMPO": [("objective", "gmpo")],
+    "CTPO": [("objective", "ctpo")],
+    "ESPO": [("objective", "espo")],
+    "QuRL-ACR": [("objective", "qurl_acr")],
+    "TBPO": [("objective", "tbpo")],
+    "Turn-PPO and ST-PPO": [("objective", "turn_ppo"), ("objective", "st_ppo")],
+    "GPG and REINFORCE": [("objective", "gpg"), ("objective", "reinforce"), ("advantage", "gpg")],
+    "CISPO": [("objective", "cispo")],
+    "DISPO": [("objective", "dispo")],
+    "TOPR": [("objective", "topr"), ("objective", "topr_token"), ("objective", "topr_geo")],
+    "ASPO": [("objective", "aspo")],
+    "MinPRO": [("objective", "minpro")],
+    "DPPO": [("objective", "dppo_tv"), ("objective", "dppo_kl")],
+    "VESPO": [("objective", "vespo")],
+    "logit fusion": [("objective", "fusion_cap"), ("objective", "fusion_shaped")],
+    "SAPO": [("objective", "sapo")],
+    "R2VPO": [("objective", "r2vpo")],
+    "QUATRO": [("objective", "quatro")],
+    "OAPL": [("objective", "oapl"), ("advantage", "oapl")],
+    "DRO": [("objective", "dro")],
+    "GAE": [("advantage", "gae")],
+    "GRPO": [("advantage", "grpo")],
+    "Dr.GRPO": [("advantage", "dr_grpo")],
+    "pass@k": [("advantage", "grpo_passk")],
+    "RLOO": [("advantage", "rloo")],
+    "REINFORCE++": [("advantage", "reinforce_plus_plus"),
+                    ("advantage", "reinforce_plus_plus_baseline")],
+    "ReMax": [("advantage", "remax")],
+    "OPO": [("advantage", "opo")],
+    "GDPO": [("advantage", "gdpo")],
+    "OTB": [("advantage", "otb"), ("advantage", "tir_otb")],
+    "OPOB": [("advantage", "opob")],
+    "KL": [("kl", name) for name in (
+        "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "is_k3", "clipped_is_k2",
+        "exact_reverse", "exact_forward")],
+}
+# An arXiv id, or the code, note or book for what has none, or the entry whose source it shares.
+SOURCE = re.compile(
+    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|verl|NeMo|TRL|AReaL|[Ss]ource as `\w+`"
+)
+ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
+TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
+# Entries that are arithmetic and no publication's: no weight, the two k1 forms of a plain band.
+WITHOUT_SOURCE = {("weight", "none")}
+
+
+def test_nothing_is_missing_and_nothing_is_unlisted():
+    assert set(ENTRIES) | WITHOUT_SOURCE == set(TABLE)
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_the_docstring_says_where_the_method_is_from(kind, name):
+    text = methods.function(kind, name).__doc__
+    assert SOURCE.search(text), text
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_a_test_names_it(kind, name):
+    folder = pathlib.Path(__file__).parent
+    here = {pathlib.Path(__file__).name, "universal_test.py", "samples.py"}
+    texts = [p.read_text() for p in folder.glob("*_test.py") if p.name not in here]
+    function = methods.function(kind, name).__name__
+    pattern = re.compile(rf"(?<![a-z_]){re.escape(name)}(?![a-z_])|\.{function}\b")
+    assert any(pattern.search(text) for text in texts)
+
+
+def test_controllers_and_presets():
+    for name in ("ess_scale", "length_surge", "gradient_alignment", "r2vpo_dual", "adaptive_kl"):
+        assert SOURCE.search(getattr(controllers, name).__doc__), name
+    assert len(presets.PRESETS) == 19 + 5 + 6

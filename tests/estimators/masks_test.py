@@ -1,0 +1,432 @@
+"""Rejection: verl's decisions, exact bounds, limits, and loops over tokens in plain Python."""
+
+import functools
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import masks
+from jaxrl_tis.estimators import weights
+
+NAN = float("nan")
+# log_ratio = old - behaviour of a two-row example whose decisions verl 0.9.1 computed.
+OLD = jnp.array([[-1, -0.5, -2, -0.1], [-0.7, -1.2, -0.3, -9]])
+BEHAV = jnp.array([[-1.2, -0.4, -3, -0.1], [-0.9, -0.6, -0.35, -1]])
+MASK = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+
+BANDS = {
+    "token_k1": {"lower": 0.7, "upper": 1.6},
+    "token_k2": {"upper": 0.1},
+    "token_k3": {"upper": 0.1},
+    "seq_sum_k1": {"lower": 0.4, "upper": 1.8},
+    "seq_sum_k2": {"upper": 0.4},
+    "seq_sum_k3": {"upper": 0.4},
+    "seq_mean_k1": {"upper": 1.3},
+    "seq_mean_k2": {"upper": 0.12},
+    "seq_mean_k3": {"upper": 0.12},
+    "seq_max_k2": {"upper": 0.2},
+    "seq_max_k3": {"upper": 0.2},
+    "token_ratio": {"lower": 0.7, "upper": 1.6},
+    "seq_sum_ratio": {"lower": 0.4, "upper": 1.8},
+    "seq_mean_ratio": {"lower": 0.7, "upper": 1.2},
+}
+PARAMETERS = BANDS | {
+    "veto": {"veto_ratio": 0.6},
+    "trm": {"trm_delta": 0.4},
+    "trm_k3": {"trm_delta": 0.2},
+    "opsm": {"opsm_delta": 0.05},
+    "staleness": {"staleness_max": 2},
+}
+OF_THE_BATCH = {"m2po", "clip_cov", "top_entropy"}  # in selection_test
+
+
+def is_inside(name, peers, own):
+    """Whether a token with log-ratio `own` in a sequence of log-ratios `peers` is kept."""
+    level, _, kind = name.rpartition("_")
+    band = BANDS[name]
+    if kind == "ratio":
+        total = math.fsum(peers)
+        log = {"token": own, "seq_sum": total, "seq_mean": total / len(peers)}[level]
+        return band["lower"] <= math.exp(max(-20.0, min(20.0, log))) <= band["upper"]
+    formula = {
+        "k1": lambda x: -x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(x) - 1 - x,
+    }[kind]
+    values = [formula(max(-20.0, min(20.0, x))) for x in peers]
+    statistic = {
+        "token": formula(max(-20.0, min(20.0, own))),
+        "seq_sum": math.fsum(values),
+        "seq_mean": math.fsum(values) / len(values),
+        "seq_max": max(values),
+    }[level]
+    if kind != "k1":
+        return statistic <= band["upper"]
+    lower = band["lower"] if "lower" in band else 1 / band["upper"]
+    return math.log(lower) <= statistic <= math.log(band["upper"])
+
+
+def kl(p_logits, q_logits):
+    p, q = np.exp(p_logits), np.exp(q_logits)
+    p, q = p / p.sum(), q / q.sum()
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def oracle(name, inputs):
+    """The decision for every token from its definition, in Python floats."""
+    log_ratio, mask, seg = (inputs[field] for field in ("log_ratio", "mask", "seg"))
+    keep = np.zeros(mask.shape, bool)
+    for b, t in np.argwhere(mask):
+        is_peer = mask[b] if seg is None else mask[b] & (seg[b] == seg[b, t])
+        peers = list(log_ratio[b, is_peer])
+        if name in BANDS:
+            keep[b, t] = is_inside(name, peers, log_ratio[b, t])
+        elif name == "veto":
+            keep[b, t] = all(math.exp(x) >= 0.6 for x in peers)
+        elif name == "trm":
+            logits = zip(
+                inputs["logits_behav"][b, is_peer], inputs["logits"][b, is_peer]
+            )
+            keep[b, t] = max(kl(*pair) for pair in logits) <= 0.4
+        elif name == "trm_k3":
+            keep[b, t] = (
+                max(math.exp(x) - 1 - x for x in np.clip(peers, -20, 20)) <= 0.2
+            )
+        elif name == "opsm":
+            gap = (inputs["logp_behav"] - inputs["logp"])[b, is_peer]
+            keep[b, t] = inputs["adv"][b, t] >= 0 or math.fsum(gap) / len(gap) <= 0.05
+        elif name == "staleness":
+            keep[b, t] = all(7 - v <= 2 for v in inputs["version"][b, is_peer])
+        else:
+            raise AssertionError(name)
+    return keep
+
+
+@jax.jit
+def all_masks(inputs):
+    log_ratio, mask, seg = (inputs[field] for field in ("log_ratio", "mask", "seg"))
+    kept = {}
+    for name, parameters in PARAMETERS.items():
+        needed = {field: inputs[field] for field in masks.NEEDS.get(name, ())}
+        kept[name] = masks.MASKS[name](log_ratio, mask, seg, **needed, **parameters)
+    return kept
+
+
+@functools.cache
+def make_inputs(is_packed):
+    rng = np.random.default_rng(6)
+    shape = (40, 7)
+    seg = np.sort(rng.integers(1, 4, shape), axis=1) if is_packed else None
+    mask = rng.random(shape) < 0.6
+    mask[2] = False
+    mask[3] = np.arange(7) == 4
+    scale = rng.choice([0.3, 1.0, 30.0], shape, p=(0.9, 0.07, 0.03))
+    logits = rng.normal(size=(*shape, 5))
+    logits_behav = logits + 0.4 * rng.normal(size=logits.shape)
+    logits_behav[rng.random(logits.shape) < 0.1] = -np.inf
+    return {
+        "log_ratio": scale * rng.normal(size=shape),
+        "mask": mask,
+        "seg": seg,
+        "logp": rng.normal(size=shape),
+        "logp_behav": rng.normal(size=shape),
+        "adv": rng.normal(size=shape),
+        "version": rng.choice([4, 5, 6, 7], shape, p=(0.1, 0.3, 0.3, 0.3)),
+        "current_version": 7,
+        "logits": logits,
+        "logits_behav": logits_behav,
+    }
+
+
+def poison(inputs, value):
+    """The same inputs with `value` in every entry outside the mask."""
+    mask, out = inputs["mask"], dict(inputs)
+    for field in ("log_ratio", "logp", "logp_behav", "adv"):
+        out[field] = np.where(mask, inputs[field], value)
+    for field in ("logits", "logits_behav"):
+        out[field] = np.where(mask[..., None], inputs[field], value)
+    out["version"] = np.where(mask, inputs["version"], -1000)
+    return out
+
+
+@functools.cache
+def computed(is_packed):
+    with jax.enable_x64(True):
+        return all_masks(poison(make_inputs(is_packed), NAN))
+
+
+def test_every_entry_has_parameters_in_these_tests():
+    assert PARAMETERS.keys() | OF_THE_BATCH == masks.MASKS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_masks_equal_a_loop_over_tokens(name, is_packed):
+    inputs, kept = make_inputs(is_packed), computed(is_packed)[name]
+    expected = oracle(name, inputs)
+    assert kept.dtype == bool
+    np.testing.assert_array_equal(kept, expected)
+    assert np.any(expected) and np.any(inputs["mask"] & ~expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("value", [100.0, -100.0, np.inf, -np.inf])
+def test_padding_and_the_type_of_the_mask_change_nothing(dtype, value):
+    inputs = make_inputs(True)
+    expected = all_masks(poison(inputs, 0.0))
+    actual = all_masks(
+        poison(inputs, value) | {"mask": jnp.array(inputs["mask"], dtype)}
+    )
+    for name in PARAMETERS:
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+def test_statistics_by_hand():
+    # k2 = l^2 / 2; k3: e^0.3 - 1.3 = 0.0499, e^-0.1 - 0.9 = 0.0048, e^0.2 - 1.2 = 0.0214.
+    log_ratio, mask = jnp.array([[0.3, -0.1, 0.2, NAN]]), jnp.array([[1, 1, 1, 0]])
+    expected = {
+        "token_k1": [-0.3, 0.1, -0.2, 0],
+        "token_k2": [0.045, 0.005, 0.02, 0],
+        "token_k3": [0.0499, 0.0048, 0.0214, 0],
+        "seq_sum_k1": [-0.4] * 3 + [0],
+        "seq_mean_k2": [0.07 / 3] * 3 + [0],
+        "seq_max_k2": [0.045] * 3 + [0],
+        "seq_sum_k3": [0.0761] * 3 + [0],
+        "seq_max_k3": [0.0499] * 3 + [0],
+    }
+    for name, row in expected.items():
+        actual = masks.statistic(name, log_ratio, mask)
+        np.testing.assert_allclose(actual, [row], atol=6e-5, err_msg=name)
+
+
+def test_decisions_and_statistics_of_verl():
+    cases = {  # threshold, kept tokens, mean of the statistic over valid tokens
+        "token_k1": (
+            {"lower": 0.5, "upper": 2.0},
+            [[1, 1, 0, 1], [1, 1, 1, 0]],
+            -0.107143,
+        ),
+        "token_k2": ({"upper": 0.1}, [[1, 1, 0, 1], [1, 0, 1, 0]], 0.10375),
+        "token_k3": ({"upper": 0.1}, [[1, 1, 0, 1], [1, 0, 1, 0]], 0.130858),
+        "seq_sum_k1": (
+            {"lower": 0.5, "upper": 2.0},
+            [[0] * 4, [1, 1, 1, 0]],
+            -0.478571,
+        ),
+        "seq_sum_k2": ({"upper": 0.5}, [[0] * 4, [1, 1, 1, 0]], 0.38625),
+        "seq_sum_k3": ({"upper": 0.5}, [[0] * 4, [1, 1, 1, 0]], 0.498935),
+        "seq_mean_k1": ({"lower": 0.9, "upper": 1.1}, [[0] * 4] * 2, -0.107143),
+        "seq_mean_k2": ({"upper": 0.08}, [[0] * 4, [1, 1, 1, 0]], 0.10375),
+        "seq_mean_k3": ({"upper": 0.08}, [[0] * 4, [1, 1, 1, 0]], 0.130858),
+        "seq_max_k2": ({"upper": 0.3}, [[0] * 4, [1, 1, 1, 0]], 0.362857),
+        "seq_max_k3": ({"upper": 0.3}, [[0] * 4, [1, 1, 1, 0]], 0.474223),
+    }
+    for name, (parameters, kept, mean) in cases.items():
+        actual = masks.MASKS[name](OLD - BEHAV, MASK, **parameters)
+        np.testing.assert_array_equal(actual, np.array(kept, bool), err_msg=name)
+        statistic = masks.statistic(name, OLD - BEHAV, MASK)
+        np.testing.assert_allclose(
+            jnp.sum(statistic) / 7, mean, rtol=1e-5, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean"])
+def test_the_band_of_k1_is_on_the_inverse_ratio(level):
+    # pi_old / mu = 3, so mu / pi_old = 1/3: inside [0.25, 1.5], outside [0.5, 4].
+    log_ratio, mask = jnp.log(jnp.array([[3.0]])), jnp.ones((1, 1))
+    k1, ratio = masks.MASKS[f"{level}_k1"], masks.MASKS[f"{level}_ratio"]
+    for function, is_kept in ((k1, True), (ratio, False)):
+        assert function(log_ratio, mask, lower=0.25, upper=1.5) == is_kept
+        assert function(log_ratio, mask, lower=0.5, upper=4.0) != is_kept
+
+
+@pytest.mark.parametrize("upper", [1.0, 2.0, 1.001])
+@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean"])
+def test_both_ends_of_a_k1_band_are_kept(level, upper):
+    mask = jnp.ones((1, 1))
+    for log_ratio in (math.log(upper), -math.log(upper)):
+        log_ratio = jnp.array([[log_ratio]])
+        assert masks.MASKS[f"{level}_k1"](log_ratio, mask, upper=upper)
+        assert masks.MASKS[f"{level}_k1"](log_ratio, mask, lower=1 / upper, upper=upper)
+        assert not masks.MASKS[f"{level}_k1"](1.001 * log_ratio + 1e-5, mask, upper=1.0)
+
+
+def test_the_upper_end_of_k2_k3_and_the_veto_is_kept():
+    mask = jnp.ones((1, 2))
+    log_ratio = jnp.array([[0.5, 0.5]])  # k2 = 0.125 each, exact in binary
+    uppers = {"token": 0.125, "seq_sum": 0.25, "seq_mean": 0.125, "seq_max": 0.125}
+    for level, upper in uppers.items():
+        k2 = masks.MASKS[f"{level}_k2"]
+        assert np.all(k2(log_ratio, mask, upper=upper))
+        assert not np.any(k2(log_ratio, mask, upper=upper - 1e-6))
+    for name in BANDS:
+        if name.endswith(("k2", "k3")):
+            assert np.all(masks.MASKS[name](jnp.zeros((1, 2)), mask, upper=0.0)), name
+    assert np.all(masks.veto(jnp.zeros((1, 2)), mask, veto_ratio=1.0))
+
+
+def test_sums_of_k1_clamp_each_token_and_sums_of_ratios_the_whole():
+    # k1: -20 + 20 = 0. The product of the ratios is e^(30 - 25) = 148.
+    log_ratio, mask = jnp.array([[30.0, -25.0]]), jnp.ones((1, 2))
+    assert np.all(masks.seq_sum_k1(log_ratio, mask, lower=0.5, upper=2.0))
+    assert not np.any(masks.seq_sum_ratio(log_ratio, mask, lower=0.5, upper=2.0))
+    assert np.all(masks.seq_sum_ratio(log_ratio, mask, upper=149.0))
+
+
+@pytest.mark.parametrize(
+    ("mask_name", "weight_name"),
+    [
+        ("token_ratio", "token_mis"),
+        ("seq_sum_ratio", "seq_mis"),
+        ("seq_mean_ratio", "geo_mis"),
+    ],
+)
+def test_ratio_bands_keep_what_masked_weights_do_not_zero(mask_name, weight_name):
+    inputs = make_inputs(True)
+    arguments = (inputs["log_ratio"], inputs["mask"], inputs["seg"])
+    kept = masks.MASKS[mask_name](*arguments, lower=0.7, upper=1.3)
+    w = weights.WEIGHTS[weight_name](*arguments, lower=0.7, upper=1.3)
+    np.testing.assert_array_equal(kept, w > 0)
+
+
+def test_on_policy_nothing_is_rejected():
+    inputs = make_inputs(False)
+    inputs = inputs | {"log_ratio": jnp.zeros((40, 7)), "logp": inputs["logp_behav"]}
+    inputs["logits"] = inputs["logits_behav"]
+    exact = {"trm_delta": 0.0, "opsm_delta": 0.0, "staleness_max": 3, "upper": 1.0}
+    for name, parameters in PARAMETERS.items():
+        needed = {field: inputs[field] for field in masks.NEEDS.get(name, ())}
+        tight = {key: exact.get(key, value) for key, value in parameters.items()}
+        kept = masks.MASKS[name](inputs["log_ratio"], inputs["mask"], **needed, **tight)
+        np.testing.assert_array_equal(kept, inputs["mask"], err_msg=name)
+
+
+def test_one_catastrophic_token_drops_its_sequence():
+    log_ratio = jnp.log(jnp.array([[1.0, 0.9e-4, 1.0, 1.0, 1.1e-4, 1e4]]))
+    seg, mask = jnp.array([[1, 1, 1, 2, 2, 2]]), jnp.ones((1, 6), bool)
+    np.testing.assert_array_equal(
+        masks.veto(log_ratio, mask, seg), [[0, 0, 0, 1, 1, 1]]
+    )
+    np.testing.assert_array_equal(masks.veto(log_ratio, mask), np.zeros((1, 6)))
+    without = mask.at[0, 1].set(False)
+    np.testing.assert_array_equal(
+        masks.veto(log_ratio, without, seg), [[1, 0, 1, 1, 1, 1]]
+    )
+
+
+def test_trust_region_mask_is_a_maximum_over_tokens():
+    # KL of (0.5, 0.5) against (0.4, 0.6): 0.5 ln(0.5/0.4) + 0.5 ln(0.5/0.6) = 0.020411.
+    behav = jnp.log(jnp.array([[[0.5, 0.5]] * 3]))
+    learner = jnp.log(jnp.array([[[0.5, 0.5], [0.4, 0.6], [0.5, 0.5]]]))
+    mask, unused = jnp.ones((1, 3), bool), jnp.full((1, 3), NAN)
+
+    def is_kept(mask, delta):
+        return masks.trm(
+            unused, mask, logits_behav=behav, logits=learner, trm_delta=delta
+        )
+
+    assert np.all(is_kept(mask, 0.0205)) and not np.any(is_kept(mask, 0.0204))
+    np.testing.assert_array_equal(is_kept(mask.at[0, 1].set(False), 1e-6), [[1, 0, 1]])
+    assert np.all(is_kept(mask, jnp.inf))
+
+
+def test_the_sampler_may_exclude_tokens_and_the_learner_may_not():
+    # KL of (1, 0) against (0.5, 0.5) is ln 2; of (0.5, 0.5) against (1, 0) infinite.
+    one, half = jnp.array([[[0.0, -jnp.inf]]]), jnp.zeros((1, 1, 2))
+    mask = jnp.ones((1, 1))
+    for delta, is_kept in ((0.694, True), (0.693, False)):
+        kept = masks.trm(mask, mask, logits_behav=one, logits=half, trm_delta=delta)
+        assert kept == is_kept
+    assert not masks.trm(mask, mask, logits_behav=half, logits=one, trm_delta=1e6)
+
+
+def test_k3_has_the_exact_divergence_as_its_mean():
+    rng = np.random.default_rng(0)
+    behav, learner = rng.normal(size=6), rng.normal(size=6)
+    behav, learner = (
+        behav - np.log(np.exp(behav).sum()),
+        learner - np.log(np.exp(learner).sum()),
+    )
+    k3 = masks.statistic(
+        "seq_max_k3", jnp.array((learner - behav)[:, None]), jnp.ones((6, 1))
+    )
+    np.testing.assert_allclose(np.exp(behav) @ k3[:, 0], kl(behav, learner), rtol=1e-5)
+
+
+def test_off_policy_sequence_mask_by_hand():
+    # mean(log mu - log pi) = 0.6 in the first row and -0.6 in the second.
+    behav = jnp.array([[-1.0, -1.0, NAN], [-1.6, -1.6, NAN]])
+    logp = jnp.array([[-1.6, -1.6, NAN], [-1.0, -1.0, NAN]])
+    mask, adv = (
+        jnp.array([[1, 1, 0]] * 2),
+        jnp.array([[-1.0, 1.0, NAN], [-1.0, 1.0, NAN]]),
+    )
+
+    def is_kept(adv, delta):
+        return masks.opsm(
+            behav - 5.0, mask, logp=logp, logp_behav=behav, adv=adv, opsm_delta=delta
+        )
+
+    np.testing.assert_array_equal(is_kept(adv, 0.5), [[0, 1, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(is_kept(jnp.abs(adv), 0.5), mask)
+    np.testing.assert_array_equal(is_kept(0.0 * adv, 0.5), mask)
+    np.testing.assert_array_equal(is_kept(adv, jnp.inf), mask)
+    np.testing.assert_array_equal(is_kept(adv, 0.61), mask)
+
+
+def test_staleness_counts_the_oldest_token():
+    version = jnp.array([[5, 6, 6, 3, 4, 4], [4, 2, 6, 6, 6, 6]])
+    mask = jnp.array([[1, 1, 1, 1, 1, 0], [1, 0, 1, 1, 1, 1]])
+    seg = jnp.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+
+    def is_kept(staleness_max):
+        return masks.staleness(
+            jnp.zeros((2, 6)),
+            mask,
+            seg,
+            version=version,
+            current_version=6,
+            staleness_max=staleness_max,
+        )
+
+    np.testing.assert_array_equal(is_kept(0), np.zeros((2, 6)))
+    np.testing.assert_array_equal(is_kept(1), [[1, 1, 1, 0, 0, 0], [0] * 6])
+    np.testing.assert_array_equal(is_kept(2), [[1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(is_kept(3), mask)
+
+
+def test_several_criteria_are_all_met_on_the_mask_as_sampled():
+    inputs = make_inputs(True)
+    arguments = [inputs[field] for field in ("log_ratio", "mask", "seg")]
+    criteria = [("token_k1", BANDS["token_k1"]), ("seq_max_k2", {"upper": 0.3})]
+    criteria += [("staleness", PARAMETERS["staleness"])]
+    fields = {field: inputs[field] for field in ("version", "current_version", "adv")}
+    kept = masks.all_of(criteria, *arguments, **fields)
+    expected = inputs["mask"].copy()
+    for name, parameters in criteria:
+        needed = {field: inputs[field] for field in masks.NEEDS.get(name, ())}
+        expected &= np.asarray(masks.MASKS[name](*arguments, **needed, **parameters))
+    np.testing.assert_array_equal(kept, expected)
+    np.testing.assert_array_equal(masks.all_of([], *arguments), inputs["mask"])
+
+
+def test_unknown_criteria_and_missing_fields_are_errors():
+    arguments = jnp.zeros((1, 2)), jnp.ones((1, 2))
+    with pytest.raises(ValueError, match="'token_k4'.*token_k1"):
+        masks.all_of([("token_k4", {})], *arguments)
+    with pytest.raises(KeyError, match="opsm needs the field 'logp'.*'adv'"):
+        masks.all_of([("opsm", {"opsm_delta": 0.1})], *arguments, adv=arguments[0])
+    with pytest.raises(TypeError, match="upper"):
+        masks.MASKS["seq_max_k2"](*arguments)
+
+
+def test_needs_are_required_keywords():
+    for name, fields in masks.NEEDS.items():
+        keywords = inspect.signature(masks.MASKS[name]).parameters
+        for field in fields:
+            assert keywords[field].kind == keywords[field].KEYWORD_ONLY, (name, field)
+            assert keywords[field].default is keywords[field].empty, (name, field)

@@ -1,0 +1,58 @@
+"""Methods as a config spells them."""
+
+import pytest
+
+from jaxrl_tis.estimators import methods
+
+
+def test_a_name_takes_its_defaults():
+    assert methods.parse("weight", "token_tis") == ("token_tis", {"cap": 2.0})
+    assert methods.parse("weight", "none") == ("none", {})
+
+
+def test_given_parameters_win():
+    assert methods.parse("objective", "ppo(clip_high=0.28)") == (
+        "ppo", {"clip_low": 0.2, "clip_high": 0.28})
+
+
+def test_infinity_is_a_value():
+    assert methods.parse("weight", "token_tis(cap=inf)") == ("token_tis", {"cap": float("inf")})
+
+
+def test_a_name_that_is_no_python_name():
+    assert methods.parse("kl", "k1+") == ("k1+", {})
+
+
+def test_masks_are_joined_by_and_in_order():
+    found = methods.parse_all("mask", "token_k3(upper=0.1) & veto & seq_mean_k1(upper=1.5)")
+    assert found == (
+        ("token_k3", {"upper": 0.1}), ("veto", {"veto_ratio": 1e-4}),
+        ("seq_mean_k1", {"upper": 1.5, "lower": None}),
+    )
+    assert methods.parse_all("mask", "  ") == ()
+
+
+@pytest.mark.parametrize("kind, text, words", [
+    ("weight", "token_tiss", ["weight 'token_tiss' is unknown", "did you mean 'token_tis'?"]),
+    ("weight", "zzz", ["choose one of none, "]),
+    ("weight", "token_tis(capp=2.0)", ["'token_tis' has no parameter 'capp'", "'cap'?"]),
+    ("weight", "none(cap=2.0)", ["has no parameter 'cap'", "it has none"]),
+    ("weight", "turn_tis(turn=3)", ["has no parameter 'turn'"]),  # an input, not a parameter
+    ("mask", "token_k3", ["'token_k3' has no published value for upper", "token_k3(upper=...)"]),
+    ("weight", "token_tis(2.0)", ["neither a name nor name(key=value, ...)"]),
+    ("weight", "token_tis(cap=", ["neither a name"]),
+    ("weight", "token_tis(cap=open('x'))", ["neither a name"]),
+    ("mask", "veto | veto", ["neither a name"]),
+    ("objective", "", ["neither a name"]),
+])
+def test_what_is_refused(kind, text, words):
+    with pytest.raises(ValueError) as error:
+        (methods.parse_all if kind == "mask" else methods.parse)(kind, text)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_needs_are_no_parameters():
+    assert methods.needs("weight", "turn_tis") == ("turn",)
+    assert methods.needs("weight", "token_tis") == ()
+    assert "turn" not in methods.parameters("weight", "turn_tis")

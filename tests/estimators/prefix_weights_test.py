@@ -1,0 +1,203 @@
+"""Weights of prefixes and turns: published numbers, limits, and loops over tokens."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import prefix_weights
+from jaxrl_tis.estimators import weights
+
+NAN = float("nan")
+prefix_minpro = jax.jit(prefix_weights.prefix_minpro)
+prefix_ctpo = jax.jit(prefix_weights.prefix_ctpo)
+PARAMETERS = {
+    "prefix_minpro": {"cap": 3.0},
+    "prefix_ctpo": {"ctpo_low": 0.4, "ctpo_high": 0.7, "ctpo_power": 0.6},
+    "turn_tis": {"cap": 1.7},
+    "turn_geo": {"cap": 1.3},
+}
+
+
+def bounded(x):
+    return max(-20.0, min(20.0, x))
+
+
+def oracle(name, log_ratio, mask, seg, turn):
+    """Weights token by token from their definition, in Python floats."""
+    parameters = PARAMETERS[name]
+    w = np.zeros(log_ratio.shape)
+    for b, t in np.argwhere(mask):
+        is_peer = mask[b] if seg is None else mask[b] & (seg[b] == seg[b, t])
+        before = [bounded(log_ratio[b, u]) for u in range(t) if is_peer[u]]
+        own = bounded(log_ratio[b, t])
+        if name == "prefix_minpro":
+            log_w = bounded(own + min(before, default=0.0))
+            w[b, t] = min(math.exp(log_w), parameters["cap"])
+        elif name == "prefix_ctpo":
+            width = (len(before) + 1) ** parameters["ctpo_power"]
+            low, high = -parameters["ctpo_low"] * width, parameters["ctpo_high"] * width
+            w[b, t] = math.exp(bounded(max(low, min(high, math.fsum(before) + own))))
+        else:
+            same = log_ratio[b, is_peer & (turn[b] == turn[b, t])]
+            log_w = math.fsum(same) / (len(same) if name == "turn_geo" else 1)
+            w[b, t] = min(math.exp(bounded(log_w)), parameters["cap"])
+    return w
+
+
+@jax.jit
+def all_weights(log_ratio, mask, seg, turn):
+    fields = {"turn": turn}
+    return {
+        name: weights.WEIGHTS[name](
+            log_ratio,
+            mask,
+            seg,
+            **{field: fields[field] for field in weights.NEEDS.get(name, ())},
+            **parameters,
+        )
+        for name, parameters in PARAMETERS.items()
+    }
+
+
+@functools.cache
+def example(is_packed):
+    """Random rows with large outliers, gaps in the mask, an empty row; all weights of them."""
+    rng = np.random.default_rng(4)
+    shape = (24, 11)
+    seg = np.sort(rng.integers(1, 4, shape), axis=1) if is_packed else None
+    turn = np.sort(rng.integers(0, 4, shape), axis=1)
+    mask = rng.random(shape) < 0.6
+    mask[2] = False
+    scale = rng.choice([0.3, 1.0, 30.0], shape, p=(0.8, 0.15, 0.05))
+    log_ratio = scale * rng.normal(size=shape)
+    poisoned = np.where(mask, log_ratio, NAN), np.where(mask, turn, rng.integers(-9, 9, shape))
+    with jax.enable_x64(True):
+        actual = all_weights(poisoned[0], mask, seg, poisoned[1])
+    return log_ratio, mask, seg, turn, actual
+
+
+def test_every_entry_is_tested_here():
+    assert PARAMETERS.keys() == {n for n in weights.WEIGHTS if n.startswith(("prefix", "turn"))}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_weights_equal_a_loop_over_tokens(name, is_packed):
+    *inputs, actual = example(is_packed)
+    assert actual[name].dtype == jnp.float64
+    np.testing.assert_allclose(actual[name], oracle(name, *inputs), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("fill", [100.0, -100.0, jnp.inf, -jnp.inf])
+def test_padding_and_the_type_of_the_mask_change_nothing(dtype, fill):
+    log_ratio, mask, seg, turn, _ = example(True)
+    log_ratio = jnp.array(log_ratio, jnp.float32)
+    expected = all_weights(jnp.where(mask, log_ratio, 0.0), mask, seg, turn)
+    actual = all_weights(jnp.where(mask, log_ratio, fill), jnp.array(mask, dtype), seg, turn)
+    for name in PARAMETERS:
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+def test_no_weight_carries_a_gradient_or_overflows():
+    log_ratio = jnp.array([[-300.0, 300.0, 25.0, -25.0, NAN], [500.0, 1.0, NAN, NAN, NAN]])
+    mask, turn = jnp.isfinite(log_ratio), jnp.zeros((2, 5), int)
+
+    def total(log_ratio):
+        return sum(jnp.sum(w) for w in all_weights(log_ratio, mask, None, turn).values())
+
+    value, gradient = jax.value_and_grad(total)(log_ratio)
+    assert np.isfinite(value)
+    np.testing.assert_array_equal(gradient, np.zeros(log_ratio.shape))
+
+
+def test_three_tokens_by_hand():
+    # Ratios e^0.3 = 1.3499, e^-0.1 = 0.9048, e^0.2 = 1.2214. MinPRO: 1.3499; 1.3499 * 0.9048;
+    # 0.9048 * 1.2214. Products of the prefixes: e^0.3, e^0.2, e^0.4.
+    log_ratio, mask = jnp.array([[0.3, -0.1, 0.2]]), jnp.ones((1, 3))
+    w = prefix_minpro(log_ratio, mask)
+    np.testing.assert_allclose(w, [[1.3499, 1.2214, 1.1052]], atol=5e-5)
+    w = prefix_minpro(log_ratio, mask, cap=1.15)
+    np.testing.assert_allclose(w, [[1.15, 1.15, 1.1052]], atol=5e-5)
+    w = prefix_ctpo(log_ratio, mask, ctpo_low=jnp.inf, ctpo_high=jnp.inf)
+    np.testing.assert_allclose(w, [[1.3499, 1.2214, 1.4918]], atol=5e-5)
+
+
+def test_prefixes_step_over_tokens_that_are_not_valid():
+    # The valid tokens are those of the three tokens above.
+    log_ratio = jnp.array([[NAN, 0.3, -jnp.inf, -0.1, 100.0, 0.2, NAN]])
+    mask = jnp.isfinite(log_ratio) & (log_ratio < 99)
+    w = prefix_minpro(log_ratio, mask)
+    np.testing.assert_allclose(w, [[0, 1.3499, 0, 1.2214, 0, 1.1052, 0]], atol=5e-5)
+    w = prefix_ctpo(log_ratio, mask, ctpo_low=0.1, ctpo_high=0.2)
+    # Bands 0.2 sqrt(t): 0.2, 0.2828, 0.3464 against 0.3, 0.2, 0.4.
+    expected = [0, math.exp(0.2), 0, math.exp(0.2), 0, math.exp(0.2 * math.sqrt(3)), 0]
+    np.testing.assert_allclose(w, [expected], rtol=1e-6)
+
+
+def test_the_smallest_ratio_of_the_prefix_never_rises():
+    log_ratio, mask, *_ = example(False)
+    log_ratio = jnp.array(log_ratio[mask][None, :40], jnp.float32)
+    log_ratio = jnp.clip(log_ratio, -3.0, 3.0)
+    own = jnp.exp(log_ratio)
+    lowest = prefix_minpro(log_ratio, jnp.ones((1, 40))) / own
+    assert np.all(np.diff(lowest[0, 1:]) <= 1e-5)
+    np.testing.assert_allclose(lowest[0, :2], [1.0, own[0, 0]], rtol=1e-5)
+
+
+def test_band_of_the_prefix_product():
+    # exp(-0.025 sqrt(t)) and exp(0.05 sqrt(t)) at t = 1, 4, 16, 100.
+    mask, at = jnp.ones((1, 100)), np.array([0, 3, 15, 99])
+    high = prefix_ctpo(jnp.ones((1, 100)), mask)
+    np.testing.assert_allclose(high[0, at], [1.0513, 1.105, 1.221, 1.649], atol=6e-4)
+    low = prefix_ctpo(-jnp.ones((1, 100)), mask)
+    np.testing.assert_allclose(low[0, at], [0.9753, 0.951, 0.905, 0.779], atol=6e-4)
+    constant = prefix_ctpo(jnp.ones((1, 100)), mask, ctpo_power=0.0)
+    np.testing.assert_allclose(constant, np.full((1, 100), math.exp(0.05)), rtol=1e-6)
+
+
+def test_on_policy_weights_are_one():
+    mask, turn = jnp.array([[1, 1, 0, 1], [0, 1, 0, 0]]), jnp.array([[0, 0, 7, 1], [3, 0, 1, 1]])
+    for name in PARAMETERS:  # with their default parameters
+        needed = {"turn": turn} if name in weights.NEEDS else {}
+        w = weights.WEIGHTS[name](jnp.where(mask == 1, 0.0, NAN), mask, **needed)
+        np.testing.assert_array_equal(w, mask, err_msg=name)
+
+
+def test_turns_are_numbered_where_turn_or_sequence_changes():
+    # The first token and the two of value 9 are not valid: what stands there opens no turn.
+    mask = jnp.array([[0, 1, 1, 0, 1, 1, 0, 1]])
+    turn = jnp.array([[5, 0, 0, 9, 0, 1, 9, 1]])
+    np.testing.assert_array_equal(prefix_weights.turn_ids(turn, mask), [[0, 1, 1, 0, 1, 2, 0, 2]])
+    # A new sequence opens a turn though it goes on with number 1.
+    seg = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]])
+    ids = prefix_weights.turn_ids(turn, mask, seg)
+    np.testing.assert_array_equal(ids, [[0, 1, 1, 0, 1, 2, 0, 3]])
+    assert ids.dtype == jnp.int32
+
+
+def test_turns_by_hand():
+    # Turn 0 has the product 2 * 1.5 = 3 and the mean sqrt(3), turn 1 the ratios 0.5 and 0.5.
+    log_ratio = jnp.log(jnp.array([[2.0, 1.5, NAN, 0.5, 0.5]]))
+    mask, turn = jnp.array([[1, 1, 0, 1, 1]]), jnp.array([[0, 0, 0, 1, 1]])
+    w = prefix_weights.turn_tis(log_ratio, mask, turn=turn)
+    np.testing.assert_allclose(w, [[2, 2, 0, 0.25, 0.25]], rtol=1e-6)
+    w = prefix_weights.turn_geo(log_ratio, mask, turn=turn)
+    root = math.sqrt(3)
+    np.testing.assert_allclose(w, [[root, root, 0, 0.5, 0.5]], rtol=1e-6)
+
+
+def test_one_turn_is_the_sequence_and_one_token_per_turn_the_token():
+    log_ratio, mask, seg, _, _ = example(True)
+    log_ratio = jnp.array(np.where(mask, log_ratio, NAN), jnp.float32)
+    one, many = jnp.zeros(mask.shape, int), jnp.tile(jnp.arange(11)[None], (24, 1))
+    pairs = {"turn_tis": "seq_tis", "turn_geo": "geo_tis"}
+    for name, whole in pairs.items():
+        w = weights.WEIGHTS[name](log_ratio, mask, seg, turn=one)
+        np.testing.assert_allclose(w, weights.WEIGHTS[whole](log_ratio, mask, seg), rtol=1e-6)
+        w = weights.WEIGHTS[name](log_ratio, mask, seg, turn=many)
+        np.testing.assert_allclose(w, weights.token_tis(log_ratio, mask), rtol=1e-6)

@@ -1,0 +1,470 @@
+"""Clipped surrogates of sequences, turns, entropy groups and prefixes: loops, limits, numbers."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import reduce
+from jaxrl_tis.estimators import sequence_clipped
+
+FIELDS = ("logp", "logp_old", "adv", "entropy", "share")
+LENGTHS = (7, 3, 1, 5)
+WIDTH = 7
+PARAMETERS = {"espo": {"vocab_size": 64}}
+
+
+def make_batch(spread=0.4):
+    """Four sequences, with a tool token inside the first that cuts turn 1 in two."""
+    rng = np.random.default_rng(3)
+    mask = np.arange(WIDTH)[None, :] < np.array(LENGTHS)[:, None]
+    mask[0, 3] = False
+    logp = -rng.exponential(1.0, mask.shape)
+    floats = {
+        "logp": logp,
+        "logp_old": logp + spread * rng.normal(size=mask.shape),
+        "adv": rng.normal(size=mask.shape),
+        "entropy": rng.exponential(1.0, mask.shape),
+        "share": rng.normal(size=mask.shape),  # of each token's loss in the total
+    }
+    batch = {name: jnp.array(x, jnp.float32) for name, x in floats.items()}
+    turn = np.array([[0, 0, 1, 7, 1, 2, 2], [0, 1, 1, 0, 0, 0, 0], [4] + [0] * 6, [0] * 7])
+    return batch | {"turn": jnp.array(turn), "mask": jnp.array(mask), "st_ppo_norm": 2.5}
+
+
+@functools.partial(jax.jit, static_argnames=("name", "vocab_size", "espo_uses_old", "ctpo_geomean"))
+def evaluate(name, batch, seg=None, **parameters):
+    """(loss_bt, metrics, gradient of sum_bt share * loss with respect to logp)."""
+    needed = sequence_clipped.NEEDS[name] if name in sequence_clipped.NEEDS else ()
+    needed = [field for field in needed if field != "weights"]  # optional
+    parameters = (PARAMETERS[name] if name in PARAMETERS else {}) | parameters
+
+    def total(logp):
+        loss_bt, metrics = sequence_clipped.OBJECTIVES[name](
+            logp,
+            batch["logp_old"],
+            batch["adv"],
+            batch["mask"],
+            seg,
+            **{field: batch[field] for field in needed},
+            **parameters,
+        )
+        share = jnp.where(batch["mask"], batch["share"], 0.0)
+        return jnp.sum(share * loss_bt), (loss_bt, metrics)
+
+    (_, (loss_bt, metrics)), gradient = jax.value_and_grad(total, has_aux=True)(batch["logp"])
+    return loss_bt, metrics, gradient
+
+
+def row(name, log_ratio, adv, **fields):
+    """The entry on one row with logp_old = log 0.2, everything valid and shares of 1."""
+    log_ratio = np.array([log_ratio], np.float32)
+    adv = np.broadcast_to(np.array(adv, np.float32), log_ratio.shape)
+    old = np.full(log_ratio.shape, np.log(0.2), np.float32)
+    batch = {"logp": old + log_ratio, "logp_old": old, "adv": adv, "mask": np.ones(old.shape)}
+    batch["share"] = batch["mask"]
+    for field in ("entropy", "turn", "st_ppo_norm"):
+        if field in fields:
+            batch[field] = jnp.array(fields.pop(field))
+    return evaluate(name, batch, **fields)
+
+
+# The formulas once more, one sequence at a time in float64: each returns the losses [n], their
+# derivatives d loss_t / d logp_s [n, n] and whether each token is clipped.
+
+
+def ppo_token(ratio, adv, low, high):
+    if adv > 0 and ratio > high:
+        return -high * adv, 0.0, True
+    if adv < 0 and ratio < low:
+        return -low * adv, 0.0, True
+    return -ratio * adv, -ratio * adv, False
+
+
+def bands(ratio_t, adv_t, low_t, high_t):
+    columns = [ppo_token(*x) for x in zip(ratio_t, adv_t, low_t, high_t, strict=True)]
+    loss, slope, is_clipped = (np.array(x) for x in zip(*columns, strict=True))
+    return loss, slope, is_clipped
+
+
+def gspo_loop(x, low=1 - 3e-4, high=1 + 4e-4):
+    n = len(x["l"])
+    s = np.exp(np.mean(x["l"]))
+    loss, slope, is_clipped = bands([s] * n, x["adv"], [low] * n, [high] * n)
+    return loss, np.outer(slope, np.ones(n) / n), is_clipped
+
+
+def gspo_token_loop(x):
+    loss, jacobian, is_clipped = gspo_loop(x)
+    return loss, np.diag(jacobian.sum(1)), is_clipped
+
+
+def gmpo_loop(x, width=0.4):
+    log_ratio, n = x["l"], len(x["l"])
+    is_high = (x["adv"] > 0) & (log_ratio > width)
+    is_low = (x["adv"] < 0) & (log_ratio < -width)
+    bounded = np.where(is_high, width, np.where(is_low, -width, log_ratio))
+    loss = -np.mean(x["adv"]) * np.exp(np.mean(np.where(x["adv"] == 0, 0.0, bounded)))
+    outside = (np.abs(log_ratio) > width) & (x["adv"] > 0)  # what the metric counts, either side
+    slope = np.where(is_high | is_low | (x["adv"] == 0), 0.0, loss / n)
+    return np.full(n, loss), np.tile(slope, (n, 1)), outside
+
+
+def tbpo_loop(x):
+    n = len(x["l"])
+    s = np.exp(np.mean(x["l"]))
+    low = np.where(x["adv"] < 0, 1 - 3e-4, 0.0)
+    high = np.where(x["adv"] < 0, 1 + 7e-4, 1 + 4e-4)
+    value = np.minimum(np.maximum(s, low), high)
+    is_clipped = value != s
+    slope = np.where(is_clipped, 0.0, -s * x["adv"])
+    return -value * x["adv"], np.outer(slope, np.ones(n) / n), is_clipped
+
+
+def turn_loop(x):
+    n, start = len(x["l"]), 0
+    loss, jacobian, is_clipped = np.zeros(n), np.zeros((n, n)), np.zeros(n, bool)
+    for _, run in itertools.groupby(x["turn"]):
+        part = slice(start, start + len(list(run)))
+        start = part.stop
+        inside = {k: v[part] for k, v in x.items()}
+        loss[part], jacobian[part, part], is_clipped[part] = gspo_loop(inside, 0.8, 1.2)
+    return loss, jacobian, is_clipped
+
+
+def st_ppo_loop(x):
+    loss, jacobian, is_clipped = turn_loop(x)
+    return loss / 2.5, jacobian / 2.5, is_clipped
+
+
+def espo_loop(x):
+    n = len(x["l"])
+    num_high = int(np.floor(0.2 * n + 0.5))
+    order = np.argsort(-x["entropy"], kind="stable")
+    groups = [g for g in (order[:num_high], order[num_high:]) if len(g)]
+    loss, slope, is_clipped = np.zeros(n), np.zeros(n), np.zeros(n, bool)
+    for g in groups:
+        width = 0.02 / np.log(64) * np.mean(x["entropy"][g])
+        ratio = [np.exp(np.mean(x["l"][g]))] * len(g)
+        columns = bands(ratio, x["adv"][g], [1 - width] * len(g), [1 + width] * len(g))
+        weight = n / (len(groups) * len(g))
+        loss[g], slope[g], is_clipped[g] = weight * columns[0], weight * columns[1], columns[2]
+    return loss, np.diag(slope), is_clipped
+
+
+def ctpo_loop(x):
+    steps = 1.0 + np.arange(len(x["l"]))
+    low, high = np.exp(-0.025 * np.sqrt(steps)), np.exp(0.05 * np.sqrt(steps))
+    ratio = np.cumprod(np.exp(x["l"]))
+    loss, slope, is_clipped = bands(ratio, x["adv"], low, high)
+    is_bounded = (x["adv"] < 0) & (ratio > high)
+    loss, slope = np.where(is_bounded, -high * x["adv"], loss), np.where(is_bounded, 0.0, slope)
+    return loss, np.diag(slope), is_clipped
+
+
+LOOPS = {
+    "gspo": gspo_loop,
+    "gspo_token": gspo_token_loop,
+    "gmpo": gmpo_loop,
+    "tbpo": tbpo_loop,
+    "turn_ppo": turn_loop,
+    "st_ppo": st_ppo_loop,
+    "espo": espo_loop,
+    "ctpo": ctpo_loop,
+}
+
+
+@pytest.mark.parametrize("name", sequence_clipped.OBJECTIVES)
+@pytest.mark.parametrize("spread", [0.7, 0.003])
+def test_entry_equals_a_loop_over_sequences(name, spread):
+    batch = make_batch(spread)
+    loss, metrics, gradient = evaluate(name, batch)
+    expected_loss, expected_gradient = np.zeros(loss.shape), np.zeros(loss.shape)
+    num_clipped, mask = 0, np.asarray(batch["mask"])
+    for i, valid in enumerate(mask):
+        x = {k: np.asarray(batch[k][i], np.float64)[valid] for k in (*FIELDS, "turn")}
+        x["l"] = x["logp"] - x["logp_old"]
+        expected_loss[i, valid], jacobian, is_clipped = LOOPS[name](x)
+        expected_gradient[i, valid] = x["share"] @ jacobian
+        num_clipped += np.sum(is_clipped)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], num_clipped / mask.sum(), rtol=1e-6)
+
+
+# Coefficients on the gradient of log pi for a sequence of one token, as in clipped_test.
+POINTS = list(itertools.product((0.0, 0.3, -0.3, 1.5, -1.5), (1.0, -1.0)))
+PUBLISHED = {
+    "gmpo": [1, -1, 1.350, -1.350, 0.741, -0.741, 0, -4.482, 0.223, 0],
+    "ctpo": [1, -1, 0, 0, 0.741, 0, 0, 0, 0.223, 0],
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_coefficients(name):
+    for (log_ratio, adv), coefficient in zip(POINTS, PUBLISHED[name], strict=True):
+        _, _, gradient = row(name, [log_ratio], adv)
+        np.testing.assert_allclose(-gradient, [[coefficient]], atol=6e-4)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "turn_ppo"])
+def test_one_token_is_ppo(name):
+    for log_ratio, adv in POINTS:
+        actual = row(name, [log_ratio], adv, turn=[[0]], clip_low=0.2, clip_high=0.2)
+        ratio = np.exp(log_ratio)
+        expected = ppo_token(ratio, adv, 0.8, 1.2)
+        np.testing.assert_allclose(actual[0], [[expected[0]]], rtol=1e-6)
+        np.testing.assert_allclose(actual[2], [[expected[1]]], rtol=1e-6)
+
+
+def test_gspo_gradient_of_a_response():
+    # s = exp((0.3 - 0.1 + 0.2) / 3) = 1.1426; seq-mean-token-mean: -s A / n on every token.
+    batch = {"logp": jnp.array([[0.3, -0.1, 0.2]]), "logp_old": jnp.zeros((1, 3))}
+    mask = jnp.ones((1, 3))
+
+    def loss(logp, order, clip_high):
+        loss_bt, _ = sequence_clipped.gspo(
+            logp[:, order], batch["logp_old"], 2.0 * mask, mask, clip_high=clip_high
+        )
+        return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean")
+
+    for order in ([0, 1, 2], [2, 0, 1]):  # the order of the tokens does not matter
+        value, gradient = jax.value_and_grad(loss)(batch["logp"], jnp.array(order), 0.2)
+        np.testing.assert_allclose(value, -2 * 1.14263, rtol=1e-5)
+        np.testing.assert_allclose(gradient, [[-2 * 1.14263 / 3] * 3], rtol=1e-5)
+    # 1.1426 > 1.1: all tokens are clipped together, though exp(-0.1) is inside.
+    _, gradient = jax.value_and_grad(loss)(batch["logp"], jnp.arange(3), 0.1)
+    np.testing.assert_array_equal(gradient, np.zeros((1, 3)))
+
+
+def test_gspo_token_is_gspo_for_one_advantage_per_response():
+    batch = make_batch()
+    batch |= {"adv": jnp.repeat(batch["adv"][:, :1], WIDTH, 1)}
+    lengths = jnp.array([[6.0], [3.0], [1.0], [5.0]])
+    batch |= {"share": jnp.ones_like(batch["share"]) / lengths}
+    one, other = (evaluate(name, batch, clip_high=0.1) for name in ("gspo", "gspo_token"))
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
+    np.testing.assert_allclose(one[2], other[2], rtol=1e-5)
+
+
+def test_gspo_token_takes_the_advantage_of_each_token():
+    s = np.exp(0.2 / 3)
+    _, _, gradient = row("gspo_token", [0.3, -0.1, 0.0], [1.0, -2.0, 0.0], clip_high=0.2)
+    np.testing.assert_allclose(gradient, [[-s, 2 * s, 0.0]], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "turn_ppo", "ctpo"])
+def test_ratios_are_bounded_by_exp_10(name):
+    loose = {"ctpo_low": 100.0, "ctpo_high": 100.0} if name == "ctpo" else {}
+    for log_ratio, value in ((9.5, np.exp(9.5)), (12.0, np.exp(10.0)), (300.0, np.exp(10.0))):
+        loss, _, gradient = row(name, [log_ratio], -1.0, turn=[[0]], **loose)
+        np.testing.assert_allclose(loss, [[value]], rtol=1e-4)
+        np.testing.assert_allclose(gradient, [[value if log_ratio < 10 else 0.0]], rtol=1e-4)
+
+
+def test_verl_examples():
+    # verl 0.9.1 with clip 0.2 (of log-ratios in GMPO): loss and gradient.
+    old, mask = jnp.array([[-1.0] * 3, [-2.0] * 3]), jnp.array([[1, 1, 1], [1, 1, 0]])
+    logp, adv = jnp.array([[-0.5, -1, -3], [-2, -1, -25]]), jnp.array([[1.0] * 3, [-1.0] * 3])
+    cases = {
+        "gspo": (0.5211, [[-0.10109] * 3, [0.41218, 0.41218, 0]]),
+        "gmpo": (0.54995, [[0, -0.09147, -0.09147], [0.41218, 0.41218, 0]]),
+    }
+    for name, expected in cases.items():
+
+        def loss(logp, name=name):
+            loss_bt, _ = sequence_clipped.OBJECTIVES[name](
+                logp, old, adv, mask, clip_low=0.2, clip_high=0.2
+            )
+            return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean")
+
+        value, gradient = jax.value_and_grad(loss)(logp)
+        np.testing.assert_allclose(value, expected[0], atol=1e-5)
+        np.testing.assert_allclose(gradient, expected[1], atol=1e-5)
+
+
+def test_gmpo_limits():
+    log_ratio = [0.6, -0.9, 0.2]
+    for adv in (1.0, -1.0):  # without bounds it is GSPO without a clip
+        expected = row("gspo", log_ratio, adv, clip_low=1.0, clip_high=np.inf)
+        actual = row("gmpo", log_ratio, adv, clip_low=np.inf, clip_high=np.inf)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+    # A = 1: l = 0.6 is held at 0.4, the mean is (0.4 - 0.9 + 0.2) / 3 = -0.1; the three losses add
+    # up to -3 e^-0.1, whose derivative is a third of it for each token that is not held.
+    loss, metrics, gradient = row("gmpo", log_ratio, 1.0)
+    np.testing.assert_allclose(loss, [[-np.exp(-0.1)] * 3], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[0.0, -np.exp(-0.1), -np.exp(-0.1)]], rtol=1e-6)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 2 / 3, rtol=1e-6)
+    loss, metrics, gradient = row("gmpo", log_ratio, 0.0)
+    np.testing.assert_array_equal(loss, np.zeros((1, 3)))
+    np.testing.assert_array_equal(gradient, np.zeros((1, 3)))
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0.0
+
+
+def test_tbpo_drops_bad_responses_on_both_sides():
+    for log_ratio, adv, value, is_taught in (
+        (-1e-3, -1.0, 1 - 3e-4, False),
+        (-1e-4, -1.0, np.exp(-1e-4), True),
+        (5e-4, -1.0, np.exp(5e-4), True),
+        (1e-3, -1.0, 1 + 7e-4, False),
+        (5e-4, 1.0, -(1 + 4e-4), False),
+        (3e-4, 1.0, -np.exp(3e-4), True),
+        (-2.0, 1.0, -np.exp(-2.0), True),
+    ):
+        loss, metrics, gradient = row("tbpo", [log_ratio], adv)
+        np.testing.assert_allclose(loss, [[value]], rtol=2e-6)
+        np.testing.assert_allclose(gradient, [[value if is_taught else 0.0]], rtol=2e-6)
+        assert metrics["actor/pg_clipfrac"] == (not is_taught)
+    for log_ratio in (-0.3, 0.0, 0.4):  # without the upper end it is GSPO
+        actual = row("tbpo", [log_ratio, 0.1], -1.0, tbpo_high=np.inf)
+        expected = row("gspo", [log_ratio, 0.1], -1.0)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+
+
+def test_turns_of_one_token_are_ppo_and_one_turn_is_gspo():
+    batch = make_batch(0.7) | {"turn": jnp.tile(jnp.arange(WIDTH), (4, 1))}
+    fields = (batch[k] for k in ("logp", "logp_old", "adv", "mask"))
+    actual, metrics, _ = evaluate("turn_ppo", batch)
+    expected, expected_metrics = clipped.ppo_clip(*fields)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+    for key, value in metrics.items():
+        np.testing.assert_allclose(value, expected_metrics[key], rtol=1e-5)
+    batch["turn"] = jnp.full(batch["mask"].shape, 2)
+    actual = evaluate("turn_ppo", batch)
+    expected = evaluate("gspo", batch, clip_low=0.2, clip_high=0.2)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), actual, expected)
+
+
+def test_clipping_bias_by_hand():
+    # Turns (0.4, 0.2) and (0.1,): w = e^0.3 = 1.35 is clipped at A = 2, e^0.1 = 1.105 is not.
+    # What is lost is -sg(w) A log pi of the clipped tokens: gradient -2 e^0.3 each.
+    fields = {"turn": [[0, 0, 1]]}
+    _, _, gradient = row("turn_ppo", [0.4, 0.2, 0.1], 2.0, **fields)
+    np.testing.assert_allclose(gradient, [[0.0, 0.0, -2 * np.exp(0.1)]], rtol=1e-5)
+    old, mask = jnp.full((1, 3), -2.0), jnp.ones((1, 3))
+
+    def lost(logp):
+        bias = sequence_clipped.turn_clipping_bias(
+            logp, old, 2.0 * mask, mask, turn=jnp.array([[0, 0, 1]])
+        )
+        return jnp.sum(bias)
+
+    value, gradient = jax.value_and_grad(lost)(old + jnp.array([[0.4, 0.2, 0.1]]))
+    np.testing.assert_allclose(gradient, [[-2 * np.exp(0.3)] * 2 + [0.0]], rtol=1e-5)
+    np.testing.assert_allclose(value, -2 * np.exp(0.3) * (-1.6 - 1.8), rtol=1e-5)
+
+
+def test_st_ppo_only_scales():
+    turn = [[0, 0, 1]]
+    expected = row("turn_ppo", [0.4, 0.2, 0.1], [[1.0, -1.0, 2.0]], turn=turn)
+    for norm, divisor in ((0.0, 1.0), (0.9, 1.0), (4.0, 4.0)):
+        actual = row("st_ppo", [0.4, 0.2, 0.1], [[1.0, -1.0, 2.0]], turn=turn, st_ppo_norm=norm)
+        np.testing.assert_allclose(actual[0], expected[0] / divisor, rtol=1e-6)
+        np.testing.assert_allclose(actual[2], expected[2] / divisor, rtol=1e-6)
+    _, gradient = jax.value_and_grad(
+        lambda norm: row("st_ppo", [0.4], 1.0, turn=[[0]], st_ppo_norm=norm)[0].sum()
+    )(2.0)
+    assert gradient == 0.0
+
+
+def test_high_entropy_of_packed_sequences():
+    # Sequence 1 has 5 valid tokens: round(0.4 * 5) = 2, of the three 0.7 the two that come first.
+    # Sequence 2 has 2: round(0.8) = 1. Padding and tool tokens are never taken.
+    entropy = jnp.array([[0.7, 0.1, 9.0, 0.7, 0.0, 0.7, 0.2, 0.3, 9.0]])
+    mask = jnp.array([[1, 1, 0, 1, 1, 1, 1, 1, 0]])
+    seg = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2, 0]])
+    is_high = sequence_clipped.high_entropy(entropy, mask, seg, 0.4)
+    np.testing.assert_array_equal(is_high, np.array([[1, 0, 0, 1, 0, 0, 0, 1, 0]]) == 1)
+    alone = sequence_clipped.high_entropy(entropy[:, :6], mask[:, :6], None, 0.4)
+    np.testing.assert_array_equal(alone, is_high[:, :6])
+
+
+def test_espo_band_and_group_weights():
+    # Five tokens: one of 2 nats, four of 0. Width 0.02 * 2 / log 151936 = 0.00335272 for the first
+    # group and 0 for the other. Weights n / (K size): 5 / (2 * 1) = 2.5 and 5 / (2 * 4) = 0.625.
+    fields = {"entropy": [[0.0, 2.0, 0.0, 0.0, 0.0]], "vocab_size": 151936}
+    log_ratio = [0.0, 0.004, 0.0, 0.0, 0.0]
+    loss, metrics, gradient = row("espo", log_ratio, 1.0, **fields)
+    np.testing.assert_allclose(loss[0, 1], -2.5 * 1.00335272, rtol=1e-6)
+    np.testing.assert_allclose(loss[0, 0], -0.625, rtol=1e-6)
+    # r = 1 in a band of no width is its edge, and keeps its gradient.
+    np.testing.assert_allclose(gradient, [[-0.625, 0.0, -0.625, -0.625, -0.625]], rtol=1e-6)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 0.2, rtol=1e-6)
+    log_ratio[1] = 0.003  # inside
+    _, _, gradient = row("espo", log_ratio, 1.0, **fields)
+    np.testing.assert_allclose(gradient[0, 1], -2.5 * np.exp(0.003), rtol=1e-6)
+
+
+def test_espo_limits():
+    entropy, vocab_size = jnp.full((1, 4), np.log(64.0)), 64  # full entropy: the width is alpha
+    log_ratio, adv = [0.3, -0.1, 0.2, -0.6], [1.0, -1.0, 2.0, -3.0]
+    fields = {"entropy": entropy, "vocab_size": vocab_size, "espo_alpha": 0.04}
+    expected = row("gspo_token", log_ratio, adv, clip_low=0.04, clip_high=0.04)
+    for share in (0.0, 1.0):  # one group of all tokens: the empty one does not count
+        actual = row("espo", log_ratio, adv, espo_top=share, **fields)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-5)
+    # Two groups of one token: PPO token by token, the width that of its own entropy.
+    fields = {"entropy": [[1.0, 3.0]], "vocab_size": vocab_size, "espo_alpha": 0.2}
+    width = 0.2 / np.log(64.0) * np.array([1.0, 3.0])  # 0.048 and 0.144
+    loss, _, _ = row("espo", [0.1, 0.1], 1.0, espo_top=0.5, **fields)
+    np.testing.assert_allclose(loss, [[-(1 + width[0]), -np.exp(0.1)]], rtol=1e-5)
+
+
+def test_espo_as_printed_multiplies_by_the_token_ratio():
+    # One token, s = r: the value is s r = e^0.2, the gradient -s r, with the band wide open.
+    fields = {"entropy": [[1.0]], "vocab_size": 64, "espo_alpha": 10.0}
+    loss, _, gradient = row("espo", [0.1], 1.0, espo_uses_old=True, **fields)
+    np.testing.assert_allclose(loss, [[-np.exp(0.2)]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[-np.exp(0.2)]], rtol=1e-5)
+
+
+def test_ctpo_prefix_and_band():
+    # Prefix products of l = (0.3, -0.1, 0.2): 1.3499, 1.2214, 1.4918; no bounds: -A R_t each.
+    prefix = np.exp([0.3, 0.2, 0.4])
+    loose = {"ctpo_low": 9.0, "ctpo_high": 9.0}
+    loss, _, gradient = row("ctpo", [0.3, -0.1, 0.2], 2.0, **loose)
+    np.testing.assert_allclose(loss, [-2 * prefix], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [-2 * prefix], rtol=1e-5)
+    loss, _, _ = row("ctpo", [0.3, -0.1, 0.2], 2.0, ctpo_geomean=True, **loose)
+    np.testing.assert_allclose(loss, [-2 * np.exp([0.3, 0.1, 0.4 / 3])], rtol=1e-5)
+    # The upper ends at t = 1, 4, 16, 100 are exp(0.05 sqrt t), the lower ones exp(-0.025 sqrt t).
+    high, metrics, _ = row("ctpo", [5.0] + [0.0] * 99, 1.0)
+    np.testing.assert_allclose(
+        -high[0, jnp.array([0, 3, 15, 99])], [1.0513, 1.1052, 1.2214, 1.6487], atol=6e-5
+    )
+    assert metrics["actor/pg_clipfrac"] == 1.0 and metrics["actor/pg_clipfrac_lower"] == 0.0
+    low, _, _ = row("ctpo", [-5.0] + [0.0] * 99, -1.0)
+    np.testing.assert_allclose(
+        low[0, jnp.array([0, 3, 15, 99])], [0.9753, 0.9512, 0.9048, 0.7788], atol=6e-5
+    )
+    dual, metrics, gradient = row("ctpo", [5.0] + [0.0] * 99, -1.0)
+    np.testing.assert_allclose(dual, -high, rtol=1e-6)
+    np.testing.assert_array_equal(gradient, np.zeros((1, 100)))
+    assert metrics["actor/pg_clipfrac_lower"] == 1.0
+    constant, _, _ = row("ctpo", [5.0] + [0.0] * 99, 1.0, ctpo_power=0.0)
+    np.testing.assert_allclose(constant, np.full((1, 100), -np.exp(0.05)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sequence_clipped.OBJECTIVES)
+def test_an_empty_row_changes_nothing(name):
+    batch = make_batch()
+    loss, metrics, gradient = evaluate(name, batch)
+    longer = {
+        k: x if k == "st_ppo_norm" else jnp.concatenate([x, jnp.zeros_like(x[:1])])
+        for k, x in batch.items()
+    }
+    actual = evaluate(name, longer)
+    np.testing.assert_allclose(actual[0][:-1], loss, rtol=1e-6)
+    np.testing.assert_allclose(actual[2][:-1], gradient, rtol=1e-6)
+    np.testing.assert_array_equal(actual[0][-1], np.zeros(WIDTH))
+    for key, value in metrics.items():
+        np.testing.assert_allclose(actual[1][key], value, rtol=1e-6)
+    nothing = evaluate(name, batch | {"mask": jnp.zeros_like(batch["mask"])})
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.zeros(x.shape)), nothing)

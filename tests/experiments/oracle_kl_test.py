@@ -1,0 +1,116 @@
+"""KL estimators against the exact gradients of the KL per prefix and of whole responses."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import advantages
+from jaxrl_tis.estimators import kl
+from jaxrl_tis.estimators import reduce
+from jaxrl_tis.experiments import oracle
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+POLICY = oracle.random_logits(3, 3, np.random.default_rng(0))
+NOISY = oracle.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))
+REFERENCE = oracle.random_logits(3, 3, np.random.default_rng(2))
+
+
+def problem_of(behaviour):
+    """The reward has no part in a KL term."""
+    return oracle.Problem(POLICY, behaviour, len, 3, ref=REFERENCE)
+
+
+def divergences():
+    """(pi, q, KL(pi || q) [P]) of the policy and the reference at each prefix."""
+    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (POLICY, REFERENCE))
+    return p, q, np.sum(p * np.log(p / q), axis=1)
+
+
+def mean_kl(name, **fields):
+    """Sum over the tokens of an entry of KL; `fields` maps its arguments to those of the batch."""
+
+    def loss_fn(logp, batch):
+        arguments = {argument: batch[field] for argument, field in fields.items()}
+        kl_bt = kl.KL[name](logp, batch["logp_ref"], **arguments)
+        return reduce.aggregate(kl_bt, batch["mask"], "seq-mean-token-sum")
+
+    return loss_fn
+
+
+def state_kl(forward=False):
+    """Gradient [P, V] of the KL at each prefix, to or from the reference."""
+    p, q, kl_p = divergences()
+    return p - q if forward else p * (np.log(p / q) - kl_p[:, None])
+
+
+KL_CASES = {
+    "k2": (POLICY, {}, False),
+    "k1+": (POLICY, {}, False),
+    "k3+": (POLICY, {}, False),
+    "abs+": (POLICY, {}, False),
+    "k3": (POLICY, {}, True),
+    "is_k3": (NOISY, {"logp_old": "logp_behav"}, False),
+    "exact_reverse": (NOISY, {"logits": "logits", "logits_ref": "logits_ref"}, False),
+    "exact_forward": (NOISY, {"logits": "logits", "logits_ref": "logits_ref"}, True),
+}
+
+
+@pytest.mark.parametrize("name", KL_CASES)
+def test_kl_losses_have_the_gradient_of_the_states_with_prefixes_held_fixed(name):
+    behaviour, fields, is_forward = KL_CASES[name]
+    problem = problem_of(behaviour)
+    expected = problem.visits(behaviour)[:, None] * state_kl(is_forward)
+    step = problem.expectation(mean_kl(name, **fields))
+    np.testing.assert_allclose(-step, expected, **EXACT)
+
+
+def test_k1_as_a_loss_teaches_nothing():
+    problem = problem_of(POLICY)
+    np.testing.assert_allclose(problem.expectation(mean_kl("k1")), 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["k1", "k1+", "k3", "k3+", "is_k3"])
+def test_kl_values_are_unbiased(name):
+    behaviour, fields = (NOISY, {"logp_old": "logp_behav"}) if name == "is_k3" else (POLICY, {})
+    problem = problem_of(behaviour)
+    expected = problem.visits(behaviour) @ divergences()[2]
+    np.testing.assert_allclose(problem.average(mean_kl(name, **fields)), expected, **EXACT)
+
+
+def sequence_kl(problem):
+    """KL of whole responses between policy and reference, as a function of log-probs [N, T]."""
+    log_ref = problem.pick(REFERENCE).sum(axis=1)
+    return lambda logp: jnp.sum(jnp.exp(logp.sum(axis=1)) * (logp.sum(axis=1) - log_ref))
+
+
+def test_the_sequence_kl_has_the_prefix_term_as_well():
+    problem = problem_of(POLICY)
+    whole = problem.differentiate(sequence_kl(problem))
+    held_fixed = -problem.expectation(mean_kl("k2"))
+    # The prefix term: a token also decides how much KL lies ahead. By the policy gradient theorem
+    # that is the gradient of a reward which is the KL of all later prefixes.
+    p, _, kl_p = divergences()
+    ahead, value = np.zeros(POLICY.shape), np.zeros(len(POLICY))
+    for row in reversed(range(len(POLICY))):
+        if 3 * row + 1 < len(POLICY):
+            ahead[row] = value[3 * row + 1 : 3 * row + 4]
+        value[row] = kl_p[row] + p[row] @ ahead[row]
+    excess = ahead - (p * ahead).sum(axis=1, keepdims=True)
+    prefix_term = problem.visits(POLICY)[:, None] * p * excess
+    np.testing.assert_allclose(whole - held_fixed, prefix_term, **EXACT)
+    assert np.linalg.norm(prefix_term) > 0.05 * np.linalg.norm(whole)
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl():
+    problem = problem_of(POLICY)
+
+    def loss_fn(logp, batch):
+        k1 = kl.k1(batch["logp_old"], batch["logp_ref"])
+        rewards = kl.penalized_rewards(jnp.zeros(1), batch["mask"], k1, 1.0)
+        adv = advantages.ADVANTAGES["remax"](
+            rewards, batch["mask"], batch["group"], greedy_rewards=jnp.zeros(1)
+        )
+        return reduce.aggregate(-adv * logp, batch["mask"], "seq-mean-token-sum")
+
+    whole = problem.differentiate(sequence_kl(problem))
+    np.testing.assert_allclose(-problem.expectation(loss_fn), whole, **EXACT)
