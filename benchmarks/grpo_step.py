@@ -26,6 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     step = model.Step(*model.setup())
     step(), step()
+    step.trainer._prepare(step.trainer.score(step.state, step.rollout()))
     parts = {name: [] for name in ("rollout", "score", "correction", "update", "step")}
     for index in range(args.rounds):
         seconds, samples = timed(step.rollout)
