@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxrl_tis.estimators import advantages, diagnostics, divergences, loss, methods, presets, ratios
+from jaxrl_tis.estimators import advantages, diagnostics, divergences, loss, methods, presets
+from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import kl as kl_estimators
 from jaxrl_tis.estimators.methods import Method
 
@@ -157,7 +158,9 @@ def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch)
     )
 
 
-def rejection_metrics(c: Correction, log_ratio: jax.Array, mask: jax.Array, keep: jax.Array) -> Metrics:
+def rejection_metrics(
+    c: Correction, log_ratio: jax.Array, mask: jax.Array, keep: jax.Array
+) -> Metrics:
     """What the masks rejected, and the statistic of each criterion that has one; {} without masks."""
     if not c.masks:
         return {}

@@ -188,8 +188,8 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
         return loss.policy_loss(
-            logp, with_key(c, batch), objective=c.objective, weight=c.weight, masks=c.masks, mode=c.mode,
-            aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
+            logp, with_key(c, batch), objective=c.objective, weight=c.weight, masks=c.masks,
+            mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
             counts_rejected=c.counts_rejected, kl=kl, kl_coeff=c.kl_coeff,
             entropy=entropy, entropy_coeff=c.entropy_coeff,
             num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,

@@ -8,22 +8,19 @@ import ml_collections
 from jaxrl_tis import correction, optimizer
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tasks import TASKS
-from jaxrl_tis.estimators import loss, presets, reduce
+from jaxrl_tis.estimators import loss, methods, presets, reduce
 from jaxrl_tis.models import quant, transformer
 
 DTYPES = ("float32", "bfloat16")
-# Advantages that compare the samples of a prompt.
-GROUPED = ("grpo", "dr_grpo", "grpo_passk", "rloo", "gpg", "gdpo", "opo", "opob", "otb", "tir_otb",
-           "oapl", "reinforce_plus_plus_baseline")
+UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
-# Objectives without a ratio of their own, and those that hold the sampler's weight already.
-UNRATIOED = ("gpg", "reinforce")
-OWN_WEIGHT = ("decoupled", "a3po", "qurl_acr", "fusion_cap", "fusion_shaped", "oapl")
+UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
     """ValueError listing every problem of the config, one a line."""
-    problems = [*_names(config), *_counts(config), *_batches(config), *_correction(config), *_sampling(config)]
+    checks = (_names, _counts, _batches, _correction, _sampling)
+    problems = [problem for check in checks for problem in check(config)]
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
 
@@ -133,7 +130,7 @@ def _correction(config):
 def _methods(c: correction.Correction, config):
     weight, objective, advantage = c.weight[0], c.objective[0], c.advantage[0]
     rollout, rows = config.rollout, config.train.microbatch_rows
-    if rollout.group_size == 1 and advantage in GROUPED:
+    if rollout.group_size == 1 and advantage not in UNGROUPED:
         yield (
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a group; "
             "use at least 2"
@@ -151,7 +148,7 @@ def _methods(c: correction.Correction, config):
             f"bypass mode puts the whole drift into the ratio of {objective!r}; the weight "
             f"{weight!r} would count the engine's part twice: set correction.weight to 'none'"
         )
-    if weight != "none" and objective in OWN_WEIGHT:
+    if weight != "none" and "logp_behav" in methods.needs("objective", objective):
         yield (
             f"objective {objective!r} weighs by logp_behav itself; the weight {weight!r} would count "
             "the engine's part twice: set correction.weight to 'none'"

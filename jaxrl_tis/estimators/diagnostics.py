@@ -9,8 +9,6 @@ enter its row means with weight 1, 0 or perplexity 1; here only sequences with a
 counted, which changes nothing when every row has one.
 """
 
-import math
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -78,11 +76,6 @@ def _finite_exp(x):
 def _finite_mean(x, mask):
     """Mean over the valid entries, each divided before the sum, which then cannot overflow."""
     return ratios.masked_sum(ratios.safe_divide(x, ratios.masked_count(x, mask)), mask)
-
-
-def _log(x):
-    """log; of a Python number in double precision, as `masks` takes the bounds of k1."""
-    return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
 
 
 def _perplexity(policy, mean_logp_bs, is_sequence_bs):
@@ -180,7 +173,7 @@ def importance_weight_metrics(
     if level == "seq":
         sum_bs = ratios.sequence_sum(log_ratio, mask, seg)
         extremes_of, is_valid = ratios.bounded_exp(sum_bs), is_sequence_bs
-        is_high, is_low = sum_bs > _log(upper), sum_bs < _log(low)
+        is_high, is_low = sum_bs > masks.log_bound(upper), sum_bs < masks.log_bound(low)
     else:
         extremes_of, is_valid = w_bt, mask
         is_high, is_low = raw_bt > upper, raw_bt < low
@@ -249,8 +242,8 @@ def rejection_metrics(
     level, _, estimator = option.rpartition("_")
     is_band = estimator == "k1"
     if is_band:
-        high = _log(upper)
-        low = -high if lower is None else _log(lower)
+        high = masks.log_bound(upper)
+        low = -high if lower is None else masks.log_bound(lower)
     else:
         high, low = upper, -jnp.inf
 

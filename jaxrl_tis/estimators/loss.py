@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.estimators import masks as rejection
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import reduce
@@ -75,12 +76,23 @@ def accepted(
       batch: `mask`, optional `seg`, and what the masks need.
       masks: names in `masks.MASKS` and their parameters.
     """
-    mask, seg = batch["mask"], batch["seg"] if "seg" in batch else None
-    keep_bt = ratios.as_bool(mask)
-    for name, parameters in masks:
-        function = methods.function("mask", name)
-        keep_bt &= function(log_ratio, mask, seg, **needed("mask", name, batch), **parameters)
-    return keep_bt
+    seg = batch["seg"] if "seg" in batch else None
+    fields = {name: x for name, x in batch.items() if name not in ("mask", "seg")}
+    return rejection.all_of(masks, log_ratio, batch["mask"], seg, **fields)
+
+
+def _corrected(batch, weight, masks, mode, is_batch_normalized):
+    """(weights, kept tokens) [B,T]: those of the batch if it brings them, else judged here."""
+    mask = ratios.as_bool(batch["mask"])
+    if "weights" in batch:
+        return batch["weights"], mask
+    if not masks and weight[0] == "none":
+        return mask, mask
+    learner = batch["logp"] if mode == "bypass" else batch["logp_old"]
+    behav = _field(batch, "logp_behav", weight[0])
+    log_ratio_bt = ratios.safe_log_ratio(learner, behav, batch["mask"])
+    w_bt, _ = importance_weights(log_ratio_bt, batch, weight, is_batch_normalized)
+    return w_bt, accepted(log_ratio_bt, batch, masks)
 
 
 def policy_loss(
@@ -133,17 +145,7 @@ def policy_loss(
     logp_old, adv, mask = (_field(batch, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
-    if "weights" in batch:
-        w_bt, keep_bt = batch["weights"], ratios.as_bool(mask)
-    elif masks or weight[0] != "none":
-        learner = batch["logp"] if mode == "bypass" else logp_old
-        log_ratio_bt = ratios.safe_log_ratio(
-            learner, _field(batch, "logp_behav", weight[0]), mask
-        )
-        w_bt, _ = importance_weights(log_ratio_bt, batch, weight, is_batch_normalized)
-        keep_bt = accepted(log_ratio_bt, batch, masks)
-    else:
-        w_bt = keep_bt = ratios.as_bool(mask)
+    w_bt, keep_bt = _corrected(batch, weight, masks, mode, is_batch_normalized)
     if counts_rejected:
         w_bt = jnp.where(keep_bt, w_bt, 0.0)
     else:

@@ -69,15 +69,15 @@ def _at_most(name, log_ratio, mask, seg, upper):
     return ratios.as_bool(mask) & (statistic(name, log_ratio, mask, seg) <= upper)
 
 
-def _log(x):
+def log_bound(x: chex.Numeric) -> chex.Numeric:
     """log; of a Python number in double precision, so that a bound hit exactly is kept."""
     return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
 
 
 def _inside_k1(name, log_ratio, mask, seg, lower, upper):
     k1_bt = statistic(name, log_ratio, mask, seg)
-    log_lower = -_log(upper) if lower is None else _log(lower)
-    return ratios.as_bool(mask) & (k1_bt >= log_lower) & (k1_bt <= _log(upper))
+    log_lower = -log_bound(upper) if lower is None else log_bound(lower)
+    return ratios.as_bool(mask) & (k1_bt >= log_lower) & (k1_bt <= log_bound(upper))
 
 
 def _inside_ratio(level, log_ratio, mask, seg, lower, upper):

@@ -5,16 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import detached
 from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators import sequence_clipped
-from jaxrl_tis.estimators import smooth
+from jaxrl_tis.estimators.objectives import NEEDS, OBJECTIVES
 from jaxrl_tis.experiments import oracle
 
-FAMILIES = (clipped, sequence_clipped, detached, smooth)
-OBJECTIVES = {name: f for family in FAMILIES for name, f in family.OBJECTIVES.items()}
-NEEDS = {name: fields for family in FAMILIES for name, fields in family.NEEDS.items()}
 REQUIRED = {
     "dispo": {
         "dispo_low_pos": 1.0, "dispo_high_pos": 4.0, "dispo_low_neg": 0.8, "dispo_high_neg": 0.28,
