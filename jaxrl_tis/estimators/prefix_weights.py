@@ -39,9 +39,9 @@ def prefix_minpro(
     """
     log_ratio_bt = ratios.detached_log_ratio(log_ratio, mask)
     is_start_bt = ratios.segment_starts(mask, seg)
-    before_bt = _before(jnp.where(ratios.as_bool(mask), log_ratio_bt, jnp.inf), jnp.inf)
-    before_bt = jnp.where(is_start_bt, jnp.inf, before_bt)
-    lowest_bt = ratios.segment_scan(jnp.minimum, before_bt, is_start_bt)
+    upto_bt = jnp.where(ratios.as_bool(mask), log_ratio_bt, jnp.inf)
+    upto_bt = ratios.segment_scan(jnp.minimum, upto_bt, is_start_bt)
+    lowest_bt = jnp.where(is_start_bt, jnp.inf, _before(upto_bt, jnp.inf))
     lowest_bt = jnp.where(jnp.isinf(lowest_bt), 0.0, lowest_bt)
     w_bt = jnp.minimum(ratios.bounded_exp(lowest_bt + log_ratio_bt), cap)
     return ratios.zero_padding(w_bt, mask)
@@ -69,11 +69,8 @@ def prefix_ctpo(
       ctpo_power: exponent p of t; 0.5 in the authors' code, 0 keeps the band constant.
     """
     log_ratio_bt = ratios.detached_log_ratio(log_ratio, mask)
-    is_start_bt = ratios.segment_starts(mask, seg)
-    is_valid_bt = ratios.as_bool(mask).astype(log_ratio_bt.dtype)
-    count_bt = ratios.segment_scan(jnp.add, is_valid_bt, is_start_bt)
+    log_w_bt, count_bt = ratios.prefix_sums(log_ratio_bt, mask, seg)
     width_bt = jnp.maximum(count_bt, 1.0) ** ctpo_power
-    log_w_bt = ratios.segment_scan(jnp.add, log_ratio_bt, is_start_bt)
     log_w_bt = ratios.clamp(log_w_bt, -ctpo_low * width_bt, ctpo_high * width_bt)
     return ratios.zero_padding(ratios.bounded_exp(log_w_bt), mask)
 

@@ -10,6 +10,7 @@ is False wherever seg is 0. `seg=None` means one sequence per row. Per-sequence 
 = 1 without seg, S = T with it.
 """
 
+import functools
 from collections.abc import Callable
 
 import chex
@@ -140,7 +141,8 @@ def to_tokens(x_bs: chex.Array, seg: chex.Array | None, num_tokens: int) -> chex
     rows."""
     if seg is None:
         return jnp.broadcast_to(x_bs, (x_bs.shape[0], num_tokens))
-    return jnp.take_along_axis(jnp.pad(x_bs, ((0, 0), (1, 0))), seg, axis=1)
+    x_bt = jnp.take_along_axis(x_bs, jnp.maximum(seg - 1, 0), axis=1)
+    return jnp.where(seg > 0, x_bt, 0)
 
 
 def sequence_max(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
@@ -161,24 +163,69 @@ def sequence_max(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None)
 
 def segment_starts(x: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """True at the first position of every sequence of x [B, T]: column 0, and where seg changes."""
-    first_bt = jnp.zeros(x.shape, bool).at[:, 0].set(True)
-    if seg is None:
-        return first_bt
-    return first_bt | (seg != jnp.roll(seg, 1, axis=1))
+    is_new = jnp.zeros(x[:, 1:].shape, bool) if seg is None else seg[:, 1:] != seg[:, :-1]
+    return jnp.pad(is_new, ((0, 0), (1, 0)), constant_values=True)
 
 
-def segment_scan(operator: Callable, x: chex.Array, is_start: chex.Array) -> chex.Array:
-    """operator over the positions from the last start up to t, [B, T]; of logarithmic depth.
+def segment_scan(operator: Callable, x: chex.ArrayTree, is_start: chex.Array) -> chex.ArrayTree:
+    """operator over the positions from the last start up to t, [B, T].
+
+    One position after the other on a CPU, by doubling (of logarithmic depth) elsewhere.
 
     Args:
-      operator: associative, of two arrays, e.g. `jnp.add` or `jnp.minimum`.
-      x: [B, T] in any dtype; the caller puts the operator's neutral element where nothing counts.
+      operator: associative, of two arrays or trees of them, e.g. `jnp.add` or `jnp.minimum`.
+      x: [B, T] in any dtype, or a tree of such arrays; the caller puts the operator's neutral
+        element where nothing counts.
       is_start: [B, T] where a run begins, e.g. from `segment_starts`; column 0 always is one.
     """
-    chex.assert_equal_shape([x, is_start])
+    chex.assert_equal_shape([*jax.tree.leaves(x), is_start])
+    return jax.lax.platform_dependent(
+        x, is_start,
+        cpu=functools.partial(_scan_by_position, operator),
+        default=functools.partial(_scan_by_doubling, operator),
+    )
 
+
+def prefix_sums(
+    x: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> tuple[chex.Array, chex.Array]:
+    """Sum of x over the valid tokens of the sequence up to t, and their number, [B, T] each."""
+    x_bt = zero_padding(x, mask)
+    valid_bt = as_bool(mask).astype(x_bt.dtype)
+    add = functools.partial(jax.tree.map, jnp.add)
+    return segment_scan(add, (x_bt, valid_bt), segment_starts(mask, seg))
+
+
+def _choose(condition, x, other):
+    return jax.tree.map(functools.partial(jnp.where, condition), x, other)
+
+
+def _scan_by_position(operator, x, is_start):
+    """Eight columns at a time, so that rows are read by the cache line."""
+    num_tokens, width = is_start.shape[1], 8
+    num_blocks = -(-num_tokens // width)
+    blocks = lambda a: jnp.pad(a, ((0, 0), (0, num_blocks * width - num_tokens)))
+    x, is_start = jax.tree.map(blocks, (x, is_start))
+
+    def block(before, i):
+        read = lambda a: jax.lax.dynamic_slice_in_dim(a, width * i, width, axis=1)
+        x_bw, is_start_bw = jax.tree.map(read, (x, is_start))
+        columns = []
+        for k in range(width):
+            x_b = jax.tree.map(lambda a: a[:, k], x_bw)
+            before = _choose(is_start_bw[:, k], x_b, operator(before, x_b))
+            columns.append(before)
+        return before, jax.tree.map(lambda *a: jnp.stack(a, axis=1), *columns)
+
+    zeros = jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x)
+    _, x_nbw = jax.lax.scan(block, zeros, jnp.arange(num_blocks))
+    joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)[:, :num_tokens]
+    return jax.tree.map(joined, x_nbw)
+
+
+def _scan_by_doubling(operator, x, is_start):
     def combine(left, right):
         (left_x, is_left), (right_x, is_right) = left, right
-        return jnp.where(is_right, right_x, operator(left_x, right_x)), is_left | is_right
+        return _choose(is_right, right_x, operator(left_x, right_x)), is_left | is_right
 
     return jax.lax.associative_scan(combine, (x, is_start), axis=1)[0]

@@ -25,12 +25,21 @@ def _unsigned(x):
     return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
-def _sortable(x):
-    """Unsigned integers that compare as the floats x do."""
+def _sign_bit(bits):
+    return jnp.array(1, bits.dtype) << (8 * bits.dtype.itemsize - 1)
+
+
+def sortable(x: chex.Array) -> chex.Array:
+    """Unsigned integers as wide as the floats x, in the same order."""
     x = jnp.where(x == 0.0, 0.0, x)  # -0 is 0
     bits = jax.lax.bitcast_convert_type(x, _unsigned(x))
-    sign = jnp.array(1, bits.dtype) << (8 * bits.dtype.itemsize - 1)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
+    return jnp.where(bits >= _sign_bit(bits), ~bits, bits | _sign_bit(bits))
+
+
+def from_sortable(key: chex.Array, dtype: jnp.dtype) -> chex.Array:
+    """The floats whose `sortable` is key."""
+    bits = jnp.where(key >= _sign_bit(key), key ^ _sign_bit(key), ~key)
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def _largest(is_low: Callable[[chex.Array], chex.Array], dtype: jnp.dtype) -> chex.Array:
@@ -93,7 +102,7 @@ def m2po(
     """
     del seg
     square_bt = jnp.square(ratios.detached_log_ratio(log_ratio, mask))
-    is_valid_bt, key_bt = ratios.as_bool(mask), _sortable(square_bt)
+    is_valid_bt, key_bt = ratios.as_bool(mask), sortable(square_bt)
 
     def is_low(edge):
         return ratios.masked_mean(square_bt, is_valid_bt & (key_bt < edge)) < m2po_threshold
@@ -246,7 +255,7 @@ def kl_cov(
     """
     cov_bt = covariance(logp, adv, mask)
     count = _share(kl_cov_ratio, cov_bt, mask)
-    return _smallest(_sortable(-cov_bt), ratios.as_bool(mask), count)
+    return _smallest(sortable(-cov_bt), ratios.as_bool(mask), count)
 
 
 def top_entropy(
@@ -274,4 +283,4 @@ def top_entropy(
     chex.assert_equal_shape([entropy, mask])
     entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, mask))
     count = _share(top_entropy_fraction, entropy_bt, mask)
-    return _smallest(_sortable(-entropy_bt), ratios.as_bool(mask), count)
+    return _smallest(sortable(-entropy_bt), ratios.as_bool(mask), count)

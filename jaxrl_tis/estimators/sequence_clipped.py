@@ -377,11 +377,9 @@ def ctpo(
     actor/pg_clipfrac_lower of those at the dual clip.
     """
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
-    is_start_bt = ratios.segment_starts(mask, seg)
     bounded_bt = ratios.detached_log_ratio(log_ratio_bt, mask)
-    prefix_bt = ratios.segment_scan(jnp.add, bounded_bt, is_start_bt)
-    valid_bt = ratios.as_bool(mask).astype(prefix_bt.dtype)
-    step_bt = jnp.maximum(ratios.segment_scan(jnp.add, valid_bt, is_start_bt), 1.0)
+    prefix_bt, count_bt = ratios.prefix_sums(bounded_bt, mask, seg)
+    step_bt = jnp.maximum(count_bt, 1.0)
     if ctpo_geomean:
         prefix_bt = prefix_bt / step_bt
     growth_bt = jnp.power(step_bt, ctpo_power)

@@ -54,6 +54,13 @@ def example():
     return log_ratio, logp, adv, entropy, mask
 
 
+def test_sortable_keeps_the_order_of_floats():
+    x = jnp.array([-jnp.inf, -2.0, -1e-30, 0.0, 1e-30, 0.5, 3e38, jnp.inf])
+    key = selection.sortable(x)
+    assert np.all(np.diff(np.asarray(key).astype(np.int64)) > 0)
+    np.testing.assert_array_equal(selection.from_sortable(key, x.dtype), x)
+
+
 def test_m2po_by_hand():
     # Mean square (0.09 + 0.01 + 0.04) / 3 = 0.0467; without 0.3 it is 0.025.
     log_ratio = jnp.array([[0.3, -0.1, NAN], [NAN, 0.2, NAN]])

@@ -1,0 +1,163 @@
+"""Time of the estimators on a long rollout batch, against reading its inputs once.
+
+    python -m benchmarks.estimators [--rows=512] [--length=8192] [--rounds=5]
+
+Packed rows of responses whose lengths spread evenly over the octaves from 64 tokens up. Each line
+is one jitted call that ends in scalars: what a method adds to a training step, whose own program
+reads the same arrays.
+"""
+
+import argparse
+import inspect
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis.estimators import diagnostics, divergences, methods, selection
+from jaxrl_tis.estimators import ratios
+
+# Values for the parameters without a published default.
+REQUIRED = {"upper": 2.0, "opsm_delta": 0.1, "staleness_max": 1, "trm_delta": 0.05}
+SCANNED = ("prefix_minpro", "prefix_ctpo", "turn_tis", "turn_geo")
+SELECTIONS = ("m2po", "clip_cov", "top_entropy")
+OF_LOGITS = ("trm",)  # needs both policies' whole vocabulary
+
+
+def make_batch(rows: int, length: int) -> dict[str, jax.Array]:
+    """Inputs [rows, length] of every weight and mask; the last tokens of a row are padding."""
+    rng = np.random.default_rng(0)
+    seg = np.zeros((rows, length), np.int32)
+    for row in seg:
+        start, number = 0, 1
+        while start < length - 64:
+            end = start + int(2 ** rng.uniform(6, np.log2(length)))
+            row[start : min(end, length)] = number
+            start, number = end, number + 1
+    old = -rng.exponential(0.5, seg.shape).astype(np.float32)
+    gap = 0.05 * rng.standard_normal(seg.shape, np.float32)
+    batch = {
+        "logp": old + 0.05 * rng.standard_normal(seg.shape, np.float32),
+        "logp_old": old,
+        "logp_behav": old - gap,
+        "mask": seg > 0,
+        "seg": seg,
+        "adv": rng.standard_normal(seg.shape, np.float32),
+        "entropy": rng.exponential(0.5, seg.shape).astype(np.float32),
+        "turn": np.arange(length, dtype=np.int32)[None, :] // 256 + np.zeros_like(seg),
+        "version": np.full(seg.shape, 3, np.int32),
+    }
+    return {name: jnp.array(x) for name, x in batch.items()} | {
+        "current_version": jnp.int32(4), "key": jax.random.key(0),
+    }
+
+
+def call(kind: str, name: str, batch: dict[str, jax.Array]) -> jax.Array:
+    """The sum of a weight, or the tokens that a mask keeps, at the method's published defaults."""
+    log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
+    parameters = {
+        key: REQUIRED[key] if value is inspect.Parameter.empty else value
+        for key, value in methods.parameters(kind, name).items()
+    }
+    needed = {field: batch[field] for field in methods.needs(kind, name)}
+    function = methods.function(kind, name)
+    return jnp.sum(function(log_ratio, batch["mask"], batch["seg"], **needed, **parameters))
+
+
+def entries(kind: str) -> list[str]:
+    return [n for n in methods.TABLES[kind][0] if n not in (*SCANNED, *SELECTIONS, *OF_LOGITS)]
+
+
+def weights(batch):
+    return {name: call("weight", name, batch) for name in entries("weight")}
+
+
+def masks(batch):
+    return {name: call("mask", name, batch) for name in entries("mask")}
+
+
+def metrics(batch):
+    """The measured gap, as `correction.gap_metrics` records it, and verl's rejection metrics."""
+    old, behav, mask, seg = (batch[f] for f in ("logp_old", "logp_behav", "mask", "seg"))
+    log_ratio = ratios.safe_log_ratio(old, behav, mask)
+    w = methods.function("weight", "token_tis")(log_ratio, mask, seg)
+    return (
+        diagnostics.offpolicy_metrics(old, behav, mask, seg)
+        | diagnostics.probability_metrics(old, behav, mask)
+        | diagnostics.importance_weight_metrics(
+            w, log_ratio, mask, level="token", upper=2.0, seg=seg
+        )
+        | divergences.divergence_metrics(log_ratio, mask, seg)
+        | divergences.response_metrics(old, behav, mask, seg)
+        | diagnostics.rejection_metrics(log_ratio, mask, seg, option="seq_mean_k3", upper=0.01)
+    )
+
+
+def percentiles(batch):
+    fields = ("logp_old", "logp_behav", "mask", "seg")
+    return divergences.percentile_metrics(*(batch[f] for f in fields))
+
+
+def m2po(batch):
+    drift = ratios.safe_log_ratio(batch["logp"], batch["logp_old"], batch["mask"])
+    bounds = selection.m2po_bounds(drift, batch["adv"], batch["mask"])
+    return call("mask", "m2po", batch), bounds
+
+
+def covariance(batch):
+    kl_cov = selection.kl_cov(batch["logp"], batch["adv"], batch["mask"])
+    return call("mask", "clip_cov", batch), jnp.sum(kl_cov)
+
+
+def programs():
+    """Name -> function of a batch: reads and sums for scale, then what is measured."""
+    read = ("logp_old", "logp_behav", "mask", "seg")
+    chosen = {
+        "read": lambda b: [jnp.sum(b[f]) for f in read],
+        "segment sum": lambda b: jnp.max(ratios.sequence_sum(b["logp_old"], b["mask"], b["seg"])),
+        "weights": weights,
+        "masks": masks,
+        "metrics": metrics,
+        "weights + masks + metrics": lambda b: (weights(b), masks(b), metrics(b)),
+    }
+    for name in SCANNED:
+        chosen[name] = lambda b, name=name: call("weight", name, b)
+    return chosen | {
+        "percentiles": percentiles, "m2po": m2po, "covariance": covariance,
+        "top_entropy": lambda b: call("mask", "top_entropy", b),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="names of the lines, separated by commas")
+    args = parser.parse_args()
+    batch = make_batch(args.rows, args.length)
+    chosen = programs()
+    names = args.only.split(",") if args.only else list(chosen)
+    print(f"{int(batch['mask'].sum()):,} tokens in {int(batch['seg'].max(1).sum()):,} responses")
+    read = None
+    for name in dict.fromkeys(["read", *names]):
+        start = time.perf_counter()
+        compiled = jax.jit(chosen[name]).lower(batch).compile()
+        compile_seconds = time.perf_counter() - start
+        seconds = []
+        for _ in range(args.rounds + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(batch))
+            seconds.append(time.perf_counter() - start)
+        median = statistics.median(seconds[1:])
+        read = median if read is None else read
+        print(
+            f"{name:26s} {median * 1e3:8.1f} ms {median / read:6.1f} reads, "
+            f"compiled in {compile_seconds:.1f} s", flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
