@@ -87,6 +87,7 @@ def get_config() -> ConfigDict:
     c.correction.kl_placement = "loss"  # loss, or reward: subtracted from each token's reward
     c.correction.offload_reference = False  # keep the reference in host memory between uses
     c.correction.entropy_coeff = 0.0
+    c.correction.controllers = ""  # joined by &, e.g. "ess_scale & adaptive_kl(kl_target=0.05)"
 
     c.optimizer = _optimizer(1e-4)
     c.critic = _optimizer(1e-4)  # used with advantage "gae"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxrl_tis import correction, models, optimizer, sharding
+from jaxrl_tis import control, correction, models, optimizer, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.engine import Engine
@@ -62,6 +62,11 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
     )
     updates = config.steps * config.train.epochs * config.train.minibatches
+    chosen = correction.parse(config.correction)
+    policy_optimizer = optimizer.make(config.optimizer, updates)
+    for name, parameters in chosen.controllers:
+        if name == "gradient_alignment":
+            policy_optimizer = optimizer.aligned(policy_optimizer, **parameters)
     engine = functools.partial(
         Engine, model, slots=config.engine.slots,
         max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
@@ -70,8 +75,8 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         layout=serving,
     )
     return Setup(
-        config, tokenizer, model, layout, learner, correction.parse(config.correction),
-        optimizer.make(config.optimizer, updates), optimizer.make(config.critic, updates),
+        config, tokenizer, model, layout, learner, chosen,
+        policy_optimizer, optimizer.make(config.critic, updates),
         engine=engine(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
             quantization=config.engine.quantization,
@@ -92,7 +97,8 @@ def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConf
     )
 
 
-# State: {"policy": TrainState, "critic": TrainState with GAE, "reference": params with a KL term}
+# State: {"policy": TrainState, "critic": TrainState with GAE, "reference": params with a KL term,
+# "controllers": their states, where the config names one that has a state}
 
 
 def abstract_state(setup: Setup) -> dict[str, Any]:
@@ -121,6 +127,9 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
         bf16 = transformer.abstract_params(setup.model, "bfloat16")
         kind = "pinned_host" if setup.config.correction.offload_reference else "device"
         state["reference"] = place(bf16, setup.layout.params(setup.model, kind))
+    states = jax.eval_shape(lambda: control.init(setup.correction))
+    if states:
+        state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
     return state
 
 
@@ -151,6 +160,8 @@ def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
             state["critic"] = steps.TrainState(critic, setup.critic_optimizer.init(critic))
         if setup.correction.kl is not None:
             state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        if states := control.init(setup.correction):
+            state["controllers"] = states
         return state
 
     return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)

@@ -42,6 +42,7 @@ class Correction:
     kl_coeff: float
     kl_placement: str
     entropy_coeff: float
+    controllers: tuple[Method, ...]
 
     @property
     def needs(self) -> dict[str, str]:
@@ -80,12 +81,22 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
         kl_coeff=fields.kl_coeff,
         kl_placement=fields.kl_placement,
         entropy_coeff=fields.entropy_coeff,
+        controllers=methods.parse_all("controller", fields.controllers),
     )
 
 
 def with_key(c: Correction, batch: Batch) -> Batch:
     """The batch, with a random key from its first row's `draw` where a method asks for one."""
     return batch | {"key": jax.random.key(batch["draw"][0])} if "key" in c.needs else batch
+
+
+def controlled(c: Correction, batch: Batch) -> Correction:
+    """The correction with the coefficients that controllers have set for this batch."""
+    name, parameters = c.objective
+    if "r2vpo_lambda" in batch:
+        parameters = parameters | {"r2vpo_lambda": batch["r2vpo_lambda"][0]}
+    kl_coeff = batch["kl_coeff"][0] if "kl_coeff" in batch else c.kl_coeff
+    return dataclasses.replace(c, objective=(name, parameters), kl_coeff=kl_coeff)
 
 
 def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
@@ -132,11 +143,14 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
 
 def _rewards(c: Correction, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Rewards [N], or [N,T] with the KL penalty of each token where it belongs to the reward."""
-    if c.kl is None or c.kl_placement == "loss":
-        return batch["rewards"], {}
+    rewards, mask = batch["rewards"], batch["mask"]
+    if c.kl is None:
+        return rewards, {}
     kl_bt = loss.kl_term(batch["logp_old"], batch, c.kl)
-    rewards = kl_estimators.penalized_rewards(batch["rewards"], batch["mask"], kl_bt, c.kl_coeff)
-    return rewards, {"actor/reward_kl_penalty": ratios.masked_mean(kl_bt, batch["mask"])}
+    if c.kl_placement == "reward":
+        kl_coeff = controlled(c, batch).kl_coeff
+        rewards = kl_estimators.penalized_rewards(rewards, mask, kl_bt, kl_coeff)
+    return rewards, {"actor/kl_to_reference": kl_estimators.sequence_kl(kl_bt, mask)}
 
 
 def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch) -> Metrics:

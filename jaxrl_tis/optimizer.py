@@ -1,9 +1,14 @@
 """Optimizers by optax: gradient clipping, AdamW, and a learning-rate schedule."""
 
+from typing import Any, NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import ml_collections
 import optax
+
+from jaxrl_tis.estimators import controllers
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -41,6 +46,45 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         lambda params: tx.init(cast(params)),
         lambda grads, state, params: tx.update(cast(grads), state, cast(params)),
     )
+
+
+class Aligned(NamedTuple):
+    """State of an `aligned` optimizer: the previous gradient, and the cosine with it."""
+
+    alignment: controllers.GradientAlignment
+    inner: Any
+    cosine: chex.Array
+    is_skipped: chex.Array
+
+
+def aligned(
+    tx: optax.GradientTransformation, gac_low: float, gac_high: float
+) -> optax.GradientTransformation:
+    """tx behind `controllers.gradient_alignment`; a skipped step leaves parameters and moments."""
+
+    def init(params):
+        alignment = controllers.gradient_alignment_init(params)
+        return Aligned(alignment, tx.init(params), jnp.zeros(()), jnp.zeros(()))
+
+    def update(grads, state, params):
+        alignment, grads, metrics = controllers.gradient_alignment(
+            state.alignment, grads, gac_low=gac_low, gac_high=gac_high
+        )
+        updates, inner = tx.update(grads, state.inner, params)
+        is_skipped = metrics["gac/is_skipped"]
+        choose = lambda old, new: jnp.where(is_skipped > 0, old, new)
+        updates = jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates)
+        inner = jax.tree.map(choose, state.inner, inner)
+        return updates, Aligned(alignment, inner, metrics["gac/cosine"], is_skipped)
+
+    return optax.GradientTransformation(init, update)
+
+
+def alignment_metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """gac/{cosine,is_skipped} of the last update of an `aligned` optimizer, {} of another."""
+    if not isinstance(opt_state, Aligned):
+        return {}
+    return {"gac/cosine": opt_state.cosine, "gac/is_skipped": opt_state.is_skipped}
 
 
 def _is_matrix(params):

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_tis.correction import Correction, with_key
+from jaxrl_tis import optimizer as optimizers
+from jaxrl_tis.correction import Correction, controlled, with_key
 from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
 from jaxrl_tis.models import transformer
@@ -175,6 +176,9 @@ def _make_step(
         grads, metrics = _accumulate(loss_fn, state.params, minibatch)
         metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics |= optimizers.alignment_metrics(opt_state)
+        if prefix == "actor" and "lr_scale" in minibatch:
+            updates = jax.tree.map(lambda u: u * minibatch["lr_scale"][0, 0], updates)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
 
     return jax.jit(train_step, donate_argnums=(0,))
@@ -187,10 +191,11 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
+        now = controlled(c, batch)
         return loss.policy_loss(
-            logp, with_key(c, batch), objective=c.objective, weight=c.weight, masks=c.masks,
+            logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
             mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
-            counts_rejected=c.counts_rejected, kl=kl, kl_coeff=c.kl_coeff,
+            counts_rejected=c.counts_rejected, kl=kl, kl_coeff=now.kl_coeff,
             entropy=entropy, entropy_coeff=c.entropy_coeff,
             num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,
         )

@@ -1,5 +1,6 @@
 """The run: `run(config, workdir)` at the end of this file is the whole loop."""
 
+import functools
 import math
 import pathlib
 import signal
@@ -11,7 +12,7 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis import batch as batching
-from jaxrl_tis import checkpoint, correction, evaluate, metrics, optimizer, report, rollouts
+from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, optimizer, report, rollouts
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
@@ -74,6 +75,8 @@ class Trainer:
         self.setup = setup
         self._score = steps.make_score(setup.learner)
         self._prepare = correction.make_prepare(setup.correction)
+        self._begin = jax.jit(functools.partial(control.begin, setup.correction))
+        self._end = jax.jit(functools.partial(control.end, setup.correction))
         self._percentiles = jax.jit(divergences.percentile_metrics)
         self._train_step = steps.make_train_step(setup.learner, setup.correction, setup.optimizer)
         self._collisions = steps.make_collisions(setup.learner)
@@ -112,9 +115,13 @@ class Trainer:
 
     def update(self, state: dict[str, Any], rows: dict[str, np.ndarray], step: int):
         """(new state, metrics) after all epochs and minibatches; the old state is donated."""
-        config = self.setup.config
-        rows = rows | batching.update_fields(len(rows["mask"]), step, config.seed)
+        config, count = self.setup.config, len(rows["mask"])
+        rows = rows | batching.update_fields(count, step, config.seed)
+        controllers = state["controllers"] if "controllers" in state else {}
+        controllers, settings = self._begin(controllers, rows)
+        rows |= control.fields(settings, count)
         prepared, measured = self._prepare(rows)
+        measured |= {f"control/{name}": value for name, value in settings.items()}
         if step % config.metrics.percentile_every == 0:
             measured |= self._percentiles(rows["logp_learner"], rows["logp_behav"], rows["mask"])
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
@@ -133,7 +140,10 @@ class Trainer:
                 collected.append(values)
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
-        return state, jax.device_get(measured) | means
+        measured = jax.device_get(measured) | means
+        if controllers:
+            state = state | {"controllers": self._end(controllers, measured, count)}
+        return state, measured
 
 
 def sample_metrics(samples: list[rollouts.Sample], rows: dict[str, np.ndarray]) -> dict[str, float]:

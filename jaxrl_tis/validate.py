@@ -5,7 +5,7 @@ import math
 
 import ml_collections
 
-from jaxrl_tis import correction, optimizer
+from jaxrl_tis import control, correction, optimizer
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tasks import TASKS
 from jaxrl_tis.estimators import loss, methods, presets, reduce
@@ -155,6 +155,25 @@ def _methods(c: correction.Correction, config):
         )
     for name, parameters in (c.weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
+    yield from _controllers(c)
+
+
+def _controllers(c):
+    names = [name for name, _ in c.controllers]
+    if len(set(names)) < len(names):
+        yield f"correction.controllers names one twice: {', '.join(names)}"
+    elif "adaptive_kl" in names and c.kl is None:
+        yield "controller 'adaptive_kl' has no penalty to control: set correction.kl_coeff above 0"
+    elif "r2vpo_dual" in names and c.objective[0] != "r2vpo":
+        yield (
+            f"controller 'r2vpo_dual' sets the multiplier of objective 'r2vpo', not of "
+            f"{c.objective[0]!r}"
+        )
+    else:
+        try:
+            control.check(c)
+        except ValueError as error:
+            yield f"correction.controllers: {error}"
 
 
 def _bounds(name, parameters):

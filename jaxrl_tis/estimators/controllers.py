@@ -253,7 +253,7 @@ def r2vpo_dual(
 
 
 class KLCoefficient(NamedTuple):
-    """State of the entries of `KL_CONTROLLERS`: the coefficient of the KL penalty, per nat."""
+    """State of `fixed_kl` and `adaptive_kl`: the coefficient of the KL penalty, per nat."""
 
     kl_coeff: chex.Array
 
@@ -298,4 +298,11 @@ def adaptive_kl(
     return KLCoefficient(jax.lax.stop_gradient(moved))
 
 
-KL_CONTROLLERS = {"fixed": fixed_kl, "adaptive": adaptive_kl}
+CONTROLLERS = {
+    "ess_scale": ess_scale,
+    "length_surge": length_surge,
+    "gradient_alignment": gradient_alignment,
+    "r2vpo_dual": r2vpo_dual,
+    "fixed_kl": fixed_kl,
+    "adaptive_kl": adaptive_kl,
+}

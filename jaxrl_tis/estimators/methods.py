@@ -1,6 +1,6 @@
 """Methods as a config spells them: "token_tis(cap=2.0)", "seq_mean_k1(upper=1.001) & veto".
 
-A method is a name in one of the five tables and its parameters. What it needs beyond the usual
+A method is a name in one of the six tables and its parameters. What it needs beyond the usual
 inputs is in `needs`.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_tis.estimators import advantages, kl, masks, objectives, weights
+from jaxrl_tis.estimators import advantages, controllers, kl, masks, objectives, weights
 
 Method = tuple[str, dict[str, Any]]
 
@@ -21,6 +21,7 @@ TABLES = {
     "objective": (objectives.OBJECTIVES, objectives.NEEDS),
     "advantage": (advantages.ADVANTAGES, advantages.NEEDS),
     "kl": (kl.KL, kl.NEEDS),
+    "controller": (controllers.CONTROLLERS, {}),
 }
 
 

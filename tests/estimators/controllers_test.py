@@ -295,7 +295,7 @@ def test_adaptive_kl_in_a_scan_keeps_the_type_of_its_state():
 def test_fixed_kl_stays(transform):
     state = controllers.kl_coefficient_init()
     np.testing.assert_allclose(
-        transform(controllers.KL_CONTROLLERS["fixed"])(state, 100.0, 256).kl_coeff, 0.001
+        transform(controllers.fixed_kl)(state, 100.0, 256).kl_coeff, 0.001
     )
 
 
