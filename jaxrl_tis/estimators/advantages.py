@@ -1,7 +1,9 @@
 """Advantage estimators on unpacked rows, one sequence per row.
 
-Each entry of `ADVANTAGES` maps (rewards, mask, group, **parameters) to adv [B, T], 0 at padding,
-without gradient. Those that are a return minus a baseline of their own are in `baselines`.
+Each entry of `ADVANTAGES` maps (rewards, mask, group, **parameters) to adv [B, T], 0 at padding.
+Those that are a return minus a baseline of their own are in `baselines`.
+
+Trust region: none. Gradient: none; advantages are detached.
 
 Args of every entry:
   rewards: [B], one reward per sequence, or [B, T], rewards per token of which those at valid tokens
@@ -43,6 +45,9 @@ def grpo(
     A group whose rewards are all equal gives exactly 0. A group of one has mean 0 and std 1, as in
     verl: A = R / (1 + eps).
 
+    Unit: group. Use: the common choice with several samples per prompt; dividing by the std favours
+    prompts of nearly equal rewards and turns the gradient by some degrees (docs/oracle.md).
+
     Args:
       rewards, mask, group: see the module.
       eps: added to the standard deviation, in reward units; verl's 1e-6.
@@ -58,10 +63,11 @@ def grpo(
 def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
     """Dr. GRPO (arXiv:2503.20783), A = R - mean of the group; no division by its std.
 
-    The other half of the method is the aggregation "seq-mean-token-sum-norm".
+    The other half of the method is the aggregation "seq-mean-token-sum-norm". A group whose rewards
+    are all equal gives exactly 0. A group of one has mean 0, as in verl: A = R.
 
-    A group whose rewards are all equal gives exactly 0. A group of one has mean 0, as in verl: A =
-    R.
+    Unit: group. Use: `grpo` without its bias for difficulty and, with that aggregation, for length;
+    the direction is that of the gradient, its size (G - 1) / G (docs/oracle.md).
 
     Args:
       rewards, mask, group: see the module.
@@ -85,10 +91,11 @@ def grpo_passk(
     """Pass@k form of GRPO (arXiv:2503.19595): the best sample gets R_(1) - R_(2), the others 0.
 
     R_(1) and R_(2) are the highest and the second highest reward of the group, divided by its std +
-    eps like `grpo`.
+    eps like `grpo`. A tie at the top gives exactly 0, and so does a group of one, which has no
+    second (verl refuses such groups).
 
-    A tie at the top gives exactly 0, and so does a group of one, which has no second (verl refuses
-    such groups).
+    Unit: group. Use: to raise the best of a group rather than its mean; one sample per prompt
+    teaches, and none where two share the best reward.
 
     Args:
       rewards, mask, group: see the module.
@@ -114,6 +121,9 @@ def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array
     A group whose rewards are all equal gives exactly 0. A group of one has no others and gives 0,
     as verl's vectorised form (its loop form leaves R).
 
+    Unit: group. Use: several samples per prompt and an unbiased gradient (docs/oracle.md); the step
+    follows the scale of the reward.
+
     Args:
       rewards, mask, group: see the module.
 
@@ -128,12 +138,13 @@ def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array
 def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
     """GPG (arXiv:2504.02546), A = alpha (R - mean of the group), alpha = B / max(1, #{R != 0}).
 
-    alpha is one number for the whole batch, so that prompts without any reward do not shrink the
-    step. This is verl's count, which includes fully masked rows and, unlike a count of the groups
-    that carry a gradient, groups that are all correct: pass no rows that only fill up the batch.
+    alpha is one number for the whole batch, verl's count, which includes fully masked rows and,
+    unlike a count of the groups that carry a gradient, groups that are all correct: pass no rows
+    that only fill up the batch. A group whose rewards are all equal gives exactly 0. A group of one
+    has mean 0, as in verl: A = alpha R.
 
-    A group whose rewards are all equal gives exactly 0. A group of one has mean 0, as in verl: A =
-    alpha R.
+    Unit: group (mean), batch (alpha). Use: `dr_grpo` whose step does not shrink with prompts that
+    have no reward at all; alpha moves with the success rate, and with it the size of the step.
 
     Args:
       rewards, mask, group: see the module; the whole rollout batch must be in the call.
@@ -156,10 +167,14 @@ def gdpo(
 ) -> chex.Array:
     """GDPO (arXiv:2601.05242), A = whiten(sum_k weight_k grpo(component k)) over the batch.
 
-    Each component is normalised within its group before they are added, so that none dominates by
-    its scale; one that is constant in a group adds exactly 0 there. Groups of one as in `grpo`. The
-    whitening shifts every advantage, also those of a group that is constant in all components;
-    where all advantages of the batch are equal, they are exactly 0.
+    Each component is normalised within its group before they are added; one that is constant in a
+    group adds exactly 0 there. Groups of one as in `grpo`. The whitening shifts every advantage,
+    also those of a group that is constant in all components; where all advantages of the batch are
+    equal, they are exactly 0.
+
+    Unit: group (components), batch (whitening). Use: several rewards, none of which is to dominate
+    by its scale; a rare component is blown up to the size of the others, and the gradient turns
+    (docs/oracle.md).
 
     Args:
       rewards: not used.
@@ -194,10 +209,10 @@ def oapl(
 
     V is the soft value of the prompt from its group: between the mean of the rewards (beta' ->
     infinity) and their maximum (beta' -> 0). The formula is taken from secondary notes, and they do
-    not agree on the constant, which is therefore required.
+    not agree on the constant, which is therefore required. A group whose rewards are all equal
+    gives exactly 0; so does a group of one, whose value is its own reward.
 
-    A group whose rewards are all equal gives exactly 0; so does a group of one, whose value is its
-    own reward.
+    Unit: group. Use: with the objective `oapl`; a soft maximum needs many samples per prompt.
 
     Args:
       rewards, mask, group: see the module.
@@ -253,6 +268,9 @@ def gae(
     delta_t = r_t + gamma V_t+1 - V_t. The recursion runs over valid tokens and steps over the
     others (a tool's reply), without discounting them. Then the batch is whitened, as in verl.
 
+    Unit: token (credit), batch (whitening). Use: one sample per prompt, or credit within a
+    response, with a critic; the critic is a second model, and lam < 1 passes its errors on.
+
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
       mask: [B, T] valid tokens.
@@ -290,6 +308,9 @@ def reinforce_plus_plus(
     The recursion steps over masked tokens without discounting them. Where all returns of the batch
     are equal, A is exactly 0. Groups have no part in it.
 
+    Unit: token (return), batch (whitening). Use: one sample per prompt and no critic; easy and hard
+    prompts share one baseline, so answers to easy ones count as good.
+
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
       mask: [B, T] valid tokens; the whole rollout batch must be in the call.
@@ -309,8 +330,11 @@ def reinforce_plus_plus_baseline(
 ) -> chex.Array:
     """REINFORCE++-baseline (arXiv:2501.03262), A = whiten(R - mean of the group) over the batch.
 
-    Whitened over tokens, so long responses dominate the statistics. A group of one has mean 0, as
-    in verl. Where R minus the mean is equal for the whole batch, A is exactly 0.
+    A group of one has mean 0, as in verl. Where R minus the mean is equal for the whole batch, A is
+    exactly 0.
+
+    Unit: group (mean), batch (whitening). Use: `grpo` with one scale for the batch instead of one
+    per prompt; it is whitened over tokens, so long responses rule the scale.
 
     Args:
       rewards, mask, group: see the module; the whole rollout batch must be in the call.

@@ -100,6 +100,9 @@ def remax(
 
     No normalisation and no group: a group of one is like any other.
 
+    Unit: token (return), sequence (baseline). Use: one sample per prompt and an unbiased gradient
+    (docs/oracle.md); costs a greedy response per prompt.
+
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
       mask: [B, T] valid tokens.
@@ -119,10 +122,11 @@ def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
     """OPO (arXiv:2505.23585), A = R - sum_j n_j R_j / sum_j n_j with n the number of valid tokens.
 
     The baseline minimises sum_j n_j (R_j - b)^2 over the group: the variance of the gradient if the
-    squared norm of a sequence's score grows with its length.
+    squared norm of a sequence's score grows with its length. A group whose rewards are all equal
+    gives exactly 0. A group of one has baseline 0, as in verl: A = R. A fully masked row has n = 0.
 
-    A group whose rewards are all equal gives exactly 0. A group of one has baseline 0, as in verl:
-    A = R. A fully masked row has n = 0.
+    Unit: group. Use: responses of very different lengths; equal lengths make it `dr_grpo`, and the
+    weights turn the gradient a little (docs/oracle.md).
 
     Args:
       rewards, mask, group: see `advantages`.
@@ -150,10 +154,12 @@ def opob(
     w_j = prod_t pi_old / mu, not truncated, and g_j = grad log pi(y_j), summed over tokens. The
     baseline minimises sum_j w_j^2 |g_j|^2 (R_j - b)^2 over the group, the second moment of the
     importance-weighted gradient. Its weights are taken relative to the group's largest, in log
-    space: they need no bound, and the denominator needs no 1e-8, which the authors' code has.
+    space: they need no bound, and the denominator needs no 1e-8, which the authors' code has. A
+    group whose rewards are all equal gives exactly 0, and so does a group of one, which is its own
+    baseline. If every weight of a group is 0, the baseline is 0.
 
-    A group whose rewards are all equal gives exactly 0, and so does a group of one, which is its
-    own baseline. If every weight of a group is 0, the baseline is 0.
+    Unit: group. Use: off-policy batches with sequence weights; one backward pass per sequence for a
+    variance of 26.95 instead of 27.01 without a baseline in docs/oracle.md.
 
     Args:
       rewards, mask, group: see `advantages`.
@@ -226,13 +232,17 @@ def otb(
 
     G is the reward to go, W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 the squared norm of
     the score of the prefix in logit space, and the sums run over the responses of the group with a
-    valid token at position t (the denominator has + 1e-8, as in verl). The baseline minimises
-    sum_i W_it (G_it - B_t)^2. Positions are those of the row: with holes in the mask use `tir_otb`.
+    valid token at position t (the denominator has + 1e-8, as in verl). The baseline minimises sum_i
+    W_it (G_it - B_t)^2. Positions are those of the row: with holes in the mask use `tir_otb`.
 
     Where the returns of the live responses are all equal, A is exactly 0. A group of one has
     baseline 0: A = G; rows without a valid token do not count. So has a position with a single live
     response, unless `otb_zero_tail` is False: then that response is its own baseline and A = 0
     there.
+
+    Unit: token (baseline), group. Use: off-policy batches, as the baseline knows the weights; a
+    variance of 26.84 instead of 27.01 without a baseline in docs/oracle.md, where the token's own
+    score does better (26.71).
 
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
@@ -266,6 +276,9 @@ def tir_otb(
 
     The valid tokens of each row are moved to its left before the baseline and back after it, so
     that a tool's text in between changes nothing. Without holes in the mask it is `otb`.
+
+    Unit: token (baseline), group. Use: `otb` for agents with tools, whose replies would shift the
+    positions; the gain is as small.
 
     Args: as `otb`.
 

@@ -66,11 +66,13 @@ def ppo_clip(
     clip_low: chex.Numeric = 0.2,
     clip_high: chex.Numeric = 0.2,
 ) -> Loss:
-    """PPO-clip (arXiv:1707.06347), l = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
+    """PPO-clip (arXiv:1707.06347; DAPO's clip-higher, arXiv:2503.14476), l = max(-r A, -clip(r, 1 -
+    clip_low, 1 + clip_high) A). Aggregation: token-mean in verl, seq-mean-token-mean in GRPO.
 
-    The gradient flows through r. At r = 1 it is -A; it is 0 where A > 0 and r > 1 + clip_high, and
-    where A < 0 and r < 1 - clip_low. For A < 0 the loss grows without bound in r; `dual_clip_ppo`
-    bounds it. The aggregation is token-mean in verl and DAPO, seq-mean-token-mean in GRPO.
+    Unit: token. Trust region: r within [1 - clip_low, 1 + clip_high], on the side that A pushes to.
+    Gradient: through r; 0 where A > 0 and r > 1 + clip_high, and where A < 0 and r < 1 - clip_low.
+    Use: a few updates per batch; unbounded in r for A < 0 (see `dual_clip`), and rare tokens meet
+    the clip first.
 
     Args:
       clip_low: width of the band below 1; 0.2 as in the paper.
@@ -94,10 +96,11 @@ def dual_clip_ppo(
     clip_high: chex.Numeric = 0.2,
     dual_clip: float = 3.0,
 ) -> Loss:
-    """Dual-clip PPO (arXiv:1912.09729): PPO-clip, and for A < 0 at most -dual_clip A.
+    """Dual-clip PPO (arXiv:1912.09729): PPO-clip, and for A < 0 l = min(-dual_clip A, l_ppo).
 
-    For A < 0, l = min(-dual_clip A, l_ppo), so the gradient is 0 where r > dual_clip too; for A >=
-    0 it is PPO-clip. Aggregation as `ppo_clip`.
+    Unit: token. Trust region: that of `ppo`, and r <= dual_clip where A < 0. Gradient: as `ppo`,
+    and 0 where A < 0 and r > dual_clip. Use: verl's default, against bad tokens whose ratio
+    explodes; those teach nothing any more.
 
     Args:
       clip_low: width of the band below 1.
@@ -131,10 +134,12 @@ def two_sided(
     clip_high: float = 0.2,
     two_sided_delta: float = 4.0,
 ) -> Loss:
-    """Two-sided clip (INTELLECT-2, arXiv:2505.07291), l = -min(min(r, delta) A, clip(r) A).
+    """Two-sided clip (INTELLECT-2, arXiv:2505.07291), l = -min(min(r, delta) A, clip(r) A), the
+    loss of `dual_clip_ppo` with dual_clip = delta.
 
-    The loss of `dual_clip_ppo` with dual_clip = delta, written on the ratio: for A < 0 the gradient
-    is 0 where r > delta, and exactly at r = delta it still passes. For A >= 0 it is PPO-clip.
+    Unit: token. Trust region: that of `ppo`, and r <= two_sided_delta where A < 0. Gradient: as
+    `ppo`, and 0 where A < 0 and r > two_sided_delta. Use: settings of INTELLECT-2 or TRL; otherwise
+    `dual_clip`, which is the same loss.
 
     Args:
       clip_low: width of the band below 1.
@@ -185,10 +190,14 @@ def decoupled(
 ) -> Loss:
     """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298), l = sg(pi_prox / mu) l_ppo(u).
 
-    u = pi / pi_prox is clipped as in PPO-clip and carries the gradient; pi_prox is the learner at
-    the start of the training step. The entry holds the whole weight against the sampler, so use it
-    with weight "none". logp_old is not used. A token dropped by `upper` has loss 0 and stays in the
-    denominator. Aggregation: token-mean.
+    u = pi / pi_prox; pi_prox is the learner at the start of the training step. The entry holds the
+    whole weight against the sampler: use it with weight "none". logp_old is not used. A token
+    dropped by `upper` has loss 0 and stays in the denominator. Aggregation: token-mean.
+
+    Unit: token. Trust region: that of `ppo` for u = pi / pi_prox; a weight pi_prox / mu above
+    `upper` counts as 0. Gradient: through u, 0 where `ppo` clips; the weight is detached. Use:
+    asynchronous training, to clip around a recent policy; AReaL reports that it needs a bound on
+    the lag too.
 
     Args:
       logp_prox: [B, T] log-probs of the centre of the trust region, nats.
@@ -235,8 +244,12 @@ def a3po(
 
     alpha = (d - 1) / d for a token that is d = current_version - version versions old, and 0 for d
     <= 1, so fresh tokens get PPO around mu. In value u = (pi / mu)^(1/d), with the weight (pi /
-    mu)^((d - 1)/d); no gradient flows through pi_prox. Use it with weight "none"; logp_old is not
-    used. Aggregation: token-mean.
+    mu)^((d - 1)/d). Use it with weight "none"; logp_old is not used. Aggregation: token-mean.
+
+    Unit: token. Trust region: that of `decoupled`, pi_prox between mu and pi by the token's age.
+    Gradient: through u, 0 where `ppo` clips; pi_prox and the weight are detached. Use: `decoupled`
+    without the forward pass for pi_prox; the older the token, the nearer u is to 1 and the less the
+    clip holds.
 
     Args:
       logp_behav: [B, T] log-probs of the sampler, nats.
@@ -269,10 +282,14 @@ def qurl_acr(
     """QuRL's adaptive clipping range (arXiv:2602.13953), l = -w min(r A, clip(r, 1 - clip_low, (1 +
     clip_high) / w) A).
 
-    w = sg(min(pi_old / mu, cap)), so that w r never passes 1 + clip_high whatever the mismatch: w <
-    1 widens the band, w > 1 narrows it. Where w > (1 + clip_high) / (1 - clip_low) the band is
-    empty and the clip returns its upper end: lower end first, upper end last. The gradient flows
-    through r. The entry holds the weight; use it with weight "none". Taken from notes on the paper.
+    w = sg(min(pi_old / mu, cap)): w < 1 widens the band, w > 1 narrows it. Where w > (1 +
+    clip_high) / (1 - clip_low) the band is empty and the clip returns its upper end: lower end
+    first, upper end last. The entry holds the weight; use it with weight "none". Taken from notes
+    on the paper.
+
+    Unit: token. Trust region: r >= 1 - clip_low and w r <= 1 + clip_high, on the side that A pushes
+    to; w = pi_old / mu <= cap. Gradient: through r, 0 on the clipped side; w is detached. Use:
+    quantised samplers, to bound weight and ratio together; w < 1 lets r run further than PPO.
 
     Args:
       logp_behav: [B, T] log-probs of the quantised sampler, nats.
@@ -308,9 +325,13 @@ def m2po(
     Harmful tokens are those whose ratio has moved with their advantage: A > 0 and r > 1, or A < 0
     and r < 1. While the mean of their squared log-ratios is at most the threshold nothing is
     clipped; otherwise tau solves mean(min(log_ratio^2, tau^2)) = threshold over them
-    (`selection.m2po_bounds`). tau is that of all tokens in the call: a micro-batch has another. The
-    gradient flows through r and not through tau. Aggregation: token-mean. The form that drops
-    tokens is the mask "m2po".
+    (`selection.m2po_bounds`). The form that drops tokens is the mask "m2po". Aggregation:
+    token-mean.
+
+    Unit: token (ratio), batch (band). Trust region: |log r| cut to a mean square of m2po_threshold
+    over the harmful tokens, never tighter than [1 - m2po_low, 1 + m2po_high]. Gradient: through r
+    and not tau, 0 on the clipped side. Use: stale data, as only the tail is clipped; each
+    micro-batch has its own band, and it is wide.
 
     Args:
       m2po_threshold: budget of the mean squared log-ratio, nats^2; 0.04 as in the paper.
@@ -348,9 +369,12 @@ def clip_cov(
 ) -> Loss:
     """Clip-Cov (arXiv:2505.22617): PPO-clip with loss 0 on a few tokens of high covariance.
 
-    The tokens are those that `selection.clip_cov` draws; they stay in the denominator. The draw is
-    that of the call: a micro-batch has another, and packing changes which tokens a key draws. The
-    gradient flows through r of the tokens that are left. Aggregation: token-mean.
+    The tokens are those that `selection.clip_cov` draws in the call; they stay in the denominator.
+    Packing changes the draw. Aggregation: token-mean.
+
+    Unit: token (ratio), batch (draw). Trust region: that of `ppo`. Gradient: through r; 0 on drawn
+    tokens and where `ppo` clips. Use: against entropy collapse, which the authors trace to tokens
+    of high covariance; it corrects no gap, and each micro-batch draws its own.
 
     Args:
       key: jax PRNG key of the draw.
@@ -394,10 +418,12 @@ def kl_cov(
     """KL-Cov (arXiv:2505.22617), l = -r A, plus kl_cov_coeff |log r| on the tokens of highest
     covariance.
 
-    The tokens are those of `selection.kl_cov`, ranked among the tokens of the call: a micro-batch
-    has others. Nothing is clipped. The gradient flows through r and through |log r|, whose gradient
-    at r = 1 is 0. The paper writes the penalty as a KL divergence; |log r| is its code.
-    Aggregation: token-mean.
+    The tokens are those of `selection.kl_cov`, ranked in the call. The paper's penalty is a KL
+    divergence; |log r| is its code. Aggregation: token-mean.
+
+    Unit: token (ratio), batch (ranking). Trust region: soft on the selected tokens, kl_cov_coeff
+    |log r|; none on the others. Gradient: through r and |log r|, the latter 0 at r = 1. Use: as
+    `clip_cov`, without losing tokens; nothing is clipped, so make few updates.
 
     Args:
       kl_cov_ratio: share of the valid tokens that is penalised, at least one token; 2e-3 for a 7B

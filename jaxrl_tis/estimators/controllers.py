@@ -35,6 +35,10 @@ def ess_scale(
     the weights, so they are taken relative to the largest and need no bound. Stateless: the next
     step starts from the full learning rate again.
 
+    Reads: log-ratios of the batch. Sets: the learning rate of this step. Use: stale batches, to
+    step less when few sequences hold the weight; of long responses one can hold nearly all of it,
+    and the step stays tiny.
+
     Args:
       log_ratio: [B, T] nats, learner minus sampler.
       mask: [B, T] valid tokens.
@@ -95,12 +99,17 @@ def length_surge(
     """Cuts the learning rate when responses grow (arXiv:2602.01826): if L_t > 1.2 L_{t - 100}, lr
     halves.
 
-    A surge of the response length precedes a collapse by tens of steps. The rule and its numbers
-    are those of a survey of the paper, whose own schedule was not read. The cool-down and the floor
-    are ours and therefore required: the plain rule would halve at every step of a surge.
+    The rule and its numbers are those of a survey of the paper, whose own schedule was not read.
+    The cool-down and the floor are ours and therefore required: the plain rule would halve at every
+    step of a surge.
 
     Before a full window of steps there is nothing to compare with, and no cut. A length of 0, from
     a step without responses, is no reference.
+
+    Reads: mean response length, now and surge_window (100) steps ago. Sets: the learning rate from
+    here on. Use: as a brake, since a surge of the length precedes a collapse by tens of steps in
+    the survey's account; tasks that need longer answers brake too, and nothing raises the rate
+    again.
 
     Args:
       state: from `length_surge_init` or the previous step.
@@ -157,10 +166,13 @@ def gradient_alignment(
       gac_low < c <= gac_high   the part along g_{k-1} shrinks until the cosine is gac_low
       c > gac_high              0, a step to skip
 
-    Gradients of a stale sampler are aligned from step to step, those of a synchronous one nearly
-    orthogonal. That the method projects on one side, within thresholds, and skips is taken from
-    secondary notes; the thresholds and the amount were not read, so the thresholds are required and
-    the amount is ours. Opposed gradients and the first step stay as they are.
+    That the method projects on one side, within thresholds, and skips is taken from secondary
+    notes; the thresholds and the amount were not read, so the thresholds are required and the
+    amount is ours. Opposed gradients and the first step stay as they are.
+
+    Reads: the gradient and the previous step's. Sets: the gradient. Use: asynchronous training,
+    whose stale gradients align from step to step by the authors' account, unseen by KL and ESS; it
+    keeps a second gradient, and its thresholds are to be found.
 
     Args:
       state: from `gradient_alignment_init` or the previous step; as large as the gradient.
@@ -227,9 +239,12 @@ def r2vpo_dual(
 ) -> R2VPODual:
     """Dual ascent of R2VPO (arXiv:2601.03320), lambda <- max(0, lambda + step (variance - bound)).
 
-    The multiplier of the constraint E[(r - 1)^2] <= bound grows exactly while it is violated.
     Primal and dual are taken from the abstract and secondary notes; the constants were not read and
     are required, and neither was the granularity of r (`ratio_variance` takes tokens).
+
+    Reads: the mean of (r - 1)^2. Sets: r2vpo_lambda of the objective "r2vpo". Use: to name the
+    variance that is allowed instead of its price; the multiplier lags behind the violation, and
+    both constants are to be found.
 
     Args:
       state: from `r2vpo_dual_init` or the previous step.
@@ -264,7 +279,11 @@ def kl_coefficient_init(kl_coeff: float = 0.001) -> KLCoefficient:
 
 
 def fixed_kl(state: KLCoefficient, kl: chex.Numeric, num_seqs: chex.Numeric) -> KLCoefficient:
-    """Keeps the coefficient whatever the KL."""
+    """Keeps the coefficient whatever the KL; no paper.
+
+    Reads: nothing. Sets: kl_coeff. Use: a known price per nat, as in every run; the KL itself is
+    free to go anywhere.
+    """
     del kl, num_seqs
     return state
 
@@ -279,6 +298,10 @@ def adaptive_kl(
 ) -> KLCoefficient:
     """Proportional control of the KL (arXiv:1909.08593), coeff *= 1 + clip(kl / target - 1, +-0.2)
     n / horizon.
+
+    Reads: the KL of the step. Sets: kl_coeff. Use: to hold a KL that is known to be right; it
+    reacts over kl_horizon sequences, and the KL it reads must be unbiased (`k1` or `k3` on fresh
+    samples).
 
     Args:
       state: from `kl_coefficient_init` or the previous step.

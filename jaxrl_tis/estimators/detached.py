@@ -48,8 +48,10 @@ def gpg(
 ) -> clipped.Loss:
     """GPG's loss (arXiv:2504.02546), l = -A log pi, with its own advantage in `advantages`.
 
-    logp_old is not used: there is no trust region, and a weight is the only correction. The
-    gradient flows through log pi. Aggregation: token-mean.
+    logp_old is not used: a weight is the only correction. Aggregation: token-mean.
+
+    Unit: token. Trust region: none. Gradient: through log pi, never 0. Use: one update per fresh
+    batch, as the plain baseline; nothing holds or measures the drift.
 
     Returns loss_bt and no metrics, as verl.
     """
@@ -67,11 +69,14 @@ def reinforce(
     mask: chex.Array,
     seg: chex.Array | None = None,
 ) -> clipped.Loss:
-    """REINFORCE, l = -A log pi: `gpg` that also reports the drift from logp_old (verl's loss of
-    that name; the estimator of a batch with returns is reviewed in arXiv:2402.14740).
+    """REINFORCE (Williams 1992; verl's loss of that name), l = -A log pi: `gpg` that also reports
+    the drift from logp_old.
 
-    The gradient flows through log pi, and logp_old enters the metric alone. verl aggregates by
-    seq-mean-token-sum.
+    logp_old enters the metric alone. verl aggregates by seq-mean-token-sum.
+
+    Unit: token. Trust region: none. Gradient: through log pi, never 0. Use: bypass mode with a
+    weight or masks, which then hold the whole correction (verl's bypass_pg presets); nothing else
+    bounds the step.
 
     Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp and actor/pg_clipfrac is 0.
     """
@@ -95,9 +100,14 @@ def cispo(
     """CISPO (MiniMax-M1, arXiv:2506.13585), l = -sg(clip(r, 1 - clip_low, 1 + clip_high) M) A log
     pi.
 
-    Every token keeps a gradient, however far its ratio has moved. M is the paper's unified mask: 0
-    where A > 0 and r > 1 + cispo_mask_high, and where A < 0 and r < 1 - cispo_mask_low. With widths
-    0.2 there and an infinite clip it is exactly the gradient of PPO-clip. Aggregation: token-mean.
+    M is the paper's unified mask: 0 where A > 0 and r > 1 + cispo_mask_high, and where A < 0 and r
+    < 1 - cispo_mask_low. With widths 0.2 there and an infinite clip it is exactly the gradient of
+    PPO-clip. Aggregation: token-mean.
+
+    Unit: token. Trust region: 1 - clip_low <= w <= 1 + clip_high, by default only from above; it
+    bounds the weight, not the step. Gradient: through log pi; w = clip(r) is detached, and every
+    token has one unless the mask M drops it (off by default). Use: rare tokens that PPO would clip
+    away (reflective ones, in the authors' account); nothing stops a policy that drifts.
 
     Args:
       clip_low: width of the weight's band below 1; above 1 there is no lower bound, as in the
@@ -133,9 +143,14 @@ def dispo(
 ) -> clipped.Loss:
     """DISPO (arXiv:2602.00983): `cispo` with a band of its own for correct and incorrect responses.
 
-    A correct response is one with A > 0, which a binary reward makes the same. The paper's message
-    is that the bounds of incorrect responses must not be tight. The form is taken from secondary
-    notes and the four widths were not read, so they are required. Aggregation: token-mean.
+    A correct response is one with A > 0, which a binary reward makes the same. The form is taken
+    from secondary notes and the four widths were not read, so they are required. Aggregation:
+    token-mean.
+
+    Unit: token. Trust region: w = r within a band for A > 0 and another for A <= 0; it bounds the
+    weight, not the step. Gradient: through log pi, never 0; w is detached. Use: where good and bad
+    responses need other caps (the authors: those of bad ones must not be tight); four bounds to
+    tune, whose published values were not read.
 
     Args:
       dispo_low_pos, dispo_high_pos: widths of the band below and above 1 where A > 0.
@@ -175,9 +190,13 @@ def topr(
     """TOPR (arXiv:2503.14286), l = -A log pi for A > 0 and l = -sg(min(prod_t r_t, cap)) A log pi
     for A <= 0.
 
-    Good trajectories are imitated whatever their ratio; bad ones fade as the policy leaves them,
-    but never lose their gradient. The paper's ratio is against the sampler: bypass mode. Its
-    aggregation is seq-mean-token-sum, the log-probability of a trajectory.
+    The paper's ratio is against the sampler: bypass mode. Its aggregation is seq-mean-token-sum,
+    the log-probability of a trajectory.
+
+    Unit: sequence. Trust region: w = prod_t r_t <= cap where A <= 0; none where A > 0. Gradient:
+    through log pi; w is detached, and fades without reaching 0 as the policy leaves a bad response.
+    Use: old or offline data; good responses are imitated however unlikely, which pulls towards the
+    sampler, and long bad ones hardly count.
 
     Args:
       cap: upper bound of the ratio of bad trajectories; 1.0 as in the paper.
@@ -200,6 +219,10 @@ def topr_token(
     """TOPR (arXiv:2503.14286) with the ratio r_t of each token, as ROLL and Trinity-RFT have it.
 
     Arguments and result as `topr`. Aggregation: token-mean.
+
+    Unit: token. Trust region: w = r <= cap where A <= 0; none where A > 0. Gradient: through log
+    pi; w is detached and never 0. Use: `topr` for long responses, whose products vanish; the ratio
+    leaves the rest of the response out.
     """
     return _tapered(weights.raw_token, logp, logp_old, adv, mask, seg, cap)
 
@@ -216,6 +239,10 @@ def topr_geo(
     """TOPR (arXiv:2503.14286) with the geometric mean of a sequence's ratios, as proposed for verl.
 
     Arguments and result as `topr`. Aggregation: seq-mean-token-mean.
+
+    Unit: sequence. Trust region: w = exp(mean_t log r) <= cap where A <= 0; none where A > 0.
+    Gradient: through log pi; w is detached and never 0. Use: `topr` with one weight per response of
+    any length; over hundreds of tokens it is near 1 and tapers little.
     """
     return _tapered(weights.raw_geo, logp, logp_old, adv, mask, seg, cap)
 
@@ -234,6 +261,10 @@ def minpro(
     The weight is `prefix_weights.prefix_minpro` of the policy that is trained. It is taken from a
     survey; whether the paper truncates it, or lets a gradient through the minimum, could not be
     read. Aggregation: token-mean.
+
+    Unit: prefix. Trust region: w = r_t min_{s < t} r_s <= cap, none by default. Gradient: through
+    log pi; w is detached and never 0. Use: long responses whose prefix products explode; the
+    minimum stands in for the product without being it, and nothing bounds the step.
 
     Args:
       cap: upper bound of the weight; without a bound as the survey prints it.
@@ -276,10 +307,14 @@ def dppo_tv(
     """DPPO-Binary-TV (arXiv:2602.04879), l = -sg(min(r, cap) M) A log pi with M = 1[pi - pi_old <=
     dppo_tv_high] for A > 0 and M = 1[pi - pi_old >= -dppo_tv_low] else.
 
-    The trust region is one of probabilities: the ratio of a rare token may grow tenfold inside it,
-    and moving back is never masked. The main variant of the authors' follow-up code is anchored at
-    the sampler: bypass mode. The paper's aggregation is seq-mean-token-sum-norm, with an advantage
-    that is not divided by its std.
+    The main variant of the authors' follow-up code is anchored at the sampler: bypass mode. The
+    paper's aggregation is seq-mean-token-sum-norm, with an advantage that is not divided by its
+    std.
+
+    Unit: token. Trust region: pi - pi_old <= dppo_tv_high where A > 0, >= -dppo_tv_low else; w = r
+    <= cap. Gradient: through log pi; w is detached, 0 outside the region and never on the way back.
+    Use: where a ratio clip holds rare tokens too early and likely ones too late; it sees the
+    probability of the sampled token only.
 
     Args:
       cap: upper bound of r; 20 is the fallback in verl's loss, whose config makes it 3.0 and whose
@@ -317,6 +352,10 @@ def dppo_kl(
     A token is kept where D is within the bound or the move is one back: p <= p_o for A > 0, p >=
     p_o else. The rest is as in `dppo_tv`.
 
+    Unit: token. Trust region: KL of the token against all others <= dppo_kl_high where A > 0, <=
+    dppo_kl_low else; w = r <= cap. Gradient: that of `dppo_tv`. Use: as `dppo_tv`, which it
+    resembles at probabilities of one half; towards 0 and 1 it is stricter.
+
     Args:
       cap: upper bound of r, as `dppo_tv`.
       dppo_kl_low: largest D for A <= 0, nats, inclusive; 0.05 as in verl's script.
@@ -353,11 +392,16 @@ def vespo(
 ) -> clipped.Loss:
     """VESPO (arXiv:2602.10693), l = -sg(W^k exp(lambda (1 - W))) A log pi with W = prod_t r_t.
 
-    The kernel is 1 at W = 1, largest at W = k / lambda and 0 at both ends, so that a sequence far
-    from the policy that drew it is left out smoothly. The log-ratio of a token and their sum are
-    clamped to +-20. k = lambda = 0 is REINFORCE and k = 1, lambda = 0 sequence importance sampling.
-    The authors multiply a weight against the sampler into W: in bypass mode W holds it; a weight
-    beside this entry stays outside the kernel. Aggregation: token-mean.
+    The kernel is 1 at W = 1 and largest at W = k / lambda. The log-ratio of a token and their sum
+    are clamped to +-20. k = lambda = 0 is REINFORCE and k = 1, lambda = 0 sequence importance
+    sampling. The authors multiply a weight against the sampler into W: in bypass mode W holds it; a
+    weight beside this entry stays outside the kernel. Aggregation: token-mean.
+
+    Unit: sequence. Trust region: soft, the kernel W^k exp(lambda (1 - W)) of W = prod_t r_t: 0 at
+    both ends, by default at most 1.21 (A >= 0) or 1.24 (A < 0). Gradient: through log pi; the
+    kernel is detached, and fades for sequences far off. Use: stale batches, by the authors' report
+    up to 64 times the synchronous lag; its unequal kernels act as a baseline that shifts with the
+    gap, uphill or downhill (docs/oracle.md).
 
     Args:
       vespo_k_pos, vespo_lambda_pos: k and lambda where A >= 0; 2 and 3 as in the authors' code.

@@ -57,11 +57,15 @@ def aspo(
     """ASPO (arXiv:2510.06062): the ratio of good tokens is flipped, l = -A c / sg(c)^2 with c =
     min(r, 1 + clip_high); for A < 0, l = -A c with c = max(r, 1 - clip_low).
 
-    In gradient, a good token has the weight 1 / r, so that one which is still rare is pushed most,
-    and 0 above its bound; a bad token has r, and 0 below its bound. A weight above dual_clip is
-    replaced by dual_clip without taking the gradient: l = -A dual_clip log pi. Tokens whose entropy
+    A weight above dual_clip is replaced by dual_clip: l = -A dual_clip log pi. Tokens whose entropy
     is above the quantile of their response have the wider bound. The authors also apply their KL
     term to the other tokens only. Aggregation: token-mean.
+
+    Unit: token. Trust region: r <= 1 + clip_high where A >= 0, r >= 1 - clip_low where A < 0
+    (aspo_wide at high entropy); weight <= dual_clip. Gradient: through r, with the detached weight
+    1 / r for A >= 0 and r for A < 0, at most dual_clip; 0 beyond the bound. Use: to push good
+    tokens that are still rare, against the rule that likely ones grow most; 1 / r is no importance
+    weight, so a gap is not corrected.
 
     Args:
       entropy: [B, T] entropy of the old policy where each token was drawn, nats.

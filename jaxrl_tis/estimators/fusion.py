@@ -68,9 +68,13 @@ def fusion_cap(
 ) -> clipped.Loss:
     """Logit fusion with a capped ratio (Zhang et al. 2026), l = -min(r, cap) A.
 
-    No lower clip and no pessimistic minimum: the gradient flows through r, and is 0 above the cap
-    whatever the sign of A. logp_old is not used. An infinite cap is plain importance sampling.
-    Aggregation: token-mean.
+    No lower clip and no pessimistic minimum. logp_old is not used. An infinite cap is plain
+    importance sampling. Aggregation: token-mean.
+
+    Unit: token. Trust region: r = pi / pi_mix <= cap. Gradient: through r; 0 above the cap,
+    whatever the sign of A. Use: rollouts mixed with a teacher, for which the authors prefer it to
+    PPO-clip (and no cap once the teacher's share falls); the cap also stops bad tokens on their way
+    back.
 
     Args:
       logp_behav: [B, T] log-probs of the mixture that drew the tokens, nats.
@@ -98,10 +102,13 @@ def fusion_shaped(
 ) -> clipped.Loss:
     """Logit fusion with a shaped ratio (Zhang et al. 2026), l = -r / (r + fusion_gamma) A.
 
-    The gradient is -A gamma r / (r + gamma)^2 per log pi, largest at r = gamma: tokens that
-    surprise the student count most. On policy it is gamma / (1 + gamma)^2 of the usual one, so
-    learning rates do not carry over. The value is below 1, out of reach of the authors' cap.
-    logp_old is not used. Aggregation: token-mean.
+    The gradient is -A gamma r / (r + gamma)^2 per log pi. On policy it is gamma / (1 + gamma)^2 of
+    the usual one, so learning rates do not carry over. The value is below 1, out of reach of the
+    authors' cap. logp_old is not used. Aggregation: token-mean.
+
+    Unit: token. Trust region: r / (r + fusion_gamma) < 1, r = pi / pi_mix. Gradient: through r;
+    largest at r = fusion_gamma, fading on both sides, never 0. Use: rollouts mixed with a teacher,
+    to learn most from tokens that surprise the student; a survey reports that it is unstable.
 
     Args:
       logp_behav: [B, T] log-probs of the mixture that drew the tokens, nats.

@@ -5,6 +5,8 @@ gradient, in the exact forms only logits. Padding is the caller's concern: zero 
 first (`ratios.zero_padding`), and the reduction drops it. `NEEDS` names what an entry takes by
 keyword beside its parameters.
 
+Trust region: soft, kl_coeff per nat from the reference.
+
 Write z = logp - logp_ref, r = pi / pi_old. In expectation, with the prefixes held fixed:
 
   name            value              gradient w.r.t. logp  value           gradient
@@ -57,51 +59,72 @@ def _straight_through(value: chex.Array, surrogate: chex.Array) -> chex.Array:
 
 
 def k1(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """z = logp - logp_ref, [B, T]; gradient 1, whose expectation on-policy is zero.
+    """z = logp - logp_ref, [B, T]; Schulman 2020, "Approximating KL Divergence".
 
-    Schulman, "Approximating KL divergence" (2020).
+    Unit: token. Gradient: 1 per log pi, whose expectation on-policy is 0. Use: in the reward
+    (kl_placement "reward"), where it carries the gradient of the KL of whole responses; as a loss
+    it teaches nothing.
     """
     return _difference(logp, logp_ref)
 
 
 def k2(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """z^2 / 2, [B, T]; gradient z, whose expectation on-policy is the gradient of KL(pi || ref).
+    """z^2 / 2, [B, T]; Schulman 2020, "Approximating KL Divergence". `k2+` is the same.
 
-    Schulman, "Approximating KL divergence" (2020).
+    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: as a loss on fresh
+    samples; its value is biased, and after the first update so is its gradient.
     """
     return 0.5 * jnp.square(_difference(logp, logp_ref))
 
 
 def k3(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """exp(-z) - 1 + z, [B, T], with -z clamped to +-20 and the result to +-10 (verl's low_var_kl).
+    """exp(-z) - 1 + z, [B, T]; Schulman 2020, "Approximating KL Divergence", verl's low_var_kl.
 
-    Gradient 1 - exp(-z) inside both clamps, 0 outside.
+    -z is clamped to +-20 and the result to +-10.
+
+    Unit: token. Gradient: 1 - exp(-z) per log pi, on-policy that of KL(ref || pi); 0 beyond a
+    clamp. Use: to watch the KL, unbiased and of low variance; as a loss (GRPO's, verl's and ours by
+    default) it descends the other KL.
     """
     log_ratio = ratios.clamp(-_difference(logp, logp_ref), -ratios.LOG_BOUND, ratios.LOG_BOUND)
     return ratios.clamp(jnp.expm1(log_ratio) - log_ratio, -K3_BOUND, K3_BOUND)
 
 
 def absolute(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """|z|, [B, T]; gradient sign(z), and 0 at z = 0 (where `jnp.abs` would have 1).
+    """|z|, [B, T], as in verl's `kl_penalty`.
 
-    As in verl's `kl_penalty`.
+    Unit: token. Gradient: sign(z) per log pi, 0 at z = 0; on-policy that of no KL. Use: configs of
+    verl that have it; value and gradient are both biased.
     """
     difference = _difference(logp, logp_ref)
     return jax.lax.stop_gradient(jnp.sign(difference)) * difference
 
 
 def k1_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """Value of k1, gradient z of k2 (verl's "k1+"), [B, T]: both unbiased on-policy."""
+    """Value of k1, gradient of k2 (verl's "k1+"), [B, T].
+
+    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: `k2` as a loss whose
+    value is an unbiased, though noisy, KL on fresh samples.
+    """
     return _straight_through(k1(logp, logp_ref), k2(logp, logp_ref))
 
 
 def k3_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """Value of k3 with its clamps, gradient z of k2 without any (verl's "k3+"), [B, T]."""
+    """Value of k3 with its clamps, gradient of k2 without any (verl's "k3+"), [B, T].
+
+    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: a loss on fresh
+    samples with the right gradient and a value of low variance; after the first update, or with an
+    engine gap, it is biased.
+    """
     return _straight_through(k3(logp, logp_ref), k2(logp, logp_ref))
 
 
 def absolute_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
-    """Value |z|, gradient z of k2 (verl's "abs+"), [B, T]."""
+    """Value |z|, gradient of k2 (verl's "abs+"), [B, T].
+
+    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: configs of verl that
+    have it; the value is biased, so prefer `k3+`.
+    """
     return _straight_through(absolute(logp, logp_ref), k2(logp, logp_ref))
 
 
@@ -113,8 +136,12 @@ def is_k3(logp: chex.Array, logp_ref: chex.Array, *, logp_old: chex.Array) -> ch
     that form, because their sum in float32 loses every digit where exp(-z) is large. With the ratio
     detached it would be the one of k3.
 
-    The log-ratio and -z are clamped to +-20 before exp; where the ratio is, the gradient is 0. The
-    value has no other bound. Multiply by no further weight: the ratio is in it.
+    The log-ratio and -z are clamped to +-20 before exp. The value has no other bound. Multiply by
+    no further weight: the ratio is in it.
+
+    Unit: token. Gradient: r z per log pi, that of KL(pi || ref) on samples of pi_old; 0 where log r
+    is clamped. Use: a loss over several updates per batch; r is unbounded, and an engine gap stays
+    unless logp_old is the sampler's (bypass mode).
 
     Args:
       logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.
@@ -142,13 +169,16 @@ def clipped_is_k2(
 
     z is the gradient coefficient of k2 as a loss, i.e. k1 as a reward; r = pi / pi_old and its band
     are those of the policy term, so this is PPO-clip's loss with the advantage -z. Inside the band
-    the value and the gradient r z have the expectations KL(pi || ref) and its gradient on samples
-    of pi_old. Where r has already moved far enough in the direction that lowers the KL, the
-    gradient is 0.
+    the value and the gradient have the expectations KL(pi || ref) and its gradient on samples of
+    pi_old.
 
     Taken from a survey, which prints min(r z, clip(r) z) as it stands in an objective that is
     maximised; a loss that is minimised needs the maximum, or the clip would hold r outside the
     band.
+
+    Unit: token. Gradient: r z per log pi, that of KL(pi || ref) on samples of pi_old; 0 where r has
+    moved beyond the band towards a lower KL. Use: as `is_k3` with a bounded step, beside a clipped
+    policy term; beyond the band it is biased.
 
     Args:
       logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.
@@ -179,11 +209,13 @@ def _full_kl(logits_p, logits_q):
 def exact_reverse(
     logp: chex.Array, logp_ref: chex.Array, *, logits: chex.Array, logits_ref: chex.Array
 ) -> chex.Array:
-    """KL(pi || ref) over the whole vocabulary, [B, T]; no sampling error, whatever the samples.
+    """KL(pi || ref) over the whole vocabulary, [B, T].
 
-    As in the trust-region masking of arXiv:2512.23075, there between sampler and learner. The
-    gradient with respect to a logit is p_v (z_v - KL). Infinite where pi can draw a token that
-    the reference cannot.
+    As in the trust-region masking of arXiv:2512.23075, there between sampler and learner. Infinite
+    where pi can draw a token that the reference cannot.
+
+    Unit: token. Gradient: through the logits, p_v (z_v - KL) each. Use: a KL without sampling error
+    whatever drew the tokens; it costs the logits of both models, V numbers per token.
 
     Args:
       logp, logp_ref: not used.
@@ -199,10 +231,11 @@ def exact_reverse(
 def exact_forward(
     logp: chex.Array, logp_ref: chex.Array, *, logits: chex.Array, logits_ref: chex.Array
 ) -> chex.Array:
-    """KL(ref || pi) over the whole vocabulary, [B, T]; no sampling error, whatever the samples.
+    """KL(ref || pi) over the whole vocabulary, [B, T]. Source as `exact_reverse`, and so are the
+    arguments.
 
-    The gradient with respect to a logit is p_v - q_v. Source as `exact_reverse`, and so are
-    the arguments.
+    Unit: token. Gradient: through the logits, p_v - q_v each. Use: to keep what the reference can
+    say (it covers modes) rather than to avoid what it does not; costs as `exact_reverse`.
     """
     del logp, logp_ref
     return _full_kl(jax.lax.stop_gradient(logits_ref), logits)

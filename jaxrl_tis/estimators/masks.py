@@ -1,10 +1,11 @@
 """Rejection: which tokens of a rollout batch are kept, from log_ratio = logp_old - logp_behav.
 
-Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters) to booleans [B, T]: True where
-a token is kept, never outside the mask, without gradient. Who multiplies the mask with the result
-takes the rejected tokens out of the denominator too; who multiplies the loss keeps them there.
-Every criterion looks at the mask as sampled, also in `all_of`, and must see the whole rollout
-batch: what depends on the batch (`selection`) is another criterion on a part of it.
+Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters), and by keyword what `NEEDS`
+names, to booleans [B, T]: True where a token is kept, never outside the mask. Who multiplies the
+mask with the result takes the rejected tokens out of the denominator too; who multiplies the loss
+keeps them there. Every criterion looks at the mask as sampled, `selection` at the whole batch.
+
+Gradient: none; masks are detached.
 
 Eleven entries are verl's rejection sampling (its `rollout_rs`; no paper): a level and an estimator.
 With l = log_ratio clamped to +-20 token by token,
@@ -14,20 +15,17 @@ With l = log_ratio clamped to +-20 token by token,
   k3 = exp(l) - 1 - l    keep if statistic <= upper
 
 where the statistic is that of the token, or the sum, mean or maximum over the valid tokens of the
-sequence, which is then kept or dropped as a whole. All bounds are inclusive.
-
-k1 is minus the log-ratio, so its band [lower, upper] holds the INVERSE ratio mu / pi_old; a band
-with lower = 1 / upper hides that. The entries `*_ratio` have the band on the ratio itself and keep
-what the weights of `weights` with the same band (`token_mis`, `seq_mis`, `geo_mis`) do not zero.
+sequence, which is then kept or dropped as a whole. All bounds are inclusive. k1 is minus the
+log-ratio, so its band holds the INVERSE ratio mu / pi_old; lower = 1 / upper hides that. The
+entries `*_ratio` have the band on the ratio itself and keep what the weights with the same band
+(`token_mis`, `seq_mis`, `geo_mis`) do not zero.
 
 Args of every entry:
   log_ratio: [B, T] nats, logp_old - logp_behav; what stands at padding is ignored.
   mask: [B, T] valid tokens.
   seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
-  upper, lower: ends of the band; no default, as in verl. In a k1 entry lower=None is 1 / upper, as
-    a single number is in verl.
-
-`NEEDS` names what an entry takes by keyword beside its parameters.
+  upper, lower: ends of the band, upper without default, as in verl. In a k1 entry lower=None is
+    1 / upper, as a single number is in verl.
 """
 
 import math
@@ -100,7 +98,11 @@ def token_k1(
     upper: chex.Numeric,
     lower: chex.Numeric | None = None,
 ) -> chex.Array:
-    """Tokens with lower <= mu / pi_old <= upper (verl's band on the inverse ratio)."""
+    """Tokens by verl's band on the inverse ratio.
+
+    Unit: token. Trust region: lower <= mu / pi_old <= upper. Use: bounds copied from a verl config;
+    `token_ratio` needs no inversion.
+    """
     return _inside_k1("token_k1", log_ratio, mask, seg, lower, upper)
 
 
@@ -112,7 +114,11 @@ def seq_sum_k1(
     upper: chex.Numeric,
     lower: chex.Numeric | None = None,
 ) -> chex.Array:
-    """Sequences with lower <= prod_t mu / pi_old <= upper (verl's band on the inverse ratio)."""
+    """Sequences by verl's band on the inverse ratio.
+
+    Unit: sequence. Trust region: lower <= prod_t mu / pi_old <= upper. Use: short responses in
+    verl's terms; products spread with the length, so long responses are lost first.
+    """
     return _inside_k1("seq_sum_k1", log_ratio, mask, seg, lower, upper)
 
 
@@ -124,63 +130,96 @@ def seq_mean_k1(
     upper: chex.Numeric,
     lower: chex.Numeric | None = None,
 ) -> chex.Array:
-    """Sequences whose geometric mean of mu / pi_old is in the band (verl's inverse ratio)."""
+    """Sequences by verl's band on the geometric mean of the inverse ratio.
+
+    Unit: sequence. Trust region: lower <= geometric mean of mu / pi_old <= upper. Use: outliers of
+    any length (verl's geo_rs presets); one bad token hides in a long mean: add `veto`.
+    """
     return _inside_k1("seq_mean_k1", log_ratio, mask, seg, lower, upper)
 
 
 def token_k2(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Tokens with k2 <= upper (verl)."""
+    """Tokens by k2 (verl).
+
+    Unit: token. Trust region: k2 <= upper. Use: outlying tokens, both ways; their response stays.
+    """
     return _at_most("token_k2", log_ratio, mask, seg, upper)
 
 
 def seq_sum_k2(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Sequences with sum_t k2 <= upper (verl)."""
+    """Sequences by the sum of k2 (verl).
+
+    Unit: sequence. Trust region: sum_t k2 <= upper. Use: a budget per response; it fills up with
+    the length, so long responses are lost first.
+    """
     return _at_most("seq_sum_k2", log_ratio, mask, seg, upper)
 
 
 def seq_mean_k2(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Sequences with mean_t k2 <= upper (verl)."""
+    """Sequences by the mean of k2 (verl).
+
+    Unit: sequence. Trust region: mean_t k2 <= upper. Use: as `seq_mean_k1`, with gaps of both signs
+    adding up instead of cancelling.
+    """
     return _at_most("seq_mean_k2", log_ratio, mask, seg, upper)
 
 
 def seq_max_k2(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Sequences with max_t k2 <= upper (verl)."""
+    """Sequences by their worst token's k2 (verl).
+
+    Unit: sequence. Trust region: max_t k2 <= upper. Use: to drop the responses that one bad token
+    would spoil; the longer a response, the likelier it has one.
+    """
     return _at_most("seq_max_k2", log_ratio, mask, seg, upper)
 
 
 def token_k3(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Tokens with k3 <= upper (verl)."""
+    """Tokens by k3 (verl).
+
+    Unit: token. Trust region: k3 <= upper. Use: as `token_k2`, but stricter where rho > 1.
+    """
     return _at_most("token_k3", log_ratio, mask, seg, upper)
 
 
 def seq_sum_k3(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Sequences with sum_t k3 <= upper (verl)."""
+    """Sequences by the sum of k3 (verl), whose mean under mu is their KL(mu || pi_old).
+
+    Unit: sequence. Trust region: sum_t k3 <= upper. Use: a KL budget per response; it fills up with
+    the length, so long responses are lost first.
+    """
     return _at_most("seq_sum_k3", log_ratio, mask, seg, upper)
 
 
 def seq_mean_k3(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Sequences with mean_t k3 <= upper (verl; 0.01 in its presets)."""
+    """Sequences by the mean of k3 (verl; 0.01 in its presets).
+
+    Unit: sequence. Trust region: mean_t k3 <= upper. Use: KL(mu || pi_old) per token at any length
+    (verl's k3_rs presets); one bad token hides in a long mean: add `veto`.
+    """
     return _at_most("seq_mean_k3", log_ratio, mask, seg, upper)
 
 
 def seq_max_k3(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
 ) -> chex.Array:
-    """Sequences with max_t k3 <= upper (verl)."""
+    """Sequences by their worst token's k3 (verl).
+
+    Unit: sequence. Trust region: max_t k3 <= upper. Use: as `seq_max_k2`, stricter where rho > 1.
+    """
     return _at_most("seq_max_k3", log_ratio, mask, seg, upper)
 
 
@@ -192,9 +231,10 @@ def token_ratio(
     upper: chex.Numeric,
     lower: chex.Numeric = 0.0,
 ) -> chex.Array:
-    """Tokens with lower <= pi_old / mu <= upper: `token_k1` with the band on the ratio itself.
+    """`token_k1` with the band on the ratio itself. Source as `token_k1`.
 
-    Source as `token_k1`, whose band verl puts on the inverse ratio.
+    Unit: token. Trust region: lower <= pi_old / mu <= upper. Use: what `token_mis` keeps, as a mask
+    beside any weight; the rest of a bad response stays.
     """
     return _inside_ratio("token", log_ratio, mask, seg, lower, upper)
 
@@ -207,9 +247,10 @@ def seq_sum_ratio(
     upper: chex.Numeric,
     lower: chex.Numeric = 0.0,
 ) -> chex.Array:
-    """Sequences with lower <= prod_t pi_old / mu <= upper; the sum of logs is clamped, not each.
+    """`seq_sum_k1` on the ratio, the sum of logs clamped, not each. Source as `seq_sum_k1`.
 
-    Source as `seq_sum_k1`, whose band verl puts on the inverse ratio.
+    Unit: sequence. Trust region: lower <= prod_t pi_old / mu <= upper. Use: what `seq_mis` keeps,
+    for short responses; long ones are lost first.
     """
     return _inside_ratio("seq", log_ratio, mask, seg, lower, upper)
 
@@ -222,9 +263,10 @@ def seq_mean_ratio(
     upper: chex.Numeric,
     lower: chex.Numeric = 0.0,
 ) -> chex.Array:
-    """Sequences whose geometric mean of pi_old / mu is in [lower, upper].
+    """`seq_mean_k1` with the band on the ratio itself. Source as `seq_mean_k1`.
 
-    Source as `seq_mean_k1`, whose band verl puts on the inverse ratio.
+    Unit: sequence. Trust region: lower <= geometric mean of pi_old / mu <= upper. Use: what
+    `geo_mis` keeps, at any length; one bad token hides in a long mean.
     """
     return _inside_ratio("geo", log_ratio, mask, seg, lower, upper)
 
@@ -236,9 +278,10 @@ def veto(
     *,
     veto_ratio: chex.Numeric = 1e-4,
 ) -> chex.Array:
-    """Sequences without a catastrophic token, pi_old / mu < veto_ratio (slime; no paper).
+    """Sequences without a catastrophic token (slime; no paper).
 
-    A single such token drops its sequence: the learner all but excludes what the sampler drew.
+    Unit: sequence. Trust region: rho_t >= veto_ratio at every token. Use: beside another mask or
+    weight, against responses with a token that the learner all but excludes; smaller gaps pass.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -256,15 +299,15 @@ def trm(
     logits: chex.Array,
     trm_delta: chex.Numeric,
 ) -> chex.Array:
-    """Trust-region masking (arXiv:2512.23075), sequences with max_t KL(mu || pi) <= trm_delta.
+    """Trust-region masking (arXiv:2512.23075), over the whole vocabulary.
 
-    The KL is exact, over the whole vocabulary: it needs arrays [B, T, V]. Whether a sequence is
-    kept does not depend on its length. The paper divides by the number of all sequences, dropped
-    ones too. The formula is taken from secondary notes, which give no constant: it is required.
+    The paper divides by the number of all sequences, dropped ones too. Taken from secondary notes.
+
+    Unit: sequence. Trust region: max_t KL(mu || pi) <= trm_delta. Use: long responses that one bad
+    token would spoil; more good tokens never change the decision, but it costs both sides' logits.
 
     Args:
-      log_ratio: not used.
-      mask, seg: see the module.
+      log_ratio, mask, seg: see the module; log_ratio is not used.
       logits_behav: [B, T, V] the sampler's logits for the token's position, at the temperature (and
         filters) it sampled with; -inf where it could not sample.
       logits: [B, T, V] the learner's logits, at the same temperature.
@@ -288,9 +331,10 @@ def trm_k3(
     *,
     trm_delta: chex.Numeric,
 ) -> chex.Array:
-    """`trm` from sampled tokens alone: k3, whose mean under mu is KL(mu || pi), stands in for it.
+    """`trm` from sampled tokens alone (arXiv:2512.23075): k3 has the mean KL(mu || pi) under mu.
 
-    arXiv:2512.23075; the same decision as `seq_max_k3`. The constant is required, as in `trm`.
+    Unit: sequence. Trust region: max_t k3 <= trm_delta. Use: `trm` without logits, deciding as
+    `seq_max_k3`; one sample per token is a noisy KL.
     """
     return _at_most("seq_max_k3", log_ratio, mask, seg, trm_delta)
 
@@ -307,19 +351,20 @@ def opsm(
 ) -> chex.Array:
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556 eqs 8-9).
 
-    Drops tokens with A < 0 in sequences with mean_t log(mu / pi_theta) > opsm_delta; A >= 0 is
-    always kept. pi_theta is the policy that is trained, so that the gap of the sampler and the
-    staleness both count: the decision changes from step to step. In the paper a dropped token stays
-    in the denominator.
+    A run judges at every update in bypass mode, and so counts staleness; in decoupled mode once, at
+    the weights that sampled. The paper keeps dropped tokens in the denominator.
+
+    Unit: sequence (gap), token (sign of A). Trust region: mean_t log(mu / pi) <= opsm_delta where A
+    < 0. Use: beside a clipped loss, against bad responses unlike the learner's; good ones always
+    pass.
 
     Args:
-      log_ratio: not used.
-      mask, seg: see the module.
+      log_ratio, mask, seg: see the module; log_ratio is not used.
       logp: [B, T] log-probs of the policy that is trained, nats.
       logp_behav: [B, T] log-probs of the sampler, nats.
       adv: [B, T] advantages; the sign is read token by token.
-      opsm_delta: largest mean, nats, inclusive. The paper gives none, and examples differ by a
-        factor of 5000 (0.5 in TRL, 1e-4 in slime): it is required.
+      opsm_delta: largest mean, nats, inclusive; required. The paper gives none, and examples differ
+        by a factor of 5000 (0.5 in TRL, 1e-4 in slime).
     """
     del log_ratio
     gap_bt = ratios.safe_log_ratio(logp_behav, logp, mask)
@@ -337,14 +382,14 @@ def staleness(
     current_version: chex.Numeric,
     staleness_max: chex.Numeric,
 ) -> chex.Array:
-    """Sequences whose oldest token is at most staleness_max versions behind the learner.
+    """Sequences by the age of their oldest token, the filter of asynchronous trainers; no paper.
 
-    The filter of asynchronous trainers; no paper. A sequence that was interrupted and went on with
-    newer weights counts by its oldest token.
+    Unit: sequence. Trust region: current_version - version <= staleness_max at every token. Use:
+    asynchronous training, beside a correction of the lag that is left (AReaL reports that it takes
+    both); what is dropped was sampled in vain.
 
     Args:
-      log_ratio: not used.
-      mask, seg: see the module.
+      log_ratio, mask, seg: see the module; log_ratio is not used.
       version: [B, T] int, weight version that drew each token.
       current_version: int, the learner's version.
       staleness_max: largest difference kept, inclusive; required. AReaL takes 4 for code and 8 for

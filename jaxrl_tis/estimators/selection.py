@@ -92,8 +92,11 @@ def m2po(
 
     Tokens are dropped from the largest |log_ratio| down until the mean square of the rest is below
     the threshold; at least one is kept. By the paper's bound chi^2 <= R^2 mean(log_ratio^2), R a
-    bound on |log_ratio|, this limits how far the kept tokens are off-policy. The authors' own code
-    clips instead: `m2po_bounds`.
+    bound on |log_ratio|, this limits how far the kept tokens are off-policy.
+
+    Unit: batch. Trust region: mean of log_ratio^2 over the kept tokens < m2po_threshold. Use: stale
+    batches whose gap sits in a few tokens; those go whatever they teach, where the authors' code
+    clips (objective `m2po`).
 
     Args:
       log_ratio, mask: see `masks`. AReaL takes the proximal policy against the sampler.
@@ -206,6 +209,9 @@ def clip_cov(
     the denominator; the others have PPO's loss without a dual clip. The draw depends on the key and
     on where tokens lie in the arrays, so packed rows draw others than unpacked ones.
 
+    Unit: batch. Trust region: none. Use: against entropy collapse beside another objective than PPO
+    (the paper's form is the objective `clip_cov`); it corrects no gap.
+
     Args:
       log_ratio: not used.
       mask: [B, T] valid tokens.
@@ -270,6 +276,9 @@ def top_entropy(
 
     The paper takes policy gradients of these tokens only. Known from its abstract alone: whether
     its denominator counts the other tokens is open.
+
+    Unit: batch. Trust region: none. Use: to train on the forks of a reasoning path alone, as the
+    authors do; the other tokens teach nothing, and no gap is corrected.
 
     Args:
       log_ratio: not used.

@@ -70,9 +70,14 @@ def gspo(
     """GSPO (arXiv:2507.18071), l = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A) with s =
     exp(mean_t l_t).
 
-    A response is clipped as a whole. The gradient flows through s to all of its tokens: with the
-    paper's aggregation, seq-mean-token-mean, it is -s A / n on each of its n tokens inside the
-    band.
+    With the paper's aggregation, seq-mean-token-mean, the gradient is -s A / n on each of the n
+    tokens inside the band.
+
+    Unit: sequence. Trust region: s = exp(mean_t log r) within [1 - clip_low, 1 + clip_high], on the
+    side that A pushes to. Gradient: through s to all tokens of the response; 0 for the whole
+    response where it is clipped. Use: long responses, and mixture-of-experts models, which the
+    authors train without routing replay; the geometric mean is no importance ratio, and a response
+    is clipped all or nothing.
 
     Args:
       clip_low: width of the band below 1; 3e-4 as in the paper.
@@ -102,6 +107,10 @@ def gspo_token(
     advantage per sequence, value and gradient are those of `gspo` under seq-mean-token-mean, the
     paper's aggregation. verl's "gspo" is this form.
 
+    Unit: sequence (ratio), token (gradient). Trust region: that of `gspo`. Gradient: through the
+    token's own log pi; s is detached, and clipped tokens have 0. Use: `gspo` with advantages per
+    token; the same as `gspo` with one per response.
+
     Args:
       clip_low, clip_high: as `gspo`.
 
@@ -128,10 +137,13 @@ def gmpo(
     """GMPO (arXiv:2507.20673), l = -mean(A) exp(mean_t c_t) with c_t = sgn(A) min(sgn(A) l_t,
     sgn(A) clip(l_t, -clip_low, clip_high)).
 
-    Tokens are clipped one by one in log space, on the pessimistic side only; a clipped token has no
-    gradient and the others share the sequence's factor. The mean of c is clamped to +-20. The
-    paper's aggregation is seq-mean-token-mean. Token weights enter as their geometric mean over the
-    sequence, each + 1e-10, as in verl.
+    The mean of c is clamped to +-20. The paper's aggregation is seq-mean-token-mean. Token weights
+    enter as their geometric mean over the sequence, each + 1e-10, as in verl.
+
+    Unit: token (clip), sequence (factor). Trust region: log r within [-clip_low, clip_high] at each
+    token, on the side that A pushes to. Gradient: through the mean of the clipped log r; a clipped
+    token has 0 and the others share the factor. Use: responses with outlying tokens, which a
+    geometric mean damps; the band is wide (0.4 nats), and the mean is no importance ratio.
 
     Args:
       weights: [B, T] importance weights, or None for 1.
@@ -170,11 +182,14 @@ def tbpo(
     """TBPO (QaRL, arXiv:2604.07853): GSPO for A > 0, and l = -clip(s, 1 - clip_low, 1 + tbpo_high)
     A for A < 0.
 
-    s = exp(mean_t l_t) carries the gradient. A bad response teaches only while s is in its band: it
-    has no gradient on either side. The paper's weight against the sampler, min(pi_old / mu of the
-    sequence, 2), is the weight "seq_tis" with its default cap. Aggregation: seq-mean-token-mean.
-    Taken from notes on the paper, which do not say whether that ratio is a product or a geometric
-    mean.
+    s = exp(mean_t l_t). The paper's weight against the sampler, min(pi_old / mu of the sequence,
+    2), is the weight "seq_tis" with its default cap. Aggregation: seq-mean-token-mean. Taken from
+    notes on the paper, which do not say whether that ratio is a product or a geometric mean.
+
+    Unit: sequence. Trust region: s = exp(mean_t log r) <= 1 + clip_high where A > 0; 1 - clip_low
+    <= s <= 1 + tbpo_high where A < 0. Gradient: through s to all tokens; 0 outside the band, for A
+    < 0 on both sides. Use: quantised samplers whose bad long responses fill with error tokens, the
+    authors' case; bad responses outside a very tight band teach nothing.
 
     Args:
       clip_low: width of the band below 1 for A < 0; 3e-4 as in the notes.
@@ -215,9 +230,14 @@ def turn_ppo(
     """Turn-PPO (arXiv:2511.20718), l_t = max(-w A_t, -clip(w, 1 - clip_low, 1 + clip_high) A_t)
     with w = exp(mean of l over the token's turn).
 
-    The gradient flows through w to all tokens of the turn. One turn is the ratio of `gspo`, a turn
-    per token is PPO. Aggregation: seq-mean-token-mean, with advantages from a critic (GAE). Taken
-    from notes on the paper, which agree on the geometric mean but for one (an arithmetic mean).
+    One turn is the ratio of `gspo`, a turn per token is PPO. Aggregation: seq-mean-token-mean, with
+    advantages from a critic (GAE). Taken from notes on the paper, which agree on the geometric mean
+    but for one (an arithmetic mean).
+
+    Unit: turn. Trust region: exp(mean of log r in the turn) within [1 - clip_low, 1 + clip_high],
+    on the side that A pushes to. Gradient: through that ratio to all tokens of the turn; 0 where
+    clipped. Use: agents of several turns, each clipped as one action; the mean of a long turn is
+    near 1, where a band of 0.2 hardly acts.
 
     Args:
       turn: [B, T] int, the turn of each token, counted from 0.
@@ -270,9 +290,14 @@ def st_ppo(
     """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
 
     C is the gradient of `turn_clipping_bias`, 0 where nothing is clipped; the caller measures its
-    norm over the whole batch. The scale changes no direction. With a turn per token it is S-PPO.
-    The normaliser was not read in the paper and notes on it contradict each other, so it is
+    norm over the whole minibatch. The scale changes no direction. With a turn per token it is
+    S-PPO. The normaliser was not read in the paper and notes on it contradict each other, so it is
     required.
+
+    Unit: turn. Trust region: that of `turn_ppo`; the step is divided by max(1, |C|), C the gradient
+    that clipping leaves out. Gradient: that of `turn_ppo`, scaled; C is detached. Use: `turn_ppo`
+    where clipping makes it unstable; C costs a second backward pass, and its form is not confirmed
+    by the paper.
 
     Args:
       turn: [B, T] int, the turn of each token, counted from 0.
@@ -305,10 +330,15 @@ def espo(
     """ESPO (arXiv:2512.00499): GSPO-token on two groups per response, the tokens of highest entropy
     and the rest.
 
-    Each group has the ratio s = exp(mean of l over it), with the gradient of the token alone, and
-    the symmetric band 1 +- espo_alpha / log(vocab_size) times its mean entropy. The paper averages
-    over tokens in a group, then groups, then responses: with aggregation seq-mean-token-mean a
-    token is weighted by n / (K size of its group), K the number of groups that are not empty.
+    Each group has the ratio s = exp(mean of l over it). The paper averages over tokens in a group,
+    then groups, then responses: with aggregation seq-mean-token-mean a token is weighted by n / (K
+    size of its group), K the number of groups that are not empty.
+
+    Unit: entropy group of a sequence. Trust region: s = exp(mean of log r in the group) within 1 +-
+    espo_alpha / log(vocab_size) times its mean entropy, on the side that A pushes to. Gradient:
+    through the token's own log pi; s is detached, and clipped tokens have 0. Use: a ratio between
+    token and response; the band is narrow and closes as the entropy falls, and a token of the high
+    group counts four times one of the other.
 
     Args:
       entropy: [B, T] entropy of the old policy where each token was drawn, nats.
@@ -362,8 +392,13 @@ def ctpo(
 
     t counts the valid tokens of the sequence from 1 and p = ctpo_power; a masked token is skipped.
     The log-ratio of each token is clamped to +-20 before the sum. For A < 0 the loss is at most
-    -exp(ctpo_high t^p) A, a dual clip. The gradient is that of the token alone: R_t pi_t / sg(pi_t)
-    is what is clipped. Aggregation: token-mean.
+    -exp(ctpo_high t^p) A, a dual clip. Aggregation: token-mean.
+
+    Unit: prefix. Trust region: -ctpo_low t^p <= log R_t <= ctpo_high t^p for the product R_t of r
+    up to t, on the side that A pushes to; from above for both signs of A. Gradient: through the
+    token's own log pi; the prefix is detached, and clipped tokens have 0. Use: long responses, with
+    the exact prefix ratio in a band that grows with its spread; the band starts tight (5 % up), and
+    past drift counts against later tokens.
 
     Args:
       ctpo_low: lower end of the band of log R_1, nats; 0.025 as in the authors' code.

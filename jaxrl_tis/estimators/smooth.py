@@ -39,10 +39,13 @@ def sapo(
 ) -> clipped.Loss:
     """SAPO (arXiv:2511.20347), l = -(4 / tau) sigmoid(tau (r - 1)) A.
 
-    The gradient per log pi is -r A / cosh(tau (r - 1) / 2)^2: that of importance sampling times a
-    bell around r = 1, with tails that fade on both sides and never reach 0. tau -> 0 is importance
-    sampling without a clip. At r = 1 the loss is -2 A / tau, a constant that is no error. The
-    aggregation of the paper and verl is seq-mean-token-mean.
+    tau -> 0 is importance sampling without a clip. At r = 1 the loss is -2 A / tau, a constant that
+    is no error. The aggregation of the paper and verl is seq-mean-token-mean.
+
+    Unit: token. Trust region: soft, the factor 1 / cosh(tau (r - 1) / 2)^2, tau a temperature.
+    Gradient: through r, -r A / cosh(tau (r - 1) / 2)^2 per log pi; fades on both sides, never 0.
+    Use: tokens at the edge of a band that a hard clip would drop; at tau = 1 the gate is wide (a
+    good token at r = 4.5 still has half the gradient of one at 1).
 
     Args:
       temperature_pos: tau where A > 0; 1.0 as in the paper.
@@ -68,12 +71,16 @@ def r2vpo(
 ) -> clipped.Loss:
     """R2VPO (arXiv:2601.03320), l = -(r A - r2vpo_lambda (r - 1)^2).
 
-    The Lagrangian of max E[r A] under E[(r - 1)^2] <= bound. The gradient per log pi is -r (A - 2
-    lambda (r - 1)), so a token comes to rest at r = 1 + A / (2 lambda); lambda = 0 is importance
-    sampling without a clip. `controllers.r2vpo_dual` moves lambda from step to step. The paper's
-    abstract and notes on it state the constraint and the primal-dual method; constants and
-    granularity were not read: r is per token here, and lambda is required. Aggregation: token-mean,
-    the expectation of the constraint.
+    The Lagrangian of max E[r A] under E[(r - 1)^2] <= bound; lambda = 0 is importance sampling
+    without a clip. `controllers.r2vpo_dual` moves lambda from step to step. The paper's abstract
+    and notes on it state the constraint and the primal-dual method; constants and granularity were
+    not read: r is per token here, and lambda is required. Aggregation: token-mean, the expectation
+    of the constraint.
+
+    Unit: token. Trust region: soft, r2vpo_lambda (r - 1)^2; a token rests at r = 1 + A / (2
+    lambda). Gradient: through r, -r (A - 2 lambda (r - 1)) per log pi; lambda is detached. Use: a
+    penalty on the variance of the ratio in place of a clip, so that every token teaches; lambda
+    must be found, or moved by its controller.
 
     Args:
       r2vpo_lambda: multiplier of the constraint, >= 0, without gradient; a third party fixes 0.04.
@@ -187,12 +194,16 @@ def quatro(
     """QUATRO (arXiv:2602.04620), l = -(r A - lambda_q (r log r - r)) with a multiplier per prompt.
 
     The Lagrangian of max E[R] under KL(pi || pi_old) <= quatro_delta; lambda_q solves its dual over
-    the group, see `quatro_multiplier`. The gradient per log pi is -r (A - lambda_q log r). The
-    advantage is R - mean(R), not divided by the std: lambda_q is in its units, and a sequence's
-    score is the mean of its tokens' advantages. A call must hold all samples of a prompt: a
-    micro-batch that splits them has another lambda_q. Only abstract and notes were read: this loss
-    is derived from them, the ratio is per token as in a survey, and both constants are required.
-    Aggregation: token-mean.
+    the group, see `quatro_multiplier`. The advantage is R - mean(R), not divided by the std:
+    lambda_q is in its units, and a sequence's score is the mean of its tokens' advantages. A call
+    must hold all samples of a prompt: a micro-batch that splits them has another lambda_q. Only
+    abstract and notes were read: this loss is derived from them, the ratio is per token as in a
+    survey, and both constants are required. Aggregation: token-mean.
+
+    Unit: token (ratio), group (multiplier). Trust region: soft, lambda_q for KL(pi || pi_old) <=
+    quatro_delta per prompt. Gradient: through r, -r (A - lambda_q log r) per log pi; lambda_q is
+    detached. Use: prompts whose rewards spread differently; derived from the abstract, so no
+    replication of the paper, and a call needs whole groups.
 
     Args:
       group: [B, T] int, equal for the samples of one prompt.
@@ -231,12 +242,16 @@ def oapl(
     """OAPL (arXiv:2602.19362), l = (oapl_beta log(pi(y) / mu(y)) - A)^2 of a sequence, on each of
     its valid tokens.
 
-    A regression of the sequence's log-ratio against the lagged sampler on A = R - V, the advantage
-    "oapl": no importance sampling, no clip, no critic; use weight "none". logp_old is not used. The
+    A regression on A = R - V, the advantage "oapl"; use weight "none". logp_old is not used. The
     gradient under seq-mean-token-mean, the paper's aggregation, is 2 beta (beta log(pi / mu) - A)
     per token: on policy 2 beta times the usual one. The formula is taken from a survey and
     confirmed by secondary notes; beta, and whether the paper averages over a group, were not read,
     so beta is required.
+
+    Unit: sequence. Trust region: soft, log(pi / mu) is drawn to A / oapl_beta. Gradient: through
+    the sequence's log pi; 0 at log(pi / mu) = A / oapl_beta. Use: samplers far behind (the authors
+    report stable runs beyond 400 updates of lag), without ratios or critic; beta is unknown and the
+    value needs many samples per prompt.
 
     Args:
       logp_behav: [B, T] log-probs of the sampler as it reported them, nats.
@@ -265,8 +280,11 @@ def dro(
 ) -> clipped.Loss:
     """DRO (arXiv:2405.19107; per token as in verl), l = -(A log pi - dro_beta / 2 (log r)^2).
 
-    The gradient per log pi is -A + beta log r: REINFORCE with a spring towards the old policy. The
-    log-ratio is not clamped, so the spring pulls at any distance. Aggregation: token-mean.
+    The log-ratio is not clamped, so the spring pulls at any distance. Aggregation: token-mean.
+
+    Unit: token. Trust region: soft, dro_beta / 2 (log r)^2; a token rests at log r = A / dro_beta.
+    Gradient: through log pi, -A + dro_beta log r. Use: REINFORCE with a spring to the old policy,
+    for old data; the data are not reweighted, and verl has no default for the spring.
 
     Args:
       dro_beta: stiffness per nat, > 0; verl has no default.

@@ -1,8 +1,10 @@
 """Importance weights between the learner and the sampler, from log_ratio = logp_old - logp_behav.
 
 Each entry of `WEIGHTS` maps (log_ratio, mask, seg=None, **parameters) to w [B, T]: what a per-token
-loss is multiplied with. Weights never carry a gradient, are 0 at padding, and are those of one
-rollout batch: compute them once and keep them while the learner takes its steps.
+loss is multiplied with. Weights are 0 at padding, and are those of one rollout batch: compute them
+once and keep them while the learner takes its steps.
+
+Gradient: none; weights are detached.
 
 With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of its ratio,
 
@@ -21,8 +23,7 @@ Args of every entry:
   mask: [B, T] valid tokens.
   seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
 
-Every entry returns w [B, T] without gradient. `NEEDS` names what an entry takes by keyword beside
-its parameters.
+Every entry returns w [B, T]. `NEEDS` names what an entry takes by keyword beside its parameters.
 """
 
 import chex
@@ -80,10 +81,11 @@ def clip_both(
 
 
 def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
-    """No correction: weight 1 on every valid token.
+    """No correction: weight 1 on every valid token; no paper.
 
-    Also the weight of bypass mode, where logp_old is logp_behav and the objective's own ratio holds
-    the whole drift.
+    Unit: token. Trust region: w = 1. Use: engines that agree (Yao et al. report no gain from TIS at
+    small gaps), bypass mode, and objectives that weigh by the sampler themselves; a gap of the
+    engine stays as bias.
     """
     del seg
     chex.assert_equal_shape([log_ratio, mask])
@@ -95,8 +97,11 @@ def token_vanilla(
 ) -> chex.Array:
     """Vanilla importance sampling, w_t = rho_t; the limit of `token_tis` for an infinite cap.
 
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Only the
-    bound of exp(+-20) holds the weight.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+
+    Unit: token. Trust region: none but |log rho| <= 20. Use: what truncation is compared with; a
+    single large ratio rules the variance, and the authors report near 0 accuracy with INT8
+    rollouts.
     """
     return raw_token(log_ratio, mask, seg)
 
@@ -106,8 +111,8 @@ def seq_vanilla(
 ) -> chex.Array:
     """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
 
-    The policy gradient of a sequence is unbiased under it, and its variance grows exponentially
-    with the length.
+    Unit: sequence. Trust region: none but |log w| <= 20. Use: short responses, as the unbiased
+    reference; the variance grows exponentially with the length.
     """
     return raw_seq(log_ratio, mask, seg)
 
@@ -121,9 +126,13 @@ def token_tis(
 ) -> chex.Array:
     """Token truncated importance sampling, w_t = min(rho_t, cap).
 
-    Truncation of importance weights: Ionides (2008); for the sampler-learner gap of RL engines: Yao
-    et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". A cap below 1
-    would truncate on-policy tokens.
+    Truncated weights are from Ionides 2008, for the sampler-learner gap from Yao et al. 2025, "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training". A cap below 1 would truncate
+    on-policy tokens.
+
+    Unit: token. Trust region: w <= cap. Use: first choice for an engine gap, ahead in small batches
+    at 256 and 1,024 tokens (docs/oracle.md); biased at every cap, as prefixes and continuations
+    stay the sampler's.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -141,7 +150,9 @@ def seq_tis(
 ) -> chex.Array:
     """Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.
 
-    With an infinite cap the policy gradient of a sequence is unbiased; a token weight is not.
+    Unit: sequence. Trust region: w <= cap. Use: short responses, where the bias vanishes as the cap
+    grows (docs/oracle.md); over hundreds of tokens products sit at the cap or near 0 unless the gap
+    is tiny, and the ESS collapses.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -159,7 +170,8 @@ def geo_tis(
 ) -> chex.Array:
     """Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.
 
-    The size of the weight does not depend on the length; biased at token and at sequence level.
+    Unit: sequence. Trust region: w <= cap. Use: a weight whose size does not grow with the length;
+    over hundreds of tokens it is close to 1 and corrects next to nothing (docs/oracle.md).
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -176,10 +188,12 @@ def token_clip(
     lower: chex.Numeric = 0.5,
     upper: chex.Numeric = 2.0,
 ) -> chex.Array:
-    """Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper).
+    """Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper), as AReaL, slime, OpenRLHF
+    and NeMo-RL offer it; no paper.
 
-    `token_tis` with a floor under the weight, as AReaL, slime, OpenRLHF and NeMo-RL offer it; no
-    paper.
+    Unit: token. Trust region: lower <= w <= upper. Use: `token_tis` with a floor, so that every
+    token teaches; the floor biases where rho < lower, the side that Yao et al. suspect behind
+    entropy collapse.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -200,6 +214,10 @@ def seq_clip(
     """Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper).
 
     Source as `token_clip`, and so are defaults and arguments.
+
+    Unit: sequence. Trust region: lower <= w <= upper. Use: `seq_tis` with a floor, so that unlikely
+    responses do not fade; over hundreds of tokens most weights sit at an end unless the gap is
+    tiny.
     """
     return clip_both(raw_seq(log_ratio, mask, seg), mask, lower, upper)
 
@@ -215,6 +233,9 @@ def geo_clip(
     """Geometric mean clipped on both sides, w = clip(exp(mean_t log rho_t), lower, upper).
 
     Source as `token_clip`, and so are defaults and arguments.
+
+    Unit: sequence. Trust region: lower <= w <= upper. Use: `geo_tis` with a floor; a mean over
+    hundreds of tokens hardly leaves the default band, so that neither end acts.
     """
     return clip_both(raw_geo(log_ratio, mask, seg), mask, lower, upper)
 
@@ -229,7 +250,11 @@ def token_mis(
 ) -> chex.Array:
     """Token masked importance sampling, w_t = rho_t 1[lower <= rho_t <= upper].
 
-    Liu et al., "When Speed Kills Stability".
+    Liu et al. 2025, "When Speed Kills Stability".
+
+    Unit: token. Trust region: w = 0 outside [lower, upper]. Use: a severe gap, whose largest ratios
+    are artefacts to drop rather than signal to scale; what is dropped is bias, so watch how much it
+    is.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -251,6 +276,10 @@ def seq_mis(
 
     Source as `token_mis`.
 
+    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: whole responses that went
+    astray (TRL's default correction); products spread with the length, so long responses are lost
+    first.
+
     Args:
       log_ratio, mask, seg: see the module.
       lower: smallest ratio kept, inclusive; no lower bound is TRL's default.
@@ -271,6 +300,9 @@ def geo_mis(
 
     Source as `token_mis`. A mean over hundreds of tokens is close to 1, and so are its bounds.
 
+    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: as `seq_mis`, by a criterion
+    that does not grow with the length; the default band is tight, so watch how much it drops.
+
     Args:
       log_ratio, mask, seg: see the module.
       lower: smallest mean kept, inclusive; about 0.9999 in slime's example.
@@ -288,6 +320,10 @@ def token_icepop(
     upper: chex.Numeric = 5.0,
 ) -> chex.Array:
     """IcePop, w_t = rho_t if lower <= rho_t <= upper, else 0 (arXiv:2510.18855).
+
+    Unit: token. Trust region: w = 0 outside [lower, upper]. Use: mixture-of-experts models, for
+    which it was made, as other routes give extreme ratios; where it masks over 10-25 %, a survey
+    advises to repair the engine instead.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -308,6 +344,9 @@ def seq_icepop(
     """IcePop's band on the sequence ratio, as verl's sequence level offers it.
 
     Bounds as `token_icepop` (arXiv:2510.18855, which is token level).
+
+    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: short responses; over hundreds
+    of tokens products leave a fixed band unless the gap is tiny.
     """
     return keep_band(raw_seq(log_ratio, mask, seg), lower, upper)
 
@@ -323,6 +362,9 @@ def geo_icepop(
     """IcePop's band on the geometric mean of the sequence.
 
     Bounds as `token_icepop` (arXiv:2510.18855, which is token level); not published at this level.
+
+    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: comparison with the other
+    levels; a mean over hundreds of tokens hardly leaves a band this wide.
     """
     return keep_band(raw_geo(log_ratio, mask, seg), lower, upper)
 
@@ -338,6 +380,10 @@ def seq_mask_tis(
     """Sequences chosen by their geometric mean, each kept token with its own rho_t, not truncated.
 
     "seq-mask-tis" of NeMo-RL and OpenRLHF; no paper.
+
+    Unit: sequence (choice), token (weight). Trust region: w = 0 where the geometric mean is outside
+    [lower, upper]. Use: to drop responses whose mean drifts and weigh the rest by token; kept
+    ratios have no cap, so one token can still rule a step.
 
     Args:
       log_ratio, mask, seg: see the module.

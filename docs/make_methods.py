@@ -1,0 +1,149 @@
+"""Writes docs/methods.md, one row per method, from the docstrings: python docs/make_methods.py.
+
+A row is the paragraph of the docstring that reads
+
+    Unit: token. Trust region: w <= cap. Gradient: none. Use: what it is good for; what is against.
+
+A label that all entries of a table share stands in the docstring of the table's module instead.
+"""
+
+import inspect
+import pathlib
+import re
+from collections.abc import Iterable
+
+from jaxrl_tis import correction
+from jaxrl_tis.estimators import advantages, controllers, kl, masks, methods, objectives, presets
+from jaxrl_tis.estimators import weights
+
+PAGE = pathlib.Path(__file__).with_name("methods.md")
+KINDS = {"weight": ("Weights", weights), "mask": ("Masks", masks),
+         "objective": ("Objectives", objectives), "advantage": ("Advantages", advantages),
+         "kl": ("KL estimators", kl)}
+CONTROLLERS = {f.__name__: f for f in (
+    controllers.ess_scale, controllers.length_surge, controllers.gradient_alignment,
+    controllers.r2vpo_dual, controllers.fixed_kl, controllers.adaptive_kl)}
+COLUMNS = {"Unit": "unit", "Trust region": "trust region", "Gradient": "gradient path"}
+CONTROLLER_COLUMNS = {"Reads": "reads", "Sets": "sets"}
+LABEL = re.compile(r"(?:^|(?<= ))(Unit|Trust region|Gradient|Reads|Sets|Use): ")
+# An author with a year, or the program for what has no paper.
+NAMED = re.compile(
+    r"[A-Z][a-z]+(?: et al\.)? (?:19|20)\d\d|\b(?:verl|slime|TRL|AReaL|NeMo-RL|OpenRLHF)\b|no paper"
+)
+HEAD = """\
+# Methods
+
+Written by `python docs/make_methods.py` from the docstrings; edit those.
+
+A correction is a weight, any number of masks, an objective, an advantage and, if wanted, a KL term,
+each a name in a table below with the parameters that are not to be the defaults. They are fields of
+`config.correction` (`configs/default.py`). A preset sets the mode and the first three; what the
+config spells out wins:
+
+```
+--config.correction.weight="token_tis(cap=4.0)"
+--config.correction.masks="seq_mean_k3(upper=0.01) & veto"
+--config.correction.objective="ppo(clip_low=0.2, clip_high=0.28)"
+--config.correction.advantage=rloo
+--config.correction.kl=k2 --config.correction.kl_coeff=0.001
+```
+
+To add a method: one function in `jaxrl_tis/estimators/`, with the labels of its neighbours'
+docstrings; one line in the dict at the end of the file, and in `NEEDS` if it takes more from the
+batch; one test in `tests/estimators/`, where `coverage_test.py` lists what there is, `samples.py`
+has values of required parameters and `universal_test.py` tests all entries. Then write this page.
+
+**Symbols.** `pi` is the policy that is trained, `pi_old` the learner at the weights that sampled,
+`mu` the sampler, `ref` the reference, `A` the advantage, `w` a weight. Weights and masks judge
+`rho = pi_old / mu` (`pi / mu` in bypass mode), by `k1 = -log rho`, `k2 = (log rho)^2 / 2` or
+`k3 = rho - 1 - log rho`; objectives have `r = pi / pi_old`, KL estimators `z = log(pi / ref)`.
+
+**Columns.** *Unit*: what one weight, decision, ratio or baseline belongs to. *Trust region*: what
+bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; no run records
+those marked †, so such a method is called directly and is no choice for a config; an objective with
+`logp_behav` holds the weight itself and goes with weight `none`. Rejected tokens leave the
+denominators of the loss unless `counts_rejected` is set. Controllers are for a loop of your own:
+state machines beside the update, without a gradient, that no run uses.
+
+**Sources** without an arXiv id: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning
+from Mixed Rollouts"; Schulman 2020, "Approximating KL Divergence"; Ionides 2008, "Truncated
+Importance Sampling"; Williams 1992, "Simple Statistical Gradient-Following Algorithms"; else code.
+Presets: verl's up to `disabled`, those that Yao et al. compare up to `tis_8`, then by system.
+"""
+
+
+def labelled(doc: str, name: str, labels: list[str]) -> list[str]:
+    """What a docstring says after each label; ValueError names the entry that lacks one."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in doc.split("\n\n")]
+    parts = LABEL.split(" ".join(text for text in paragraphs if LABEL.match(text)))
+    found = {label: text.strip().removesuffix(".") for label, text in zip(parts[1::2], parts[2::2])}
+    for label in labels:
+        if not found.get(label):
+            raise ValueError(f"the docstring of {name!r} has no {label!r}; add '{label}: ...'")
+    return [found[label] for label in labels]
+
+
+def source(doc: str, name: str, table: dict) -> str:
+    """Links to the arXiv ids above a docstring's labels and arguments, or the sources it names."""
+    head = LABEL.split(" ".join(doc.partition("Args:")[0].split()))[0]
+    if shared := re.search(r"[Ss]ource as `(\w+)`", head):
+        return source(table[shared[1]].__doc__, shared[1], table)
+    links = [f"[{i}](https://arxiv.org/abs/{i})" for i in re.findall(r"arXiv:(\d{4}\.\d{5})", head)]
+    if not links and not NAMED.search(head):
+        raise ValueError(f"the docstring of {name!r} has no source; add 'arXiv:...' or 'no paper'")
+    return ", ".join(dict.fromkeys(links or NAMED.findall(head)))
+
+
+def row(name: str, table: dict, shared: str, labels: Iterable[str], *more: str) -> list[str]:
+    """Cells of an entry; `shared` is the docstring of the table's module."""
+    *cells, use = labelled(f"{shared}\n\n{table[name].__doc__}", name, [*labels, "Use"])
+    link = f"[`{name}`](../{table[name].__module__.replace('.', '/')}.py)"
+    return [link, source(table[name].__doc__, name, table), *cells, *more, use]
+
+
+def defaults(parameters: dict) -> str:
+    texts = [
+        f"`{name}` required" if value is inspect.Parameter.empty else f"`{name}={value}`"
+        for name, value in parameters.items()
+    ]
+    return ", ".join(texts) or "–"
+
+
+def needs(kind: str, name: str) -> str:
+    recorded = correction.RECORDED | correction.ON_DEMAND
+    fields = [f"`{f}`" if f in recorded else f"`{f}`†" for f in methods.needs(kind, name)]
+    return ", ".join(fields) or "–"
+
+
+def section(title: str, header: list[str], rows: Iterable[list[str]]) -> str:
+    escaped = [[cell.replace("|", r"\|") for cell in cells] for cells in rows]
+    lines = [header, ["---"] * len(header), *escaped]
+    return f"\n## {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def method_rows(kind: str) -> list[list[str]]:
+    table, shared = methods.TABLES[kind][0], KINDS[kind][1].__doc__
+    parameters = {name: defaults(methods.parameters(kind, name)) for name in table}
+    return [row(n, table, shared, COLUMNS, parameters[n], needs(kind, n)) for n in table]
+
+
+def controller_row(name: str) -> list[str]:
+    parameters = inspect.signature(CONTROLLERS[name]).parameters.values()
+    chosen = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return row(name, CONTROLLERS, "", CONTROLLER_COLUMNS, defaults(chosen))
+
+
+def page() -> str:
+    header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
+    text = HEAD + "".join(section(KINDS[k][0], header, method_rows(k)) for k in methods.TABLES)
+    header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]
+    text += section("Controllers", header, map(controller_row, CONTROLLERS))
+    bundles = [[name, *preset.values()] for name, preset in presets.PRESETS.items()]
+    rows = [[f"`{cell}`" if cell else "–" for cell in bundle] for bundle in bundles]
+    text += section("Presets", ["name", "mode", "weight", "masks", "objective"], rows)
+    return text.replace("docs/oracle.md", "[docs/oracle.md](oracle.md)")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,76 @@
+"""docs/methods.md is what its generator writes, and no entry of a table can be left out or bare."""
+
+import re
+
+import pytest
+
+from docs import make_methods
+from jaxrl_tis.estimators import controllers, methods, presets
+
+
+def rows(title):
+    """Cells of each row of a section's table, without its two header lines."""
+    lines = make_methods.page().split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def test_the_page_is_current():
+    assert make_methods.PAGE.read_text(encoding="utf-8") == make_methods.page()
+
+
+@pytest.mark.parametrize("kind", methods.TABLES)
+def test_every_entry_has_every_column(kind):
+    table = rows(make_methods.KINDS[kind][0])
+    assert [cells[0].split("`")[1] for cells in table] == list(methods.TABLES[kind][0])
+    assert all(len(cells) == 8 and all(cells) for cells in table)
+
+
+def test_every_controller_and_preset_has_a_row():
+    names = [cells[0].split("`")[1] for cells in rows("Controllers")]
+    defined = [name for name, value in vars(controllers).items()
+               if getattr(value, "__module__", None) == controllers.__name__ and name[0].islower()]
+    steps = [name for name in defined if not name.endswith("_init") and name != "ratio_variance"]
+    assert names == steps
+    assert [cells[0].strip("`") for cells in rows("Presets")] == list(presets.PRESETS)
+
+
+def test_a_row_by_hand():
+    table = {cells[0].split("`")[1]: cells for cells in rows("Objectives")}
+    assert table["decoupled"][:2] == [
+        "[`decoupled`](../jaxrl_tis/estimators/clipped.py)",
+        "[2110.00641](https://arxiv.org/abs/2110.00641), "
+        "[2505.24298](https://arxiv.org/abs/2505.24298)",
+    ]
+    assert table["decoupled"][5:7] == [
+        "`clip_low=0.2`, `clip_high=0.2`, `upper=inf`", "`logp_prox`, `logp_behav`",
+    ]
+    assert table["oapl"][5] == "`oapl_beta` required"
+    masks = {cells[0].split("`")[1]: cells for cells in rows("Masks")}
+    assert masks["seq_sum_ratio"][1] == "verl"  # the source of seq_sum_k1
+    assert masks["trm"][6] == "`logits_behav`†, `logits`†"  # no run records logits
+
+
+@pytest.mark.parametrize("label", ["Unit", "Trust region", "Gradient", "Use"])
+def test_a_missing_label_is_an_error_that_names_the_entry(label, monkeypatch):
+    labels = {"Unit": "token", "Trust region": "w <= 1", "Gradient": "none", "Use": "never"}
+    del labels[label]
+
+    def bare():
+        pass
+
+    bare.__doc__ = "Bare; no paper.\n\n    " + " ".join(f"{k}: {v}." for k, v in labels.items())
+    monkeypatch.setitem(methods.TABLES["objective"][0], "bare", bare)
+    with pytest.raises(ValueError, match=f"'bare' has no '{label}'"):
+        make_methods.page()
+
+
+def test_a_missing_source_is_an_error_that_names_the_entry(monkeypatch):
+    def bare():
+        """Bare.
+
+        Unit: token. Trust region: w <= 1. Gradient: none. Use: never.
+        """
+
+    monkeypatch.setitem(methods.TABLES["weight"][0], "bare", bare)
+    with pytest.raises(ValueError, match="'bare' has no source"):
+        make_methods.page()
