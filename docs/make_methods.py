@@ -20,9 +20,6 @@ PAGE = pathlib.Path(__file__).with_name("methods.md")
 KINDS = {"weight": ("Weights", weights), "mask": ("Masks", masks),
          "objective": ("Objectives", objectives), "advantage": ("Advantages", advantages),
          "kl": ("KL estimators", kl)}
-CONTROLLERS = {f.__name__: f for f in (
-    controllers.ess_scale, controllers.length_surge, controllers.gradient_alignment,
-    controllers.r2vpo_dual, controllers.fixed_kl, controllers.adaptive_kl)}
 COLUMNS = {"Unit": "unit", "Trust region": "trust region", "Gradient": "gradient path"}
 CONTROLLER_COLUMNS = {"Reads": "reads", "Sets": "sets"}
 LABEL = re.compile(r"(?:^|(?<= ))(Unit|Trust region|Gradient|Reads|Sets|Use): ")
@@ -59,11 +56,12 @@ has values of required parameters and `universal_test.py` tests all entries. The
 `k3 = rho - 1 - log rho`; objectives have `r = pi / pi_old`, KL estimators `z = log(pi / ref)`.
 
 **Columns.** *Unit*: what one weight, decision, ratio or baseline belongs to. *Trust region*: what
-bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; no run records
-those marked †, so such a method is called directly and is no choice for a config; an objective with
-`logp_behav` holds the weight itself and goes with weight `none`. Rejected tokens leave the
-denominators of the loss unless `counts_rejected` is set. Controllers are for a loop of your own:
-state machines beside the update, without a gradient, that no run uses.
+bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; those marked † are
+for small configs: the logits of the whole vocabulary at every token, or a backward pass for every
+row; an objective with `logp_behav` holds the weight itself and goes with weight `none`. Rejected
+tokens leave the denominators of the loss unless `counts_rejected` is set. Controllers are small
+state machines beside the update, without a gradient; `correction.controllers` names them, joined by
+`&`, and their state is part of the checkpoint.
 
 **Sources** without an arXiv id: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning
@@ -111,8 +109,7 @@ def defaults(parameters: dict) -> str:
 
 
 def needs(kind: str, name: str) -> str:
-    recorded = correction.RECORDED | correction.ON_DEMAND
-    fields = [f"`{f}`" if f in recorded else f"`{f}`†" for f in methods.needs(kind, name)]
+    fields = [f"`{f}`†" if f in correction.LARGE else f"`{f}`" for f in methods.needs(kind, name)]
     return ", ".join(fields) or "–"
 
 
@@ -129,16 +126,15 @@ def method_rows(kind: str) -> list[list[str]]:
 
 
 def controller_row(name: str) -> list[str]:
-    parameters = inspect.signature(CONTROLLERS[name]).parameters.values()
-    chosen = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return row(name, CONTROLLERS, "", CONTROLLER_COLUMNS, defaults(chosen))
+    parameters = defaults(methods.parameters("controller", name))
+    return row(name, controllers.CONTROLLERS, "", CONTROLLER_COLUMNS, parameters)
 
 
 def page() -> str:
     header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
-    text = HEAD + "".join(section(KINDS[k][0], header, method_rows(k)) for k in methods.TABLES)
+    text = HEAD + "".join(section(KINDS[k][0], header, method_rows(k)) for k in KINDS)
     header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]
-    text += section("Controllers", header, map(controller_row, CONTROLLERS))
+    text += section("Controllers", header, map(controller_row, controllers.CONTROLLERS))
     bundles = [[name, *preset.values()] for name, preset in presets.PRESETS.items()]
     rows = [[f"`{cell}`" if cell else "–" for cell in bundle] for bundle in bundles]
     text += section("Presets", ["name", "mode", "weight", "masks", "objective"], rows)

@@ -14,8 +14,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
 
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids`
       (1 on the sequence, 0 on padding), `mask` (True on tokens that the policy chose),
-      `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response), and
-      `temperature` [N].
+      `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response),
+      `logits_behav` [N,T,V] where the sampler recorded them, and `temperature` [N].
     """
     shape = (len(trajectories), length)
     out = {
@@ -29,6 +29,9 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         "turn": np.zeros(shape, np.int32),
         "temperature": np.array([t.temperature for t in trajectories], np.float32),
     }
+    num_logits = max(t.logits.shape[-1] for t in trajectories if len(t.tokens))
+    if num_logits:
+        out["logits_behav"] = np.zeros((*shape, num_logits), np.float32)
     for row, trajectory in enumerate(trajectories):
         p, n = len(trajectory.prompt), len(trajectory.tokens)
         if p + n > length:
@@ -44,6 +47,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         out["entropy_behav"][row, response] = trajectory.entropy
         out["version"][row, response] = trajectory.version
         out["turn"][row, response] = trajectory.turn
+        if num_logits and n:
+            out["logits_behav"][row, response] = trajectory.logits
     return out
 
 

@@ -17,6 +17,9 @@ from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
 
 
+MAX_LOGITS = 2**28  # 1 GiB in float32
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """Everything of a run that does not change while it runs.
@@ -51,6 +54,8 @@ def build(config: ml_collections.ConfigDict) -> Setup:
     tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
     model = model or small_model(config, tokenizer.vocab_size)
     check_tokenizer(tokenizer, model.vocab_size)
+    chosen = correction.parse(config.correction)
+    _check_logits(config, chosen, model.vocab_size)
     layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES)
     serving = sharding.layout(config.mesh.serve, sharding.SERVE_RULES)
     for mesh in (layout.mesh, serving.mesh):
@@ -62,7 +67,6 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
     )
     updates = config.steps * config.train.epochs * config.train.minibatches
-    chosen = correction.parse(config.correction)
     policy_optimizer = optimizer.make(config.optimizer, updates)
     for name, parameters in chosen.controllers:
         if name == "gradient_alignment":
@@ -80,9 +84,23 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         engine=engine(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
             quantization=config.engine.quantization,
+            records_logits="logits_behav" in chosen.needs,
         ),
         learner_engine=engine(dtype=config.model.dtype, cache_dtype=config.model.dtype),
     )
+
+
+def _check_logits(config, chosen: correction.Correction, vocab_size: int) -> None:
+    """ValueError where a method keeps more than MAX_LOGITS numbers of every rollout batch."""
+    needs = {f: user for f, user in chosen.needs.items() if f.startswith("logits")}
+    tokens = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    count = config.rollout.prompts * config.rollout.group_size * tokens * vocab_size
+    if needs and count > MAX_LOGITS:
+        field, user = next(iter(needs.items()))
+        raise ValueError(
+            f"{user!r} needs {field} of every token: {count:,} numbers a batch, where "
+            f"{MAX_LOGITS:,} are allowed; it is for small vocabularies and short responses"
+        )
 
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:

@@ -21,8 +21,13 @@ RECORDED = frozenset(
      "current_version", "group", "key")
 )
 # What it records where a method asks for it: the critic's values, the reference's log-probs, the
-# reward of a greedy answer to each prompt, sum(pi^2) over the vocabulary, and the clipping bias.
-ON_DEMAND = frozenset(("values", "logp_ref", "greedy_rewards", "sum_pi_squared", "st_ppo_norm"))
+# parts of each reward, the reward of a greedy answer to each prompt, sum(pi^2) over the vocabulary,
+# and the clipping bias.
+ON_DEMAND = frozenset(("values", "logp_ref", "reward_components", "greedy_rewards",
+                       "sum_pi_squared", "st_ppo_norm"))
+# The same, but for small configs: the logits of the whole vocabulary at every token (of the
+# learner, the sampler and the reference), and the gradient's norm of every row by itself.
+LARGE = frozenset(("logits", "logits_behav", "logits_ref", "grad_norms"))
 
 
 @dataclasses.dataclass(frozen=True)

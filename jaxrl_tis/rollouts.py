@@ -21,8 +21,9 @@ CHECKED = 20_000  # a few seconds
 class Sample:
     """A finished trajectory with the example it answers, its reward and its group in the batch.
 
-    `score` is the reward function's value; `reward` adds the overlong penalty; `greedy_reward` is
-    the reward of the greedy answer to the same prompt, where an advantage asks for it.
+    `score` is the reward function's value; `reward` adds the overlong penalty; `components` are
+    what it is the sum of; `greedy_reward` is the reward of the greedy answer to the same prompt,
+    where an advantage asks for it.
     """
 
     trajectory: Trajectory
@@ -31,6 +32,7 @@ class Sample:
     score: float
     reward: float
     group: int
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
     greedy_reward: float = math.nan
 
 
@@ -154,10 +156,10 @@ class Collector:
         with timer("reward"):
             repeated = [record for record in records for _ in samplings]
             texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
-            scores = self._rewards.score(texts, repeated)
+            scored = self._rewards.components(texts, repeated)
         samples = [
-            Sample(t, record, text, score, score + self._overlong(len(t.tokens)), 0)
-            for t, record, text, score in zip(trajectories, repeated, texts, scores, strict=True)
+            self._sample(*sample)
+            for sample in zip(trajectories, repeated, texts, scored, strict=True)
         ]
         groups = [samples[i : i + len(samplings)] for i in range(0, len(samples), len(samplings))]
         if self._with_greedy:
@@ -167,8 +169,13 @@ class Collector:
             ]
         return groups
 
-    def _overlong(self, length: int) -> float:
-        rollout = self._config.rollout
-        if rollout.overlong_buffer == 0:
-            return 0.0
-        return soft_overlong_penalty(length, rollout.max_new_tokens, rollout.overlong_buffer)
+    def _sample(self, trajectory, record, text, components) -> Sample:
+        rollout, score = self._config.rollout, sum(components.values())
+        if rollout.overlong_buffer:
+            components = components | {"overlong": soft_overlong_penalty(
+                len(trajectory.tokens), rollout.max_new_tokens, rollout.overlong_buffer
+            )}
+        return Sample(
+            trajectory, record, text, score, sum(components.values()), group=0,
+            components=components,
+        )

@@ -84,6 +84,20 @@ def response_logprobs(
     )
 
 
+def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
+    """Logits [B,T,V] over the rows' temperatures that each masked token was drawn from; 0
+    elsewhere."""
+    x_btd = transformer.rows_hidden(
+        params, learner.config, learner.program,
+        batch["tokens"], batch["positions"], batch["segment_ids"],
+    )
+    head = transformer.head_params(params)
+    logits_btv = transformer.head_logits(head, learner.program, x_btd)
+    logits_btv = logits_btv / batch["temperature"][:, None, None]
+    before_btv = jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    return jnp.where(batch["mask"][..., None], before_btv, 0.0)
+
+
 def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
     """Critic's value [B,T] of the prefix before each token, float32."""
     x_btd = transformer.rows_hidden(
@@ -119,6 +133,30 @@ def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
         return _read_targets(params, learner, micro, read)[0]
 
     return jax.jit(lambda params, batch: jax.lax.map(lambda b: rows(params, b), batch))
+
+
+def make_logits(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
+    """(params, batch [M, rows, ...]) -> `response_logits` [M, rows, T, V]."""
+    return jax.jit(
+        lambda params, batch: jax.lax.map(lambda b: response_logits(params, learner, b), batch)
+    )
+
+
+def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
+    """(params, batch [M, rows, ...]) -> |grad sum_t log pi(y_t)|^2 of each row [M, rows], by a
+    backward pass for each."""
+
+    def log_prob(params, row):
+        return jnp.sum(response_logprobs(params, learner, row, with_entropy=False)[0])
+
+    def squared_norm(params, row):
+        gradient = jax.grad(log_prob)(params, jax.tree.map(lambda x: x[None], row))
+        return jnp.square(optax.global_norm(gradient))
+
+    def norms(params, batch):
+        return jax.lax.map(lambda b: jax.lax.map(lambda row: squared_norm(params, row), b), batch)
+
+    return jax.jit(norms)
 
 
 def make_values(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
@@ -192,6 +230,8 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
         now = controlled(c, batch)
+        if "logits" in c.needs:
+            batch = batch | {"logits": response_logits(params, learner, batch)}
         return loss.policy_loss(
             logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
             mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,

@@ -80,6 +80,8 @@ class Trainer:
         self._percentiles = jax.jit(divergences.percentile_metrics)
         self._train_step = steps.make_train_step(setup.learner, setup.correction, setup.optimizer)
         self._collisions = steps.make_collisions(setup.learner)
+        self._logits = steps.make_logits(setup.learner)
+        self._score_norms = steps.make_score_norms(setup.learner)
         if setup.has_critic:
             self._values = steps.make_values(setup.learner)
             self._critic_step = steps.make_critic_step(
@@ -90,22 +92,33 @@ class Trainer:
         """The rollout batch [N,T] with everything the learner computes at the weights that
         sampled."""
         rows = batching.rows([s.trajectory for s in samples], self.setup.row_length)
-        micro = self._micro_batches(rows)
-        flat = lambda x: np.asarray(x).reshape(rows["tokens"].shape)
-        scored = self._score(state["policy"].params, micro)
+        micro, needs = self._micro_batches(rows), self.setup.correction.needs
+        policy = state["policy"].params
+        flat = lambda x: np.asarray(x).reshape(-1, *x.shape[2:])
+        scored = self._score(policy, micro)
         rows["logp_learner"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
         if "critic" in state:
             rows["values"] = flat(self._values(state["critic"].params, micro))
         if "reference" in state:
             reference = self.setup.layout.put_params(state["reference"], self.setup.model)
             rows["logp_ref"] = flat(self._score(reference, micro)["logp"])
+            if "logits_ref" in needs:
+                rows["logits_ref"] = flat(self._logits(reference, micro))
         rows["rewards"] = np.array([s.reward for s in samples], np.float32)
         rows["group"] = np.array([s.group for s in samples], np.int32)
-        if "greedy_rewards" in self.setup.correction.needs:
+        if "greedy_rewards" in needs:
             rows["greedy_rewards"] = np.array([s.greedy_reward for s in samples], np.float32)
-        if "sum_pi_squared" in self.setup.correction.needs:
-            rows["sum_pi_squared"] = flat(self._collisions(state["policy"].params, micro))
-        return rows
+        if "reward_components" in needs:
+            parts = [list(s.components.values()) for s in samples]
+            rows["reward_components"] = np.array(parts, np.float32)
+        by_learner = {
+            "sum_pi_squared": self._collisions, "logits": self._logits,
+            "grad_norms": self._score_norms,
+        }
+        return rows | {
+            name: flat(measure(policy, micro)) for name, measure in by_learner.items()
+            if name in needs
+        }
 
     def _micro_batches(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         size = self.setup.config.train.microbatch_rows

@@ -141,7 +141,7 @@ def _methods(c: correction.Correction, config):
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
     for field, user in c.needs.items():
-        if field not in correction.RECORDED | correction.ON_DEMAND:
+        if field not in correction.RECORDED | correction.ON_DEMAND | correction.LARGE:
             yield f"{user!r} needs {field}, which a run does not record"
     if weight != "none" and c.mode == "bypass" and objective not in UNRATIOED:
         yield (

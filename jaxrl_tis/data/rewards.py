@@ -1,5 +1,8 @@
 """Rewards: plain functions of the sampled text and the task's record, scored in their own process.
 
+A function returns a number, or several by name: their sum is the score, and an advantage such as
+"gdpo" sees them one by one. It returns the same names for every text.
+
 This file imports the standard library only, so the scoring process starts in tens of
 milliseconds and never holds an accelerator.
 """
@@ -17,11 +20,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-Reward = Callable[[str, dict[str, str]], float]
+Reward = Callable[[str, dict[str, str]], float | Mapping[str, float]]
 
 _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9)])[-+])?(?:\$(?P<sign2>[-+])?)?"
@@ -177,6 +180,7 @@ class RewardWorker:
     def __init__(self, function: str, *, timeout: float, on_error: float):
         self.function, self.timeout, self.on_error = function, timeout, on_error
         self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
+        self._names: list[str] = []  # of the components, from the first result
         self.last_error = ""
         self._process: subprocess.Popen | None = None
         self._start()
@@ -189,8 +193,14 @@ class RewardWorker:
 
     def score(self, texts: Sequence[str], records: Sequence[dict[str, str]]) -> list[float]:
         """One score for each text, in order; blocks until all are scored or given up."""
+        return [sum(parts.values()) for parts in self.components(texts, records)]
+
+    def components(
+        self, texts: Sequence[str], records: Sequence[dict[str, str]]
+    ) -> list[dict[str, float]]:
+        """The components of each score by name, {"reward": score} where there is only a number."""
         items = [[text, dict(record)] for text, record in zip(texts, records, strict=True)]
-        scores: list[float] = []
+        scores: list[dict[str, float] | None] = []
         while len(scores) < len(items):
             if self._process is None:
                 self._start()
@@ -200,7 +210,9 @@ class RewardWorker:
                 self.close()
                 name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
                 scores.append(self._failed(name, f"{type(fault).__name__}: {fault}"))
-        return scores
+        names = self._names or ["reward"]
+        failed = {name: self.on_error / len(names) for name in names}
+        return [failed if parts is None else parts for parts in scores]
 
     def close(self) -> None:
         """Ends the process and all that it started; a later `score` starts a new one."""
@@ -236,7 +248,7 @@ class RewardWorker:
             self.close()
             raise ValueError(f"the reward {self.function!r} cannot be loaded: {loaded['error']}")
 
-    def _score_in_process(self, items: list, scores: list[float]) -> None:
+    def _score_in_process(self, items: list, scores: list) -> None:
         """Appends to `scores` until all items are done; raises at the first that stops this."""
         self._write(json.dumps(items).encode() + b"\n", time.monotonic() + self.timeout)
         end = len(scores) + len(items)
@@ -244,17 +256,20 @@ class RewardWorker:
             for result in self._read_lines(time.monotonic() + self.timeout):
                 scores.append(self._checked(result))
 
-    def _checked(self, result: dict[str, Any]) -> float:
+    def _checked(self, result: dict[str, Any]) -> dict[str, float] | None:
         if result["error"]:
             return self._failed("errors", result["error"])
-        if not math.isfinite(result["score"]):
-            return self._failed("non_finite", f"the score is {result['score']}")
-        return result["score"]
+        parts = result["score"]
+        if not all(map(math.isfinite, parts.values())):
+            return self._failed("non_finite", f"the score is {parts}")
+        self._names = self._names or list(parts)
+        if list(parts) != self._names:
+            return self._failed("errors", f"components {list(parts)}, before {self._names}")
+        return parts
 
-    def _failed(self, name: str, error: str) -> float:
+    def _failed(self, name: str, error: str) -> None:
         self.counts[name] += 1
         self.last_error = error
-        return self.on_error
 
     def _write(self, message: bytes, deadline: float) -> None:
         stdin = self._process.stdin.fileno()
@@ -289,24 +304,29 @@ def serve(function: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
-    def send(score: float, error: str) -> None:
+    def send(score: dict[str, float], error: str) -> None:
         results.write(json.dumps({"score": score, "error": error}).encode() + b"\n")
 
     try:
         reward = resolve(function)
     except BaseException as error:
-        send(0.0, f"{type(error).__name__}: {error}")
+        send({}, f"{type(error).__name__}: {error}")
         return
-    send(0.0, "")
+    send({}, "")
     batches = queue.SimpleQueue()
     threading.Thread(target=_read_batches, args=(items, batches), daemon=True).start()
     while True:
         for text, record in batches.get():
             try:
-                score, error = float(reward(text, record)), ""
+                score, error = _named(reward(text, record)), ""
             except BaseException as fault:
-                score, error = 0.0, f"{type(fault).__name__}: {fault}"[:1000]
+                score, error = {}, f"{type(fault).__name__}: {fault}"[:1000]
             send(score, error)
+
+
+def _named(reward: float | Mapping[str, float]) -> dict[str, float]:
+    parts = reward if isinstance(reward, Mapping) else {"reward": reward}
+    return {str(name): float(value) for name, value in parts.items()}
 
 
 def _read_batches(items, batches: queue.SimpleQueue) -> None:

@@ -41,7 +41,8 @@ class Trajectory:
 
     Arrays have one entry per sampled token: `tokens` int32, `mask` bool (True: the policy chose
     it), `turn` int32, `logp_behav` (of the filtered, renormalised distribution), `logp_raw`
-    (unfiltered), `entropy` (nats) float32, `version` int32 (weights that drew the token).
+    (unfiltered), `entropy` (nats) float32, `version` int32 (weights that drew the token), and
+    `logits` [n,V] float32, log-probs of the distribution it was drawn from, V = 0 unless recorded.
     `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
     """
 
@@ -53,6 +54,7 @@ class Trajectory:
     logp_behav: np.ndarray
     logp_raw: np.ndarray
     entropy: np.ndarray
+    logits: np.ndarray
     version: np.ndarray
     stop_reason: str
     seed: int
@@ -102,6 +104,7 @@ class DecodeState:
 class ResultTokens:
     """What one `generate` call drew, arrays [K,B]; entries with `valid` False are meaningless.
 
+    `logits` [K,B,V] are log-probs of the distributions drawn from, V = 0 unless recorded.
     `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
     """
 
@@ -109,6 +112,7 @@ class ResultTokens:
     logp_behav: jax.Array
     logp_raw: jax.Array
     entropy: jax.Array
+    logits: jax.Array
     valid: jax.Array
     remaining: jax.Array
 
@@ -143,6 +147,7 @@ class Engine:
       prefill_batch: prompts per prefill call.
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
       layout: mesh and rules; None runs on one device.
+      records_logits: keep the whole distribution of every token; for small models.
     """
 
     max_stop_ids = 8
@@ -161,6 +166,7 @@ class Engine:
         prefill_batch: int = 8,
         unroll: bool = True,
         layout: sharding.Layout | None = None,
+        records_logits: bool = False,
     ):
         if quantization not in quant.SCHEMES:
             raise ValueError(f"quantization {quantization!r} is none of {quant.SCHEMES}")
@@ -168,6 +174,7 @@ class Engine:
         self.quantization, self.dtype, self.cache_dtype = quantization, dtype, cache_dtype
         self.steps, self.prefill_batch, self.unroll = steps, prefill_batch, unroll
         self.layout = layout or sharding.single_device()
+        self.num_logits = config.vocab_size if records_logits else 0
         self.quant_id = quantization if quantization != "none" else dtype
         self.program = transformer.Program(
             dtype=dtype, highest_head=highest_head, constrain=self.layout.constrain
@@ -275,7 +282,8 @@ class Engine:
         empty = lambda dtype: jnp.zeros((self.steps, self.slots), dtype)
         floats = empty(jnp.float32)
         result = ResultTokens(
-            empty(jnp.int32), floats, floats, floats, empty(bool), state.slots.remaining
+            empty(jnp.int32), floats, floats, floats,
+            jnp.zeros((*floats.shape, self.num_logits)), empty(bool), state.slots.remaining,
         )
 
         def running(carry):
@@ -284,12 +292,12 @@ class Engine:
 
         def body(carry):
             i, state, result = carry
-            state, drawn, valid = self._decode_one(params, state)
+            state, drawn, logits, valid = self._decode_one(params, state)
             write = lambda buffer, row: buffer.at[i].set(row)
             result = ResultTokens(
                 write(result.tokens, drawn.token), write(result.logp_behav, drawn.logp_behav),
                 write(result.logp_raw, drawn.logp_raw), write(result.entropy, drawn.entropy),
-                write(result.valid, valid), state.slots.remaining,
+                write(result.logits, logits), write(result.valid, valid), state.slots.remaining,
             )
             return i + 1, state, result
 
@@ -304,6 +312,7 @@ class Engine:
         )
         logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
         drawn = sampling.sample(logits_bv, slots.rows, slots.key, slots.position + 1)
+        logits_bv = sampling.distribution(logits_bv, slots.rows)[:, : self.num_logits]
         is_running = slots.remaining > 0
         is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
         remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
@@ -313,4 +322,4 @@ class Engine:
             position=slots.position + (remaining > 0),
             remaining=remaining,
         )
-        return DecodeState(kv, slots), drawn, is_running
+        return DecodeState(kv, slots), drawn, logits_bv, is_running

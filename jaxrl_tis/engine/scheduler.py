@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_tis.engine.engine import EngineProtocol, Request, ResultTokens, Trajectory
 
-FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy")
+FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy", "logits")
 
 
 @dataclasses.dataclass
