@@ -100,7 +100,7 @@ def get_config() -> ConfigDict:
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
 
     c.metrics = ConfigDict()
-    c.metrics.percentile_every = 10  # steps; percentiles sort the whole rollout batch
+    c.metrics.percentile_every = 10  # steps; also by position: sorts the rollout batch
 
     c.mesh = ConfigDict()  # (data, fsdp, tensor); -1 takes the devices that are left
     c.mesh.train = (1, 1, 1)

@@ -29,7 +29,7 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         "turn": np.zeros(shape, np.int32),
         "temperature": np.array([t.temperature for t in trajectories], np.float32),
     }
-    num_logits = max(t.logits.shape[-1] for t in trajectories if len(t.tokens))
+    num_logits = max(t.logits.shape[-1] for t in trajectories)
     if num_logits:
         out["logits_behav"] = np.zeros((*shape, num_logits), np.float32)
     for row, trajectory in enumerate(trajectories):

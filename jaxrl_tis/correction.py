@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxrl_tis.estimators import advantages, diagnostics, divergences, loss, methods, presets
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import advantages, attribution, batch_metrics, diagnostics, divergences
+from jaxrl_tis.estimators import loss, methods, presets, ratios
 from jaxrl_tis.estimators import kl as kl_estimators
 from jaxrl_tis.estimators.methods import Method
 
@@ -28,6 +28,9 @@ ON_DEMAND = frozenset(("values", "logp_ref", "reward_components", "greedy_reward
 # The same, but for small configs: the logits of the whole vocabulary at every token (of the
 # learner, the sampler and the reference), and the gradient's norm of every row by itself.
 LARGE = frozenset(("logits", "logits_behav", "logits_ref", "grad_norms"))
+
+
+NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,9 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
         )
         keep = loss.accepted(log_ratio, batch | {"adv": adv}, c.masks)
         metrics |= reward_metrics | rejection_metrics(c, log_ratio, mask, keep)
+        metrics |= batch_metrics.staleness_metrics(
+            batch["version"], batch["current_version"], mask
+        )
         out = {"adv": adv, "logp_old": learner, "logp_prox": learner}
         if c.mode == "bypass":
             out |= {"logp_old": behav, "logp_prox": behav}
@@ -141,7 +147,9 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
                 rewards, mask, values=batch["values"],
                 gamma=parameters["gamma"], lam=parameters["lam"],
             )
-        return out, metrics
+        returns = out["returns"] if "returns" in out else adv
+        values = batch["values"] if "values" in batch else None
+        return out, metrics | batch_metrics.advantage_metrics(adv, returns, mask, values)
 
     return jax.jit(prepare)
 
@@ -156,6 +164,19 @@ def _rewards(c: Correction, batch: Batch) -> tuple[jax.Array, Metrics]:
         kl_coeff = controlled(c, batch).kl_coeff
         rewards = kl_estimators.penalized_rewards(rewards, mask, kl_bt, kl_coeff)
     return rewards, {"actor/kl_to_reference": kl_estimators.sequence_kl(kl_bt, mask)}
+
+
+def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
+    """Where the gap is: percentiles within a response, by position in it and, in conversations, by
+    turn and distance from the last tool token. Sorts the batch."""
+    inputs = batch["logp_learner"], batch["logp_behav"]
+    mask, num_buckets = batch["mask"], 1 + batch["mask"].shape[1].bit_length()
+    metrics = divergences.percentile_metrics(*inputs, mask)
+    metrics |= attribution.position_metrics(*inputs, mask, num_buckets=num_buckets)
+    if not has_turns:
+        return metrics
+    metrics |= attribution.turn_metrics(*inputs, batch["turn"], mask, num_turns=NUM_TURNS)
+    return metrics | attribution.after_tool_metrics(*inputs, mask, num_buckets=num_buckets)
 
 
 def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch) -> Metrics:

@@ -18,7 +18,7 @@ from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initia
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.estimators import divergences
+from jaxrl_tis.estimators import batch_metrics
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -77,7 +77,8 @@ class Trainer:
         self._prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
-        self._percentiles = jax.jit(divergences.percentile_metrics)
+        self._profile = jax.jit(correction.profile_metrics, static_argnums=1)
+        self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
         self._train_step = steps.make_train_step(setup.learner, setup.correction, setup.optimizer)
         self._collisions = steps.make_collisions(setup.learner)
         self._logits = steps.make_logits(setup.learner)
@@ -136,7 +137,7 @@ class Trainer:
         prepared, measured = self._prepare(rows)
         measured |= {f"control/{name}": value for name, value in settings.items()}
         if step % config.metrics.percentile_every == 0:
-            measured |= self._percentiles(rows["logp_learner"], rows["logp_behav"], rows["mask"])
+            measured |= self._profile(rows, bool(rows["turn"].any()))
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         rows["group"] = np.broadcast_to(rows["group"][:, None], rows["mask"].shape)
         collected = []
@@ -154,23 +155,42 @@ class Trainer:
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means
+        if "sum_pi_squared" in rows:
+            measured |= self._variance_proxies(
+                rows["logp_learner"], rows["adv"], rows["sum_pi_squared"], rows["mask"],
+                w=rows["weights"] if "weights" in rows else None,
+                gradient_norm=measured["actor/grad_norm"],
+            )
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}
         return state, measured
 
 
-def sample_metrics(samples: list[rollouts.Sample], rows: dict[str, np.ndarray]) -> dict[str, float]:
-    """Rewards, lengths and the learner's entropy of a rollout batch."""
-    lengths = np.array([len(s.trajectory.tokens) for s in samples])
+def sample_metrics(
+    samples: list[rollouts.Sample], rows: dict[str, np.ndarray], limits: tuple[int, int]
+) -> dict[str, float]:
+    """Rewards, lengths and the learner's entropy of a rollout batch; `limits` are the most tokens
+    of a prompt and of a response."""
+    prompts, lengths = (
+        np.array([len(getattr(s.trajectory, field)) for s in samples])
+        for field in ("prompt", "tokens")
+    )
+    scores = np.array([s.score for s in samples], np.float32)
     rewards, groups = rows["rewards"], rows["group"]
     by_group = [rewards[groups == g] for g in np.unique(groups)]
-    return {
+    parts = {
+        f"reward/{name}_mean": np.mean([s.components[name] for s in samples])
+        for name in samples[0].components if len(samples[0].components) > 1
+    }
+    return parts | batch_metrics.reward_metrics(scores, rewards, lengths) | (
+        batch_metrics.length_metrics(
+            prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1]
+        )
+    ) | {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/score_mean": np.mean([s.score for s in samples]),
+        "reward/score_mean": scores.mean(),
         "reward/equal_groups_ratio": np.mean([np.ptp(r) == 0 for r in by_group]),
-        "response_length/mean": lengths.mean(),
-        "response_length/max": lengths.max(),
         "response_length/truncated_ratio": np.mean(
             [s.trajectory.stop_reason == "length" for s in samples]
         ),
@@ -317,7 +337,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
                     with r.timer("update"):
                         r.state, measured = r.trainer.update(r.state, rows, step)
 
-                values |= measured | sample_metrics(samples, rows)
+                limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
+                values |= measured | sample_metrics(samples, rows, limits)
                 check_finite(step, values, r.saved)
                 times = r.timer.collect()
                 times["time/rollout_tokens_per_s"] = rows["mask"].sum() / times["time/rollout_s"]

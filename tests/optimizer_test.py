@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import ml_collections
 import optax
 import pytest
@@ -110,3 +111,36 @@ def test_moments_are_float32_for_bfloat16_parameters():
     assert adam.mu["a"].dtype == adam.nu["a"].dtype == updates["a"].dtype == jnp.float32
     assert float(adam.nu["a"][0, 0]) == pytest.approx(0.001, rel=1e-6)
     assert optax.apply_updates(params, updates)["a"].dtype == jnp.bfloat16
+
+
+def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
+    plain = optimizer.make(fields(clip_norm=10.0), 10)
+    tx = optimizer.aligned(plain, gac_low=0.1, gac_high=0.9)
+    params = {"a": jnp.zeros((1, 2))}
+    first, second, third = ({"a": jnp.array([g])} for g in ([1.0, 0.0], [2.0, 0.1], [0.0, 1.0]))
+    # Nothing precedes the first gradient; the second has the cosine 2 / sqrt(4.01) = 0.9988 with
+    # it and is skipped; the third has 0.1 / sqrt(4.01) = 0.0499 with the second and passes.
+    expected, plain_state = plain.update(first, plain.init(params), params)
+    updates, state = tx.update(first, tx.init(params), params)
+    np.testing.assert_array_equal(updates["a"], expected["a"])
+    assert optimizer.alignment_metrics(state) == {"gac/cosine": 0.0, "gac/is_skipped": 0.0}
+    updates, state = tx.update(second, state, params)
+    np.testing.assert_array_equal(updates["a"], [[0.0, 0.0]])
+    jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
+    metrics = optimizer.alignment_metrics(state)
+    assert metrics["gac/cosine"] == pytest.approx(0.99875, abs=1e-4) and metrics["gac/is_skipped"] == 1
+    expected, _ = plain.update(third, plain_state, params)
+    updates, state = tx.update(third, state, params)
+    np.testing.assert_allclose(updates["a"], expected["a"], rtol=1e-6)
+    assert optimizer.alignment_metrics(state)["gac/cosine"] == pytest.approx(0.0499, abs=1e-3)
+    assert optimizer.alignment_metrics(plain_state) == {}
+
+
+def test_the_previous_gradient_lies_like_the_parameters():
+    mesh = sharding.make_mesh((1, 4, 2))
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    tx = optimizer.aligned(optimizer.make(fields(), 10), gac_low=0.1, gac_high=0.9)
+    params = {"a": jax.ShapeDtypeStruct((8, 2), jnp.float32)}
+    placed = optimizer.state_shardings(tx, params, {"a": rows}, everywhere)
+    assert placed.alignment.previous == {"a": rows} and placed.cosine == everywhere

@@ -61,8 +61,9 @@ class FakeRewards:
         self._function = function
         self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
 
-    def score(self, texts, records):
-        return [self._function(text, record) for text, record in zip(texts, records, strict=True)]
+    def components(self, texts, records):
+        return [{"reward": self._function(text, record)}
+                for text, record in zip(texts, records, strict=True)]
 
 
 def batches():

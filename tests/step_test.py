@@ -68,6 +68,7 @@ def batch():
         "logp_ref": old + normal(0.5), "adv": normal(1.0), "weights": np.exp(normal(0.3)),
         "values": normal(0.3), "returns": normal(1.0),
     }
+    out |= {"logp_prox": out["logp_old"] + normal(0.2), "logp_learner": out["logp_old"]}
     out["weights"] = np.minimum(out["weights"], CAP)
     return {name: np.asarray(value) for name, value in out.items()}
 
@@ -134,6 +135,7 @@ def start(p, tx):
 
 
 SGD = optax.sgd(1.0)
+FORWARD = ("tokens", "positions", "segment_ids", "mask", "temperature")  # what log-probs take
 
 
 def updated(chosen, data, count):
@@ -221,6 +223,84 @@ def test_kl_and_entropy_terms():
     kl = np.sum(coefficient * (np.exp(ref) - ref - 1))
     assert metrics["actor/kl_loss"] == pytest.approx(float(kl), rel=1e-4)
     assert metrics["actor/kl_coef"] == pytest.approx(0.3, rel=1e-6)
+
+
+def test_an_exact_kl_is_that_of_the_whole_logits():
+    data, mask = batch(), batch()["mask"]
+    behind = lambda p: jnp.pad(
+        jax.nn.log_softmax(
+            transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
+            / data["temperature"][:, None, None]
+        )[:, :-1], ((0, 0), (1, 0), (0, 0)),
+    )
+    logp_ref = behind(params(1))
+    logits = step.make_logits(LEARNER)(params(), cut(data, 4)).reshape(B, T, V)
+    np.testing.assert_allclose(jax.nn.log_softmax(logits)[mask], behind(params())[mask], atol=2e-5)
+    assert not np.any(np.asarray(logits)[~mask])
+
+    def kl(p):
+        logp = behind(p)
+        kl_bt = jnp.sum(jnp.exp(logp) * (logp - logp_ref), axis=-1)
+        return jnp.sum(jnp.where(mask, kl_bt, 0)) / mask.sum()
+
+    coefficient = coefficients(mask, "token-mean")
+    value, gradient = jax.jit(jax.value_and_grad(kl))(params())
+    policy = reference_gradient(params(), data, coefficient, 0.0, 0.0)
+    expected = jax.tree.map(lambda p, g, h: p - np.asarray(g + 0.3 * h), params(), policy, gradient)
+    chosen = correction.parse(fields(kl="exact_reverse", kl_coeff=0.3))
+    given = with_nan_padding(data) | {"logits_ref": np.asarray(logp_ref)}
+    ours, metrics = updated(chosen, given, 2)
+    assert metrics["actor/kl_loss"] == pytest.approx(float(value), rel=1e-4)
+    assert_trees_close(ours, expected, atol=1e-5)
+
+
+def test_a_controller_scales_the_update_and_not_the_gradient():
+    data, chosen = batch(), correction.parse(fields())
+    whole, metrics = updated(chosen, data, 2)
+    half, half_metrics = updated(chosen, data | {"lr_scale": np.full(B, 0.5, np.float32)}, 2)
+    expected = jax.tree.map(lambda p, q: p + 0.5 * (q - p), params(), whole)
+    assert_trees_close(half, expected, atol=1e-6)
+    assert half_metrics["actor/grad_norm"] == metrics["actor/grad_norm"] > 0
+
+
+def test_score_norms_are_those_of_each_row():
+    data = batch()
+
+    @jax.jit
+    @jax.grad
+    def gradient(p, one):
+        return jnp.sum(jnp.where(one["mask"], reference_logprob(p, one), 0))
+
+    norms = step.make_score_norms(LEARNER)(
+        params(), cut({name: data[name] for name in FORWARD}, 4)
+    ).reshape(B)
+    for row in range(B):
+        one = {name: data[name][row : row + 1] for name in FORWARD}
+        leaves = jax.tree.leaves(gradient(params(), one))
+        assert norms[row] == pytest.approx(
+            sum(float(np.square(x).sum()) for x in leaves), rel=1e-3, abs=1e-6), row
+    assert norms[7] == 0 and norms[0] > 1e-3
+
+
+def test_the_drift_is_split_into_its_factors():
+    data, mask = batch(), batch()["mask"]
+    logp = np.asarray(reference_logprob(params(), data), np.float64)
+    chain = [data["logp_behav"], data["logp_old"], data["logp_prox"], logp]
+    decoupled = dict(zip(("engine", "staleness", "trust_region"),
+                         [b - a for a, b in zip(chain, chain[1:])]))
+    # In bypass mode logp_old is the sampler's, and nothing is stale.
+    bypass = {"engine": data["logp_learner"] - data["logp_behav"],
+              "staleness": 0 * logp, "trust_region": logp - data["logp_learner"]}
+    for mode, factors in (("decoupled", decoupled), ("bypass", bypass)):
+        given = data | ({"logp_old": data["logp_behav"]} if mode == "bypass" else {})
+        chosen = correction.parse(fields(mode=mode, weight="none"))
+        _, metrics = updated(chosen, given, 2)
+        total = sum(factors.values())
+        for name, x in (factors | {"product": total}).items():
+            assert metrics[f"mismatch/{name}/log_ratio_abs_mean"] == pytest.approx(
+                np.abs(x)[mask].mean(), rel=1e-3, abs=1e-6), (mode, name)
+            assert metrics[f"mismatch/{name}/log_ratio_part"] == pytest.approx(
+                (x * total)[mask].mean(), rel=1e-3, abs=1e-6), (mode, name)
 
 
 def test_metrics_have_verls_names_and_values():

@@ -221,12 +221,14 @@ def test_metrics_of_the_samples_by_hand():
                for i, (s, r) in enumerate(zip(samples, rewards))]
     rows = {"rewards": np.array(rewards), "group": np.array([0, 0, 1, 1]),
             "entropy": np.array([[9.0, 1.0], [9.0, 2.0]]), "mask": np.array([[0, 1], [0, 1]], bool)}
-    values = train.sample_metrics(samples, rows)
+    values = train.sample_metrics(samples, rows, limits=(5, 3))
     assert values["reward/mean"] == 1.0 and values["reward/score_mean"] == 0.5
     assert values["reward/std"] == pytest.approx(0.5**0.5)  # deviations 0, 0, -1, 1
     assert values["reward/equal_groups_ratio"] == 0.5
     assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1
     assert values["response_length/truncated_ratio"] == 0.0
+    assert values["response_length/clip_ratio"] == 0.25 and values["prompt_length/clip_ratio"] == 1
+    assert values["critic/score/max"] == 0.5 and values["critic/rewards/max"] == 2.0
     assert values["actor/entropy"] == 1.5
 
 
@@ -298,10 +300,61 @@ def test_an_infinite_divergence_does_not_stop_a_run():
     dict(correction__advantage="remax", correction__masks="seq_mean_k3(upper=0.5) & veto"),
     dict(correction__advantage="tir_otb", correction__objective="st_ppo"),
     dict(correction__mode="bypass", correction__objective="clip_cov", correction__weight="none"),
+    dict(correction__advantage="gdpo", reward__name="tests.tiny_rewards:parts",
+         rollout__overlong_buffer=2),
+    dict(correction__advantage="opob", correction__masks="trm(trm_delta=10.0)",
+         correction__kl="exact_reverse", correction__kl_coeff=0.1),
+    dict(correction__mode="bypass", correction__masks="trm(trm_delta=10.0)",
+         correction__weight="none", correction__kl="exact_forward", correction__kl_coeff=0.1,
+         correction__kl_placement="reward", correction__advantage="gae"),
 ])
 def test_methods_that_ask_for_more_than_the_usual(tmp_path, changes):
     tiny.run(tmp_path, steps=1, warmup__steps=1, metrics__percentile_every=1, **changes)
     [record] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
     assert np.isfinite(record["actor/pg_loss"]) and record["actor/grad_norm"] > 0
     assert 0 <= record["mismatch/dp_p95/mean"] <= record["mismatch/dp_p99/max"] <= 1
+    # Three positions, from 0, 1 and 2 on.
+    shares = [record[f"mismatch/position_{p}/token_fraction"] for p in (0, 1, 2)]
+    assert sum(shares) == pytest.approx(1, abs=1e-5) and shares[0] >= shares[2]
+    assert record["training/off_policy/trajectory_staleness/max"] == 0
     assert ("rollout_corr/rollout_rs_masked_fraction" in record) == ("correction__masks" in changes)
+    if "reward__name" in changes:
+        parts = [record[f"reward/{name}_mean"] for name in ("closeness", "length", "overlong")]
+        assert sum(parts) == pytest.approx(record["reward/mean"], abs=1e-5) and parts[2] < 0
+    has_otb = changes.get("correction__advantage") == "tir_otb"
+    assert ("variance_proxy/expected_w" in record) == has_otb
+
+
+CONTROLLED = dict(
+    correction__controllers=(
+        "ess_scale & length_surge(surge_cooldown=2, surge_floor=0.1) "
+        "& adaptive_kl(kl_target=0.001, kl_horizon=64.0) "
+        "& r2vpo_dual(r2vpo_bound=0.0, r2vpo_step=1.0) "
+        "& gradient_alignment(gac_low=0.2, gac_high=0.95)"
+    ),
+    correction__objective="r2vpo(r2vpo_lambda=0.5)", correction__kl_coeff=0.1,
+)
+
+
+def test_controllers_act_and_are_restored_with_the_run(tmp_path):
+    tiny.run(tmp_path / "whole", steps=4, **CONTROLLED)
+    records = [r for r in tiny.lines(tmp_path / "whole") if r["phase"] == "train"]
+    column = lambda name: [r[name] for r in records]
+    assert all(0 < scale < 1 for scale in column("control/lr_scale"))
+    kl, coeff = column("actor/kl_to_reference"), column("control/kl_coeff")
+    variance, dual = column("actor/ratio_variance"), column("control/r2vpo_lambda")
+    assert coeff[0] == pytest.approx(0.1) and dual[0] == pytest.approx(0.5)
+    for i in range(3):  # 16 sequences of 64
+        error = min(max(kl[i] / 0.001 - 1, -0.2), 0.2)
+        assert coeff[i + 1] == pytest.approx(coeff[i] * (1 + error / 4), rel=1e-5)
+        assert dual[i + 1] == pytest.approx(dual[i] + variance[i], rel=1e-5)
+    assert column("gac/cosine")[0] != 0
+    tiny.run(tmp_path / "cut", steps=2, **CONTROLLED)
+    tiny.run(tmp_path / "cut", steps=4, **CONTROLLED)
+    assert tiny.lines(tmp_path / "cut")[-1] == tiny.lines(tmp_path / "whole")[-1]
+
+
+def test_logits_of_a_large_batch_are_refused_before_anything_is_made():
+    config = tiny.config(correction__masks="trm(trm_delta=0.1)", rollout__prompts=1_000_000)
+    with pytest.raises(ValueError, match=r"'trm' needs logits.* numbers a batch, where 268,435,456"):
+        train.build(config)

@@ -54,13 +54,13 @@ class Trajectory:
     logp_behav: np.ndarray
     logp_raw: np.ndarray
     entropy: np.ndarray
-    logits: np.ndarray
     version: np.ndarray
     stop_reason: str
     seed: int
     request: int
     quant_id: str
     temperature: float
+    logits: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 @jax.tree_util.register_dataclass

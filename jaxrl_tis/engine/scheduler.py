@@ -147,7 +147,7 @@ class Scheduler:
         dtypes = dict(tokens=np.int32, version=np.int32)
         fields = {
             name: np.concatenate(
-                [p[name] for p in running.pieces] or [np.zeros(0)]
+                [p[name] for p in running.pieces] or [np.zeros((0, 0) if name == "logits" else 0)]
             ).astype(dtypes.get(name, np.float32))
             for name in (*FIELDS, "version")
         }

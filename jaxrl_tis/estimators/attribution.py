@@ -49,6 +49,28 @@ def split_ratio(
     }
 
 
+def factor_metrics(
+    logp: chex.Array,
+    logp_prox: chex.Array,
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+) -> dict[str, chex.Array]:
+    """How much of the drift each factor makes; arguments as in `split_ratio`.
+
+    Returns means over tokens, for each factor f and for their product l, the sum of the l_f:
+    mismatch/<factor>/log_ratio_abs_mean in nats, and mismatch/<factor>/log_ratio_part, mean(l_f l)
+    in nats^2. The parts add up to mean(l^2), the product's; one may be negative where two cancel.
+    """
+    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
+    total_bt = sum(log_bt.values())
+    metrics = {}
+    for factor, x_bt in (log_bt | {"product": total_bt}).items():
+        metrics[f"{factor}/log_ratio_abs_mean"] = ratios.masked_mean(jnp.abs(x_bt), mask)
+        metrics[f"{factor}/log_ratio_part"] = ratios.masked_mean(x_bt * total_bt, mask)
+    return diagnostics.detached(metrics, "mismatch/")
+
+
 def capped_ratio(
     logp: chex.Array,
     logp_prox: chex.Array,

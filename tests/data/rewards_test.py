@@ -16,6 +16,11 @@ import os, subprocess, sys, time
 def length(text, record):
     return len(text) + len(record["answer"])
 
+def parts(text, record):
+    if text == "other":
+        return {"length": 1}
+    return {"length": float("nan") if text == "nan" else len(text), "format": 0.5}
+
 def faulty(text, record):
     print("not a message", flush=True)
     if text == "hang":
@@ -169,6 +174,20 @@ def test_worker_scores_in_order(user_module):
         with pytest.raises(ValueError, match="shorter"):
             worker.score(["a", "b"], [RECORD])
         assert worker.counts == {"timeouts": 0, "errors": 0, "non_finite": 0}
+
+
+def test_worker_returns_the_components_of_a_score(user_module):
+    with RewardWorker(f"{user_module}:parts", timeout=10, on_error=-1.0) as worker:
+        wanted = [{"length": 2.0, "format": 0.5}, {"length": -0.5, "format": -0.5},
+                  {"length": 1.0, "format": 0.5}]
+        # The second text has other names than the first: an error, shared by the components.
+        assert worker.components(["ab", "other", "c"], [RECORD] * 3) == wanted
+        assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0}
+        assert "['length'], before ['length', 'format']" in worker.last_error
+        assert worker.score(["ab", "nan"], [RECORD] * 2) == [2.5, -1.0]
+        assert worker.counts["non_finite"] == 1
+    with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
+        assert worker.components(["a"], [RECORD]) == [{"reward": 2.0}]
 
 
 def test_worker_runs_without_jax_in_one_other_process(user_module):

@@ -122,6 +122,26 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
             assert_bitwise_equal(together[r.id], alone[r.id])
 
 
+def test_recorded_logits_are_the_distribution_drawn_from():
+    recording = Engine(
+        CONFIG, slots=4, max_length=LENGTH, steps=3, prefill_batch=2, records_logits=True
+    )
+    requests = mixed_requests()
+    scheduler = Scheduler(recording, recording.load(params_of(0)))
+    for r in requests:
+        scheduler.add(r)
+    recorded = drain(scheduler)
+    for id, plain in run("f32", requests).items():
+        t = recorded[id]
+        assert t.logits.shape == (len(t.tokens), CONFIG.vocab_size) and plain.logits.shape[1] == 0
+        np.testing.assert_array_equal(t.tokens, plain.tokens)
+        np.testing.assert_allclose(np.exp(t.logits.astype(np.float64)).sum(axis=1), 1, atol=1e-5)
+        chosen = np.take_along_axis(t.logits, t.tokens[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(chosen, plain.logp_behav, atol=1e-5)
+    filtered = recorded["m2"].logits  # top_k = 5
+    np.testing.assert_array_equal(np.isfinite(filtered).sum(axis=1), 5)
+
+
 def test_every_slot_gives_the_same_bits():
     r = request("r", 7, seed=3, max_tokens=7)
     (expected,) = run("f32", [r]).values()

@@ -84,7 +84,10 @@ class FakeEngine:
                 left = 0 if token in request.sampling.stop_ids else left - 1
                 slots[b] = (request, prompt, weights, position + 1, left) if left else None
             remaining[b] = slots[b][-1] if slots[b] else 0
-        return FakeState(slots), ResultTokens(tokens, logp, raw, entropy, valid, remaining)
+        logits = np.stack([logp, raw], axis=-1)  # a vocabulary of two
+        return FakeState(slots), ResultTokens(
+            tokens, logp, raw, entropy, logits, valid, remaining
+        )
 
     def _use(self, state):
         assert not state.is_consumed, "a donated state was used again"
