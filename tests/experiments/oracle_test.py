@@ -1,5 +1,7 @@
 """Estimators against gradients that come from enumeration, in float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,7 +228,7 @@ def test_the_second_moment_of_tis_rises_with_the_cap_and_its_bias_vanishes(level
     problem = off_policy()
     limit = problem.expectation(weighted(f"{level}_vanilla"))
     seconds, gaps = [], []
-    for cap in (0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 1e3):
+    for cap in (0.5, 1.0, 2.0, 4.0, 1e3):
         mean, variance = problem.moments(weighted(f"{level}_tis", cap=cap))
         seconds.append(variance + np.sum(mean**2))
         gaps.append(np.linalg.norm(mean - limit))
@@ -363,17 +365,21 @@ def population_baselines(problem):
 @pytest.mark.parametrize("behaviour", [POLICY, NOISY], ids=["on-policy", "engine noise"])
 def test_the_population_baseline_of_opob_minimises_the_variance(behaviour):
     problem = oracle.Problem(POLICY, behaviour, reward, 3)
-    opob, otb, token = population_baselines(problem)
+    opob, _, _ = population_baselines(problem)
     variance = problem.variance(with_constant(opob))
     for shift in (-0.1, 0.1):
         # tr Var is a parabola in b with its minimum at b*, and E[g] does not depend on b.
         assert problem.variance(with_constant(opob + shift)) > variance
-    # With one baseline per position the token's own power is optimal; the path power is not.
+
+
+def test_one_baseline_per_position_is_best_with_the_power_of_the_token_and_not_of_the_path():
+    problem = off_policy()
+    opob, otb, token = population_baselines(problem)
     best = problem.variance(with_constant(token))
-    for t in range(3):
-        for shift in (-0.1, 0.1):
-            assert problem.variance(with_constant(token + shift * np.eye(3)[t])) > best
-    assert best < variance and best < problem.variance(with_constant(otb))
+    for t, shift in itertools.product(range(3), (-0.1, 0.1)):
+        assert problem.variance(with_constant(token + shift * np.eye(3)[t])) > best
+    for other in (opob, otb):
+        assert problem.variance(with_constant(other)) > best
 
 
 # Masks.

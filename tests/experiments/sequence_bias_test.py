@@ -38,3 +38,13 @@ def test_the_commands_print_their_tables(capsys, monkeypatch):
     # On-policy RLOO is exact; alone it has no others, its advantage is 0 and so is the step.
     assert lines[1].split()[3:6] == ["1.0000", "0.0000", "0.0000"]
     assert lines[3].split()[3:6] == ["0.0000", "0.0000", "1.0000"]
+
+
+def test_the_reward_is_centred_under_the_behaviour():
+    for mode in ("decoupled", "bypass"):
+        case = sequence_bias.problem(mode, 2, 3)
+        assert case.probabilities(case.behaviour) @ case.responses["rewards"] == pytest.approx(0.0)
+        # The two responses without a change, 000 and 111, have the highest reward, 1.
+        rewards = case.responses["rewards"]
+        assert rewards[0] == rewards[-1] == rewards.max() and np.ptp(rewards) == pytest.approx(1.0)
+        assert (case.old is case.behaviour) == (mode == "bypass")
