@@ -1,34 +1,86 @@
-"""The exact bias of every advantage estimator, on-policy, in groups of two and three.
+"""The exact bias and variance of steps that look at a whole group, in groups of two and three.
 
-Without mismatch the step -gradient of -mean_i sum_t A_it log pi_it has the expectation grad J for
-an advantage whose baseline does not look at the response that it is subtracted from. Those that do
-scale the gradient, turn it, or both; `rows` says by how much, by enumeration of all groups.
+An advantage whose baseline looks at the response that it is subtracted from, a weight divided by
+the mean of the batch, a selection of tokens by their rank in it, a learning rate that follows the
+ESS: each couples the responses, so that its step scales the gradient, turns it, or both. `rows`
+says by how much, by enumeration of all groups, with and without a gap between policy and sampler.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import jax.numpy as jnp
+import chex
+import jax
 import numpy as np
 
-from jaxrl_tis.estimators import advantages
-from jaxrl_tis.estimators import reduce
+from jaxrl_tis.estimators import controllers
+from jaxrl_tis.estimators import loss as losses
+from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators import selection
 from jaxrl_tis.experiments import oracle
 
-NAMES = tuple(advantages.ADVANTAGES)
 GROUP_SIZES = (2, 3)
-PARAMETERS = {"gae": {"is_whitened": False}, "oapl": {"oapl_beta_value": 1.0}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step as a config spells it, see `loss.policy_loss`; a token that a mask drops counts as 0.
+
+    By default it is unbiased without a gap: RLOO's advantage, the objective -A log pi, and the mean
+    over responses of the sum over tokens.
+
+    Attributes:
+      is_ess_scaled: multiply the step by VCPO's factor of the learning rate.
+    """
+
+    advantage: str = "rloo"
+    weight: str = "none"
+    masks: str = ""
+    objective: str = "reinforce"
+    mode: str = "decoupled"
+    aggregation: str = "seq-mean-token-sum"
+    is_batch_normalized: bool = False
+    is_ess_scaled: bool = False
+
+
+BAND = "clip_cov_lower=0.0, clip_cov_upper=inf"
+ADVANTAGES = {
+    **{name: name for name in methods.TABLES["advantage"][0]},
+    "gae": "gae(is_whitened=False)",
+    "gae, whitened": "gae",
+    "oapl": "oapl(oapl_beta_value=1.0)",
+}
+STEPS = {
+    "no weight": Step(),
+    "token": Step(weight="token_vanilla"),
+    "token, normalised": Step(weight="token_vanilla", is_batch_normalized=True),
+    "sequence": Step(weight="seq_vanilla"),
+    "sequence, normalised": Step(weight="seq_vanilla", is_batch_normalized=True),
+    "sequence, ESS-scaled": Step(weight="seq_vanilla", is_ess_scaled=True),
+    "vcpo": Step(advantage="opob", weight="seq_tis(cap=8.0)", is_ess_scaled=True),
+    "m2po, drops": Step(weight="token_vanilla", masks="m2po"),
+    "m2po, clips": Step(objective="m2po", mode="bypass"),
+    "clip_cov, mask": Step(weight="token_vanilla", masks=f"clip_cov({BAND})"),
+    "clip_cov, objective": Step(objective=f"clip_cov({BAND})", mode="bypass"),
+    "kl_cov": Step(objective="kl_cov", mode="bypass"),
+    "top_entropy": Step(weight="token_vanilla", masks="top_entropy"),
+    "espo": Step(objective="espo(vocab_size=3)", mode="bypass"),
+    **{
+        name: Step(advantage=spelled, weight="seq_vanilla")
+        for name, spelled in ADVANTAGES.items()
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One estimator against the true gradient, which has norm 1 here.
+    """One step against the true gradient, which has norm 1 here.
 
     scale: projection of the expected step on the gradient. turn: sine of the angle between them.
     bias: norm of their difference. variance: trace, of the mean over one group.
     """
 
-    method: str
+    name: str
     group_size: int
     scale: float
     turn: float
@@ -41,64 +93,120 @@ def graded(response: np.ndarray) -> float:
     return (response.sum() + len(response)) % 3 / 2
 
 
-def problem(group_size: int, seed: int) -> oracle.Problem:
-    """On-policy responses of one to three tokens, the token 2 ends them."""
-    logits = oracle.random_logits(3, 3, np.random.default_rng(seed))
-    return oracle.Problem(logits, logits, graded, 3, group=(0,) * group_size, stop=2)
+def problem(step: Step, group_size: int, drift: float = 0.0, seed: int = 0) -> oracle.Problem:
+    """Responses of one to three tokens, which token 2 ends; normal noise of deviation `drift` on
+    the sampler's logits."""
+    rng = np.random.default_rng(seed)
+    logits = oracle.random_logits(3, 3, rng)
+    behaviour = oracle.with_engine_noise(logits, drift, rng)
+    old = behaviour if step.mode == "bypass" else logits
+    group = (0,) * group_size
+    return oracle.Problem(
+        logits, behaviour, graded, 3, group=group, old=old, stop=2, draw=draw(step)
+    )
 
 
-def loss(name: str, **parameters) -> oracle.LossFn:
-    """REINFORCE with an advantage of the library, the mean over responses of the sum over
-    tokens."""
+def with_advantage(step: Step, logp: chex.Array, batch: oracle.Batch) -> oracle.Batch:
+    """The batch, with the step's `adv` [B, T] and `logp`."""
+    name, parameters = methods.parse("advantage", step.advantage)
+    log_ratio = batch["logp_old"] - batch["logp_behav"]
+    weight = methods.parse("weight", step.weight)
+    fields = batch | {
+        "reward_components": batch["rewards"][:, None],
+        "weights": losses.importance_weights(log_ratio, batch, weight)[0],
+    }
+    adv = methods.function("advantage", name)(
+        batch["rewards"],
+        batch["mask"],
+        batch["group"],
+        **losses.needed("advantage", name, fields),
+        **parameters,
+    )
+    return batch | {"adv": adv, "logp": jax.lax.stop_gradient(logp)}
+
+
+def loss(step: Step) -> oracle.LossFn:
+    """The loss of a step, from the library's functions."""
+    parts = {
+        "weight": methods.parse("weight", step.weight),
+        "masks": methods.parse_all("mask", step.masks),
+        "objective": methods.parse("objective", step.objective),
+    }
 
     def loss_fn(logp, batch):
-        fields = batch | {
-            "reward_components": batch["rewards"][:, None],
-            "weights": jnp.ones_like(logp),
-        }
-        needs = advantages.NEEDS[name] if name in advantages.NEEDS else ()
-        adv = advantages.ADVANTAGES[name](
-            batch["rewards"],
-            batch["mask"],
-            batch["group"],
-            **{field: fields[field] for field in needs},
-            **parameters,
+        value, _ = losses.policy_loss(
+            logp,
+            with_advantage(step, logp, batch),
+            mode=step.mode,
+            aggregation=step.aggregation,
+            is_batch_normalized=step.is_batch_normalized,
+            counts_rejected=True,
+            **parts,
         )
-        return reduce.aggregate(-adv * logp, batch["mask"], "seq-mean-token-sum")
+        if step.is_ess_scaled:
+            log_ratio = batch["logp_old"] - batch["logp_behav"]
+            value = value * controllers.ess_scale(log_ratio, batch["mask"])[0]
+        return value
 
     return loss_fn
 
 
-def rows(names: Sequence[str], seed: int = 0) -> list[Row]:
-    """Entries of `ADVANTAGES` at each group size."""
-    result = []
-    for name in names:
-        for size in GROUP_SIZES:
-            case = problem(size, seed)
-            truth = case.true_gradient()
-            norm = np.linalg.norm(truth)
-            parameters = PARAMETERS[name] if name in PARAMETERS else {}
-            mean, variance = case.moments(loss(name, **parameters))
-            cosine = np.sum(mean * truth) / (norm * np.linalg.norm(mean))
-            result.append(
-                Row(
-                    name,
-                    size,
-                    scale=float(np.sum(mean * truth) / norm**2),
-                    turn=float(np.sqrt(max(1.0 - cosine**2, 0.0))),
-                    bias=float(np.linalg.norm(mean - truth) / norm),
-                    variance=variance / norm**2,
-                )
-            )
-    return result
+def draw(step: Step) -> Callable | None:
+    """The token that clip-cov takes out of the batch, None for a step without a draw."""
+    chosen = (*methods.parse_all("mask", step.masks), methods.parse("objective", step.objective))
+    parameters = [given for name, given in chosen if name == "clip_cov"]
+    if not parameters:
+        return None
+
+    def is_drawn(logp, batch):
+        batch = with_advantage(step, logp, batch)
+        needs = losses.needed("mask", "clip_cov", batch)
+        return batch["mask"] & ~selection.clip_cov(logp, batch["mask"], **needs, **parameters[0])
+
+    return is_drawn
+
+
+def against(
+    truth: np.ndarray, name: str, case: oracle.Problem, loss_fn: oracle.LossFn
+) -> Row:
+    """The moments of a step in the units of the true gradient."""
+    norm = np.linalg.norm(truth)
+    mean, variance = case.moments(loss_fn)
+    scale = np.sum(mean * truth) / norm**2
+    across = np.linalg.norm(mean - scale * truth)
+    return Row(
+        name,
+        len(case.group),
+        scale=float(scale),
+        turn=float(across / np.linalg.norm(mean)) if mean.any() else 0.0,
+        bias=float(np.linalg.norm(mean - truth) / norm),
+        variance=variance / norm**2,
+    )
+
+
+def rows(
+    steps: Mapping[str, Step], sizes: Sequence[int], drift: float = 0.0, seed: int = 0
+) -> list[Row]:
+    """Every step at each group size."""
+    truth = problem(Step(), 1, drift, seed).true_gradient()
+    return [
+        against(truth, name, problem(step, size, drift, seed), loss(step))
+        for name, step in steps.items()
+        for size in sizes
+    ]
 
 
 def table(results: Sequence[Row]) -> str:
-    """The rows as text."""
-    head = f"{'advantage':30} {'G':>2} {'scale':>8} {'turn':>8} {'bias':>8} {'variance':>9}"
-    lines = [
-        f"{row.method:30} {row.group_size:2d} {row.scale:8.4f} {row.turn:8.4f} {row.bias:8.4f} "
-        f"{row.variance:9.3f}"
-        for row in results
-    ]
-    return "\n".join([head, *lines])
+    """The rows as text, one line for a step with all its group sizes."""
+    sizes = sorted({row.group_size for row in results})
+    head = "".join(f" | G={size} scale   turn    bias variance" for size in sizes)
+    lines = [f"{'step':28}{head}"]
+    for name in dict.fromkeys(row.name for row in results):
+        cells = [
+            f" | {row.scale:9.4f} {row.turn:6.4f} {row.bias:7.4f} {row.variance:8.3f}"
+            for size in sizes
+            for row in results
+            if (row.name, row.group_size) == (name, size)
+        ]
+        lines.append(f"{name:28}{''.join(cells)}")
+    return "\n".join(lines)

@@ -1,11 +1,12 @@
 """Exact expectation and variance of policy-gradient estimators, by enumeration.
 
     python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
-    python -m jaxrl_tis.experiments.oracle --groups
+    python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
+    python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
 
 The first prints which weight estimates the gradient best as responses get longer (`frontier`), the
-second what the advantages of a group do to it (`group_bias`). From Python, `Problem` takes any
-loss.
+second what methods that look at a group do to it (`group_bias`), the third what weights and
+objectives of one response do to it (`sequence_bias`). From Python, `Problem` takes any loss.
 
 The policy is a table of logits with one row per prefix. A policy with shared parameters has a
 gradient that is a linear image of this one, so that what is unbiased here is unbiased there. Every
@@ -51,6 +52,8 @@ class Problem:
       stop: token that ends a response; None has all responses of length `horizon`.
       tool: positions whose token a tool writes. Its distribution are the behaviour's rows there;
         the mask is False.
+      draw: (logp, batch) to the token [B, T] bool, at most one, that a loss draws at random by
+        batch["key"]. All that the key can draw in a batch are taken to be equally likely.
     """
 
     policy: np.ndarray
@@ -63,6 +66,7 @@ class Problem:
     ref: np.ndarray | None = None
     stop: int | None = None
     tool: tuple[int, ...] = ()
+    draw: Callable[[chex.Array, Batch], chex.Array] | None = None
 
     def __post_init__(self):
         vocab = self.policy.shape[-1]
@@ -200,32 +204,49 @@ class Problem:
         }
 
     @functools.cached_property
-    def batches(self) -> tuple[np.ndarray, np.ndarray]:
-        """All batches that the behaviour can draw: responses [M, G], probability [M]."""
+    def batches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All batches: responses [M, G], seed of batch["key"] [M], probability [M].
+
+        With a draw, each token that can be drawn makes a batch of its own.
+        """
         p_n = self.probabilities(self.behaviour)
         drawn = np.flatnonzero(p_n)
         axes = np.meshgrid(*[drawn] * len(self.group), indexing="ij")
         index_mg = np.stack(axes, axis=-1).reshape(-1, len(self.group))
-        return index_mg, p_n[index_mg].prod(axis=1)
+        p_m = p_n[index_mg].prod(axis=1)
+        if self.draw is None:
+            return index_mg, np.zeros(len(p_m), int), p_m
+        seed_d = seeds_by_first((len(self.group), self.horizon))
+        index, seed = np.repeat(index_mg, len(seed_d), axis=0), np.tile(seed_d, len(p_m))
+        is_drawn = self._map(lambda logp, _, batch: self.draw(logp, batch), index, seed)
+        is_drawn = is_drawn.reshape(len(p_m), len(seed_d), -1)
+        if is_drawn.sum(axis=-1).max() > 1:
+            raise ValueError("The draw takes more than one token; its outcomes are not enumerated.")
+        is_same = (is_drawn[:, :, None] == is_drawn[:, None]).all(axis=-1)
+        is_new = ~np.tril(is_same, -1).any(axis=-1)
+        p_md = np.where(is_new, p_m[:, None] / is_new.sum(axis=1, keepdims=True), 0.0)
+        is_new = is_new.ravel()
+        return index[is_new], seed[is_new], p_md.ravel()[is_new]
 
-    def _map(self, function):
-        """function(logp, logits, batch) of every batch, as float64 numpy arrays [M, ...]."""
-        index_mg, _ = self.batches
+    def _map(self, function, index_mg, seed_m):
+        """function(logp, logits, batch) of batches, as float64 numpy arrays [M, ...]."""
         with jax.enable_x64(True):
             fields = {name: jnp.asarray(x[index_mg]) for name, x in self.fields.items()}
             logp, logits = fields.pop("logp"), fields.pop("logits")
             group = jnp.asarray(self.group)
-            return jax.tree.map(
-                np.asarray,
-                jax.jit(jax.vmap(lambda p, v, f: function(p, v, {**f, "group": group})))(
-                    logp, logits, fields
-                ),
-            )
+
+            def of_batch(logp, logits, fields, seed):
+                batch = fields | {"logits": logits, "group": group, "key": jax.random.key(seed)}
+                return function(logp, logits, batch)
+
+            mapped = jax.jit(jax.vmap(of_batch))
+            return jax.tree.map(np.asarray, mapped(logp, logits, fields, jnp.asarray(seed_m)))
 
     def average(self, function: LossFn) -> np.ndarray:
-        """E[function(logp, batch)] over the behaviour's batches, for any array that it returns."""
-        values = self._map(lambda logp, logits, batch: function(logp, {**batch, "logits": logits}))
-        return np.tensordot(self.batches[1], values, axes=1)
+        """E[function(logp, batch)] over all batches, for any array that it returns."""
+        index_mg, seed_m, p_m = self.batches
+        values = self._map(lambda logp, _, batch: function(logp, batch), index_mg, seed_m)
+        return np.tensordot(p_m, values, axes=1)
 
     def moments(self, loss_fn: LossFn) -> tuple[np.ndarray, float]:
         """(E[g] [P, V], tr Var(g)) of the step g = -gradient of the loss.
@@ -236,16 +257,16 @@ class Problem:
             holds [B, T]: tokens, mask, turn, logp_old, logp_prox, logp_behav, logp_ref, adv (the
             reward on each valid token), values and action_values (exact, of the policy), entropy
             and sum_pi_squared (of the old policy); [B]: rewards, greedy_rewards, group, grad_norms
-            (of the old policy); [B, T, V]: logits, logits_behav, logits_ref. Where the mask is
-            False, log-probs are what the tables say about the token that stands there.
+            (of the old policy); [B, T, V]: logits, logits_behav, logits_ref; and a key. Where the
+            mask is False, log-probs are what the tables say about the token that stands there.
         """
 
         def loss(logp, logits, batch):
-            value = loss_fn(logp, {**batch, "logits": logits})
+            value = loss_fn(logp, batch | {"logits": logits})
             return value[0] if isinstance(value, tuple) else value
 
-        by_logp, by_logits = self._map(jax.grad(loss, argnums=(0, 1)))
-        index_mg, p_m = self.batches
+        index_mg, seed_m, p_m = self.batches
+        by_logp, by_logits = self._map(jax.grad(loss, argnums=(0, 1)), index_mg, seed_m)
         row_mgt, tokens_mgt = (self.responses[name][index_mg] for name in ("row", "tokens"))
         pi = np.exp(horizons.log_softmax(self.policy))
         score = np.eye(pi.shape[1])[tokens_mgt] - pi[row_mgt]
@@ -270,6 +291,21 @@ class Problem:
 def num_prefixes(vocab: int, horizon: int) -> int:
     """Rows of a table: prefixes of 0 to horizon - 1 tokens."""
     return sum(vocab**t for t in range(horizon))
+
+
+@functools.cache
+def seeds_by_first(shape: tuple[int, int]) -> np.ndarray:
+    """For each position of an array, a seed whose random bits are smallest there.
+
+    A draw without replacement that takes the smallest bits among some candidates, as
+    `selection.clip_cov` does, takes each of them under one of these seeds.
+    """
+    bits = lambda seed: jax.random.bits(jax.random.key(seed), shape, jnp.uint32).ravel()
+    first_s = np.asarray(jax.vmap(bits)(jnp.arange(1000))).argmin(axis=1)
+    positions, seeds = np.unique(first_s, return_index=True)
+    if len(positions) < np.prod(shape):
+        raise ValueError(f"1000 seeds put only {len(positions)} of the positions of {shape} first.")
+    return seeds
 
 
 def random_logits(
@@ -318,7 +354,7 @@ def improved(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    from jaxrl_tis.experiments import frontier, group_bias  # they import this file
+    from jaxrl_tis.experiments import frontier, group_bias, sequence_bias  # they import this file
 
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_tis.experiments.oracle",
@@ -331,10 +367,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=5000, help="for the sampled methods")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", help="draw bias against variance here")
-    parser.add_argument("--groups", action="store_true", help="the advantages of a group instead")
+    parser.add_argument("--groups", action="store_true", help="steps that look at a group instead")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        nargs=2,
+        metavar=("VOCAB", "HORIZON"),
+        help="every weight and objective on one response instead",
+    )
     args = parser.parse_args(argv)
     if args.groups:
-        print(group_bias.table(group_bias.rows(group_bias.NAMES, args.seed)))
+        steps, sizes = group_bias.STEPS, group_bias.GROUP_SIZES
+        print(group_bias.table(group_bias.rows(steps, sizes, args.drift, args.seed)))
+        return
+    if args.sequences:
+        steps = sequence_bias.STEPS
+        print(group_bias.table(sequence_bias.rows(steps, *args.sequences, args.drift, args.seed)))
         return
     rows = frontier.sweep(
         args.drift, args.reward, args.horizons, args.batch, args.samples, args.seed

@@ -1,5 +1,7 @@
 """KL estimators against the exact gradients of the KL per prefix and of whole responses."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +45,7 @@ def state_kl(forward=False):
     return p - q if forward else p * (np.log(p / q) - kl_p[:, None])
 
 
+# Behaviour, arguments, and whether the gradient is that of the forward KL.
 KL_CASES = {
     "k2": (POLICY, {}, False),
     "k1+": (POLICY, {}, False),
@@ -55,13 +58,17 @@ KL_CASES = {
 }
 
 
+@functools.cache
+def expected_step(name):
+    behaviour, fields, _ = KL_CASES[name]
+    return problem_of(behaviour).expectation(mean_kl(name, **fields))
+
+
 @pytest.mark.parametrize("name", KL_CASES)
 def test_kl_losses_have_the_gradient_of_the_states_with_prefixes_held_fixed(name):
-    behaviour, fields, is_forward = KL_CASES[name]
-    problem = problem_of(behaviour)
-    expected = problem.visits(behaviour)[:, None] * state_kl(is_forward)
-    step = problem.expectation(mean_kl(name, **fields))
-    np.testing.assert_allclose(-step, expected, **EXACT)
+    behaviour, _, is_forward = KL_CASES[name]
+    expected = problem_of(behaviour).visits(behaviour)[:, None] * state_kl(is_forward)
+    np.testing.assert_allclose(-expected_step(name), expected, **EXACT)
 
 
 def test_k1_as_a_loss_teaches_nothing():
@@ -77,18 +84,21 @@ def test_kl_values_are_unbiased(name):
     np.testing.assert_allclose(problem.average(mean_kl(name, **fields)), expected, **EXACT)
 
 
-def sequence_kl(problem):
-    """KL of whole responses between policy and reference, as a function of log-probs [N, T]."""
-    log_ref = problem.pick(REFERENCE).sum(axis=1)
-    return lambda logp: jnp.sum(jnp.exp(logp.sum(axis=1)) * (logp.sum(axis=1) - log_ref))
-
-
-def test_the_sequence_kl_has_the_prefix_term_as_well():
+@functools.cache
+def gradient_of_sequence_kl():
+    """Gradient [P, V] of the KL of whole responses between policy and reference."""
     problem = problem_of(POLICY)
-    whole = problem.differentiate(sequence_kl(problem))
-    held_fixed = -problem.expectation(mean_kl("k2"))
-    # The prefix term: a token also decides how much KL lies ahead. By the policy gradient theorem
-    # that is the gradient of a reward which is the KL of all later prefixes.
+    log_ref = problem.pick(REFERENCE).sum(axis=1)
+    return problem.differentiate(
+        lambda logp: jnp.sum(jnp.exp(logp.sum(axis=1)) * (logp.sum(axis=1) - log_ref))
+    )
+
+
+def prefix_term(problem):
+    """Gradient of a reward which is the KL of all prefixes after a token, [P, V].
+
+    A token also decides how much KL lies ahead; this is the policy gradient theorem for it.
+    """
     p, _, kl_p = divergences()
     ahead, value = np.zeros(POLICY.shape), np.zeros(len(POLICY))
     for row in reversed(range(len(POLICY))):
@@ -96,9 +106,20 @@ def test_the_sequence_kl_has_the_prefix_term_as_well():
             ahead[row] = value[3 * row + 1 : 3 * row + 4]
         value[row] = kl_p[row] + p[row] @ ahead[row]
     excess = ahead - (p * ahead).sum(axis=1, keepdims=True)
-    prefix_term = problem.visits(POLICY)[:, None] * p * excess
-    np.testing.assert_allclose(whole - held_fixed, prefix_term, **EXACT)
-    assert np.linalg.norm(prefix_term) > 0.05 * np.linalg.norm(whole)
+    return problem.visits(POLICY)[:, None] * p * excess
+
+
+@pytest.mark.parametrize("name", [name for name in KL_CASES if not KL_CASES[name][2]])
+def test_the_sequence_kl_has_the_prefix_term_as_well(name):
+    behaviour = KL_CASES[name][0]
+    problem = problem_of(behaviour)
+    term = prefix_term(problem)
+    # Off-policy, the prefixes that are held fixed are also visited by another policy.
+    shift = (problem.visits(POLICY) - problem.visits(behaviour))[:, None] * state_kl()
+    assert (np.linalg.norm(shift) > 0.01) == (behaviour is NOISY)
+    whole = gradient_of_sequence_kl()
+    np.testing.assert_allclose(whole + expected_step(name), term + shift, **EXACT)
+    assert np.linalg.norm(term) > 0.05 * np.linalg.norm(whole)
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl():
@@ -112,5 +133,6 @@ def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl():
         )
         return reduce.aggregate(-adv * logp, batch["mask"], "seq-mean-token-sum")
 
-    whole = problem.differentiate(sequence_kl(problem))
-    np.testing.assert_allclose(-problem.expectation(loss_fn), whole, **EXACT)
+    np.testing.assert_allclose(
+        -problem.expectation(loss_fn), gradient_of_sequence_kl(), **EXACT
+    )

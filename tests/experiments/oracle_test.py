@@ -1,5 +1,7 @@
 """Estimators against gradients that come from enumeration, in float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import weights
 from jaxrl_tis.experiments import group_bias
 from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments.group_bias import Step
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 POLICY = oracle.random_logits(3, 3, np.random.default_rng(0))
@@ -116,7 +119,7 @@ def test_moments_against_the_covariance_of_dense_gradients(group):
     def loss(logp, rewards):
         return -jnp.sum(jnp.exp(logp) * (rewards - jnp.sum(rewards) / 3.0)[:, None])
 
-    index, probability = problem.batches
+    index, _, probability = problem.batches
     with jax.enable_x64(True):
 
         def of_table(table, i):
@@ -171,10 +174,12 @@ def test_sequence_weights_are_unbiased(name):
         assert np.linalg.norm(problem.expectation(weighted("none")) - truth) > 1e-3
 
 
-def test_sequence_weights_are_unbiased_at_seven_tokens():
+@pytest.mark.parametrize(("vocab", "horizon"), [(3, 7), (5, 5)])
+def test_sequence_weights_are_unbiased_for_longer_responses(vocab, horizon):
     rng = np.random.default_rng(4)
-    policy = oracle.random_logits(3, 7, rng)
-    problem = oracle.Problem(policy, oracle.with_engine_noise(policy, 0.3, rng), reward, 7)
+    policy = oracle.random_logits(vocab, horizon, rng)
+    behaviour = oracle.with_engine_noise(policy, 0.3, rng)
+    problem = oracle.Problem(policy, behaviour, reward, horizon)
     mean = problem.expectation(weighted("seq_vanilla"))
     np.testing.assert_allclose(mean, problem.true_gradient(), **EXACT)
 
@@ -195,6 +200,18 @@ def test_token_weights_leave_out_the_prefix_and_what_follows(kwargs):
     assert np.linalg.norm(prefix - problem.true_gradient()) > 1e-3
 
 
+def test_token_weights_are_biased_even_where_every_prefix_is_as_likely():
+    # Two tokens, 0 or 1; the reward is 1 for the response 11. Policy: always 1/2. Behaviour: the
+    # same, but 1 follows 1 with 3/4. So all prefixes are visited alike, and no prefix term is left.
+    behaviour = np.log([[0.5, 0.5], [0.5, 0.5], [0.25, 0.75]])
+    problem = oracle.Problem(np.zeros((3, 2)), behaviour, lambda y: float(y.all()), 2)
+    # First token, logit of 1: E mu [ 1 R (1 - 1/2) ] = 1/2 3/4 1/2; truly it is 1/2 1/2 1/2. The
+    # second token after a 1: E mu [ (1/2 / 3/4) R (1 - 1/2) ] = 1/2 3/4 2/3 1/2, as it should be.
+    token = problem.expectation(weighted("token_vanilla"))
+    np.testing.assert_allclose(token[:, 1], [3 / 16, 0.0, 1 / 8], **EXACT)
+    np.testing.assert_allclose(problem.true_gradient()[:, 1], [1 / 8, 0.0, 1 / 8], **EXACT)
+
+
 def test_with_exact_action_values_the_bias_of_token_weights_is_the_prefix_term():
     problem = off_policy()
     token = problem.expectation(weighted("token_vanilla", "action_values"))
@@ -211,7 +228,7 @@ def test_the_second_moment_of_tis_rises_with_the_cap_and_its_bias_vanishes(level
     problem = off_policy()
     limit = problem.expectation(weighted(f"{level}_vanilla"))
     seconds, gaps = [], []
-    for cap in (0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 1e3):
+    for cap in (0.5, 1.0, 2.0, 4.0, 1e3):
         mean, variance = problem.moments(weighted(f"{level}_tis", cap=cap))
         seconds.append(variance + np.sum(mean**2))
         gaps.append(np.linalg.norm(mean - limit))
@@ -228,25 +245,6 @@ def test_no_weight_biases_on_policy(name):
     np.testing.assert_allclose(
         problem.expectation(weighted(name)), problem.true_gradient(), **EXACT
     )
-
-
-def test_batch_normalised_sequence_weights_are_biased_by_the_coupling():
-    def normalised(logp, batch):
-        log_ratio = batch["logp_old"] - batch["logp_behav"]
-        raw = weights.raw_seq(log_ratio, batch["mask"])
-        w, _ = weights.batch_normalize(raw, batch["mask"], "seq")
-        return policy_gradient(w, batch["adv"], logp, batch)
-
-    gaps = []
-    for size in (1, 2, 3):
-        problem = off_policy(group=(0,) * size)
-        gaps.append(np.linalg.norm(problem.expectation(normalised) - problem.true_gradient()))
-    np.testing.assert_allclose(
-        gaps[0],
-        np.linalg.norm(off_policy().expectation(weighted("none")) - off_policy().true_gradient()),
-        **EXACT,
-    )
-    assert gaps[0] > gaps[1] > gaps[2] > 1e-3
 
 
 # The kept set of top-p.
@@ -275,53 +273,36 @@ def test_replaying_the_kept_set_is_exact_for_the_truncated_policy_only():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["rloo", "remax", "gae"])
+@pytest.mark.parametrize("name", ["rloo", "remax", "gae(is_whitened=False)"])
 def test_baselines_that_do_not_see_the_response_do_not_bias(name, size):
-    problem = on_policy(group=(0,) * size, stop=2)
-    parameters = group_bias.PARAMETERS[name] if name in group_bias.PARAMETERS else {}
-    mean, variance = problem.moments(group_bias.loss(name, **parameters))
+    step = Step(name, weight="seq_vanilla")
+    problem = group_bias.problem(step, size, drift=0.5)
+    mean, variance = problem.moments(group_bias.loss(step))
     np.testing.assert_allclose(mean, problem.true_gradient(), **EXACT)
     assert variance > 0.0
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_group_mean_scales_the_gradient(size):
-    problem = on_policy(group=(0,) * size, stop=2)
-    mean = problem.expectation(group_bias.loss("dr_grpo"))
+@pytest.mark.parametrize(("size", "drift"), [(2, 0.0), (3, 0.0), (3, 0.5)])
+def test_the_group_mean_scales_the_gradient(size, drift):
+    step = Step("dr_grpo", weight="seq_vanilla")
+    problem = group_bias.problem(step, size, drift)
+    mean = problem.expectation(group_bias.loss(step))
     np.testing.assert_allclose(mean, (size - 1) / size * problem.true_gradient(), **EXACT)
 
 
 def test_equal_lengths_make_opo_the_group_mean():
     problem = on_policy(group=(0, 0, 0))
-    mean = problem.expectation(group_bias.loss("opo"))
+    mean = problem.expectation(group_bias.loss(Step("opo")))
     np.testing.assert_allclose(mean, 2 / 3 * problem.true_gradient(), **EXACT)
 
 
 def test_two_groups_are_two_independent_estimates():
     single, pair = on_policy(group=(7, 7)), on_policy(group=(7, 7, 3))
     # A lone response has no others: RLOO gives 0, and a third of the batch is lost.
-    mean = pair.expectation(group_bias.loss("rloo"))
+    mean = pair.expectation(group_bias.loss(Step("rloo")))
     np.testing.assert_allclose(
-        mean, 2 / 3 * single.expectation(group_bias.loss("rloo")), **EXACT
+        mean, 2 / 3 * single.expectation(group_bias.loss(Step("rloo"))), **EXACT
     )
-
-
-def test_the_table_of_group_biases():
-    # Scale and turn at G = 2 and 3 as docs/oracle.md prints them; those of RLOO are exact.
-    printed = {
-        "rloo": ((1.0, 0.0), (1.0, 0.0)),
-        "grpo": ((1.090, 0.101), (1.736, 0.112)),
-        "opo": ((0.500, 0.072), (0.681, 0.054)),
-        "opob": ((0.498, 0.098), (0.693, 0.078)),
-        "otb": ((0.521, 0.125), (0.681, 0.021)),
-        "gpg": ((0.995, 0.049), (1.561, 0.044)),
-    }
-    rows = group_bias.rows(tuple(printed))
-    for row in rows:
-        expected = printed[row.method][row.group_size - 2]
-        np.testing.assert_allclose((row.scale, row.turn), expected, atol=6e-4)
-    text = group_bias.table(rows).splitlines()
-    assert [line.split()[:2] for line in text[1:3]] == [["rloo", "2"], ["rloo", "3"]]
 
 
 def weighted_residual(power, name):
@@ -384,17 +365,21 @@ def population_baselines(problem):
 @pytest.mark.parametrize("behaviour", [POLICY, NOISY], ids=["on-policy", "engine noise"])
 def test_the_population_baseline_of_opob_minimises_the_variance(behaviour):
     problem = oracle.Problem(POLICY, behaviour, reward, 3)
-    opob, otb, token = population_baselines(problem)
+    opob, _, _ = population_baselines(problem)
     variance = problem.variance(with_constant(opob))
     for shift in (-0.1, 0.1):
         # tr Var is a parabola in b with its minimum at b*, and E[g] does not depend on b.
         assert problem.variance(with_constant(opob + shift)) > variance
-    # With one baseline per position the token's own power is optimal; the path power is not.
+
+
+def test_one_baseline_per_position_is_best_with_the_power_of_the_token_and_not_of_the_path():
+    problem = off_policy()
+    opob, otb, token = population_baselines(problem)
     best = problem.variance(with_constant(token))
-    for t in range(3):
-        for shift in (-0.1, 0.1):
-            assert problem.variance(with_constant(token + shift * np.eye(3)[t])) > best
-    assert best < variance and best < problem.variance(with_constant(otb))
+    for t, shift in itertools.product(range(3), (-0.1, 0.1)):
+        assert problem.variance(with_constant(token + shift * np.eye(3)[t])) > best
+    for other in (opob, otb):
+        assert problem.variance(with_constant(other)) > best
 
 
 # Masks.

@@ -1,0 +1,78 @@
+"""The exact bias and variance of weights and objectives that look at one response.
+
+Every response is enumerated, up to 3^7 or 5^5 of them. An objective stands in bypass mode: its own
+ratio holds the whole gap between policy and sampler.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl_tis.estimators import loss as losses
+from jaxrl_tis.estimators import methods
+from jaxrl_tis.experiments import group_bias
+from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments.group_bias import Row, Step
+
+WEIGHTS = tuple(name for name in methods.TABLES["weight"][0] if "turn" not in name)
+OBJECTIVES = (
+    "ppo",
+    "two_sided",
+    "gspo",
+    "gmpo",
+    "ctpo",
+    "tbpo",
+    "cispo",
+    "dispo(dispo_low_pos=1.0, dispo_high_pos=4.0, dispo_low_neg=0.8, dispo_high_neg=0.28)",
+    "topr",
+    "topr_token",
+    "topr_geo",
+    "aspo",
+    "minpro",
+    "dppo_tv",
+    "dppo_kl",
+    "vespo",
+    "fusion_cap",
+    "fusion_shaped",
+    "sapo",
+    "r2vpo(r2vpo_lambda=0.04)",
+)
+# The mean of a group of one is no baseline: the advantage is the reward.
+STEPS = {
+    **{name: Step("dr_grpo", weight=name) for name in WEIGHTS},
+    **{
+        f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, mode="bypass")
+        for spelled in OBJECTIVES
+    },
+}
+
+
+def repeats(response: np.ndarray) -> float:
+    """The share of tokens that are the one before, which makes the prefix matter."""
+    return float(np.mean(response[1:] == response[:-1]))
+
+
+def problem(
+    mode: str, vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
+) -> oracle.Problem:
+    """Responses of `horizon` tokens; the reward is `repeats` minus its mean under the behaviour,
+    whose logits have normal noise of deviation `drift`."""
+    rng = np.random.default_rng(seed)
+    logits = oracle.random_logits(vocab, horizon, rng)
+    behaviour = oracle.with_engine_noise(logits, drift, rng)
+    raw = oracle.Problem(logits, behaviour, repeats, horizon)
+    mean = raw.probabilities(behaviour) @ raw.responses["rewards"]
+    old = behaviour if mode == "bypass" else logits
+    return oracle.Problem(logits, behaviour, lambda y: repeats(y) - mean, horizon, old=old)
+
+
+def rows(
+    steps: Mapping[str, Step], vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
+) -> list[Row]:
+    """Every step on one response."""
+    cases = {mode: problem(mode, vocab, horizon, drift, seed) for mode in losses.MODES}
+    truth = cases["decoupled"].true_gradient()
+    return [
+        group_bias.against(truth, name, cases[step.mode], group_bias.loss(step))
+        for name, step in steps.items()
+    ]

@@ -1,0 +1,50 @@
+"""Weights and objectives on one response, at a small size."""
+
+import numpy as np
+import pytest
+
+from jaxrl_tis.experiments import group_bias
+from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import sequence_bias
+
+
+def test_rows_of_one_response():
+    names = ("seq_vanilla", "geo_mis", "objective cispo")
+    steps = {name: sequence_bias.STEPS[name] for name in names}
+    rows = {row.name: row for row in sequence_bias.rows(steps, 2, 3)}
+    assert rows["seq_vanilla"].scale == pytest.approx(1.0, abs=1e-9)
+    assert rows["seq_vanilla"].bias < 1e-9 and rows["seq_vanilla"].turn < 1e-9
+    row = rows["objective cispo"]
+    # bias^2 is the error along the gradient squared and the one across it squared.
+    across = row.turn * abs(row.scale) / np.sqrt(1 - row.turn**2)
+    assert row.bias == pytest.approx(np.hypot(row.scale - 1, across)) and row.bias > 0.01
+    # Its band of 1e-4 around 1 lets no response through, so there is no step.
+    assert (rows["geo_mis"].scale, rows["geo_mis"].turn, rows["geo_mis"].bias) == (0.0, 0.0, 1.0)
+
+
+def test_without_a_gap_every_row_is_the_gradient():
+    steps = {name: sequence_bias.STEPS[name] for name in ("geo_mis", "objective vespo")}
+    for row in sequence_bias.rows(steps, 2, 3, drift=0.0):
+        assert row.bias < 1e-9
+
+
+def test_the_commands_print_their_tables(capsys, monkeypatch):
+    for module in (group_bias, sequence_bias):
+        monkeypatch.setattr(module, "STEPS", {"no weight": group_bias.Step()})
+    monkeypatch.setattr(group_bias, "GROUP_SIZES", (2,))
+    oracle.main(["--groups", "--drift=0"])
+    oracle.main(["--sequences", "2", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    # On-policy RLOO is exact; alone it has no others, its advantage is 0 and so is the step.
+    assert lines[1].split()[3:6] == ["1.0000", "0.0000", "0.0000"]
+    assert lines[3].split()[3:6] == ["0.0000", "0.0000", "1.0000"]
+
+
+def test_the_reward_is_centred_under_the_behaviour():
+    for mode in ("decoupled", "bypass"):
+        case = sequence_bias.problem(mode, 2, 3)
+        assert case.probabilities(case.behaviour) @ case.responses["rewards"] == pytest.approx(0.0)
+        # The two responses without a change, 000 and 111, have the highest reward, 1.
+        rewards = case.responses["rewards"]
+        assert rewards[0] == rewards[-1] == rewards.max() and np.ptp(rewards) == pytest.approx(1.0)
+        assert (case.old is case.behaviour) == (mode == "bypass")
