@@ -12,6 +12,7 @@ import time
 import jax
 
 from benchmarks import model
+from jaxrl_tis.batch import update_fields
 
 
 def timed(function, *args) -> tuple[float, object]:
@@ -26,7 +27,8 @@ def main() -> None:
     args = parser.parse_args()
     step = model.Step(*model.setup())
     step(), step()
-    step.trainer._prepare(step.trainer.score(step.state, step.rollout()))
+    prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 1, 0))
+    prepared(step.trainer.score(step.state, step.rollout()))
     parts = {name: [] for name in ("rollout", "score", "correction", "update", "step")}
     for index in range(args.rounds):
         seconds, samples = timed(step.rollout)
@@ -34,7 +36,7 @@ def main() -> None:
         seconds, rows = timed(step.trainer.score, step.state, samples)
         parts["score"].append(seconds)
         # `update` runs the correction and its metrics too; timed alone for its share.
-        correction, _ = timed(step.trainer._prepare, rows)
+        correction, _ = timed(prepared, rows)
         parts["correction"].append(correction)
         seconds, (step.state, _) = timed(step.trainer.update, step.state, rows, 1000 + index)
         parts["update"].append(seconds)

@@ -194,7 +194,7 @@ def test_one_full_step_of_the_learner(large):
     rows = rows_of(setup, (n,), (*ROWS, "logp_learner", "entropy"))
     rows["rewards"] = jax.ShapeDtypeStruct((n,), jnp.float32)
     rows["group"] = jax.ShapeDtypeStruct((n,), jnp.int32)
-    extra = {}
+    extra = {"current_version": jax.ShapeDtypeStruct((n, 1), jnp.int32)}
     if "critic" in state:
         values = jax.eval_shape(step.make_values(setup.learner), state["critic"].params, micro)
         extra["values"] = jax.ShapeDtypeStruct((n, *values.shape[2:]), values.dtype)

@@ -16,7 +16,16 @@ from jaxrl_tis import checkpoint, rollouts, train
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
-CRITIC = dict(correction__advantage="gae", correction__kl_coeff=0.05)
+CRITIC = dict(
+    correction__advantage="gae", correction__kl_coeff=0.05,
+    correction__objective="r2vpo(r2vpo_lambda=0.5)",
+    correction__controllers=(
+        "ess_scale & length_surge(surge_cooldown=2, surge_floor=0.1) "
+        "& adaptive_kl(kl_target=0.001, kl_horizon=64.0) "
+        "& r2vpo_dual(r2vpo_bound=0.0, r2vpo_step=1.0) "
+        "& gradient_alignment(gac_low=0.2, gac_high=0.95)"
+    ),
+)
 COUNTS = ("reward/errors", "reward/non_finite", "reward/timeouts")
 _collect, _update = rollouts.Collector.collect, train.Trainer.update
 
@@ -122,7 +131,7 @@ def test_another_seed_gives_another_run(tmp_path):
     assert ours["warmup/loss"] != theirs["warmup/loss"]
 
 
-def test_with_a_critic_and_a_reference(tmp_path):
+def test_with_a_critic_a_reference_and_controllers(tmp_path):
     with cut_at(2, signal.SIGINT):
         tiny.run(tmp_path, **CRITIC)
     with cut_at(4, Cut):
@@ -130,11 +139,29 @@ def test_with_a_critic_and_a_reference(tmp_path):
     tiny.run(tmp_path, **CRITIC)
     assert_same_run(tmp_path, **CRITIC)
     state, _ = final_state(tmp_path, **CRITIC)
-    assert {"policy", "critic", "reference"} <= set(state)
+    assert {"policy", "critic", "reference", "controllers"} == set(state)
     moved = lambda a, b: float(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)).max())
     policy, critic = state["policy"].params, state["critic"].params
     assert moved(policy["embed"], state["reference"]["embed"]) > 1e-3
     assert moved(policy["embed"], critic["decoder"]["embed"]) > 1e-3
+
+
+def test_controllers_act_on_every_step():
+    records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]
+    column = lambda name: [r[name] for r in records]
+    assert all(0 < scale < 1 for scale in column("control/lr_scale"))
+    kl, coeff = column("actor/kl_to_reference"), column("control/kl_coeff")
+    variance, dual = column("actor/ratio_variance"), column("control/r2vpo_lambda")
+    assert coeff[0] == pytest.approx(0.05) and dual[0] == pytest.approx(0.5)
+    assert max(variance) > 0 and coeff[-1] != coeff[0]
+    for i in range(len(records) - 1):  # 16 sequences of 64, and a step of 1
+        error = min(max(kl[i] / 0.001 - 1, -0.2), 0.2)
+        assert coeff[i + 1] == pytest.approx(coeff[i] * (1 + error / 4), rel=1e-5)
+        assert dual[i + 1] == pytest.approx(dual[i] + variance[i], rel=1e-5)
+    assert column("gac/cosine")[0] != 0
+    state, _ = final_state(tiny.finished(**CRITIC), **CRITIC)
+    lengths = state["controllers"]["length_surge"].lengths[: len(records)]
+    np.testing.assert_allclose(lengths, column("response_length/mean"), rtol=1e-6)
 
 
 def test_killed_without_warning(tmp_path):
