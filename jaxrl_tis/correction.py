@@ -111,8 +111,9 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """Advantages, kept tokens, engine weights and the measured gap of a whole rollout batch [N,T].
 
     The batch holds mask, logp_behav, logp_learner (recomputed at the weights that sampled), rewards
-    [N], group [N], version, current_version, and what the methods need. Both modes measure the gap; in bypass mode the
-    sampler's log-probs become logp_old, and masks and weights are left to the loss.
+    [N], group [N], version, current_version, and what the methods need. Both modes measure the gap;
+    in bypass mode the sampler's log-probs become logp_old, and masks and weights are left to the
+    loss.
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:

@@ -4,6 +4,8 @@ Logarithms are in float64 here; the rows are the ragged ones of the update's tes
 """
 
 import functools
+import itertools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -201,10 +203,11 @@ def test_needs_name_their_method():
     }
 
 
-ENTRIES = [
-    (kind, name) for kind, (table, _) in methods.TABLES.items() if kind != "controller"
-    for name in table
-]
+# Every entry of every table at least once, several in one config.
+KINDS = ("objective", "weight", "mask", "advantage", "kl")
+TOGETHER = list(zip(
+    methods.TABLES["objective"][0], *(itertools.cycle(methods.TABLES[k][0]) for k in KINDS[1:])
+))
 
 
 def spelled(kind, name):
@@ -233,13 +236,13 @@ def whole_batch():
     }
 
 
-@pytest.mark.parametrize(("kind", "name"), ENTRIES)
-def test_every_method_is_reachable_from_a_config(kind, name):
-    """One step is traced with the method."""
-    part = {"mask": "masks"}.get(kind, kind)
-    weight = "token_tis" if kind in ("mask", "advantage", "kl") else "none"
-    changes = {"weight": weight, "kl_coeff": 0.1} | {part: spelled(kind, name)}
-    c = correction.parse(fields(**changes))
+@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
+def test_every_method_is_reachable_from_a_config(names):
+    """One step is traced with the methods."""
+    parts = {"mask": "masks"}
+    changes = {parts.get(k, k): spelled(k, name) for k, name in zip(KINDS, names, strict=True)}
+    c = correction.parse(fields(kl_coeff=0.1, **changes))
+    assert set(c.needs) <= correction.RECORDED | correction.ON_DEMAND | correction.LARGE
     rows = whole_batch()
     prepared, _ = jax.eval_shape(correction.make_prepare(c), rows)
     rows = rows | prepared | {"group": jax.ShapeDtypeStruct((B, T), np.int32)}
@@ -250,3 +253,45 @@ def test_every_method_is_reachable_from_a_config(kind, name):
     after, metrics = jax.eval_shape(step.make_train_step(LEARNER, c, SGD), state, minibatch)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert metrics["actor/pg_loss"].shape == ()
+
+
+def test_the_configs_above_hold_every_entry():
+    for kind, column in zip(KINDS, zip(*TOGETHER), strict=True):
+        assert set(column) == set(methods.TABLES[kind][0])
+    assert set(methods.TABLES) == {*KINDS, "controller"}
+
+
+def test_a_method_that_needs_what_no_run_records_is_refused():
+    with mock.patch.dict(methods.TABLES["weight"][1], {"token_tis": ("routes",)}):
+        with pytest.raises(ValueError, match="'token_tis' needs routes, which a run does not record"):
+            validate(tiny.config())
+
+
+def test_the_gap_by_place():
+    data = whole_batch()
+    mask, z = data["mask"], log_ratio()
+    metrics = jax.device_get(jax.jit(correction.profile_metrics, static_argnums=1)(data, False))
+    position = np.where(mask, np.cumsum(data["segment_ids"], axis=1), 0)
+    position -= np.array([np.min(p[m], initial=99) for p, m in zip(position, mask)])[:, None]
+    for first, last in ((0, 0), (1, 1), (2, 3)):
+        here = mask & (position >= first) & (position <= last)
+        name = f"mismatch/position_{first}"
+        assert metrics[f"{name}/log_ratio_mean"] == pytest.approx(z[here].mean(), rel=1e-3)
+        assert metrics[f"{name}/token_fraction"] == pytest.approx(here.sum() / mask.sum())
+    assert not any("turn" in name or "tool" in name for name in metrics)
+    data["turn"] = np.where(np.arange(T) < 5, 0, 1)[None].repeat(B, axis=0).astype(np.int32)
+    metrics = jax.device_get(jax.jit(correction.profile_metrics, static_argnums=1)(data, True))
+    later = mask & (data["turn"] == 1)
+    assert metrics["mismatch/turn_1/log_ratio_mean"] == pytest.approx(z[later].mean(), rel=1e-3)
+    assert 0 < metrics["mismatch/after_tool_1/token_fraction"] < 1
+
+
+def test_metrics_of_versions_and_advantages():
+    out, metrics = prepared()
+    # Tokens before column 5 are of version 3, later ones of 4, and the learner holds 6.
+    lags = [3 if mask_t[:5].any() else 2 for mask_t in rollout()["mask"] if mask_t.any()]
+    worst = metrics["training/off_policy/trajectory_staleness_worst/mean"]
+    assert worst == pytest.approx(np.mean(lags))
+    adv = out["adv"][rollout()["mask"]]
+    assert metrics["critic/advantages/max"] == pytest.approx(adv.max(), rel=1e-5)
+    assert metrics["critic/returns/mean"] == pytest.approx(adv.mean(), abs=1e-5)
