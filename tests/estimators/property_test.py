@@ -242,12 +242,11 @@ def advantages(inputs):
     return jax.device_get(samples.advantages(inputs))
 
 
-def assert_same_advantages(actual, wanted, atol=1e-5):
+def assert_same_advantages(actual, wanted, atol=1e-5, atol_gdpo=1e-5):
     for name in ADVANTAGES:
         assert np.all(np.isfinite(wanted[name])), name
-        np.testing.assert_allclose(
-            actual[name], wanted[name], rtol=1e-5, atol=atol, err_msg=name
-        )
+        tolerance = {"rtol": 1e-5, "atol": atol_gdpo if name == "gdpo" else atol}
+        np.testing.assert_allclose(actual[name], wanted[name], **tolerance, err_msg=name)
 
 
 BY_ROW = [st.tuples(*[st.integers(*ends)] * NUM_ROWS) for ends in ((-16, 16), (0, 2))]
@@ -286,7 +285,8 @@ def test_dtypes_of_advantages(lengths, rewards, group, seed):
     with jax.enable_x64(True):
         double = advantages(inputs)
     assert {x.dtype for x in double.values()} == {np.dtype(np.float64)}
-    assert_same_advantages(advantages(cast(inputs)), double)
+    # gdpo divides sums of rounded terms by 1e-4 where they are all but equal.
+    assert_same_advantages(advantages(cast(inputs)), double, atol_gdpo=3e-3)
     low = cast(inputs, jnp.bfloat16)
     actual = advantages(low)
     assert {x.dtype for x in actual.values()} == {np.dtype(np.float32)}
