@@ -127,12 +127,10 @@ def counts(batch):
 
 @jax.jit
 def results(logp, batch):
-    """{entry: (value, gradient of its sum with respect to logp)}; of weights and masks (value,).
-
-    A batch with `counts` has `LOSSES` among the entries.
-    """
+    """{entry: (value, gradient of its sum with respect to logp)} of a batch with its counts; of
+    weights and masks (value,)."""
     found = {}
-    for kind, name in ENTRIES + (LOSSES if "num_seqs" in batch else []):
+    for kind, name in ENTRIES + LOSSES:
 
         def total(logp, kind=kind, name=name):
             value = FUNCTIONS[kind](logp, batch, name)
