@@ -137,14 +137,6 @@ def test_band_of_the_prefix_product():
     np.testing.assert_allclose(constant, np.full((1, 100), math.exp(0.05)), rtol=1e-6)
 
 
-def test_on_policy_weights_are_one():
-    mask, turn = jnp.array([[1, 1, 0, 1], [0, 1, 0, 0]]), jnp.array([[0, 0, 7, 1], [3, 0, 1, 1]])
-    for name in PARAMETERS:  # with their default parameters
-        needed = {"turn": turn} if name in weights.NEEDS else {}
-        w = weights.WEIGHTS[name](jnp.where(mask == 1, 0.0, NAN), mask, **needed)
-        np.testing.assert_array_equal(w, mask, err_msg=name)
-
-
 def test_turns_are_numbered_where_turn_or_sequence_changes():
     # The first token and the two of value 9 are not valid: what stands there opens no turn.
     mask = jnp.array([[0, 1, 1, 0, 1, 1, 0, 1]])

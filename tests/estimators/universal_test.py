@@ -34,7 +34,7 @@ def on_policy(kind):
 def test_on_policy_weights_are_1():
     weights, batch = on_policy("weight")
     for name, (w,) in weights.items():
-        np.testing.assert_allclose(w, batch["mask"], rtol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(w, batch["mask"], err_msg=name)
 
 
 def test_on_policy_masks_keep_every_token():

@@ -203,13 +203,6 @@ def test_limits_of_the_bounds(level):
     np.testing.assert_array_equal(icepop, same)
 
 
-def test_on_policy_weights_are_one():
-    mask = jnp.array([[1, 1, 0], [0, 1, 0]])
-    for name in PARAMETERS:  # with their default parameters
-        w = weights.WEIGHTS[name](jnp.where(mask == 1, 0.0, NAN), mask)
-        np.testing.assert_array_equal(w, mask, err_msg=name)
-
-
 def test_both_ends_of_a_band_are_kept():
     log_ratio, mask = jnp.zeros((1, 2)), jnp.ones((1, 2))  # ratios of exactly 1
     for level in weights.RAW:
