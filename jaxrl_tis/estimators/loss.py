@@ -180,10 +180,12 @@ def policy_loss(
 def kl_term(logp: chex.Array, batch: dict[str, chex.Array], kl: Method) -> chex.Array:
     """[B,T] KL to the reference at each valid token, 0 elsewhere; needs `logp_ref` and `mask`."""
     name, parameters = kl
-    padded = lambda x: ratios.zero_padding(x, batch["mask"])
-    extra = {
-        field: padded(x) if x.ndim == 2 else x for field, x in needed("kl", name, batch).items()
-    }
+    mask_bt = ratios.as_bool(batch["mask"])
+
+    def padded(x):  # [B,T] or [B,T,V]
+        return ratios.zero_padding(x, mask_bt.reshape(mask_bt.shape + (1,) * (x.ndim - 2)))
+
+    extra = {field: padded(x) for field, x in needed("kl", name, batch).items()}
     function = methods.function("kl", name)
     return function(
         padded(logp), padded(_field(batch, "logp_ref", name)), **extra, **parameters

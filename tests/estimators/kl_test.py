@@ -46,17 +46,6 @@ def test_values_and_gradients(name, value, gradient):
     np.testing.assert_allclose(actual[1], [gradient], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_only_logp_carries_a_gradient(name):
-    logp, ref, old = jnp.array([[-1.0, -1.2]]), jnp.array([[-1.5, -1.0]]), jnp.array([[-0.9, -1.1]])
-
-    def total(ref, old):
-        return jnp.sum(entry(name, old)(logp, ref))
-
-    for gradient in jax.grad(total, argnums=(0, 1))(ref, old):
-        np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
-
-
 def test_k3_is_bounded_by_ten_and_flat_beyond():
     # exp(2.6) - 3.6 = 9.86 passes, exp(2.7) - 3.7 = 11.2 and exp(30) are cut, and so is z = 30 with
     # 20 - 1 + exp(-20).
@@ -117,22 +106,6 @@ def test_clipped_is_k2(ratio, difference, value, gradient):
     np.testing.assert_allclose(actual[1], [[gradient]], rtol=1e-5)
     wide = kl.clipped_is_k2(logp, logp - difference, logp_old=old, clip_low=0.9, clip_high=0.9)
     np.testing.assert_allclose(wide, [[ratio * difference]], rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_extreme_differences_stay_finite(name):
-    extreme = jnp.array([[-300.0, 300.0, 25.0, -25.0, 20.0, -20.0, 0.0]])
-    value, gradient = value_and_gradient(name, extreme, -extreme, extreme[:, ::-1])
-    assert np.all(np.isfinite(value)) and np.all(np.isfinite(gradient))
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_bfloat16_is_computed_in_float32(name):
-    logp, ref = jnp.array([[-1.0, -2.5]], jnp.bfloat16), jnp.array([[-1.25, -2.0]], jnp.bfloat16)
-    value = entry(name, ref)(logp, ref)
-    assert value.dtype == jnp.float32
-    high = entry(name, ref.astype(jnp.float32))(logp.astype(jnp.float32), ref.astype(jnp.float32))
-    np.testing.assert_array_equal(value, high)
 
 
 @pytest.mark.parametrize("name", kl.NEEDS)

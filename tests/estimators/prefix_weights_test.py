@@ -92,29 +92,6 @@ def test_weights_equal_a_loop_over_tokens(name, is_packed):
     np.testing.assert_allclose(actual[name], oracle(name, *inputs), rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
-@pytest.mark.parametrize("fill", [100.0, -100.0, jnp.inf, -jnp.inf])
-def test_padding_and_the_type_of_the_mask_change_nothing(dtype, fill):
-    log_ratio, mask, seg, turn, _ = example(True)
-    log_ratio = jnp.array(log_ratio, jnp.float32)
-    expected = all_weights(jnp.where(mask, log_ratio, 0.0), mask, seg, turn)
-    actual = all_weights(jnp.where(mask, log_ratio, fill), jnp.array(mask, dtype), seg, turn)
-    for name in PARAMETERS:
-        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
-
-
-def test_no_weight_carries_a_gradient_or_overflows():
-    log_ratio = jnp.array([[-300.0, 300.0, 25.0, -25.0, NAN], [500.0, 1.0, NAN, NAN, NAN]])
-    mask, turn = jnp.isfinite(log_ratio), jnp.zeros((2, 5), int)
-
-    def total(log_ratio):
-        return sum(jnp.sum(w) for w in all_weights(log_ratio, mask, None, turn).values())
-
-    value, gradient = jax.value_and_grad(total)(log_ratio)
-    assert np.isfinite(value)
-    np.testing.assert_array_equal(gradient, np.zeros(log_ratio.shape))
-
-
 def test_three_tokens_by_hand():
     # Ratios e^0.3 = 1.3499, e^-0.1 = 0.9048, e^0.2 = 1.2214. MinPRO: 1.3499; 1.3499 * 0.9048;
     # 0.9048 * 1.2214. Products of the prefixes: e^0.3, e^0.2, e^0.4.
@@ -158,14 +135,6 @@ def test_band_of_the_prefix_product():
     np.testing.assert_allclose(low[0, at], [0.9753, 0.951, 0.905, 0.779], atol=6e-4)
     constant = prefix_ctpo(jnp.ones((1, 100)), mask, ctpo_power=0.0)
     np.testing.assert_allclose(constant, np.full((1, 100), math.exp(0.05)), rtol=1e-6)
-
-
-def test_on_policy_weights_are_one():
-    mask, turn = jnp.array([[1, 1, 0, 1], [0, 1, 0, 0]]), jnp.array([[0, 0, 7, 1], [3, 0, 1, 1]])
-    for name in PARAMETERS:  # with their default parameters
-        needed = {"turn": turn} if name in weights.NEEDS else {}
-        w = weights.WEIGHTS[name](jnp.where(mask == 1, 0.0, NAN), mask, **needed)
-        np.testing.assert_array_equal(w, mask, err_msg=name)
 
 
 def test_turns_are_numbered_where_turn_or_sequence_changes():

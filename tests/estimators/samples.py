@@ -1,4 +1,5 @@
-"""A small batch with every field that a method can ask for, and each method with its parameters."""
+"""A small batch with every field that a method can ask for, each method with its parameters, and
+the results of all methods from one program, which compiles faster than a program for each."""
 
 import inspect
 
@@ -6,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators import loss as losses
+from jaxrl_tis.estimators import methods, ratios, reduce
 
 LENGTHS = (5, 2, 1, 4, 3, 3)
 WIDTH = 5
@@ -72,25 +74,90 @@ def token_fields(batch):
     return [n for n in batch if n not in (*SCALARS, *INTEGERS, "mask")]
 
 
-def where(mask, x, value):
-    """x where the mask holds, `value` elsewhere; for [B,T] and [B,T,V]."""
-    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, value)
+# What the entries make of a batch: functions of (logp, batch, name) to [B, T].
 
 
-def pack(x, fill):
-    """The six rows of x in three packed rows of width eight: sequences 0 and 1, 2 and 3, 4 and 5."""
-    x = np.asarray(x)
-    packed = np.full((3, 8, *x.shape[2:]), fill, x.dtype)
-    for i, length in enumerate(LENGTHS):
-        start = LENGTHS[i - 1] if i % 2 else 0
-        packed[i // 2, start : start + length] = x[i, :length]
-    return jnp.array(packed)
+def weights(logp, batch, name):
+    del logp
+    log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
+    return losses.importance_weights(log_ratio_bt, batch, method("weight", name))[0]
 
 
-def packed(logp, batch):
-    """The same sequences in packed rows, NaN between them."""
-    out = {name: pack(batch[name], np.nan) for name in token_fields(batch)}
-    out |= {name: pack(batch[name], 0) for name in INTEGERS}
-    out |= {name: batch[name] for name in SCALARS}
-    number = np.tile(np.array([[1], [2]] * 3), (1, WIDTH))
-    return pack(logp, np.nan), out | {"mask": pack(batch["mask"], False), "seg": pack(number, 0)}
+def kept(logp, batch, name):
+    """1 where the mask keeps a token, 0 elsewhere."""
+    log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
+    is_kept_bt = losses.accepted(log_ratio_bt, batch | {"logp": logp}, (method("mask", name),))
+    return is_kept_bt.astype(log_ratio_bt.dtype)
+
+
+def objective(logp, batch, name):
+    _, parameters = method("objective", name)
+    batch = batch | {"weights": weights(logp, batch, "token_tis")}
+    fields = [batch[field] for field in ("logp_old", "adv", "mask")]
+    seg = batch["seg"] if "seg" in batch else None
+    extra = losses.needed("objective", name, batch)
+    return methods.function("objective", name)(logp, *fields, seg, **extra, **parameters)[0]
+
+
+def kl(logp, batch, name):
+    return losses.kl_term(logp, batch, method("kl", name))
+
+
+def loss(logp, batch, mode):
+    """A loss of all parts, a scalar, with the counts of the full batch."""
+    return losses.policy_loss(
+        logp, batch, aggregation=mode, objective=method("objective", "dual_clip"),
+        weight=method("weight", "seq_tis"), masks=(method("mask", "seq_mean_k3"),),
+        kl=method("kl", "k3"), kl_coeff=0.1, num_tokens=batch["num_tokens"],
+        num_seqs=batch["num_seqs"], scale=WIDTH,
+    )[0]
+
+
+FUNCTIONS = {"weight": weights, "mask": kept, "objective": objective, "kl": kl, "loss": loss}
+ENTRIES = [(kind, name) for kind in ("weight", "mask", "objective", "kl")
+           for name in methods.TABLES[kind][0]]
+LOSSES = [("loss", mode) for mode in reduce.MODES]
+
+
+def counts(batch):
+    """The denominators of `loss` if the batch is the full one."""
+    is_valid = np.asarray(batch["mask"]) != 0
+    return {"num_tokens": np.int32(is_valid.sum()), "num_seqs": np.int32(is_valid.any(1).sum())}
+
+
+@jax.jit
+def results(logp, batch):
+    """{entry: (value, gradient of its sum with respect to logp)} of a batch with its counts; of
+    weights and masks (value,)."""
+    found = {}
+    for kind, name in ENTRIES + LOSSES:
+
+        def total(logp, kind=kind, name=name):
+            value = FUNCTIONS[kind](logp, batch, name)
+            return jnp.sum(value), value
+
+        if kind in ("weight", "mask"):
+            found[kind, name] = (total(logp)[1],)
+        else:
+            gradient, value = jax.grad(total, has_aux=True)(logp)
+            found[kind, name] = value, gradient
+    return found
+
+
+# Advantages
+
+ADVANTAGES = tuple(methods.TABLES["advantage"][0])
+
+
+def advantage(name, inputs):
+    """The advantages [B, T] of an entry; its fields are among the inputs."""
+    _, parameters = method("advantage", name)
+    needed = {field: inputs[field] for field in methods.needs("advantage", name)}
+    function = methods.function("advantage", name)
+    return function(inputs["rewards"], inputs["mask"], inputs["group"], **needed, **parameters)
+
+
+@jax.jit
+def advantages(inputs):
+    """{name: advantages [B, T]} of every entry."""
+    return {name: advantage(name, inputs) for name in ADVANTAGES}

@@ -314,31 +314,6 @@ def test_clip_cov_draws_uniformly():
     assert len(pairs) == 6  # every pair of the four occurs
 
 
-def test_packing_and_the_type_of_the_mask_change_nothing():
-    log_ratio, _, _, entropy, mask = example()
-    order = np.argsort(
-        ~mask, axis=None, kind="stable"
-    )  # valid tokens in front, in their order
-    seg = jnp.array(mask.flat[order].reshape(8, 24), jnp.int32)
-
-    def pack(x):
-        return jnp.array(x.flat[order].reshape(8, 24), jnp.float32)
-
-    for function, field, parameters in (
-        (m2po, log_ratio, {}),
-        (top_entropy, entropy, {"entropy": entropy.astype(np.float32)}),
-    ):
-        x = field.astype(np.float32)
-        packed = {name: pack(value) for name, value in parameters.items()}
-        for dtype in (bool, jnp.int32, jnp.float32):
-            kept = function(x, jnp.array(mask, dtype), **parameters)
-            actual = function(pack(x), pack(mask).astype(dtype), seg, **packed)
-            np.testing.assert_array_equal(
-                np.asarray(actual)[seg == 1], np.asarray(kept)[mask]
-            )
-            assert not np.any(np.asarray(actual)[seg == 0])
-
-
 def test_the_entries_of_masks_are_these_functions():
     for name in ("m2po", "clip_cov", "top_entropy"):
         assert masks.MASKS[name] is getattr(selection, name)

@@ -107,29 +107,6 @@ def test_weights_equal_a_loop_over_tokens(name, is_packed):
         assert 0 < np.mean(expected[mask] == edge) < 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
-@pytest.mark.parametrize("fill", [100.0, -100.0, jnp.inf, -jnp.inf])
-def test_padding_and_the_type_of_the_mask_change_nothing(dtype, fill):
-    log_ratio, mask, seg, _ = example(True)
-    log_ratio = jnp.array(log_ratio, jnp.float32)
-    expected = all_weights(jnp.where(mask, log_ratio, 0.0), mask, seg)
-    actual = all_weights(jnp.where(mask, log_ratio, fill), jnp.array(mask, dtype), seg)
-    for name in PARAMETERS:
-        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
-
-
-def test_no_weight_carries_a_gradient_or_overflows():
-    log_ratio = jnp.array([[-300.0, 300.0, 25.0, -25.0, NAN], [500.0, 1.0, NAN, NAN, NAN]])
-    mask = jnp.isfinite(log_ratio)
-
-    def total(log_ratio):
-        return sum(jnp.sum(w) for w in all_weights(log_ratio, mask, None).values())
-
-    value, gradient = jax.value_and_grad(total)(log_ratio)
-    assert np.isfinite(value)
-    np.testing.assert_array_equal(gradient, np.zeros(log_ratio.shape))
-
-
 def test_verl_token_truncation_with_normalisation():
     w, factor = weights.batch_normalize(
         weights.token_tis(OLD - BEHAV, MASK, cap=2.0), MASK, "token"
@@ -224,13 +201,6 @@ def test_limits_of_the_bounds(level):
     same = weights.WEIGHTS[f"{level}_mis"](log_ratio, mask, seg, lower=0.5, upper=3.0)
     icepop = weights.WEIGHTS[f"{level}_icepop"](log_ratio, mask, seg, lower=0.5, upper=3.0)
     np.testing.assert_array_equal(icepop, same)
-
-
-def test_on_policy_weights_are_one():
-    mask = jnp.array([[1, 1, 0], [0, 1, 0]])
-    for name in PARAMETERS:  # with their default parameters
-        w = weights.WEIGHTS[name](jnp.where(mask == 1, 0.0, NAN), mask)
-        np.testing.assert_array_equal(w, mask, err_msg=name)
 
 
 def test_both_ends_of_a_band_are_kept():
