@@ -7,6 +7,8 @@ gradient descent at rate 1, so a wrong scale shows.
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -261,6 +263,23 @@ def test_a_controller_scales_the_update_and_not_the_gradient():
     expected = jax.tree.map(lambda p, q: p + 0.5 * (q - p), params(), whole)
     assert_trees_close(half, expected, atol=1e-6)
     assert half_metrics["actor/grad_norm"] == metrics["actor/grad_norm"] > 0
+
+
+def test_no_update_holds_the_logits_of_all_tokens():
+    def widest(data, **changes):
+        """Largest array of the traced update with a vocabulary axis, in vectors of V."""
+        chosen = correction.parse(fields(**changes))
+        traced = step.make_train_step(LEARNER, chosen, SGD).trace(
+            start(params(), SGD), cut(data, 2)
+        )
+        shapes = re.findall(r"\w+\[([\d,]+)\]", str(traced.jaxpr))
+        shapes = [[int(n) for n in shape.split(",")] for shape in shapes]
+        return max(math.prod(shape) // V for shape in shapes if V in shape)
+
+    # A micro-batch has 4 rows of at most 6 targets, a chunk 4 x 2 positions, the head D columns.
+    assert widest(batch(), kl_coeff=0.1, entropy_coeff=0.1) == D < 4 * 6
+    logits = {"logits_ref": np.zeros((B, T, V), np.float32)}
+    assert widest(batch() | logits, kl="exact_reverse", kl_coeff=0.1) >= 4 * T
 
 
 def test_score_norms_are_those_of_each_row():
