@@ -17,7 +17,7 @@ from jaxrl_tis.estimators import controllers
 from jaxrl_tis.estimators import loss as losses
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.estimators import selection
-from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import exact
 
 GROUP_SIZES = (2, 3)
 
@@ -93,20 +93,20 @@ def graded(response: np.ndarray) -> float:
     return (response.sum() + len(response)) % 3 / 2
 
 
-def problem(step: Step, group_size: int, drift: float = 0.0, seed: int = 0) -> oracle.Problem:
+def problem(step: Step, group_size: int, drift: float = 0.0, seed: int = 0) -> exact.Problem:
     """Responses of one to three tokens, which token 2 ends; normal noise of deviation `drift` on
     the sampler's logits."""
     rng = np.random.default_rng(seed)
-    logits = oracle.random_logits(3, 3, rng)
-    behaviour = oracle.with_engine_noise(logits, drift, rng)
+    logits = exact.random_logits(3, 3, rng)
+    behaviour = exact.with_engine_noise(logits, drift, rng)
     old = behaviour if step.mode == "bypass" else logits
     group = (0,) * group_size
-    return oracle.Problem(
+    return exact.Problem(
         logits, behaviour, graded, 3, group=group, old=old, stop=2, draw=draw(step)
     )
 
 
-def with_advantage(step: Step, logp: chex.Array, batch: oracle.Batch) -> oracle.Batch:
+def with_advantage(step: Step, logp: chex.Array, batch: exact.Batch) -> exact.Batch:
     """The batch, with the step's `adv` [B, T] and `logp`."""
     name, parameters = methods.parse("advantage", step.advantage)
     log_ratio = batch["logp_old"] - batch["logp_behav"]
@@ -125,7 +125,7 @@ def with_advantage(step: Step, logp: chex.Array, batch: oracle.Batch) -> oracle.
     return batch | {"adv": adv, "logp": jax.lax.stop_gradient(logp)}
 
 
-def loss(step: Step) -> oracle.LossFn:
+def loss(step: Step) -> exact.LossFn:
     """The loss of a step, from the library's functions."""
     parts = {
         "weight": methods.parse("weight", step.weight),
@@ -167,7 +167,7 @@ def draw(step: Step) -> Callable | None:
 
 
 def against(
-    truth: np.ndarray, name: str, case: oracle.Problem, loss_fn: oracle.LossFn
+    truth: np.ndarray, name: str, case: exact.Problem, loss_fn: exact.LossFn
 ) -> Row:
     """The moments of a step in the units of the true gradient."""
     norm = np.linalg.norm(truth)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_tis.estimators import loss as losses
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments.group_bias import Row, Step
 
 WEIGHTS = tuple(name for name in methods.TABLES["weight"][0] if "turn" not in name)
@@ -54,16 +54,16 @@ def repeats(response: np.ndarray) -> float:
 
 def problem(
     mode: str, vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
-) -> oracle.Problem:
+) -> exact.Problem:
     """Responses of `horizon` tokens; the reward is `repeats` minus its mean under the behaviour,
     whose logits have normal noise of deviation `drift`."""
     rng = np.random.default_rng(seed)
-    logits = oracle.random_logits(vocab, horizon, rng)
-    behaviour = oracle.with_engine_noise(logits, drift, rng)
-    raw = oracle.Problem(logits, behaviour, repeats, horizon)
+    logits = exact.random_logits(vocab, horizon, rng)
+    behaviour = exact.with_engine_noise(logits, drift, rng)
+    raw = exact.Problem(logits, behaviour, repeats, horizon)
     mean = raw.probabilities(behaviour) @ raw.responses["rewards"]
     old = behaviour if mode == "bypass" else logits
-    return oracle.Problem(logits, behaviour, lambda y: repeats(y) - mean, horizon, old=old)
+    return exact.Problem(logits, behaviour, lambda y: repeats(y) - mean, horizon, old=old)
 
 
 def rows(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments.group_bias import ADVANTAGES, STEPS, Step
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -21,7 +21,7 @@ UP = np.array([[-1.0, 1.0]])  # the direction that makes token 1 likelier
 def coin(p, step=Step(), mu=None, size=2):
     """One token, 0 or 1, with pi(1) = p and mu(1) = mu; the reward is the token."""
     policy, behaviour = (np.log([[1.0 - x, x]]) for x in (p, p if mu is None else mu))
-    return oracle.Problem(
+    return exact.Problem(
         policy, behaviour, lambda y: float(y[0]), 1, group=(0,) * size, draw=group_bias.draw(step)
     )
 

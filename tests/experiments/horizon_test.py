@@ -12,6 +12,7 @@ import pytest
 from jaxrl_tis.estimators import weights
 from jaxrl_tis.experiments import frontier
 from jaxrl_tis.experiments import horizon
+from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments import oracle
 
 RNG = np.random.default_rng(0)
@@ -80,7 +81,7 @@ def test_true_gradient_against_complex_steps():
 def test_chain_and_table_are_the_same_policy():
     # Rows of the table are prefixes; the row of the chain is the prefix's last token.
     last = [1] + [v for t in range(3) for _ in range(3**t) for v in range(3)]
-    problem = oracle.Problem(
+    problem = exact.Problem(
         POLICY[last],
         BEHAVIOUR[last],
         lambda tokens: sum(REWARD[t, v] for t, v in enumerate(tokens)),

@@ -9,17 +9,17 @@ import pytest
 from jaxrl_tis.estimators import advantages
 from jaxrl_tis.estimators import kl
 from jaxrl_tis.estimators import reduce
-from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import exact
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
-POLICY = oracle.random_logits(3, 3, np.random.default_rng(0))
-NOISY = oracle.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))
-REFERENCE = oracle.random_logits(3, 3, np.random.default_rng(2))
+POLICY = exact.random_logits(3, 3, np.random.default_rng(0))
+NOISY = exact.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))
+REFERENCE = exact.random_logits(3, 3, np.random.default_rng(2))
 
 
 def problem_of(behaviour):
     """The reward has no part in a KL term."""
-    return oracle.Problem(POLICY, behaviour, len, 3, ref=REFERENCE)
+    return exact.Problem(POLICY, behaviour, len, 3, ref=REFERENCE)
 
 
 def divergences():

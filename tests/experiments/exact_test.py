@@ -12,12 +12,12 @@ from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import weights
 from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments.group_bias import Step
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
-POLICY = oracle.random_logits(3, 3, np.random.default_rng(0))
-NOISY = oracle.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))
+POLICY = exact.random_logits(3, 3, np.random.default_rng(0))
+NOISY = exact.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))
 
 
 def reward(response):
@@ -26,11 +26,11 @@ def reward(response):
 
 
 def off_policy(**kwargs):
-    return oracle.Problem(POLICY, NOISY, reward, 3, **kwargs)
+    return exact.Problem(POLICY, NOISY, reward, 3, **kwargs)
 
 
 def on_policy(**kwargs):
-    return oracle.Problem(POLICY, POLICY, reward, 3, **kwargs)
+    return exact.Problem(POLICY, POLICY, reward, 3, **kwargs)
 
 
 def policy_gradient(w, adv, logp, batch):
@@ -94,7 +94,7 @@ def test_true_gradient_against_complex_steps(kwargs):
 def test_responses_with_a_stop_token():
     # Tokens 0 and 1, at most two of them, 1 ends: the responses are 1, 00 and 01.
     table = np.zeros((3, 2))
-    problem = oracle.Problem(table, table, len, 2, stop=1)
+    problem = exact.Problem(table, table, len, 2, stop=1)
     np.testing.assert_array_equal(problem.responses["tokens"], [[0, 0], [0, 1], [1, 1]])
     np.testing.assert_array_equal(problem.responses["row"], [[0, 1], [0, 1], [0, 2]])
     np.testing.assert_array_equal(problem.responses["mask"], [[1, 1], [1, 1], [1, 0]])
@@ -105,15 +105,15 @@ def test_responses_with_a_stop_token():
 
 
 def test_turns_are_numbered_by_tool_runs():
-    problem = oracle.Problem(*[np.zeros((15, 2))] * 2, len, 4, tool=(1, 2))
+    problem = exact.Problem(*[np.zeros((15, 2))] * 2, len, 4, tool=(1, 2))
     np.testing.assert_array_equal(problem.fields["turn"][0], [0, 1, 1, 1])
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 0)])
 def test_moments_against_the_covariance_of_dense_gradients(group):
     rng = np.random.default_rng(3)
-    policy, behaviour = (oracle.random_logits(2, 3, rng) for _ in range(2))
-    problem = oracle.Problem(policy, behaviour, reward, 3, group=group)
+    policy, behaviour = (exact.random_logits(2, 3, rng) for _ in range(2))
+    problem = exact.Problem(policy, behaviour, reward, 3, group=group)
     row, tokens = problem.responses["row"], problem.responses["tokens"]
 
     def loss(logp, rewards):
@@ -137,28 +137,28 @@ def test_moments_against_the_covariance_of_dense_gradients(group):
 
 def test_behaviours():
     logits = np.log([[0.5, 0.3, 0.2]])
-    np.testing.assert_array_equal(np.isinf(oracle.top_p(logits, 0.5)), [[False, True, True]])
-    np.testing.assert_array_equal(np.isinf(oracle.top_p(logits, 0.51)), [[False, False, True]])
+    np.testing.assert_array_equal(np.isinf(exact.top_p(logits, 0.5)), [[False, True, True]])
+    np.testing.assert_array_equal(np.isinf(exact.top_p(logits, 0.51)), [[False, False, True]])
     # Two bits have the levels -1, 0, 1 times the largest magnitude: 0.6 / 1 rounds to 1, 0.4 to 0.
-    np.testing.assert_allclose(oracle.quantised(np.array([[1.0, 0.6, -0.4]]), 2), [[1.0, 1.0, 0.0]])
+    np.testing.assert_allclose(exact.quantised(np.array([[1.0, 0.6, -0.4]]), 2), [[1.0, 1.0, 0.0]])
 
 
 def test_a_table_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"behaviour is \(4, 3\).*\(13, 3\)"):
-        oracle.Problem(POLICY, NOISY[:4], reward, 3)
+        exact.Problem(POLICY, NOISY[:4], reward, 3)
 
 
 # Importance weights.
 
 BEHAVIOURS = {
     "engine noise": (POLICY, NOISY, {}),
-    "int4 weights": (POLICY, oracle.quantised(POLICY, 4), {}),
-    "stale weights": (oracle.improved(POLICY, reward, 3, 2.0, 3), POLICY, {}),
+    "int4 weights": (POLICY, exact.quantised(POLICY, 4), {}),
+    "stale weights": (exact.improved(POLICY, reward, 3, 2.0, 3), POLICY, {}),
     "tool tokens": (POLICY, NOISY, {"tool": (1,)}),
     "lengths": (POLICY, NOISY, {"stop": 2}),
-    "top-p, replayed": (oracle.top_p(POLICY, 0.7), oracle.top_p(POLICY, 0.7), {}),
+    "top-p, replayed": (exact.top_p(POLICY, 0.7), exact.top_p(POLICY, 0.7), {}),
     "top-p, both noisy": (
-        np.where(np.isinf(oracle.top_p(NOISY, 0.8)), -np.inf, POLICY), oracle.top_p(NOISY, 0.8), {},
+        np.where(np.isinf(exact.top_p(NOISY, 0.8)), -np.inf, POLICY), exact.top_p(NOISY, 0.8), {},
     ),
 }
 
@@ -166,7 +166,7 @@ BEHAVIOURS = {
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_sequence_weights_are_unbiased(name):
     policy, behaviour, kwargs = BEHAVIOURS[name]
-    problem = oracle.Problem(policy, behaviour, reward, 3, **kwargs)
+    problem = exact.Problem(policy, behaviour, reward, 3, **kwargs)
     truth = problem.true_gradient()
     mean = problem.expectation(weighted("seq_vanilla"))
     np.testing.assert_allclose(mean, truth, **EXACT)
@@ -177,9 +177,9 @@ def test_sequence_weights_are_unbiased(name):
 @pytest.mark.parametrize(("vocab", "horizon"), [(3, 7), (5, 5)])
 def test_sequence_weights_are_unbiased_for_longer_responses(vocab, horizon):
     rng = np.random.default_rng(4)
-    policy = oracle.random_logits(vocab, horizon, rng)
-    behaviour = oracle.with_engine_noise(policy, 0.3, rng)
-    problem = oracle.Problem(policy, behaviour, reward, horizon)
+    policy = exact.random_logits(vocab, horizon, rng)
+    behaviour = exact.with_engine_noise(policy, 0.3, rng)
+    problem = exact.Problem(policy, behaviour, reward, horizon)
     mean = problem.expectation(weighted("seq_vanilla"))
     np.testing.assert_allclose(mean, problem.true_gradient(), **EXACT)
 
@@ -204,7 +204,7 @@ def test_token_weights_are_biased_even_where_every_prefix_is_as_likely():
     # Two tokens, 0 or 1; the reward is 1 for the response 11. Policy: always 1/2. Behaviour: the
     # same, but 1 follows 1 with 3/4. So all prefixes are visited alike, and no prefix term is left.
     behaviour = np.log([[0.5, 0.5], [0.5, 0.5], [0.25, 0.75]])
-    problem = oracle.Problem(np.zeros((3, 2)), behaviour, lambda y: float(y.all()), 2)
+    problem = exact.Problem(np.zeros((3, 2)), behaviour, lambda y: float(y.all()), 2)
     # First token, logit of 1: E mu [ 1 R (1 - 1/2) ] = 1/2 3/4 1/2; truly it is 1/2 1/2 1/2. The
     # second token after a 1: E mu [ (1/2 / 3/4) R (1 - 1/2) ] = 1/2 3/4 2/3 1/2, as it should be.
     token = problem.expectation(weighted("token_vanilla"))
@@ -251,9 +251,9 @@ def test_no_weight_biases_on_policy(name):
 
 
 def test_replaying_the_kept_set_is_exact_for_the_truncated_policy_only():
-    kept = oracle.top_p(POLICY, 0.7)
-    truncated = oracle.Problem(kept, kept, reward, 3)
-    full = oracle.Problem(POLICY, kept, reward, 3)
+    kept = exact.top_p(POLICY, 0.7)
+    truncated = exact.Problem(kept, kept, reward, 3)
+    full = exact.Problem(POLICY, kept, reward, 3)
     replayed = truncated.expectation(weighted("none"))
     np.testing.assert_allclose(replayed, truncated.true_gradient(), **EXACT)
     # What a sequence weight of the full policy still misses are the responses that were cut off.
@@ -364,7 +364,7 @@ def population_baselines(problem):
 
 @pytest.mark.parametrize("behaviour", [POLICY, NOISY], ids=["on-policy", "engine noise"])
 def test_the_population_baseline_of_opob_minimises_the_variance(behaviour):
-    problem = oracle.Problem(POLICY, behaviour, reward, 3)
+    problem = exact.Problem(POLICY, behaviour, reward, 3)
     opob, _, _ = population_baselines(problem)
     variance = problem.variance(with_constant(opob))
     for shift in (-0.1, 0.1):

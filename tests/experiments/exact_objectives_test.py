@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.objectives import NEEDS, OBJECTIVES
-from jaxrl_tis.experiments import oracle
+from jaxrl_tis.experiments import exact
 
 REQUIRED = {
     "dispo": {
@@ -52,8 +52,8 @@ def expected_step(problem, name, aggregation):
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in REWEIGHTED])
 def test_on_policy_the_expected_step_is_the_true_gradient(name):
-    logits = oracle.random_logits(3, 3, np.random.default_rng(0))
-    problem = oracle.Problem(logits, logits, reward, 3, stop=2, tool=(1,))
+    logits = exact.random_logits(3, 3, np.random.default_rng(0))
+    problem = exact.Problem(logits, logits, reward, 3, stop=2, tool=(1,))
     factor = FACTORS[name] if name in FACTORS else 1.0
     aggregation = "seq-mean-token-mean" if name == "oapl" else "seq-mean-token-sum"
     step = expected_step(problem, name, aggregation)
@@ -61,8 +61,8 @@ def test_on_policy_the_expected_step_is_the_true_gradient(name):
 
 
 def test_espo_weighs_tokens_by_the_size_of_their_group():
-    logits = oracle.random_logits(3, 3, np.random.default_rng(0))
-    problem = oracle.Problem(logits, logits, reward, 3)
+    logits = exact.random_logits(3, 3, np.random.default_rng(0))
+    problem = exact.Problem(logits, logits, reward, 3)
     step, truth = expected_step(problem, "espo", "seq-mean-token-sum"), problem.true_gradient()
     assert np.linalg.norm(step - truth) > 0.05 * np.linalg.norm(truth)
     # One of three tokens has the high entropy: its weight is 3 / (2 * 1), the others' 3 / (2 * 2).
