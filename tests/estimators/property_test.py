@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.estimators import samples
-from tests.estimators.samples import ADVANTAGES, ENTRIES, INTEGERS, LOSSES, SCALARS, VOCAB, WIDTH
+from tests.estimators.samples import ADVANTAGES, ENTRIES, LOSSES, SCALARS, VOCAB, WIDTH
 
 NUM_ROWS = len(samples.LENGTHS)
 SHAPE = (NUM_ROWS, WIDTH)
@@ -23,7 +23,7 @@ COUPLED = ("clip_cov", "kl_cov", "m2po", "top_entropy", "quatro", "espo")
 # A method whose random choice depends on the layout of the batch.
 RANDOM = ("clip_cov",)
 
-FINE = np.arange(NUM_ROWS * WIDTH).reshape(SHAPE) / 4096  # tells tokens apart: selections tie not
+FINE = np.arange(NUM_ROWS * WIDTH).reshape(SHAPE) / 4096  # tells tokens apart, so that none tie
 EXACT = (-20.0, -2.0, 0.0, 2.0, 20.0)  # bounds of a log-ratio and of k2
 PADDING = (100.0, -100.0, np.nan, np.inf, -np.inf)
 
@@ -41,6 +41,7 @@ def drifts(rng, sizes):
             drift[i] = rng.choice(EXACT, WIDTH)
         elif size > 0.0:
             drift[i] = np.floor(64 * size * rng.random(WIDTH)) / 64 + FINE[i]
+    drift[0, 0] = 0.0  # so that the smallest is not one of several at a bound
     return rng.choice([-1.0, 1.0], SHAPE) * drift
 
 
@@ -120,6 +121,11 @@ def assert_same(actual, wanted, left_out=(), change=lambda x: x, atol=1e-6):
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=atol, err_msg=label)
 
 
+def assert_dtype(results, dtype):
+    for entry, parts in results.items():
+        assert {x.dtype for x in jax.tree.leaves(parts)} == {np.dtype(dtype)}, entry
+
+
 @settings
 @hypothesis.given(LENGTHS, SIZES, SEED, st.permutations(range(NUM_ROWS)))
 def test_permuted_rows_have_permuted_results(lengths, sizes, seed, order):
@@ -195,7 +201,7 @@ def test_float64_stays_float64_and_agrees_with_float32(lengths, sizes, seed):
     batch = make_batch(lengths, sizes, seed)
     with jax.enable_x64(True):
         double = evaluate(*batch)
-    assert {x.dtype for x in jax.tree.leaves(double)} == {np.dtype(np.float64)}
+    assert_dtype(double, np.float64)
     assert_same(evaluate(*cast(batch)), double, atol=1e-5)
 
 
@@ -219,7 +225,7 @@ def test_bfloat16_is_computed_in_float32(lengths, sizes, seed):
 
 
 def make_inputs(lengths, rewards, group, seed):
-    """Every field that an advantage can ask for, float64 and int32; rewards are multiples of 1/8."""
+    """Every field that an advantage can ask for, float64 and int32."""
     rng = np.random.default_rng(seed)
     mask = np.arange(WIDTH)[None, :] < np.array(lengths)[:, None]
     mask[1:] &= rng.random((NUM_ROWS - 1, WIDTH)) < 0.8
@@ -263,9 +269,12 @@ def test_permuted_samples_have_permuted_advantages(lengths, rewards, group, seed
 @settings
 @hypothesis.given(LENGTHS, *BY_ROW, SEED)
 def test_padding_changes_no_advantage(lengths, rewards, group, seed):
-    """Neither what stands there, nor how many columns there are of it and what type the mask has."""
+    """Neither what stands there nor how many columns there are of it, nor the mask's type. A reward
+    per sequence is one on its last token."""
     inputs = cast(make_inputs(lengths, rewards, group, seed))
-    mask, wanted = inputs["mask"], advantages(inputs)
+    mask = inputs["mask"]
+    inputs["rewards"] *= mask.any(axis=1)
+    wanted = advantages(inputs)
     for value in PADDING:
         poisoned = {
             field: np.where(mask, x, np.float32(value)) if x.shape == SHAPE else x
@@ -273,6 +282,9 @@ def test_padding_changes_no_advantage(lengths, rewards, group, seed):
         }
         assert_same_advantages(advantages(poisoned | {"mask": mask}), wanted, atol=0.0)
     wider = lambda x: np.pad(x, ((0, 0), (1, 2))) if x.shape == SHAPE else x
+    is_last = mask & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    rewards_bt = np.where(is_last, inputs["rewards"][:, None], np.where(mask, 0.0, np.nan))
+    inputs["rewards"] = rewards_bt.astype(np.float32)
     wide = {field: wider(x) for field, x in inputs.items()}
     actual = advantages(wide | {"mask": np.float32(0.5) * wide["mask"]})
     assert_same_advantages(actual, {name: wider(x) for name, x in wanted.items()})
@@ -284,10 +296,10 @@ def test_dtypes_of_advantages(lengths, rewards, group, seed):
     inputs = make_inputs(lengths, rewards, group, seed)
     with jax.enable_x64(True):
         double = advantages(inputs)
-    assert {x.dtype for x in double.values()} == {np.dtype(np.float64)}
+    assert_dtype(double, np.float64)
     # gdpo divides sums of rounded terms by 1e-4 where they are all but equal.
     assert_same_advantages(advantages(cast(inputs)), double, atol_gdpo=3e-3)
     low = cast(inputs, jnp.bfloat16)
     actual = advantages(low)
-    assert {x.dtype for x in actual.values()} == {np.dtype(np.float32)}
+    assert_dtype(actual, np.float32)
     assert_same_advantages(actual, advantages(cast(low)), atol=0.0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.estimators import loss as losses
-from jaxrl_tis.estimators import methods, ratios, reduce
+from jaxrl_tis.estimators import methods, ratios
 
 LENGTHS = (5, 2, 1, 4, 3, 3)
 WIDTH = 5
@@ -116,7 +116,7 @@ def loss(logp, batch, mode):
 FUNCTIONS = {"weight": weights, "mask": kept, "objective": objective, "kl": kl, "loss": loss}
 ENTRIES = [(kind, name) for kind in ("weight", "mask", "objective", "kl")
            for name in methods.TABLES[kind][0]]
-LOSSES = [("loss", mode) for mode in reduce.MODES]
+LOSSES = [("loss", mode) for mode in ("token-mean", "seq-mean-token-mean")]  # one per count
 
 
 def counts(batch):

@@ -19,7 +19,7 @@ PARAMETERS = {"espo": {"vocab_size": 64}}
 
 
 def make_batch(spread=0.4):
-    """Four sequences, with a tool token inside the first that cuts turn 1 in two, and an empty row."""
+    """Four sequences, a tool token inside the first that cuts turn 1 in two, and an empty row."""
     rng = np.random.default_rng(3)
     mask = np.arange(WIDTH)[None, :] < np.array(LENGTHS)[:, None]
     mask[0, 3] = False

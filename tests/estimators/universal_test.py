@@ -86,7 +86,7 @@ def test_advantages_carry_no_gradient():
     uniform = lambda *shape: rng.uniform(0.2, 0.9, shape).astype(np.float32)
     batch = {"mask": rng.random((8, 4)) < 0.8, "group": np.array([0, 0, 0, 0, 1, 1, 1, 1])}
     floats = {
-        "rewards": normal(8), "values": normal(8, 4), "greedy_rewards": normal(8),
+        "values": normal(8, 4), "greedy_rewards": normal(8),
         "sum_pi_squared": uniform(8, 4), "logp_old": -uniform(8, 4), "logp_behav": -uniform(8, 4),
         "weights": uniform(8, 4), "grad_norms": uniform(8), "reward_components": normal(8, 2),
     }
@@ -98,8 +98,9 @@ def test_advantages_carry_no_gradient():
             for name in ADVANTAGES
         }
 
-    for name, of_fields in gradients(floats).items():
-        for field, gradient in of_fields.items():
-            np.testing.assert_array_equal(
-                gradient, np.zeros(gradient.shape), err_msg=f"{name} {field}"
-            )
+    for shape in ((8,), (8, 4)):  # rewards per sequence and per token
+        for name, of_fields in gradients(floats | {"rewards": normal(*shape)}).items():
+            for field, gradient in of_fields.items():
+                np.testing.assert_array_equal(
+                    gradient, np.zeros(gradient.shape), err_msg=f"{name} {field}"
+                )
