@@ -1,7 +1,8 @@
 """The learner's programs: score, and the pure steps (state, minibatch) -> (state, metrics).
 
 A minibatch has leading axes [accumulation, rows]; gradients of its micro-batches are summed with
-denominators of the whole minibatch, so the split changes nothing but memory.
+denominators of the whole minibatch, so the split changes nothing but memory; unless a method ranks
+the tokens of a call, as the masks `m2po`, `clip_cov` and `top_entropy` do in bypass mode.
 """
 
 import dataclasses

@@ -13,6 +13,7 @@ from jaxrl_tis.models import quant, transformer
 
 DTYPES = ("float32", "bfloat16")
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
+COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 
@@ -129,16 +130,28 @@ def _correction(config):
 
 def _methods(c: correction.Correction, config):
     weight, objective, advantage = c.weight[0], c.objective[0], c.advantage[0]
-    rollout, rows = config.rollout, config.train.microbatch_rows
+    rollout = config.rollout
+    is_whole = config.train.microbatch_rows == rollout.prompts * rollout.group_size
     if rollout.group_size == 1 and advantage not in UNGROUPED:
         yield (
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a group; "
             "use at least 2"
         )
-    if objective in WHOLE_GROUPS and rows != rollout.prompts * rollout.group_size:
+    if objective in WHOLE_GROUPS and not is_whole:
         yield (
             f"objective {objective!r} needs all samples of a prompt at once: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
+        )
+    if c.mode == "bypass" and c.is_batch_normalized and not is_whole:
+        yield (
+            "bypass mode computes the weights of every micro-batch by itself, and "
+            "correction.batch_normalize divides by the mean of the whole batch: set "
+            "train.microbatch_rows to rollout.prompts * rollout.group_size"
+        )
+    if c.kl is not None and c.kl_placement == "reward" and advantage in COMPONENTS_ONLY:
+        yield (
+            f"advantage {advantage!r} takes the components of the reward, and a KL penalty in the "
+            "reward is none of them: set correction.kl_placement to 'loss'"
         )
     for field, user in c.needs.items():
         if field not in correction.RECORDED | correction.ON_DEMAND | correction.LARGE:

@@ -80,6 +80,10 @@ def test_measures_are_positive(name):
      ["gac_low is 0.9 and gac_high 0.1"]),
     (dict(correction__controllers="ess_scale(vcpo_ess_target=0.0)"), ["vcpo_ess_target is 0.0"]),
     (dict(correction__controllers="length_surge(surge_floor=0.1)"), ["no published value for surge_cooldown"]),
+    (dict(correction__mode="bypass", correction__objective="reinforce",
+          correction__batch_normalize=True), ["batch_normalize", "whole batch", "microbatch_rows"]),
+    (dict(correction__advantage="gdpo", correction__kl_coeff=0.1,
+          correction__kl_placement="reward"), ["'gdpo'", "KL penalty", "kl_placement"]),
     (dict(correction__weight="sequence"), ["weight 'sequence' is unknown"]),
     (dict(correction__masks="seq_mean_k3 & veto"), ["no published value for upper"]),
     (dict(correction__objective="ppoo"), ["did you mean 'ppo'?"]),
@@ -101,6 +105,9 @@ def test_each_contradiction(changes, words):
     dict(correction__mode="bypass", correction__weight="none"),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
     dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
+    dict(correction__mode="bypass", correction__objective="reinforce", train__minibatches=1,
+         correction__batch_normalize=True, train__microbatch_rows=16),  # the whole batch at once
+    dict(correction__advantage="gdpo", correction__kl_coeff=0.1),  # the penalty is in the loss
     dict(correction__masks="seq_sum_k2(upper=0.5) & token_k3(upper=0.01)"),  # bounds on a distance
     dict(task__tokenizer="", model__path="some/folder"),
     dict(mesh__train=(1, -1, 1)),

@@ -263,9 +263,9 @@ class RewardWorker:
         if not all(map(math.isfinite, parts.values())):
             return self._failed("non_finite", f"the score is {parts}")
         self._names = self._names or list(parts)
-        if list(parts) != self._names:
+        if not parts or parts.keys() != set(self._names):
             return self._failed("errors", f"components {list(parts)}, before {self._names}")
-        return parts
+        return {name: parts[name] for name in self._names}
 
     def _failed(self, name: str, error: str) -> None:
         self.counts[name] += 1

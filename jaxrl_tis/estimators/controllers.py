@@ -128,10 +128,11 @@ def length_surge(
     has_grown = (reference > 0) & (mean_length > surge_ratio * reference)
     is_cut = has_grown & (state.step >= window) & (state.cooldown == 0)
     cut = jnp.minimum(state.scale, jnp.maximum(state.scale * surge_factor, surge_floor))
+    cooldown = jnp.where(is_cut, surge_cooldown, jnp.maximum(state.cooldown - 1, 0))
     return LengthSurge(
         lengths=state.lengths.at[slot].set(mean_length),
         step=state.step + 1,
-        cooldown=jnp.where(is_cut, surge_cooldown, jnp.maximum(state.cooldown - 1, 0)),
+        cooldown=cooldown.astype(state.cooldown.dtype),
         scale=jnp.where(is_cut, cut, state.scale),
     )
 

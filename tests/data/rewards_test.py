@@ -19,6 +19,10 @@ def length(text, record):
 def parts(text, record):
     if text == "other":
         return {"length": 1}
+    if text == "nothing":
+        return {}
+    if text == "turned":
+        return {"format": 0.5, "length": 6}
     return {"length": float("nan") if text == "nan" else len(text), "format": 0.5}
 
 def faulty(text, record):
@@ -186,6 +190,12 @@ def test_worker_returns_the_components_of_a_score(user_module):
         assert "['length'], before ['length', 'format']" in worker.last_error
         assert worker.score(["ab", "nan"], [RECORD] * 2) == [2.5, -1.0]
         assert worker.counts["non_finite"] == 1
+        # The order of the names is that of the first result, as they become columns.
+        [turned] = worker.components(["turned"], [RECORD])
+        assert list(turned.items()) == [("length", 6.0), ("format", 0.5)]
+    with RewardWorker(f"{user_module}:parts", timeout=10, on_error=-1.0) as worker:
+        assert worker.components(["nothing"], [RECORD]) == [{"reward": -1.0}]
+        assert worker.counts["errors"] == 1
     with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
         assert worker.components(["a"], [RECORD]) == [{"reward": 2.0}]
 

@@ -113,6 +113,13 @@ def test_length_surge_in_a_scan_and_from_a_checkpoint():
     jax.tree.map(np.testing.assert_array_equal, resumed, end)
 
 
+def test_length_surge_keeps_the_types_of_its_state():
+    # A config may spell the cool-down 2.0; a checkpoint is restored by type.
+    state = controllers.length_surge_init(3)
+    new = controllers.length_surge(state, 10, surge_cooldown=2.0, surge_floor=0.2)
+    assert [x.dtype for x in new] == [x.dtype for x in state]
+
+
 def test_length_surge_needs_a_reference():
     assert surge_scales([1, 5, 25]) == [1, 1, 1]  # no full window yet
     assert surge_scales([0, NAN, 10, 50, 50, 11]) == [1] * 6  # no length to compare with
