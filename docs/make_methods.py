@@ -59,9 +59,10 @@ has values of required parameters and `universal_test.py` tests all entries. The
 bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; those marked † are
 for small configs: the logits of the whole vocabulary at every token, or a backward pass for every
 row; an objective with `logp_behav` holds the weight itself and goes with weight `none`. Rejected
-tokens leave the denominators of the loss unless `counts_rejected` is set. Controllers are small
-state machines beside the update, without a gradient; `correction.controllers` names them, joined by
-`&`, and their state is part of the checkpoint.
+tokens leave the denominators of the loss unless `counts_rejected` is set; in bypass mode, where
+masks are judged together with the gradient, they stay. Controllers are small state machines beside
+the update, without a gradient; `correction.controllers` names them, joined by `&`, and their state
+is part of the checkpoint.
 
 **Sources** without an arXiv id: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning

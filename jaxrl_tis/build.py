@@ -94,11 +94,12 @@ def _check_logits(config, chosen: correction.Correction, vocab_size: int) -> Non
     """ValueError where a method keeps more than MAX_LOGITS numbers of every rollout batch."""
     needs = {f: user for f, user in chosen.needs.items() if f.startswith("logits")}
     tokens = config.task.max_prompt_tokens + config.rollout.max_new_tokens
-    count = config.rollout.prompts * config.rollout.group_size * tokens * vocab_size
-    if needs and count > MAX_LOGITS:
-        field, user = next(iter(needs.items()))
+    rows = config.rollout.prompts * config.rollout.group_size
+    count = len(needs) * rows * tokens * vocab_size
+    if count > MAX_LOGITS:
+        users = " and ".join(repr(user) for user in dict.fromkeys(needs.values()))
         raise ValueError(
-            f"{user!r} needs {field} of every token: {count:,} numbers a batch, where "
+            f"{users} needs {', '.join(needs)} of every token: {count:,} numbers a batch, where "
             f"{MAX_LOGITS:,} are allowed; it is for small vocabularies and short responses"
         )
 

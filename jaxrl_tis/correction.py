@@ -148,6 +148,10 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
                 rewards, mask, values=batch["values"],
                 gamma=parameters["gamma"], lam=parameters["lam"],
             )
+        total = jnp.sum(ratios.zero_padding(rewards, mask), 1) if rewards.ndim == 2 else rewards
+        metrics |= batch_metrics.reward_metrics(
+            batch["rewards"], total, jnp.sum(mask, axis=1)
+        )
         returns = out["returns"] if "returns" in out else adv
         values = batch["values"] if "values" in batch else None
         return out, metrics | batch_metrics.advantage_metrics(adv, returns, mask, values)
@@ -165,6 +169,61 @@ def _rewards(c: Correction, batch: Batch) -> tuple[jax.Array, Metrics]:
         kl_coeff = controlled(c, batch).kl_coeff
         rewards = kl_estimators.penalized_rewards(rewards, mask, kl_bt, kl_coeff)
     return rewards, {"actor/kl_to_reference": kl_estimators.sequence_kl(kl_bt, mask)}
+
+
+def policy_loss(
+    c: Correction,
+    logp: jax.Array,
+    entropy: jax.Array,
+    batch: Batch,
+    num_tokens: jax.Array,
+    num_seqs: jax.Array,
+) -> tuple[jax.Array, Metrics]:
+    """(loss, metrics) of a micro-batch with what `prepare` added; the gradient flows through logp,
+    entropy and, for an exact KL, `logits`.
+
+    In decoupled mode the drift by factor is that of the tokens that the masks kept: the others have
+    no logp. In bypass mode the masks are judged here, and num_tokens counts what they reject.
+    """
+    now, learner, prox = controlled(c, batch), batch["logp_old"], batch["logp_prox"]
+    if c.mode == "bypass":
+        learner = prox = batch["logp_learner"]
+    drift = attribution.factor_metrics(logp, prox, learner, batch["logp_behav"], batch["mask"])
+    value, metrics = loss.policy_loss(
+        logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
+        mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
+        counts_rejected=c.counts_rejected, kl=c.kl if c.kl_placement == "loss" else None,
+        kl_coeff=now.kl_coeff, entropy=entropy, entropy_coeff=c.entropy_coeff,
+        num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,
+    )
+    return value, metrics | drift
+
+
+def check(c: Correction) -> None:
+    """ValueError for a parameter that a method refuses: one step is traced on a tiny batch."""
+    b, t, v = 2, 3, 2
+    field = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    given = c.advantage[1].get("gdpo_weights")
+    rows = {name: field((b, t)) for name in ("logp_behav", "logp_learner", "logp_ref", "values",
+                                             "entropy", "sum_pi_squared")}
+    rows |= {name: field((b,)) for name in ("rewards", "greedy_rewards", "grad_norms")}
+    rows |= {name: field((b, t, v)) for name in ("logits", "logits_behav", "logits_ref")}
+    rows |= {name: field((b, t), jnp.int32) for name in ("turn", "version")}
+    rows |= {
+        "mask": field((b, t), bool), "group": field((b,), jnp.int32),
+        "current_version": field((b, 1), jnp.int32), "draw": field((b,), jnp.uint32),
+        "reward_components": field((b, len(given) if given else 1)), "st_ppo_norm": field(()),
+    }
+
+    def step(rows):
+        batch = rows | make_prepare(c)(rows)[0]
+        batch |= {"group": jnp.broadcast_to(rows["group"][:, None], (b, t))}
+        return policy_loss(c, rows["logp_learner"], rows["entropy"], batch, 1.0, 1.0)
+
+    try:
+        jax.eval_shape(step, rows)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:

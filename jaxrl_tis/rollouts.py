@@ -36,6 +36,13 @@ class Sample:
     greedy_reward: float = math.nan
 
 
+def components(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """Each component of the rewards, [N]; 0 where a reward that failed has other names."""
+    names = dict.fromkeys(name for s in samples for name in s.components)
+    value = lambda sample, name: sample.components[name] if name in sample.components else 0.0
+    return {name: np.array([value(s, name) for s in samples], np.float32) for name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompter:
     """Examples -> prompt ids: a template, optionally the model's chat format."""
@@ -172,6 +179,11 @@ class Collector:
     def _sample(self, trajectory, record, text, components) -> Sample:
         rollout, score = self._config.rollout, sum(components.values())
         if rollout.overlong_buffer:
+            if "overlong" in components:
+                raise ValueError(
+                    "the reward has a component 'overlong', which is the name of the penalty that "
+                    "rollout.overlong_buffer adds; give it another one"
+                )
             components = components | {"overlong": soft_overlong_penalty(
                 len(trajectory.tokens), rollout.max_new_tokens, rollout.overlong_buffer
             )}

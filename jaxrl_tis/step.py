@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_tis import optimizer as optimizers
-from jaxrl_tis.correction import Correction, controlled, with_key
-from jaxrl_tis.estimators import attribution, loss, objectives, ratios, reduce, sequence_clipped
+from jaxrl_tis.correction import Correction, policy_loss
+from jaxrl_tis.estimators import objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
@@ -226,26 +226,12 @@ def _make_step(
 def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTransformation):
     """The policy update. Minibatch: rows of `batch.rows` plus what `Trainer.score` and
     `correction.make_prepare` add; [accumulation, rows, T]. The state is donated."""
-    kl = c.kl if c.kl_placement == "loss" else None
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
-        now, is_bypass = controlled(c, batch), c.mode == "bypass"
-        learner_logp = batch["logp_learner" if is_bypass else "logp_old"]
-        drift = attribution.factor_metrics(
-            logp, learner_logp if is_bypass else batch["logp_prox"], learner_logp,
-            batch["logp_behav"], batch["mask"],
-        )
         if "logits" in c.needs:
             batch = batch | {"logits": response_logits(params, learner, batch)}
-        value, metrics = loss.policy_loss(
-            logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
-            mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
-            counts_rejected=c.counts_rejected, kl=kl, kl_coeff=now.kl_coeff,
-            entropy=entropy, entropy_coeff=c.entropy_coeff,
-            num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,
-        )
-        return value, metrics | drift
+        return policy_loss(c, logp, entropy, batch, num_tokens, num_seqs)
 
     if "st_ppo_norm" not in c.needs:
         return _make_step(loss_fn, optimizer, "actor")

@@ -18,7 +18,9 @@ from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initia
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.estimators import batch_metrics
+from jaxrl_tis.estimators import attribution, batch_metrics
+
+LOGITS = ("logits", "logits_behav")  # of every token of a batch, for the methods that need them
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -110,8 +112,8 @@ class Trainer:
         if "greedy_rewards" in needs:
             rows["greedy_rewards"] = np.array([s.greedy_reward for s in samples], np.float32)
         if "reward_components" in needs:
-            parts = [list(s.components.values()) for s in samples]
-            rows["reward_components"] = np.array(parts, np.float32)
+            parts = rollouts.components(samples)
+            rows["reward_components"] = np.stack(list(parts.values()), axis=1)
         by_learner = {
             "sum_pi_squared": self._collisions, "logits": self._logits,
             "grad_norms": self._score_norms,
@@ -139,6 +141,8 @@ class Trainer:
         if step % config.metrics.percentile_every == 0:
             measured |= self._profile(rows, bool(rows["turn"].any()))
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        for name in ("logits",) if self.setup.correction.mode == "bypass" else LOGITS:
+            rows.pop(name, None)  # the update has the policy's own; masks have been judged
         rows["group"] = np.broadcast_to(rows["group"][:, None], rows["mask"].shape)
         collected = []
         for epoch in range(config.train.epochs):
@@ -154,16 +158,26 @@ class Trainer:
                 collected.append(values)
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
-        measured = jax.device_get(measured) | means
+        measured = jax.device_get(measured) | means | _shares(means)
         if "sum_pi_squared" in rows:
             measured |= self._variance_proxies(
                 rows["logp_learner"], rows["adv"], rows["sum_pi_squared"], rows["mask"],
                 w=rows["weights"] if "weights" in rows else None,
-                gradient_norm=measured["actor/grad_norm"],
+                gradient_norm=means["actor/grad_norm"] if len(collected) == 1 else None,
             )
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}
         return state, measured
+
+
+def _shares(means: dict[str, float]) -> dict[str, float]:
+    """Each factor's share of the squared drift from the sampler; 0 where nothing has drifted."""
+    total = means["mismatch/product/log_ratio_part"]
+    return {
+        f"mismatch/{factor}/share":
+        means[f"mismatch/{factor}/log_ratio_part"] / total if total > 0 else 0.0
+        for factor in attribution.FACTORS
+    }
 
 
 def sample_metrics(
@@ -175,21 +189,16 @@ def sample_metrics(
         np.array([len(getattr(s.trajectory, field)) for s in samples])
         for field in ("prompt", "tokens")
     )
-    scores = np.array([s.score for s in samples], np.float32)
     rewards, groups = rows["rewards"], rows["group"]
     by_group = [rewards[groups == g] for g in np.unique(groups)]
-    parts = {
-        f"reward/{name}_mean": np.mean([s.components[name] for s in samples])
-        for name in samples[0].components if len(samples[0].components) > 1
-    }
-    return parts | batch_metrics.reward_metrics(scores, rewards, lengths) | (
-        batch_metrics.length_metrics(
-            prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1]
-        )
+    parts = rollouts.components(samples)
+    means = {f"reward/component/{name}": x.mean() for name, x in parts.items() if len(parts) > 1}
+    return means | batch_metrics.length_metrics(
+        prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1]
     ) | {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/score_mean": scores.mean(),
+        "reward/score_mean": np.mean([s.score for s in samples]),
         "reward/equal_groups_ratio": np.mean([np.ptp(r) == 0 for r in by_group]),
         "response_length/truncated_ratio": np.mean(
             [s.trajectory.stop_reason == "length" for s in samples]

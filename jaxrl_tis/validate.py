@@ -22,8 +22,18 @@ def validate(config: ml_collections.ConfigDict) -> None:
     """ValueError listing every problem of the config, one a line."""
     checks = (_names, _counts, _batches, _correction, _sampling)
     problems = [problem for check in checks for problem in check(config)]
+    problems = problems or list(_traced(config))
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def _traced(config):
+    chosen = correction.parse(config.correction)
+    for check in (correction.check, control.check):
+        try:
+            check(chosen)
+        except ValueError as error:
+            yield f"correction: {error}"
 
 
 def _names(config):
@@ -175,6 +185,8 @@ def _controllers(c):
     names = [name for name, _ in c.controllers]
     if len(set(names)) < len(names):
         yield f"correction.controllers names one twice: {', '.join(names)}"
+    elif {"fixed_kl", "adaptive_kl"} <= set(names):
+        yield "controllers 'fixed_kl' and 'adaptive_kl' set the same coefficient: name one"
     elif "adaptive_kl" in names and c.kl is None:
         yield "controller 'adaptive_kl' has no penalty to control: set correction.kl_coeff above 0"
     elif "r2vpo_dual" in names and c.objective[0] != "r2vpo":
@@ -182,11 +194,6 @@ def _controllers(c):
             f"controller 'r2vpo_dual' sets the multiplier of objective 'r2vpo', not of "
             f"{c.objective[0]!r}"
         )
-    else:
-        try:
-            control.check(c)
-        except ValueError as error:
-            yield f"correction.controllers: {error}"
 
 
 def _bounds(name, parameters):

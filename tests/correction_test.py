@@ -243,6 +243,7 @@ def test_every_method_is_reachable_from_a_config(names):
     changes = {parts.get(k, k): spelled(k, name) for k, name in zip(KINDS, names, strict=True)}
     c = correction.parse(fields(kl_coeff=0.1, **changes))
     assert set(c.needs) <= correction.RECORDED | correction.ON_DEMAND | correction.LARGE
+    correction.check(c)
     rows = whole_batch()
     prepared, _ = jax.eval_shape(correction.make_prepare(c), rows)
     rows = rows | prepared | {"group": jax.ShapeDtypeStruct((B, T), np.int32)}

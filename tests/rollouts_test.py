@@ -1,6 +1,7 @@
 """Prompts and the collection of rewarded groups, with a sampler made of arithmetic."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 
@@ -216,3 +217,19 @@ def test_overlong_penalty_counts_tokens_and_leaves_the_score():
         FakeScheduler(), 1, Timer())
     assert [s.score for s in samples[:3]] == [0, 1, 2]
     np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])
+
+
+def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
+    scheduler, timer = FakeScheduler(), Timer()
+    c = collector(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
+    samples, _ = c.collect(scheduler, 1, timer)
+    assert all(s.reward == sum(s.components.values()) for s in samples)
+    found = rollouts.components(samples)
+    assert set(found) == {"reward", "overlong"} and found["reward"].tolist() == [1.0] * 6
+    mixed = [dataclasses.replace(samples[0], components={"a": 2.0, "b": 1.0}),
+             dataclasses.replace(samples[1], components={"reward": -1.0})]
+    found = {name: x.tolist() for name, x in rollouts.components(mixed).items()}
+    assert found == {"a": [2.0, 0.0], "b": [1.0, 0.0], "reward": [0.0, -1.0]}
+    c._rewards.components = lambda texts, records: [{"overlong": 1.0}] * len(texts)
+    with pytest.raises(ValueError, match="component 'overlong'"):
+        c.collect(scheduler, 2, timer)

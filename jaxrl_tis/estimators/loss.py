@@ -130,7 +130,7 @@ def policy_loss(
       aggregation: one of `reduce.MODES`, used for all terms.
       is_batch_normalized: divide the weights by their mean over the batch at hand.
       counts_rejected: rejected tokens have weight 0 but stay in the denominators; otherwise they
-        leave the mask, and the kept ones weigh more.
+        leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not given.
       kl: name in `kl.KL` and its parameters, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.

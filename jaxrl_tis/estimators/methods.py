@@ -99,6 +99,11 @@ def _method(kind, text, node) -> Method:
             given[keyword.arg] = _value(keyword.value)
         except ValueError:
             raise _malformed(kind, text) from None
+        if isinstance(given[keyword.arg], str) != isinstance(known[keyword.arg], str):
+            kinds = "a text" if isinstance(known[keyword.arg], str) else "a number"
+            raise ValueError(
+                f"{kind} {call.id!r} takes {kinds} as {keyword.arg}, not {given[keyword.arg]!r}"
+            )
     values = known | given
     missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
     if missing:
