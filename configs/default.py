@@ -71,14 +71,14 @@ def get_config() -> ConfigDict:
     c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
 
     c.correction = ConfigDict()
-    # A method is spelled "name" or "name(parameter=value, ...)", see jaxrl_tis/estimators/methods.py.
+    # A method is spelled "name" or "name(parameter=value, ...)"; docs/methods.md lists them.
     c.correction.preset = "tis_2"  # a name in jaxrl_tis.estimators.presets.PRESETS, sets the next 4
     c.correction.mode = placeholder(str)  # decoupled (learner recomputes logp_old) or bypass
     c.correction.weight = placeholder(str)  # e.g. "token_tis(cap=2.0)", or "none"
-    c.correction.masks = placeholder(str)  # joined by &, e.g. "seq_mean_k3(upper=0.01) & veto"; or ""
+    c.correction.masks = placeholder(str)  # joined by &: "seq_mean_k3(upper=0.01) & veto"; or ""
     c.correction.objective = placeholder(str)  # e.g. "ppo(clip_low=0.2, clip_high=0.28)"
     c.correction.batch_normalize = False  # divide the weights by their batch mean
-    c.correction.counts_rejected = False  # rejected tokens stay in the denominators (bypass: always)
+    c.correction.counts_rejected = False  # rejected tokens stay in denominators (bypass: always)
     c.correction.advantage = "grpo"  # a name in jaxrl_tis.estimators.advantages.ADVANTAGES
     c.correction.aggregation = "token-mean"  # one of jaxrl_tis.estimators.reduce.MODES
     c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length

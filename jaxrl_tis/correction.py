@@ -261,7 +261,7 @@ def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch)
 def rejection_metrics(
     c: Correction, log_ratio: jax.Array, mask: jax.Array, keep: jax.Array
 ) -> Metrics:
-    """What the masks rejected, and the statistic of each criterion that has one; {} without masks."""
+    """What the masks rejected, and the statistic of each criterion that has one; else {}."""
     if not c.masks:
         return {}
     metrics = diagnostics.rejected_fractions(keep, mask)

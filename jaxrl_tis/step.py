@@ -208,7 +208,7 @@ def _make_step(
     prefix: str,
     measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
 ):
-    """A jitted, donating update; `measure` adds fields to the minibatch that take the parameters."""
+    """A jitted, donating update; `measure` adds fields that take the parameters."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
         minibatch = minibatch | measure(state.params, minibatch)
@@ -239,7 +239,7 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):
-    """(params, minibatch) -> {"st_ppo_norm"}: norm of the gradient that ST-PPO's clip leaves out."""
+    """(params, minibatch) -> {"st_ppo_norm"}: norm of the gradient that its clip leaves out."""
     bounds = {name: c.objective[1][name] for name in ("clip_low", "clip_high")}
 
     def left_out(params, batch, num_tokens, num_seqs):

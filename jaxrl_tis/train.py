@@ -12,7 +12,8 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis import batch as batching
-from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, optimizer, report, rollouts
+from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, optimizer, report
+from jaxrl_tis import rollouts
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
@@ -158,7 +159,7 @@ class Trainer:
                 collected.append(values)
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
-        measured = jax.device_get(measured) | means | _shares(means)
+        measured = jax.device_get(measured) | means | shares(means)
         if "sum_pi_squared" in rows:
             measured |= self._variance_proxies(
                 rows["logp_learner"], rows["adv"], rows["sum_pi_squared"], rows["mask"],
@@ -170,7 +171,7 @@ class Trainer:
         return state, measured
 
 
-def _shares(means: dict[str, float]) -> dict[str, float]:
+def shares(means: dict[str, float]) -> dict[str, float]:
     """Each factor's share of the squared drift from the sampler; 0 where nothing has drifted."""
     total = means["mismatch/product/log_ratio_part"]
     return {
@@ -189,12 +190,14 @@ def sample_metrics(
         np.array([len(getattr(s.trajectory, field)) for s in samples])
         for field in ("prompt", "tokens")
     )
+    turns = np.array([s.trajectory.turn.max(initial=0) + 1 for s in samples])
     rewards, groups = rows["rewards"], rows["group"]
     by_group = [rewards[groups == g] for g in np.unique(groups)]
     parts = rollouts.components(samples)
     means = {f"reward/component/{name}": x.mean() for name, x in parts.items() if len(parts) > 1}
     return means | batch_metrics.length_metrics(
-        prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1]
+        prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1],
+        num_turns=turns,
     ) | {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -213,10 +216,9 @@ def check_finite(step: int, values: dict[str, float], kept: int | None) -> None:
     # An unclamped divergence may overflow by itself; only what moves the weights stops the run.
     terms = {n: v for n, v in bad.items() if n.endswith(("_loss", "grad_norm", "reward/mean"))}
     if terms:
-        raise FloatingPointError(
-            f"step {step}: {', '.join(f'{n} is {v}' for n, v in terms.items())}; the run stops here "
-            + (f"and the checkpoint of step {kept} is intact" if kept is not None else "")
-        )
+        named = ", ".join(f"{n} is {v}" for n, v in terms.items())
+        rest = f" and the checkpoint of step {kept} is intact" if kept is not None else ""
+        raise FloatingPointError(f"step {step}: {named}; the run stops here{rest}")
 
 
 class Interrupt:

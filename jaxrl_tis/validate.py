@@ -144,8 +144,8 @@ def _methods(c: correction.Correction, config):
     is_whole = config.train.microbatch_rows == rollout.prompts * rollout.group_size
     if rollout.group_size == 1 and advantage not in UNGROUPED:
         yield (
-            f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a group; "
-            "use at least 2"
+            f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a "
+            "group; use at least 2"
         )
     if objective in WHOLE_GROUPS and not is_whole:
         yield (
@@ -173,8 +173,8 @@ def _methods(c: correction.Correction, config):
         )
     if weight != "none" and "logp_behav" in methods.needs("objective", objective):
         yield (
-            f"objective {objective!r} weighs by logp_behav itself; the weight {weight!r} would count "
-            "the engine's part twice: set correction.weight to 'none'"
+            f"objective {objective!r} weighs by logp_behav itself; the weight {weight!r} would "
+            "count the engine's part twice: set correction.weight to 'none'"
         )
     for name, parameters in (c.weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
@@ -218,8 +218,8 @@ def _sampling(config):
     rollout = config.rollout
     if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
         yield (
-            f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in (0, 1] "
-            "and [0, 1)"
+            f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in "
+            "(0, 1] and [0, 1)"
         )
     is_filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     if is_filtered and not rollout.allow_filter_bias:

@@ -227,6 +227,7 @@ def test_metrics_of_the_samples_by_hand():
     assert values["reward/equal_groups_ratio"] == 0.5
     assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1
     assert values["response_length/truncated_ratio"] == 0.0
+    assert values["num_turns/max"] == 1
     assert values["response_length/clip_ratio"] == 0.25 and values["prompt_length/clip_ratio"] == 1
     assert values["actor/entropy"] == 1.5
 

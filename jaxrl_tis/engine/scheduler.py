@@ -139,7 +139,8 @@ class Scheduler:
             running.pieces.append(piece)
             if host["remaining"][slot] == 0:
                 is_stop = piece["tokens"][-1] in running.request.sampling.stop_ids
-                finished.append(self._finish(self._running.pop(slot), "stop" if is_stop else "length"))
+                reason = "stop" if is_stop else "length"
+                finished.append(self._finish(self._running.pop(slot), reason))
         return finished
 
     def _finish(self, running: _Running, stop_reason: str) -> Trajectory:

@@ -4,11 +4,11 @@ A method is a (name, parameters) pair, see `methods.parse`. The policy that samp
 two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
-logp - logp_old is the staleness; masks and weight judge the sampler's gap logp_old - logp_behav, once
-for the rollout batch.
+logp - logp_old is the staleness; masks and weight judge the sampler's gap logp_old - logp_behav,
+once for the rollout batch.
 
-Bypass: the caller sets logp_old = logp_behav, so the objective's ratio counts the whole drift, once.
-Masks and weight judge the drift so far, logp - logp_behav, at every update.
+Bypass: the caller sets logp_old = logp_behav, so the objective's ratio counts the whole drift,
+once. Masks and weight judge the drift so far, logp - logp_behav, at every update.
 """
 
 import chex
@@ -37,8 +37,8 @@ def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex
 
 
 def weight_level(name: str) -> str:
-    """What one weight is of, a key of `weights.RAW`: "seq" and "geo" weights belong to all tokens of
-    a sequence, and the others count as "token"."""
+    """What one weight is of, a key of `weights.RAW`: "seq" and "geo" weights belong to all tokens
+    of a sequence, and the others count as "token"."""
     level = name.split("_")[0]
     return level if level in weights.RAW and name != "seq_mask_tis" else "token"
 
@@ -119,8 +119,8 @@ def policy_loss(
     Args:
       logp: [B,T] log-probs of the sampled tokens under the policy that is trained, nats; the
         gradient flows through it (and through entropy).
-      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav` with
-        masks or a weight, unless `weights` holds weights that were computed once for the whole
+      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
+        with masks or a weight, unless `weights` holds weights that were computed once for the whole
         rollout batch, whose mask then holds the kept tokens; `logp_ref` with kl; and what the
         methods need, see `methods.needs`.
       objective: name in `objectives.OBJECTIVES` and its parameters.

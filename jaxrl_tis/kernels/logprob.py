@@ -107,7 +107,7 @@ def collision_probability(
 
 
 def _chunks(shape: tuple[int, int], chunk: int):
-    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last chunk padded with zeros."""
+    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last padded with zeros."""
     b, n = shape
     size = min(n, max(1, chunk // b))
 
