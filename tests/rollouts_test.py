@@ -66,6 +66,9 @@ class FakeRewards:
         return [{"reward": self._function(text, record)}
                 for text, record in zip(texts, records, strict=True)]
 
+    def score(self, texts, records):
+        return [parts["reward"] for parts in self.components(texts, records)]
+
 
 def batches():
     """Endless batches of two prompts: ids 0 1, 2 3, ..."""
