@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,58 +118,86 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:
-        mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_learner"]
-        log_ratio = ratios.safe_log_ratio(learner, behav, mask)
-        old = {"logp": learner, "logp_old": learner, "logp_prox": learner}
-        batch = with_key(c, batch | old)
-        w, factor = loss.importance_weights(log_ratio, batch, c.weight, c.is_batch_normalized)
-        metrics = gap_metrics(c, w * factor, log_ratio, batch)
-        if c.is_batch_normalized:
-            metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-        batch = batch | {"weights": w}
-        rewards, reward_metrics = _rewards(c, batch)
-        name, parameters = c.advantage
-        adv = advantages.ADVANTAGES[name](
-            rewards, mask, batch["group"], **loss.needed("advantage", name, batch), **parameters
-        )
-        keep = loss.accepted(log_ratio, batch | {"adv": adv}, c.masks)
-        metrics |= reward_metrics | rejection_metrics(c, log_ratio, mask, keep)
-        metrics |= batch_metrics.staleness_metrics(
-            batch["version"], batch["current_version"], mask
-        )
-        out = {"adv": adv, "logp_old": learner, "logp_prox": learner}
-        if c.mode == "bypass":
-            out |= {"logp_old": behav, "logp_prox": behav}
-        elif c.counts_rejected:
-            out["weights"] = jnp.where(keep, w, 0.0)
-        else:
-            out |= {"weights": jnp.where(keep, w, 0.0), "mask": keep}
-        if name == "gae":
-            out["returns"] = advantages.gae_returns(
-                rewards, mask, values=batch["values"],
-                gamma=parameters["gamma"], lam=parameters["lam"],
-            )
-        total = jnp.sum(ratios.zero_padding(rewards, mask), 1) if rewards.ndim == 2 else rewards
-        metrics |= batch_metrics.reward_metrics(
-            batch["rewards"], total, jnp.sum(mask, axis=1)
-        )
-        returns = out["returns"] if "returns" in out else adv
-        values = batch["values"] if "values" in batch else None
-        return out, metrics | batch_metrics.advantage_metrics(adv, returns, mask, values)
+        judged = _judge(c, batch)
+        fields = _update_fields(c, batch, judged)
+        return fields, _prepare_metrics(c, batch, judged, fields)
 
     return jax.jit(prepare)
 
 
-def _rewards(c: Correction, batch: Batch) -> tuple[jax.Array, Metrics]:
+class _Judged(NamedTuple):
+    """What the methods made of a rollout batch."""
+
+    log_ratio: jax.Array  # [N,T] learner over sampler, nats
+    w: jax.Array  # [N,T]
+    factor: jax.Array  # what w was divided by
+    rewards: jax.Array  # [N] or [N,T]
+    adv: jax.Array  # [N,T]
+    keep: jax.Array  # [N,T] bool
+
+
+def _judge(c: Correction, batch: Batch) -> _Judged:
+    mask, learner = batch["mask"], batch["logp_learner"]
+    log_ratio = ratios.safe_log_ratio(learner, batch["logp_behav"], mask)
+    batch = with_key(c, batch | {"logp": learner, "logp_old": learner, "logp_prox": learner})
+    w, factor = loss.importance_weights(log_ratio, batch, c.weight, c.is_batch_normalized)
+    batch, rewards = batch | {"weights": w}, _rewards(c, batch)
+    name, parameters = c.advantage
+    adv = advantages.ADVANTAGES[name](
+        rewards, mask, batch["group"], **loss.needed("advantage", name, batch), **parameters
+    )
+    keep = loss.accepted(log_ratio, batch | {"adv": adv}, c.masks)
+    return _Judged(log_ratio, w, factor, rewards, adv, keep)
+
+
+def _update_fields(c: Correction, batch: Batch, judged: _Judged) -> Batch:
+    learner, behav, w = batch["logp_learner"], batch["logp_behav"], judged.w
+    fields = {"adv": judged.adv, "logp_old": learner, "logp_prox": learner}
+    if c.mode == "bypass":
+        fields |= {"logp_old": behav, "logp_prox": behav}
+    elif c.counts_rejected:
+        fields["weights"] = jnp.where(judged.keep, w, 0.0)
+    else:
+        fields |= {"weights": jnp.where(judged.keep, w, 0.0), "mask": judged.keep}
+    name, parameters = c.advantage
+    if name == "gae":
+        fields["returns"] = advantages.gae_returns(
+            judged.rewards, batch["mask"], values=batch["values"],
+            gamma=parameters["gamma"], lam=parameters["lam"],
+        )
+    return fields
+
+
+def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, fields: Batch) -> Metrics:
+    mask, rewards = batch["mask"], judged.rewards
+    metrics = gap_metrics(c, judged.w * judged.factor, judged.log_ratio, batch)
+    metrics |= rejection_metrics(c, judged.log_ratio, mask, judged.keep)
+    metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
+    if c.is_batch_normalized:
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = judged.factor
+    if c.kl is not None:
+        metrics["actor/kl_to_reference"] = kl_estimators.sequence_kl(_kl(c, batch), mask)
+    total = jnp.sum(ratios.zero_padding(rewards, mask), 1) if rewards.ndim == 2 else rewards
+    metrics |= batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(mask, axis=1))
+    returns = fields["returns"] if "returns" in fields else judged.adv
+    values = batch["values"] if "values" in batch else None
+    return metrics | batch_metrics.advantage_metrics(judged.adv, returns, mask, values)
+
+
+def _kl(c: Correction, batch: Batch) -> jax.Array:
+    """[N,T] KL to the reference at the weights that sampled."""
+    learner = batch["logp_learner"]
+    return loss.kl_term(learner, batch | {"logp_old": learner}, c.kl)
+
+
+def _rewards(c: Correction, batch: Batch) -> jax.Array:
     """Rewards [N], or [N,T] with the KL penalty of each token where it belongs to the reward."""
-    rewards, mask = batch["rewards"], batch["mask"]
-    if c.kl is None:
-        return rewards, {}
-    kl_bt = loss.kl_term(batch["logp_old"], batch, c.kl)
-    if c.kl_placement == "reward":
-        kl_coeff = controlled(c, batch).kl_coeff
-        rewards = kl_estimators.penalized_rewards(rewards, mask, kl_bt, kl_coeff)
-    return rewards, {"actor/kl_to_reference": kl_estimators.sequence_kl(kl_bt, mask)}
+    if c.kl is None or c.kl_placement == "loss":
+        return batch["rewards"]
+    kl_coeff = controlled(c, batch).kl_coeff
+    return kl_estimators.penalized_rewards(
+        batch["rewards"], batch["mask"], _kl(c, batch), kl_coeff
+    )
 
 
 def policy_loss(
@@ -216,7 +245,7 @@ def check(c: Correction) -> None:
     }
 
     def step(rows):
-        batch = rows | make_prepare(c)(rows)[0]
+        batch = rows | _update_fields(c, rows, _judge(c, rows))
         batch |= {"group": jnp.broadcast_to(rows["group"][:, None], (b, t))}
         return policy_loss(c, rows["logp_learner"], rows["entropy"], batch, 1.0, 1.0)
 
