@@ -1,6 +1,6 @@
 """Time of the estimators on a long rollout batch, against reading its inputs once.
 
-    python -m benchmarks.estimators [--rows=512] [--length=8192] [--rounds=5]
+    python -m benchmarks.estimators [--rows=512] [--length=8192] [--rounds=5] [--only=weights,m2po]
 
 Packed rows of responses whose lengths spread evenly over the octaves from 64 tokens up. Each line
 is one jitted call that ends in scalars: what a method adds to a training step, whose own program
