@@ -16,7 +16,6 @@ from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
 
-
 MAX_LOGITS = 2**28  # 1 GiB in float32
 
 

@@ -30,7 +30,6 @@ ON_DEMAND = frozenset(("values", "logp_ref", "reward_components", "greedy_reward
 # learner, the sampler and the reference), and the gradient's norm of every row by itself.
 LARGE = frozenset(("logits", "logits_behav", "logits_ref", "grad_norms"))
 
-
 NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 

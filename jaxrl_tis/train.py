@@ -159,7 +159,7 @@ class Trainer:
                 collected.append(values)
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
-        measured = jax.device_get(measured) | means | shares(means)
+        measured = jax.device_get(measured) | means | attribution.shares(means)
         if "sum_pi_squared" in rows:
             measured |= self._variance_proxies(
                 rows["logp_learner"], rows["adv"], rows["sum_pi_squared"], rows["mask"],
@@ -171,14 +171,7 @@ class Trainer:
         return state, measured
 
 
-def shares(means: dict[str, float]) -> dict[str, float]:
-    """Each factor's share of the squared drift from the sampler; 0 where nothing has drifted."""
-    total = means["mismatch/product/log_ratio_part"]
-    return {
-        f"mismatch/{factor}/share":
-        means[f"mismatch/{factor}/log_ratio_part"] / total if total > 0 else 0.0
-        for factor in attribution.FACTORS
-    }
+_length_metrics = jax.jit(batch_metrics.length_metrics)
 
 
 def sample_metrics(
@@ -195,7 +188,7 @@ def sample_metrics(
     by_group = [rewards[groups == g] for g in np.unique(groups)]
     parts = rollouts.components(samples)
     means = {f"reward/component/{name}": x.mean() for name, x in parts.items() if len(parts) > 1}
-    return means | batch_metrics.length_metrics(
+    return means | _length_metrics(
         prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1],
         num_turns=turns,
     ) | {

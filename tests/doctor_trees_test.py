@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis import doctor, doctor_case, train
+from jaxrl_tis import doctor, doctor_case
 from jaxrl_tis.doctor_case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE,
     OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
@@ -331,5 +331,5 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
         for clause in (*finding.all_of, *finding.any_of) if clause.metric not in doctor_case.FACTS
     } | {ENGINE_SHARE, MEAN_GAP, doctor.IS_VALID}
     found = jax.eval_shape(measured)
-    found |= train.shares({name: 1.0 for name in found})
+    found |= attribution.shares({name: 1.0 for name in found})
     assert read <= set(found)

@@ -71,6 +71,16 @@ def factor_metrics(
     return diagnostics.detached(metrics, "mismatch/")
 
 
+def shares(metrics: dict[str, chex.Numeric]) -> dict[str, chex.Array]:
+    """mismatch/<factor>/share of the squared drift, from the parts in `factor_metrics`; the shares
+    add up to 1, and are 0 where nothing has drifted."""
+    part = lambda factor: jnp.asarray(metrics[f"mismatch/{factor}/log_ratio_part"])
+    return {
+        f"mismatch/{factor}/share": ratios.safe_divide(part(factor), part("product"))
+        for factor in FACTORS
+    }
+
+
 def capped_ratio(
     logp: chex.Array,
     logp_prox: chex.Array,
@@ -129,21 +139,10 @@ def capped_ratio(
         statistics["log_ratio_mean"] = ratios.masked_mean(log_bt[factor], mask)
         statistics["fraction_capped"] = ratios.masked_mean(is_capped[factor], is_valid)
         metrics |= diagnostics.detached(statistics, f"mismatch/{factor}/")
-    metrics |= diagnostics.detached(_shares(log_bt, mask), "mismatch/")
+    metrics |= shares(factor_metrics(logp, logp_prox, logp_old, logp_behav, mask))
     w = jnp.minimum(raw, cap)
     w_bt = w if level == "token" else ratios.to_tokens(w, seg, mask.shape[1])
     return jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask)), metrics
-
-
-def _shares(log_bt, mask):
-    """Each factor's part of the squared log-ratio; a factor may be negative where two cancel."""
-    total = ratios.masked_mean(jnp.square(log_bt["product"]), mask)
-    return {
-        f"{factor}/share": ratios.safe_divide(
-            ratios.masked_mean(log_bt[factor] * log_bt["product"], mask), total
-        )
-        for factor in FACTORS
-    }
 
 
 def bucket_statistics(
