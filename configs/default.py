@@ -97,6 +97,7 @@ def get_config() -> ConfigDict:
     c.train.minibatches = 1  # updates per epoch over a rollout batch
     c.train.epochs = 1
     c.train.microbatch_rows = 32  # rows per forward and backward pass
+    c.train.pack_length = 0  # tokens of a row shared by several sequences; 0: one sequence a row
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
 
     c.metrics = ConfigDict()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxrl_tis import control, correction, models, optimizer, sharding
+from jaxrl_tis import batch, control, correction, models, optimizer, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.engine import Engine
@@ -23,6 +23,7 @@ MAX_LOGITS = 2**28  # 1 GiB in float32
 class Setup:
     """Everything of a run that does not change while it runs.
 
+    `learner` takes rows of one sequence; `packer`, if any, is how the updates' rows are filled.
     `engine` samples, `learner_engine` generates with the learner's own numerics for evaluation.
     """
 
@@ -31,6 +32,7 @@ class Setup:
     model: ModelConfig
     layout: sharding.Layout
     learner: steps.Learner
+    packer: batch.Packer | None
     correction: correction.Correction
     optimizer: Any
     critic_optimizer: Any
@@ -44,6 +46,15 @@ class Setup:
     @property
     def row_length(self) -> int:
         return self.engine.max_length
+
+    @property
+    def update_learner(self) -> steps.Learner:
+        """The learner on the rows of the updates."""
+        if self.packer is None:
+            return self.learner
+        return dataclasses.replace(
+            self.learner, max_targets=self.packer.length, max_segments=self.packer.max_segments
+        )
 
 
 def build(config: ml_collections.ConfigDict) -> Setup:
@@ -70,15 +81,22 @@ def build(config: ml_collections.ConfigDict) -> Setup:
     for name, parameters in chosen.controllers:
         if name == "gradient_alignment":
             policy_optimizer = optimizer.aligned(policy_optimizer, **parameters)
+    max_length = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    packer = None
+    if config.train.pack_length:
+        packer = batch.Packer.of(
+            config.train.pack_length, max_length, config.train.microbatch_rows, layout.shards
+        )
+        # Rows of one sequence are max_length wide, which packed rows do not know.
+        chosen = dataclasses.replace(chosen, scale=chosen.scale or float(max_length))
     engine = functools.partial(
-        Engine, model, slots=config.engine.slots,
-        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+        Engine, model, slots=config.engine.slots, max_length=max_length,
         highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
         prefill_batch=config.engine.prefill_batch, unroll=config.engine.unroll,
         layout=serving,
     )
     return Setup(
-        config, tokenizer, model, layout, learner, chosen,
+        config, tokenizer, model, layout, learner, packer, chosen,
         policy_optimizer, optimizer.make(config.critic, updates),
         engine=engine(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,

@@ -104,6 +104,11 @@ class Layout:
     def rules(self) -> dict:
         return dict(self.rules_items)
 
+    @property
+    def shards(self) -> int:
+        """Parts that the rows of a batch are cut into."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
     def sharding(self, axes: tuple) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(axes, self.rules))
 

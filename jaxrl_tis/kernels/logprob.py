@@ -14,7 +14,7 @@ def token_logprob(
     params: Any,
     x_bnd: jax.Array,
     targets_bn: jax.Array,
-    temperature_b: jax.Array,
+    temperature_bn: jax.Array,
     chunk: int,
     with_entropy: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -27,21 +27,21 @@ def token_logprob(
       head: (params, x [..., D]) -> logits [..., V] float32.
       params: pytree of the head's parameters.
       x_bnd: [B,N,D] hidden states; targets_bn: [B,N] int32 tokens they predict.
-      temperature_b: [B] positive; gets no gradient.
+      temperature_bn: [B,N] positive; gets no gradient.
       chunk: positions per chunk, summed over rows.
       with_entropy: also compute entropies; otherwise the second result is zeros.
 
     Returns: (logp_bn, entropy_bn) float32 in nats, both differentiable in x and the parameters.
     """
-    return _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy)[0]
+    return _forward(head, params, x_bnd, targets_bn, temperature_bn, chunk, with_entropy)[0]
 
 
-def _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy):
+def _forward(head, params, x_bnd, targets_bn, temperature_bn, chunk, with_entropy):
     split, join = _chunks(targets_bn.shape, chunk)
 
     def body(carry, inputs):
-        x_bcd, targets_bc = inputs
-        logits = head(params, x_bcd) / temperature_b[:, None, None]
+        x_bcd, targets_bc, temperature = inputs
+        logits = head(params, x_bcd) / temperature[..., None]
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1)
@@ -54,20 +54,22 @@ def _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy
 
     x_cbnd = split(x_bnd)
     is_single = len(x_cbnd) == 1
-    _, (*results, logits) = jax.lax.scan(body, None, (x_cbnd, split(targets_bn)))
+    _, (*results, logits) = jax.lax.scan(
+        body, None, (x_cbnd, split(targets_bn), split(temperature_bn, 1.0))
+    )
     logp, entropy, normaliser = map(join, results)
-    saved = params, x_bnd, targets_bn, temperature_b, normaliser, entropy, logits
+    saved = params, x_bnd, targets_bn, temperature_bn, normaliser, entropy, logits
     return (logp, entropy), saved
 
 
 def _backward(head, chunk, with_entropy, saved, gradients):
-    params, x_bnd, targets_bn, temperature_b, normaliser_bn, entropy_bn, kept = saved
+    params, x_bnd, targets_bn, temperature_bn, normaliser_bn, entropy_bn, kept = saved
     split, join = _chunks(targets_bn.shape, chunk)
 
     def body(total, inputs):
-        (x_bcd, targets, normaliser, entropy, g_logp, g_entropy), scaled = inputs
+        (x_bcd, targets, temperature, normaliser, entropy, g_logp, g_entropy), scaled = inputs
         logits, pull = jax.vjp(head, params, x_bcd)
-        inverse = 1 / temperature_b[:, None, None]
+        inverse = 1 / temperature[..., None]
         scaled = logits * inverse if scaled is None else scaled
         logp = scaled - normaliser[..., None]
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
@@ -80,17 +82,18 @@ def _backward(head, chunk, with_entropy, saved, gradients):
         return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, params_bar), x_bar
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
-    fields = (x_bnd, targets_bn, normaliser_bn, entropy_bn, *gradients)
-    total, x_bar = jax.lax.scan(body, zeros, (tuple(map(split, fields)), kept))
+    fields = (normaliser_bn, entropy_bn, *gradients)
+    pieces = (split(x_bnd), split(targets_bn), split(temperature_bn, 1.0), *map(split, fields))
+    total, x_bar = jax.lax.scan(body, zeros, (pieces, kept))
     params_bar = jax.tree.map(lambda t, w: t.astype(w.dtype), total, params)
-    return params_bar, join(x_bar), None, jnp.zeros_like(temperature_b)
+    return params_bar, join(x_bar), None, jnp.zeros_like(temperature_bn)
 
 
 def collision_probability(
     head: Callable[[Any, jax.Array], jax.Array],
     params: Any,
     x_bnd: jax.Array,
-    temperature_b: jax.Array,
+    temperature_bn: jax.Array,
     chunk: int,
 ) -> jax.Array:
     """[B,N] sum over the vocabulary of softmax(head(params, x) / temperature)^2, without gradient.
@@ -99,20 +102,22 @@ def collision_probability(
     """
     split, join = _chunks(x_bnd.shape[:2], chunk)
 
-    def body(x_bcd):
-        logp = jax.nn.log_softmax(head(params, x_bcd) / temperature_b[:, None, None])
+    def body(inputs):
+        x_bcd, temperature = inputs
+        logp = jax.nn.log_softmax(head(params, x_bcd) / temperature[..., None])
         return jnp.sum(jnp.exp(2 * logp), axis=-1)
 
-    return jax.lax.stop_gradient(join(jax.lax.map(body, split(x_bnd))))
+    return jax.lax.stop_gradient(join(jax.lax.map(body, (split(x_bnd), split(temperature_bn, 1.0)))))
 
 
 def _chunks(shape: tuple[int, int], chunk: int):
-    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last padded with zeros."""
+    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last one padded."""
     b, n = shape
     size = min(n, max(1, chunk // b))
 
-    def split(x):
-        x = jnp.pad(x, ((0, 0), (0, -n % size)) + ((0, 0),) * (x.ndim - 2))
+    def split(x, padding=0):
+        pad = ((0, 0), (0, -n % size)) + ((0, 0),) * (x.ndim - 2)
+        x = jnp.pad(x, pad, constant_values=padding)
         return jnp.moveaxis(x.reshape(b, -1, size, *x.shape[2:]), 1, 0)
 
     def join(x):

@@ -56,7 +56,7 @@ def test_by_hand():
     # Logits (0, log 3) are 1/4, 3/4; at temperature 1/2 they are 1/10, 9/10.
     w = jnp.array([[0.0, np.log(3.0)]])
     x, targets = jnp.ones((2, 1, 1)), jnp.array([[0], [1]])
-    logp, entropy = token_logprob(head, w, x, targets, jnp.array([1.0, 0.5]), 8, True)
+    logp, entropy = token_logprob(head, w, x, targets, jnp.array([[1.0], [0.5]]), 8, True)
     np.testing.assert_allclose(logp, np.log([[0.25], [0.9]]), rtol=1e-6)
     hand = -(0.25 * np.log(0.25) + 0.75 * np.log(0.75)), -(0.1 * np.log(0.1) + 0.9 * np.log(0.9))
     np.testing.assert_allclose(entropy[:, 0], hand, rtol=1e-5)
