@@ -18,7 +18,7 @@ import optax
 from jaxrl_tis import optimizer as optimizers
 from jaxrl_tis.correction import Correction, policy_loss
 from jaxrl_tis.estimators import objectives, ratios, reduce, sequence_clipped
-from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
+from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -55,12 +55,8 @@ class Learner:
 # Forward passes
 
 
-def _read_targets(params: Any, learner: Learner, batch: Batch, read: Callable):
-    """What `read` says of the masked tokens, each [B,T] and 0 elsewhere.
-
-    read: (head, its parameters, hidden states [B,N,D], tokens they predict [B,N], temperatures
-      [B,N]) -> several [B,N].
-    """
+def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
+    """`token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere."""
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
@@ -70,26 +66,25 @@ def _read_targets(params: Any, learner: Learner, batch: Batch, read: Callable):
     count = min(learner.max_targets, is_target.shape[1])
     source_bn = jnp.argsort(~is_target, axis=1, stable=True)[:, :count]
     of_target = lambda x_bt: jnp.take_along_axis(x_bt, source_bn + 1, axis=1)
-    results = read(
-        lambda head, x: transformer.head_logits(head, learner.program, x),
-        transformer.head_params(params),
+    found = token_logprob(
+        transformer.output_head(params, learner.program),
         jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
         of_target(batch["tokens"]),
         of_target(jnp.where(batch["mask"], batch["temperature"], 1.0)),
+        learner.chunk,
+        **options,
     )
     rows = jnp.arange(source_bn.shape[0])[:, None]
     scatter = lambda x_bn: jnp.zeros(batch["mask"].shape).at[rows, source_bn + 1].set(x_bn)
-    return tuple(ratios.zero_padding(scatter(x), batch["mask"]) for x in results)
+    return Scores(*(ratios.zero_padding(scatter(x), batch["mask"]) for x in found))
 
 
 def response_logprobs(
     params: Any, learner: Learner, batch: Batch, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies [B,T] of the masked tokens at their temperatures; 0 elsewhere."""
-    return _read_targets(
-        params, learner, batch,
-        lambda *inputs: token_logprob(*inputs, learner.chunk, with_entropy),
-    )
+    found = _score_targets(params, learner, batch, with_entropy=with_entropy)
+    return found.logp, found.entropy
 
 
 def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
@@ -98,8 +93,7 @@ def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
     )
-    head = transformer.head_params(params)
-    logits_btv = transformer.head_logits(head, learner.program, x_btd)
+    logits_btv = transformer.head_logits(params, learner.program, x_btd)
     before_btv = jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     mask_bt1 = batch["mask"][..., None]
     temperature_bt1 = jnp.where(mask_bt1, batch["temperature"][..., None], 1.0)
@@ -149,10 +143,7 @@ def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     rows, T], 0 elsewhere."""
 
     def collisions(params, micro):
-        read = lambda head, weights, x, _, temperature: (
-            collision_probability(head, weights, x, temperature, learner.chunk),
-        )
-        return _read_targets(params, learner, micro, read)[0]
+        return _score_targets(params, learner, micro, with_collision=True).collision
 
     return _by_micro_batch(learner, collisions)
 

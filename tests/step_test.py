@@ -269,13 +269,13 @@ def test_a_controller_scales_the_update_and_not_the_gradient():
 
 def test_no_update_holds_the_logits_of_all_tokens():
     def widest(data, **changes):
-        """Largest array of the traced update with a vocabulary axis, in vectors of V."""
+        """Largest array of the lowered update with a vocabulary axis, in vectors of V."""
         chosen = correction.parse(fields(**changes))
         traced = step.make_train_step(LEARNER, chosen, SGD).trace(
             start(params(), SGD), cut(data, 2)
         )
-        shapes = re.findall(r"\w+\[([\d,]+)\]", str(traced.jaxpr))
-        shapes = [[int(n) for n in shape.split(",")] for shape in shapes]
+        shapes = re.findall(r"tensor<((?:\d+x)+)", traced.lower().as_text())
+        shapes = [[int(n) for n in shape[:-1].split("x")] for shape in shapes]
         return max(math.prod(shape) // V for shape in shapes if V in shape)
 
     # A micro-batch has 4 rows of at most 6 targets, a chunk 4 x 2 positions, the head D columns.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl_tis.kernels.logprob_chunked import Head
 from jaxrl_tis.models import attention, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
@@ -230,21 +231,16 @@ def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
 
 
-def head_params(params: Params) -> Params:
-    """The part of the parameters that `head_logits` reads: the output head or the tied table."""
-    name = "head" if "head" in params else "embed"
-    return {name: params[name]}
+def output_head(params: Params, program: Program) -> Head:
+    """The output head, or the tied table in its place."""
+    if "head" in params:
+        return Head(params["head"], vocab_axis=1, highest=program.highest_head)
+    return Head(params["embed"], vocab_axis=0, highest=program.highest_head)
 
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
     """x [..., D] -> logits [..., V] in float32."""
-    w, contract = (params["head"], 0) if "head" in params else (params["embed"], 1)
-    dtype = jnp.float32 if program.highest_head else x.dtype
-    precision = jax.lax.Precision.HIGHEST if program.highest_head else None
-    return jax.lax.dot_general(
-        x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (contract,)), ((), ())),
-        precision=precision, preferred_element_type=jnp.float32,
-    )
+    return output_head(params, program).logits(x)
 
 
 def logits(params, config, tokens, positions=None, segment_ids=None, program=Program()):
