@@ -90,6 +90,7 @@ def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
     return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
 
 
+@functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
 def _splash_kernel(length: int, shards: int, interpret: bool = False):
     """Causal splash attention of rows whose queries are cut into shards; None where it cannot be.
 
@@ -102,10 +103,11 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
     sizes = splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
     # One mask serves all heads.
     mask = splash_attention.CausalMask((length, length), shard_count=shards)
-    return splash_attention.make_splash_mha(
-        splash_attention.MultiHeadMask([mask]), block_sizes=sizes, head_shards=1,
-        q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS, interpret=interpret,
-    )
+    with jax.ensure_compile_time_eval():
+        return splash_attention.make_splash_mha(
+            splash_attention.MultiHeadMask([mask]), block_sizes=sizes, head_shards=1,
+            q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS, interpret=interpret,
+        )
 
 
 def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
