@@ -71,7 +71,7 @@ def build(config: ml_collections.ConfigDict) -> Setup:
     for mesh in (layout.mesh, serving.mesh):
         sharding.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(
-        config.model.dtype, config.model.remat, config.model.highest_head, layout.constrain
+        config.model.dtype, config.model.remat, config.model.highest_head, layout
     )
     learner = steps.Learner(
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk

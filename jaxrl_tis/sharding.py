@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "tensor", "context")
 
 TRAIN_RULES = {
     "batch": ("data", "fsdp"),
-    "length": None,
+    "length": "context",
     "layers": None,
     "norm": None,
     "vocab": "tensor",
@@ -41,9 +41,10 @@ SERVE_RULES = {
 }
 
 
-def make_mesh(shape: tuple[int, int, int], devices: list | None = None) -> Mesh:
-    """Mesh (data, fsdp, tensor) over the first devices; one entry may be -1 and takes all that are
-    left."""
+def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
+    """Mesh (data, fsdp, tensor, context) over the first devices; context may be left out and is 1
+    then; one entry may be -1 and takes all that are left."""
+    shape = (*shape, 1) if len(shape) == 3 else shape
     devices = jax.devices() if devices is None else devices
     known = math.prod(n for n in shape if n != -1)
     free = list(shape).count(-1)
@@ -56,7 +57,7 @@ def make_mesh(shape: tuple[int, int, int], devices: list | None = None) -> Mesh:
         )
     shape = tuple(len(devices) // known if n == -1 else n for n in shape)
     used = np.array(devices[: math.prod(shape)])
-    return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def partition_spec(axes: tuple, rules: dict) -> PartitionSpec:
@@ -151,8 +152,15 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def layout(shape: tuple[int, int, int], rules: dict, devices: list | None = None) -> Layout:
-    return Layout(make_mesh(shape, devices), tuple(rules.items()))
+def layout(shape: tuple[int, ...], rules: dict, devices: list | None = None) -> Layout:
+    """ValueError where a context axis would shard nothing."""
+    mesh = make_mesh(shape, devices)
+    if mesh.shape["context"] > 1 and rules["length"] != "context":
+        raise ValueError(
+            f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which only "
+            "training rows are cut into; use 1 to serve"
+        )
+    return Layout(mesh, tuple(rules.items()))
 
 
 def single_device() -> Layout:
