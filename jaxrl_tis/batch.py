@@ -217,7 +217,7 @@ class Packing:
     def pack(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Fields [N,L,...] of one sequence a row -> [M,R,T,...], 0 at padding.
 
-        Fields that belong to the step and not to a token, [N] or [N,1], go to the rows as they come.
+        Fields that belong to the step, not to a token, [N] or [N,1], go to the rows as they come.
         """
         sequence, token, cell = self._cells
         packed = {}

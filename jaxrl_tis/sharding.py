@@ -137,9 +137,9 @@ class Layout:
         return jax.device_put(params, self.params(config))
 
     def put_batch(self, batch: Any) -> Any:
-        """Host arrays [accumulation, rows, ...] onto the mesh, rows over the data axes."""
-        axes = lambda x: (None, "batch") + (None,) * (np.ndim(x) - 2)
-        return jax.tree.map(lambda x: jax.device_put(x, self.sharding(axes(x))), batch)
+        """Host arrays [accumulation, rows, T, ...] onto the mesh, see `batch_axes`."""
+        put = lambda x: jax.device_put(x, self.sharding(batch_axes(x.shape)))
+        return jax.tree.map(put, batch)
 
     def put_cache(self, kv: Any) -> Any:
         """Key/value cache [..., B,N,S,K]: slots over the data axes, heads over tensor."""
@@ -161,6 +161,13 @@ def layout(shape: tuple[int, ...], rules: dict, devices: list | None = None) -> 
             "training rows are cut into; use 1 to serve"
         )
     return Layout(mesh, tuple(rules.items()))
+
+
+def batch_axes(shape: tuple[int, ...]) -> tuple:
+    """Logical axes of a field [accumulation, rows], [accumulation, rows, 1] or
+    [accumulation, rows, T, ...] of a batch."""
+    length = () if len(shape) == 2 else ("length" if shape[2] > 1 else None,)
+    return (None, "batch", *length, *(None,) * (len(shape) - 3))
 
 
 def single_device() -> Layout:

@@ -61,22 +61,36 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
     )
-    # Token t is predicted from position t - 1; masked tokens are gathered to the left.
-    is_target = batch["mask"][:, 1:]
-    count = min(learner.max_targets, is_target.shape[1])
-    source_bn = jnp.argsort(~is_target, axis=1, stable=True)[:, :count]
-    of_target = lambda x_bt: jnp.take_along_axis(x_bt, source_bn + 1, axis=1)
+    gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
     found = token_logprob(
         transformer.output_head(params, learner.program),
-        jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
-        of_target(batch["tokens"]),
-        of_target(jnp.where(batch["mask"], batch["temperature"], 1.0)),
+        gather_hidden(x_btd),
+        gather(batch["tokens"]),
+        gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),
         learner.chunk,
+        layout=learner.program.layout,
         **options,
     )
-    rows = jnp.arange(source_bn.shape[0])[:, None]
-    scatter = lambda x_bn: jnp.zeros(batch["mask"].shape).at[rows, source_bn + 1].set(x_bn)
     return Scores(*(ratios.zero_padding(scatter(x), batch["mask"]) for x in found))
+
+
+def _targets(mask_bt: jax.Array, max_targets: int):
+    """(hidden states [B,T,D] -> [B,N,D] that predict the targets, fields [B,T] of the targets ->
+    [B,N], and back to [B,T]).
+
+    Token t is predicted from position t - 1. Where fewer tokens than T - 1 can be targets, the
+    masked ones are gathered to the left; else N is T, and the row is shifted by one.
+    """
+    b, t = mask_bt.shape
+    if max_targets >= t - 1:
+        return lambda x: x, lambda x: jnp.roll(x, -1, axis=1), lambda x: jnp.roll(x, 1, axis=1)
+    source_bn = jnp.argsort(~mask_bt[:, 1:], axis=1, stable=True)[:, :max_targets]
+    rows = jnp.arange(b)[:, None]
+    return (
+        lambda x_btd: jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
+        lambda x_bt: jnp.take_along_axis(x_bt, source_bn + 1, axis=1),
+        lambda x_bn: jnp.zeros((b, t)).at[rows, source_bn + 1].set(x_bn),
+    )
 
 
 def response_logprobs(

@@ -98,8 +98,11 @@ def _read(config, field: str):
 def _batches(config):
     train, rollout = config.train, config.rollout
     for field in ("mesh.train", "mesh.serve"):
-        if len(_read(config, field)) != 3:
-            yield f"{field} is {_read(config, field)}; it needs three entries, (data, fsdp, tensor)"
+        if len(_read(config, field)) not in (3, 4):
+            yield (
+                f"{field} is {_read(config, field)}; it needs the entries (data, fsdp, tensor) or "
+                "(data, fsdp, tensor, context)"
+            )
     rows = rollout.prompts * rollout.group_size
     if min(rows, train.minibatches, train.microbatch_rows) < 1:
         return  # reported by _counts
@@ -120,6 +123,12 @@ def _batches(config):
             f"rollout.prompts * rollout.group_size = {rows} rows cannot be cut into "
             f"train.minibatches = {train.minibatches} of whole micro-batches of "
             f"train.microbatch_rows = {train.microbatch_rows}"
+        )
+    context = math.prod(config.mesh.train[3:])
+    if (train.pack_length or length) % context:
+        yield (
+            f"rows of {train.pack_length or length} tokens cannot be cut into the {context} "
+            "context shards of mesh.train: set train.pack_length to a multiple"
         )
     shards = math.prod(config.mesh.train[:2])
     if shards > 0 and train.microbatch_rows % shards:

@@ -272,6 +272,7 @@ def test_what_packing_refuses():
         (dict(train__pack_length=7), "train.pack_length = 7 is shorter than a sequence: .* = 8"),
         (dict(train__pack_length=40, train__minibatches=3), "16 sequences cannot be cut into"),
         (dict(train__pack_length=40, correction__advantage="opob"), "set train.pack_length to 0"),
+        (dict(train__pack_length=42, mesh__train=(1, 1, 1, 4)), "rows of 42 tokens .* the 4 c"),
     ):
         with pytest.raises(ValueError, match=message):
             validate(tiny.config(**changes))
