@@ -102,7 +102,8 @@ def get_config() -> ConfigDict:
     c.metrics = ConfigDict()
     c.metrics.percentile_every = 10  # steps; also by position: sorts the rollout batch
 
-    c.mesh = ConfigDict()  # (data, fsdp, tensor); -1 takes the devices that are left
+    # (data, fsdp, tensor) or, to cut rows too, (data, fsdp, tensor, context); -1 takes what is left
+    c.mesh = ConfigDict()
     c.mesh.train = (1, 1, 1)
     c.mesh.serve = (1, 1, 1)
 

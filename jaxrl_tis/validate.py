@@ -98,8 +98,11 @@ def _read(config, field: str):
 def _batches(config):
     train, rollout = config.train, config.rollout
     for field in ("mesh.train", "mesh.serve"):
-        if len(_read(config, field)) != 3:
-            yield f"{field} is {_read(config, field)}; it needs three entries, (data, fsdp, tensor)"
+        if len(_read(config, field)) not in (3, 4):
+            yield (
+                f"{field} is {_read(config, field)}; it needs three entries, (data, fsdp, tensor), "
+                "or four, (data, fsdp, tensor, context)"
+            )
     rows = rollout.prompts * rollout.group_size
     if min(rows, train.minibatches, train.microbatch_rows) < 1:
         return  # reported by _counts
