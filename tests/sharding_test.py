@@ -26,12 +26,12 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize("shape, expected", [
-    ((2, 2, 2), (2, 2, 2)), ((-1, 2, 2), (2, 2, 2)), ((1, -1, 2), (1, 4, 2)),
-    ((1, 1, -1), (1, 1, 8)),
+    ((2, 2, 2), (2, 2, 2, 1)), ((-1, 2, 2), (2, 2, 2, 1)), ((1, -1, 2), (1, 4, 2, 1)),
+    ((1, 1, -1), (1, 1, 8, 1)), ((1, 2, 1, 4), (1, 2, 1, 4)), ((1, 1, 2, -1), (1, 1, 2, 4)),
 ])
 def test_mesh_shapes(shape, expected):
     mesh = sharding.make_mesh(shape)
-    assert tuple(mesh.shape[a] for a in ("data", "fsdp", "tensor")) == expected
+    assert tuple(mesh.shape[a] for a in ("data", "fsdp", "tensor", "context")) == expected
 
 
 @pytest.mark.parametrize("shape", [(3, -1, 1), (2, 2, 4), (-1, -1, 1), (1, -1, 16)])

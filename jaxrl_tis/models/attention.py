@@ -102,7 +102,7 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes = splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
     # One mask serves all heads.
-    mask = splash_attention.CausalMask((length, length), shard_count=shards)
+    mask = splash_attention.CausalMask((length, length))
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([mask]), block_sizes=sizes, head_shards=1,

@@ -1,0 +1,139 @@
+"""Rows cut over the mesh axis "context": the numbers of one device, with segments across shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis import sharding, step
+from jaxrl_tis.models import attention, transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+RNG = np.random.default_rng(0)
+CONFIG = ModelConfig(
+    family="qwen2", vocab_size=24, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=48, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
+    qkv_bias=True, qk_norm=False, tie_embeddings=False,
+)
+# Tests of values and gradients need no fast programs, and compiling dominates here.
+QUICK = {"xla_backend_optimization_level": 0}
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+
+
+def train_layout(*shape):
+    return sharding.layout(shape, sharding.TRAIN_RULES)
+
+
+def packed(length, *ends):
+    """Segment ids of a row whose segments end there, then padding."""
+    ids = np.zeros(length, np.int32)
+    for i, (start, end) in enumerate(zip((0, *ends[:-1]), ends), 1):
+        ids[start:end] = i
+    return ids
+
+
+def crossing(length):
+    """Two rows: segments cross every edge of two or four shards, one covers two whole shards."""
+    of = lambda *parts: packed(length, *(int(length * p) for p in parts))
+    return np.stack([of(0.15, 0.3, 0.6, 0.9), of(0.2, 0.85, 1.0)])
+
+
+# Attention
+
+
+def value_and_gradients(attend, q, k, v):
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(q, k, v):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(jnp.cos(q))
+
+    return run(q, k, v)
+
+
+def check_context(length, shards):
+    """Equal to all scores on one device; unequal where segments end with the shard, which is what
+    one knows without the keys of the others."""
+    normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
+    q, k, v = normal(4), normal(2), normal(2)
+    segment_ids, layout = crossing(length), train_layout(1, 1, 2, shards)
+    of_row = lambda *x: attention.row_attention(*x, segment_ids, layout)
+    of_scores = lambda ids: lambda *x: attention.attention(*x, attention.row_mask(ids))
+    sharded = value_and_gradients(of_row, q, k, v)
+    assert sharded[0].sharding.shard_shape(q.shape) == (2, length // shards, 2, 8)
+    for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), q, k, v)):
+        close(ours, expected)
+    cut = segment_ids + 10 * (np.arange(length) // (length // shards))[None]
+    for ours, unexpected in zip(sharded, value_and_gradients(of_scores(cut), q, k, v)):
+        with pytest.raises(AssertionError):
+            close(ours, unexpected)
+
+
+def test_scores():
+    check_context(32, 4)
+
+
+def test_chunks_of_queries(monkeypatch):
+    monkeypatch.setattr(attention, "LONG_ROW", 32)
+    monkeypatch.setattr(attention, "QUERY_CHUNK", 12)
+    check_context(80, 4)  # 20 queries in a shard: a whole chunk and a part of one
+
+
+def test_splash(monkeypatch):
+    """A TPU's program, its kernels interpreted; each shard has its own part of the causal mask."""
+    kernel = attention._splash_kernel
+    monkeypatch.setattr(attention, "_splash_kernel", lambda *a: kernel(*a, interpret=True))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, default: tpu(*arrays))
+    check_context(256, 2)
+
+
+# The learner
+
+
+def minibatch(length):
+    """Two packed rows; a third of the tokens is sampled, never the first of a segment."""
+    ids = crossing(length)
+    starts = np.diff(ids, axis=1, prepend=0) != 0
+    begin = np.maximum.accumulate(np.where(starts, np.arange(length), 0), axis=1)
+    return {
+        "tokens": RNG.integers(0, CONFIG.vocab_size, ids.shape).astype(np.int32),
+        "positions": (np.arange(length) - begin).astype(np.int32),
+        "segment_ids": ids,
+        "mask": (RNG.random(ids.shape) < 0.33) & (ids > 0) & ~starts,
+        "temperature": np.array([0.7, 1.0], np.float32),
+    }
+
+
+def losses(layout, params, batch):
+    """(log-probs, entropies, gradients of a weighted sum of both) by the learner's forward pass."""
+    program = transformer.Program(remat="full", layout=layout)
+    learner = step.Learner(CONFIG, program, max_targets=20, chunk=8)
+    weights = np.cos(np.arange(batch["mask"].size)).reshape(batch["mask"].shape)
+
+    def loss(params):
+        logp, entropy = step.response_logprobs(params, learner, batch, with_entropy=True)
+        return jnp.sum(weights * (logp + 0.1 * entropy)), (logp, entropy)
+
+    gradients, values = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)(params)
+    return values, gradients
+
+
+def test_the_learner_gives_the_numbers_of_one_device():
+    params, batch = transformer.init(CONFIG, jax.random.key(0)), minibatch(48)
+    assert batch["mask"].sum(1).max() <= 20 and batch["mask"].sum(1).min() > 8
+    layout = train_layout(1, 2, 1, 4)
+    placed = {name: jax.device_put(x, layout.sharding(("batch", "length")[: x.ndim]))
+              for name, x in batch.items()}
+    (logp, entropy), gradients = losses(layout, layout.put_params(params, CONFIG), placed)
+    (expected_logp, expected_entropy), expected = losses(None, params, batch)
+    close(logp, expected_logp)
+    close(entropy, expected_entropy)
+    assert np.abs(logp).max() > 1
+    jax.tree.map(close, gradients, expected)
+
+
+def test_serving_has_no_context_axis():
+    with pytest.raises(ValueError, match="'context': 4.* 4 context shards"):
+        sharding.layout((1, 2, 1, 4), sharding.SERVE_RULES)
+    assert train_layout(1, 2, 2).mesh.shape["context"] == 1
