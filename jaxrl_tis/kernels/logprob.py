@@ -153,9 +153,10 @@ def token_logprob(
     Differentiable in x and the head's weight through `logp` and `entropy`, in reverse mode only.
     The backward pass computes the logits again and saves one normaliser and one entropy per token
     (a single chunk outside TPU keeps its logits). Temporaries are per-token numbers, one block of
-    logits ([chunk, V]; a tile of VMEM on TPU), the head in the compute dtype where it is stored in
-    another one, and its float32 gradient. A token without cotangent adds exactly nothing to any
-    gradient, whatever its hidden state, NaN included.
+    logits ([chunk, V]; a tile in VMEM on TPU), the head in the compute dtype where it is stored in
+    another one or cut in its width, and its float32 gradient (outside TPU also a chunk's share of
+    it). A token without cotangent adds exactly nothing to any gradient, whatever its hidden state,
+    NaN included.
 
     Args:
       head: the output head; the compute dtype is x's, or float32 if `head.highest`.
