@@ -1,0 +1,472 @@
+"""Reductions, scans and broadcasts over the segments of packed rows.
+
+Rows [B, T] hold several sequences; `seg` [B, T] int says which: 1..S number the segments of a row,
+and any other id, 0 by convention, is padding, which may hold anything, NaN included: neither a
+value nor a gradient sees it. Everything is computed in `promote_types(input, float32)`.
+
+On a TPU these are kernels (`segment_pallas`) that read their inputs once, elsewhere the references
+here, which stand for all dtypes; float64 never runs in a kernel. A kernel is not partitioned by
+XLA: in a program over several devices pass `rows`, the sharding of [B, T] arrays, and each device
+works on its own rows. Reverse mode is by rules of our own; forward mode is not offered.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxrl_tis.kernels import segment_pallas
+
+LOG_BOUND = 20.0  # bound on a log-ratio before exp, as in verl: exp(20) = 4.9e8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The segments of packed rows, and how many a row holds at most.
+
+    Attributes:
+      ids: [B, T] int32, 1..num_segments; 0 is padding.
+      num_segments: S, the number of columns of everything per sequence; static. Tokens of a larger
+        id would count as padding.
+      rows: sharding of [B, T] arrays in a program over several devices; static.
+    """
+
+    ids: chex.Array
+    num_segments: int = dataclasses.field(metadata={"static": True})
+    rows: NamedSharding | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+class RatioStats(NamedTuple):
+    """Per-sequence statistics of l = logp_old - logp_behav, [B, S] each; 0 for an empty sequence.
+
+    c = clamp(l, +-20), k1 = -c, k2 = c^2 / 2, k3 = exp(c) - 1 - c, dp = |p_old - p_behav|; the last
+    three fields are None where only log-ratios were given.
+    """
+
+    count: chex.Array
+    log_ratio_sum: chex.Array  # of l itself
+    k1_sum: chex.Array
+    k1_max: chex.Array
+    k2_sum: chex.Array
+    k2_max: chex.Array
+    k3_sum: chex.Array
+    k3_max: chex.Array
+    ratio_sum: chex.Array  # of exp(c)
+    ratio_square_sum: chex.Array  # of exp(2 c)
+    logp_behav_sum: chex.Array | None = None
+    dp_sum: chex.Array | None = None
+    dp_max: chex.Array | None = None
+
+
+def segment_reduce(
+    x: chex.Array | tuple[chex.Array, ...],
+    seg: chex.Array,
+    num_segments: int,
+    op: str,
+    *,
+    rows: NamedSharding | None = None,
+) -> chex.Array | tuple[chex.Array, ...]:
+    """One number per segment of every row, [B, S]; several inputs in one pass.
+
+    Args:
+      x: [B, T] values, or a tuple of such arrays for a tuple of results.
+      seg: [B, T] ids in any order: a segment need not be contiguous.
+      num_segments: S, static.
+      op: "sum", "mean", "max", "min", "count" (0 for an empty segment) or "logsumexp" (-inf).
+      rows: see the module.
+
+    The gradient of a maximum or minimum is shared among the tokens that attain it.
+    """
+    xs = x if isinstance(x, tuple) else (x,)
+    chex.assert_equal_shape([*xs, seg])
+    return _unwrap(x, _reduce(op, num_segments, rows, xs, seg))
+
+
+def segment_broadcast(
+    x: chex.Array, seg: chex.Array, *, rows: NamedSharding | None = None
+) -> chex.Array:
+    """Each segment's value on its tokens, [B, S] -> [B, T]; 0 at padding.
+
+    Args:
+      x: [B, S] values.
+      seg: [B, T] ids in any order.
+      rows: see the module.
+    """
+    chex.assert_rank([x, seg], 2)
+    return _broadcast(rows, (x,), seg)[0]
+
+
+def segment_scan(
+    x: chex.Array | tuple[chex.Array, ...],
+    seg: chex.Array,
+    op: str = "sum",
+    *,
+    decay: chex.Array | None = None,
+    reverse: bool = False,
+    rows: NamedSharding | None = None,
+) -> chex.Array | tuple[chex.Array, ...]:
+    """Running result over the positions of the run up to each position, [B, T].
+
+    Args:
+      x: [B, T] values, or a tuple of such arrays for a tuple of results.
+      seg: [B, T] ids, whose runs of equal ids are scanned (a segment must be contiguous) with 0 at
+        padding; or bool, True where a run begins, with no padding.
+      op: "sum", "min" or "max".
+      decay: [B, T], for "sum": y_t = x_t + decay_t y_{t-1} instead, y_{t+1} in reverse.
+      reverse: from the last position of a run to the first.
+      rows: see the module.
+
+    The gradient of a running minimum or maximum goes to the first position that attains it.
+    """
+    if decay is not None and op != "sum":
+        raise ValueError(f"segment_scan has a decay for op 'sum' alone, not for {op!r}.")
+    xs = x if isinstance(x, tuple) else (x,)
+    chex.assert_equal_shape([*xs, seg] if decay is None else [*xs, seg, decay])
+    if seg.dtype == bool:
+        return _unwrap(x, _scan(op, reverse, rows, xs, _begins(seg, reverse), decay))
+    is_valid = seg > 0
+    neutral = segment_pallas.NEUTRAL[op]
+    xs = tuple(jnp.where(is_valid, x, jnp.asarray(neutral, x.dtype)) for x in xs)
+    decay = None if decay is None else jnp.where(is_valid, decay, jnp.zeros((), decay.dtype))
+    is_first = jnp.pad(seg[:, 1:] != seg[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    ys = _scan(op, reverse, rows, xs, _begins(is_first, reverse), decay)
+    return _unwrap(x, tuple(jnp.where(is_valid, y, 0.0) for y in ys))
+
+
+def log_ratio_stats(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array,
+    num_segments: int,
+    *,
+    rows: NamedSharding | None = None,
+) -> RatioStats:
+    """The statistics of `ratio_stats` that need the log-ratio [B, T] alone."""
+    return _stats(_log_ratio_terms, (log_ratio,), mask, seg, num_segments, rows)
+
+
+def ratio_stats(
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array,
+    num_segments: int,
+    *,
+    rows: NamedSharding | None = None,
+) -> RatioStats:
+    """Everything that weights, masks and metrics ask of a sequence, in one pass over memory.
+
+    Args:
+      logp_old: [B, T] learner's log-probs, nats.
+      logp_behav: [B, T] sampler's log-probs, nats.
+      mask: [B, T] valid tokens; non-zero is valid.
+      seg: [B, T] ids in any order.
+      num_segments: S, static.
+      rows: see the module.
+
+    Gradient: none.
+    """
+    return _stats(_ratio_terms, (logp_old, logp_behav), mask, seg, num_segments, rows)
+
+
+def _log_ratio_terms(log_ratio, expm1=jnp.expm1):
+    """{field of RatioStats: (operation, values)}."""
+    bounded = jnp.clip(log_ratio, -LOG_BOUND, LOG_BOUND)
+    k2, k3 = 0.5 * jnp.square(bounded), expm1(bounded) - bounded
+    return {
+        "count": ("sum", jnp.ones_like(bounded)),
+        "log_ratio_sum": ("sum", log_ratio),
+        "k1_sum": ("sum", -bounded),
+        "k1_max": ("max", -bounded),
+        "k2_sum": ("sum", k2),
+        "k2_max": ("max", k2),
+        "k3_sum": ("sum", k3),
+        "k3_max": ("max", k3),
+        "ratio_sum": ("sum", jnp.exp(bounded)),
+        "ratio_square_sum": ("sum", jnp.exp(2.0 * bounded)),
+    }
+
+
+def _ratio_terms(logp_old, logp_behav, expm1=jnp.expm1):
+    """{field of RatioStats: (operation, values)}."""
+    dp = jnp.abs(jnp.exp(logp_old) - jnp.exp(logp_behav))
+    return _log_ratio_terms(logp_old - logp_behav, expm1) | {
+        "logp_behav_sum": ("sum", logp_behav),
+        "dp_sum": ("sum", dp),
+        "dp_max": ("max", dp),
+    }
+
+
+def _stats(terms, xs, mask, seg, num_segments, rows):
+    chex.assert_equal_shape([*xs, mask, seg])
+    ids = jax.lax.stop_gradient(jnp.where(mask != 0, seg, 0))
+    xs = jax.lax.stop_gradient(xs)
+    operations = {name: op for name, (op, _) in terms(*(jnp.zeros(()) for _ in xs)).items()}
+
+    def reference(ids, *xs):
+        is_valid = _is_valid(ids, num_segments)
+        values = terms(*(jnp.where(is_valid, _as_float(x), 0.0) for x in xs))
+        return [reference_reduce(x, ids, num_segments, op) for op, x in values.values()]
+
+    def kernel(ids, *xs):
+        in_tile = lambda *x: [value for _, value in terms(*x, segment_pallas.expm1).values()]
+        return segment_pallas.reduce(xs, ids, num_segments, in_tile, list(operations.values()))
+
+    results = _choose(kernel, reference, len(operations), num_segments, rows)(ids, *xs)
+    stats = RatioStats(**dict(zip(operations, results, strict=True)))
+    zero_empty = lambda x: jnp.where(stats.count > 0, x, 0.0)
+    return jax.tree.map(zero_empty, stats)
+
+
+def _as_float(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _unwrap(x, results):
+    """The results as the caller gave x: a tuple for a tuple."""
+    return tuple(results) if isinstance(x, tuple) else results[0]
+
+
+def _is_valid(ids, num_segments):
+    return (ids >= 1) & (ids <= num_segments)
+
+
+def _choose(kernel: Callable, reference: Callable, num_results, num_segments, rows) -> Callable:
+    """The kernel on a TPU, the reference elsewhere and for what a kernel does not do."""
+
+    def call(*arrays):
+        is_double = any(x.dtype == jnp.float64 for x in jax.tree.leaves(arrays))
+        if is_double or not segment_pallas.fits(num_results, num_segments):
+            return reference(*arrays)
+        tpu = segment_pallas.on_mesh(kernel, rows)
+        return jax.lax.platform_dependent(*arrays, tpu=tpu, default=reference)
+
+    return call
+
+
+# Reductions: totals over segments, and how each operation makes its results of them.
+
+
+def _totals(op, num_segments, rows, xs, ids):
+    """([B, S] per input, [B, S] number of tokens), in one pass."""
+    ops = [op] * len(xs) + ["sum"]
+
+    def reference(ids, *xs):
+        xs = [*map(_as_float, xs), jnp.ones(ids.shape, _as_float(xs[0]).dtype)]
+        return [reference_reduce(x, ids, num_segments, o) for o, x in zip(ops, xs, strict=True)]
+
+    def kernel(ids, *xs):
+        terms = lambda *x: (*x, jnp.ones_like(x[0]))
+        return segment_pallas.reduce(xs, ids, num_segments, terms, ops)
+
+    *results, count = _choose(kernel, reference, len(ops), num_segments, rows)(ids, *xs)
+    return results, count
+
+
+def reference_reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.Array:
+    """Sum, max, min or logsumexp over the segments of every row, [B, S], by XLA's scatter."""
+    if op == "logsumexp":
+        top_bs = reference_reduce(x, ids, num_segments, "max")
+        top_bs = jnp.where(jnp.isfinite(top_bs), top_bs, 0.0)
+        scaled = jnp.exp(x - _reference_broadcast(top_bs, ids))
+        return top_bs + jnp.log(reference_reduce(scaled, ids, num_segments, "sum"))
+    is_valid = _is_valid(ids, num_segments)
+    x = jnp.where(is_valid, x, segment_pallas.NEUTRAL[op])
+    row = functools.partial(SCATTER[op], num_segments=num_segments + 1)
+    return jax.vmap(row)(x, jnp.where(is_valid, ids, 0))[:, 1:]
+
+
+SCATTER = {
+    "sum": jax.ops.segment_sum,
+    "max": jax.ops.segment_max,
+    "min": jax.ops.segment_min,
+}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _reduce(op, num_segments, rows, xs, ids):
+    return _reduce_forward(op, num_segments, rows, xs, ids)[0]
+
+
+def _reduce_forward(op, num_segments, rows, xs, ids):
+    total = "sum" if op in ("mean", "count") else op
+    results, count_bs = _totals(total, num_segments, rows, xs, ids)
+    if op == "mean":
+        results = [y / jnp.maximum(count_bs, 1.0) for y in results]
+    elif op in ("max", "min"):
+        results = [jnp.where(count_bs > 0, y, 0.0) for y in results]
+    elif op == "count":
+        results = [count_bs for _ in results]
+    results = tuple(results)
+    return results, (xs, ids, results, count_bs)
+
+
+def _reduce_backward(op, num_segments, rows, saved, gradients):
+    xs, ids, results, count_bs = saved
+    is_valid = _is_valid(ids, num_segments)
+    if op == "count":
+        return tuple(map(jnp.zeros_like, xs)), None
+    if op == "mean":
+        gradients = tuple(g / jnp.maximum(count_bs, 1.0) for g in gradients)
+    if op in ("sum", "mean"):
+        return _cast(_broadcast(rows, gradients, ids), xs), None
+    of_bt = _broadcast(rows, results, ids)
+    if op == "logsumexp":
+        factors = [jnp.where(is_valid, jnp.exp(x - y), 0.0) for x, y in zip(xs, of_bt)]
+    else:
+        factors = tuple((is_valid & (x == y)).astype(y.dtype) for x, y in zip(xs, of_bt))
+        ties, _ = _totals("sum", num_segments, rows, factors, ids)
+        gradients = tuple(g / jnp.maximum(n, 1.0) for g, n in zip(gradients, ties))
+    spread = _broadcast(rows, gradients, ids)
+    return _cast([f * g for f, g in zip(factors, spread)], xs), None
+
+
+def _cast(values, like):
+    return tuple(value.astype(x.dtype) for value, x in zip(values, like, strict=True))
+
+
+_reduce.defvjp(_reduce_forward, _reduce_backward)
+
+
+# Broadcasts
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _broadcast(rows, xs, ids):
+    return _broadcast_forward(rows, xs, ids)[0]
+
+
+def _broadcast_forward(rows, xs, ids):
+    num_segments = xs[0].shape[1]
+    reference = lambda ids, *xs: [_reference_broadcast(_as_float(x), ids) for x in xs]
+    kernel = lambda ids, *xs: segment_pallas.broadcast(xs, ids, num_segments)
+    results = _choose(kernel, reference, len(xs), num_segments, rows)(ids, *xs)
+    return tuple(results), (xs, ids)
+
+
+def _broadcast_backward(rows, saved, gradients):
+    xs, ids = saved
+    sums, _ = _totals("sum", xs[0].shape[1], rows, gradients, ids)
+    return _cast(sums, xs), None
+
+
+def _reference_broadcast(x_bs, ids):
+    x_bt = jnp.take_along_axis(x_bs, jnp.clip(ids - 1, 0, x_bs.shape[1] - 1), axis=1)
+    return jnp.where(_is_valid(ids, x_bs.shape[1]), x_bt, 0.0)
+
+
+_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+
+
+# Scans. `is_start` is True where a run begins in the direction of the scan.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scan(op, reverse, rows, xs, is_start, decay):
+    return _scan_forward(op, reverse, rows, xs, is_start, decay)[0]
+
+
+def _scan_forward(op, reverse, rows, xs, is_start, decay):
+    def kernel(is_start, xs, decay):
+        return segment_pallas.scan(xs, is_start, op, decay, reverse)
+
+    def reference(function):
+        def call(is_start, xs, decay):
+            xs, decay = jax.tree.map(_as_float, (xs, decay))
+            turn = lambda x: jnp.flip(x, axis=1) if reverse else x
+            return jax.tree.map(turn, function(op, *jax.tree.map(turn, (is_start, xs, decay))))
+
+        return call
+
+    by_position, by_doubling = reference(_scan_by_position), reference(_scan_by_doubling)
+    arrays = is_start, xs, decay
+    if any(x.dtype == jnp.float64 for x in jax.tree.leaves(arrays)):
+        results = jax.lax.platform_dependent(*arrays, cpu=by_position, default=by_doubling)
+    else:
+        tpu = segment_pallas.on_mesh(kernel, rows)
+        results = jax.lax.platform_dependent(
+            *arrays, tpu=tpu, cpu=by_position, default=by_doubling
+        )
+    return tuple(results), (xs, is_start, decay, tuple(results))
+
+
+def _scan_backward(op, reverse, rows, saved, gradients):
+    """A sum's gradient is the scan the other way; a minimum's the sum over where it held."""
+    xs, is_start, decay, results = saved
+    gradients = tuple(g.astype(y.dtype) for g, y in zip(gradients, results))
+    before = [_shift(y, reverse, 0.0) for y in results]
+    if op != "sum":
+        new = [is_start | (y != b) for y, b in zip(results, before)]
+        held = [
+            _scan("sum", not reverse, rows, (g,), _shift(n, not reverse, True), None)[0]
+            for g, n in zip(gradients, new)
+        ]
+        return _cast([jnp.where(n, h, 0.0) for n, h in zip(new, held)], xs), None, None
+    is_end = _shift(is_start, not reverse, True)
+    later = None if decay is None else _shift(decay, not reverse, 0.0)
+    totals = _scan(op, not reverse, rows, gradients, is_end, later)
+    if decay is None:
+        return _cast(totals, xs), None, None
+    terms = [jnp.where(is_start, 0.0, g * b) for g, b in zip(totals, before)]
+    return _cast(totals, xs), None, sum(terms).astype(decay.dtype)
+
+
+_scan.defvjp(_scan_forward, _scan_backward)
+
+
+def _shift(x, reverse, fill):
+    """What stands one position before, in the direction of the scan; `fill` at its beginning."""
+    if reverse:
+        return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
+
+
+def _begins(is_first, reverse):
+    """Where runs begin in the direction of the scan, from where they begin from left to right."""
+    return _shift(is_first, True, True) if reverse else jnp.asarray(is_first).at[:, 0].set(True)
+
+
+def _scan_by_position(op, is_start, xs, decay):
+    """Eight columns at a time, so that rows are read by the cache line."""
+    num_tokens, width = is_start.shape[1], 8
+    num_blocks = -(-num_tokens // width)
+    pad = lambda a: jnp.pad(a, ((0, 0), (0, num_blocks * width - num_tokens)))
+    arrays = jax.tree.map(pad, (is_start, xs, decay))
+    join = segment_pallas.JOIN[op]
+
+    def block(before, i):
+        read = lambda a: jax.lax.dynamic_slice_in_dim(a, width * i, width, axis=1)
+        start_bw, xs_bw, decay_bw = jax.tree.map(read, arrays)
+        columns = []
+        for k in range(width):
+            if decay is not None:
+                before = [decay_bw[:, k] * y for y in before]
+            joined = [join(x[:, k], y) for x, y in zip(xs_bw, before)]
+            before = [jnp.where(start_bw[:, k], x[:, k], y) for x, y in zip(xs_bw, joined)]
+            columns.append(before)
+        return before, [jnp.stack(column, axis=1) for column in zip(*columns)]
+
+    zeros = [jnp.zeros_like(x[:, 0]) for x in xs]
+    _, ys_nbw = jax.lax.scan(block, zeros, jnp.arange(num_blocks))
+    return [jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1)[:, :num_tokens] for y in ys_nbw]
+
+
+def _scan_by_doubling(op, is_start, xs, decay):
+    join = segment_pallas.JOIN[op]
+    decay = jnp.ones((), xs[0].dtype) if decay is None else decay
+    decay = jnp.broadcast_to(decay, is_start.shape)
+
+    def combine(left, right):
+        (is_left, left_xs, left_decay), (is_right, right_xs, right_decay) = left, right
+        scaled = left_xs if op != "sum" else [right_decay * x for x in left_xs]
+        joined = [join(x, y) for x, y in zip(right_xs, scaled)]
+        xs = [jnp.where(is_right, x, y) for x, y in zip(right_xs, joined)]
+        return is_left | is_right, xs, left_decay * right_decay
+
+    return jax.lax.associative_scan(combine, (is_start, list(xs), decay), axis=1)[1]
