@@ -5,7 +5,7 @@ and any other id, 0 by convention, is padding, which may hold anything, NaN incl
 value nor a gradient sees it. Everything is computed in `promote_types(input, float32)`.
 
 On a TPU these are kernels (`segment_pallas`) that read their inputs once, elsewhere the references
-here, which stand for all dtypes; float64 never runs in a kernel. A kernel is not partitioned by
+here. float64 never runs in a kernel, nor do reductions and broadcasts with S = 1 or S = T. A kernel is not partitioned by
 XLA: in a program over several devices pass `rows`, the sharding of [B, T] arrays, and each device
 works on its own rows. Reverse mode is by rules of our own; forward mode is not offered.
 """
@@ -148,7 +148,7 @@ def log_ratio_stats(
     rows: NamedSharding | None = None,
 ) -> RatioStats:
     """The statistics of `ratio_stats` that need the log-ratio [B, T] alone."""
-    return _stats(_log_ratio_terms, (log_ratio,), mask, seg, num_segments, rows)
+    return _stats((log_ratio,), mask, seg, num_segments, rows)
 
 
 def ratio_stats(
@@ -172,14 +172,15 @@ def ratio_stats(
 
     Gradient: none.
     """
-    return _stats(_ratio_terms, (logp_old, logp_behav), mask, seg, num_segments, rows)
+    return _stats((logp_old, logp_behav), mask, seg, num_segments, rows)
 
 
-def _log_ratio_terms(log_ratio, expm1=jnp.expm1):
-    """{field of RatioStats: (operation, values)}."""
+def _terms(xs, expm1=jnp.expm1):
+    """{field of RatioStats: (operation, values)} of (log-ratio,) or of (logp_old, logp_behav)."""
+    log_ratio = xs[0] if len(xs) == 1 else xs[0] - xs[1]
     bounded = jnp.clip(log_ratio, -LOG_BOUND, LOG_BOUND)
     k2, k3 = 0.5 * jnp.square(bounded), expm1(bounded) - bounded
-    return {
+    found = {
         "count": ("sum", jnp.ones_like(bounded)),
         "log_ratio_sum": ("sum", log_ratio),
         "k1_sum": ("sum", -bounded),
@@ -191,37 +192,29 @@ def _log_ratio_terms(log_ratio, expm1=jnp.expm1):
         "ratio_sum": ("sum", jnp.exp(bounded)),
         "ratio_square_sum": ("sum", jnp.exp(2.0 * bounded)),
     }
+    if len(xs) == 1:
+        return found
+    dp = jnp.abs(jnp.exp(xs[0]) - jnp.exp(xs[1]))
+    return found | {"logp_behav_sum": ("sum", xs[1]), "dp_sum": ("sum", dp), "dp_max": ("max", dp)}
 
 
-def _ratio_terms(logp_old, logp_behav, expm1=jnp.expm1):
-    """{field of RatioStats: (operation, values)}."""
-    dp = jnp.abs(jnp.exp(logp_old) - jnp.exp(logp_behav))
-    return _log_ratio_terms(logp_old - logp_behav, expm1) | {
-        "logp_behav_sum": ("sum", logp_behav),
-        "dp_sum": ("sum", dp),
-        "dp_max": ("max", dp),
-    }
-
-
-def _stats(terms, xs, mask, seg, num_segments, rows):
+def _stats(xs, mask, seg, num_segments, rows):
     chex.assert_equal_shape([*xs, mask, seg])
-    ids = jax.lax.stop_gradient(jnp.where(mask != 0, seg, 0))
     xs = jax.lax.stop_gradient(xs)
-    operations = {name: op for name, (op, _) in terms(*(jnp.zeros(()) for _ in xs)).items()}
+    ids = jnp.where(mask != 0, seg, 0)
+    operations = {name: op for name, (op, _) in _terms([jnp.zeros(())] * len(xs)).items()}
 
     def reference(ids, *xs):
-        is_valid = _is_valid(ids, num_segments)
-        values = terms(*(jnp.where(is_valid, _as_float(x), 0.0) for x in xs))
+        values = _terms([jnp.where(_is_valid(ids, num_segments), _as_float(x), 0.0) for x in xs])
         return [reference_reduce(x, ids, num_segments, op) for op, x in values.values()]
 
     def kernel(ids, *xs):
-        in_tile = lambda *x: [value for _, value in terms(*x, segment_pallas.expm1).values()]
+        in_tile = lambda *x: [value for _, value in _terms(x, segment_pallas.expm1).values()]
         return segment_pallas.reduce(xs, ids, num_segments, in_tile, list(operations.values()))
 
     results = _choose(kernel, reference, len(operations), num_segments, rows)(ids, *xs)
     stats = RatioStats(**dict(zip(operations, results, strict=True)))
-    zero_empty = lambda x: jnp.where(stats.count > 0, x, 0.0)
-    return jax.tree.map(zero_empty, stats)
+    return jax.tree.map(lambda x: jnp.where(stats.count > 0, x, 0.0), stats)
 
 
 def _as_float(x):
@@ -238,11 +231,17 @@ def _is_valid(ids, num_segments):
 
 
 def _choose(kernel: Callable, reference: Callable, num_results, num_segments, rows) -> Callable:
-    """The kernel on a TPU, the reference elsewhere and for what a kernel does not do."""
+    """The kernel on a TPU, the reference elsewhere and for what a kernel does not do.
 
-    def call(*arrays):
-        is_double = any(x.dtype == jnp.float64 for x in jax.tree.leaves(arrays))
-        if is_double or not segment_pallas.fits(num_results, num_segments):
+    A row of one segment needs no kernel, and where a row may hold as many segments as tokens its
+    loop over segments would save nothing.
+    """
+
+    def call(ids, *arrays):
+        arrays = ids, *arrays
+        is_double = any(x.dtype == jnp.float64 for x in arrays)
+        is_bounded = 1 < num_segments < ids.shape[1]
+        if is_double or not is_bounded or not segment_pallas.fits(num_results, num_segments):
             return reference(*arrays)
         tpu = segment_pallas.on_mesh(kernel, rows)
         return jax.lax.platform_dependent(*arrays, tpu=tpu, default=reference)
@@ -277,7 +276,10 @@ def reference_reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str)
         scaled = jnp.exp(x - _reference_broadcast(top_bs, ids))
         return top_bs + jnp.log(reference_reduce(scaled, ids, num_segments, "sum"))
     is_valid = _is_valid(ids, num_segments)
-    x = jnp.where(is_valid, x, segment_pallas.NEUTRAL[op])
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    x = jnp.where(is_valid, x, segment_pallas.NEUTRAL[op] if is_float else jnp.iinfo(x.dtype).min)
+    if num_segments == 1:
+        return getattr(jnp, op)(x, axis=1, keepdims=True)
     row = functools.partial(SCATTER[op], num_segments=num_segments + 1)
     return jax.vmap(row)(x, jnp.where(is_valid, ids, 0))[:, 1:]
 
@@ -357,6 +359,8 @@ def _broadcast_backward(rows, saved, gradients):
 
 
 def _reference_broadcast(x_bs, ids):
+    if x_bs.shape[1] == 1:
+        return jnp.where(ids == 1, x_bs, 0.0)
     x_bt = jnp.take_along_axis(x_bs, jnp.clip(ids - 1, 0, x_bs.shape[1] - 1), axis=1)
     return jnp.where(_is_valid(ids, x_bs.shape[1]), x_bt, 0.0)
 
@@ -376,23 +380,17 @@ def _scan_forward(op, reverse, rows, xs, is_start, decay):
     def kernel(is_start, xs, decay):
         return segment_pallas.scan(xs, is_start, op, decay, reverse)
 
-    def reference(function):
-        def call(is_start, xs, decay):
-            xs, decay = jax.tree.map(_as_float, (xs, decay))
-            turn = lambda x: jnp.flip(x, axis=1) if reverse else x
-            return jax.tree.map(turn, function(op, *jax.tree.map(turn, (is_start, xs, decay))))
+    def reference(is_start, xs, decay):
+        turn = lambda x: jnp.flip(x, axis=1) if reverse else x
+        xs, is_start, decay = jax.tree.map(turn, (xs, is_start, decay))
+        return [turn(y) for y in reference_scan(xs, is_start, op, decay)]
 
-        return call
-
-    by_position, by_doubling = reference(_scan_by_position), reference(_scan_by_doubling)
     arrays = is_start, xs, decay
     if any(x.dtype == jnp.float64 for x in jax.tree.leaves(arrays)):
-        results = jax.lax.platform_dependent(*arrays, cpu=by_position, default=by_doubling)
+        results = reference(*arrays)
     else:
         tpu = segment_pallas.on_mesh(kernel, rows)
-        results = jax.lax.platform_dependent(
-            *arrays, tpu=tpu, cpu=by_position, default=by_doubling
-        )
+        results = jax.lax.platform_dependent(*arrays, tpu=tpu, default=reference)
     return tuple(results), (xs, is_start, decay, tuple(results))
 
 
@@ -430,6 +428,23 @@ def _shift(x, reverse, fill):
 def _begins(is_first, reverse):
     """Where runs begin in the direction of the scan, from where they begin from left to right."""
     return _shift(is_first, True, True) if reverse else jnp.asarray(is_first).at[:, 0].set(True)
+
+
+def reference_scan(
+    x: chex.Array | tuple[chex.Array, ...],
+    is_start: chex.Array,
+    op: str,
+    decay: chex.Array | None = None,
+) -> chex.Array | tuple[chex.Array, ...]:
+    """`segment_scan` from left to right, by XLA and on any mesh: one position after the other on a
+    CPU, by doubling (of logarithmic depth) elsewhere."""
+    xs, decay = jax.tree.map(_as_float, (x if isinstance(x, tuple) else (x,), decay))
+    ys = jax.lax.platform_dependent(
+        is_start, xs, decay,
+        cpu=functools.partial(_scan_by_position, op),
+        default=functools.partial(_scan_by_doubling, op),
+    )
+    return _unwrap(x, ys)
 
 
 def _scan_by_position(op, is_start, xs, decay):
