@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.kernels import segment
+from jaxrl_tis.kernels import segment, segment_reference
 from jaxrl_tis.kernels.segment import LOG_BOUND, RatioStats, Segments
 
 
@@ -203,7 +203,7 @@ def running(
     is_start_bt = segment_starts(mask, seg)
     if isinstance(seg, Segments):
         return segment.segment_scan(x, is_start_bt, op, rows=seg.rows)
-    return segment.reference_scan(x, is_start_bt, op)
+    return segment_reference.scan(x, is_start_bt, op)
 
 
 def prefix_sums(

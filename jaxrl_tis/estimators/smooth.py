@@ -15,7 +15,7 @@ from jaxrl_tis.estimators import baselines
 from jaxrl_tis.estimators import clipped
 from jaxrl_tis.estimators import controllers
 from jaxrl_tis.estimators import ratios
-from jaxrl_tis.kernels import segment
+from jaxrl_tis.kernels import segment_reference
 
 
 def _inputs(logp, logp_old, adv, mask):
@@ -171,7 +171,7 @@ def _sequence_group(group, mask, seg):
     """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
     chex.assert_equal_shape([group, mask])
     here = ratios.segments(seg, mask)
-    return segment.reference_reduce(group, here.ids, here.num_segments, "max")
+    return segment_reference.reduce(group, here.ids, here.num_segments, "max")
 
 
 def quatro(

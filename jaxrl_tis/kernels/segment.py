@@ -4,10 +4,11 @@ Rows [B, T] hold several sequences; `seg` [B, T] int says which: 1..S number the
 and any other id, 0 by convention, is padding, which may hold anything, NaN included: neither a
 value nor a gradient sees it. Everything is computed in `promote_types(input, float32)`.
 
-On a TPU these are kernels (`segment_pallas`) that read their inputs once, elsewhere the references
-here. float64 never runs in a kernel, nor do reductions and broadcasts with S = 1 or S = T. A kernel is not partitioned by
-XLA: in a program over several devices pass `rows`, the sharding of [B, T] arrays, and each device
-works on its own rows. Reverse mode is by rules of our own; forward mode is not offered.
+On a TPU these are kernels (`segment_pallas`) that read their inputs once, elsewhere what XLA makes
+of `segment_reference`. float64 never runs in a kernel, nor do reductions and broadcasts with S = 1
+or S = T. XLA does not partition a kernel: in a program over several devices pass `rows`, the
+sharding of [B, T] arrays, and each device works on its own rows. Reverse mode is by rules of our
+own; forward mode is not offered.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxrl_tis.kernels import segment_pallas
+from jaxrl_tis.kernels import segment_pallas, segment_reference
+from jaxrl_tis.kernels.segment_reference import as_float, is_valid
 
 LOG_BOUND = 20.0  # bound on a log-ratio before exp, as in verl: exp(20) = 4.9e8
 
@@ -130,13 +132,13 @@ def segment_scan(
     chex.assert_equal_shape([*xs, seg] if decay is None else [*xs, seg, decay])
     if seg.dtype == bool:
         return _unwrap(x, _scan(op, reverse, rows, xs, _begins(seg, reverse), decay))
-    is_valid = seg > 0
-    neutral = segment_pallas.NEUTRAL[op]
-    xs = tuple(jnp.where(is_valid, x, jnp.asarray(neutral, x.dtype)) for x in xs)
-    decay = None if decay is None else jnp.where(is_valid, decay, jnp.zeros((), decay.dtype))
+    valid_bt = seg > 0
+    neutral = segment_reference.NEUTRAL[op]
+    xs = tuple(jnp.where(valid_bt, x, jnp.asarray(neutral, x.dtype)) for x in xs)
+    decay = None if decay is None else jnp.where(valid_bt, decay, jnp.zeros((), decay.dtype))
     is_first = jnp.pad(seg[:, 1:] != seg[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     ys = _scan(op, reverse, rows, xs, _begins(is_first, reverse), decay)
-    return _unwrap(x, tuple(jnp.where(is_valid, y, 0.0) for y in ys))
+    return _unwrap(x, tuple(jnp.where(valid_bt, y, 0.0) for y in ys))
 
 
 def log_ratio_stats(
@@ -205,8 +207,9 @@ def _stats(xs, mask, seg, num_segments, rows):
     operations = {name: op for name, (op, _) in _terms([jnp.zeros(())] * len(xs)).items()}
 
     def reference(ids, *xs):
-        values = _terms([jnp.where(_is_valid(ids, num_segments), _as_float(x), 0.0) for x in xs])
-        return [reference_reduce(x, ids, num_segments, op) for op, x in values.values()]
+        valid_bt = is_valid(ids, num_segments)
+        values = _terms([jnp.where(valid_bt, as_float(x), 0.0) for x in xs]).values()
+        return [segment_reference.reduce(x, ids, num_segments, op) for op, x in values]
 
     def kernel(ids, *xs):
         in_tile = lambda *x: [value for _, value in _terms(x, segment_pallas.expm1).values()]
@@ -217,17 +220,9 @@ def _stats(xs, mask, seg, num_segments, rows):
     return jax.tree.map(lambda x: jnp.where(stats.count > 0, x, 0.0), stats)
 
 
-def _as_float(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _unwrap(x, results):
     """The results as the caller gave x: a tuple for a tuple."""
     return tuple(results) if isinstance(x, tuple) else results[0]
-
-
-def _is_valid(ids, num_segments):
-    return (ids >= 1) & (ids <= num_segments)
 
 
 def _choose(kernel: Callable, reference: Callable, num_results, num_segments, rows) -> Callable:
@@ -257,8 +252,9 @@ def _totals(op, num_segments, rows, xs, ids):
     ops = [op] * len(xs) + ["sum"]
 
     def reference(ids, *xs):
-        xs = [*map(_as_float, xs), jnp.ones(ids.shape, _as_float(xs[0]).dtype)]
-        return [reference_reduce(x, ids, num_segments, o) for o, x in zip(ops, xs, strict=True)]
+        xs = [*map(as_float, xs), jnp.ones(ids.shape, as_float(xs[0]).dtype)]
+        pairs = zip(ops, xs, strict=True)
+        return [segment_reference.reduce(x, ids, num_segments, o) for o, x in pairs]
 
     def kernel(ids, *xs):
         terms = lambda *x: (*x, jnp.ones_like(x[0]))
@@ -266,29 +262,6 @@ def _totals(op, num_segments, rows, xs, ids):
 
     *results, count = _choose(kernel, reference, len(ops), num_segments, rows)(ids, *xs)
     return results, count
-
-
-def reference_reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.Array:
-    """Sum, max, min or logsumexp over the segments of every row, [B, S], by XLA's scatter."""
-    if op == "logsumexp":
-        top_bs = reference_reduce(x, ids, num_segments, "max")
-        top_bs = jnp.where(jnp.isfinite(top_bs), top_bs, 0.0)
-        scaled = jnp.exp(x - _reference_broadcast(top_bs, ids))
-        return top_bs + jnp.log(reference_reduce(scaled, ids, num_segments, "sum"))
-    is_valid = _is_valid(ids, num_segments)
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    x = jnp.where(is_valid, x, segment_pallas.NEUTRAL[op] if is_float else jnp.iinfo(x.dtype).min)
-    if num_segments == 1:
-        return getattr(jnp, op)(x, axis=1, keepdims=True)
-    row = functools.partial(SCATTER[op], num_segments=num_segments + 1)
-    return jax.vmap(row)(x, jnp.where(is_valid, ids, 0))[:, 1:]
-
-
-SCATTER = {
-    "sum": jax.ops.segment_sum,
-    "max": jax.ops.segment_max,
-    "min": jax.ops.segment_min,
-}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -311,7 +284,7 @@ def _reduce_forward(op, num_segments, rows, xs, ids):
 
 def _reduce_backward(op, num_segments, rows, saved, gradients):
     xs, ids, results, count_bs = saved
-    is_valid = _is_valid(ids, num_segments)
+    valid_bt = is_valid(ids, num_segments)
     if op == "count":
         return tuple(map(jnp.zeros_like, xs)), None
     if op == "mean":
@@ -320,9 +293,9 @@ def _reduce_backward(op, num_segments, rows, saved, gradients):
         return _cast(_broadcast(rows, gradients, ids), xs), None
     of_bt = _broadcast(rows, results, ids)
     if op == "logsumexp":
-        factors = [jnp.where(is_valid, jnp.exp(x - y), 0.0) for x, y in zip(xs, of_bt)]
+        factors = [jnp.where(valid_bt, jnp.exp(x - y), 0.0) for x, y in zip(xs, of_bt)]
     else:
-        factors = tuple((is_valid & (x == y)).astype(y.dtype) for x, y in zip(xs, of_bt))
+        factors = tuple((valid_bt & (x == y)).astype(y.dtype) for x, y in zip(xs, of_bt))
         ties, _ = _totals("sum", num_segments, rows, factors, ids)
         gradients = tuple(g / jnp.maximum(n, 1.0) for g, n in zip(gradients, ties))
     spread = _broadcast(rows, gradients, ids)
@@ -346,7 +319,7 @@ def _broadcast(rows, xs, ids):
 
 def _broadcast_forward(rows, xs, ids):
     num_segments = xs[0].shape[1]
-    reference = lambda ids, *xs: [_reference_broadcast(_as_float(x), ids) for x in xs]
+    reference = lambda ids, *xs: [segment_reference.broadcast(as_float(x), ids) for x in xs]
     kernel = lambda ids, *xs: segment_pallas.broadcast(xs, ids, num_segments)
     results = _choose(kernel, reference, len(xs), num_segments, rows)(ids, *xs)
     return tuple(results), (xs, ids)
@@ -356,13 +329,6 @@ def _broadcast_backward(rows, saved, gradients):
     xs, ids = saved
     sums, _ = _totals("sum", xs[0].shape[1], rows, gradients, ids)
     return _cast(sums, xs), None
-
-
-def _reference_broadcast(x_bs, ids):
-    if x_bs.shape[1] == 1:
-        return jnp.where(ids == 1, x_bs, 0.0)
-    x_bt = jnp.take_along_axis(x_bs, jnp.clip(ids - 1, 0, x_bs.shape[1] - 1), axis=1)
-    return jnp.where(_is_valid(ids, x_bs.shape[1]), x_bt, 0.0)
 
 
 _broadcast.defvjp(_broadcast_forward, _broadcast_backward)
@@ -383,7 +349,7 @@ def _scan_forward(op, reverse, rows, xs, is_start, decay):
     def reference(is_start, xs, decay):
         turn = lambda x: jnp.flip(x, axis=1) if reverse else x
         xs, is_start, decay = jax.tree.map(turn, (xs, is_start, decay))
-        return [turn(y) for y in reference_scan(xs, is_start, op, decay)]
+        return [turn(y) for y in segment_reference.scan(xs, is_start, op, decay)]
 
     arrays = is_start, xs, decay
     if any(x.dtype == jnp.float64 for x in jax.tree.leaves(arrays)):
@@ -428,60 +394,3 @@ def _shift(x, reverse, fill):
 def _begins(is_first, reverse):
     """Where runs begin in the direction of the scan, from where they begin from left to right."""
     return _shift(is_first, True, True) if reverse else jnp.asarray(is_first).at[:, 0].set(True)
-
-
-def reference_scan(
-    x: chex.Array | tuple[chex.Array, ...],
-    is_start: chex.Array,
-    op: str,
-    decay: chex.Array | None = None,
-) -> chex.Array | tuple[chex.Array, ...]:
-    """`segment_scan` from left to right, by XLA and on any mesh: one position after the other on a
-    CPU, by doubling (of logarithmic depth) elsewhere."""
-    xs, decay = jax.tree.map(_as_float, (x if isinstance(x, tuple) else (x,), decay))
-    ys = jax.lax.platform_dependent(
-        is_start, xs, decay,
-        cpu=functools.partial(_scan_by_position, op),
-        default=functools.partial(_scan_by_doubling, op),
-    )
-    return _unwrap(x, ys)
-
-
-def _scan_by_position(op, is_start, xs, decay):
-    """Eight columns at a time, so that rows are read by the cache line."""
-    num_tokens, width = is_start.shape[1], 8
-    num_blocks = -(-num_tokens // width)
-    pad = lambda a: jnp.pad(a, ((0, 0), (0, num_blocks * width - num_tokens)))
-    arrays = jax.tree.map(pad, (is_start, xs, decay))
-    join = segment_pallas.JOIN[op]
-
-    def block(before, i):
-        read = lambda a: jax.lax.dynamic_slice_in_dim(a, width * i, width, axis=1)
-        start_bw, xs_bw, decay_bw = jax.tree.map(read, arrays)
-        columns = []
-        for k in range(width):
-            if decay is not None:
-                before = [decay_bw[:, k] * y for y in before]
-            joined = [join(x[:, k], y) for x, y in zip(xs_bw, before)]
-            before = [jnp.where(start_bw[:, k], x[:, k], y) for x, y in zip(xs_bw, joined)]
-            columns.append(before)
-        return before, [jnp.stack(column, axis=1) for column in zip(*columns)]
-
-    zeros = [jnp.zeros_like(x[:, 0]) for x in xs]
-    _, ys_nbw = jax.lax.scan(block, zeros, jnp.arange(num_blocks))
-    return [jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1)[:, :num_tokens] for y in ys_nbw]
-
-
-def _scan_by_doubling(op, is_start, xs, decay):
-    join = segment_pallas.JOIN[op]
-    decay = jnp.ones((), xs[0].dtype) if decay is None else decay
-    decay = jnp.broadcast_to(decay, is_start.shape)
-
-    def combine(left, right):
-        (is_left, left_xs, left_decay), (is_right, right_xs, right_decay) = left, right
-        scaled = left_xs if op != "sum" else [right_decay * x for x in left_xs]
-        joined = [join(x, y) for x, y in zip(right_xs, scaled)]
-        xs = [jnp.where(is_right, x, y) for x, y in zip(right_xs, joined)]
-        return is_left | is_right, xs, left_decay * right_decay
-
-    return jax.lax.associative_scan(combine, (is_start, list(xs), decay), axis=1)[1]

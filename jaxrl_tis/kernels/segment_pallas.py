@@ -1,4 +1,4 @@
-"""TPU kernels of `segment`: one pass over [B, T], rows side by side, tiles of T one after the other.
+"""TPU kernels of `segment`: one pass over [B, T], rows side by side, tiles of T in order.
 
 The tiles of a row are visited in order, so that accumulators and the state of a scan stay on the
 chip. A tile may hold parts of any number of segments. The last tile of T and the last block of rows
@@ -16,13 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_tis.kernels import segment_reference
+
 LANES = 128
 REDUCE_TILE = 2048  # tokens that are copied to the chip at a time, split into chunks
 SCAN_TILE = 1024
 CHUNK = 512  # tokens whose segments are looked at together
 
-# Of each operation: the value of nothing, how two results are joined, and [R, N] -> [R, 1].
-NEUTRAL = {"sum": 0.0, "max": -jnp.inf, "min": jnp.inf, "logsumexp": -jnp.inf}
+NEUTRAL = segment_reference.NEUTRAL | {"logsumexp": -jnp.inf}
 
 
 def expm1(x: jax.Array) -> jax.Array:
@@ -45,7 +46,7 @@ def _log_sum_exp(x):
     return finite + jnp.log(jnp.sum(jnp.exp(x - finite), axis=1, keepdims=True))
 
 
-JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "logsumexp": _log_add_exp}
+JOIN = segment_reference.JOIN | {"logsumexp": _log_add_exp}
 REDUCE = {
     "sum": functools.partial(jnp.sum, axis=1, keepdims=True),
     "max": functools.partial(jnp.max, axis=1, keepdims=True),
