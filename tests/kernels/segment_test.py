@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis.estimators import diagnostics, divergences, masks, ratios, weights
 from jaxrl_tis.kernels import segment, segment_reference
 from tests.kernels import segment_loops as loops
 
@@ -157,3 +158,27 @@ def test_the_references_lower_for_a_gpu():
 
     module = jax.export.export(jax.jit(jax.grad(program)), platforms=["cuda"])(x).mlir_module()
     assert "stablehlo.scatter" in module and "tpu_custom_call" not in module
+
+
+def test_weights_masks_and_metrics_share_their_reductions():
+    """A compiled program has one scatter per statistic, whoever asks for it."""
+    batch = loops.make(2)
+    old, behav = (jnp.asarray(x, jnp.float32) for x in loops.log_probs(batch))
+
+    def program(old, behav, mask, seg):
+        log_ratio = ratios.safe_log_ratio(old, behav, mask)
+        kept = [
+            masks.MASKS[f"seq_{name}"](log_ratio, mask, seg, upper=2.0)
+            for name in ("sum_k1", "mean_k1", "sum_k3", "mean_k3", "max_k3", "sum_ratio")
+        ]
+        found = [weights.seq_tis(log_ratio, mask, seg), weights.geo_mis(log_ratio, mask, seg)]
+        metrics = divergences.divergence_metrics(log_ratio, mask, seg)
+        metrics |= divergences.response_metrics(old, behav, mask, seg)
+        metrics |= diagnostics.offpolicy_metrics(old, behav, mask, seg)
+        return kept, found, masks.veto(log_ratio, mask, seg), metrics
+
+    seg = ratios.Segments(jnp.asarray(batch.seg), loops.NUM_SEGMENTS)
+    text = jax.jit(program).lower(old, behav, batch.seg > 0, seg).compile().as_text()
+    # Count, sums of l, k1, k3, log mu and |dp|, maxima of k1, k3 and |dp|; the sum of l once more,
+    # as one is of the log-ratio that was given and one of the log-probs.
+    assert text.count(" scatter(") == 10
