@@ -247,8 +247,7 @@ def tool_distances(mask: chex.Array, seg: chex.Array | None = None) -> chex.Arra
     """
     column_bt, first_bt = _columns(mask, seg)
     is_tool_bt = ~ratios.as_bool(mask) & (column_bt > first_bt)
-    if seg is not None:
-        is_tool_bt &= seg > 0
+    is_tool_bt &= ratios.segment_ids(seg, mask) > 0
     last_bt = jax.lax.cummax(jnp.where(is_tool_bt, column_bt, -1), axis=1)
     return jnp.where(last_bt > first_bt, column_bt - last_bt, 0)
 

@@ -54,8 +54,8 @@ def ess_scale(
         raise ValueError(f"Unknown vcpo_rule {vcpo_rule!r}; choose {' or '.join(ESS_POWERS)}.")
     if vcpo_ess_target <= 0.0:
         raise ValueError(f"vcpo_ess_target is {vcpo_ess_target}; a share must be above 0.")
-    sum_bs = ratios.sequence_sum(log_ratio, mask, seg)
-    is_sequence_bs = ratios.sequence_count(log_ratio, mask, seg) > 0
+    stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+    sum_bs, is_sequence_bs = stats.log_ratio_sum, stats.count > 0
     w_bs = jnp.exp(jnp.where(is_sequence_bs, sum_bs - ratios.masked_max(sum_bs, is_sequence_bs), 0))
     ess = diagnostics.effective_sample_size(w_bs, is_sequence_bs)
     factor = jnp.minimum(ess / vcpo_ess_target, 1.0) ** ESS_POWERS[vcpo_rule]

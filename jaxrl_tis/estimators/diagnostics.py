@@ -110,14 +110,16 @@ def offpolicy_metrics(
     Returns 13 scalars named rollout_corr/<metric>.
     """
     chex.assert_rank([logp_old, mask], 2)
-    is_sequence_bs = ratios.sequence_count(logp_old, mask, seg) > 0
     if logp_behav is None:
+        is_sequence_bs = ratios.sequence_count(logp_old, mask, seg) > 0
         old_bs = ratios.sequence_mean(logp_old, mask, seg)
         return detached(_perplexity("training", old_bs, is_sequence_bs), "rollout_corr/")
 
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
-    behav_bs = ratios.sequence_mean(logp_behav, mask, seg)
-    gap_bs = -ratios.sequence_mean(log_ratio_bt, mask, seg)
+    stats = ratios.ratio_stats(logp_old, logp_behav, mask, seg)
+    behav_bs = ratios.safe_divide(stats.logp_behav_sum, stats.count)
+    gap_bs = -ratios.safe_divide(stats.log_ratio_sum, stats.count)
+    is_sequence_bs = stats.count > 0
     k3_bt = jnp.expm1(jnp.minimum(log_ratio_bt, FINITE_BOUND)) - log_ratio_bt
     metrics = _perplexity("training", behav_bs - gap_bs, is_sequence_bs)
     metrics |= _perplexity("rollout", behav_bs, is_sequence_bs)
@@ -130,7 +132,7 @@ def offpolicy_metrics(
         "log_ppl_diff_min": ratios.masked_min(gap_bs, is_sequence_bs),
         "ppl_ratio": _finite_mean(_finite_exp(gap_bs), is_sequence_bs),
         "chi2_token": chi2(log_ratio_bt, mask),
-        "chi2_seq": chi2(ratios.sequence_sum(log_ratio_bt, mask, seg), is_sequence_bs),
+        "chi2_seq": chi2(stats.log_ratio_sum, is_sequence_bs),
     }
     return detached(metrics, "rollout_corr/")
 
@@ -169,16 +171,22 @@ def importance_weight_metrics(
     raw_bt = weights.RAW[level](log_ratio, mask, seg)
     bounded_bt = ratios.clamp(w_bt, 0.0, upper)
     low = 1.0 / upper if lower is None else lower
-    is_sequence_bs = ratios.sequence_count(w_bt, mask, seg) > 0
+    stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+    is_sequence_bs = stats.count > 0
     if level == "seq":
-        sum_bs = ratios.sequence_sum(log_ratio, mask, seg)
+        sum_bs = stats.log_ratio_sum
         extremes_of, is_valid = ratios.bounded_exp(sum_bs), is_sequence_bs
         is_high, is_low = sum_bs > masks.log_bound(upper), sum_bs < masks.log_bound(low)
     else:
         extremes_of, is_valid = w_bt, mask
         is_high, is_low = raw_bt > upper, raw_bt < low
     mean_bs = ratios.sequence_mean(w_bt, mask, seg)
-    raw_mean_bs = ratios.sequence_mean(raw_bt, mask, seg)
+    if level == "token":
+        raw_mean_bs = ratios.safe_divide(stats.ratio_sum, stats.count)
+    else:
+        raw_mean_bs = ratios.bounded_exp(
+            weights.sequence_log_ratio(level, log_ratio, mask, seg)
+        )
     metrics = {
         "mean": ratios.masked_mean(w_bt, mask),
         "max": ratios.masked_max(extremes_of, is_valid),
@@ -251,14 +259,14 @@ def rejection_metrics(
         return ~((x >= low) & (x <= high))
 
     stat_bt = masks.statistic(f"token_{estimator}", log_ratio, mask)
-    num_tokens_bs = ratios.sequence_count(stat_bt, mask, seg)
+    num_tokens_bs = ratios.log_ratio_stats(log_ratio, mask, seg).count
     is_sequence_bs = num_tokens_bs > 0
     if level == "token":
         x, weight = stat_bt, ratios.as_bool(mask).astype(stat_bt.dtype)
-        stat_bs = ratios.sequence_mean(stat_bt, mask, seg)
+        stat_bs = masks.sequence_statistic(f"seq_mean_{estimator}", log_ratio, mask, seg)
         is_lost_bs = ratios.sequence_sum(is_lost(stat_bt), mask, seg) > 0
     else:
-        x = stat_bs = masks.REDUCTIONS[level](stat_bt, mask, seg)
+        x = stat_bs = masks.sequence_statistic(option, log_ratio, mask, seg)
         weight, is_lost_bs = num_tokens_bs, is_lost(stat_bs)
     clipped = ratios.clamp(x, low if is_band else 0.0, high)
     variance = _weighted_mean(jnp.square(clipped - _weighted_mean(clipped, weight)), weight)
@@ -372,8 +380,8 @@ def snis_reward(
     empty mask.
     """
     chex.assert_rank([rewards, log_ratio, mask], [1 if seg is None else 2, 2, 2])
-    sum_bs = ratios.sequence_sum(log_ratio, mask, seg)
-    is_sequence_bs = ratios.sequence_count(log_ratio, mask, seg) > 0
+    stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+    sum_bs, is_sequence_bs = stats.log_ratio_sum, stats.count > 0
     rewards_bs = rewards[:, None] if seg is None else rewards
     chex.assert_equal_shape([rewards_bs, sum_bs])
     w_bs = relative_weights(sum_bs, is_sequence_bs)

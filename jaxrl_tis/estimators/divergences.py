@@ -85,9 +85,8 @@ def divergence_metrics(
     """
     chex.assert_rank([log_ratio, mask], 2)
     log_ratio_bt = ratios.zero_padding(log_ratio, mask)
-    sum_bs = ratios.sequence_sum(log_ratio_bt, mask, seg)
-    is_sequence_bs = ratios.sequence_count(log_ratio_bt, mask, seg) > 0
-    statistics = ratio_statistics(log_ratio_bt, sum_bs, mask, is_sequence_bs)
+    stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+    statistics = ratio_statistics(log_ratio_bt, stats.log_ratio_sum, mask, stats.count > 0)
     chi2 = {name: statistics.pop(name) for name in ("chi2_token", "chi2_seq")}
     detached = diagnostics.detached
     return detached(statistics, "mismatch/") | detached(chi2, "rollout_corr/")
@@ -104,10 +103,8 @@ def response_gaps(
     The response-level mismatch of Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training". Arguments as in `response_metrics`.
     """
-    gap_bt = probability_gap(logp_old, logp_behav, mask)
-    max_bs = ratios.sequence_max(gap_bt, mask, seg)
-    mean_bs = ratios.sequence_mean(gap_bt, mask, seg)
-    return jax.lax.stop_gradient((max_bs, mean_bs))
+    stats = ratios.ratio_stats(logp_old, logp_behav, mask, seg)
+    return stats.dp_max, ratios.safe_divide(stats.dp_sum, stats.count)
 
 
 def probability_gap(logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array) -> chex.Array:
@@ -141,7 +138,7 @@ def response_metrics(
     max} of the mean gap.
     """
     max_bs, mean_bs = response_gaps(logp_old, logp_behav, mask, seg)
-    is_sequence_bs = ratios.sequence_count(logp_old, mask, seg) > 0
+    is_sequence_bs = ratios.ratio_stats(logp_old, logp_behav, mask, seg).count > 0
     metrics = {
         "dp_max/mean": ratios.masked_mean(max_bs, is_sequence_bs),
         "dp_max/max": ratios.masked_max(max_bs, is_sequence_bs),
@@ -201,8 +198,9 @@ def _sorted(x_bt, mask, seg):
         key_bt = jnp.sort(jnp.where(ratios.as_bool(mask), key_bt, last), axis=1)
         return selection.from_sortable(key_bt, x_bt.dtype)
     num_bits = 8 * key_bt.dtype.itemsize
-    id_bits = num_bits - jax.lax.clz(jnp.max(seg).astype(key_bt.dtype))
-    id_bt = seg.astype(key_bt.dtype) << (num_bits - id_bits)
+    ids_bt = ratios.segment_ids(seg, mask)
+    id_bits = num_bits - jax.lax.clz(jnp.max(ids_bt).astype(key_bt.dtype))
+    id_bt = ids_bt.astype(key_bt.dtype) << (num_bits - id_bits)
     key_bt = jnp.where(ratios.as_bool(mask), id_bt | (key_bt >> id_bits), last)
     return selection.from_sortable(jnp.sort(key_bt, axis=1) << id_bits, x_bt.dtype)
 

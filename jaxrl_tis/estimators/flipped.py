@@ -23,7 +23,7 @@ def entropy_quantile(
     chex.assert_equal_shape([entropy, mask])
     num_tokens = mask.shape[1]
     entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, mask))
-    ids_bt = jnp.ones(mask.shape, jnp.int32) if seg is None else seg
+    ids_bt = ratios.segment_ids(seg, mask)
     ids_bt = jnp.where(ratios.as_bool(mask), ids_bt, num_tokens + 1)  # invalid tokens sort last
     _, sorted_bt = jax.lax.sort((ids_bt, entropy_bt), dimension=1, num_keys=2)
     count_bs = ratios.sequence_count(entropy_bt, mask, seg)

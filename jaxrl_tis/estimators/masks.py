@@ -38,13 +38,6 @@ from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import selection
 from jaxrl_tis.estimators import weights
 
-REDUCTIONS = {
-    "seq_sum": ratios.sequence_sum,
-    "seq_mean": ratios.sequence_mean,
-    "seq_max": ratios.sequence_max,
-}
-
-
 def statistic(
     name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> chex.Array:
@@ -59,8 +52,20 @@ def statistic(
     estimates = {"k1": -l_bt, "k2": 0.5 * jnp.square(l_bt), "k3": jnp.expm1(l_bt) - l_bt}
     x_bt = estimates[estimator]
     if level != "token":
-        x_bt = ratios.to_tokens(REDUCTIONS[level](x_bt, mask, seg), seg, mask.shape[1])
+        x_bs = sequence_statistic(name, log_ratio, mask, seg)
+        x_bt = ratios.to_tokens(x_bs, seg, mask.shape[1])
     return ratios.zero_padding(x_bt, mask)
+
+
+def sequence_statistic(
+    name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """`statistic` of each sequence, [B, S]; the name begins with "seq_"."""
+    _, reduction, estimator = name.split("_")
+    stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+    if reduction == "mean":
+        return ratios.safe_divide(getattr(stats, f"{estimator}_sum"), stats.count)
+    return getattr(stats, f"{estimator}_{reduction}")
 
 
 def _at_most(name, log_ratio, mask, seg, upper):
@@ -287,7 +292,8 @@ def veto(
       log_ratio, mask, seg: see the module.
       veto_ratio: smallest ratio that is tolerated, inclusive; 1e-4 is slime's example.
     """
-    return _whole_sequences(weights.raw_token(log_ratio, mask) >= veto_ratio, mask, seg)
+    lowest_bs = ratios.bounded_exp(-ratios.log_ratio_stats(log_ratio, mask, seg).k1_max)
+    return ratios.as_bool(mask) & (ratios.to_tokens(lowest_bs, seg, mask.shape[1]) >= veto_ratio)
 
 
 def trm(

@@ -44,7 +44,7 @@ def prefix_minpro(
     log_ratio_bt = ratios.detached_log_ratio(log_ratio, mask)
     is_start_bt = ratios.segment_starts(mask, seg)
     upto_bt = jnp.where(ratios.as_bool(mask), log_ratio_bt, jnp.inf)
-    upto_bt = ratios.segment_scan(jnp.minimum, upto_bt, is_start_bt)
+    upto_bt = ratios.running("min", upto_bt, mask, seg)
     lowest_bt = jnp.where(is_start_bt, jnp.inf, _before(upto_bt, jnp.inf))
     lowest_bt = jnp.where(jnp.isinf(lowest_bt), 0.0, lowest_bt)
     w_bt = jnp.minimum(ratios.bounded_exp(lowest_bt + log_ratio_bt), cap)
@@ -95,7 +95,7 @@ def turn_ids(turn: chex.Array, mask: chex.Array, seg: chex.Array | None = None) 
       seg: [B, T] sequence ids of packed rows, or None.
     """
     chex.assert_rank([turn, mask], 2)
-    chex.assert_equal_shape([turn, mask] if seg is None else [turn, mask, seg])
+    chex.assert_equal_shape([turn, mask, ratios.segment_ids(seg, mask)])
     is_valid_bt = ratios.as_bool(mask)
     column_bt = jnp.broadcast_to(jnp.arange(mask.shape[1])[None, :], mask.shape)
     last_valid_bt = jax.lax.cummax(jnp.where(is_valid_bt, column_bt, -1), axis=1)
@@ -104,9 +104,7 @@ def turn_ids(turn: chex.Array, mask: chex.Array, seg: chex.Array | None = None) 
     def differs(x_bt):
         return x_bt != jnp.take_along_axis(x_bt, jnp.maximum(previous_bt, 0), axis=1)
 
-    is_new_bt = (previous_bt < 0) | differs(turn)
-    if seg is not None:
-        is_new_bt |= differs(seg)
+    is_new_bt = (previous_bt < 0) | differs(turn) | differs(ratios.segment_ids(seg, mask))
     ids_bt = jnp.cumsum(is_valid_bt & is_new_bt, axis=1, dtype=jnp.int32)
     return jnp.where(is_valid_bt, ids_bt, 0)
 

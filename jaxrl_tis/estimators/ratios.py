@@ -7,17 +7,16 @@ arithmetic, so neither a value nor a gradient sees them. Everything is computed 
 
 Packed rows carry `seg` [B, T] int: 0 is padding, 1..S number the sequences of the row, and the mask
 is False wherever seg is 0. `seg=None` means one sequence per row. Per-sequence values are [B, S]: S
-= 1 without seg, S = T with it.
+= 1 without seg, S = T with it. Wherever seg is asked for, `Segments(ids, num_segments)` may stand
+for it and states a smaller S; only then do reductions run in the kernels of `segment` on a TPU.
 """
-
-import functools
-from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
 
-LOG_BOUND = 20.0  # bound on a log-ratio before exp, as in verl: exp(20) = 4.9e8
+from jaxrl_tis.kernels import segment, segment_reference
+from jaxrl_tis.kernels.segment import LOG_BOUND, RatioStats, Segments
 
 
 def as_float(x: chex.Array) -> chex.Array:
@@ -112,23 +111,37 @@ def detached_log_ratio(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
     return jax.lax.stop_gradient(clamp(zero_padding(log_ratio, mask), -LOG_BOUND, LOG_BOUND))
 
 
+def segment_ids(seg: chex.Array | Segments | None, mask: chex.Array) -> chex.Array:
+    """The sequence ids [B, T], however they are given; 1 everywhere without seg."""
+    if seg is None:
+        return jnp.ones(mask.shape, jnp.int32)
+    return seg.ids if isinstance(seg, Segments) else seg
+
+
+def segments(seg: chex.Array | Segments | None, mask: chex.Array) -> Segments:
+    """seg with the padding of the mask; a row of T tokens holds at most T sequences."""
+    if seg is None:
+        return Segments(as_bool(mask).astype(jnp.int32), 1)
+    ids_bt = jnp.where(as_bool(mask), segment_ids(seg, mask), 0)
+    if isinstance(seg, Segments):
+        return Segments(ids_bt, seg.num_segments, seg.rows)
+    return Segments(ids_bt, mask.shape[1])
+
+
+def _reduce(op, x, mask, seg):
+    chex.assert_equal_shape([x, mask, segment_ids(seg, mask)])
+    here = segments(seg, mask)
+    return segment.segment_reduce(as_float(x), here.ids, here.num_segments, op, rows=here.rows)
+
+
 def sequence_sum(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Sum of x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
-    chex.assert_equal_shape([x, mask] if seg is None else [x, mask, seg])
-    x_bt = zero_padding(x, mask)
-    if seg is None:
-        return jnp.sum(x_bt, axis=1, keepdims=True)
-    num_ids = x_bt.shape[1] + 1  # a row of T tokens holds at most T sequences, and id 0 is padding
-
-    def row_sum(x_t, seg_t):
-        return jax.ops.segment_sum(x_t, seg_t, num_segments=num_ids)
-
-    return jax.vmap(row_sum)(x_bt, seg)[:, 1:]
+    return _reduce("sum", x, mask, seg)
 
 
 def sequence_count(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Number of valid tokens of each sequence, [B, S], in the compute dtype of x."""
-    return sequence_sum(jnp.ones_like(as_float(x)), mask, seg)
+    return _reduce("count", x, mask, seg)
 
 
 def sequence_mean(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
@@ -141,49 +154,56 @@ def to_tokens(x_bs: chex.Array, seg: chex.Array | None, num_tokens: int) -> chex
     rows."""
     if seg is None:
         return jnp.broadcast_to(x_bs, (x_bs.shape[0], num_tokens))
-    x_bt = jnp.take_along_axis(x_bs, jnp.maximum(seg - 1, 0), axis=1)
-    return jnp.where(seg > 0, x_bt, 0)
+    rows = seg.rows if isinstance(seg, Segments) else None
+    return segment.segment_broadcast(x_bs, segment_ids(seg, x_bs), rows=rows)
 
 
 def sequence_max(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Largest x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
-    chex.assert_equal_shape([x, mask] if seg is None else [x, mask, seg])
-    x_bt = jnp.where(as_bool(mask), as_float(x), -jnp.inf)
-    if seg is None:
-        max_bs = jnp.max(x_bt, axis=1, keepdims=True)
-    else:
-        num_ids = x_bt.shape[1] + 1  # as in `sequence_sum`
+    return _reduce("max", x, mask, seg)
 
-        def row_max(x_t, seg_t):
-            return jax.ops.segment_max(x_t, seg_t, num_segments=num_ids)
 
-        max_bs = jax.vmap(row_max)(x_bt, seg)[:, 1:]
-    return jnp.where(sequence_count(x_bt, mask, seg) > 0, max_bs, 0.0)
+def log_ratio_stats(
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> RatioStats:
+    """Per-sequence statistics [B, S] of a log-ratio [B, T], without gradient.
+
+    Weights, masks and metrics that ask for any of them make the same call, which a compiled program
+    does once; what none asks for is not computed outside of a TPU's kernel.
+    """
+    here = segments(seg, mask)
+    return segment.log_ratio_stats(
+        log_ratio, mask, here.ids, here.num_segments, rows=here.rows
+    )
+
+
+def ratio_stats(
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> RatioStats:
+    """`log_ratio_stats` of logp_old - logp_behav, and the statistics of the probabilities."""
+    here = segments(seg, mask)
+    return segment.ratio_stats(
+        logp_old, logp_behav, mask, here.ids, here.num_segments, rows=here.rows
+    )
 
 
 def segment_starts(x: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """True at the first position of every sequence of x [B, T]: column 0, and where seg changes."""
-    is_new = jnp.zeros(x[:, 1:].shape, bool) if seg is None else seg[:, 1:] != seg[:, :-1]
-    return jnp.pad(is_new, ((0, 0), (1, 0)), constant_values=True)
+    ids_bt = segment_ids(seg, x)
+    return jnp.pad(ids_bt[:, 1:] != ids_bt[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
-def segment_scan(operator: Callable, x: chex.ArrayTree, is_start: chex.Array) -> chex.ArrayTree:
-    """operator over the positions from the last start up to t, [B, T].
+def running(
+    op: str, x: chex.Array | tuple, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array | tuple:
+    """`segment.segment_scan` over the positions of each sequence, contiguous in packed rows.
 
-    One position after the other on a CPU, by doubling (of logarithmic depth) elsewhere.
-
-    Args:
-      operator: associative, of two arrays or trees of them, e.g. `jnp.add` or `jnp.minimum`.
-      x: [B, T] in any dtype, or a tree of such arrays; the caller puts the operator's neutral
-        element where nothing counts.
-      is_start: [B, T] where a run begins, e.g. from `segment_starts`; column 0 always is one.
+    The caller puts the operation's neutral element where nothing counts.
     """
-    chex.assert_equal_shape([*jax.tree.leaves(x), is_start])
-    return jax.lax.platform_dependent(
-        x, is_start,
-        cpu=functools.partial(_scan_by_position, operator),
-        default=functools.partial(_scan_by_doubling, operator),
-    )
+    is_start_bt = segment_starts(mask, seg)
+    if isinstance(seg, Segments):
+        return segment.segment_scan(x, is_start_bt, op, rows=seg.rows)
+    return segment_reference.scan(x, is_start_bt, op)
 
 
 def prefix_sums(
@@ -191,41 +211,4 @@ def prefix_sums(
 ) -> tuple[chex.Array, chex.Array]:
     """Sum of x over the valid tokens of the sequence up to t, and their number, [B, T] each."""
     x_bt = zero_padding(x, mask)
-    valid_bt = as_bool(mask).astype(x_bt.dtype)
-    add = functools.partial(jax.tree.map, jnp.add)
-    return segment_scan(add, (x_bt, valid_bt), segment_starts(mask, seg))
-
-
-def _choose(condition, x, other):
-    return jax.tree.map(functools.partial(jnp.where, condition), x, other)
-
-
-def _scan_by_position(operator, x, is_start):
-    """Eight columns at a time, so that rows are read by the cache line."""
-    num_tokens, width = is_start.shape[1], 8
-    num_blocks = -(-num_tokens // width)
-    blocks = lambda a: jnp.pad(a, ((0, 0), (0, num_blocks * width - num_tokens)))
-    x, is_start = jax.tree.map(blocks, (x, is_start))
-
-    def block(before, i):
-        read = lambda a: jax.lax.dynamic_slice_in_dim(a, width * i, width, axis=1)
-        x_bw, is_start_bw = jax.tree.map(read, (x, is_start))
-        columns = []
-        for k in range(width):
-            x_b = jax.tree.map(lambda a: a[:, k], x_bw)
-            before = _choose(is_start_bw[:, k], x_b, operator(before, x_b))
-            columns.append(before)
-        return before, jax.tree.map(lambda *a: jnp.stack(a, axis=1), *columns)
-
-    zeros = jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x)
-    _, x_nbw = jax.lax.scan(block, zeros, jnp.arange(num_blocks))
-    joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)[:, :num_tokens]
-    return jax.tree.map(joined, x_nbw)
-
-
-def _scan_by_doubling(operator, x, is_start):
-    def combine(left, right):
-        (left_x, is_left), (right_x, is_right) = left, right
-        return _choose(is_right, right_x, operator(left_x, right_x)), is_left | is_right
-
-    return jax.lax.associative_scan(combine, (x, is_start), axis=1)[0]
+    return running("sum", (x_bt, as_bool(mask).astype(x_bt.dtype)), mask, seg)

@@ -29,7 +29,7 @@ def high_entropy(
     is_valid_bt = ratios.as_bool(mask)
     num_tokens = mask.shape[1]
     entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, mask))
-    ids_bt = jnp.ones(mask.shape, jnp.int32) if seg is None else seg
+    ids_bt = ratios.segment_ids(seg, mask)
     ids_bt = jnp.where(is_valid_bt, ids_bt, num_tokens + 1)  # invalid tokens sort to the end
     position_bt = jnp.broadcast_to(jnp.arange(num_tokens), mask.shape)
     ids_bt, _, order_bt = jax.lax.sort((ids_bt, -entropy_bt, position_bt), dimension=1, num_keys=2)

@@ -15,6 +15,7 @@ from jaxrl_tis.estimators import baselines
 from jaxrl_tis.estimators import clipped
 from jaxrl_tis.estimators import controllers
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.kernels import segment_reference
 
 
 def _inputs(logp, logp_old, adv, mask):
@@ -168,16 +169,9 @@ def quatro_multiplier(
 
 def _sequence_group(group, mask, seg):
     """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
-    chex.assert_equal_shape([group, mask] if seg is None else [group, mask, seg])
-    group_bt = jnp.where(ratios.as_bool(mask), group, jnp.iinfo(group.dtype).min)
-    if seg is None:
-        return jnp.max(group_bt, axis=1, keepdims=True)
-    num_ids = mask.shape[1] + 1  # as in `ratios.sequence_sum`
-
-    def row_max(group_t, seg_t):
-        return jax.ops.segment_max(group_t, seg_t, num_segments=num_ids)
-
-    return jax.vmap(row_max)(group_bt, seg)[:, 1:]
+    chex.assert_equal_shape([group, mask])
+    here = ratios.segments(seg, mask)
+    return segment_reference.reduce(group, here.ids, here.num_segments, "max")
 
 
 def quatro(

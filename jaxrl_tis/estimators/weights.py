@@ -45,12 +45,22 @@ def raw_token(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = 
 
 def raw_seq(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Untruncated sequence ratios exp(clamp(sum_t log_ratio, +-20)) on every valid token."""
-    return _on_tokens(ratios.sequence_sum(log_ratio, mask, seg), mask, seg)
+    return _on_tokens(sequence_log_ratio("seq", log_ratio, mask, seg), mask, seg)
 
 
 def raw_geo(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Untruncated geometric means exp(clamp(mean_t log_ratio, +-20)) on every valid token."""
-    return _on_tokens(ratios.sequence_mean(log_ratio, mask, seg), mask, seg)
+    return _on_tokens(sequence_log_ratio("geo", log_ratio, mask, seg), mask, seg)
+
+
+def sequence_log_ratio(
+    level: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """Logarithm of the raw weight of each sequence at level "seq" or "geo", not clamped, [B, S]."""
+    stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+    if level == "seq":
+        return stats.log_ratio_sum
+    return ratios.safe_divide(stats.log_ratio_sum, stats.count)
 
 
 def _on_tokens(log_w_bs, mask, seg):

@@ -120,54 +120,18 @@ def test_largest_value_of_a_sequence():
     np.testing.assert_array_equal(ratios.sequence_max(x, mask, seg), expected)
 
 
-# One runs on a CPU, the other on accelerators.
-SCANS = {"position": ratios._scan_by_position, "doubling": ratios._scan_by_doubling}
-
-
-@pytest.mark.parametrize("name", SCANS)
-def test_scans_start_anew_with_every_sequence(name):
-    scan = jax.jit(SCANS[name], static_argnums=0)
+def test_running_results_start_anew_with_every_sequence():
     x = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [5.0, 3.0, 4.0, 1.0, 2.0]])
     seg = jnp.array([[1, 1, 2, 2, 0], [1, 2, 2, 2, 3]])
     starts = ratios.segment_starts(x, seg)
     np.testing.assert_array_equal(starts, [[1, 0, 1, 0, 1], [1, 1, 0, 0, 1]])
-    sums = scan(jnp.add, x, starts)
-    np.testing.assert_array_equal(sums, [[1, 3, 4, 12, 16], [5, 3, 7, 8, 2]])
-    minima = scan(jnp.minimum, x, starts)
-    np.testing.assert_array_equal(minima, [[1, 1, 4, 4, 16], [5, 3, 3, 1, 2]])
-    whole = ratios.segment_starts(x)
-    np.testing.assert_array_equal(whole, [[1, 0, 0, 0, 0]] * 2)
-    np.testing.assert_array_equal(scan(jnp.add, x, whole), np.cumsum(x, axis=1))
-    counts = scan(jnp.add, jnp.ones((2, 5), jnp.int32), starts)
-    assert counts.dtype == jnp.int32
-
-
-@pytest.mark.parametrize("name", SCANS)
-def test_scans_of_several_arrays_and_their_gradient(name):
-    # Operator: the composition of x -> a x + b, which does not commute. Nine columns, so that a
-    # block of the scan is not full.
-    def compose(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 3, 9)).astype(np.float32)
-    starts = rng.random((3, 9)) < 0.3
-    starts[:, 0] = True
-
-    def total(a, b):
-        return jnp.sum(SCANS[name](compose, (a, b), starts)[1])
-
-    expected, slope = np.zeros((3, 9)), np.zeros((3, 9))
-    for row in range(3):
-        for t in range(9):
-            before = 0.0 if starts[row, t] else expected[row, t - 1]
-            expected[row, t] = before * a[row, t] + b[row, t]
-        for t in reversed(range(9)):  # d total / d b_t = 1 + a_{t+1} d total / d b_{t+1}
-            is_last = t == 8 or starts[row, t + 1]
-            slope[row, t] = 1.0 if is_last else 1.0 + a[row, t + 1] * slope[row, t + 1]
-    actual = SCANS[name](compose, (jnp.array(a), jnp.array(b)), jnp.array(starts))[1]
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(jax.grad(total, argnums=1)(a, b), slope, rtol=1e-4, atol=1e-4)
+    for ids in (seg, ratios.Segments(seg, 3)):
+        sums = ratios.running("sum", x, seg, ids)
+        np.testing.assert_array_equal(sums, [[1, 3, 4, 12, 16], [5, 3, 7, 8, 2]])
+        minima = ratios.running("min", x, seg, ids)
+        np.testing.assert_array_equal(minima, [[1, 1, 4, 4, 16], [5, 3, 3, 1, 2]])
+    np.testing.assert_array_equal(ratios.segment_starts(x), [[1, 0, 0, 0, 0]] * 2)
+    np.testing.assert_array_equal(ratios.running("sum", x, seg), np.cumsum(x, axis=1))
 
 
 def test_prefix_sums():

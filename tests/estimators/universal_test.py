@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis.estimators import ratios
 from tests.estimators import samples
 from tests.estimators.samples import ADVANTAGES, ENTRIES
 
@@ -51,6 +52,23 @@ def test_on_policy_gradient_is_minus_the_advantage():
         factor = ON_POLICY_FACTOR[name] if name in ON_POLICY_FACTOR else 1.0
         wanted = np.where(batch["mask"], -factor * batch["adv"], 0.0)
         np.testing.assert_allclose(gradient, wanted, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_stated_number_of_sequences_changes_nothing():
+    """Packed rows of two sequences: ids alone, and the ids with a bound of three."""
+    logp, batch = samples.make()
+    seg = jnp.where(batch["mask"], jnp.array([[1, 1, 2, 2, 2]]), 0)
+    run = lambda seg: jax.device_get(
+        samples.results(logp, batch | samples.counts(batch) | {"seg": seg})
+    )
+    wanted, bounded = run(seg), run(ratios.Segments(seg, 3))
+    for entry in ENTRIES + samples.LOSSES:
+        for got, want in zip(bounded[entry], wanted[entry], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7, err_msg=" ".join(entry))
+    # A bound of one drops the second sequence: the number is used.
+    dropped = samples.weights(logp, batch | {"seg": ratios.Segments(seg, 1)}, "seq_vanilla")
+    raw = wanted["weight", "seq_vanilla"][0]
+    np.testing.assert_allclose(dropped, np.where(seg == 1, raw, 0.0), rtol=1e-6)
 
 
 def test_only_logp_carries_a_gradient():

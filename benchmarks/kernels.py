@@ -1,0 +1,116 @@
+"""Time of each kernel against a measured copy and against XLA's reference, on one device.
+
+    python -m benchmarks.kernels [--rows=64] [--length=8192] [--segments=16] [--rounds=10]
+        [--only=segment_reduce,ratio_stats]
+
+Bytes are those of the arguments and the results, each once: what a kernel must at least move. Where
+no kernel runs, the public function is the reference and there is nothing to compare.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis.kernels import segment
+
+
+def packed_rows(rows: int, length: int, num_segments: int) -> dict[str, jax.Array]:
+    """Rows full of segments of random lengths, and per-token values."""
+    rng = np.random.default_rng(0)
+    cuts = np.sort(rng.integers(1, length, (rows, num_segments - 1)), axis=1)
+    seg = 1 + np.sum(np.arange(length)[None, :, None] >= cuts[:, None, :], axis=2)
+    old = -rng.exponential(0.5, seg.shape)
+    behav = old + 0.05 * rng.standard_normal(seg.shape)
+    arrays = {"seg": seg.astype(np.int32), "old": old, "behav": behav, "mask": seg > 0}
+    arrays["decay"] = np.full(seg.shape, 0.95)
+    return {
+        name: jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else x.dtype)
+        for name, x in arrays.items()
+    }
+
+
+def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[Callable, tuple]]:
+    """Name -> (function, its arguments)."""
+    x = packed_rows(rows, length, num_segments)
+    seg, old, behav, mask, decay = (x[k] for k in ("seg", "old", "behav", "mask", "decay"))
+    reduce = lambda op: lambda x, seg: segment.segment_reduce(x, seg, num_segments, op)
+    scan = lambda op, **more: lambda x, seg: segment.segment_scan(x, seg, op, **more)
+    gae = lambda x, seg, decay: segment.segment_scan(x, seg, decay=decay, reverse=True)
+    stats = lambda old, behav, mask, seg: segment.ratio_stats(old, behav, mask, seg, num_segments)
+    gradient = jax.grad(lambda x, seg: jnp.sum(reduce("mean")(x, seg) ** 2))
+    return {
+        "segment_reduce sum": (reduce("sum"), (old, seg)),
+        "segment_reduce sum of 2": (reduce("sum"), ((old, behav), seg)),
+        "segment_reduce max": (reduce("max"), (old, seg)),
+        "segment_reduce logsumexp": (reduce("logsumexp"), (old, seg)),
+        "segment_reduce gradient": (gradient, (old, seg)),
+        "segment_broadcast": (segment.segment_broadcast, (old[:, :num_segments], seg)),
+        "segment_scan sum": (scan("sum"), (old, seg)),
+        "segment_scan min reverse": (scan("min", reverse=True), (old, seg)),
+        "segment_scan decay reverse": (gae, (old, seg, decay)),
+        "ratio_stats": (stats, (old, behav, mask, seg)),
+    }
+
+
+def reference(function: Callable) -> Callable:
+    """The function as other platforms run it."""
+
+    def call(*arguments):
+        default = lambda *x, default, **_: default(*x)
+        with mock.patch.object(jax.lax, "platform_dependent", default):
+            return function(*arguments)
+
+    return call
+
+
+def seconds(function: Callable, arguments: tuple, rounds: int) -> tuple[float, int]:
+    """Median time of a call, and the bytes of its arguments and results."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    results = jax.block_until_ready(compiled(*arguments))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), sum(x.nbytes for x in jax.tree.leaves((arguments, results)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--segments", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    has_kernels = device.platform == "tpu"
+    print(f"{device.device_kind}, jax {jax.__version__}, {args.rows} rows of {args.length} tokens "
+          f"in {args.segments} segments")
+    if not has_kernels:
+        print("no kernel runs here: times are those of the references")
+    cases = segment_cases(args.rows, args.length, args.segments)
+    copied = jnp.ones((4 * args.rows, args.length))
+    took, moved = seconds(lambda x: x + 1.0, (copied,), args.rounds)
+    copy_rate = moved / took
+    print(f"{'copy':28s} {took * 1e3:9.3f} ms {copy_rate / 1e9:8.1f} GB/s")
+    for name, (function, arguments) in cases.items():
+        if not name.startswith(tuple(args.only.split(","))):
+            continue
+        took, moved = seconds(function, arguments, args.rounds)
+        line = f"{name:28s} {took * 1e3:9.3f} ms {moved / took / 1e9:8.1f} GB/s"
+        line += f" {moved / took / copy_rate:6.2f} of a copy"
+        if has_kernels:
+            other, _ = seconds(reference(function), arguments, args.rounds)
+            line += f" {other / took:6.1f} times XLA's speed"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The TPU kernels: against float64 loops in interpret mode, and compiled for chips that are not
+there."""
+
+import contextlib
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_tis.kernels import segment, segment_pallas
+from tests import tpu
+from tests.kernels import segment_loops as loops
+
+SHAPE, OFFSET, NUM_SEGMENTS = (9, 300), 124, 132  # ids on both sides of lane 128
+OPS = ("sum", "max", "min", "logsumexp")
+close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+settings = hypothesis.settings(max_examples=3, deadline=None, derandomize=True, database=None)
+SEED = st.integers(0, 2**32 - 1)
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Tiles of 128 tokens, kernels wherever there is a choice. Reads out of bounds raise, what was
+    not written is NaN, races are looked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("REDUCE_TILE", "SCAN_TILE", "CHUNK"):
+            patch.setattr(segment_pallas, name, 128)
+        patch.setattr(jax.lax, "platform_dependent", lambda *x, tpu, **_: tpu(*x))
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+            yield
+
+
+def make(seed, is_contiguous=False):
+    """Eight segments with ids from 125 to 132 in three tiles and two blocks of rows."""
+    batch = loops.make(seed, SHAPE, NUM_SEGMENTS - OFFSET, is_contiguous)
+    weight_bs = np.pad(batch.weight_bs, ((0, 0), (OFFSET, 0)))
+    return batch._replace(
+        seg=np.where(batch.seg > 0, batch.seg + OFFSET, 0).astype(np.int32), weight_bs=weight_bs
+    )
+
+
+@jax.jit
+def reductions(x, low, seg):
+    terms = lambda x, low: [x, x, x, x, low]
+    return segment_pallas.reduce((x, low), seg, NUM_SEGMENTS, terms, (*OPS, "sum"))
+
+
+def check_reductions(batch, seg):
+    low = batch.x.astype(jnp.bfloat16)
+    with interpreted():
+        *found, of_low = jax.device_get(reductions(batch.x.astype(np.float32), low, seg))
+    for op, got in zip(OPS, found, strict=True):
+        want, _ = loops.reduce(batch.x, batch.seg, NUM_SEGMENTS, op, batch.weight_bs)
+        is_empty = loops.reduce(batch.x, batch.seg, NUM_SEGMENTS, "count", batch.weight_bs)[0] == 0
+        close(got, np.where(is_empty, segment_pallas.NEUTRAL[op], want), err_msg=op)
+    want, _ = loops.reduce(low.astype(float), batch.seg, NUM_SEGMENTS, "sum", batch.weight_bs)
+    close(of_low, want)
+
+
+@settings
+@hypothesis.given(SEED)
+def test_reductions(seed):
+    batch = make(seed)
+    check_reductions(batch, batch.seg)
+
+
+def test_the_check_sees_one_wrong_id():
+    """Negative control."""
+    batch = make(0)
+    wrong = batch.seg.copy()
+    row, column = np.argwhere(batch.seg == OFFSET + 1)[-1]
+    wrong[row, column] = OFFSET + 3
+    with pytest.raises(AssertionError):
+        check_reductions(batch, wrong)
+
+
+@jax.jit
+def mean_on_tokens(x, seg, weight):
+    """Means and the gradient of their weighted sum: a reduction, and a broadcast for the rule."""
+    mean = lambda x: segment.segment_reduce(x, seg, NUM_SEGMENTS, "mean")
+    value, pull = jax.vjp(mean, x)
+    return value, pull(weight)[0]
+
+
+@settings
+@hypothesis.given(SEED)
+def test_means_and_their_gradient(seed):
+    batch = make(seed)
+    arrays = batch.x.astype(np.float32), batch.seg, batch.weight_bs.astype(np.float32)
+    with interpreted():
+        got, gradient = jax.device_get(mean_on_tokens(*arrays))
+    want, of_x = loops.reduce(batch.x, batch.seg, NUM_SEGMENTS, "mean", batch.weight_bs)
+    close(got, want)
+    close(gradient, of_x)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def decayed(x, seg, decay, reverse):
+    return segment.segment_scan(x, seg, decay=decay, reverse=reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scans_with_a_decay(reverse):
+    batch = make(4, is_contiguous=True)
+    x, decay = batch.x.astype(np.float32), batch.decay.astype(np.float32)
+    with interpreted():
+        got = decayed(x, batch.seg, decay, reverse)
+    close(got, loops.scan(batch.x, batch.seg, "decay", batch.decay, reverse, batch.weight_bt)[0])
+
+
+@jax.jit
+def lowest(x, low, seg):
+    return segment.segment_scan((x, low), seg, "min", reverse=True)
+
+
+@settings
+@hypothesis.given(SEED)
+def test_scans_of_minima(seed):
+    batch = make(seed, is_contiguous=True)
+    low = batch.x.astype(jnp.bfloat16)
+    with interpreted():
+        found = lowest(batch.x.astype(np.float32), low, batch.seg)
+    for x, got in zip((batch.x, low.astype(float)), found, strict=True):
+        close(got, loops.scan(x, batch.seg, "min", batch.decay, True, batch.weight_bt)[0])
+
+
+@jax.jit
+def statistics(old, behav, mask, seg):
+    return segment.ratio_stats(old, behav, mask, seg, NUM_SEGMENTS)
+
+
+def test_ratio_stats():
+    batch = make(9)
+    old, behav = loops.log_probs(batch)
+    mask = batch.weight_bt > -0.5
+    with interpreted():
+        stats = statistics(old.astype(np.float32), behav.astype(np.float32), mask, batch.seg)
+    for name, want in loops.ratio_stats(old, behav, mask, batch.seg, NUM_SEGMENTS).items():
+        np.testing.assert_allclose(getattr(stats, name), want, rtol=2e-4, atol=1e-4, err_msg=name)
+
+
+def test_expm1_near_zero_and_far():
+    x = np.concatenate([np.geomspace(1e-8, 20.0, 200), -np.geomspace(1e-8, 20.0, 200)])
+    got = segment_pallas.expm1(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(got, np.expm1(x), rtol=2e-6)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_kernels_compile_for_rows_on_four_chips(topology):
+    mesh = Mesh(np.array(tpu.devices(topology)).reshape(4), "d", axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("d"))
+    array = lambda dtype: jax.ShapeDtypeStruct((36, 1000), dtype, sharding=rows)
+
+    def program(x, low, seg):
+        reduce = lambda op: segment.segment_reduce((x, low), seg, 130, op, rows=rows)
+        scan = lambda op, **more: segment.segment_scan((x, low), seg, op, rows=rows, **more)
+        stats = segment.ratio_stats(x, low, seg > 1, seg, 130, rows=rows)
+        return (
+            reduce("mean"), reduce("logsumexp"), stats, scan("max"),
+            scan("sum", decay=low, reverse=True), segment.segment_broadcast(
+                stats.count, seg, rows=rows),
+        )
+
+    arrays = array(jnp.float32), array(jnp.bfloat16), array(jnp.int32)
+    text = jax.jit(program).lower(*arrays).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 6
+    assert "scatter(" not in text and "all-gather" not in text
