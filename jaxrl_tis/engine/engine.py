@@ -182,7 +182,8 @@ class Engine:
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
         self._load = jax.jit(self._serving_params, out_shardings=self._params_shardings())
-        self._prefill = jax.jit(self._prefill_rows)
+        rows = self.layout.sharding(("batch", None))
+        self._prefill = jax.jit(self._prefill_rows, in_shardings=(None, rows, rows))
         self._insert = jax.jit(self._insert_rows, donate_argnums=(1,))
         self._generate = jax.jit(self._decode, donate_argnums=(1,))
 
@@ -238,11 +239,11 @@ class Engine:
 
     def _prefill_rows(self, params, tokens_rt, segment_ids_rt) -> Prefix:
         positions = jnp.broadcast_to(jnp.arange(tokens_rt.shape[1])[None], tokens_rt.shape)
-        attend = cache.keep_rows(segment_ids_rt)
+        attend = cache.keep_rows(segment_ids_rt, self.unroll)
         _, kv = transformer.hidden(
             params, self.config, self.program, tokens_rt, positions, attend
         )
-        return Prefix(kv)
+        return Prefix(jax.tree.map(lambda x: self.layout.constrain(x, cache.axes(x)), kv))
 
     # Insert
 
@@ -264,10 +265,9 @@ class Engine:
     def _state_shardings(self) -> DecodeState:
         """Slots over the data axes, key/value heads [..., B,N,S,K] over tensor."""
         state = jax.eval_shape(self._empty_state)
-        of_cache = lambda x: (None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None)
         of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
         place = lambda tree, axes: jax.tree.map(lambda x: self.layout.sharding(axes(x)), tree)
-        return DecodeState(place(state.cache, of_cache), place(state.slots, of_slots))
+        return DecodeState(place(state.cache, cache.axes), place(state.slots, of_slots))
 
     def insert(
         self, prefix: Prefix, state: DecodeState, rows: dict[int, tuple[int, Request]]
@@ -301,7 +301,18 @@ class Engine:
             return jnp.where(is_new, fresh, old)
 
         slots = jax.tree.map(choose, state.slots, new)
-        return DecodeState(cache.insert(state.cache, prefix.kv, source_b), slots)
+        return DecodeState(self._insert_kv(state.cache, prefix.kv, source_b), slots)
+
+    def _insert_kv(self, kv, prefix_kv, source_b):
+        """`cache.insert` on the slots of each device; any slot may take any row of the prefix."""
+        spec = lambda x, row_axis: self.layout.sharding(
+            (None,) * (x.ndim - 4) + (row_axis, "kv_heads", None, None)
+        ).spec
+        specs = lambda tree, row_axis: jax.tree.map(lambda x: spec(x, row_axis), tree)
+        own = specs(kv, "batch")
+        slots = self.layout.sharding(("batch",)).spec
+        insert = self.layout.shard(cache.insert, (own, specs(prefix_kv, None), slots), own)
+        return insert(kv, prefix_kv, source_b)
 
     def release(self, state: DecodeState, slots: list[int]) -> DecodeState:
         """Stops the given slots, so that they are free for the next insert."""
@@ -342,9 +353,13 @@ class Engine:
 
     def _decode_one(self, params, state: DecodeState):
         slots = state.slots
+        if self.unroll:
+            attend = cache.append(slots.position)
+        else:
+            attend = cache.append_stacked(slots.position, self.layout)
         x_b1d, kv = transformer.hidden(
             params, self.config, self.program, slots.token[:, None], slots.position[:, None],
-            cache.append(slots.position), state.cache,
+            attend, state.cache,
         )
         logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
         drawn = sampling.sample(logits_bv, slots.rows, slots.key, slots.position + 1)
