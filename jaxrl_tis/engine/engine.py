@@ -362,8 +362,12 @@ class Engine:
             attend, state.cache,
         )
         logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
-        drawn = sampling.sample(logits_bv, slots.rows, slots.key, slots.position + 1)
-        logits_bv = sampling.distribution(logits_bv, slots.rows)[:, : self.num_logits]
+        drawn = sampling.sample(
+            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout
+        )
+        recorded_bv = jnp.zeros((self.slots, 0))
+        if self.num_logits:
+            recorded_bv = sampling.distribution(logits_bv, slots.rows)
         is_running = slots.remaining > 0
         is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
         remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
@@ -373,7 +377,7 @@ class Engine:
             position=slots.position + (remaining > 0),
             remaining=remaining,
         )
-        return DecodeState(kv, slots), drawn, logits_bv, is_running
+        return DecodeState(kv, slots), drawn, recorded_bv, is_running
 
     # Programs from shapes alone
 
