@@ -191,7 +191,18 @@ class Engine:
 
     def load(self, params: transformer.Params) -> transformer.Params:
         """Learner's parameters -> serving parameters: quantised once, cast, laid out to serve."""
-        return self._load(self.layout.put_params(params, self.config))
+        if not self._holds(params):
+            params = self.layout.put_params(params, self.config)
+        return self._load(params)
+
+    def _holds(self, params) -> bool:
+        """Whether the parameters lie on this mesh's devices, in whatever layout."""
+        devices = tuple(self.layout.mesh.devices.flat)
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+        return all(
+            isinstance(s, jax.sharding.NamedSharding) and tuple(s.mesh.devices.flat) == devices
+            for s in shardings
+        )
 
     def _params_shardings(self):
         """Shardings of the parameters that `load` returns; a scale has no input axis to split."""
@@ -212,11 +223,16 @@ class Engine:
         return placed | {"layers": tuple(placed["layers"])} if self.unroll else placed
 
     def _serving_params(self, params):
-        params = quant.quantize_params(params, self.quantization)
+        """Casts or quantises on the learner's shards, then moves the result, layer by layer."""
         is_quant = lambda w: isinstance(w, quant.QuantArray)
         cast = lambda w: w if is_quant(w) else w.astype(self.dtype)
-        params = jax.tree.map(cast, params, is_leaf=is_quant)
-        return transformer.unstack(params) if self.unroll else params
+        serve = lambda tree: jax.tree.map(cast, tree, is_leaf=is_quant)
+        if self.unroll:
+            params = quant.quantize_params(params, self.quantization)
+            return transformer.unstack(serve(params))
+        outer = {name: w for name, w in params.items() if name != "layers"}
+        layer = lambda w: serve(quant.quantize_params({"layers": w}, self.quantization)["layers"])
+        return serve(outer) | {"layers": jax.lax.map(layer, params["layers"])}
 
     # Prefill
 

@@ -18,7 +18,7 @@ from jaxrl_tis.sharding import Layout
 
 BLOCK = 128
 KEY_BITS = 31  # of a float32 without its sign
-MAX_ID = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,37 +152,83 @@ def _largest(is_low: Callable[[jax.Array], jax.Array], shape: tuple) -> jax.Arra
     return jax.lax.fori_loop(0, KEY_BITS, try_bit, jnp.zeros(shape, jnp.int32))
 
 
-def _kept(scaled_bv: jax.Array, raw_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE):
-    """[B,V] bool support after top-k, top-p and min-p; ties go to the lower token id.
+def _keys(scaled_bv: jax.Array) -> jax.Array:
+    """Integers >= 0 in the order of probability, most likely token first: the bits of |scaled|."""
+    return jax.lax.bitcast_convert_type(jnp.abs(scaled_bv), jnp.int32)
 
-    |scaled| has the order of its own bits, most likely token first. Top-k and top-p keep what lies
-    before an edge, and at the edge as many ties as still fit; the nearer of the two edges counts.
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What rows may draw, [B,1] each: tokens of a key below `edge`, those at the edge of an id
+    below `cut`, and of both only those at least `min_p` times as likely as the most likely one."""
+
+    edge: jax.Array
+    cut: jax.Array
+    min_p: jax.Array
+
+
+def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Support:
+    """Support after top-k, top-p and min-p; ties go to the lower token id.
+
+    Top-k and top-p keep what lies before an edge, and at the edge as many ties as still fit; the
+    nearer of the two edges counts.
     """
-    key_bv = jax.lax.bitcast_convert_type(jnp.abs(scaled_bv), jnp.int32)
+    key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
     total = lambda x_bv: shards.sum(jnp.sum(x_bv, axis=-1, keepdims=True))
     count = lambda is_in_bv: total(is_in_bv.astype(jnp.int32))
     mass = lambda is_in_bv: total(jnp.where(is_in_bv, raw_bv, 0.0))
     weight = lambda key: jnp.exp(-jax.lax.bitcast_convert_type(key, jnp.float32))
     shape, all_tokens = (len(scaled_bv), 1), scaled_bv.shape[1] * shards.count
-    top_k, top_p = rows.top_k[:, None], rows.top_p[:, None]
+    top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
 
     top_k = jnp.where(top_k == 0, all_tokens + 1, top_k)
     k_edge = _largest(lambda edge: count(key_bv < edge) < top_k, shape)
-    k_ties = top_k - count(key_bv < k_edge)
-    kept_mass = mass(key_bv < k_edge) + mass(key_bv == k_edge) * jnp.minimum(
-        k_ties / jnp.maximum(count(key_bv == k_edge), 1), 1.0
-    )
+    k_ties = jnp.minimum(top_k - count(key_bv < k_edge), count(key_bv == k_edge))
+    edge_mass = jnp.where(k_ties > 0, k_ties * weight(k_edge), 0.0)
+    kept_mass = mass(key_bv < k_edge) + edge_mass
+
     needed = jnp.where(top_p >= 1, jnp.inf, top_p * kept_mass)
     p_edge = _largest(lambda edge: mass(key_bv < edge) < needed, shape)
     p_ties = jnp.ceil((needed - mass(key_bv < p_edge)) / weight(p_edge))
     p_ties = jnp.minimum(p_ties, all_tokens).astype(jnp.int32)
 
     edge = jnp.minimum(k_edge, p_edge)
-    ties = jnp.where(k_edge < p_edge, k_ties, jnp.where(p_edge < k_edge, p_ties, jnp.minimum(k_ties, p_ties)))
-    id_1v, is_tie_bv = shards.ids(scaled_bv.shape[1]), key_bv == edge
+    fits = lambda ties, its_edge: jnp.where(its_edge == edge, ties, all_tokens)
+    ties = jnp.minimum(fits(k_ties, k_edge), fits(p_ties, p_edge))
+    is_tie_bv, id_1v = key_bv == edge, shards.ids(scaled_bv.shape[1])
     cut = _largest(lambda cut: count(is_tie_bv & (id_1v < cut)) <= ties, shape)
-    keep_bv = (key_bv < edge) | (is_tie_bv & (id_1v < cut))
-    return keep_bv & (raw_bv >= rows.min_p[:, None])
+    return Support(edge, cut, min_p)
+
+
+def _support(scaled_bv, rows: SamplingRows, any_filtered, any_greedy, shards=WHOLE) -> Support:
+    """Support of every row. Filters and the search for the maximum run only when a row of any
+    device asks for them, so that all devices take the same branch."""
+    column = lambda value: jnp.full((len(scaled_bv), 1), value)
+    everything = Support(column(MAX_INT), column(MAX_INT), column(0.0))
+    is_filtered, is_greedy = _is_filtered(rows)[:, None], (rows.temperature <= 0)[:, None]
+    choose = lambda is_new, new, old: jax.tree.map(
+        lambda n, o: jnp.where(is_new, n, o), new, old
+    )
+
+    def filtered(support):
+        return choose(is_filtered, _filtered(scaled_bv, rows, shards), support)
+
+    def greedy(support):
+        id_1v = shards.ids(scaled_bv.shape[1])
+        best = jnp.min(jnp.where(scaled_bv == 0, id_1v, MAX_INT - 1), axis=-1, keepdims=True)
+        return choose(is_greedy, Support(column(0), shards.min(best) + 1, column(0.0)), support)
+
+    same = lambda support: support
+    support = jax.lax.cond(any_filtered, filtered, same, everything)
+    return jax.lax.cond(any_greedy, greedy, same, support)
+
+
+def _weights(scaled_bv: jax.Array, support: Support, id_1v: jax.Array) -> jax.Array:
+    """exp(scaled) [B,V] inside the support, 0 outside."""
+    key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
+    is_out = (key_bv > support.edge) | ((key_bv == support.edge) & (id_1v >= support.cut))
+    return jnp.where(is_out | (raw_bv < support.min_p), 0.0, raw_bv)
 
 
 def _is_filtered(rows: SamplingRows) -> jax.Array:
@@ -190,27 +236,9 @@ def _is_filtered(rows: SamplingRows) -> jax.Array:
     return is_any & (rows.temperature > 0)
 
 
-def _weights(scaled_bv, raw_bv, rows: SamplingRows, any_filtered, any_greedy, shards=WHOLE):
-    """exp(scaled) [B,V] where a row's filters keep the token, 0 elsewhere; greedy rows keep one.
-
-    Filters and the search for the maximum run only when a row of any device asks for them, so that
-    all devices take the same branch.
-    """
-    is_greedy = (rows.temperature <= 0)[:, None]
-
-    def filtered(weights_bv):
-        keep_bv = _kept(scaled_bv, raw_bv, rows, shards)
-        return jnp.where(_is_filtered(rows)[:, None] & ~keep_bv, 0.0, weights_bv)
-
-    def greedy(weights_bv):
-        id_1v = shards.ids(scaled_bv.shape[1])
-        is_top_bv = scaled_bv == 0
-        best_b1 = jnp.min(jnp.where(is_top_bv, id_1v, MAX_ID), axis=-1, keepdims=True)
-        return jnp.where(is_greedy & (id_1v != shards.min(best_b1)), 0.0, weights_bv)
-
-    same = lambda weights_bv: weights_bv
-    weights_bv = jax.lax.cond(any_filtered, filtered, same, raw_bv)
-    return jax.lax.cond(any_greedy, greedy, same, weights_bv)
+def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
+    """Whether any row is filtered, and whether any is greedy."""
+    return jnp.any(_is_filtered(rows)), jnp.any(rows.temperature <= 0)
 
 
 def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> jax.Array:
@@ -219,14 +247,10 @@ def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> j
     if isinstance(rows, SamplingParams):
         rows = SamplingRows.of([rows] * len(logits_bv))
     scaled_bv = _scaled(logits_bv, rows)
-    weights_bv = _weights(scaled_bv, jnp.exp(scaled_bv), rows, *_asked(rows))
+    support = _support(scaled_bv, rows, *_asked(rows))
+    weights_bv = _weights(scaled_bv, support, WHOLE.ids(scaled_bv.shape[1]))
     total_b1 = jnp.sum(weights_bv, axis=-1, keepdims=True)
     return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b1), -jnp.inf)
-
-
-def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
-    """Whether any row is filtered, and whether any is greedy."""
-    return jnp.any(_is_filtered(rows)), jnp.any(rows.temperature <= 0)
 
 
 def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
@@ -280,9 +304,9 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
         is_last_1n = (first + jnp.arange(sums_bn.shape[1]) == last)[None]
         cumulative = cumulative + jnp.where(is_last_1n, rest_b[:, None], 0.0)
     is_found = (cumulative > _target(u_b, ends[-1])[:, None]) & (sums_bn > 0)
-    block_b = jnp.where(jnp.any(is_found, axis=-1), first + jnp.argmax(is_found, axis=-1), MAX_ID)
+    block_b = jnp.where(jnp.any(is_found, axis=-1), first + jnp.argmax(is_found, axis=-1), MAX_INT)
     block_b = shards.min(block_b)
-    return jnp.where(block_b == MAX_ID, 0, block_b)
+    return jnp.where(block_b == MAX_INT, 0, block_b)
 
 
 def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
@@ -322,17 +346,18 @@ def _sample(
     logits_bv, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, shards=WHOLE
 ) -> Sample:
     scaled_bv = _scaled(logits_bv, rows, shards)
-    raw_bv = jnp.exp(scaled_bv)
-    weights_bv = _weights(scaled_bv, raw_bv, rows, any_filtered, any_greedy, shards)
+    support = _support(scaled_bv, rows, any_filtered, any_greedy, shards)
+    id_1v = shards.ids(scaled_bv.shape[1])
+    weights_bv = _weights(scaled_bv, support, id_1v)
     fold = lambda k, position: jax.random.uniform(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
     token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b), shards)
     # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
-    is_token_bv = shards.ids(scaled_bv.shape[1]) == token[:, None]
+    is_token_bv = id_1v == token[:, None]
     total, raw_total, moment, scaled = shards.sum(jnp.stack([
         jnp.sum(weights_bv, axis=-1),
-        jnp.sum(raw_bv, axis=-1),
+        jnp.sum(jnp.exp(scaled_bv), axis=-1),
         jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1),
         jnp.sum(jnp.where(is_token_bv, scaled_bv, 0.0), axis=-1),
     ]))

@@ -89,6 +89,7 @@ class Block(nnx.Module):
         q, k, v = self._qkv(h_btd, config, rotation)
         out_bthk, carried = attend(q, k, v)
         x_btd = x_btd + quant.dot(out_bthk.reshape(*x_btd.shape[:2], -1), self.o.get_value())
+        x_btd = program.constrain(x_btd, ("batch", "length", None))
         h_btd = rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
         gate = quant.dot(h_btd, self.gate.get_value())
         up = quant.dot(h_btd, self.up.get_value())
