@@ -1,5 +1,7 @@
 """The decode kernel, interpreted as a TPU would run it, against float64 numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def reference(q, new, cache, layer):
     return out, cache
 
 
-@pytest.mark.parametrize("dtype, atol", [("float32", 2e-6), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("dtype, atol", [("float32", 2e-6), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_kernel_equals_float64_and_writes_one_position(monkeypatch, dtype, atol, blocks):
     q, new, cache = arrays(dtype)
@@ -52,11 +54,12 @@ def test_kernel_equals_float64_and_writes_one_position(monkeypatch, dtype, atol,
     expected, expected_cache = reference(q, new, cache, 1)
     assert out.dtype == q.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=atol)
-    np.testing.assert_array_equal(after, expected_cache)
-    # Negative controls: the other layer, and one position less, are another answer.
-    assert np.abs(expected - reference(q, new, cache, 0)[0]).max() > 0.1
-    shifted = kernel(q, new, cache, jnp.int32(1), np.maximum(POSITIONS - 1, 0))[0]
-    assert np.abs(np.asarray(shifted, np.float64) - expected)[1:].max() > 0.1
+    same = functools.partial(np.testing.assert_array_equal, np.asarray(after, np.float32))
+    same(expected_cache.astype(np.float32))
+    # Negative controls: the other layer, and half the positions, are another answer.
+    for layer, positions in ((0, POSITIONS), (1, POSITIONS // 2)):
+        other = kernel(q, new, cache, jnp.int32(layer), positions)[0]
+        assert np.abs(np.asarray(other, np.float64) - expected)[1:].max() > 0.1
 
 
 @pytest.mark.parametrize("row_bytes, length, block", [
