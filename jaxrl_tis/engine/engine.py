@@ -179,7 +179,9 @@ class Engine:
         self.program = transformer.Program(
             dtype=dtype, highest_head=highest_head, constrain=self.layout.constrain
         )
-        self._load = jax.jit(self._serving_params)
+        self._shardings = self._state_shardings()
+        self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
+        self._load = jax.jit(self._serving_params, out_shardings=self._params_shardings())
         self._prefill = jax.jit(self._prefill_rows)
         self._insert = jax.jit(self._insert_rows, donate_argnums=(1,))
         self._generate = jax.jit(self._decode, donate_argnums=(1,))
@@ -189,6 +191,24 @@ class Engine:
     def load(self, params: transformer.Params) -> transformer.Params:
         """Learner's parameters -> serving parameters: quantised once, cast, laid out to serve."""
         return self._load(self.layout.put_params(params, self.config))
+
+    def _params_shardings(self):
+        """Shardings of the parameters that `load` returns; a scale has no input axis to split."""
+        scale = lambda axes: self.layout.sharding((*axes[:-2], None, axes[-1]))
+
+        def place(path, axes):
+            sharding, is_layer = self.layout.sharding(axes), path[0].key == "layers"
+            if is_layer and self.quantization != "none" and path[-1].key in quant.QUANTIZED:
+                return quant.QuantArray(sharding, scale(axes), scheme=self.quantization)
+            return sharding
+
+        is_axes = lambda x: isinstance(x, tuple)
+        axes = transformer.logical_axes(self.config)
+        if self.unroll:
+            layer = {name: axes[1:] for name, axes in axes["layers"].items()}
+            axes["layers"] = [layer] * self.config.num_layers
+        placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
+        return placed | {"layers": tuple(placed["layers"])} if self.unroll else placed
 
     def _serving_params(self, params):
         params = quant.quantize_params(params, self.quantization)
@@ -227,6 +247,10 @@ class Engine:
     # Insert
 
     def init_state(self) -> DecodeState:
+        """Empty slots, each device holding its own part."""
+        return self._init()
+
+    def _empty_state(self) -> DecodeState:
         b = self.slots
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         rows = SamplingRows.of([SamplingParams()] * b)
@@ -235,12 +259,24 @@ class Engine:
             zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
             jnp.full((b, self.max_stop_ids), -1), jax.tree.map(jnp.asarray, rows),
         )
-        return DecodeState(self.layout.put_cache(kv), slots)
+        return DecodeState(kv, slots)
+
+    def _state_shardings(self) -> DecodeState:
+        """Slots over the data axes, key/value heads [..., B,N,S,K] over tensor."""
+        state = jax.eval_shape(self._empty_state)
+        of_cache = lambda x: (None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None)
+        of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
+        place = lambda tree, axes: jax.tree.map(lambda x: self.layout.sharding(axes(x)), tree)
+        return DecodeState(place(state.cache, of_cache), place(state.slots, of_slots))
 
     def insert(
         self, prefix: Prefix, state: DecodeState, rows: dict[int, tuple[int, Request]]
     ) -> DecodeState:
         """Puts requests into slots: rows maps a slot to (row of the prefix, request)."""
+        return self._insert(prefix, state, *self._insertion(rows))
+
+    def _insertion(self, rows: dict[int, tuple[int, Request]]) -> tuple:
+        """New content of the slots, their seeds and hashes, and the prefix row of each or -1."""
         b = self.slots
         source = np.full(b, -1, np.int32)
         token, position, remaining = (np.zeros(b, np.int32) for _ in range(3))
@@ -255,7 +291,7 @@ class Engine:
             stop_ids[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
             params[slot] = request.sampling
         new = Slots(token, position, remaining, None, stop_ids, SamplingRows.of(params))
-        return self._insert(prefix, state, new, seeds, hashes, source)
+        return new, seeds, hashes, source
 
     def _insert_rows(self, prefix, state, new, seeds_b, hashes_b, source_b) -> DecodeState:
         new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
@@ -323,3 +359,38 @@ class Engine:
             remaining=remaining,
         )
         return DecodeState(kv, slots), drawn, logits_bv, is_running
+
+    # Programs from shapes alone
+
+    def programs(self, params: transformer.Params | None = None) -> dict[str, tuple[Any, tuple]]:
+        """Every jitted program with abstract arguments: `fn.lower(*args)` allocates nothing.
+
+        Args:
+          params: the learner's abstract parameters with their shardings; None takes float32 in the
+            serving layout.
+
+        Returns: {"load", "prefill", "insert", "decode"} -> (jitted function, arguments). Prompts
+        are of the largest bucket.
+        """
+        if params is None:
+            params = _abstract(
+                transformer.abstract_params(self.config), self.layout.params(self.config)
+            )
+        serving = _abstract(jax.eval_shape(self._load, params), self._params_shardings())
+        state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
+        host = lambda *shape: np.zeros(shape, np.int32)
+        length = self.bucket(self.max_length)
+        rows = host(self.prefill_batch, length), host(self.prefill_batch, length)
+        prefix = jax.eval_shape(self._prefill, serving, *rows)
+        return {
+            "load": (self._load, (params,)),
+            "prefill": (self._prefill, (serving, *rows)),
+            "insert": (self._insert, (prefix, state, *self._insertion({}))),
+            "decode": (self._generate, (serving, state)),
+        }
+
+
+def _abstract(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
