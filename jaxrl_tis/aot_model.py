@@ -10,8 +10,8 @@ import math
 import jax
 
 from jaxrl_tis.build import Setup
-from jaxrl_tis.hlo import Collective, Dot
 from jaxrl_tis.chips import Chip
+from jaxrl_tis.hlo import Collective, Dot
 from jaxrl_tis.models.config import ModelConfig
 
 PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of that precision
@@ -62,7 +62,7 @@ def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
 
 
 def work(name: str, setup: Setup, args: tuple) -> Work:
-    """What the program `name` of `aot.programs`, with these arguments, has to do."""
+    """What the program `name` of `aot_programs.programs`, with these arguments, has to do."""
     if name in ("quantize", "reshard", "insert"):
         return Work(weight_bytes=device_bytes(args))
     if name in ("prefill", "decode"):

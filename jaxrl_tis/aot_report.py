@@ -36,7 +36,7 @@ def header(setup: Setup, topology: Topology, kept: dict[str, Any]) -> dict[str, 
 
 
 def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> dict[str, Any]:
-    """Of one `aot.Compiled`; all bytes are those of one device."""
+    """Of one `aot_programs.Compiled`; all bytes are those of one device."""
     hbm, work = _hbm(setup, topology), aot_model.work(made.name, setup, made.args)
     beside = _beside(made.args, kept)
     found = {

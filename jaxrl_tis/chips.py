@@ -63,6 +63,7 @@ class Topology:
     """Slices of one shape, e.g. "v5e:4x4" (16 chips) or "v5p:4x4x4" (64 chips, a v5p-128)."""
 
     name: str
+    kind: str
     chip: Chip
     chips_per_slice: int
     num_slices: int
@@ -75,7 +76,7 @@ class Topology:
             raise ValueError(
                 f"topology {name!r} is not a chip of {', '.join(CHIPS)} and a shape, as in v5e:4x4"
             )
-        return cls(name, CHIPS[kind], math.prod(map(int, shape.split("x"))), num_slices)
+        return cls(name, kind, CHIPS[kind], math.prod(map(int, shape.split("x"))), num_slices)
 
     @property
     def num_chips(self) -> int:
@@ -84,8 +85,7 @@ class Topology:
     @property
     def product_name(self) -> str:
         """The name to rent it by: v5litepod-8, v5p-128."""
-        kind = self.name.partition(":")[0]
-        prefix = "v5litepod" if kind == "v5e" else kind
+        prefix = "v5litepod" if self.kind == "v5e" else self.kind
         name = f"{prefix}-{self.chips_per_slice * self.chip.cores_per_chip}"
         return f"{self.num_slices} x {name}" if self.num_slices > 1 else name
 
