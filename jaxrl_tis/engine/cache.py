@@ -82,10 +82,10 @@ def append_stacked(positions_b: jax.Array, layout: Layout):
     spec = lambda *axes: layout.sharding(axes).spec
     heads = spec("batch", "kv_heads", None, None)
     cache_spec = spec(None, "batch", "kv_heads", None, None)
+    new, whole = spec("batch", "kv_heads", None), PartitionSpec()
     step = layout.shard(
         _append_one,
-        in_specs=(heads, spec("batch", "kv_heads", None), cache_spec, PartitionSpec(), spec("batch")),
-        out_specs=(heads, cache_spec),
+        in_specs=(heads, new, cache_spec, whole, spec("batch")), out_specs=(heads, cache_spec),
     )
 
     def attend(q_b1hk, k_b1nk, v_b1nk, cache_and_layer):

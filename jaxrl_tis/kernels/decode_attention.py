@@ -40,14 +40,17 @@ def decode_attention(
     b, n, g, k = q_bngk.shape
     s, c = cache_lbnsc.shape[-2:]
     block = _block(n * c * cache_lbnsc.dtype.itemsize, s)
+    new_bn1c = new_bnc[:, :, None].astype(cache_lbnsc.dtype)
     # A query with zeros beside it meets the key alone, so no block has to be cut in two.
     q_bngc = jnp.pad(q_bngk, ((0, 0), (0, 0), (0, 0), (0, c - k)))
-    of_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, *_: (i, 0, 0, 0)[: len(shape) + 1])
+    of_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, *_: (i, 0, 0, 0))
     reads = pl.BlockSpec(
         (1, 1, n, block, c),
         lambda i, j, layer, at: (layer[0], i, 0, jnp.minimum(j, _div(at[i], block)), 0),
     )
-    writes = pl.BlockSpec((1, 1, n, ROWS, c), lambda i, j, layer, at: (layer[0], i, 0, _div(at[i], ROWS), 0))
+    writes = pl.BlockSpec(
+        (1, 1, n, ROWS, c), lambda i, j, layer, at: (layer[0], i, 0, _div(at[i], ROWS), 0)
+    )
     out_bngc, cache_lbnsc = pl.pallas_call(
         functools.partial(_kernel, scale=k**-0.5, block=block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -69,16 +72,14 @@ def decode_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="decode_attention",
-    )(layer.reshape(1), positions_b, q_bngc, new_bnc[:, :, None].astype(cache_lbnsc.dtype), cache_lbnsc)
+    )(layer.reshape(1), positions_b, q_bngc, new_bn1c, cache_lbnsc)
     return out_bngc[..., k:], cache_lbnsc
 
 
 def _block(row_bytes: int, length: int) -> int:
-    """Positions of a block: a power of two times ROWS within BLOCK_BYTES, at most the length."""
-    block = ROWS
-    while 2 * block * row_bytes <= BLOCK_BYTES and 2 * block <= length:
-        block *= 2
-    return block
+    """Positions of a block: the most that divide the length, in tiles, within BLOCK_BYTES."""
+    fitting = range(ROWS, max(BLOCK_BYTES // row_bytes, ROWS) + 1, ROWS)
+    return max(block for block in fitting if length % block == 0)
 
 
 def _div(x: jax.Array, n: int) -> jax.Array:

@@ -16,7 +16,7 @@ CONFIG = ModelConfig(
 )
 RNG = np.random.default_rng(0)
 decode = jax.jit(lambda positions_b, *qkv_cache: cache.append(positions_b)(*qkv_cache))
-keep_rows = jax.jit(lambda segment_ids_bt, *qkv: cache.keep_rows(segment_ids_bt, unrolled=True)(*qkv, None))
+keep_rows = jax.jit(lambda ids_bt, *qkv: cache.keep_rows(ids_bt, unrolled=True)(*qkv, None))
 
 
 def normal(*shape):

@@ -63,9 +63,10 @@ def test_kernel_equals_float64_and_writes_one_position(monkeypatch, dtype, atol,
 
 
 @pytest.mark.parametrize("row_bytes, length, block", [
-    (256, 768, 512),  # 1 KV head of width 64 in bfloat16: blocks of 512 in 768 positions
+    (256, 768, 768),  # 1 KV head of width 64 in bfloat16
     (512, 22_528, 2048),  # 1 head of width 128: 2048 x 512 bytes is a MiB
+    (2**14, 1008, 48),  # 64 positions are a MiB; 48 is the largest divisor of 1008 = 16 x 63
     (2**20, 64, ROWS), (16, 16, ROWS),
 ])
-def test_blocks_fit_their_bytes_and_the_length(row_bytes, length, block):
+def test_blocks_fit_their_bytes_and_divide_the_length(row_bytes, length, block):
     assert decode_attention._block(row_bytes, length) == block
