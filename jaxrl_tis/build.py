@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
-from jaxrl_tis import batch, control, correction, models, optimizer, sharding
+from jaxrl_tis import batch as batching
+from jaxrl_tis import control, correction, models, optimizer, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
-from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.engine import Engine, Trajectory
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
@@ -32,7 +34,7 @@ class Setup:
     model: ModelConfig
     layout: sharding.Layout
     learner: steps.Learner
-    packer: batch.Packer | None
+    packer: batching.Packer | None
     correction: correction.Correction
     optimizer: Any
     critic_optimizer: Any
@@ -64,10 +66,19 @@ def build(config: ml_collections.ConfigDict) -> Setup:
     tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
     model = model or small_model(config, tokenizer.vocab_size)
     check_tokenizer(tokenizer, model.vocab_size)
+    return assemble(config, model, tokenizer)
+
+
+def assemble(
+    config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Any,
+    devices: list | None = None,
+) -> Setup:
+    """The programs of a checked config on `devices` (default: those of this machine), which need
+    not exist: see jaxrl_tis.aot."""
     chosen = correction.parse(config.correction)
     _check_logits(config, chosen, model.vocab_size)
-    layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES)
-    serving = sharding.layout(config.mesh.serve, sharding.SERVE_RULES)
+    layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES, devices)
+    serving = sharding.layout(config.mesh.serve, sharding.SERVE_RULES, devices)
     for mesh in (layout.mesh, serving.mesh):
         sharding.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(
@@ -84,7 +95,7 @@ def build(config: ml_collections.ConfigDict) -> Setup:
     max_length = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     packer = None
     if config.train.pack_length:
-        packer = batch.Packer.of(
+        packer = batching.Packer.of(
             config.train.pack_length, max_length, config.train.microbatch_rows, layout.shards
         )
         # Rows of one sequence are max_length wide, which packed rows do not know.
@@ -167,6 +178,55 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
     if states:
         state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
     return state
+
+
+def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
+    """Fields [N,...] of a rollout batch as the sampler leaves it."""
+    nothing = np.zeros(0, np.int32)
+    trajectory = Trajectory(
+        id="", prompt=np.zeros(1, np.int32), tokens=nothing, mask=nothing, turn=nothing,
+        logp_behav=nothing, logp_raw=nothing, entropy=nothing, version=nothing, stop_reason="",
+        seed=0, request=0, quant_id="", temperature=1.0,
+        logits=np.zeros((0, setup.engine.num_logits), np.float32),
+    )
+    count = setup.config.rollout.prompts * setup.config.rollout.group_size
+    rows = batching.rows([trajectory], setup.row_length)
+    return {n: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for n, x in rows.items()}
+
+
+def abstract_microbatches(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
+    """Fields [M,rows,...] of a rollout batch that the learner scores, in the training layout."""
+    return _in_rows(setup, abstract_rows(setup), 1)
+
+
+def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
+    """Fields [accumulation,rows,...] of one update, in the training layout."""
+    rows = abstract_rows(setup)
+    count, length = rows["mask"].shape
+    per_token = jax.ShapeDtypeStruct((count, length), jnp.float32)
+    per_row = jax.ShapeDtypeStruct((count,), jnp.float32)
+    scored = {"logp_learner", "entropy"} | ({"values"} if setup.has_critic else set())
+    scored |= {"logp_ref"} if setup.correction.kl is not None else set()
+    scored |= {"sum_pi_squared"} & setup.correction.needs.keys()
+    rows |= dict.fromkeys(scored, per_token) | {"rewards": per_row}
+    rows |= dict.fromkeys({"greedy_rewards", "grad_norms"} & setup.correction.needs.keys(), per_row)
+    rows["group"] = jax.ShapeDtypeStruct((count,), jnp.int32)
+    rows |= jax.eval_shape(lambda: batching.update_fields(count, 1, 0))
+    rows |= jax.eval_shape(correction.make_prepare(setup.correction), rows)[0]
+    rows["group"] = jax.ShapeDtypeStruct((count, length), jnp.int32)
+    return _in_rows(setup, rows, setup.config.train.minibatches)
+
+
+def _in_rows(setup: Setup, rows: dict, parts: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """[N,...] -> [N / parts / rows of a micro-batch, rows of a micro-batch, ...]."""
+    size = setup.config.train.microbatch_rows
+    sharding_of = lambda x: setup.layout.sharding((None, "batch") + (None,) * (x.ndim - 1))
+    return {
+        name: jax.ShapeDtypeStruct(
+            (x.shape[0] // parts // size, size, *x.shape[1:]), x.dtype, sharding=sharding_of(x)
+        )
+        for name, x in rows.items()
+    }
 
 
 def initial_params(setup: Setup) -> Any:

@@ -6,6 +6,7 @@ parameters from one table to the other is a `jax.device_put`.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,6 +120,14 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
+    def shard(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """f, run on every device on its part of the arguments; f itself on one device."""
+        if self.mesh.size == 1:
+            return f
+        return jax.shard_map(
+            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
     def params(self, config: ModelConfig, memory_kind: str = "device") -> Any:
         """Tree of shardings for the parameters of a model; "pinned_host" keeps them off the
         accelerator. ValueError when the mesh does not divide them."""
@@ -140,13 +149,6 @@ class Layout:
         """Host arrays [accumulation, rows, T, ...] onto the mesh, see `batch_axes`."""
         put = lambda x: jax.device_put(x, self.sharding(batch_axes(x.shape)))
         return jax.tree.map(put, batch)
-
-    def put_cache(self, kv: Any) -> Any:
-        """Key/value cache [..., B,N,S,K]: slots over the data axes, heads over tensor."""
-        put = lambda x: jax.device_put(
-            x, self.sharding((None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None))
-        )
-        return jax.tree.map(put, kv)
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())

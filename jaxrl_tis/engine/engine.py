@@ -179,8 +179,11 @@ class Engine:
         self.program = transformer.Program(
             dtype=dtype, highest_head=highest_head, layout=self.layout
         )
-        self._load = jax.jit(self._serving_params)
-        self._prefill = jax.jit(self._prefill_rows)
+        self._shardings = self._state_shardings()
+        self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
+        self._load = jax.jit(self._serving_params, out_shardings=self._params_shardings())
+        rows = self.layout.sharding(("batch", None))
+        self._prefill = jax.jit(self._prefill_rows, in_shardings=(None, rows, rows))
         self._insert = jax.jit(self._insert_rows, donate_argnums=(1,))
         self._generate = jax.jit(self._decode, donate_argnums=(1,))
 
@@ -188,14 +191,48 @@ class Engine:
 
     def load(self, params: transformer.Params) -> transformer.Params:
         """Learner's parameters -> serving parameters: quantised once, cast, laid out to serve."""
-        return self._load(self.layout.put_params(params, self.config))
+        if not self._holds(params):
+            params = self.layout.put_params(params, self.config)
+        return self._load(params)
+
+    def _holds(self, params) -> bool:
+        """Whether the parameters lie on this mesh's devices, in whatever layout."""
+        devices = tuple(self.layout.mesh.devices.flat)
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+        return all(
+            isinstance(s, jax.sharding.NamedSharding) and tuple(s.mesh.devices.flat) == devices
+            for s in shardings
+        )
+
+    def _params_shardings(self):
+        """Shardings of the parameters that `load` returns; a scale has no input axis to split."""
+        scale = lambda axes: self.layout.sharding((*axes[:-2], None, axes[-1]))
+
+        def place(path, axes):
+            sharding, is_layer = self.layout.sharding(axes), path[0].key == "layers"
+            if is_layer and self.quantization != "none" and path[-1].key in quant.QUANTIZED:
+                return quant.QuantArray(sharding, scale(axes), scheme=self.quantization)
+            return sharding
+
+        is_axes = lambda x: isinstance(x, tuple)
+        axes = transformer.logical_axes(self.config)
+        if self.unroll:
+            layer = {name: axes[1:] for name, axes in axes["layers"].items()}
+            axes["layers"] = [layer] * self.config.num_layers
+        placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
+        return placed | {"layers": tuple(placed["layers"])} if self.unroll else placed
 
     def _serving_params(self, params):
-        params = quant.quantize_params(params, self.quantization)
+        """Casts or quantises on the learner's shards, then moves the result, layer by layer."""
         is_quant = lambda w: isinstance(w, quant.QuantArray)
         cast = lambda w: w if is_quant(w) else w.astype(self.dtype)
-        params = jax.tree.map(cast, params, is_leaf=is_quant)
-        return transformer.unstack(params) if self.unroll else params
+        serve = lambda tree: jax.tree.map(cast, tree, is_leaf=is_quant)
+        if self.unroll:
+            params = quant.quantize_params(params, self.quantization)
+            return transformer.unstack(serve(params))
+        outer = {name: w for name, w in params.items() if name != "layers"}
+        layer = lambda w: serve(quant.quantize_params({"layers": w}, self.quantization)["layers"])
+        return serve(outer) | {"layers": jax.lax.map(layer, params["layers"])}
 
     # Prefill
 
@@ -218,15 +255,19 @@ class Engine:
 
     def _prefill_rows(self, params, tokens_rt, segment_ids_rt) -> Prefix:
         positions = jnp.broadcast_to(jnp.arange(tokens_rt.shape[1])[None], tokens_rt.shape)
-        attend = cache.keep_rows(segment_ids_rt)
+        attend = cache.keep_rows(segment_ids_rt, self.unroll)
         _, kv = transformer.hidden(
             params, self.config, self.program, tokens_rt, positions, attend
         )
-        return Prefix(kv)
+        return Prefix(jax.tree.map(lambda x: self.layout.constrain(x, cache.axes(x)), kv))
 
     # Insert
 
     def init_state(self) -> DecodeState:
+        """Empty slots, each device holding its own part."""
+        return self._init()
+
+    def _empty_state(self) -> DecodeState:
         b = self.slots
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         rows = SamplingRows.of([SamplingParams()] * b)
@@ -235,12 +276,23 @@ class Engine:
             zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
             jnp.full((b, self.max_stop_ids), -1), jax.tree.map(jnp.asarray, rows),
         )
-        return DecodeState(self.layout.put_cache(kv), slots)
+        return DecodeState(kv, slots)
+
+    def _state_shardings(self) -> DecodeState:
+        """Slots over the data axes, key/value heads [..., B,N,S,K] over tensor."""
+        state = jax.eval_shape(self._empty_state)
+        of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
+        place = lambda tree, axes: jax.tree.map(lambda x: self.layout.sharding(axes(x)), tree)
+        return DecodeState(place(state.cache, cache.axes), place(state.slots, of_slots))
 
     def insert(
         self, prefix: Prefix, state: DecodeState, rows: dict[int, tuple[int, Request]]
     ) -> DecodeState:
         """Puts requests into slots: rows maps a slot to (row of the prefix, request)."""
+        return self._insert(prefix, state, *self._insertion(rows))
+
+    def _insertion(self, rows: dict[int, tuple[int, Request]]) -> tuple:
+        """New content of the slots, their seeds and hashes, and the prefix row of each or -1."""
         b = self.slots
         source = np.full(b, -1, np.int32)
         token, position, remaining = (np.zeros(b, np.int32) for _ in range(3))
@@ -255,7 +307,7 @@ class Engine:
             stop_ids[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
             params[slot] = request.sampling
         new = Slots(token, position, remaining, None, stop_ids, SamplingRows.of(params))
-        return self._insert(prefix, state, new, seeds, hashes, source)
+        return new, seeds, hashes, source
 
     def _insert_rows(self, prefix, state, new, seeds_b, hashes_b, source_b) -> DecodeState:
         new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
@@ -265,7 +317,18 @@ class Engine:
             return jnp.where(is_new, fresh, old)
 
         slots = jax.tree.map(choose, state.slots, new)
-        return DecodeState(cache.insert(state.cache, prefix.kv, source_b), slots)
+        return DecodeState(self._insert_kv(state.cache, prefix.kv, source_b), slots)
+
+    def _insert_kv(self, kv, prefix_kv, source_b):
+        """`cache.insert` on the slots of each device; any slot may take any row of the prefix."""
+        spec = lambda x, row_axis: self.layout.sharding(
+            (None,) * (x.ndim - 4) + (row_axis, "kv_heads", None, None)
+        ).spec
+        specs = lambda tree, row_axis: jax.tree.map(lambda x: spec(x, row_axis), tree)
+        own = specs(kv, "batch")
+        slots = self.layout.sharding(("batch",)).spec
+        insert = self.layout.shard(cache.insert, (own, specs(prefix_kv, None), slots), own)
+        return insert(kv, prefix_kv, source_b)
 
     def release(self, state: DecodeState, slots: list[int]) -> DecodeState:
         """Stops the given slots, so that they are free for the next insert."""
@@ -306,13 +369,21 @@ class Engine:
 
     def _decode_one(self, params, state: DecodeState):
         slots = state.slots
+        if self.unroll:
+            attend = cache.append(slots.position)
+        else:
+            attend = cache.append_stacked(slots.position, self.layout)
         x_b1d, kv = transformer.hidden(
             params, self.config, self.program, slots.token[:, None], slots.position[:, None],
-            cache.append(slots.position), state.cache,
+            attend, state.cache,
         )
         logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
-        drawn = sampling.sample(logits_bv, slots.rows, slots.key, slots.position + 1)
-        logits_bv = sampling.distribution(logits_bv, slots.rows)[:, : self.num_logits]
+        drawn = sampling.sample(
+            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout
+        )
+        recorded_bv = jnp.zeros((self.slots, 0))
+        if self.num_logits:
+            recorded_bv = sampling.distribution(logits_bv, slots.rows)
         is_running = slots.remaining > 0
         is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
         remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
@@ -322,4 +393,39 @@ class Engine:
             position=slots.position + (remaining > 0),
             remaining=remaining,
         )
-        return DecodeState(kv, slots), drawn, logits_bv, is_running
+        return DecodeState(kv, slots), drawn, recorded_bv, is_running
+
+    # Programs from shapes alone
+
+    def programs(self, params: transformer.Params | None = None) -> dict[str, tuple[Any, tuple]]:
+        """Every jitted program with abstract arguments: `fn.lower(*args)` allocates nothing.
+
+        Args:
+          params: the learner's abstract parameters with their shardings; None takes float32 in the
+            serving layout.
+
+        Returns: {"load", "prefill", "insert", "decode"} -> (jitted function, arguments). Prompts
+        are of the largest bucket.
+        """
+        if params is None:
+            params = _abstract(
+                transformer.abstract_params(self.config), self.layout.params(self.config)
+            )
+        serving = _abstract(jax.eval_shape(self._load, params), self._params_shardings())
+        state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
+        host = lambda *shape: np.zeros(shape, np.int32)
+        length = self.bucket(self.max_length)
+        rows = host(self.prefill_batch, length), host(self.prefill_batch, length)
+        prefix = jax.eval_shape(self._prefill, serving, *rows)
+        return {
+            "load": (self._load, (params,)),
+            "prefill": (self._prefill, (serving, *rows)),
+            "insert": (self._insert, (prefix, state, *self._insertion({}))),
+            "decode": (self._generate, (serving, state)),
+        }
+
+
+def _abstract(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )

@@ -1,12 +1,24 @@
-"""What the engine draws from: temperature, top-k, top-p and min-p per row, and the keyed draw."""
+"""What the engine draws from: temperature, top-k, top-p and min-p per row, and the keyed draw.
+
+The vocabulary may be split over a mesh axis; then devices exchange a few numbers per row. No filter
+sorts: the edge of what it keeps is found bit by bit, by one count or sum of the row for each bit.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxrl_tis.sharding import Layout
 
 BLOCK = 128
+KEY_BITS = 31  # of a float32 without its sign
+MAX_INT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,46 +99,146 @@ class Sample:
     entropy: jax.Array
 
 
-def _scaled(logits_bv: jax.Array, rows: SamplingRows) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How the vocabulary is split: `count` equal parts in order over a mesh axis, or one part.
+
+    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows.
+    """
+
+    axis: Any = None
+    count: int = 1
+
+    @property
+    def index(self) -> jax.Array | int:
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return x if self.axis is None else jax.lax.pmax(x, self.axis)
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return x if self.axis is None else jax.lax.pmin(x, self.axis)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The parts' x, stacked on a new first axis."""
+        return x[None] if self.axis is None else jax.lax.all_gather(x, self.axis)
+
+    def ids(self, width: int) -> jax.Array:
+        """[1,width] token ids of a part of this width."""
+        return self.index * width + jnp.arange(width)[None]
+
+
+WHOLE = Shards()
+
+
+def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) -> jax.Array:
     """(logits - their maximum) / temperature; temperature 1 for greedy rows."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     logits_bv = logits_bv.astype(jnp.float32)
-    return (logits_bv - jnp.max(logits_bv, axis=-1, keepdims=True)) / temperature[:, None]
+    top_b1 = shards.max(jnp.max(logits_bv, axis=-1, keepdims=True))
+    return (logits_bv - top_b1) / temperature[:, None]
 
 
-def _kept(scaled_bv: jax.Array, rows: SamplingRows) -> jax.Array:
-    """[B,V] bool support after top-k, top-p and min-p; ties go to the lower token id."""
-    order = jnp.argsort(-scaled_bv, axis=-1, stable=True)
-    p = jax.nn.softmax(jnp.take_along_axis(scaled_bv, order, axis=-1), axis=-1)
-    rank = jnp.arange(p.shape[1])[None]
-    keep = (rank < rows.top_k[:, None]) | (rows.top_k == 0)[:, None]
-    p = jnp.where(keep, p, 0.0)
-    p = p / jnp.sum(p, axis=-1, keepdims=True)
-    mass_before = jnp.cumsum(p, axis=-1) - p
-    keep &= (mass_before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
-    keep &= p >= rows.min_p[:, None] * p[:, :1]
-    return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
+def _largest(is_low: Callable[[jax.Array], jax.Array], shape: tuple) -> jax.Array:
+    """The largest int32 >= 0 with is_low, which holds at 0, up to some integer and not beyond."""
+
+    def try_bit(i, low):
+        trial = low | (1 << (KEY_BITS - 1 - i))
+        return jnp.where(is_low(trial), trial, low)
+
+    return jax.lax.fori_loop(0, KEY_BITS, try_bit, jnp.zeros(shape, jnp.int32))
 
 
-def _weights(scaled_bv: jax.Array, raw_bv: jax.Array, rows: SamplingRows) -> jax.Array:
-    """exp(scaled) [B,V] where a row's filters keep the token, 0 elsewhere; greedy rows keep one.
+def _keys(scaled_bv: jax.Array) -> jax.Array:
+    """Integers >= 0 in the order of probability, most likely token first: the bits of |scaled|."""
+    return jax.lax.bitcast_convert_type(jnp.abs(scaled_bv), jnp.int32)
 
-    Sorting the vocabulary and searching its maximum run only when a row asks for them.
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What rows may draw, [B,1] each: tokens of a key below `edge`, those at the edge of an id
+    below `cut`, and of both only those at least `min_p` times as likely as the most likely one."""
+
+    edge: jax.Array
+    cut: jax.Array
+    min_p: jax.Array
+
+
+def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Support:
+    """Support after top-k, top-p and min-p; ties go to the lower token id.
+
+    Top-k and top-p keep what lies before an edge, and at the edge as many ties as still fit; the
+    nearer of the two edges counts.
     """
-    is_greedy = (rows.temperature <= 0)[:, None]
-    is_filtered = ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))[:, None] & ~is_greedy
+    key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
+    total = lambda x_bv: shards.sum(jnp.sum(x_bv, axis=-1, keepdims=True))
+    count = lambda is_in_bv: total(is_in_bv.astype(jnp.int32))
+    mass = lambda is_in_bv: total(jnp.where(is_in_bv, raw_bv, 0.0))
+    weight = lambda key: jnp.exp(-jax.lax.bitcast_convert_type(key, jnp.float32))
+    shape, all_tokens = (len(scaled_bv), 1), scaled_bv.shape[1] * shards.count
+    top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
 
-    def filtered(weights_bv):
-        return jnp.where(is_filtered & ~_kept(scaled_bv, rows), 0.0, weights_bv)
+    top_k = jnp.where(top_k == 0, all_tokens + 1, top_k)
+    k_edge = _largest(lambda edge: count(key_bv < edge) < top_k, shape)
+    k_ties = jnp.minimum(top_k - count(key_bv < k_edge), count(key_bv == k_edge))
+    edge_mass = jnp.where(k_ties > 0, k_ties * weight(k_edge), 0.0)
+    kept_mass = mass(key_bv < k_edge) + edge_mass
 
-    def greedy(weights_bv):
-        best_b = jnp.argmax(scaled_bv, axis=-1)
-        is_best = jnp.arange(scaled_bv.shape[1])[None] == best_b[:, None]
-        return jnp.where(is_greedy & ~is_best, 0.0, weights_bv)
+    needed = jnp.where(top_p >= 1, jnp.inf, top_p * kept_mass)
+    p_edge = _largest(lambda edge: mass(key_bv < edge) < needed, shape)
+    p_ties = jnp.ceil((needed - mass(key_bv < p_edge)) / weight(p_edge))
+    p_ties = jnp.minimum(p_ties, all_tokens).astype(jnp.int32)
 
-    same = lambda weights_bv: weights_bv
-    weights_bv = jax.lax.cond(jnp.any(is_filtered), filtered, same, raw_bv)
-    return jax.lax.cond(jnp.any(is_greedy), greedy, same, weights_bv)
+    edge = jnp.minimum(k_edge, p_edge)
+    fits = lambda ties, its_edge: jnp.where(its_edge == edge, ties, all_tokens)
+    ties = jnp.minimum(fits(k_ties, k_edge), fits(p_ties, p_edge))
+    is_tie_bv, id_1v = key_bv == edge, shards.ids(scaled_bv.shape[1])
+    cut = _largest(lambda cut: count(is_tie_bv & (id_1v < cut)) <= ties, shape)
+    return Support(edge, cut, min_p)
+
+
+def _support(scaled_bv, rows: SamplingRows, any_filtered, any_greedy, shards=WHOLE) -> Support:
+    """Support of every row. Filters and the search for the maximum run only when a row of any
+    device asks for them, so that all devices take the same branch."""
+    column = lambda value: jnp.full((len(scaled_bv), 1), value)
+    everything = Support(column(MAX_INT), column(MAX_INT), column(0.0))
+    is_filtered, is_greedy = _is_filtered(rows)[:, None], (rows.temperature <= 0)[:, None]
+    choose = lambda is_new, new, old: jax.tree.map(
+        lambda n, o: jnp.where(is_new, n, o), new, old
+    )
+
+    def filtered(support):
+        return choose(is_filtered, _filtered(scaled_bv, rows, shards), support)
+
+    def greedy(support):
+        id_1v = shards.ids(scaled_bv.shape[1])
+        best = jnp.min(jnp.where(scaled_bv == 0, id_1v, MAX_INT - 1), axis=-1, keepdims=True)
+        return choose(is_greedy, Support(column(0), shards.min(best) + 1, column(0.0)), support)
+
+    same = lambda support: support
+    support = jax.lax.cond(any_filtered, filtered, same, everything)
+    return jax.lax.cond(any_greedy, greedy, same, support)
+
+
+def _weights(scaled_bv: jax.Array, support: Support, id_1v: jax.Array) -> jax.Array:
+    """exp(scaled) [B,V] inside the support, 0 outside."""
+    key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
+    is_out = (key_bv > support.edge) | ((key_bv == support.edge) & (id_1v >= support.cut))
+    return jnp.where(is_out | (raw_bv < support.min_p), 0.0, raw_bv)
+
+
+def _is_filtered(rows: SamplingRows) -> jax.Array:
+    is_any = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    return is_any & (rows.temperature > 0)
+
+
+def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
+    """Whether any row is filtered, and whether any is greedy."""
+    return jnp.any(_is_filtered(rows)), jnp.any(rows.temperature <= 0)
 
 
 def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> jax.Array:
@@ -135,26 +247,66 @@ def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> j
     if isinstance(rows, SamplingParams):
         rows = SamplingRows.of([rows] * len(logits_bv))
     scaled_bv = _scaled(logits_bv, rows)
-    weights_bv = _weights(scaled_bv, jnp.exp(scaled_bv), rows)
+    support = _support(scaled_bv, rows, *_asked(rows))
+    weights_bv = _weights(scaled_bv, support, WHOLE.ids(scaled_bv.shape[1]))
     total_b1 = jnp.sum(weights_bv, axis=-1, keepdims=True)
     return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b1), -jnp.inf)
 
 
-def _first_above(weights_bn: jax.Array, u_b: jax.Array) -> jax.Array:
-    """Index [B] of an inverse-CDF draw; an index of weight zero is never returned."""
-    cumulative = jnp.cumsum(weights_bn, axis=-1)
-    total = cumulative[:, -1]
-    target = jnp.minimum(u_b * total, jnp.nextafter(total, 0.0))
-    return jnp.argmax((cumulative > target[:, None]) & (weights_bn > 0), axis=-1)
+def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
+    return jnp.minimum(u_b * total_b, jnp.nextafter(total_b, 0.0))
 
 
-def _draw(weights_bv: jax.Array, u_b2: jax.Array) -> jax.Array:
-    """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each."""
+def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+    """This part's weights [B,n,BLOCK] on the grid of blocks of the whole vocabulary, zero outside
+    the part, and the number of its first block."""
     b, v = weights_bv.shape
-    blocks = jnp.pad(weights_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
-    block = _first_above(jnp.sum(blocks, axis=-1), u_b2[:, 0])
-    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * BLOCK + _first_above(within, u_b2[:, 1])).astype(jnp.int32)
+    if shards.count == 1 or v % BLOCK == 0:
+        blocks = jnp.pad(weights_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
+        return blocks, shards.index * (v // BLOCK)
+    n = (v + BLOCK - 2) // BLOCK + 1
+    first, shift = jnp.divmod(shards.index * v, BLOCK)
+    grid = jax.lax.dynamic_update_slice_in_dim(
+        jnp.zeros((b, n * BLOCK), weights_bv.dtype), weights_bv, shift, axis=1
+    )
+    return grid.reshape(b, n, BLOCK), first
+
+
+def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax.Array:
+    """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each; a token
+    of weight zero is never drawn."""
+    blocks, first = _blocks(weights_bv, shards)
+    block_b = _draw_block(jnp.sum(blocks, axis=-1), first, u_b2[:, 0], weights_bv.shape[1], shards)
+    own_b = block_b - first
+    within = jnp.take_along_axis(blocks, own_b[:, None, None], axis=1, mode="clip")[:, 0]
+    is_here_b = (own_b >= 0) & (own_b < blocks.shape[1])
+    within = shards.sum(jnp.where(is_here_b[:, None], within, 0.0))
+    cumulative = jnp.cumsum(within, axis=-1)
+    target = _target(u_b2[:, 1], cumulative[:, -1])
+    index = jnp.argmax((cumulative > target[:, None]) & (within > 0), axis=-1)
+    return (block_b * BLOCK + index).astype(jnp.int32)
+
+
+def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
+    """Number [B] of the first block whose cumulative weight exceeds u times the total; 0 if the
+    weights are NaN. The last block of a part counts with its pieces in the parts that follow."""
+    cumulative = jnp.cumsum(sums_bn, axis=-1)
+    pieces = shards.gather(jnp.stack([cumulative[:, -1], sums_bn[:, 0]]))
+    ends = [jnp.zeros_like(u_b)]
+    for total_b in pieces[:, 0]:
+        ends.append(ends[-1] + total_b)
+    cumulative = cumulative + jnp.stack(ends)[shards.index][:, None]
+    if shards.count > 1:
+        part = jnp.arange(shards.count)
+        last = ((shards.index + 1) * width - 1) // BLOCK
+        is_rest = (part > shards.index) & (part * width // BLOCK == last)
+        rest_b = jnp.sum(jnp.where(is_rest[:, None], pieces[:, 1], 0.0), axis=0)
+        is_last_1n = (first + jnp.arange(sums_bn.shape[1]) == last)[None]
+        cumulative = cumulative + jnp.where(is_last_1n, rest_b[:, None], 0.0)
+    is_found = (cumulative > _target(u_b, ends[-1])[:, None]) & (sums_bn > 0)
+    block_b = jnp.where(jnp.any(is_found, axis=-1), first + jnp.argmax(is_found, axis=-1), MAX_INT)
+    block_b = shards.min(block_b)
+    return jnp.where(block_b == MAX_INT, 0, block_b)
 
 
 def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
@@ -164,7 +316,11 @@ def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
 
 
 def sample(
-    logits_bv: jax.Array, rows: SamplingRows, keys_b2: jax.Array, positions_b: jax.Array
+    logits_bv: jax.Array,
+    rows: SamplingRows,
+    keys_b2: jax.Array,
+    positions_b: jax.Array,
+    layout: Layout | None = None,
 ) -> Sample:
     """Draws one token per row with the key fold_in(fold_in(seed, request), position).
 
@@ -172,21 +328,42 @@ def sample(
       logits_bv: [B,V] float32.
       keys_b2: [B,2] uint32 from `row_keys`.
       positions_b: [B] int32 absolute position of the token to be drawn.
+      layout: splits the rows and the vocabulary over a mesh; None draws on one device.
     """
-    scaled_bv = _scaled(logits_bv, rows)
-    raw_bv = jnp.exp(scaled_bv)
-    weights_bv = _weights(scaled_bv, raw_bv, rows)
+    args = logits_bv, rows, keys_b2, positions_b, *_asked(rows)
+    if layout is None or layout.mesh.size == 1:
+        return _sample(*args)
+    by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()
+    axis = layout.rules["vocab"]
+    draw = layout.shard(
+        functools.partial(_sample, shards=Shards(axis, layout.mesh.shape[axis])),
+        (layout.sharding(("batch", "vocab")).spec, by_row, by_row, by_row, whole, whole), by_row,
+    )
+    return draw(*args)
+
+
+def _sample(
+    logits_bv, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, shards=WHOLE
+) -> Sample:
+    scaled_bv = _scaled(logits_bv, rows, shards)
+    support = _support(scaled_bv, rows, any_filtered, any_greedy, shards)
+    id_1v = shards.ids(scaled_bv.shape[1])
+    weights_bv = _weights(scaled_bv, support, id_1v)
     fold = lambda k, position: jax.random.uniform(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
-    token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b))
-    total = jnp.sum(weights_bv, axis=-1)
-    scaled = jnp.take_along_axis(scaled_bv, token[:, None], axis=-1)[:, 0]
+    token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b), shards)
     # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
-    moment = jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1)
+    is_token_bv = id_1v == token[:, None]
+    total, raw_total, moment, scaled = shards.sum(jnp.stack([
+        jnp.sum(weights_bv, axis=-1),
+        jnp.sum(jnp.exp(scaled_bv), axis=-1),
+        jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1),
+        jnp.sum(jnp.where(is_token_bv, scaled_bv, 0.0), axis=-1),
+    ]))
     return Sample(
         token=token,
         logp_behav=scaled - jnp.log(total),
-        logp_raw=scaled - jnp.log(jnp.sum(raw_bv, axis=-1)),
+        logp_raw=scaled - jnp.log(raw_total),
         entropy=jnp.log(total) - moment / total,
     )

@@ -94,6 +94,7 @@ class Block(nnx.Module):
         q, k, v = self._qkv(h_btd, config, rotation)
         out_bthk, carried = attend(q, k, v)
         x_btd = x_btd + quant.dot(out_bthk.reshape(*x_btd.shape[:2], -1), self.o.get_value())
+        x_btd = program.constrain(x_btd, ("batch", "length", None))
         h_btd = rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
         gate = quant.dot(h_btd, self.gate.get_value())
         up = quant.dot(h_btd, self.up.get_value())
@@ -199,16 +200,16 @@ def hidden(
     Args:
       tokens_bt, positions_bt: [B,T] int32; positions are absolute.
       attend: (q, k, v, layer_cache) -> ([B,T,H,K], carried) for one layer.
-      cache: per-layer pytree, stacked on a leading axis where the layers are, else a tuple.
+      cache: a tuple with the cache of every unrolled layer. Scanned layers pass one cache on from
+        layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
 
-    Returns: ([B,T,D] after the last norm in the compute dtype, `carried` of every layer, stacked
-    or as a tuple like the layers).
+    Returns: ([B,T,D] after the last norm in the compute dtype, `carried` of every layer, as a tuple
+    or stacked like the layers; the last cache where scanned layers pass one on).
     """
     graphdef = _graph(Block, config)[0]
     rotation = _rotation(config, positions_bt)
 
-    def layer(x_btd, inputs):
-        layer_params, layer_cache = inputs
+    def layer(x_btd, layer_params, layer_cache):
         block = nnx.merge(graphdef, layer_params)
         return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
 
@@ -220,11 +221,15 @@ def hidden(
     if isinstance(layers, tuple):
         carried = []
         for inputs in zip(layers, cache if cache is not None else (None,) * len(layers)):
-            x_btd, out = layer(x_btd, inputs)
+            x_btd, out = layer(x_btd, *inputs)
             carried.append(out)
         carried = tuple(carried)
+    elif cache is None:
+        x_btd, carried = jax.lax.scan(lambda x, inputs: layer(x, inputs, None), x_btd, layers)
     else:
-        x_btd, carried = jax.lax.scan(layer, x_btd, (layers, cache))
+        step = lambda carry, inputs: (layer(carry[0], inputs[0], (carry[1], inputs[1])), None)
+        index_l = jnp.arange(config.num_layers)
+        (x_btd, carried), _ = jax.lax.scan(step, (x_btd, cache), (layers, index_l))
     return rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
 
 

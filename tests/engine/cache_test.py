@@ -16,7 +16,7 @@ CONFIG = ModelConfig(
 )
 RNG = np.random.default_rng(0)
 decode = jax.jit(lambda positions_b, *qkv_cache: cache.append(positions_b)(*qkv_cache))
-keep_rows = jax.jit(lambda segment_ids_bt, *qkv: cache.keep_rows(segment_ids_bt)(*qkv, None))
+keep_rows = jax.jit(lambda ids_bt, *qkv: cache.keep_rows(ids_bt, unrolled=True)(*qkv, None))
 
 
 def normal(*shape):
@@ -35,12 +35,13 @@ def test_empty_has_one_cache_per_layer_or_one_stack(dtype):
     for x in jax.tree.leaves(unrolled):
         assert (x.shape, x.dtype) == ((4, 2, 12, 8), jnp.dtype(dtype)) and not x.any()
     for x in jax.tree.leaves(stacked):
-        assert (x.shape, x.dtype) == ((3, 4, 2, 12, 8), jnp.dtype(dtype)) and not x.any()
+        # 12 positions are padded to a tile of 16; keys and values stand side by side.
+        assert (x.shape, x.dtype) == ((3, 4, 2, 16, 16), jnp.dtype(dtype)) and not x.any()
 
 
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_insert_copies_rows_into_slots_and_leaves_the_others(unrolled):
-    old = random_like(cache.empty(CONFIG, 4, 12, "bfloat16", unrolled))
+    old = random_like(cache.empty(CONFIG, 4, 32, "bfloat16", unrolled))
     prefix = random_like(cache.empty(CONFIG, 2, 5, "float32", unrolled))
     # Slots 0 and 3 take the same prefix row (a group), slot 2 the other, slot 1 keeps its content.
     new = jax.jit(cache.insert)(old, prefix, jnp.array([1, -1, 0, 1]))
@@ -49,7 +50,9 @@ def test_insert_copies_rows_into_slots_and_leaves_the_others(unrolled):
         assert n.dtype == jnp.bfloat16
         n, o, p = (np.asarray(x.astype(jnp.bfloat16), np.float32) for x in (n, o, p))
         for slot, row in {0: 1, 2: 0, 3: 1}.items():
-            np.testing.assert_array_equal(n[..., slot, :, :5, :], p[..., row, :, :, :])
+            length = p.shape[-2]
+            np.testing.assert_array_equal(n[..., slot, :, :length, :], p[..., row, :, :, :])
+            assert not n[..., slot, :, length:, :].any()
         np.testing.assert_array_equal(n[..., 1, :, :, :], o[..., 1, :, :, :])
 
 

@@ -1,0 +1,62 @@
+"""The programs of a config, compiled for a TPU that is not there.
+
+    python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
+
+Builds what the run would build, from shapes alone (no weights, data or tokenizer), compiles it with
+libtpu and prints per program what the compiler says: memory on a device, collectives, products.
+Nothing runs and nothing is measured; what is computed from published rates is marked as a model's
+output. Exits with 1 when a program does not fit, after naming the largest arrays. docs/tpu.md says
+how to read the table and names the keys of the JSON.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+from absl import app, flags
+from ml_collections import config_flags
+
+from jaxrl_tis import aot_fit, aot_programs, aot_report
+from jaxrl_tis.chips import TOPOLOGIES, Topology
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
+TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "Chip and shape, as in v5e:4x4 or v5p:4x4x4; default: the config's."
+)
+NUM_SLICES = flags.DEFINE_integer("num_slices", 1, "Slices of that shape, over the DCN.")
+NAMES = flags.DEFINE_list(
+    "programs", None, f"Of {', '.join(aot_programs.PROGRAMS)}; default: all of the run's."
+)
+LAYERS = flags.DEFINE_integer("layers", None, "Compile a model of this depth instead of its own.")
+JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
+MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the tables as Markdown.")
+FIT = flags.DEFINE_bool("fit", False, "Search the largest batch and slots that fit.")
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold these programs
+    path = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+    shapes = path.parent / "shapes"
+    topology = Topology.parse(TOPOLOGY.value or TOPOLOGIES[path.stem], NUM_SLICES.value)
+    if FIT.value:
+        search = aot_fit.Search(CONFIG.value, shapes, topology, LAYERS.value)
+        return print(aot_fit.table(search.run(lambda row: print(row, flush=True))))
+    setup = aot_programs.setup_for(CONFIG.value, shapes, topology, LAYERS.value)
+    print(aot_report.title(setup, topology), flush=True)
+    result = aot_programs.report(
+        setup, topology, NAMES.value,
+        lambda entry: print(aot_report.text(entry), flush=True),
+    )
+    print(aot_report.table(result, MARKDOWN.value))
+    if JSON.value:
+        pathlib.Path(JSON.value).write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if all(e["fits"] for e in result["programs"].values()) else 1)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config"])
+    app.run(main)

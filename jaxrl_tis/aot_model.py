@@ -1,0 +1,148 @@
+"""What a program has to do, counted from shapes: model FLOPs and bytes that must move.
+
+Whole-job counts; remat, padding of tiles and masked attention blocks are not counted. A causal
+attention counts half of its square, a decode step a full cache.
+"""
+
+import dataclasses
+import math
+
+import jax
+
+from jaxrl_tis.build import Setup
+from jaxrl_tis.chips import Chip
+from jaxrl_tis.hlo import Collective, Dot
+from jaxrl_tis.models.config import ModelConfig
+
+PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of that precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of one run of a program: FLOPs of the whole job, and bytes through one device's HBM."""
+
+    flops: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+
+def device_bytes(tree) -> int:
+    """Bytes on one device of abstract arrays; those without a sharding are on every device."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _shard_bytes(x) -> int:
+    sharding = getattr(x, "sharding", None)
+    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def layer_weights(c: ModelConfig) -> int:
+    """Elements of one layer's matrices."""
+    attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return attention + 3 * c.embed_dim * c.mlp_dim
+
+
+def forward_flops(c: ModelConfig, rows: int, length: int, targets: int) -> int:
+    """Of `rows` causal rows of `length` tokens, with logits at `targets` positions of each."""
+    products = 2 * layer_weights(c) * c.num_layers * rows * length
+    attention = 2 * length**2 * c.num_heads * c.head_dim * c.num_layers * rows
+    return products + attention + 2 * c.embed_dim * c.vocab_size * targets * rows
+
+
+def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
+    """Of `tokens` single tokens that each attend to `length` keys."""
+    products = 2 * (layer_weights(c) * c.num_layers + c.embed_dim * c.vocab_size) * tokens
+    return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
+
+
+def work(name: str, setup: Setup, args: tuple) -> Work:
+    """What the program `name` of `aot_programs.programs`, with these arguments, has to do."""
+    if name in ("quantize", "reshard", "insert"):
+        return Work(weight_bytes=device_bytes(args))
+    if name in ("prefill", "decode"):
+        return _sampling(name, setup, args)
+    return _learning(name, setup, args)
+
+
+def _sampling(name: str, setup: Setup, args: tuple) -> Work:
+    c, engine, weights = setup.model, setup.engine, device_bytes(args[0])
+    if name == "prefill":
+        rows, length = args[1].shape
+        kv = 2 * c.num_layers * rows * length * c.num_kv_heads * c.head_dim
+        width = jax.numpy.dtype(engine.dtype).itemsize
+        return Work(
+            forward_flops(c, rows, length, 0), weights,
+            kv * width // engine.layout.mesh.shape["tensor"],
+        )
+    flops = engine.steps * decode_flops(c, engine.slots, engine.max_length)
+    return Work(flops, engine.steps * weights, engine.steps * device_bytes(args[1].cache))
+
+
+def _learning(name: str, setup: Setup, args: tuple) -> Work:
+    """A forward pass reads the weights once, a backward pass once more, remat again; gradients and
+    optimizer states are read and written once an update, and each layer's input once a pass."""
+    c, mesh = setup.model, setup.layout.mesh.shape
+    micro, rows, length = args[1]["tokens"].shape
+    targets = 0 if name in ("critic", "values") else min(setup.learner.max_targets, length - 1)
+    is_update = name in ("train", "critic")
+    flops = forward_flops(c, rows, length, targets) * micro * (3 if is_update else 1)
+    width = jax.numpy.dtype(setup.learner.program.dtype).itemsize
+    passes = 1 + is_update * (1 + (setup.learner.program.remat != "none"))
+    per_device = rows * length // (mesh["data"] * mesh["fsdp"])
+    head = c.vocab_size * c.embed_dim if targets else 0
+    weights = (layer_weights(c) * c.num_layers + head) // mesh["tensor"] * width
+    state = 2 * device_bytes(args[0]) if is_update else 0
+    return Work(
+        flops, micro * passes * weights + state, 0,
+        micro * passes * c.num_layers * per_device * c.embed_dim * width,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds at the published peak rates: the bound of a model, not a measurement."""
+
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds, self.network_seconds)
+
+    @property
+    def bound(self) -> str:
+        names = ("compute", "memory", "network")
+        return max(names, key=lambda n: getattr(self, f"{n}_seconds"))
+
+
+def roofline(
+    chip: Chip, devices_per_chip: int, dots: list[Dot], collectives: list[Collective],
+    kernel_flops: int, moved: Work,
+) -> Roofline:
+    """Of one device: products at the rate of their operands, bytes at the memory's rate, and
+    collectives on rings at the rate of all links; traffic between slices is not timed."""
+    compute = kernel_flops / chip.bf16_rate
+    for dot in dots:
+        is_int8 = all(s.dtype in ("s8", "u8", "s4", "u4") for s in dot.operands)
+        rate = chip.int8_rate if is_int8 else chip.bf16_rate
+        compute += dot.flops * dot.runs * PASSES.get(dot.precision, 1) / rate
+    network = sum(_wire_bytes(c) * c.runs for c in collectives if c.network == "ici")
+    return Roofline(
+        compute * devices_per_chip, moved.bytes * devices_per_chip / chip.hbm_rate,
+        network * devices_per_chip / chip.ici_rate,
+    )
+
+
+def _wire_bytes(c: Collective) -> float:
+    """Bytes that a device sends on a ring."""
+    if c.kind.startswith("collective-"):
+        return c.bytes
+    share = (c.group_size - 1) / c.group_size
+    return c.bytes * share * (2 if c.kind == "all-reduce" else 1)

@@ -1,0 +1,109 @@
+"""Published facts of TPU chips, and the topologies that the shipped configs are meant for.
+
+Sources, per chip: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; what they do not give is
+named beside the number. Peak rates are peaks: no program reaches them.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Rates of one chip, in bytes, operations or bytes per second.
+
+    Attributes:
+      hbm_bytes, hbm_rate: memory and its bandwidth.
+      bf16_rate, int8_rate: dense matrix products.
+      ici_rate: all links of the chip to its slice in one direction; half the published
+        bidirectional figure.
+      cores_per_chip: how v4 and v5p slices are named: v5p-128 has 64 chips.
+    """
+
+    hbm_bytes: int
+    hbm_rate: float
+    bf16_rate: float
+    int8_rate: float
+    ici_rate: float
+    cores_per_chip: int
+
+
+CHIPS = {
+    # ICI: 6 links of 50 GB/s each way (arXiv:2304.01433).
+    "v4": Chip(32 * GIB, 1.2e12, 275e12, 275e12, 300e9, 2),
+    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways.
+    "v5e": Chip(16 * GIB, 819e9, 197e12, 393e12, 200e9, 1),
+    # 95 GiB, 2765 GBps, 459 TFLOPs, ICI 1200 GBps both ways; 918 int8 TOPs from the announcement
+    # (cloud.google.com/blog, "Introducing Cloud TPU v5p", December 2023).
+    "v5p": Chip(95 * GIB, 2765e9, 459e12, 918e12, 600e9, 2),
+    # "32 GB", 1638 GBps, 918 TFLOPs, 1836 TOPs, ICI 800 GBps both ways.
+    "v6e": Chip(32 * GIB, 1638e9, 918e12, 1836e12, 400e9, 1),
+    # 192 GiB, 7380 GBps, 2307 TFLOPs, ICI 1200 GBps both ways. 4614 TFLOPs are for fp8; no int8
+    # rate is published, so that of bfloat16 stands here.
+    "tpu7x": Chip(192 * GIB, 7380e9, 2307e12, 2307e12, 600e9, 2),
+}
+
+# Name of a file in configs/ -> the slice that it is meant for.
+TOPOLOGIES = {
+    "default": "v5e:2x2",
+    "quickstart": "v5e:2x2",
+    "smollm2_135m": "v5e:2x2",
+    "gsm8k_qwen25_0p5b": "v5e:2x4",
+    "dapo_qwen25_32b": "v5p:4x4x4",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Slices of one shape, e.g. "v5e:4x4" (16 chips) or "v5p:4x4x4" (64 chips, a v5p-128)."""
+
+    name: str
+    kind: str
+    chip: Chip
+    chips_per_slice: int
+    num_slices: int
+
+    @classmethod
+    def parse(cls, name: str, num_slices: int = 1) -> "Topology":
+        """ValueError for a chip that is not in the table or a shape that is none."""
+        kind, _, shape = name.partition(":")
+        if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+            raise ValueError(
+                f"topology {name!r} is not a chip of {', '.join(CHIPS)} and a shape, as in v5e:4x4"
+            )
+        return cls(name, kind, CHIPS[kind], math.prod(map(int, shape.split("x"))), num_slices)
+
+    @property
+    def num_chips(self) -> int:
+        return self.chips_per_slice * self.num_slices
+
+    @property
+    def product_name(self) -> str:
+        """The name to rent it by: v5litepod-8, v5p-128."""
+        prefix = "v5litepod" if self.kind == "v5e" else self.kind
+        name = f"{prefix}-{self.chips_per_slice * self.chip.cores_per_chip}"
+        return f"{self.num_slices} x {name}" if self.num_slices > 1 else name
+
+    def devices(self) -> list:
+        """Devices to compile for; none can run. Some chips show as two devices.
+
+        Raises:
+          ModuleNotFoundError: libtpu, which holds the compiler, is not installed.
+        """
+        if importlib.util.find_spec("libtpu") is None:
+            raise ModuleNotFoundError(
+                "compiling for a TPU takes libtpu: pip install 'jaxrl_tis[tpu]'"
+            )
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server on other machines
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs, nothing to lock
+        from jax.experimental import topologies
+
+        more = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+        return list(topologies.get_topology_desc(
+            platform="tpu", topology_name=self.name, **more
+        ).devices)

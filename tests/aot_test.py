@@ -1,0 +1,284 @@
+"""Programs of the shipped configs, compiled for their topologies: two layers, small batches."""
+
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_tis import aot_model, aot_report, build, train
+from jaxrl_tis import aot_programs as aot
+from jaxrl_tis.aot_model import Work
+from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
+from jaxrl_tis.hlo import Collective, Dot
+from jaxrl_tis.hlo_text import Shape
+from jaxrl_tis.libtpu_flags import FLAGS
+from tests import tiny, tpu
+
+ROOT = pathlib.Path(__file__).parents[1]
+SHAPES = ROOT / "configs" / "shapes"
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+
+# Smaller batches and rows; what shapes a program's operations is the config's own.
+SMALL = {
+    "quickstart": {},
+    "smollm2_135m": {},
+    "gsm8k_qwen25_0p5b:grpo": {
+        "rollout__prompts": 64, "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
+        "train__microbatch_rows": 16, "engine__slots": 64, "engine__prefill_batch": 8,
+    },
+    "gsm8k_qwen25_0p5b:ppo": {
+        "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
+        "train__microbatch_rows": 16, "engine__slots": 64, "engine__prefill_batch": 8,
+    },
+    "dapo_qwen25_32b": {
+        "rollout__prompts": 128, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
+        "rollout__overlong_buffer": 32, "engine__slots": 64, "engine__prefill_batch": 8,
+    },
+}
+COMPILED = {
+    "quickstart": ("train", "decode"),
+    "smollm2_135m": ("train",),
+    "gsm8k_qwen25_0p5b:grpo": ("score", "quantize", "reshard", "prefill", "insert"),
+    "gsm8k_qwen25_0p5b:ppo": ("critic", "values"),
+    "dapo_qwen25_32b": ("train", "decode"),
+}
+
+
+def small(name, **overrides):
+    """A shipped config with small batches; overrides as in tests.tiny."""
+    module, _, variant = name.partition(":")
+    make = importlib.import_module(f"configs.{module}").get_config
+    config = make(variant) if variant else make()
+    for field, value in (SMALL[name] | overrides).items():
+        *path, last = field.split("__")
+        target = config
+        for part in path:
+            target = target[part]
+        target[last] = value
+    return config.lock()
+
+
+@pytest.fixture(scope="module")
+def made():
+    """name -> (setup, report) of COMPILED, each compiled once."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
+            tpu.devices(topology.name)
+            setup = aot.setup_for(small(name), SHAPES, topology, layers=2)
+            found[name] = setup, aot.report(setup, topology, list(COMPILED[name]))
+        return found[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_config_compiles_for_its_topology(made, name):
+    setup, report = made(name)
+    assert tuple(report["programs"]) == COMPILED[name]
+    assert report["layers"] == 2 and report["chips"] == Topology.parse(report["topology"]).num_chips
+    for entry in report["programs"].values():
+        assert entry["fits"] and entry["host_transfers"] == []
+        assert 0 < entry["memory"]["peak_bytes"] < entry["memory"]["hbm_bytes"]
+        assert entry["roofline"]["is_model_output"] is True
+    json.dumps(report)
+
+
+def test_the_configs_between_them_compile_every_program():
+    assert {p for names in COMPILED.values() for p in names} == set(aot.PROGRAMS)
+
+
+def test_every_key_is_documented(made):
+    """A key of the JSON is in docs/tpu.md as `key`."""
+    page = (ROOT / "docs" / "tpu.md").read_text()
+
+    def keys(value):
+        if isinstance(value, list):
+            return {k for x in value for k in keys(x)}
+        if not isinstance(value, dict):
+            return set()
+        return set(value) | {k for x in value.values() for k in keys(x)}
+
+    _, report = made("dapo_qwen25_32b")
+    names = keys(report) - set(aot.PROGRAMS) - set(report["resident_bytes"])
+    assert [k for k in sorted(names) if f"`{k}`" not in page] == []
+
+
+def test_what_the_compiler_counts_of_a_training_step(made):
+    """The FLOPs of the HLO against those of the shapes: full remat does four passes for the
+    model's three, and attention computes the whole square."""
+    entry = made("dapo_qwen25_32b")[1]["programs"]["train"]
+    assert 3 / 4.6 < entry["model_flop_ratio"] < 3 / 3.9
+    gathers = [c for c in entry["collectives"] if c["kind"] == "all-gather"]
+    assert gathers and {tuple(c["axes"]) for c in gathers} == {("fsdp",)}
+    assert not [c for c in entry["collectives"] if c["kind"] == "collective-permute"]
+
+
+def test_the_flags_change_the_program(made):
+    """Without them a gathered weight becomes a ring of products (collective-permutes)."""
+    setup, report = made("gsm8k_qwen25_0p5b:grpo")
+    kinds = {c["kind"] for c in report["programs"]["score"]["collectives"]}
+    assert "collective-permute" not in kinds
+    plain = aot.compiled("score", *aot.programs(setup)["score"], {}).module
+    assert "collective-permute" in {c.kind for c in plain.collectives()}
+
+
+def test_an_unknown_flag_is_refused():
+    devices = tpu.devices("v5e:2x2")
+    one = jax.sharding.SingleDeviceSharding(devices[0])
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=one)
+    add = jax.jit(lambda x: x + 1)
+    for flags in FLAGS.values():
+        aot.compiled("add", add, (x,), flags)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
+        aot.compiled("add", add, (x,), {"xla_no_such_flag": "1"})
+
+
+def test_two_slices(made):
+    """Data parallelism over two slices: gradients go between them, weights do not."""
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2", num_slices=2)
+    config = small("gsm8k_qwen25_0p5b:grpo", mesh__train=(2, 4, 1), model__highest_head=False)
+    setup = aot.setup_for(config, SHAPES, topology, layers=1)
+    entry = aot.report(setup, topology, ["train"])["programs"]["train"]
+    by_network = {
+        network: {(c["kind"], *c["axes"]) for c in entry["collectives"] if c["network"] == network}
+        for network in ("ici", "dcn")
+    }
+    assert {kind for kind, *_ in by_network["dcn"]} == {"all-reduce"}
+    assert ("all-gather", "fsdp") in by_network["ici"]
+
+
+# What does not fit
+
+
+def test_a_decode_state_that_is_too_large_is_named():
+    tpu.devices("v5e:2x2")
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxrl_tis.aot", "--config=configs/quickstart.py",
+         "--config.engine.slots=3000000", "--programs=decode", "--layers=1"],
+        cwd=ROOT, capture_output=True, text=True,
+    )
+    assert run.returncode == 1, run.stderr
+    assert "DOES NOT FIT" in run.stdout and "too much" in run.stdout
+    assert "argument[1].cache" in run.stdout
+
+
+def test_a_refusal_is_read():
+    refusal = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+        "hbm. Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G.\n"
+        "  1. Size: 8.00G\n     Operator: op_name=\"jit(f)/dot\" source_file=\"a.py\"\n"
+        "     Shape: bf16[65536,65536]{1,0:T(8,128)(2,1)}\n     Unpadded size: 8.00G\n"
+    )
+    x = jax.ShapeDtypeStruct((2**28,), jnp.float32)
+    refused = aot.Compiled("train", ({"weights": x},), 1.0, refusal=refusal)
+    memory = aot_report._refused(refused, beside=5, hbm=16 * GIB)
+    assert memory["peak_bytes"] == int(20.5 * GIB) and memory["argument_bytes"] == GIB
+    first, second = aot_report.largest(refused)
+    assert first == {
+        "bytes": 8 * GIB, "what": "jit(f)/dot", "shape": "bf16[65536,65536]"
+    }
+    assert second["what"] == "argument[0]['weights']"
+
+
+def test_a_model_of_unknown_shape_says_where_to_put_it(tmp_path):
+    config = small("dapo_qwen25_32b", model__path="models/Other-7B")
+    with pytest.raises(FileNotFoundError, match=r"Other-7B.*Other-7B\.json"):
+        aot.model_of(config, tmp_path)
+
+
+def test_an_unknown_program_is_named():
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+    setup = aot.setup_for(small("quickstart"), SHAPES, topology, layers=1)
+    with pytest.raises(ValueError, match="critic are none of this run's: train, score"):
+        aot.report(setup, topology, ["train", "critic"])
+
+
+def test_what_stays_beside_a_program():
+    """Arrays of a run that the program does not take itself; equal shapes count one by one."""
+    a, b = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (256, 512))
+    kept = {"policy": [a, a], "decode state": [b]}
+    assert aot_report._beside((a,), kept) == 4 * (256 + 512)
+    assert aot_report._beside((a, a, b), kept) == 0
+    assert aot_report._beside((), kept) == 4 * (2 * 256 + 512)
+
+
+# The programs are the run's
+
+
+@pytest.mark.parametrize("overrides", [
+    {}, {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
+    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
+])
+def test_the_minibatch_is_that_of_a_run(overrides, tmp_path):
+    """Names, shapes and dtypes of what the run hands to its update."""
+    seen = []
+    make = train.steps.make_train_step
+
+    def spying(*args):
+        update = make(*args)
+        return lambda state, minibatch: seen.append(minibatch) or update(state, minibatch)
+
+    config = tiny.config(steps=1, warmup__steps=0, eval__prompts=4, **overrides)
+    with mock.patch.object(train.steps, "make_train_step", spying):
+        train.run(config, str(tmp_path))
+    expected = build.abstract_minibatch(build.build(config))
+    kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
+    assert kinds(seen[0]) == kinds(expected)
+
+
+# Model FLOPs and bytes, by hand
+
+
+def tiny_setup(**overrides):
+    return build.build(tiny.config(**overrides))
+
+
+def test_model_flops_of_a_forward_pass():
+    c = tiny_setup().model  # D 32, 2 query and 1 key/value head of 16, F 48, 1 layer
+    # q, o: 32 x 32; k, v: 32 x 16; gate, up, down: 32 x 48.
+    assert aot_model.layer_weights(c) == 2 * 1024 + 2 * 512 + 3 * 1536
+    # Three rows of 8 tokens, logits of 5: products, half the square of two attention products,
+    # and the head.
+    weights = 2 * 1024 + 2 * 512 + 3 * 1536
+    attention = 2 * (2 * (8 * 8 // 2) * 2 * 16)
+    expected = 3 * (2 * weights * 8 + attention + 2 * 32 * c.vocab_size * 5)
+    assert aot_model.forward_flops(c, 3, 8, 5) == expected
+    per_token = 2 * (weights + 32 * c.vocab_size) + 2 * 2 * 10 * 2 * 16
+    assert aot_model.decode_flops(c, 7, 10) == 7 * per_token
+
+
+def test_bytes_that_a_decode_call_must_move():
+    setup = tiny_setup()
+    args = aot.programs(setup)["decode"][1]
+    cache = 2 * 8 * 1 * 8 * 16 * 4  # keys and values: 8 slots, 1 head, 8 tokens of 16, float32
+    moved = aot_model.work("decode", setup, args)
+    assert moved.kv_bytes == 2 * cache  # two steps a call
+    assert moved.weight_bytes == 2 * aot_model.device_bytes(args[0])
+
+
+def test_the_roofline_takes_the_slowest_of_three():
+    chip = CHIPS["v5e"]
+    square = Shape("bf16", (1024, 1024))
+    dot = Dot("d", square, (square, square), (square, square), "default", 197 * 10**9, "c", 2, "")
+    gather = Collective("g", "all-gather", (square,), 10**9, 4, ("fsdp",), "ici", "c", 4, False, "")
+    made = aot_model.roofline(chip, 1, [dot], [gather], 0, Work(0, 819 * 10**6))
+    assert made.compute_seconds == pytest.approx(2e-3)
+    assert made.memory_seconds == pytest.approx(1e-3)
+    assert made.network_seconds == pytest.approx(4 * 0.75e9 / 200e9)
+    assert (made.seconds, made.bound) == (made.network_seconds, "network")
+    narrow = Shape("s8", (1024, 1024))
+    int8 = Dot("d", square, (narrow,) * 2, (narrow,) * 2, "default", 393 * 10**9, "c", 1, "")
+    highest = Dot("d", square, (square,) * 2, (square,) * 2, "highest", 197 * 10**9, "c", 1, "")
+    seconds = lambda d: aot_model.roofline(chip, 1, [d], [], 0, Work()).compute_seconds
+    assert seconds(int8) == pytest.approx(1e-3) and seconds(highest) == pytest.approx(6e-3)

@@ -1,0 +1,98 @@
+"""Eight devices draw what one draws: the sampler, and an engine whose layers are scanned."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis import sharding
+from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine.engine import Engine, Request
+from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+KINDS = [
+    SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_k=5),
+    SamplingParams(top_p=0.8), SamplingParams(min_p=0.1), SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.6, top_k=40, top_p=0.9, min_p=0.01), SamplingParams(top_k=1),
+]
+FIELDS = ("logp_behav", "logp_raw", "entropy")
+ROWS = 64
+
+
+def logits(v):
+    rng = np.random.default_rng(v)
+    out = rng.normal(0, 2, (ROWS, v)).astype(np.float32)
+    out[8:16, ::3] = -np.inf
+    out[16:24] = np.round(out[16:24])  # ties
+    out[24:32] = 1.0  # nothing but ties
+    out[32:40, : v // 2] = -np.inf  # all in the second half
+    return out
+
+
+# A block of 128 tokens spans all parts of 24; 304 / 2 and 304 / 8 cut blocks; 512 / 2 does not.
+@pytest.mark.parametrize("v, shape", [
+    (24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8)), (512, (2, 2, 2)),
+])
+@pytest.mark.parametrize("kinds", [KINDS[:2], KINDS], ids=["plain", "filtered"])
+def test_a_split_vocabulary_draws_what_the_whole_one_draws(v, shape, kinds):
+    layout = sharding.layout(shape, sharding.SERVE_RULES)
+    rows = SamplingRows.of([kinds[i % len(kinds)] for i in range(ROWS)])
+    ids = np.arange(ROWS, dtype=np.uint32)
+    args = logits(v), rows, sampling.row_keys(ids, ids + 7), ids.astype(np.int32)
+    whole = jax.jit(sampling.sample)(*args)
+    split = jax.jit(functools.partial(sampling.sample, layout=layout))(*args)
+    np.testing.assert_array_equal(split.token, whole.token)
+    for field in FIELDS:
+        np.testing.assert_allclose(getattr(split, field), getattr(whole, field), atol=2e-6)
+    # Other draws exist: the same uniforms on other logits give other tokens.
+    other = jax.jit(sampling.sample)(args[0][:, ::-1], *args[1:])
+    assert (np.asarray(other.token) != np.asarray(whole.token)).mean() > 0.5
+
+
+def test_rows_of_nan_draw_a_token_of_the_vocabulary():
+    layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
+    rows, ids = SamplingRows.of([SamplingParams()] * 8), np.arange(8, dtype=np.uint32)
+    args = jnp.full((8, 304), jnp.nan), rows, sampling.row_keys(ids, ids), ids.astype(np.int32)
+    for place in (None, layout):
+        drawn = jax.jit(functools.partial(sampling.sample, layout=place))(*args)
+        assert not drawn.token.any() and np.isnan(drawn.logp_behav).all()
+
+
+CONFIG = ModelConfig(
+    family="qwen2", vocab_size=300, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=48, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
+    qkv_bias=True, qk_norm=False, tie_embeddings=True,
+)
+
+
+def trajectories(quantization, layout):
+    params = jax.tree.map(lambda x: 2 * x, transformer.init(CONFIG, jax.random.key(0)))
+    engine = Engine(
+        CONFIG, slots=8, max_length=24, steps=3, prefill_batch=4, unroll=False,
+        quantization=quantization, layout=layout,
+    )
+    scheduler, out = Scheduler(engine, engine.load(params)), []
+    for i in range(20):
+        prompt = np.arange(1 + i % 5, dtype=np.int32) + i
+        sampled = SamplingParams(top_k=(0, 9)[i % 2], max_tokens=4 + i % 6)
+        scheduler.add(Request(f"r{i}", prompt, i, sampled))
+    while scheduler.pending:
+        out += scheduler.step()
+    return {t.id: t for t in out}
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_scanned_layers_on_eight_devices_draw_what_one_device_draws(quantization):
+    single = trajectories(quantization, None)
+    spread = trajectories(quantization, sharding.layout((4, 1, 2), sharding.SERVE_RULES))
+    assert len(single) == len(spread) == 20
+    for id, t in single.items():
+        np.testing.assert_array_equal(spread[id].tokens, t.tokens)
+        for field in FIELDS:
+            np.testing.assert_allclose(
+                getattr(spread[id], field), getattr(t, field), atol=1e-4, err_msg=field)
