@@ -89,7 +89,7 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
     optimizer states are read and written once an update, and each layer's input once a pass."""
     c, mesh = setup.model, setup.layout.mesh.shape
     micro, rows, length = args[1]["tokens"].shape
-    targets = 0 if name in ("critic", "values") else min(setup.learner.max_targets, length - 1)
+    targets = 0 if name in ("critic", "values") else min(setup.update_learner.max_targets, length - 1)
     is_update = name in ("train", "critic")
     flops = forward_flops(c, rows, length, targets) * micro * (3 if is_update else 1)
     width = jax.numpy.dtype(setup.learner.program.dtype).itemsize

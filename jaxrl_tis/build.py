@@ -196,7 +196,8 @@ def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 
 def abstract_microbatches(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
     """Fields [M,rows,...] of a rollout batch that the learner scores, in the training layout."""
-    return _in_rows(setup, abstract_rows(setup), 1)
+    rows = abstract_rows(setup)
+    return _in_rows(setup, {name: rows[name] for name in batching.FORWARD}, 1)
 
 
 def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
@@ -214,19 +215,24 @@ def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
     rows |= jax.eval_shape(lambda: batching.update_fields(count, 1, 0))
     rows |= jax.eval_shape(correction.make_prepare(setup.correction), rows)[0]
     rows["group"] = jax.ShapeDtypeStruct((count, length), jnp.int32)
+    rows = {name: x for name, x in rows.items() if name not in batching.OF_SEQUENCES}
     return _in_rows(setup, rows, setup.config.train.minibatches)
 
 
 def _in_rows(setup: Setup, rows: dict, parts: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """[N,...] -> [N / parts / rows of a micro-batch, rows of a micro-batch, ...]."""
-    size = setup.config.train.microbatch_rows
-    sharding_of = lambda x: setup.layout.sharding((None, "batch") + (None,) * (x.ndim - 1))
-    return {
-        name: jax.ShapeDtypeStruct(
-            (x.shape[0] // parts // size, size, *x.shape[1:]), x.dtype, sharding=sharding_of(x)
-        )
-        for name, x in rows.items()
-    }
+    """Fields [N,L,...], one sequence a row, as the micro-batches of a part of them."""
+    size, packer = setup.config.train.microbatch_rows, setup.packer
+
+    def in_rows(x):
+        count, is_of_tokens = x.shape[0] // parts, x.ndim > 1 and x.shape[1] == setup.row_length
+        shape = (count // size, size, *x.shape[1:])
+        if packer is not None:
+            inner = (packer.length, *x.shape[2:]) if is_of_tokens else x.shape[1:]
+            shape = (packer.num_microbatches(count), size, *inner)
+        place = setup.layout.sharding(sharding.batch_axes(shape))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
+
+    return {name: in_rows(x) for name, x in rows.items()}
 
 
 def initial_params(setup: Setup) -> Any:

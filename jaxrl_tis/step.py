@@ -19,6 +19,7 @@ from jaxrl_tis import optimizer as optimizers
 from jaxrl_tis.correction import Correction, policy_loss
 from jaxrl_tis.estimators import objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.logprob import Scores, token_logprob
+from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -225,6 +226,13 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     return jax.lax.scan(lambda total, micro: (add_next(total, micro), None), zeros, minibatch)[0]
 
 
+def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
+    layout = learner.program.layout
+    is_cut = layout is not None and layout.mesh.size > 1
+    rows = layout.sharding(("batch", None)) if is_cut else None
+    return Segments(segment_ids, learner.max_segments, rows)
+
+
 def _count_sequences(minibatch: Batch) -> jax.Array:
     """Sequences with a valid token."""
     mask = minibatch["mask"]
@@ -245,7 +253,7 @@ def _make_step(
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
         if learner.max_segments is not None:
-            minibatch = minibatch | {"seg": minibatch["segment_ids"]}
+            minibatch = minibatch | {"seg": _segments(learner, minibatch["segment_ids"])}
         minibatch = minibatch | measure(state.params, minibatch)
         grads, metrics = _accumulate(loss_fn, state.params, minibatch)
         metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)

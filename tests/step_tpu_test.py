@@ -1,0 +1,160 @@
+"""The update as a TPU program: what its HLO holds, and a program that breaks each claim."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from configs import default
+from jaxrl_tis import correction, optimizer, sharding, step
+from jaxrl_tis.hlo import Module
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests import tpu
+
+B, T, V, D, F = 8, 256, 2560, 256, 512  # a row of 256 tokens for each of 8 chips
+CONFIG = ModelConfig(
+    family="llama", vocab_size=V, embed_dim=D, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=64, mlp_dim=F, rope=RopeConfig("default", 10000.0), max_position=1024, norm_eps=1e-6,
+    qkv_bias=False, qk_norm=False, tie_embeddings=False,
+)
+TX = optax.sgd(1.0)
+PROJECTIONS = {(D, 256), (D, 128), (256, D), (D, F), (F, D)}
+
+
+@functools.cache
+def layout():
+    return sharding.layout((1, 8, 1), sharding.TRAIN_RULES, tpu.devices("v5e:2x4"))
+
+
+def learner(**changes):
+    program = transformer.Program("bfloat16", "full", True, layout())
+    fields = dict(config=CONFIG, program=program, max_targets=T, chunk=2048, max_segments=8)
+    return step.Learner(**fields | changes)
+
+
+def abstract_state(config):
+    params = transformer.abstract_params(config)
+    place = lambda tree, where: jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+    shardings = layout().params(config)
+    moments = optimizer.state_shardings(TX, params, shardings, layout().replicated())
+    return step.TrainState(
+        place(params, shardings), place(jax.eval_shape(TX.init, params), moments)
+    )
+
+
+def abstract_rows(names, dtype=jnp.float32):
+    shape = (1, B, T)
+    place = layout().sharding(sharding.batch_axes(shape))
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name in names}
+
+
+def minibatch():
+    return (
+        abstract_rows(("tokens", "positions", "segment_ids"), jnp.int32)
+        | abstract_rows(("mask",), jnp.bool_)
+        | abstract_rows(("temperature", "logp_old", "logp_prox", "logp_learner", "logp_behav",
+                         "adv", "weights"))
+    )
+
+
+@functools.cache
+def update(num_layers=2, remat="full"):
+    """(compiled update, its HLO)"""
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    program = dataclasses.replace(learner().program, remat=remat)
+    chosen = correction.parse(default.get_config().correction)
+    train_step = step.make_train_step(learner(config=config, program=program), chosen, TX)
+    compiled = train_step.lower(abstract_state(config), minibatch()).compile()
+    return compiled, Module(compiled.as_text())
+
+
+@functools.cache
+def module_of(name):
+    """Programs that do what an update must not."""
+    params = abstract_state(CONFIG).params
+    if name == "gathers the stack":
+        whole = jax.jit(lambda p: p, out_shardings=layout().replicated())
+        return Module(whole.lower(params["layers"]["gate"]).compile().as_text())
+    if name == "all logits":
+        logits = jax.jit(lambda p, b: step.response_logits(p, learner(), b))
+        rows = {n: jax.ShapeDtypeStruct((B, T), x.dtype, sharding=layout().sharding(("batch", None)))
+                for n, x in minibatch().items()}
+        return Module(logits.lower(params, rows).compile().as_text())
+
+    def prints(p):
+        jax.debug.callback(lambda x: None, p["final_norm"][0])
+        return p["final_norm"] + 1
+
+    return Module(jax.jit(prints).lower(params).compile().as_text())
+
+
+def weight_gathers(module):
+    return [
+        (c.shapes[0].dims, c.runs) for c in module.collectives(dict(layout().mesh.shape))
+        if c.kind == "all-gather" and c.axes == ("fsdp",) and c.shapes[0].size >= D * 128
+        and V not in c.shapes[0].dims
+    ]
+
+
+def stacked_gathers(module):
+    return [dims for dims, _ in weight_gathers(module) if len(dims) == 3 and dims[0] > 1]
+
+
+def test_weights_are_gathered_layer_by_layer_inside_the_scan():
+    _, module = update()
+    gathers = weight_gathers(module)
+    # Seven projections a layer, in the forward pass and again in the backward pass.
+    assert sum(runs for _, runs in gathers) >= 2 * 7 * CONFIG.num_layers
+    assert {tuple(n for n in dims if n > 1) for dims, _ in gathers} <= PROJECTIONS
+    assert stacked_gathers(module) == []
+    assert stacked_gathers(module_of("gathers the stack")) == [(2, D, F)]
+
+
+def logits_of_all_tokens(module):
+    tokens = B * T // layout().shards
+    return [
+        b for b in module.buffers()
+        if b.shape.dtype == "f32" and V in b.shape.dims and b.shape.size >= tokens * V
+    ]
+
+
+def test_no_array_holds_the_logits_of_the_tokens():
+    assert logits_of_all_tokens(update()[1]) == []
+    assert logits_of_all_tokens(module_of("all logits"))
+
+
+def test_nothing_goes_to_the_host_inside_a_step():
+    assert update()[1].host_transfers() == []
+    assert module_of("prints").host_transfers()
+
+
+def test_the_kernels_are_in_the_program():
+    """Attention forward, again for the backward pass, dq and dkv; the head forward and backward."""
+    names = {call.name.split(".")[0] for call in update()[1].custom_calls()
+             if call.target == "tpu_custom_call"}
+    assert {n for n in names if n.startswith("splash_mha")} == {
+        "splash_mha_fwd_segmented_residuals", "splash_mha_dkv_segmented_no_residuals",
+        "splash_mha_dq_segmented_no_residuals",
+    }
+    heads = [c for c in update()[1].custom_calls() if V in c.shapes[0].dims]
+    assert [c.shapes[0].dtype for c in heads] == ["f32"]  # the gradient of the head, in float32
+
+
+@pytest.mark.parametrize("remat, is_bounded", [("full", True), ("none", False)])
+def test_memory_grows_with_depth_by_what_remat_keeps(remat, is_bounded):
+    """Two more layers may add their inputs [T,D] in bfloat16 and their gradients in float32."""
+    temporaries = lambda layers: update(layers, remat)[0].memory_analysis().temp_size_in_bytes
+    carry = B * T * D * 2 // 8
+    weights = (D * 256 + 2 * D * 128 + 256 * D + 3 * D * F + 2 * D) * 4 // 8
+    growth = temporaries(4) - temporaries(2)
+    assert (growth <= 2 * 1.1 * (carry + 2 * weights)) == is_bounded
+    state = abstract_state(CONFIG)
+    donated = sum(x.size * 4 for x in jax.tree.leaves(state.params)) / 8
+    aliased = update(2, remat)[0].memory_analysis().alias_size_in_bytes
+    assert aliased == pytest.approx(donated, rel=0.05)  # the update writes where it reads
