@@ -42,8 +42,8 @@ def compiled(name, quantization="w8a8", layers=2):
     )
     engine = Engine(
         config, slots=SLOTS, max_length=LENGTH, dtype="bfloat16", cache_dtype="bfloat16",
-        quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, unroll=False, layout=layout(),
-        highest_head=True,
+        quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, unroll=False,
+        layout=layout(), highest_head=True,
     )
     program, args = engine.programs()[name]
     return program.lower(*args).compile()
