@@ -48,15 +48,14 @@ def axes(x: jax.Array) -> tuple:
 # `attend` of prefill: attends within rows and hands back the keys and values
 
 
-def keep_rows(segment_ids_bt: jax.Array, unrolled: bool):
+def keep_rows(segment_ids_bt: jax.Array, unrolled: bool, layout: Layout):
     """For unrolled or for scanned layers."""
-    mask_bts = attention.row_mask(segment_ids_bt)
     heads_first = lambda x_btnk: jnp.swapaxes(x_btnk, 1, 2)
 
     def attend(q, k, v, _):
         kv = KV(heads_first(k), heads_first(v))
         kv = kv if unrolled else jnp.concatenate([kv.k, kv.v], axis=-1)
-        return attention.attention(q, k, v, mask_bts), kv
+        return attention.row_attention(q, k, v, segment_ids_bt, layout), kv
 
     return attend
 

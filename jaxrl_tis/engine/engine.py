@@ -255,7 +255,7 @@ class Engine:
 
     def _prefill_rows(self, params, tokens_rt, segment_ids_rt) -> Prefix:
         positions = jnp.broadcast_to(jnp.arange(tokens_rt.shape[1])[None], tokens_rt.shape)
-        attend = cache.keep_rows(segment_ids_rt, self.unroll)
+        attend = cache.keep_rows(segment_ids_rt, self.unroll, self.layout)
         _, kv = transformer.hidden(
             params, self.config, self.program, tokens_rt, positions, attend
         )

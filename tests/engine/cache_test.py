@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache
 from jaxrl_tis.engine.cache import KV
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -16,7 +17,9 @@ CONFIG = ModelConfig(
 )
 RNG = np.random.default_rng(0)
 decode = jax.jit(lambda positions_b, *qkv_cache: cache.append(positions_b)(*qkv_cache))
-keep_rows = jax.jit(lambda ids_bt, *qkv: cache.keep_rows(ids_bt, unrolled=True)(*qkv, None))
+keep_rows = jax.jit(
+    lambda ids_bt, *qkv: cache.keep_rows(ids_bt, True, sharding.single_device())(*qkv, None)
+)
 
 
 def normal(*shape):

@@ -101,7 +101,7 @@ def minibatch(length):
         "positions": (np.arange(length) - begin).astype(np.int32),
         "segment_ids": ids,
         "mask": (RNG.random(ids.shape) < 0.33) & (ids > 0) & ~starts,
-        "temperature": np.array([0.7, 1.0], np.float32),
+        "temperature": np.repeat(np.array([[0.7], [1.0]], np.float32), length, axis=1),
     }
 
 
