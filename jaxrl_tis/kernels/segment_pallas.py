@@ -227,7 +227,7 @@ def on_mesh(function: Callable, rows: NamedSharding | None) -> Callable:
     """The function of arrays [B, ...], each device with its own rows; `rows` shards B."""
     if rows is None:
         return function
-    spec = PartitionSpec(rows.spec[0])
+    spec = PartitionSpec(*rows.spec[:1])
     return jax.shard_map(function, mesh=rows.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
