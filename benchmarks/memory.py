@@ -20,7 +20,7 @@ def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     struct = lambda dtype: jax.ShapeDtypeStruct((1, rows, t), dtype)
     batch = {name: struct("int32") for name in ("tokens", "positions", "segment_ids")}
     batch |= {name: struct("float32") for name in ("logp_old", "logp_behav", "weights", "adv")}
-    batch |= {"mask": struct("bool"), "temperature": jax.ShapeDtypeStruct((1, rows), "float32")}
+    batch |= {"mask": struct("bool"), "temperature": struct("float32")}
     update = step.make_train_step(made.learner, made.correction, made.optimizer)
     analysis = update.lower(state, batch).compile().memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))

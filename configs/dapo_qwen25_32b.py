@@ -53,5 +53,6 @@ def get_config():
     c.optimizer.weight_decay = 0.1
     c.train.minibatches = 16
     c.train.microbatch_rows = 64
+    c.train.pack_length = 22_528  # the longest sequence, 176 blocks of 128
     c.train.logprob_chunk = 16_384
     return c

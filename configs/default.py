@@ -97,12 +97,14 @@ def get_config() -> ConfigDict:
     c.train.minibatches = 1  # updates per epoch over a rollout batch
     c.train.epochs = 1
     c.train.microbatch_rows = 32  # rows per forward and backward pass
+    c.train.pack_length = 0  # tokens of a row shared by several sequences; 0: one sequence a row
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
 
     c.metrics = ConfigDict()
     c.metrics.percentile_every = 10  # steps; also by position: sorts the rollout batch
 
-    c.mesh = ConfigDict()  # (data, fsdp, tensor); -1 takes the devices that are left
+    # (data, fsdp, tensor) and, to cut long rows, context; -1 takes the devices that are left
+    c.mesh = ConfigDict()
     c.mesh.train = (1, 1, 1)
     c.mesh.serve = (1, 1, 1)
 

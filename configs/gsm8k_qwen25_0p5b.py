@@ -46,6 +46,7 @@ def get_config(variant: str = "grpo"):
     c.train.microbatch_rows = 64
     c.train.logprob_chunk = 4096
     c.train.minibatches = 4
+    c.train.pack_length = 2048
 
     c.optimizer.lr = 1e-6
     if variant == "grpo":

@@ -1,4 +1,7 @@
-"""Trajectory records -> rows [B,T] of fixed shape for the learner."""
+"""Trajectory records -> rows [B,T] of fixed shape for the learner, one sequence each or packed."""
+
+import dataclasses
+import functools
 
 import numpy as np
 
@@ -15,7 +18,7 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids`
       (1 on the sequence, 0 on padding), `mask` (True on tokens that the policy chose),
       `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response),
-      `logits_behav` [N,T,V] where the sampler recorded them, and `temperature` [N].
+      `temperature`, and `logits_behav` [N,T,V] where the sampler recorded them.
     """
     shape = (len(trajectories), length)
     out = {
@@ -27,7 +30,7 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         "entropy_behav": np.zeros(shape, np.float32),
         "version": np.full(shape, -1, np.int32),
         "turn": np.zeros(shape, np.int32),
-        "temperature": np.array([t.temperature for t in trajectories], np.float32),
+        "temperature": np.ones(shape, np.float32),
     }
     num_logits = max(t.logits.shape[-1] for t in trajectories)
     if num_logits:
@@ -47,6 +50,7 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         out["entropy_behav"][row, response] = trajectory.entropy
         out["version"][row, response] = trajectory.version
         out["turn"][row, response] = trajectory.turn
+        out["temperature"][row] = trajectory.temperature
         if num_logits and n:
             out["logits_behav"][row, response] = trajectory.logits
     return out
@@ -72,7 +76,7 @@ def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> di
         "positions": np.tile(np.arange(length, dtype=np.int32), (shape[0], 1)),
         "segment_ids": np.zeros(shape, np.int32),
         "mask": np.zeros(shape, bool),
-        "temperature": np.ones(shape[0], np.float32),
+        "temperature": np.ones(shape, np.float32),
     }
     for row, (prompt, target) in enumerate(pairs):
         ids = [*prompt, *target]
@@ -95,3 +99,177 @@ def minibatches(batch: dict, count: int, microbatch_rows: int, seed: tuple[int, 
     order = np.random.default_rng(seed).permutation(n).reshape(count, -1, microbatch_rows)
     for index in order:
         yield {name: value[index] for name, value in batch.items()}
+
+
+# Packed rows
+
+BLOCK = 128  # tokens; the attention kernel of a TPU takes rows of whole blocks
+MAX_SEGMENTS = 64  # sequences of a row; what is measured of each is an array [B, MAX_SEGMENTS]
+OF_SEQUENCES = ("rewards", "greedy_rewards", "reward_components", "grad_norms")  # not of tokens
+FORWARD = ("tokens", "positions", "segment_ids", "mask", "temperature")  # what a log-prob takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Packer:
+    """The fixed shape of packed rows, and how sequences are laid into them.
+
+    There are always micro-batches enough for the longest sequences that may come, so no sequence is
+    ever left out or cut; those that stay empty hold padding alone and are skipped by the programs.
+
+    Attributes:
+      max_length: most tokens of a sequence.
+      length: T, tokens of a row, at least max_length.
+      microbatch_rows: rows of a micro-batch, a multiple of shards.
+      shards: data shards of the mesh; each holds the same number of consecutive rows.
+      max_segments: most sequences of a row.
+    """
+
+    max_length: int
+    length: int
+    microbatch_rows: int
+    shards: int
+    max_segments: int
+
+    def num_microbatches(self, count: int) -> int:
+        """Micro-batches that hold `count` sequences of any length: a row that first-fit closes
+        holds at least length // max_length of them."""
+        return -(-count // (self.length // self.max_length * self.microbatch_rows))
+
+    @classmethod
+    def of(cls, length: int, max_length: int, microbatch_rows: int, shards: int) -> "Packer":
+        """Rows of `length` tokens or what is missing to a whole block."""
+        return cls(max_length, -(-length // BLOCK) * BLOCK, microbatch_rows, shards, MAX_SEGMENTS)
+
+    def plan(self, lengths: np.ndarray) -> "Packing":
+        """First-fit decreasing, then rows dealt out so that every shard gets about as many tokens
+        as the others.
+
+        Args:
+          lengths: [N] tokens of each sequence; ValueError for one that exceeds max_length.
+        """
+        if lengths.max(initial=0) > self.max_length:
+            raise ValueError(
+                f"a sequence has {lengths.max()} tokens, packed rows are planned for at most "
+                f"{self.max_length}"
+            )
+        order, row_of = self._first_fit(lengths)
+        num_rows = row_of.max(initial=-1) + 1
+        filled = np.bincount(row_of, weights=lengths[order], minlength=num_rows)
+        place = np.empty(num_rows, np.int64)
+        place[np.argsort(-filled, kind="stable")] = self._deal(num_rows)
+        row, offset = np.zeros((2, len(lengths)), np.int64)
+        segment = np.zeros(len(lengths), np.int32)
+        used, count = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
+        for sequence, r in zip(order, row_of):
+            row[sequence], offset[sequence] = place[r], used[r]
+            used[r] += lengths[sequence]
+            count[r] += 1
+            segment[sequence] = count[r]
+        shape = (self.num_microbatches(len(lengths)), self.microbatch_rows, self.length)
+        return Packing(lengths, row, offset, segment, shape)
+
+    def _first_fit(self, lengths):
+        """(sequences from the longest down, the row of each)."""
+        order = np.argsort(-lengths, kind="stable")
+        free = np.full(len(lengths), self.length)
+        room = np.full(len(lengths), self.max_segments)
+        row_of = np.empty(len(lengths), np.int64)
+        for i, sequence in enumerate(order):
+            row_of[i] = np.argmax((free >= lengths[sequence]) & (room > 0))
+            free[row_of[i]] -= lengths[sequence]
+            room[row_of[i]] -= 1
+        return order, row_of
+
+    def _deal(self, num_rows):
+        """Places of rows from the fullest down: one to each shard, to and fro."""
+        per_shard = self.microbatch_rows // self.shards
+        turn, shard = np.divmod(np.arange(num_rows), self.shards)
+        shard = np.where(turn % 2 == 0, shard, self.shards - 1 - shard)
+        micro, slot = np.divmod(turn, per_shard)
+        return micro * self.microbatch_rows + shard * per_shard + slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where N sequences stand in rows [M,R,T].
+
+    Attributes:
+      lengths: [N] tokens of each sequence.
+      row, offset: [N] its row, counted through the micro-batches, and its first token there.
+      segment: [N] its number in the row, from 1.
+      shape: (M, R, T).
+    """
+
+    lengths: np.ndarray
+    row: np.ndarray
+    offset: np.ndarray
+    segment: np.ndarray
+    shape: tuple[int, int, int]
+
+    @functools.cached_property
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(sequence, token in it, cell of the flat packed rows) of every token."""
+        sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        first = np.cumsum(self.lengths) - self.lengths
+        token = np.arange(len(sequence)) - first[sequence]
+        return sequence, token, (self.row * self.shape[2] + self.offset)[sequence] + token
+
+    def pack(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Fields [N,L,...] of one sequence a row -> [M,R,T,...], 0 at padding.
+
+        Fields that belong to the step, not to a token, [N] or [N,1], go to the rows as they come.
+        """
+        sequence, token, cell = self._cells
+        packed = {}
+        for name, x in rows.items():
+            if x.ndim == 1 or x.shape[1] == 1:
+                packed[name] = np.resize(x, (*self.shape[:2], *x.shape[1:]))
+            else:
+                flat = np.zeros((np.prod(self.shape), *x.shape[2:]), x.dtype)
+                flat[cell] = x[sequence, token]
+                packed[name] = flat.reshape(*self.shape, *x.shape[2:])
+        segments = np.zeros(np.prod(self.shape), np.int32)
+        segments[cell] = self.segment[sequence]
+        return packed | {"segment_ids": segments.reshape(self.shape)}
+
+    def unpack(self, x: np.ndarray, length: int) -> np.ndarray:
+        """[M,R,T,...] -> [N,length,...], one sequence a row, 0 at padding."""
+        sequence, token, cell = self._cells
+        rows = np.zeros((len(self.lengths), length, *x.shape[3:]), x.dtype)
+        rows[sequence, token] = x.reshape(-1, *x.shape[3:])[cell]
+        return rows
+
+    def metrics(self, shards: int) -> dict[str, float]:
+        """Rows in use, how full they are, and the tokens of the fullest shard over the mean."""
+        shard = self.row % self.shape[1] // (self.shape[1] // shards)
+        tokens = np.bincount(shard, weights=self.lengths, minlength=shards)
+        num_rows = len(np.unique(self.row))
+        return {
+            "packing/rows": num_rows,
+            "packing/fill_ratio": self.lengths.sum() / (num_rows * self.shape[2]),
+            "packing/shard_imbalance": tokens.max() / tokens.mean(),
+        }
+
+
+def split_by_length(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Indices [count, N / count]: a random split into minibatches of about equally many tokens.
+
+    Sequences are taken in the order of their lengths, `count` at a time, and each of them goes to
+    another minibatch.
+    """
+    generator = np.random.default_rng(seed)
+    order = np.argsort(lengths, kind="stable").reshape(-1, count)
+    return generator.permuted(order, axis=1).T
+
+
+def packed_minibatches(rows: dict, packer: Packer, count: int, seed: tuple[int, ...]):
+    """Yields `count` minibatches (fields [M,R,T,...], their Packing) of rows of one sequence."""
+    lengths = sequence_lengths(rows)
+    for index in split_by_length(lengths, count, seed):
+        packing = packer.plan(lengths[index])
+        yield packing.pack({name: x[index] for name, x in rows.items()}), packing
+
+
+def sequence_lengths(rows: dict) -> np.ndarray:
+    """[N] prompt and response tokens of rows that hold one sequence each."""
+    return np.sum(rows["segment_ids"] > 0, axis=1)

@@ -25,6 +25,7 @@ MAX_LOGITS = 2**28  # 1 GiB in float32
 class Setup:
     """Everything of a run that does not change while it runs.
 
+    `learner` takes rows of one sequence; `packer`, if any, is how the updates' rows are filled.
     `engine` samples, `learner_engine` generates with the learner's own numerics for evaluation.
     """
 
@@ -33,6 +34,7 @@ class Setup:
     model: ModelConfig
     layout: sharding.Layout
     learner: steps.Learner
+    packer: batching.Packer | None
     correction: correction.Correction
     optimizer: Any
     critic_optimizer: Any
@@ -46,6 +48,15 @@ class Setup:
     @property
     def row_length(self) -> int:
         return self.engine.max_length
+
+    @property
+    def update_learner(self) -> steps.Learner:
+        """The learner on the rows of the updates."""
+        if self.packer is None:
+            return self.learner
+        return dataclasses.replace(
+            self.learner, max_targets=self.packer.length, max_segments=self.packer.max_segments
+        )
 
 
 def build(config: ml_collections.ConfigDict) -> Setup:
@@ -71,7 +82,7 @@ def assemble(
     for mesh in (layout.mesh, serving.mesh):
         sharding.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(
-        config.model.dtype, config.model.remat, config.model.highest_head, layout.constrain
+        config.model.dtype, config.model.remat, config.model.highest_head, layout
     )
     learner = steps.Learner(
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
@@ -81,15 +92,22 @@ def assemble(
     for name, parameters in chosen.controllers:
         if name == "gradient_alignment":
             policy_optimizer = optimizer.aligned(policy_optimizer, **parameters)
+    max_length = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    packer = None
+    if config.train.pack_length:
+        packer = batching.Packer.of(
+            config.train.pack_length, max_length, config.train.microbatch_rows, layout.shards
+        )
+        # Rows of one sequence are max_length wide, which packed rows do not know.
+        chosen = dataclasses.replace(chosen, scale=chosen.scale or float(max_length))
     engine = functools.partial(
-        Engine, model, slots=config.engine.slots,
-        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+        Engine, model, slots=config.engine.slots, max_length=max_length,
         highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
         prefill_batch=config.engine.prefill_batch, unroll=config.engine.unroll,
         layout=serving,
     )
     return Setup(
-        config, tokenizer, model, layout, learner, chosen,
+        config, tokenizer, model, layout, learner, packer, chosen,
         policy_optimizer, optimizer.make(config.critic, updates),
         engine=engine(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
@@ -177,38 +195,45 @@ def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def abstract_microbatches(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields [M,rows,...] of a rollout batch that the learner scores, in the training layout."""
-    return _in_rows(setup, abstract_rows(setup), 1)
+    """Fields [M,R,T] of a rollout batch that the learner scores, in the training layout."""
+    rows = abstract_rows(setup)
+    return _in_rows(setup, {name: rows[name] for name in batching.FORWARD}, 1)
 
 
 def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields [accumulation,rows,...] of one update, in the training layout."""
-    rows = abstract_rows(setup)
+    """Fields [M,R,T,...] of one update, in the training layout."""
+    rows, needs = abstract_rows(setup), setup.correction.needs.keys()
     count, length = rows["mask"].shape
-    per_token = jax.ShapeDtypeStruct((count, length), jnp.float32)
-    per_row = jax.ShapeDtypeStruct((count,), jnp.float32)
-    scored = {"logp_learner", "entropy"} | ({"values"} if setup.has_critic else set())
+    struct = lambda dtype, *shape: jax.ShapeDtypeStruct((count, *shape), dtype)
+    scored = {"logp_learner", "entropy"} | {"sum_pi_squared"} & needs
+    scored |= {"values"} if setup.has_critic else set()
     scored |= {"logp_ref"} if setup.correction.kl is not None else set()
-    scored |= {"sum_pi_squared"} & setup.correction.needs.keys()
-    rows |= dict.fromkeys(scored, per_token) | {"rewards": per_row}
-    rows |= dict.fromkeys({"greedy_rewards", "grad_norms"} & setup.correction.needs.keys(), per_row)
-    rows["group"] = jax.ShapeDtypeStruct((count,), jnp.int32)
-    rows |= jax.eval_shape(lambda: batching.update_fields(count, 1, 0))
+    rows |= dict.fromkeys(scored, struct("float32", length))
+    rows |= dict.fromkeys({"rewards"} | {"greedy_rewards", "grad_norms"} & needs, struct("float32"))
+    rows["group"] = struct("int32")
+    rows |= {n: struct(x.dtype, *x.shape[1:]) for n, x in batching.update_fields(1, 1, 0).items()}
     rows |= jax.eval_shape(correction.make_prepare(setup.correction), rows)[0]
-    rows["group"] = jax.ShapeDtypeStruct((count, length), jnp.int32)
-    return _in_rows(setup, rows, setup.config.train.minibatches)
+    rows["group"] = struct("int32", length)
+    kept = {name: x for name, x in rows.items() if name not in batching.OF_SEQUENCES}
+    return _in_rows(setup, kept, setup.config.train.minibatches)
 
 
 def _in_rows(setup: Setup, rows: dict, parts: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """[N,...] -> [N / parts / rows of a micro-batch, rows of a micro-batch, ...]."""
-    size = setup.config.train.microbatch_rows
-    sharding_of = lambda x: setup.layout.sharding((None, "batch") + (None,) * (x.ndim - 1))
-    return {
-        name: jax.ShapeDtypeStruct(
-            (x.shape[0] // parts // size, size, *x.shape[1:]), x.dtype, sharding=sharding_of(x)
-        )
-        for name, x in rows.items()
-    }
+    """Fields [N,...] of sequences as the run lays N / parts of them into micro-batches."""
+    size, packer = setup.config.train.microbatch_rows, setup.packer
+
+    def place(x):
+        count, shape = x.shape[0] // parts, x.shape[1:]
+        if packer is None:
+            shape = (count // size, size, *shape)
+        else:
+            is_of_token = shape and shape[0] > 1
+            shape = (packer.length, *shape[1:]) if is_of_token else shape
+            shape = (packer.num_microbatches(count), size, *shape)
+        sharding_of = setup.layout.sharding(sharding.batch_axes(shape))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding_of)
+
+    return {name: place(x) for name, x in rows.items()}
 
 
 def initial_params(setup: Setup) -> Any:

@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "tensor", "context")
 
 TRAIN_RULES = {
     "batch": ("data", "fsdp"),
-    "length": None,
+    "length": "context",
     "layers": None,
     "norm": None,
     "vocab": "tensor",
@@ -41,9 +41,10 @@ SERVE_RULES = {
 }
 
 
-def make_mesh(shape: tuple[int, int, int], devices: list | None = None) -> Mesh:
-    """Mesh (data, fsdp, tensor) over the first devices; one entry may be -1 and takes all that are
-    left."""
+def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
+    """Mesh (data, fsdp, tensor, context) over the first devices; context may be left out and is 1
+    then; one entry may be -1 and takes all that are left."""
+    shape = (*shape, 1) if len(shape) == 3 else shape
     devices = jax.devices() if devices is None else devices
     known = math.prod(n for n in shape if n != -1)
     free = list(shape).count(-1)
@@ -56,7 +57,7 @@ def make_mesh(shape: tuple[int, int, int], devices: list | None = None) -> Mesh:
         )
     shape = tuple(len(devices) // known if n == -1 else n for n in shape)
     used = np.array(devices[: math.prod(shape)])
-    return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def partition_spec(axes: tuple, rules: dict) -> PartitionSpec:
@@ -104,6 +105,11 @@ class Layout:
     def rules(self) -> dict:
         return dict(self.rules_items)
 
+    @property
+    def shards(self) -> int:
+        """Parts that the rows of a batch are cut into."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
     def sharding(self, axes: tuple) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(axes, self.rules))
 
@@ -131,9 +137,9 @@ class Layout:
         return jax.device_put(params, self.params(config))
 
     def put_batch(self, batch: Any) -> Any:
-        """Host arrays [accumulation, rows, ...] onto the mesh, rows over the data axes."""
-        axes = lambda x: (None, "batch") + (None,) * (np.ndim(x) - 2)
-        return jax.tree.map(lambda x: jax.device_put(x, self.sharding(axes(x))), batch)
+        """Host arrays [accumulation, rows, T, ...] onto the mesh, see `batch_axes`."""
+        put = lambda x: jax.device_put(x, self.sharding(batch_axes(x.shape)))
+        return jax.tree.map(put, batch)
 
     def put_cache(self, kv: Any) -> Any:
         """Key/value cache [..., B,N,S,K]: slots over the data axes, heads over tensor."""
@@ -146,8 +152,22 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def layout(shape: tuple[int, int, int], rules: dict, devices: list | None = None) -> Layout:
-    return Layout(make_mesh(shape, devices), tuple(rules.items()))
+def layout(shape: tuple[int, ...], rules: dict, devices: list | None = None) -> Layout:
+    """ValueError where a context axis would shard nothing."""
+    mesh = make_mesh(shape, devices)
+    if mesh.shape["context"] > 1 and rules["length"] != "context":
+        raise ValueError(
+            f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which only "
+            "training rows are cut into; use 1 to serve"
+        )
+    return Layout(mesh, tuple(rules.items()))
+
+
+def batch_axes(shape: tuple[int, ...]) -> tuple:
+    """Logical axes of a field [accumulation, rows], [accumulation, rows, 1] or
+    [accumulation, rows, T, ...] of a batch."""
+    length = () if len(shape) == 2 else ("length" if shape[2] > 1 else None,)
+    return (None, "batch", *length, *(None,) * (len(shape) - 3))
 
 
 def single_device() -> Layout:

@@ -3,6 +3,8 @@
 A minibatch has leading axes [accumulation, rows]; gradients of its micro-batches are summed with
 denominators of the whole minibatch, so the split changes nothing but memory; unless a method ranks
 the tokens of a call, as the masks `m2po`, `clip_cov` and `top_entropy` do in bypass mode.
+Rows hold one sequence each or, with `Learner.max_segments`, several; micro-batches without a token
+of any sequence are then skipped.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ import optax
 from jaxrl_tis import optimizer as optimizers
 from jaxrl_tis.correction import Correction, policy_loss
 from jaxrl_tis.estimators import objectives, ratios, reduce, sequence_clipped
-from jaxrl_tis.kernels.logprob import collision_probability, token_logprob
+from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -40,63 +42,76 @@ class Learner:
     Attributes:
       max_targets: most response tokens in a row; only these positions reach the output head.
       chunk: positions whose logits are alive at a time.
+      max_segments: most sequences of a packed row; None if every row holds one.
     """
 
     config: ModelConfig
     program: transformer.Program
     max_targets: int
     chunk: int
+    max_segments: int | None = None
 
 
 # Forward passes
 
 
-def _read_targets(params: Any, learner: Learner, batch: Batch, read: Callable):
-    """What `read` says of the masked tokens, each [B,T] and 0 elsewhere.
-
-    read: (head, its parameters, hidden states [B,N,D], tokens they predict [B,N]) -> several [B,N].
-    """
+def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
+    """`token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere."""
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
     )
-    # Token t is predicted from position t - 1; masked tokens are gathered to the left.
-    is_target = batch["mask"][:, 1:]
-    count = min(learner.max_targets, is_target.shape[1])
-    source_bn = jnp.argsort(~is_target, axis=1, stable=True)[:, :count]
-    results = read(
-        lambda head, x: transformer.head_logits(head, learner.program, x),
-        transformer.head_params(params),
-        jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
-        jnp.take_along_axis(batch["tokens"], source_bn + 1, axis=1),
+    gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
+    found = token_logprob(
+        transformer.output_head(params, learner.program),
+        gather_hidden(x_btd),
+        gather(batch["tokens"]),
+        gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),
+        learner.chunk,
+        layout=learner.program.layout,
+        **options,
     )
-    rows = jnp.arange(source_bn.shape[0])[:, None]
-    scatter = lambda x_bn: jnp.zeros(batch["mask"].shape).at[rows, source_bn + 1].set(x_bn)
-    return tuple(ratios.zero_padding(scatter(x), batch["mask"]) for x in results)
+    return Scores(*(ratios.zero_padding(scatter(x), batch["mask"]) for x in found))
+
+
+def _targets(mask_bt: jax.Array, max_targets: int):
+    """(hidden states [B,T,D] -> [B,N,D] that predict the targets, fields [B,T] of the targets ->
+    [B,N], and back to [B,T]).
+
+    Token t is predicted from position t - 1. Where fewer tokens than T - 1 can be targets, the
+    masked ones are gathered to the left; else N is T, and the row is shifted by one.
+    """
+    b, t = mask_bt.shape
+    if max_targets >= t - 1:
+        return lambda x: x, lambda x: jnp.roll(x, -1, axis=1), lambda x: jnp.roll(x, 1, axis=1)
+    source_bn = jnp.argsort(~mask_bt[:, 1:], axis=1, stable=True)[:, :max_targets]
+    rows = jnp.arange(b)[:, None]
+    return (
+        lambda x_btd: jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
+        lambda x_bt: jnp.take_along_axis(x_bt, source_bn + 1, axis=1),
+        lambda x_bn: jnp.zeros((b, t)).at[rows, source_bn + 1].set(x_bn),
+    )
 
 
 def response_logprobs(
     params: Any, learner: Learner, batch: Batch, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies [B,T] of the masked tokens at the rows' temperatures; 0 elsewhere."""
-    return _read_targets(
-        params, learner, batch,
-        lambda *inputs: token_logprob(*inputs, batch["temperature"], learner.chunk, with_entropy),
-    )
+    """Log-probs and entropies [B,T] of the masked tokens at their temperatures; 0 elsewhere."""
+    found = _score_targets(params, learner, batch, with_entropy=with_entropy)
+    return found.logp, found.entropy
 
 
 def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
-    """Logits [B,T,V] over the rows' temperatures that each masked token was drawn from; 0
-    elsewhere."""
+    """Logits [B,T,V] over the temperature that each masked token was drawn from; 0 elsewhere."""
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
     )
-    head = transformer.head_params(params)
-    logits_btv = transformer.head_logits(head, learner.program, x_btd)
-    logits_btv = logits_btv / batch["temperature"][:, None, None]
+    logits_btv = transformer.head_logits(params, learner.program, x_btd)
     before_btv = jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    return jnp.where(batch["mask"][..., None], before_btv, 0.0)
+    mask_bt1 = batch["mask"][..., None]
+    temperature_bt1 = jnp.where(mask_bt1, batch["temperature"][..., None], 1.0)
+    return jnp.where(mask_bt1, before_btv / temperature_bt1, 0.0)
 
 
 def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
@@ -113,39 +128,48 @@ def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Ba
     """(params, batch [M, rows, ...]) -> {"logp", "entropy"} [M, rows, T], one micro-batch at a
     time."""
 
-    def score(params, batch):
-        def rows(micro):
-            logp, entropy = response_logprobs(params, learner, micro, with_entropy)
-            return {"logp": logp, "entropy": entropy}
+    def score(params, micro):
+        logp, entropy = response_logprobs(params, learner, micro, with_entropy)
+        return {"logp": logp, "entropy": entropy}
 
-        return jax.lax.map(rows, batch)
+    return _by_micro_batch(learner, score)
 
-    return jax.jit(score)
+
+def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
+    """Jitted (params, batch [M, rows, ...]) -> measure(params, micro-batch) of each, stacked; 0 for
+    those of packed rows that are empty."""
+
+    def one(params, micro):
+        if learner.max_segments is None:
+            return measure(params, micro)
+        zeros = _zeros_like(jax.eval_shape(measure, params, micro))
+        return jax.lax.cond(jnp.any(micro["mask"]), measure, lambda *_: zeros, params, micro)
+
+    return jax.jit(lambda params, batch: jax.lax.map(lambda micro: one(params, micro), batch))
+
+
+def _zeros_like(tree: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)
 
 
 def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     """(params, batch [M, rows, ...]) -> sum of pi^2 over the vocabulary at each masked token [M,
     rows, T], 0 elsewhere."""
 
-    def rows(params, micro):
-        read = lambda head, weights, x, _: (
-            collision_probability(head, weights, x, micro["temperature"], learner.chunk),
-        )
-        return _read_targets(params, learner, micro, read)[0]
+    def collisions(params, micro):
+        return _score_targets(params, learner, micro, with_collision=True).collision
 
-    return jax.jit(lambda params, batch: jax.lax.map(lambda b: rows(params, b), batch))
+    return _by_micro_batch(learner, collisions)
 
 
 def make_logits(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     """(params, batch [M, rows, ...]) -> `response_logits` [M, rows, T, V]."""
-    return jax.jit(
-        lambda params, batch: jax.lax.map(lambda b: response_logits(params, learner, b), batch)
-    )
+    return _by_micro_batch(learner, lambda params, b: response_logits(params, learner, b))
 
 
 def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     """(params, batch [M, rows, ...]) -> |grad sum_t log pi(y_t)|^2 of each row [M, rows], by a
-    backward pass for each."""
+    backward pass for each. Rows hold one sequence."""
 
     def log_prob(params, row):
         return jnp.sum(response_logprobs(params, learner, row, with_entropy=False)[0])
@@ -154,17 +178,14 @@ def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
         gradient = jax.grad(log_prob)(params, jax.tree.map(lambda x: x[None], row))
         return jnp.square(optax.global_norm(gradient))
 
-    def norms(params, batch):
-        return jax.lax.map(lambda b: jax.lax.map(lambda row: squared_norm(params, row), b), batch)
-
-    return jax.jit(norms)
+    return _by_micro_batch(
+        learner, lambda params, b: jax.lax.map(lambda row: squared_norm(params, row), b)
+    )
 
 
 def make_values(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     """(critic params, batch [M, rows, ...]) -> values [M, rows, T]."""
-    return jax.jit(
-        lambda params, batch: jax.lax.map(lambda b: prefix_values(params, learner, b), batch)
-    )
+    return _by_micro_batch(learner, lambda params, b: prefix_values(params, learner, b))
 
 
 # Updates
@@ -180,7 +201,7 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     """
     mask = minibatch["mask"]
     num_tokens = jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
-    num_seqs = jnp.maximum(jnp.sum(jnp.any(mask, axis=-1)), 1).astype(jnp.float32)
+    num_seqs = jnp.maximum(_count_sequences(minibatch), 1).astype(jnp.float32)
 
     def part(params, micro):
         value, metrics = loss_fn(params, micro, num_tokens, num_seqs)
@@ -191,18 +212,30 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     gradient = jax.grad(part, has_aux=True)
 
     def add(total, micro):
-        return jax.tree.map(jnp.add, total, gradient(params, micro)), None
+        return jax.tree.map(jnp.add, total, gradient(params, micro))
+
+    def add_packed(total, micro):
+        return jax.lax.cond(jnp.any(micro["mask"]), add, lambda total, _: total, total, micro)
 
     first = jax.tree.map(lambda x: x[0], minibatch)
     if len(mask) == 1:
         return gradient(params, first)
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, params, first)
-    )
-    return jax.lax.scan(add, zeros, minibatch)[0]
+    add_next = add_packed if "seg" in minibatch else add
+    zeros = _zeros_like(jax.eval_shape(gradient, params, first))
+    return jax.lax.scan(lambda total, micro: (add_next(total, micro), None), zeros, minibatch)[0]
+
+
+def _count_sequences(minibatch: Batch) -> jax.Array:
+    """Sequences with a valid token."""
+    mask = minibatch["mask"]
+    if "seg" not in minibatch:
+        return jnp.sum(jnp.any(mask, axis=-1))
+    mask, seg = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), (mask, minibatch["seg"]))
+    return jnp.sum(ratios.sequence_count(mask, mask, seg) > 0)
 
 
 def _make_step(
+    learner: Learner,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     prefix: str,
@@ -211,6 +244,8 @@ def _make_step(
     """A jitted, donating update; `measure` adds fields that take the parameters."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
+        if learner.max_segments is not None:
+            minibatch = minibatch | {"seg": minibatch["segment_ids"]}
         minibatch = minibatch | measure(state.params, minibatch)
         grads, metrics = _accumulate(loss_fn, state.params, minibatch)
         metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)
@@ -234,8 +269,8 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
         return policy_loss(c, logp, entropy, batch, num_tokens, num_seqs)
 
     if "st_ppo_norm" not in c.needs:
-        return _make_step(loss_fn, optimizer, "actor")
-    return _make_step(loss_fn, optimizer, "actor", _clipping_bias_norm(learner, c))
+        return _make_step(learner, loss_fn, optimizer, "actor")
+    return _make_step(learner, loss_fn, optimizer, "actor", _clipping_bias_norm(learner, c))
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):
@@ -244,11 +279,12 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     def left_out(params, batch, num_tokens, num_seqs):
         logp, _ = response_logprobs(params, learner, batch, with_entropy=False)
+        seg = batch["seg"] if "seg" in batch else None
         loss_bt = sequence_clipped.turn_clipping_bias(
-            logp, batch["logp_old"], batch["adv"], batch["mask"], turn=batch["turn"], **bounds
+            logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
         )
         mode = "seq-mean-token-mean"
-        return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs), {}
+        return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg), {}
 
     def measure(params, minibatch):
         grads, _ = _accumulate(left_out, params, minibatch)
@@ -268,7 +304,7 @@ def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTra
         value = reduce.aggregate(loss_bt, batch["mask"], "token-mean", num_tokens=num_tokens)
         return value, metrics | {"critic/vf_loss": value}
 
-    return _make_step(loss_fn, optimizer, "critic")
+    return _make_step(learner, loss_fn, optimizer, "critic")
 
 
 def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformation):
@@ -279,4 +315,4 @@ def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformati
         value = -reduce.aggregate(logp, batch["mask"], "token-mean", num_tokens=num_tokens)
         return value, {"supervised/ce_loss": value}
 
-    return _make_step(loss_fn, optimizer, "supervised")
+    return _make_step(learner, loss_fn, optimizer, "supervised")

@@ -75,30 +75,29 @@ class Trainer:
     """One step of reinforcement learning over the state; the programs are compiled once."""
 
     def __init__(self, setup: Setup):
-        self.setup = setup
-        self._score = steps.make_score(setup.learner)
+        self.setup, learner = setup, setup.update_learner
+        self._score = steps.make_score(learner)
         self._prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
         self._profile = jax.jit(correction.profile_metrics, static_argnums=1)
         self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
-        self._train_step = steps.make_train_step(setup.learner, setup.correction, setup.optimizer)
-        self._collisions = steps.make_collisions(setup.learner)
-        self._logits = steps.make_logits(setup.learner)
-        self._score_norms = steps.make_score_norms(setup.learner)
+        self._train_step = steps.make_train_step(learner, setup.correction, setup.optimizer)
+        self._collisions = steps.make_collisions(learner)
+        self._logits = steps.make_logits(learner)
+        self._score_norms = steps.make_score_norms(learner)
         if setup.has_critic:
-            self._values = steps.make_values(setup.learner)
+            self._values = steps.make_values(learner)
             self._critic_step = steps.make_critic_step(
-                setup.learner, setup.config.critic.value_clip, setup.critic_optimizer
+                learner, setup.config.critic.value_clip, setup.critic_optimizer
             )
 
     def score(self, state: dict[str, Any], samples: list[rollouts.Sample]) -> dict[str, np.ndarray]:
         """The rollout batch [N,T] with everything the learner computes at the weights that
         sampled."""
         rows = batching.rows([s.trajectory for s in samples], self.setup.row_length)
-        micro, needs = self._micro_batches(rows), self.setup.correction.needs
-        policy = state["policy"].params
-        flat = lambda x: np.asarray(x).reshape(-1, *x.shape[2:])
+        needs, policy = self.setup.correction.needs, state["policy"].params
+        micro, flat = self._micro_batches(rows)
         scored = self._score(policy, micro)
         rows["logp_learner"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
         if "critic" in state:
@@ -124,11 +123,32 @@ class Trainer:
             if name in needs
         }
 
-    def _micro_batches(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        size = self.setup.config.train.microbatch_rows
-        return self.setup.layout.put_batch(
-            {name: x.reshape(-1, size, *x.shape[1:]) for name, x in rows.items()}
-        )
+    def _micro_batches(self, rows: dict[str, np.ndarray]):
+        """(what a log-prob takes in micro-batches, function from their results to rows)."""
+        forward = {name: rows[name] for name in batching.FORWARD}
+        if self.setup.packer is None:
+            size = self.setup.config.train.microbatch_rows
+            micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
+            flat = lambda x: np.asarray(x).reshape(-1, *x.shape[2:])
+        else:
+            packing = self.setup.packer.plan(batching.sequence_lengths(rows))
+            micro = packing.pack(forward)
+            flat = lambda x: packing.unpack(np.asarray(x), self.setup.row_length)
+        return self.setup.layout.put_batch(micro), flat
+
+    def _minibatches(self, rows: dict[str, np.ndarray], seed: tuple[int, ...]):
+        """Yields the updates' (minibatch, metrics of its packing)."""
+        train, packer = self.setup.config.train, self.setup.packer
+        if packer is None:
+            for minibatch in batching.minibatches(
+                rows, train.minibatches, train.microbatch_rows, seed
+            ):
+                yield minibatch, {}
+            return
+        for minibatch, packing in batching.packed_minibatches(
+            rows, packer, train.minibatches, seed
+        ):
+            yield minibatch, packing.metrics(packer.shards)
 
     def update(self, state: dict[str, Any], rows: dict[str, np.ndarray], step: int):
         """(new state, metrics) after all epochs and minibatches; the old state is donated."""
@@ -142,21 +162,20 @@ class Trainer:
         if step % config.metrics.percentile_every == 0:
             measured |= self._profile(rows, bool(rows["turn"].any()))
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
-        for name in ("logits",) if self.setup.correction.mode == "bypass" else LOGITS:
-            rows.pop(name, None)  # the update has the policy's own; masks have been judged
-        rows["group"] = np.broadcast_to(rows["group"][:, None], rows["mask"].shape)
+        updated = dict(rows, group=np.broadcast_to(rows["group"][:, None], rows["mask"].shape))
+        judged = ("logits",) if self.setup.correction.mode == "bypass" else LOGITS
+        for name in (*judged, *batching.OF_SEQUENCES):
+            updated.pop(name, None)  # the update has its own logits, and advantages
         collected = []
         for epoch in range(config.train.epochs):
-            seed = (config.seed, step, epoch)
-            size = config.train.microbatch_rows
-            for minibatch in batching.minibatches(rows, config.train.minibatches, size, seed):
+            for minibatch, packing in self._minibatches(updated, (config.seed, step, epoch)):
                 minibatch = self.setup.layout.put_batch(minibatch)
                 policy, values = self._train_step(state["policy"], minibatch)
                 state = state | {"policy": policy}
                 if "critic" in state:
                     critic, critic_values = self._critic_step(state["critic"], minibatch)
                     state, values = state | {"critic": critic}, values | critic_values
-                collected.append(values)
+                collected.append(values | packing)
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)

@@ -82,8 +82,8 @@ def _counts(config):
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
-        "warmup.steps", "rollout.top_k", "rollout.overlong_buffer", "correction.kl_coeff",
-        "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
+        "warmup.steps", "train.pack_length", "rollout.top_k", "rollout.overlong_buffer",
+        "correction.kl_coeff", "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
         "critic.warmup", "critic.weight_decay",
     ]
     for field in not_negative:
@@ -98,16 +98,37 @@ def _read(config, field: str):
 def _batches(config):
     train, rollout = config.train, config.rollout
     for field in ("mesh.train", "mesh.serve"):
-        if len(_read(config, field)) != 3:
-            yield f"{field} is {_read(config, field)}; it needs three entries, (data, fsdp, tensor)"
+        if len(_read(config, field)) not in (3, 4):
+            yield (
+                f"{field} is {_read(config, field)}; it needs the entries (data, fsdp, tensor) or "
+                "(data, fsdp, tensor, context)"
+            )
     rows = rollout.prompts * rollout.group_size
     if min(rows, train.minibatches, train.microbatch_rows) < 1:
         return  # reported by _counts
-    if rows % (train.minibatches * train.microbatch_rows):
+    length = config.task.max_prompt_tokens + rollout.max_new_tokens
+    if train.pack_length:
+        if train.pack_length < length:
+            yield (
+                f"train.pack_length = {train.pack_length} is shorter than a sequence: "
+                f"task.max_prompt_tokens + rollout.max_new_tokens = {length}; 0 packs nothing"
+            )
+        if rows % train.minibatches:
+            yield (
+                f"rollout.prompts * rollout.group_size = {rows} sequences cannot be cut into "
+                f"train.minibatches = {train.minibatches}"
+            )
+    elif rows % (train.minibatches * train.microbatch_rows):
         yield (
             f"rollout.prompts * rollout.group_size = {rows} rows cannot be cut into "
             f"train.minibatches = {train.minibatches} of whole micro-batches of "
             f"train.microbatch_rows = {train.microbatch_rows}"
+        )
+    context = math.prod(config.mesh.train[3:])
+    if (train.pack_length or length) % context:
+        yield (
+            f"rows of {train.pack_length or length} tokens cannot be cut into the {context} "
+            "context shards of mesh.train: set train.pack_length to a multiple"
         )
     shards = math.prod(config.mesh.train[:2])
     if shards > 0 and train.microbatch_rows % shards:
@@ -141,7 +162,7 @@ def _correction(config):
 def _methods(c: correction.Correction, config):
     weight, objective, advantage = c.weight[0], c.objective[0], c.advantage[0]
     rollout = config.rollout
-    is_whole = config.train.microbatch_rows == rollout.prompts * rollout.group_size
+    is_whole = _is_whole(config)
     if rollout.group_size == 1 and advantage not in UNGROUPED:
         yield (
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a "
@@ -163,6 +184,11 @@ def _methods(c: correction.Correction, config):
             f"advantage {advantage!r} takes the components of the reward, and a KL penalty in the "
             "reward is none of them: set correction.kl_placement to 'loss'"
         )
+    if "grad_norms" in c.needs and config.train.pack_length:
+        yield (
+            f"{c.needs['grad_norms']!r} needs the gradient of each sequence by itself, which "
+            "packed rows do not give: set train.pack_length to 0"
+        )
     for field, user in c.needs.items():
         if field not in correction.RECORDED | correction.ON_DEMAND | correction.LARGE:
             yield f"{user!r} needs {field}, which a run does not record"
@@ -179,6 +205,16 @@ def _methods(c: correction.Correction, config):
     for name, parameters in (c.weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
     yield from _controllers(c)
+
+
+def _is_whole(config) -> bool:
+    """Whether a micro-batch holds the whole rollout batch."""
+    rollout, train = config.rollout, config.train
+    per_row = 1
+    if train.pack_length:
+        per_row = train.pack_length // (config.task.max_prompt_tokens + rollout.max_new_tokens)
+    is_one_update = train.minibatches == 1
+    return is_one_update and train.microbatch_rows * per_row >= rollout.prompts * rollout.group_size
 
 
 def _controllers(c):

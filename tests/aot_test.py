@@ -30,15 +30,18 @@ SMALL = {
     "smollm2_135m": {},
     "gsm8k_qwen25_0p5b:grpo": {
         "rollout__prompts": 64, "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
-        "train__microbatch_rows": 16, "engine__slots": 64, "engine__prefill_batch": 8,
+        "train__microbatch_rows": 16, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "gsm8k_qwen25_0p5b:ppo": {
         "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
-        "train__microbatch_rows": 16, "engine__slots": 64, "engine__prefill_batch": 8,
+        "train__microbatch_rows": 16, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "dapo_qwen25_32b": {
         "rollout__prompts": 128, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
-        "rollout__overlong_buffer": 32, "engine__slots": 64, "engine__prefill_batch": 8,
+        "rollout__overlong_buffer": 32, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
     },
 }
 COMPILED = {
@@ -218,7 +221,7 @@ def test_what_stays_beside_a_program():
 
 @pytest.mark.parametrize("overrides", [
     {}, {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
-    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
+    {"correction__kl_coeff": 0.1, "train__minibatches": 1}, {"train__pack_length": 100},
 ])
 def test_the_minibatch_is_that_of_a_run(overrides, tmp_path):
     """Names, shapes and dtypes of what the run hands to its update."""

@@ -33,7 +33,7 @@ def test_each_cell_of_two_rows():
         "mask": [[0, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0, 0]],
         "turn": [[0, 0, 0, 0, 0, 1, 0], [0] * 7],
         "version": [[-1, -1, -1, 4, 4, 5, -1], [-1, 6, -1, -1, -1, -1, -1]],
-        "temperature": [0.7, 1.0],
+        "temperature": [[0.7] * 7, [1.0] * 7],
     }
     for name, value in expected.items():
         np.testing.assert_allclose(rows[name], value, err_msg=name, rtol=1e-6)
@@ -60,7 +60,7 @@ def test_supervised_rows():
     np.testing.assert_array_equal(rows["tokens"], [[5, 6, 7, 2, 0], [3, 4, 9, 2, 0]])
     np.testing.assert_array_equal(rows["mask"], [[0, 0, 1, 1, 0], [0, 1, 1, 1, 0]])
     np.testing.assert_array_equal(rows["segment_ids"], [[1, 1, 1, 1, 0], [1, 1, 1, 1, 0]])
-    np.testing.assert_array_equal(rows["temperature"], [1.0, 1.0])
+    np.testing.assert_array_equal(rows["temperature"], np.ones((2, 5)))
     with pytest.raises(ValueError, match="4 tokens, a row 3"):
         batch.supervised_rows([([5, 6], [7, 2])], length=3)
 

@@ -167,10 +167,11 @@ def rows_of(setup, leading, names):
         n: jax.ShapeDtypeStruct((*leading, t), kinds[n] if n in kinds else jnp.float32)
         for n in names
     }
-    return fields | {"temperature": jax.ShapeDtypeStruct(leading, jnp.float32)}
+    return fields
 
 
-ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "entropy_behav", "version")
+ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "entropy_behav", "version",
+        "temperature")
 
 
 def test_one_full_step_of_the_learner(large):

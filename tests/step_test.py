@@ -61,7 +61,9 @@ def batch():
     old = reference_logprob(params(), {
         "tokens": (tokens := rng.integers(0, V, (B, T)).astype(np.int32)),
         "segment_ids": (segments := (t < lengths[:, None]).astype(np.int32)),
-        "temperature": (temperature := np.linspace(0.5, 1.5, B).astype(np.float32)),
+        "temperature": (temperature := np.repeat(
+            np.linspace(0.5, 1.5, B).astype(np.float32)[:, None], T, axis=1
+        )),
     })
     out = {
         "tokens": tokens, "positions": np.broadcast_to(t, (B, T)).astype(np.int32),
@@ -85,7 +87,7 @@ def with_nan_padding(data):
 def reference_logprob(p, data):
     """log softmax(logits / temperature) at each token, [B,T]; 0 at the first position."""
     logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
-    logp = jax.nn.log_softmax(logits / data["temperature"][:, None, None], axis=-1)
+    logp = jax.nn.log_softmax(logits / data["temperature"][:, :1, None], axis=-1)
     taken = jnp.take_along_axis(logp[:, :-1], data["tokens"][:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(taken, ((0, 0), (1, 0)))
 
@@ -94,7 +96,7 @@ def reference_logprob(p, data):
 def reference_entropy(p, data):
     """Entropy of the distribution that each token is drawn from, [B,T]."""
     logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
-    logp = jax.nn.log_softmax(logits / data["temperature"][:, None, None], axis=-1)
+    logp = jax.nn.log_softmax(logits / data["temperature"][:, :1, None], axis=-1)
     return jnp.pad(-jnp.sum(jnp.exp(logp) * logp, axis=-1)[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -232,7 +234,7 @@ def test_an_exact_kl_is_that_of_the_whole_logits():
     behind = lambda p: jnp.pad(
         jax.nn.log_softmax(
             transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
-            / data["temperature"][:, None, None]
+            / data["temperature"][:, :1, None]
         )[:, :-1], ((0, 0), (1, 0), (0, 0)),
     )
     logp_ref = behind(params(1))
@@ -267,13 +269,13 @@ def test_a_controller_scales_the_update_and_not_the_gradient():
 
 def test_no_update_holds_the_logits_of_all_tokens():
     def widest(data, **changes):
-        """Largest array of the traced update with a vocabulary axis, in vectors of V."""
+        """Largest array of the lowered update with a vocabulary axis, in vectors of V."""
         chosen = correction.parse(fields(**changes))
         traced = step.make_train_step(LEARNER, chosen, SGD).trace(
             start(params(), SGD), cut(data, 2)
         )
-        shapes = re.findall(r"\w+\[([\d,]+)\]", str(traced.jaxpr))
-        shapes = [[int(n) for n in shape.split(",")] for shape in shapes]
+        shapes = re.findall(r"tensor<((?:\d+x)+)", traced.lower().as_text())
+        shapes = [[int(n) for n in shape[:-1].split("x")] for shape in shapes]
         return max(math.prod(shape) // V for shape in shapes if V in shape)
 
     # A micro-batch has 4 rows of at most 6 targets, a chunk 4 x 2 positions, the head D columns.
@@ -422,7 +424,7 @@ def test_critic_update_is_the_gradient_of_the_clipped_value_loss():
 
 def test_supervised_step_lowers_the_loss_from_the_mean_cross_entropy():
     data = {n: batch()[n] for n in ("tokens", "positions", "segment_ids", "mask")}
-    data["temperature"] = np.ones(B, np.float32)
+    data["temperature"] = np.ones((B, T), np.float32)
     train_step = step.make_supervised_step(LEARNER, tx := optax.adam(1e-2))
     state, losses = start(params(), tx), []
     for _ in range(12):

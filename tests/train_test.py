@@ -22,7 +22,7 @@ _score = train.Trainer.score
 def learner_logp(config, params, rows):
     """log softmax(logits / temperature) of the masked tokens from whole logits, [B,T]."""
     logits = transformer.logits(params, config, rows["tokens"], None, rows["segment_ids"])
-    logp = jax.nn.log_softmax(logits / rows["temperature"][:, None, None], axis=-1)
+    logp = jax.nn.log_softmax(logits / rows["temperature"][..., None], axis=-1)
     taken = np.take_along_axis(
         np.asarray(logp)[:, :-1], rows["tokens"][:, 1:, None], axis=-1)[..., 0]
     return np.where(rows["mask"], np.pad(taken, ((0, 0), (1, 0))), 0)

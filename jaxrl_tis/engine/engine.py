@@ -177,7 +177,7 @@ class Engine:
         self.num_logits = config.vocab_size if records_logits else 0
         self.quant_id = quantization if quantization != "none" else dtype
         self.program = transformer.Program(
-            dtype=dtype, highest_head=highest_head, constrain=self.layout.constrain
+            dtype=dtype, highest_head=highest_head, layout=self.layout
         )
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)

@@ -1,124 +1,269 @@
-"""Log-probabilities and entropies of given tokens without ever holding [B,T,V] logits."""
+"""Log-probabilities of given tokens and two moments of their distributions, without the logits.
 
+The output head, the softmax and the gather are one operation, so [tokens, vocabulary] is never
+stored: on TPU a Pallas kernel walks tiles of both (`logprob_pallas`), elsewhere chunks of positions
+go through XLA (`logprob_chunked`). Either gives, for the vocabulary of one device, the same five
+numbers per token (`Moments`). A vocabulary that is cut over mesh axes needs those combined over
+them, and in the backward pass the gradient of x summed; the logits never leave a device.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl_tis.kernels import logprob_chunked, logprob_pallas
+from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Fields, Head, Kept, Moments
+
+BODIES = {"chunked": logprob_chunked, "pallas": logprob_pallas}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
+class Scores(NamedTuple):
+    """What is said of each token, [B,N] float32.
+
+    Attributes:
+      logp: log-probability of the token, in nats.
+      entropy: of the distribution that it was drawn from, in nats; zeros when not asked for.
+      collision: sum of the squared probabilities, the chance that two draws agree; without
+        gradient; zeros when not asked for.
+    """
+
+    logp: jax.Array
+    entropy: jax.Array
+    collision: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Mesh axes over which rows, positions, the vocabulary and the width are cut; none without a
+    mesh."""
+
+    mesh: Mesh | None = None
+    rows: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    width: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, layout: Any, vocab_size: int) -> "Cut":
+        """ValueError for a vocabulary that the mesh does not divide."""
+        if layout is None or layout.mesh.size == 1:
+            return cls()
+
+        def axes(name):
+            (entry,) = layout.sharding((name,)).spec
+            return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+        cut = cls(layout.mesh, *map(axes, ("batch", "length", "vocab", "embed")))
+        if vocab_size % cut.count(cut.vocab):
+            raise ValueError(
+                f"a vocabulary of {vocab_size} cannot be cut into {cut.count(cut.vocab)} shards "
+                f"over {cut.vocab}; choose another mesh"
+            )
+        if not set(cut.width) <= set(cut.tokens):
+            raise ValueError(f"the width is cut over {cut.width}, tokens only over {cut.tokens}")
+        return cut
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return self.rows + self.positions
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def fill(self, x: jax.Array, value: float = 0) -> jax.Array:
+        """[B,N,...] filled up to multiples of what the mesh cuts rows and positions into."""
+        if self.mesh is None:
+            return x
+        missing = -x.shape[0] % self.count(self.rows), -x.shape[1] % self.count(self.positions)
+        width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
+        return jnp.pad(x, width, constant_values=value)
+
+    def head_spec(self, head: Head) -> PartitionSpec:
+        cuts = (self.vocab, self.width)
+        return PartitionSpec(*(cuts if head.vocab_axis == 0 else cuts[::-1]))
+
+    def run(self, body, in_specs: tuple, out_specs: Any, *inputs) -> Any:
+        """`body` on every device of the mesh; as it is without one."""
+        if self.mesh is None:
+            return body(*inputs)
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )(*inputs)
+
+    def whole_width(self, head: Head, x: jax.Array) -> Head:
+        """This device's vocabulary in the compute dtype, its width gathered."""
+        weight = head.cast(x)[0].weight
+        if self.width:
+            axis = 1 - head.vocab_axis
+            weight = jax.lax.all_gather(weight, self.width, axis=axis, tiled=True)
+        return dataclasses.replace(head, weight=weight)
+
+    def sum_over_tokens(self, weight_bar: jax.Array, width_axis: int) -> jax.Array:
+        """The head's gradient summed over all devices' tokens; a device keeps its own width."""
+        if self.width:
+            weight_bar = jax.lax.psum_scatter(
+                weight_bar, self.width, scatter_dimension=width_axis, tiled=True
+            )
+        rest = tuple(a for a in self.tokens if a not in self.width)
+        return jax.lax.psum(weight_bar, rest) if rest else weight_bar
+
+    def local_ids(self, ids: jax.Array, vocab_size: int) -> jax.Array:
+        """Token ids counted from the first of this device's; ELSEWHERE for other devices'."""
+        if not self.vocab:
+            return ids
+        local = ids - jax.lax.axis_index(self.vocab) * vocab_size
+        return jnp.where((local >= 0) & (local < vocab_size), local, ELSEWHERE)
+
+    def local_kept(self, kept: Kept | None, vocab_size: int) -> Kept | None:
+        if kept is None:
+            return None
+        return kept._replace(ids_bnk=self.local_ids(kept.ids_bnk, vocab_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How scores are computed: which body, and arguments of `token_logprob`."""
+
+    body: str
+    cut: Cut
+    chunk: int
+    with_entropy: bool
+    with_collision: bool
+
+
 def token_logprob(
-    head: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
+    head: Head,
     x_bnd: jax.Array,
     targets_bn: jax.Array,
-    temperature_b: jax.Array,
+    temperature_bn: jax.Array,
     chunk: int,
-    with_entropy: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-softmax of head(params, x) / temperature at the targets, in chunks of positions.
+    *,
+    with_entropy: bool = False,
+    with_collision: bool = False,
+    kept: Kept | None = None,
+    layout: Any = None,
+) -> Scores:
+    """Log-softmax of head(x) / temperature at the targets, and moments of that distribution.
 
-    At most [B, ceil(chunk / B), V] logits are alive. The backward pass computes each chunk's logits
-    again (a single chunk keeps them) and, from the saved normaliser, their gradient in one pass.
+    Differentiable in x and the head's weight through `logp` and `entropy`, in reverse mode only.
+    The backward pass computes the logits again and saves one normaliser and one entropy per token
+    (a single chunk outside TPU keeps its logits). Temporaries are per-token numbers, one block of
+    logits ([chunk, V]; a tile of VMEM on TPU), the head in the compute dtype where it is stored in
+    another one, and its float32 gradient. A token without cotangent adds exactly nothing to any
+    gradient, whatever its hidden state, NaN included.
 
     Args:
-      head: (params, x [..., D]) -> logits [..., V] float32.
-      params: pytree of the head's parameters.
-      x_bnd: [B,N,D] hidden states; targets_bn: [B,N] int32 tokens they predict.
-      temperature_b: [B] positive; gets no gradient.
-      chunk: positions per chunk, summed over rows.
-      with_entropy: also compute entropies; otherwise the second result is zeros.
-
-    Returns: (logp_bn, entropy_bn) float32 in nats, both differentiable in x and the parameters.
+      head: the output head; the compute dtype is x's, or float32 if `head.highest`.
+      x_bnd: [B,N,D] hidden states; targets_bn: [B,N] int32 tokens that they predict.
+      temperature_bn: [B,N] positive; gets no gradient.
+      chunk: positions per chunk outside TPU, summed over the rows of a device.
+      kept: sets that the distributions are restricted to; chunked on every platform.
+      layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
+        "length", the head over those for "vocab" and "embed". None is one device.
     """
-    return _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy)[0]
+    b, n = targets_bn.shape
+    cut = Cut.of(layout, head.vocab_size)
+    inputs = head, cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    run = lambda body: functools.partial(
+        scores, Plan(body, cut, chunk, with_entropy, with_collision)
+    )
+    if kept is None:
+        found = jax.lax.platform_dependent(
+            *inputs, None, tpu=run("pallas"), default=run("chunked")
+        )
+    else:
+        found = run("chunked")(*inputs, Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn)))
+    return Scores(*(s[:b, :n] for s in found))
 
 
-def _forward(head, params, x_bnd, targets_bn, temperature_b, chunk, with_entropy):
-    split, join = _chunks(targets_bn.shape, chunk)
-
-    def body(carry, inputs):
-        x_bcd, targets_bc = inputs
-        logits = head(params, x_bcd) / temperature_b[:, None, None]
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        total = jnp.sum(weights, axis=-1)
-        normaliser = top[..., 0] + jnp.log(total)
-        logp = jnp.take_along_axis(logits, targets_bc[..., None], axis=-1)[..., 0] - normaliser
-        entropy = jnp.zeros_like(logp)
-        if with_entropy:
-            entropy = jnp.log(total) - jnp.sum(weights * (logits - top), axis=-1) / total
-        return carry, (logp, entropy, normaliser, logits if is_single else None)
-
-    x_cbnd = split(x_bnd)
-    is_single = len(x_cbnd) == 1
-    _, (*results, logits) = jax.lax.scan(body, None, (x_cbnd, split(targets_bn)))
-    logp, entropy, normaliser = map(join, results)
-    saved = params, x_bnd, targets_bn, temperature_b, normaliser, entropy, logits
-    return (logp, entropy), saved
-
-
-def _backward(head, chunk, with_entropy, saved, gradients):
-    params, x_bnd, targets_bn, temperature_b, normaliser_bn, entropy_bn, kept = saved
-    split, join = _chunks(targets_bn.shape, chunk)
-
-    def body(total, inputs):
-        (x_bcd, targets, normaliser, entropy, g_logp, g_entropy), scaled = inputs
-        logits, pull = jax.vjp(head, params, x_bcd)
-        inverse = 1 / temperature_b[:, None, None]
-        scaled = logits * inverse if scaled is None else scaled
-        logp = scaled - normaliser[..., None]
-        # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
-        factor = g_logp[..., None]
-        if with_entropy:
-            factor = factor + g_entropy[..., None] * (logp + entropy[..., None])
-        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-        gradient = jnp.where(is_target, g_logp[..., None], 0.0) - jnp.exp(logp) * factor
-        params_bar, x_bar = pull(gradient * inverse)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, params_bar), x_bar
-
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
-    fields = (x_bnd, targets_bn, normaliser_bn, entropy_bn, *gradients)
-    total, x_bar = jax.lax.scan(body, zeros, (tuple(map(split, fields)), kept))
-    params_bar = jax.tree.map(lambda t, w: t.astype(w.dtype), total, params)
-    return params_bar, join(x_bar), None, jnp.zeros_like(temperature_b)
-
-
-def collision_probability(
-    head: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scores(
+    plan: Plan,
+    head: Head,
     x_bnd: jax.Array,
-    temperature_b: jax.Array,
-    chunk: int,
-) -> jax.Array:
-    """[B,N] sum over the vocabulary of softmax(head(params, x) / temperature)^2, without gradient.
-
-    The chance that two draws agree. Arguments as in `token_logprob`.
-    """
-    split, join = _chunks(x_bnd.shape[:2], chunk)
-
-    def body(x_bcd):
-        logp = jax.nn.log_softmax(head(params, x_bcd) / temperature_b[:, None, None])
-        return jnp.sum(jnp.exp(2 * logp), axis=-1)
-
-    return jax.lax.stop_gradient(join(jax.lax.map(body, split(x_bnd))))
+    targets_bn: jax.Array,
+    temperature_bn: jax.Array,
+    kept: Kept | None,
+) -> Scores:
+    """`token_logprob` as planned, of rows and positions that the mesh divides."""
+    return _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept)[0]
 
 
-def _chunks(shape: tuple[int, int], chunk: int):
-    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last padded with zeros."""
-    b, n = shape
-    size = min(n, max(1, chunk // b))
+def _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept):
+    cut = plan.cut
 
-    def split(x):
-        x = jnp.pad(x, ((0, 0), (0, -n % size)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(b, -1, size, *x.shape[2:]), 1, 0)
+    def body(head, x, targets, temperature, kept):
+        head = cut.whole_width(head, x)
+        v = head.vocab_size
+        found, logits = BODIES[plan.body].moments(
+            head, x, cut.local_ids(targets, v), temperature, cut.local_kept(kept, v),
+            plan.chunk, plan.with_entropy, plan.with_collision,
+        )
+        return *_finish(_combine(found, cut.vocab), plan), logits
 
-    def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :n]
+    token_spec = PartitionSpec(cut.rows, cut.positions)
+    found, normaliser, logits = cut.run(
+        body,
+        (cut.head_spec(head), *(token_spec,) * 4),
+        (token_spec, token_spec, PartitionSpec(None, cut.rows, cut.positions, cut.vocab)),
+        head, x_bnd, targets_bn, temperature_bn, kept,
+    )
+    inputs = head, x_bnd, targets_bn, temperature_bn, kept
+    return found, (*inputs, normaliser, found.entropy, logits)
 
-    return split, join
+
+def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
+    """Moments over the whole vocabulary from those over the parts on devices along the axes."""
+    if not axes:
+        return m
+    top = jax.lax.pmax(m.top, axes)
+    down = m.top - top
+    scale = jnp.exp(down)
+    parts = scale * m.total, scale * (m.dot + down * m.total), scale**2 * m.squares, m.target
+    return Moments(top, *jax.lax.psum(parts, axes))
 
 
-token_logprob.defvjp(_forward, _backward)
+def _finish(m: Moments, plan: Plan) -> tuple[Scores, jax.Array]:
+    """(scores, normaliser)"""
+    normaliser = m.top + jnp.log(m.total)
+    zeros = jnp.zeros_like(normaliser)
+    entropy = jnp.log(m.total) - m.dot / m.total if plan.with_entropy else zeros
+    collision = m.squares / m.total**2 if plan.with_collision else zeros
+    return Scores(m.target - normaliser, entropy, collision), normaliser
+
+
+def _backward(plan, saved, cotangents: Scores):
+    head, x_bnd, targets_bn, temperature_bn, kept, normaliser_bn, entropy_bn, logits = saved
+    cut = plan.cut
+
+    def body(head, x, fields, kept, logits):
+        local = cut.whole_width(head, x)
+        v = local.vocab_size
+        x_bar, weight_bar = BODIES[plan.body].gradients(
+            local, x, fields._replace(targets=cut.local_ids(fields.targets, v)),
+            cut.local_kept(kept, v), logits, plan.chunk, plan.with_entropy,
+        )
+        x_bar = jax.lax.psum(x_bar, cut.vocab) if cut.vocab else x_bar
+        weight_bar = cut.sum_over_tokens(weight_bar, 1 - head.vocab_axis)
+        return x_bar, weight_bar.astype(head.weight.dtype)
+
+    fields = Fields(
+        targets_bn, temperature_bn, normaliser_bn, entropy_bn,
+        cotangents.logp, cotangents.entropy,
+    )
+    token_spec, head_spec = PartitionSpec(cut.rows, cut.positions), cut.head_spec(head)
+    x_bar, weight_bar = cut.run(
+        body,
+        (head_spec, *(token_spec,) * 3, PartitionSpec(None, cut.rows, cut.positions, cut.vocab)),
+        (token_spec, head_spec),
+        head, x_bnd, fields, kept, logits,
+    )
+    return dataclasses.replace(head, weight=weight_bar), x_bar, None, None, None
+
+
+scores.defvjp(_forward, _backward)

@@ -1,16 +1,150 @@
-"""Grouped-query attention: within rows (training, prefill) and against a cache (decode)."""
+"""Grouped-query attention: within rows (training, prefill) and against a cache (decode).
+
+A row of T tokens packs several sequences, told apart by segment ids. `row_attention` computes it
+
+* on TPU, where T is made of whole tiles, by jax's splash attention kernel;
+* else, up to LONG_ROW tokens, from all T x T scores;
+* else in chunks of QUERY_CHUNK queries whose scores the backward pass recomputes, so that memory
+  grows with T x QUERY_CHUNK.
+
+On a mesh each device attends for its own rows and heads. Where a mesh axis shards T, a device keeps
+its own queries and gathers the keys and values of its rows: with grouped queries these are small.
+The shards are contiguous, so the last of n does (2n - 1) / n times the mean work.
+"""
+
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention
 
 MASKED = -1e30
+LONG_ROW = 1024
+QUERY_CHUNK = 512
+# Splash attention takes whole tiles of 128 tokens; its default block of one tile is small.
+SPLASH_TILE, SPLASH_BLOCK = 128, 512
+SPLASH_RESIDUALS = "splash_residuals"
 
 
 def row_mask(segment_ids_bt: jax.Array) -> jax.Array:
     """[B,T,T] bool: token t may look at s <= t of its own segment; segment 0 is padding."""
-    t = segment_ids_bt.shape[1]
-    same = segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :]
-    return same & jnp.tril(jnp.ones((t, t), bool))[None]
+    return _causal_mask(segment_ids_bt, segment_ids_bt, 0)
+
+
+def _causal_mask(segments_bt: jax.Array, segments_bs: jax.Array, first: jax.Array) -> jax.Array:
+    """[B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens."""
+    same = segments_bt[:, :, None] == segments_bs[:, None, :]
+    position_t = first + jnp.arange(segments_bt.shape[1])
+    return same & (position_t[:, None] >= jnp.arange(segments_bs.shape[1])[None])[None]
+
+
+def row_attention(
+    q_bthk: jax.Array,
+    k_btnk: jax.Array,
+    v_btnk: jax.Array,
+    segment_ids_bt: jax.Array,
+    layout: Any = None,
+) -> jax.Array:
+    """Attention of every token to itself and the earlier tokens of its segment in the row.
+
+    Args:
+      q_bthk: [B,T,H,K] queries; k_btnk, v_btnk: [B,T,N,K] keys and values, H a multiple of N.
+      segment_ids_bt: [B,T] int32. Padding may be a segment of its own, such as 0.
+      layout: `sharding.Layout` of the arrays; None on one device. The mesh must divide the logical
+        axes "batch", "heads", "kv_heads" and "length" of the arrays.
+
+    Returns: [B,T,H,K] in q's dtype.
+    """
+    length = q_bthk.shape[1]
+    if layout is None or layout.mesh.size == 1:
+        kernel = _splash_kernel(length, 1)
+        return _attend(q_bthk, k_btnk, v_btnk, segment_ids_bt, segment_ids_bt, 0, kernel)
+    axis = layout.rules["length"]
+    kernel = _splash_kernel(length, layout.mesh.shape[axis] if axis else 1)
+
+    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, kernel):
+        if axis is None:
+            return _attend(q_bthk, k_btnk, v_btnk, segments_bt, segments_bt, 0, kernel)
+        whole = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
+        first = jax.lax.axis_index(axis) * q_bthk.shape[1]
+        k_bsnk, v_bsnk, segments_bs = whole(k_btnk), whole(v_btnk), whole(segments_bt)
+        return _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel)
+
+    queries = layout.sharding(("batch", "length", "heads", None)).spec
+    keys = layout.sharding(("batch", "length", "kv_heads", None)).spec
+    segments = layout.sharding(("batch", "length")).spec
+    blocks = kernel and kernel.manual_sharding_spec(layout.sharding((None, "length")))
+    return jax.shard_map(
+        attend_locally, mesh=layout.mesh, in_specs=(queries, keys, keys, segments, blocks),
+        out_specs=queries, check_vma=False,
+    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, kernel)
+
+
+def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
+    """The T queries from position `first` on, of rows of S tokens, on one device."""
+    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel)
+    if kernel is None:
+        return _scores_attention(*arrays)
+    return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
+
+
+@functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
+def _splash_kernel(length: int, shards: int, interpret: bool = False):
+    """Causal splash attention of rows whose queries are cut into shards; None where it cannot be.
+
+    Its fused backward kernel stores a dq per block of keys, T^2 numbers, and is not used.
+    """
+    if length % (shards * SPLASH_TILE):
+        return None
+    block = math.gcd(length // shards, SPLASH_BLOCK)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes = splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
+    # One mask serves all heads.
+    mask = splash_attention.CausalMask((length, length), shard_count=shards)
+    with jax.ensure_compile_time_eval():
+        return splash_attention.make_splash_mha(
+            splash_attention.MultiHeadMask([mask]), block_sizes=sizes, head_shards=1,
+            q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS, interpret=interpret,
+        )
+
+
+def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
+    """`first` is in the kernel's mask."""
+    heads_first = lambda x: jnp.swapaxes(x, 1, 2)
+    scaled = (q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5).astype(q_bthk.dtype)
+    segments = splash_attention.SegmentIds(segments_bt, segments_bs)
+    out = jax.vmap(kernel)(
+        heads_first(scaled), heads_first(k_bsnk), heads_first(v_bsnk), segments
+    )
+    return heads_first(out)
+
+
+def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
+    """All scores of a short row, a chunk's scores at a time of a long one."""
+
+    def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
+        mask_bts = _causal_mask(segments_bt, segments_bs, first)
+        return attention(q_bthk, k_bsnk, v_bsnk, mask_bts)
+
+    length = q_bthk.shape[1]
+    if k_bsnk.shape[1] <= LONG_ROW:
+        return attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first)
+    # In float32, so that the chunks' gradients add up in float32.
+    k_bsnk, v_bsnk = k_bsnk.astype(jnp.float32), v_bsnk.astype(jnp.float32)
+
+    def chunks(x_bt):
+        pad = [(0, 0)] * x_bt.ndim
+        pad[1] = (0, -length % QUERY_CHUNK)
+        padded = jnp.pad(x_bt, pad)
+        return jnp.moveaxis(padded.reshape(len(padded), -1, QUERY_CHUNK, *x_bt.shape[2:]), 1, 0)
+
+    chunk = jax.checkpoint(lambda inputs: attend(inputs[0], k_bsnk, v_bsnk, *inputs[1:]))
+    starts = first + jnp.arange(0, length, QUERY_CHUNK)
+    out = jax.lax.map(chunk, (chunks(q_bthk), chunks(segments_bt), starts))
+    out = jnp.moveaxis(out, 0, 1).reshape(len(q_bthk), -1, *q_bthk.shape[2:])
+    return out[:, :length]
 
 
 def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts: jax.Array):

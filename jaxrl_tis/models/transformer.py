@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl_tis.kernels.logprob_chunked import Head
 from jaxrl_tis.models import attention, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
@@ -21,13 +22,12 @@ from jaxrl_tis.models.rope import rope_frequencies
 Params = dict[str, Any]
 REMAT = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(attention.SPLASH_RESIDUALS),
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-
-
-def _unconstrained(x: jax.Array, axes: tuple) -> jax.Array:
-    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +37,21 @@ class Program:
     Attributes:
       dtype: compute dtype of activations and dots ("float32" or "bfloat16"); sums, norms, softmax
         and logits are float32 in every case.
-      remat: what the backward pass recomputes: "none", "dots" (keeps the dots) or "full".
+      remat: what the backward pass recomputes: "none", "dots" (keeps the projections and, from a
+        kernel, the attention) or "full".
       highest_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
         is one bfloat16 pass.
-      constrain: function (array, logical axis names) -> array that pins activations to a mesh.
+      layout: `sharding.Layout` that places the activations; None leaves them on one device.
     """
 
     dtype: str = "float32"
     remat: str = "none"
     highest_head: bool = False
-    constrain: Callable[[jax.Array, tuple], jax.Array] = _unconstrained
+    layout: Any = None
+
+    def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
+        """Pins an activation with these logical axes to the mesh."""
+        return x if self.layout is None else self.layout.constrain(x, axes)
 
 
 class Embedding(nnx.Module):
@@ -225,26 +230,23 @@ def hidden(
 
 def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt) -> jax.Array:
     """[B,T,D] of whole rows; tokens attend within their segment."""
-    mask_bts = attention.row_mask(segment_ids_bt)
-    attend = lambda q, k, v, _: (attention.attention(q, k, v, mask_bts), None)
+
+    def attend(q, k, v, _):
+        return attention.row_attention(q, k, v, segment_ids_bt, program.layout), None
+
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
 
 
-def head_params(params: Params) -> Params:
-    """The part of the parameters that `head_logits` reads: the output head or the tied table."""
-    name = "head" if "head" in params else "embed"
-    return {name: params[name]}
+def output_head(params: Params, program: Program) -> Head:
+    """The output head, or the tied table in its place."""
+    if "head" in params:
+        return Head(params["head"], vocab_axis=1, highest=program.highest_head)
+    return Head(params["embed"], vocab_axis=0, highest=program.highest_head)
 
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
     """x [..., D] -> logits [..., V] in float32."""
-    w, contract = (params["head"], 0) if "head" in params else (params["embed"], 1)
-    dtype = jnp.float32 if program.highest_head else x.dtype
-    precision = jax.lax.Precision.HIGHEST if program.highest_head else None
-    return jax.lax.dot_general(
-        x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (contract,)), ((), ())),
-        precision=precision, preferred_element_type=jnp.float32,
-    )
+    return output_head(params, program).logits(x)
 
 
 def logits(params, config, tokens, positions=None, segment_ids=None, program=Program()):

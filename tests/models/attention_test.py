@@ -1,11 +1,16 @@
 """Grouped-query attention against float64 numpy, and its isolation from what is masked."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.models import attention
+from jaxrl_tis import sharding
+from jaxrl_tis.models import attention, transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests import tpu
 
 RNG = np.random.default_rng(0)
 # Tests of values and gradients need no fast programs, and compiling dominates here.
@@ -93,3 +98,169 @@ def test_bfloat16_inputs_are_reduced_in_float32():
     out = attend(q, k, v, np.ones((1, 1, 512), bool))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out.astype(jnp.float32), np.ones((1, 1, 2, 8)))
+
+
+# Rows
+
+
+def segmentation(rows, length):
+    """Rows of random segments, in order, then padding; the last row is padding alone."""
+    out = np.zeros((rows, length), np.int32)
+    for row in out[:-1]:
+        cuts = np.sort(RNG.choice(np.arange(1, length), 5, replace=False))
+        for i, (start, end) in enumerate(zip(cuts[:-1], cuts[1:]), 1):
+            row[start - cuts[0]:end - cuts[0]] = i
+    return out
+
+
+def row_reference(q, k, v, segment_ids, cotangent, *, with_segments=True, causal=True):
+    """(out, dq, dk, dv) in float64, by the formulas of a softmax's gradient."""
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    q, do = (np.swapaxes(x.astype(np.float64), 1, 2) for x in (q, cotangent))
+    k, v = (np.repeat(np.swapaxes(x.astype(np.float64), 1, 2), group, axis=1) for x in (k, v))
+    mask = np.ones((len(q), 1, q.shape[2], q.shape[2]), bool)
+    if with_segments:
+        mask &= (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    if causal:
+        mask &= np.tri(q.shape[2], dtype=bool)
+    scores = np.where(mask, q @ np.swapaxes(k, 2, 3) * scale, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = do @ np.swapaxes(v, 2, 3)
+    ds = p * (dp - np.sum(dp * p, -1, keepdims=True)) * scale
+    heads = lambda x: x.reshape(len(x), -1, group, *x.shape[2:]).sum(2)
+    results = p @ v, ds @ k, heads(np.swapaxes(ds, 2, 3) @ q), heads(np.swapaxes(p, 2, 3) @ do)
+    return [np.swapaxes(x, 1, 2) for x in results]
+
+
+@pytest.fixture
+def interpreted_splash(monkeypatch):
+    """The program of a TPU, its kernels interpreted."""
+    kernel = attention._splash_kernel
+    monkeypatch.setattr(attention, "_splash_kernel", lambda *a: kernel(*a, interpret=True))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, default: tpu(*arrays))
+
+
+@pytest.fixture
+def chunks_of_32(monkeypatch):
+    monkeypatch.setattr(attention, "LONG_ROW", 64)
+    monkeypatch.setattr(attention, "QUERY_CHUNK", 32)
+
+
+def value_and_gradients(q, k, v, segment_ids, cotangent, attend=attention.row_attention):
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(q, k, v):
+        out, pull = jax.vjp(lambda *x: attend(*x, segment_ids), q, k, v)
+        return out, *pull(cotangent)
+
+    return run(q, k, v)
+
+
+def check_rows(length, h, n, k):
+    """Equal to the reference; unequal to one that ignores segments, and to one that looks ahead."""
+    arrays_qkv = arrays(3, length, length, h, n, k)
+    segment_ids = segmentation(3, length)
+    cotangent = RNG.normal(size=arrays_qkv[0].shape).astype(np.float32)
+    results = value_and_gradients(*arrays_qkv, segment_ids, cotangent)
+    reference = functools.partial(row_reference, *arrays_qkv, segment_ids, cotangent)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    for ours, expected in zip(results, reference(), strict=True):
+        close(ours, expected)
+    for wrong in (reference(with_segments=False), reference(causal=False)):
+        for ours, unexpected in zip(results, wrong, strict=True):
+            with pytest.raises(AssertionError):
+                close(ours, unexpected)
+
+
+def test_short_rows_equal_numpy():
+    check_rows(48, 6, 2, 8)
+
+
+def test_chunked_rows_equal_numpy(chunks_of_32):
+    check_rows(80, 6, 2, 8)  # three chunks, the last half full
+
+
+def test_splash_attention_equals_numpy(interpreted_splash):
+    check_rows(384, 4, 2, 64)  # three blocks of 128
+
+
+def test_short_rows_keep_their_bits():
+    """Recorded runs on CPU rely on it."""
+    q, k, v = arrays(2, attention.LONG_ROW, attention.LONG_ROW, 2, 1, 4)
+    segment_ids = segmentation(2, attention.LONG_ROW)
+    of_scores = lambda q, k, v, ids: attention.attention(q, k, v, attention.row_mask(ids))
+    ours = value_and_gradients(q, k, v, segment_ids, q)
+    for a, b in zip(ours, value_and_gradients(q, k, v, segment_ids, q, of_scores), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def temporaries(length):
+    like = lambda *shape: jax.ShapeDtypeStruct((1, length, *shape), jnp.float32)
+    q, k, ids = like(4, 8), like(2, 8), jax.ShapeDtypeStruct((1, length), jnp.int32)
+    total = lambda *x: jnp.sum(attention.row_attention(*x) ** 2)
+    program = jax.jit(jax.grad(total, (0, 1, 2)), compiler_options=QUICK)
+    return program.lower(q, k, k, ids).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_long_rows_is_linear(monkeypatch):
+    """Values and gradients; the scores alone of 6,000 tokens would be 4 x 6000^2 x 4 bytes."""
+    assert temporaries(6000) < 2.2 * temporaries(3000)
+    assert temporaries(6000) < 0.5 * 4 * 6000**2 * 4
+    monkeypatch.setattr(attention, "LONG_ROW", 6000)
+    assert temporaries(6000) > 3.5 * temporaries(3000)
+
+
+# TPU programs
+
+CONFIG = ModelConfig(
+    family="qwen2", vocab_size=32, embed_dim=128, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=64, mlp_dim=128, rope=RopeConfig("default", 10000.0), max_position=512, norm_eps=1e-6,
+    qkv_bias=True, qk_norm=False, tie_embeddings=True,
+)
+
+
+def tpu_program(topology, length, head_dims):
+    """Values and gradients of rows on two data and two tensor shards, one per head size; lowered,
+    not compiled."""
+    layout = sharding.layout((1, 2, 2), sharding.TRAIN_RULES, tpu.devices(topology))
+
+    def like(shape, axes, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(axes))
+
+    def total(q, k, v, ids):
+        return jnp.sum(attention.row_attention(q, k, v, ids, layout).astype(jnp.float32) ** 2)
+
+    def heads(h, name, k):
+        return like((2, length, h, k), ("batch", "length", name, None), jnp.bfloat16)
+
+    ids = like((2, length), ("batch", "length"), jnp.int32)
+    inputs = [(heads(4, "heads", k), *[heads(2, "kv_heads", k)] * 2) for k in head_dims]
+    gradients = lambda inputs, ids: [jax.value_and_grad(total, (0, 1, 2))(*x, ids) for x in inputs]
+    return jax.jit(gradients).lower(inputs, ids)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_kernels_compile_for_tpu(topology):
+    """Three kernels for each head size: forward, dq, and dk with dv. No scores are stored."""
+    text = tpu_program(topology, 768, (64, 128)).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 6
+    assert "768,768]" not in text
+
+
+def test_rows_that_are_no_whole_tiles_take_scores_on_tpu():
+    text = tpu_program("v5e:2x2", 200, (64,)).as_text()
+    assert "tpu_custom_call" not in text and "200x200x" in text
+
+
+@pytest.mark.parametrize("remat, forwards", [("none", 1), ("dots", 1), ("full", 2)])
+def test_what_remat_recomputes(remat, forwards):
+    """Only "full" runs the kernel again in the backward pass."""
+    layout = sharding.layout((1, 1, 1), sharding.TRAIN_RULES, tpu.devices("v5e:2x2")[:1])
+    program = transformer.Program("bfloat16", remat, layout=layout)
+    like = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    params = jax.tree.map(like, transformer.abstract_params(CONFIG), layout.params(CONFIG))
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32, sharding=layout.sharding(("batch", "length")))
+    total = lambda p, x: jnp.sum(transformer.rows_hidden(p, CONFIG, program, x, x, x) ** 2)
+    text = jax.jit(jax.grad(total)).lower(params, ids).as_text()
+    assert text.count('kernel_name = "splash_mha_fwd') == forwards
+    assert text.count('kernel_name = "splash_mha_dkv') == 1

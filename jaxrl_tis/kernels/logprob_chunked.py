@@ -1,0 +1,192 @@
+"""Moments of softmax(head(x) / temperature) and their gradients by XLA, in chunks of positions."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Stands for the logit of a token outside the distribution: its weight is exactly 0, and no
+# difference of two of them is NaN as it is with -inf.
+EXCLUDED = -1e30
+ELSEWHERE = 2**30  # a token id that is in no device's vocabulary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """An output head.
+
+    Attributes:
+      weight: [V,D] (a tied table, vocab_axis 0) or [D,V] (vocab_axis 1).
+      highest: float32 with precision HIGHEST; otherwise the dtype of the hidden states.
+    """
+
+    weight: jax.Array
+    vocab_axis: int = dataclasses.field(metadata=dict(static=True))
+    highest: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[self.vocab_axis]
+
+    @property
+    def precision(self) -> jax.lax.Precision | None:
+        return jax.lax.Precision.HIGHEST if self.highest else None
+
+    def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
+        """The head and x in the dtype that they are multiplied in."""
+        dtype = jnp.float32 if self.highest else x.dtype
+        return dataclasses.replace(self, weight=self.weight.astype(dtype)), x.astype(dtype)
+
+    def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+        """Contraction of the axes (of a, of b), accumulated and returned in float32."""
+        return jax.lax.dot_general(
+            a, b, (axes, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
+        )
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """x [..., D] -> [..., V] float32."""
+        head, x = self.cast(x)
+        return self.dot(x, head.weight, ((x.ndim - 1,), (1 - self.vocab_axis,)))
+
+    def pull(self, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """From the gradient [..., V] of the logits those of x and, in float32, of the weight."""
+        head, cast_x = self.cast(x)
+        gradient = gradient.astype(cast_x.dtype)
+        x_bar = self.dot(gradient, head.weight, ((x.ndim - 1,), (self.vocab_axis,)))
+        tokens = tuple(range(x.ndim - 1))
+        weight_bar = self.dot(gradient, cast_x, (tokens, tokens))
+        return x_bar.astype(x.dtype), weight_bar if self.vocab_axis == 0 else weight_bar.T
+
+
+class Kept(NamedTuple):
+    """Sets of tokens that distributions are restricted to, as a filter of the sampler keeps them.
+
+    Attributes:
+      ids_bnk: [B,N,K] int32 token ids, -1 where a set is smaller than K. A target must be in its
+        set: outside, its log-probability is about -1e30.
+      overflow_bn: [B,N] bool, the set had more than K tokens and restricts nothing.
+    """
+
+    ids_bnk: jax.Array
+    overflow_bn: jax.Array
+
+
+class Moments(NamedTuple):
+    """Of weight = exp(logit - top) over a part of the vocabulary, each [B,N] float32.
+
+    Attributes:
+      top: the largest logit.
+      total, dot, squares: sums of weight, weight * (logit - top) and weight^2; the last two are
+        zeros when not asked for.
+      target: the target's logit, 0 if it is in another part.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    dot: jax.Array
+    squares: jax.Array
+    target: jax.Array
+
+
+class Fields(NamedTuple):
+    """What a token brings to the backward pass, each [B,N]."""
+
+    targets: jax.Array
+    temperature: jax.Array
+    normaliser: jax.Array
+    entropy: jax.Array
+    g_logp: jax.Array
+    g_entropy: jax.Array
+
+    def is_live(self) -> jax.Array:
+        """Tokens that have a gradient; what the others hold may be NaN and must not be read."""
+        return (self.g_logp != 0) | (self.g_entropy != 0)
+
+
+def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision):
+    """(Moments, logits [1,B,N,V] of a single chunk or None); arguments as in `token_logprob`."""
+    split, join = _chunks(targets_bn.shape, chunk)
+    head = head.cast(x_bnd)[0]
+
+    def body(carry, inputs):
+        x, targets, temperature, kept = inputs
+        logits = _restrict(head.logits(x) / temperature[..., None], kept)
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        zeros = jnp.zeros(targets.shape, jnp.float32)
+        dot = jnp.sum(weights * (logits - top), axis=-1) if with_entropy else zeros
+        squares = jnp.sum(weights * weights, axis=-1) if with_collision else zeros
+        target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        target = jnp.where(targets == ELSEWHERE, 0.0, target)
+        found = Moments(top[..., 0], jnp.sum(weights, axis=-1), dot, squares, target)
+        return carry, (found, logits if is_single else None)
+
+    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), _split_kept(split, kept)
+    is_single = len(inputs[0]) == 1
+    _, (found, logits) = jax.lax.scan(body, None, inputs)
+    return Moments(*map(join, found)), logits
+
+
+def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
+    """Gradients of x and, in float32, of the head's weight."""
+    split, join = _chunks(fields.targets.shape, chunk)
+    head = head.cast(x_bnd)[0]
+
+    def body(total, inputs):
+        x, f, kept, logits = inputs
+        is_live = f.is_live()[..., None]
+        x = jnp.where(is_live, x, 0)
+        inverse = 1 / f.temperature[..., None]
+        if logits is None:
+            logits = _restrict(head.logits(x) * inverse, kept)
+        logp = logits - f.normaliser[..., None]
+        # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
+        factor = f.g_logp[..., None]
+        if with_entropy:
+            factor = factor + f.g_entropy[..., None] * (logp + f.entropy[..., None])
+        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == f.targets[..., None]
+        gradient = jnp.where(is_target, f.g_logp[..., None], 0.0) - jnp.exp(logp) * factor
+        x_bar, weight_bar = head.pull(x, jnp.where(is_live, gradient * inverse, 0.0))
+        return total + weight_bar, x_bar
+
+    fields = Fields(*map(split, fields))._replace(temperature=split(fields.temperature, 1))
+    zeros = jnp.zeros(head.weight.shape, jnp.float32)
+    inputs = split(x_bnd), fields, _split_kept(split, kept), logits
+    weight_bar, x_bar = jax.lax.scan(body, zeros, inputs)
+    return join(x_bar), weight_bar
+
+
+def _restrict(logits: jax.Array, kept: Kept | None) -> jax.Array:
+    """The logits with everything outside the kept sets excluded; other shards' ids are dropped."""
+    if kept is None:
+        return logits
+    vocab = logits.shape[-1]
+    in_range = (kept.ids_bnk >= 0) & (kept.ids_bnk < vocab)
+    b, c, _ = (jnp.arange(n).reshape(shape) for n, shape in zip(
+        logits.shape, ((-1, 1, 1), (1, -1, 1), (1, 1, -1))
+    ))
+    is_kept = jnp.broadcast_to(kept.overflow_bn[..., None], logits.shape)
+    is_kept = is_kept.at[b, c, jnp.where(in_range, kept.ids_bnk, vocab)].set(True, mode="drop")
+    return jnp.where(is_kept, logits, EXCLUDED)
+
+
+def _split_kept(split, kept: Kept | None) -> Kept | None:
+    return None if kept is None else Kept(split(kept.ids_bnk, -1), split(kept.overflow_bn, True))
+
+
+def _chunks(shape: tuple[int, int], chunk: int):
+    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last filled up."""
+    b, n = shape
+    size = min(n, max(1, chunk // b))
+
+    def split(x, fill=0):
+        width = ((0, 0), (0, -n % size)) + ((0, 0),) * (x.ndim - 2)
+        x = jnp.pad(x, width, constant_values=fill)
+        return jnp.moveaxis(x.reshape(b, -1, size, *x.shape[2:]), 1, 0)
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :n]
+
+    return split, join

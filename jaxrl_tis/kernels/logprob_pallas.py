@@ -1,0 +1,211 @@
+"""TPU kernels for the moments of softmax(head(x) / temperature) and for their gradients.
+
+The grid has tiles of tokens and of the vocabulary; a tile of logits lives in VMEM only. The forward
+kernel and that of x's gradient keep a tile of tokens while the vocabulary passes by, that of the
+weight's gradient keeps a tile of the vocabulary while the tokens pass by; both compute the logits
+again. The last tile of the vocabulary may reach past its end, where it reads anything.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxrl_tis.kernels.logprob_chunked import EXCLUDED, Fields, Head, Moments
+
+TILE_BYTES = 4 * 2**20  # of a tile of tokens or vocabulary in its full width
+LARGEST_TILE = 512
+VMEM_BYTES = 56 * 2**20  # v5p has 64 MiB, v5e and v6e have 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How [tokens, width] hidden states and a head are cut; tokens are filled up, a head never."""
+
+    tokens: int
+    token_tile: int
+    vocab: int
+    vocab_tile: int
+    width: int
+    vocab_axis: int
+    precision: jax.lax.Precision | None
+
+    @classmethod
+    def of(cls, head: Head, tokens: int) -> "Tiling":
+        width = head.weight.shape[1 - head.vocab_axis]
+        tile = LARGEST_TILE
+        while tile > 128 and head.weight.dtype.itemsize * width * tile > TILE_BYTES:
+            tile //= 2
+        token_tile = min(tile, tokens + -tokens % 16)  # bfloat16 has 16 rows in a register
+        return cls(
+            tokens + -tokens % token_tile, token_tile, head.vocab_size, min(tile, head.vocab_size),
+            width, head.vocab_axis, head.precision,
+        )
+
+    def rows(self, x_bn: jax.Array) -> jax.Array:
+        """[B,N,...] -> [tokens,...], the last zeros."""
+        x = x_bn.reshape(-1, *x_bn.shape[2:])
+        return jnp.pad(x, ((0, self.tokens - len(x)),) + ((0, 0),) * (x.ndim - 1))
+
+    def columns(self, *fields_bn: jax.Array) -> jax.Array:
+        """[tokens, fields] float32, in which token ids below 2^24 are exact."""
+        return jnp.stack([self.rows(f).astype(jnp.float32) for f in fields_bn], axis=-1)
+
+    def tokens_spec(self, width: int, axis: int) -> pl.BlockSpec:
+        """Tiles of [tokens, width] along an axis of the grid."""
+        return pl.BlockSpec((self.token_tile, width), lambda *ids: (ids[axis], 0))
+
+    def weight_spec(self, axis: int) -> pl.BlockSpec:
+        if self.vocab_axis == 0:
+            return pl.BlockSpec((self.vocab_tile, self.width), lambda *ids: (ids[axis], 0))
+        return pl.BlockSpec((self.width, self.vocab_tile), lambda *ids: (0, ids[axis]))
+
+    def dot(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+        return jax.lax.dot_general(
+            a, b, (((a_axis,), (b_axis,)), ((), ())),
+            precision=self.precision, preferred_element_type=jnp.float32,
+        )
+
+    def logits(self, x: jax.Array, weight: jax.Array, inverse: jax.Array) -> jax.Array:
+        return self.dot(x, weight, 1, 1 - self.vocab_axis) * inverse
+
+    def ids(self, tile: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Token ids along the vocabulary axis of a tile's array."""
+        return tile * self.vocab_tile + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def call(self, kernel, grid: tuple, in_specs, out_specs, out_shape, scratch_shapes=()):
+        """The second axis of the grid is the one that a kernel accumulates over."""
+        return pl.pallas_call(
+            functools.partial(kernel, self),
+            grid=grid, in_specs=in_specs, out_specs=out_specs, out_shape=out_shape,
+            scratch_shapes=scratch_shapes,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+        )
+
+
+def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision):
+    """(Moments, None); the interface of `logprob_chunked.moments`, kept sets apart."""
+    del kept, chunk
+    head, x_bnd = head.cast(x_bnd)
+    t = Tiling.of(head, targets_bn.size)
+    fields_tf = t.columns(targets_bn, 1 / temperature_bn)
+    count = len(Moments._fields)
+    found_tf = t.call(
+        functools.partial(_moments_kernel, with_entropy, with_collision),
+        (pl.cdiv(t.tokens, t.token_tile), pl.cdiv(t.vocab, t.vocab_tile)),
+        [t.tokens_spec(fields_tf.shape[1], 0), t.tokens_spec(t.width, 0), t.weight_spec(1)],
+        t.tokens_spec(count, 0),
+        jax.ShapeDtypeStruct((t.tokens, count), jnp.float32),
+    )(fields_tf, t.rows(x_bnd), head.weight)
+    found_tf = found_tf[: targets_bn.size]
+    return Moments(*(found_tf[:, i].reshape(targets_bn.shape) for i in range(count))), None
+
+
+def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, out_ref):
+    tile = pl.program_id(1)
+
+    @pl.when(tile == 0)
+    def _():
+        lane = jax.lax.broadcasted_iota(jnp.int32, out_ref.shape, 1)
+        out_ref[...] = jnp.where(lane == 0, EXCLUDED, 0.0)
+
+    targets, inverse = fields_ref[:, 0:1].astype(jnp.int32), fields_ref[:, 1:2]
+    logits = t.logits(x_ref[...], w_ref[...], inverse)
+    ids = t.ids(tile, logits.shape, 1)
+    logits = jnp.where(ids < t.vocab, logits, EXCLUDED)
+    old_top, old_total = out_ref[:, 0:1], out_ref[:, 1:2]
+    top = jnp.maximum(old_top, jnp.max(logits, axis=1, keepdims=True))
+    down = old_top - top
+    scale = jnp.exp(down)
+    weights = jnp.exp(logits - top)
+    add = lambda x: jnp.sum(x, axis=1, keepdims=True)
+    out_ref[:, 0:1] = top
+    out_ref[:, 1:2] = scale * old_total + add(weights)
+    if with_entropy:
+        old_dot = scale * (out_ref[:, 2:3] + down * old_total)
+        out_ref[:, 2:3] = old_dot + add(weights * (logits - top))
+    if with_collision:
+        out_ref[:, 3:4] = scale * scale * out_ref[:, 3:4] + add(weights * weights)
+    out_ref[:, 4:5] += add(jnp.where(ids == targets, logits, 0.0))
+
+
+def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
+    """Gradients of x and, in float32, of the head's weight."""
+    del kept, logits, chunk
+    dtype, is_live = x_bnd.dtype, fields.is_live()
+    x_bnd = jnp.where(is_live[..., None], x_bnd, 0)
+    fields = Fields(*(jnp.where(is_live, f, 0) for f in fields))
+    head, x_bnd = head.cast(x_bnd)
+    t = Tiling.of(head, fields.targets.size)
+    inverse = jnp.where(is_live, 1 / fields.temperature, 0)
+    fields_tf = t.columns(*fields._replace(temperature=inverse))
+    x_td = t.rows(x_bnd)
+    grid = pl.cdiv(t.tokens, t.token_tile), pl.cdiv(t.vocab, t.vocab_tile)
+    tokens_specs = lambda axis: [
+        t.tokens_spec(fields_tf.shape[1], axis), t.tokens_spec(t.width, axis)
+    ]
+    x_bar = t.call(
+        functools.partial(_x_kernel, with_entropy),
+        grid,
+        [*tokens_specs(0), t.weight_spec(1)],
+        t.tokens_spec(t.width, 0),
+        jax.ShapeDtypeStruct(x_td.shape, dtype),
+        [pltpu.VMEM((t.token_tile, t.width), jnp.float32)],
+    )(fields_tf, x_td, head.weight)
+    weight_bar = t.call(
+        functools.partial(_weight_kernel, with_entropy),
+        grid[::-1],
+        [*tokens_specs(1), t.weight_spec(0)],
+        t.weight_spec(0),
+        jax.ShapeDtypeStruct(head.weight.shape, jnp.float32),
+    )(fields_tf, x_td, head.weight)
+    return x_bar[: fields.targets.size].reshape(x_bnd.shape), weight_bar
+
+
+def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):
+    """[tokens, vocabulary] of a tile in the dtype of x."""
+    targets, inverse, normaliser, entropy, g_logp, g_entropy = (
+        fields_ref[:, i : i + 1] for i in range(len(Fields._fields))
+    )
+    logp = t.logits(x, weight, inverse) - normaliser
+    # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
+    factor = g_logp + g_entropy * (logp + entropy) if with_entropy else g_logp
+    ids = t.ids(tile, logp.shape, 1)
+    one_hot = jnp.where(ids == targets.astype(jnp.int32), g_logp, 0.0)
+    gradient = (one_hot - jnp.exp(logp) * factor) * inverse
+    return jnp.where(ids < t.vocab, gradient, 0.0).astype(x.dtype)
+
+
+def _x_kernel(with_entropy, t, fields_ref, x_ref, w_ref, x_bar_ref, sum_ref):
+    tile = pl.program_id(1)
+
+    @pl.when(tile == 0)
+    def _():
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    # What lies past the vocabulary's end may be NaN, and 0 * NaN is NaN.
+    weight = w_ref[...]
+    if t.vocab % t.vocab_tile:
+        weight = jnp.where(t.ids(tile, weight.shape, t.vocab_axis) < t.vocab, weight, 0)
+    gradient = _logits_gradient(with_entropy, t, tile, fields_ref, x_ref[...], weight)
+    sum_ref[...] += t.dot(gradient, weight, 1, t.vocab_axis)
+
+    @pl.when(tile == pl.num_programs(1) - 1)
+    def _():
+        x_bar_ref[...] = sum_ref[...].astype(x_bar_ref.dtype)
+
+
+def _weight_kernel(with_entropy, t, fields_ref, x_ref, w_ref, weight_bar_ref):
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        weight_bar_ref[...] = jnp.zeros_like(weight_bar_ref)
+
+    x = x_ref[...]
+    gradient = _logits_gradient(with_entropy, t, pl.program_id(0), fields_ref, x, w_ref[...])
+    pair = (gradient, x) if t.vocab_axis == 0 else (x, gradient)
+    weight_bar_ref[...] += t.dot(*pair, 0, 0)
