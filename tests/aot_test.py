@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis import aot_model, aot_report, build, train
+from jaxrl_tis import aot_fit, aot_model, aot_report, build, train
 from jaxrl_tis import aot_programs as aot
 from jaxrl_tis.aot_model import Work
 from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
@@ -214,6 +214,33 @@ def test_what_stays_beside_a_program():
     assert aot_report._beside((a,), kept) == 4 * (256 + 512)
     assert aot_report._beside((a, a, b), kept) == 0
     assert aot_report._beside((), kept) == 4 * (2 * 256 + 512)
+
+
+# The search
+
+
+def test_the_search_doubles_until_it_does_not_fit():
+    """Rows are multiples of the data shards that divide an update's 64 * 8 sequences."""
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+
+    def entry(self, name, config):
+        size = config.train.microbatch_rows if name == "train" else config.engine.slots
+        memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
+        return {"memory": memory, "fits": size <= 16}
+
+    with mock.patch.object(aot_fit.Search, "_entry", entry):
+        rows = aot_fit.Search(small("quickstart"), SHAPES, topology).run()
+        capped = aot_fit.Search(small("quickstart"), SHAPES, topology, limit=3).run()
+    tried = lambda **which: [
+        (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
+    ]
+    until = [(4, True), (8, True), (16, True), (32, False)]
+    assert tried(program="train", mesh=(1, 4, 1), remat="full") == until
+    assert tried(program="train", mesh=(1, 2, 2), remat="none") == [(2, True), *until]
+    assert tried(program="decode", mesh=(4, 1, 1)) == until
+    assert len(capped) == 3
+    assert "94%" in aot_fit.table(rows) and "does not fit" in aot_fit.table(rows)
 
 
 # The programs are the run's
