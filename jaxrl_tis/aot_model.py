@@ -89,12 +89,13 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
     optimizer states are read and written once an update, and each layer's input once a pass."""
     c, mesh = setup.model, setup.layout.mesh.shape
     micro, rows, length = args[1]["tokens"].shape
-    targets = 0 if name in ("critic", "values") else min(setup.update_learner.max_targets, length - 1)
+    targets = min(setup.update_learner.max_targets, length - 1)
+    targets = 0 if name in ("critic", "values") else targets
     is_update = name in ("train", "critic")
     flops = forward_flops(c, rows, length, targets) * micro * (3 if is_update else 1)
     width = jax.numpy.dtype(setup.learner.program.dtype).itemsize
     passes = 1 + is_update * (1 + (setup.learner.program.remat != "none"))
-    per_device = rows * length // (mesh["data"] * mesh["fsdp"])
+    per_device = rows * length // (setup.layout.shards * mesh["context"])
     head = c.vocab_size * c.embed_dim if targets else 0
     weights = (layer_weights(c) * c.num_layers + head) // mesh["tensor"] * width
     state = 2 * device_bytes(args[0]) if is_update else 0

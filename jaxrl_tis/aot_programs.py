@@ -77,8 +77,7 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     state = build.abstract_state(setup)
     params = state["policy"].params
     micro, mini = build.abstract_microbatches(setup), build.abstract_minibatch(setup)
-    learner, engine = setup.update_learner, setup.engine
-    sampling = engine.programs(params)
+    learner, sampling = setup.update_learner, setup.engine.programs(params)
     update = step.make_train_step(learner, setup.correction, setup.optimizer)
     found = {
         "train": (update, (state["policy"], mini)),

@@ -195,44 +195,45 @@ def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def abstract_microbatches(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields [M,rows,...] of a rollout batch that the learner scores, in the training layout."""
+    """Fields [M,R,T] of a rollout batch that the learner scores, in the training layout."""
     rows = abstract_rows(setup)
     return _in_rows(setup, {name: rows[name] for name in batching.FORWARD}, 1)
 
 
 def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields [accumulation,rows,...] of one update, in the training layout."""
-    rows = abstract_rows(setup)
+    """Fields [M,R,T,...] of one update, in the training layout."""
+    rows, needs = abstract_rows(setup), setup.correction.needs.keys()
     count, length = rows["mask"].shape
-    per_token = jax.ShapeDtypeStruct((count, length), jnp.float32)
-    per_row = jax.ShapeDtypeStruct((count,), jnp.float32)
-    scored = {"logp_learner", "entropy"} | ({"values"} if setup.has_critic else set())
+    struct = lambda dtype, *shape: jax.ShapeDtypeStruct((count, *shape), dtype)
+    scored = {"logp_learner", "entropy"} | {"sum_pi_squared"} & needs
+    scored |= {"values"} if setup.has_critic else set()
     scored |= {"logp_ref"} if setup.correction.kl is not None else set()
-    scored |= {"sum_pi_squared"} & setup.correction.needs.keys()
-    rows |= dict.fromkeys(scored, per_token) | {"rewards": per_row}
-    rows |= dict.fromkeys({"greedy_rewards", "grad_norms"} & setup.correction.needs.keys(), per_row)
-    rows["group"] = jax.ShapeDtypeStruct((count,), jnp.int32)
-    rows |= jax.eval_shape(lambda: batching.update_fields(count, 1, 0))
+    rows |= dict.fromkeys(scored, struct("float32", length))
+    rows |= dict.fromkeys({"rewards"} | {"greedy_rewards", "grad_norms"} & needs, struct("float32"))
+    rows["group"] = struct("int32")
+    rows |= {n: struct(x.dtype, *x.shape[1:]) for n, x in batching.update_fields(1, 1, 0).items()}
     rows |= jax.eval_shape(correction.make_prepare(setup.correction), rows)[0]
-    rows["group"] = jax.ShapeDtypeStruct((count, length), jnp.int32)
-    rows = {name: x for name, x in rows.items() if name not in batching.OF_SEQUENCES}
-    return _in_rows(setup, rows, setup.config.train.minibatches)
+    rows["group"] = struct("int32", length)
+    kept = {name: x for name, x in rows.items() if name not in batching.OF_SEQUENCES}
+    return _in_rows(setup, kept, setup.config.train.minibatches)
 
 
 def _in_rows(setup: Setup, rows: dict, parts: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields [N,L,...], one sequence a row, as the micro-batches of a part of them."""
+    """Fields [N,...] of sequences as the run lays N / parts of them into micro-batches."""
     size, packer = setup.config.train.microbatch_rows, setup.packer
 
-    def in_rows(x):
-        count, is_of_tokens = x.shape[0] // parts, x.ndim > 1 and x.shape[1] == setup.row_length
-        shape = (count // size, size, *x.shape[1:])
-        if packer is not None:
-            inner = (packer.length, *x.shape[2:]) if is_of_tokens else x.shape[1:]
-            shape = (packer.num_microbatches(count), size, *inner)
-        place = setup.layout.sharding(sharding.batch_axes(shape))
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
+    def place(x):
+        count, shape = x.shape[0] // parts, x.shape[1:]
+        if packer is None:
+            shape = (count // size, size, *shape)
+        else:
+            is_of_token = shape and shape[0] > 1
+            shape = (packer.length, *shape[1:]) if is_of_token else shape
+            shape = (packer.num_microbatches(count), size, *shape)
+        sharding_of = setup.layout.sharding(sharding.batch_axes(shape))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding_of)
 
-    return {name: in_rows(x) for name, x in rows.items()}
+    return {name: place(x) for name, x in rows.items()}
 
 
 def initial_params(setup: Setup) -> Any:

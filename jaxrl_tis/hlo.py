@@ -144,12 +144,16 @@ class Module:
       assumed_trips: runs of a loop whose count the text does not give.
 
     Attributes:
+      num_devices: that it runs on.
       computations: name -> lines by name; entry: name of the first one.
       runs: computation -> times it runs; loops: every while loop.
     """
 
     def __init__(self, text: str, assumed_trips: int = 1):
         self.header = text.split("\n", 1)[0]
+        self.num_devices = math.prod(
+            int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.header)
+        )
         self.computations, self.entry = read(text)
         self.loops: list[Loop] = []
         self.runs: dict[str, int] = defaultdict(int)
@@ -234,7 +238,7 @@ class Module:
             shapes = shapes[1:2]  # (operand, result, flags)
         if self._scatters(line):
             kind = "reduce-scatter"
-        groups = hlo_groups.replica_groups(line.attributes, math.prod((mesh or {}).values()))
+        groups = hlo_groups.replica_groups(line.attributes, self.num_devices)
         return Collective(
             line.name, kind, shapes, max(sent, sum(s.bytes for s in shapes)),
             max(map(len, groups)) if groups else 1,

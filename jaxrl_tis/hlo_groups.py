@@ -17,7 +17,7 @@ def replica_groups(attributes: str, num_devices: int) -> Groups | None:
     make one group of all that they connect.
     """
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?) \{([^}]*)\}", attributes):
-        return _of_mesh(*found.groups(), num_devices)
+        return _of_mesh(*found.groups())
     if found := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
         shape, order = found[1].split("<=")
         return _rows(_count(order).reshape(_numbers(shape)))
@@ -52,13 +52,13 @@ def _along(devices: np.ndarray, names: list[str], axes) -> Groups:
     return _rows(devices.transpose(outside + inside).reshape(-1, size))
 
 
-def _of_mesh(sizes: str, order: str, axes: str, num_devices: int) -> Groups:
+def _of_mesh(sizes: str, order: str, axes: str) -> Groups:
     mesh = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", sizes)}
     chosen = re.findall(r"'([^']+)'(?=,|$)", axes)
     if len(chosen) != axes.count("'") // 2:
         raise ValueError(f"replica groups along parts of axes are not understood: {axes!r}")
     listed = re.search(r"device_ids=\((.*)\)", order)
-    devices = _count(listed[1]) if listed else np.arange(num_devices)
+    devices = _count(listed[1]) if listed else np.arange(math.prod(mesh.values()))
     return _along(devices.reshape(tuple(mesh.values())), list(mesh), chosen)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis import aot_model, aot_report, build, train
+from jaxrl_tis import aot_fit, aot_model, aot_report, build, train
 from jaxrl_tis import aot_programs as aot
 from jaxrl_tis.aot_model import Work
 from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
@@ -30,21 +30,24 @@ SMALL = {
     "smollm2_135m": {},
     "gsm8k_qwen25_0p5b:grpo": {
         "rollout__prompts": 64, "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
-        "train__microbatch_rows": 16, "engine__slots": 64, "engine__prefill_batch": 8,
+        "train__microbatch_rows": 16, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "gsm8k_qwen25_0p5b:ppo": {
         "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
-        "train__microbatch_rows": 16, "engine__slots": 64, "engine__prefill_batch": 8,
+        "train__microbatch_rows": 16, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "dapo_qwen25_32b": {
         "rollout__prompts": 128, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
-        "rollout__overlong_buffer": 32, "engine__slots": 64, "engine__prefill_batch": 8,
+        "rollout__overlong_buffer": 32, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
     },
 }
 COMPILED = {
-    "quickstart": ("train", "decode"),
-    "smollm2_135m": ("train",),
-    "gsm8k_qwen25_0p5b:grpo": ("score", "quantize", "reshard", "prefill", "insert"),
+    "quickstart": ("decode",),
+    "smollm2_135m": ("reshard", "prefill", "insert"),
+    "gsm8k_qwen25_0p5b:grpo": ("score", "quantize"),
     "gsm8k_qwen25_0p5b:ppo": ("critic", "values"),
     "dapo_qwen25_32b": ("train", "decode"),
 }
@@ -124,10 +127,10 @@ def test_what_the_compiler_counts_of_a_training_step(made):
 
 def test_the_flags_change_the_program(made):
     """Without them a gathered weight becomes a ring of products (collective-permutes)."""
-    setup, report = made("gsm8k_qwen25_0p5b:grpo")
-    kinds = {c["kind"] for c in report["programs"]["score"]["collectives"]}
+    setup, report = made("gsm8k_qwen25_0p5b:ppo")
+    kinds = {c["kind"] for c in report["programs"]["values"]["collectives"]}
     assert "collective-permute" not in kinds
-    plain = aot.compiled("score", *aot.programs(setup)["score"], {}).module
+    plain = aot.compiled("values", *aot.programs(setup)["values"], {}).module
     assert "collective-permute" in {c.kind for c in plain.collectives()}
 
 
@@ -142,11 +145,11 @@ def test_an_unknown_flag_is_refused():
         aot.compiled("add", add, (x,), {"xla_no_such_flag": "1"})
 
 
-def test_two_slices(made):
+def test_two_slices():
     """Data parallelism over two slices: gradients go between them, weights do not."""
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2", num_slices=2)
-    config = small("gsm8k_qwen25_0p5b:grpo", mesh__train=(2, 4, 1), model__highest_head=False)
+    config = small("quickstart", mesh__train=(2, 4, 1))
     setup = aot.setup_for(config, SHAPES, topology, layers=1)
     entry = aot.report(setup, topology, ["train"])["programs"]["train"]
     by_network = {
@@ -213,12 +216,39 @@ def test_what_stays_beside_a_program():
     assert aot_report._beside((), kept) == 4 * (2 * 256 + 512)
 
 
+# The search
+
+
+def test_the_search_doubles_until_it_does_not_fit():
+    """Rows are multiples of the data shards that divide an update's 64 * 8 sequences."""
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+
+    def entry(self, name, config):
+        size = config.train.microbatch_rows if name == "train" else config.engine.slots
+        memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
+        return {"memory": memory, "fits": size <= 16}
+
+    with mock.patch.object(aot_fit.Search, "_entry", entry):
+        rows = aot_fit.Search(small("quickstart"), SHAPES, topology).run()
+        capped = aot_fit.Search(small("quickstart"), SHAPES, topology, limit=3).run()
+    tried = lambda **which: [
+        (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
+    ]
+    until = [(4, True), (8, True), (16, True), (32, False)]
+    assert tried(program="train", mesh=(1, 4, 1), remat="full") == until
+    assert tried(program="train", mesh=(1, 2, 2), remat="none") == [(2, True), *until]
+    assert tried(program="decode", mesh=(4, 1, 1)) == until
+    assert len(capped) == 3
+    assert "94%" in aot_fit.table(rows) and "does not fit" in aot_fit.table(rows)
+
+
 # The programs are the run's
 
 
 @pytest.mark.parametrize("overrides", [
     {}, {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
-    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
+    {"correction__kl_coeff": 0.1, "train__minibatches": 1}, {"train__pack_length": 100},
 ])
 def test_the_minibatch_is_that_of_a_run(overrides, tmp_path):
     """Names, shapes and dtypes of what the run hands to its update."""

@@ -158,6 +158,15 @@ def test_a_psum_names_its_axes(mesh, axes):
     assert c.group_size == {("data",): 4, ("tensor",): 2}.get(axes, 8)
 
 
+def test_without_a_mesh_axes_have_no_names(mesh):
+    f = jax.shard_map(
+        lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("data", "tensor"),
+        out_specs=P("data", None), check_vma=False)
+    m = module(f, array(mesh, (64, 256), jnp.float32, "data", "tensor"))
+    assert [(c.axes, c.group_size) for c in m.collectives()] == [((), 2)]
+    assert m.num_devices == 8
+
+
 def test_gather_scatter_and_permute(mesh):
     def f(x):
         gathered = jax.lax.all_gather(x, "data", tiled=True)

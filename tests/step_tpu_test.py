@@ -11,18 +11,19 @@ import pytest
 from configs import default
 from jaxrl_tis import correction, optimizer, sharding, step
 from jaxrl_tis.hlo import Module
+from jaxrl_tis.libtpu_flags import FLAGS
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
-B, T, V, D, F = 8, 256, 2560, 256, 512  # a row of 256 tokens for each of 8 chips
+B, T, V, D, F = 8, 4096, 2560, 512, 2048  # a row of 4,096 tokens for each of 8 chips
 CONFIG = ModelConfig(
-    family="llama", vocab_size=V, embed_dim=D, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, mlp_dim=F, rope=RopeConfig("default", 10000.0), max_position=1024, norm_eps=1e-6,
+    family="llama", vocab_size=V, embed_dim=D, num_layers=2, num_heads=8, num_kv_heads=2,
+    head_dim=64, mlp_dim=F, rope=RopeConfig("default", 10000.0), max_position=T, norm_eps=1e-6,
     qkv_bias=False, qk_norm=False, tie_embeddings=False,
 )
 TX = optax.sgd(1.0)
-PROJECTIONS = {(D, 256), (D, 128), (256, D), (D, F), (F, D)}
+PROJECTIONS = {(D, D), (D, 128), (D, F), (F, D)}
 
 
 @functools.cache
@@ -70,7 +71,8 @@ def update(num_layers=2, remat="full"):
     program = dataclasses.replace(learner().program, remat=remat)
     chosen = correction.parse(default.get_config().correction)
     train_step = step.make_train_step(learner(config=config, program=program), chosen, TX)
-    compiled = train_step.lower(abstract_state(config), minibatch()).compile()
+    lowered = train_step.lower(abstract_state(config), minibatch())
+    compiled = lowered.compile(compiler_options=FLAGS["v5e"])
     return compiled, Module(compiled.as_text())
 
 
@@ -143,18 +145,20 @@ def test_the_kernels_are_in_the_program():
         "splash_mha_dq_segmented_no_residuals",
     }
     heads = [c for c in update()[1].custom_calls() if V in c.shapes[0].dims]
-    assert [c.shapes[0].dtype for c in heads] == ["f32"]  # the gradient of the head, in float32
+    assert {c.shapes[0].dtype for c in heads} == {"f32"}  # the gradient of the head, in float32
 
 
-@pytest.mark.parametrize("remat, is_bounded", [("full", True), ("none", False)])
-def test_memory_grows_with_depth_by_what_remat_keeps(remat, is_bounded):
+def test_memory_grows_with_depth_by_what_remat_keeps():
     """Two more layers may add their inputs [T,D] in bfloat16 and their gradients in float32."""
-    temporaries = lambda layers: update(layers, remat)[0].memory_analysis().temp_size_in_bytes
+    memory = lambda layers, remat: update(layers, remat)[0].memory_analysis()
     carry = B * T * D * 2 // 8
-    weights = (D * 256 + 2 * D * 128 + 256 * D + 3 * D * F + 2 * D) * 4 // 8
-    growth = temporaries(4) - temporaries(2)
-    assert (growth <= 2 * 1.1 * (carry + 2 * weights)) == is_bounded
-    state = abstract_state(CONFIG)
-    donated = sum(x.size * 4 for x in jax.tree.leaves(state.params)) / 8
-    aliased = update(2, remat)[0].memory_analysis().alias_size_in_bytes
-    assert aliased == pytest.approx(donated, rel=0.05)  # the update writes where it reads
+    gradient = (2 * D * D + 2 * D * 128 + 3 * D * F + 2 * D) * 4 // 8
+    allowed = memory(2, "full").temp_size_in_bytes + 2 * 1.1 * (carry + gradient)
+    assert memory(4, "full").temp_size_in_bytes <= allowed
+    assert memory(4, "none").temp_size_in_bytes > allowed
+
+
+def test_the_update_writes_where_it_reads():
+    parameters = sum(4 * x.size for x in jax.tree.leaves(abstract_state(CONFIG).params)) / 8
+    aliased = update()[0].memory_analysis().alias_size_in_bytes
+    assert aliased == pytest.approx(parameters, rel=0.05)
