@@ -6,14 +6,16 @@ attention counts half of its square, a decode step a full cache.
 
 import dataclasses
 import math
+import re
 
 import jax
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.chips import Chip
-from jaxrl_tis.hlo import Collective, Dot
+from jaxrl_tis.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.models.config import ModelConfig
 
+SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # attention products of jax's splash kernels
 PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of that precision
 
 
@@ -59,6 +61,17 @@ def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
     """Of `tokens` single tokens that each attend to `length` keys."""
     products = 2 * (layer_weights(c) * c.num_layers + c.embed_dim * c.vocab_size) * tokens
     return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
+
+
+def kernel_flops(call: CustomCall, setup: Setup) -> int:
+    """Of one run of a Pallas kernel on a device: its own estimate; for splash attention, which has
+    none, half of its squares; 0 for a kernel that says nothing."""
+    splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
+    if splash is None:
+        return call.flops or 0
+    rows, _, length, width = next(s.dims for s in call.shapes if len(s.dims) == 4)
+    heads = setup.model.num_heads // setup.layout.mesh.shape["tensor"]
+    return SPLASH_PRODUCTS[splash[1]] * rows * heads * length**2 * width
 
 
 def work(name: str, setup: Setup, args: tuple) -> Work:

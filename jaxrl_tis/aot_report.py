@@ -156,7 +156,8 @@ def _hlo(setup: Setup, topology: Topology, made: Any, work: aot_model.Work) -> d
         setup.engine.layout)
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
-    kernel_flops = sum((k.flops or 0) * k.runs for k in kernels)
+    flops_of = {k.name: aot_model.kernel_flops(k, setup) for k in kernels}
+    kernel_flops = sum(flops_of[k.name] * k.runs for k in kernels)
     flops = (module.flops() + kernel_flops) * layout.mesh.size
     limits = aot_model.roofline(
         topology.chip, _devices_per_chip(setup, topology), dots, collectives, kernel_flops, work
@@ -165,7 +166,7 @@ def _hlo(setup: Setup, topology: Topology, made: Any, work: aot_model.Work) -> d
         "hlo_flops": flops,
         "model_flop_ratio": work.flops / flops if flops else None,
         "kernels": [
-            {"name": k.name, "runs": k.runs, "flops": k.flops, "op_name": k.op_name}
+            {"name": k.name, "runs": k.runs, "flops": flops_of[k.name], "op_name": k.op_name}
             for k in kernels
         ],
         "loops": [{"trips": x.trips, "kind": x.kind} for x in module.loops],
@@ -251,8 +252,9 @@ def text(entry: dict[str, Any]) -> str:
             f"({d['precision']}), from {' x '.join(d['sources'])}"
         )
     for kernel in entry["kernels"]:
-        said = "unknown" if kernel["flops"] is None else f"{kernel['flops']:.3g}"
-        lines.append(f"  {kernel['runs']:6d} x kernel {kernel['name']}, FLOPs {said}")
+        lines.append(
+            f"  {kernel['runs']:6d} x kernel {kernel['name']}, {kernel['flops']:.3g} FLOPs"
+        )
     lines += [f"  HOST: {h['runs']} x {h['kind']}" for h in entry["host_transfers"]]
     return "\n".join(lines)
 

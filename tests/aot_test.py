@@ -15,7 +15,7 @@ from jaxrl_tis import aot_fit, aot_model, aot_report, build, train
 from jaxrl_tis import aot_programs as aot
 from jaxrl_tis.aot_model import Work
 from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
-from jaxrl_tis.hlo import Collective, Dot
+from jaxrl_tis.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.hlo_text import Shape
 from jaxrl_tis.libtpu_flags import FLAGS
 from tests import tiny, tpu
@@ -295,6 +295,20 @@ def test_bytes_that_a_decode_call_must_move():
     moved = aot_model.work("decode", setup, args)
     assert moved.kv_bytes == 2 * cache  # two steps a call
     assert moved.weight_bytes == 2 * aot_model.device_bytes(args[0])
+
+
+def test_flops_of_kernels():
+    """Splash attention by half its squares (2 query heads); the others speak for themselves."""
+    call = lambda name, shape, flops: CustomCall(
+        name, "tpu_custom_call", (Shape("f32", (2, 512, 128)), shape), flops, "c", 1, ""
+    )
+    setup, q, kv = tiny_setup(), Shape("bf16", (3, 2, 64, 16)), Shape("bf16", (3, 1, 64, 16))
+    square = 3 * 2 * (64 * 64 // 2) * 2 * 16  # of one product: rows, heads, half of T x T, K
+    count = lambda *args: aot_model.kernel_flops(call(*args), setup)
+    assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
+    assert count("splash_mha_dkv_segmented_no_residuals", kv, None) == 4 * square
+    assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
+    assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
 
 
 def test_the_roofline_takes_the_slowest_of_three():

@@ -64,6 +64,10 @@ def decode_attention(
                 pltpu.VMEM((n, g, c), jnp.float32),
             ],
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * b * n * g * s * k, transcendentals=b * n * g * s,
+            bytes_accessed=b * n * s * c * cache_lbnsc.dtype.itemsize,
+        ),
         out_shape=[
             jax.ShapeDtypeStruct((b, n, g, c), q_bngk.dtype),
             jax.ShapeDtypeStruct(cache_lbnsc.shape, cache_lbnsc.dtype),

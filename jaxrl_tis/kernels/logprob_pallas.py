@@ -76,12 +76,20 @@ class Tiling:
         """Token ids along the vocabulary axis of a tile's array."""
         return tile * self.vocab_tile + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
-    def call(self, kernel, grid: tuple, in_specs, out_specs, out_shape, scratch_shapes=()):
-        """The second axis of the grid is the one that a kernel accumulates over."""
+    def call(
+        self, kernel, grid: tuple, in_specs, out_specs, out_shape, scratch_shapes=(), products=2
+    ):
+        """The second axis of the grid is the one that a kernel accumulates over; `products` counts
+        the matrix products of tokens, width and vocabulary."""
+        size = self.tokens * self.vocab
+        cost = pl.CostEstimate(
+            flops=2 * products * size * self.width, transcendentals=size,
+            bytes_accessed=4 * (self.tokens + self.vocab) * self.width,
+        )
         return pl.pallas_call(
             functools.partial(kernel, self),
             grid=grid, in_specs=in_specs, out_specs=out_specs, out_shape=out_shape,
-            scratch_shapes=scratch_shapes,
+            scratch_shapes=scratch_shapes, cost_estimate=cost,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),
@@ -101,6 +109,7 @@ def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, 
         [t.tokens_spec(fields_tf.shape[1], 0), t.tokens_spec(t.width, 0), t.weight_spec(1)],
         t.tokens_spec(count, 0),
         jax.ShapeDtypeStruct((t.tokens, count), jnp.float32),
+        products=1,
     )(fields_tf, t.rows(x_bnd), head.weight)
     found_tf = found_tf[: targets_bn.size]
     return Moments(*(found_tf[:, i].reshape(targets_bn.shape) for i in range(count))), None
