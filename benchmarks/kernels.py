@@ -1,7 +1,7 @@
 """Time of each kernel against a measured copy and against XLA's reference, on one device.
 
     python -m benchmarks.kernels [--rows=64] [--length=8192] [--segments=16] [--rounds=10]
-        [--only=segment_reduce,ratio_stats]
+        [--head_tokens=512] [--vocab=151936] [--only=segment_reduce,ratio_stats]
 
 Bytes are those of the arguments and the results, each once: what a kernel must at least move. Where
 no kernel runs, the public function is the reference and there is nothing to compare.
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.kernels import segment
+from jaxrl_tis.kernels.logprob import Head, token_logprob
 
 
 def packed_rows(rows: int, length: int, num_segments: int) -> dict[str, jax.Array]:
@@ -58,6 +59,20 @@ def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[
     }
 
 
+def logprob_cases(tokens: int, width: int, vocab: int) -> dict[str, tuple[Callable, tuple]]:
+    """Scores of a tied bfloat16 head, and their gradients; by tokens, width and vocabulary."""
+    draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+    inputs = draw(0, vocab, width) * width**-0.5, draw(1, 8, tokens // 8, width)
+    targets = jax.random.randint(jax.random.key(2), (8, tokens // 8), 0, vocab)
+
+    def score(weight, x):
+        ones = jnp.ones(targets.shape)
+        return token_logprob(Head(weight, 0), x, targets, ones, 1024, with_entropy=True)
+
+    gradient = jax.grad(lambda weight, x: jnp.sum(score(weight, x).logp), (0, 1))
+    return {"token_logprob": (score, inputs), "token_logprob gradient": (gradient, inputs)}
+
+
 def reference(function: Callable) -> Callable:
     """The function as other platforms run it."""
 
@@ -87,15 +102,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--segments", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--head_tokens", type=int, default=512, help="of token_logprob")
+    parser.add_argument("--vocab", type=int, default=151_936, help="of token_logprob")
     parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
     args = parser.parse_args()
     device = jax.devices()[0]
     has_kernels = device.platform == "tpu"
     print(f"{device.device_kind}, jax {jax.__version__}, {args.rows} rows of {args.length} tokens "
-          f"in {args.segments} segments")
+          f"in {args.segments} segments; head of {args.vocab} x 896, {args.head_tokens} tokens")
     if not has_kernels:
         print("no kernel runs here: times are those of the references")
     cases = segment_cases(args.rows, args.length, args.segments)
+    cases |= logprob_cases(args.head_tokens, 896, args.vocab)
     copied = jnp.ones((4 * args.rows, args.length))
     took, moved = seconds(lambda x: x + 1.0, (copied,), args.rounds)
     copy_rate = moved / took
