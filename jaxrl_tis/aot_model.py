@@ -69,9 +69,9 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
     splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
     if splash is None:
         return call.flops or 0
-    rows, _, length, width = next(s.dims for s in call.shapes if len(s.dims) == 4)
+    *rows, _, length, width = max((s.dims for s in call.shapes), key=len)  # [(rows,) heads, T, K]
     heads = setup.model.num_heads // setup.layout.mesh.shape["tensor"]
-    return SPLASH_PRODUCTS[splash[1]] * rows * heads * length**2 * width
+    return SPLASH_PRODUCTS[splash[1]] * math.prod(rows) * heads * length**2 * width
 
 
 def work(name: str, setup: Setup, args: tuple) -> Work:

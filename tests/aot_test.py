@@ -317,6 +317,9 @@ def test_flops_of_kernels():
     assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
     assert count("splash_mha_dkv_segmented_no_residuals", kv, None) == 4 * square
     assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
+    alone = CustomCall("splash_mha_fwd", "tpu_custom_call", (
+        Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row
+    assert aot_model.kernel_flops(alone, setup) == 2 * square // 3
     assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
 
 
