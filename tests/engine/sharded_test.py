@@ -89,7 +89,7 @@ def trajectories(quantization, layout):
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_scanned_layers_on_eight_devices_draw_what_one_device_draws(quantization):
     """In int8 an activation on the edge of two values may fall to either side, as sums over devices
-    round differently: then a few log-probs move by a hundredth, and seldom a draw with them."""
+    round differently: log-probs then move a little from that token on, and seldom a draw."""
     single = trajectories(quantization, None)
     spread = trajectories(quantization, sharding.layout((4, 1, 2), sharding.SERVE_RULES))
     assert len(single) == len(spread) == 20
@@ -98,5 +98,5 @@ def test_scanned_layers_on_eight_devices_draw_what_one_device_draws(quantization
     for field in FIELDS:
         values = lambda found: np.concatenate([getattr(found[id], field) for id in same])
         gap = np.abs(values(spread) - values(single))
-        assert np.mean(gap > 1e-4) <= (0.0 if quantization == "none" else 0.05), field
-        assert gap.max() < 0.02, field
+        assert gap.max() < (1e-4 if quantization == "none" else 0.02), field
+        assert gap.mean() < 1e-3, field
