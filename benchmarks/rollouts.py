@@ -40,7 +40,8 @@ def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
     import jax
     import numpy as np
 
-    from jaxrl_tis.engine.engine import Engine, Request
+    from jaxrl_tis.engine.engine import Engine
+    from jaxrl_tis.engine.records import Request
     from jaxrl_tis.engine.sampling import SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
     from jaxrl_tis.models import transformer

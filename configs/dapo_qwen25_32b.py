@@ -38,6 +38,8 @@ def get_config():
     c.rollout.dynamic_sampling = True
     c.rollout.overlong_buffer = 4096
     c.engine.slots = 512
+    c.engine.page_size = 512
+    c.engine.prefill_chunk = 2048
     c.engine.dtype = "bfloat16"
     c.engine.cache_dtype = "bfloat16"
     c.engine.steps_per_call = 64

@@ -64,10 +64,16 @@ def get_config() -> ConfigDict:
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together
     c.engine.dtype = "float32"
-    c.engine.cache_dtype = "float32"
+    c.engine.cache_dtype = "float32"  # of keys and values: float32, bfloat16 or int8
+    c.engine.page_size = 16  # positions of a page of the cache
+    c.engine.num_pages = 0  # pages of each data shard; 0: every slot can hold the longest sequence
     c.engine.quantization = "w8a8"  # none, w8a16 or w8a8
     c.engine.steps_per_call = 4  # decode steps between two looks of the scheduler
     c.engine.prefill_batch = 16  # prompts per prefill call
+    c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call
+    c.engine.prefill_calls = 4  # prefill calls between two calls that decode
+    c.engine.policy = "first_come"  # who runs next: jaxrl_tis/engine/policies.py
+    c.engine.divide = 0  # tokens after which a sequence makes room for a waiting one; 0: never
     c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
 
     c.correction = ConfigDict()

@@ -36,6 +36,7 @@ def get_config(variant: str = "grpo"):
 
     c.rollout.max_new_tokens = 256
     c.engine.slots = 256
+    c.engine.page_size = 128
     c.engine.dtype = "bfloat16"
     c.engine.cache_dtype = "bfloat16"
     c.engine.steps_per_call = 16

@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from jaxrl_tis.engine.engine import Trajectory
+from jaxrl_tis.engine.records import Trajectory
 
 
 def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:

@@ -13,7 +13,10 @@ from jaxrl_tis import batch as batching
 from jaxrl_tis import control, correction, models, optimizer, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
-from jaxrl_tis.engine.engine import Engine, Trajectory
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.policies import POLICIES
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
@@ -48,6 +51,14 @@ class Setup:
     @property
     def row_length(self) -> int:
         return self.engine.max_length
+
+    def scheduler(self, engine: Engine, params: Any, version: int) -> Scheduler:
+        """Of one of the engines, with these serving parameters."""
+        config = self.config.engine
+        return Scheduler(
+            engine, params, version, policy=POLICIES[config.policy](),
+            prefill_calls=config.prefill_calls, divide=config.divide,
+        )
 
     @property
     def update_learner(self) -> steps.Learner:
@@ -103,7 +114,9 @@ def assemble(
     engine = functools.partial(
         Engine, model, slots=config.engine.slots, max_length=max_length,
         highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
-        prefill_batch=config.engine.prefill_batch, unroll=config.engine.unroll,
+        page_size=config.engine.page_size, num_pages=config.engine.num_pages or None,
+        prefill_batch=config.engine.prefill_batch, prefill_chunk=config.engine.prefill_chunk,
+        unroll=config.engine.unroll,
         layout=serving,
     )
     return Setup(

@@ -7,7 +7,7 @@ import ml_collections
 from jaxrl_tis import rollouts
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
-from jaxrl_tis.engine.engine import Request
+from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.scheduler import Scheduler
 
 

@@ -300,7 +300,7 @@ class Run:
         engine = self.setup.engine
         params = jax.block_until_ready(engine.load(self.state["policy"].params))
         if self._scheduler is None:
-            self._scheduler = Scheduler(engine, params, version)
+            self._scheduler = self.setup.scheduler(engine, params, version)
         else:
             self._scheduler.set_params(params, version)
         return self._scheduler
@@ -309,7 +309,8 @@ class Run:
         """Held-out accuracy of the learner itself: its weights and numerics, not the sampler's."""
         start = time.monotonic()
         engine = self.setup.learner_engine
-        scheduler = Scheduler(engine, engine.load(self.state["policy"].params), step)
+        params = engine.load(self.state["policy"].params)
+        scheduler = self.setup.scheduler(engine, params, step)
         total = 2 * self.setup.config.eval.prompts
         with metrics.Progress(total, f"evaluation at step {step}") as progress:
             values = self._evaluator.run(scheduler, self.rewards, step, progress)

@@ -8,6 +8,7 @@ import ml_collections
 from jaxrl_tis import control, correction, optimizer
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tasks import TASKS
+from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, methods, presets, reduce
 from jaxrl_tis.models import quant, transformer
 
@@ -45,7 +46,8 @@ def _names(config):
         "correction.kl_placement": (c.kl_placement, ("loss", "reward")),
         "engine.quantization": (config.engine.quantization, quant.SCHEMES),
         "engine.dtype": (config.engine.dtype, DTYPES),
-        "engine.cache_dtype": (config.engine.cache_dtype, DTYPES),
+        "engine.cache_dtype": (config.engine.cache_dtype, (*DTYPES, "int8")),
+        "engine.policy": (config.engine.policy, tuple(POLICIES)),
         "model.dtype": (config.model.dtype, DTYPES),
         "model.param_dtype": (config.model.param_dtype, DTYPES),
         "model.remat": (config.model.remat, transformer.REMAT),
@@ -72,6 +74,7 @@ def _counts(config):
     positive = [
         "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
+        "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
         "metrics.percentile_every",
@@ -82,7 +85,7 @@ def _counts(config):
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
-        "warmup.steps", "train.pack_length", "rollout.top_k", "rollout.overlong_buffer",
+        "engine.num_pages", "engine.divide", "warmup.steps", "train.pack_length", "rollout.top_k", "rollout.overlong_buffer",
         "correction.kl_coeff", "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
         "critic.warmup", "critic.weight_decay",
     ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import batch
-from jaxrl_tis.engine.engine import Trajectory
+from jaxrl_tis.engine.records import Trajectory
 
 FIRST = Trajectory(
     id="a", prompt=np.array([5, 6, 7], np.int32), tokens=np.array([8, 0, 9], np.int32),

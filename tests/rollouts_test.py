@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.engine.engine import Request, Trajectory
+from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.sampling import SamplingParams
 from tests import tiny
 

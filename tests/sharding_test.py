@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import models, rollouts, sharding, train
-from jaxrl_tis.engine.engine import Engine, Request
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import report, rollouts, train
-from jaxrl_tis.engine.engine import Trajectory
+from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.models import transformer
 from tests import tiny
 

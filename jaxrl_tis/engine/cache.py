@@ -1,10 +1,15 @@
-"""Key/value cache of fixed slots: an argument and a result of every program, never module state.
+"""Keys and values in pages: an argument and a result of every program, never module state.
 
-Unrolled layers have one `KV` each. Scanned layers have one array for all of them, [L,B,N,S,2K] with
-every value beside its key, which goes through the scan and is written in place.
+A pool holds P pages of S positions for each of N key/value heads; page 0 takes what nobody reads.
+A sequence is a row of a page table: its positions i*S .. i*S+S-1 lie in page table[i]. Unrolled
+layers have a `KV` each. Scanned layers share one `StackedKV`, every value beside its key, which
+goes through the scan and is written in place.
+
+int8 pools hold round(x / scale) with scale = absmax / 127.5 of a token's key (or value) of a head.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,126 +17,232 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_tis.kernels import decode_attention
-from jaxrl_tis.models import attention
+from jaxrl_tis.models import attention, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
+
+
+def _codes(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
+    """x [..., K] as the pool stores it, and its scales [...] if that is int8."""
+    if dtype != jnp.int8:
+        return x.astype(dtype), None
+    codes, scale = quant.quantize(x, axis=-1)
+    return codes, scale[..., 0]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Keys and values [B,N,S,K] of one layer."""
+    """The pool of one layer: k, v [P,N,S,K]; scales [P,N,S] float32 or None."""
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+    @classmethod
+    def empty(cls, config: ModelConfig, pages: int, size: int, dtype) -> "KV":
+        shape = (pages, config.num_kv_heads, size, config.head_dim)
+        values = lambda: jnp.zeros(shape, dtype)
+        scales = lambda: jnp.zeros(shape[:-1]) if dtype == jnp.int8 else None
+        return cls(values(), values(), scales(), scales())
+
+    @property
+    def size(self) -> int:
+        return self.k.shape[2]
+
+    def _leaves(self, k: jax.Array, v: jax.Array) -> "KV":
+        (k, k_scale), (v, v_scale) = _codes(k, self.k.dtype), _codes(v, self.v.dtype)
+        return KV(k, v, k_scale, v_scale)
+
+    def read(self, pages_b: jax.Array) -> "KV":
+        """The pages [B,N,S,...] of these numbers."""
+        return jax.tree.map(lambda x: x.at[pages_b].get(mode="promise_in_bounds"), self)
+
+    def write(self, pages_m: jax.Array, k_mnsk: jax.Array, v_mnsk: jax.Array) -> "KV":
+        """Whole pages."""
+        new = self._leaves(k_mnsk, v_mnsk)
+        return jax.tree.map(lambda x, y: _set_pages(x, y, pages_m, 0), self, new)
+
+    def append(self, pages_m, offsets_m, k_mnk: jax.Array, v_mnk: jax.Array) -> "KV":
+        """One position of each of M pages."""
+        new = self._leaves(k_mnk, v_mnk)
+        return jax.tree.map(lambda x, y: x.at[pages_m, :, offsets_m].set(y), self, new)
+
+    def copy(self, sources_m: jax.Array, targets_m: jax.Array) -> "KV":
+        return jax.tree.map(lambda x: _copy_pages(x, sources_m, targets_m, 0), self)
 
 
-def empty(config: ModelConfig, slots: int, length: int, dtype, unrolled: bool) -> Any:
-    """Zeros for every layer: a tuple of KV when layers are unrolled, else one array, whose length
-    is padded to whole tiles of the decode kernel."""
-    shape = (slots, config.num_kv_heads, length, config.head_dim)
-    if unrolled:
-        return tuple(
-            KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
-        )
-    rows = decode_attention.ROWS
-    length = -(-length // rows) * rows
-    shape = (config.num_layers, slots, config.num_kv_heads, length, 2 * config.head_dim)
-    return jnp.zeros(shape, dtype)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedKV:
+    """The pool of all layers: kv [L,P,N,S,2K]; scale [L,P,N,2,S] float32 or None."""
+
+    kv: jax.Array
+    scale: jax.Array | None
+
+    @classmethod
+    def empty(cls, config: ModelConfig, pages: int, size: int, dtype) -> "StackedKV":
+        shape = (config.num_layers, pages, config.num_kv_heads)
+        scale = jnp.zeros((*shape, 2, size)) if dtype == jnp.int8 else None
+        return cls(jnp.zeros((*shape, size, 2 * config.head_dim), dtype), scale)
+
+    @property
+    def size(self) -> int:
+        return self.kv.shape[3]
+
+    def copy(self, sources_m: jax.Array, targets_m: jax.Array) -> "StackedKV":
+        return jax.tree.map(lambda x: _copy_pages(x, sources_m, targets_m, 1), self)
+
+    def beside(self, k: jax.Array, v: jax.Array) -> "StackedKV":
+        """Keys and values [..., N,(S,)K] as the pool stores them, scales [..., N,2(,S)]."""
+        (k, k_scale), (v, v_scale) = _codes(k, self.kv.dtype), _codes(v, self.kv.dtype)
+        scale = None if k_scale is None else jnp.stack([k_scale, v_scale], axis=2)
+        return StackedKV(jnp.concatenate([k, v], axis=-1), scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerOf:
+    """One layer of a stacked pool, used like a KV; `write` and `append` return one too."""
+
+    pool: StackedKV
+    index: jax.Array
+
+    @property
+    def size(self) -> int:
+        return self.pool.size
+
+    def read(self, pages_b: jax.Array) -> KV:
+        take = lambda x: x.at[self.index, pages_b].get(mode="promise_in_bounds")
+        kv = take(self.pool.kv)
+        width = kv.shape[-1] // 2
+        if self.pool.scale is None:
+            return KV(kv[..., :width], kv[..., width:], None, None)
+        scale = take(self.pool.scale)
+        return KV(kv[..., :width], kv[..., width:], scale[:, :, 0], scale[:, :, 1])
+
+    def write(self, pages_m, k_mnsk: jax.Array, v_mnsk: jax.Array) -> "LayerOf":
+        put = lambda pool, new: _set_pages(pool, new[None], pages_m, 1, self.index)
+        new = self.pool.beside(k_mnsk, v_mnsk)
+        return LayerOf(jax.tree.map(put, self.pool, new), self.index)
+
+    def append(self, pages_m, offsets_m, k_mnk: jax.Array, v_mnk: jax.Array) -> "LayerOf":
+        new = self.pool.beside(k_mnk, v_mnk)
+        kv = self.pool.kv.at[self.index, pages_m, :, offsets_m].set(new.kv)
+        scale = self.pool.scale
+        if scale is not None:
+            scale = scale.at[self.index, pages_m, :, :, offsets_m].set(new.scale)
+        return LayerOf(StackedKV(kv, scale), self.index)
+
+
+def _set_pages(pool, new, pages_m, axis: int, layer=0):
+    """Writes new[..., m, ...] at page pages_m[m] of the pool, page by page: in place on TPU."""
+
+    def put(m, pool):
+        page = jax.lax.dynamic_slice_in_dim(new, m, 1, axis)
+        start = [0] * pool.ndim
+        start[0], start[axis] = layer, pages_m[m]
+        return jax.lax.dynamic_update_slice(pool, page, start)
+
+    return jax.lax.fori_loop(0, len(pages_m), put, pool)
+
+
+def _copy_pages(pool, sources_m, targets_m, axis: int):
+    def put(m, pool):
+        page = jax.lax.dynamic_slice_in_dim(pool, sources_m[m], 1, axis)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, targets_m[m], axis)
+
+    return jax.lax.fori_loop(0, len(sources_m), put, pool)
+
+
+def empty(config: ModelConfig, pages: int, size: int, dtype: str, unrolled: bool) -> Any:
+    """A pool of zeros for every layer."""
+    if not unrolled:
+        return StackedKV.empty(config, pages, size, jnp.dtype(dtype))
+    layer = lambda: KV.empty(config, pages, size, jnp.dtype(dtype))
+    return tuple(layer() for _ in range(config.num_layers))
 
 
 def axes(x: jax.Array) -> tuple:
-    """Logical axes of an array of the cache."""
-    return (None,) * (x.ndim - 4) + ("batch", "kv_heads", None, None)
+    """Logical axes of an array of a pool: each part of the batch has pages of its own."""
+    first = (None,) * (x.ndim == 5) + ("batch", "kv_heads")
+    return first + (None,) * (x.ndim - len(first))
 
 
-# `attend` of prefill: attends within rows and hands back the keys and values
+# `attend` of the transformer: writes the keys of its tokens, attends to all that came before
 
 
-def keep_rows(segment_ids_bt: jax.Array, unrolled: bool, layout: Layout):
-    """For unrolled or for scanned layers."""
-    heads_first = lambda x_btnk: jnp.swapaxes(x_btnk, 1, 2)
+def _on_devices(layout: Layout, step: Callable, cache: Any, arrays: tuple) -> Callable:
+    """step(q, k, v, cache, *arrays by row) on each device's rows, heads and pages."""
+    spec = lambda *names: layout.sharding(names).spec
+    heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
+    pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
+    by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
+    return layout.shard(step, (heads, kv_heads, kv_heads, pools, *by_row), (heads, pools))
 
-    def attend(q, k, v, _):
-        kv = KV(heads_first(k), heads_first(v))
-        kv = kv if unrolled else jnp.concatenate([kv.k, kv.v], axis=-1)
-        return attention.row_attention(q, k, v, segment_ids_bt, layout), kv
+
+def _layer_cache(cache: Any) -> Any:
+    return LayerOf(*cache) if isinstance(cache, tuple) else cache
+
+
+def _handed_on(cache: Any) -> Any:
+    return cache.pool if isinstance(cache, LayerOf) else cache
+
+
+def fill(starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout: Layout):
+    """For chunks of prompts: row r holds lengths_r[r] tokens from position starts_r[r] on, which
+    begins a page."""
+
+    def step(q_rthk, k_rtnk, v_rtnk, cache, starts_r, lengths_r, table_rp):
+        r, t, n, k = k_rtnk.shape
+        first = starts_r[:, None] + jnp.arange(0, t, cache.size)[None]
+        pages_rm = jnp.take_along_axis(table_rp, first // cache.size, axis=1, mode="clip")
+        pages_rm = jnp.where(first < (starts_r + lengths_r)[:, None], pages_rm, 0)
+        paged = lambda x: jnp.swapaxes(x.reshape(-1, cache.size, n, k), 1, 2)
+        cache = cache.write(pages_rm.reshape(-1), paged(k_rtnk), paged(v_rtnk))
+        index_rt = starts_r[:, None] + jnp.minimum(jnp.arange(t)[None], lengths_r[:, None] - 1)
+        return attention.paged_attention(q_rthk, cache.read, table_rp, index_rt), cache
+
+    def attend(q, k, v, cache):
+        cache, rows = _layer_cache(cache), (starts_r, lengths_r, table_rp)
+        out, cache = _on_devices(layout, step, cache, rows)(q, k, v, cache, *rows)
+        return out, _handed_on(cache)
 
     return attend
 
 
-# `attend` of decode: writes one token per slot at its position, attends up to it
+def append(index_b: jax.Array, is_written_b: jax.Array, table_bp: jax.Array, layout: Layout):
+    """For one new token of every slot, at place index_b[b] of its pages; a token whose key is
+    there already (is_written False) writes to page 0."""
 
+    def step(q_b1hk, k_b1nk, v_b1nk, cache, index_b, is_written_b, table_bp):
+        page = jnp.take_along_axis(table_bp, (index_b // cache.size)[:, None], axis=1)[:, 0]
+        page_b = jnp.where(is_written_b, page, 0)
 
-def append(positions_b: jax.Array):
-    """For unrolled layers."""
+        def generic(q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp):
+            new = cache.append(page_b, index_b % cache.size, k_b1nk[:, 0], v_b1nk[:, 0])
+            read = new.read
+            return attention.paged_attention(q_b1hk, read, table_bp, index_b[:, None]), new
 
-    def attend(q_b1hk, k_b1nk, v_b1nk, cache: KV):
-        rows = jnp.arange(positions_b.shape[0])
-        k = cache.k.at[rows, :, positions_b].set(k_b1nk[:, 0].astype(cache.k.dtype))
-        v = cache.v.at[rows, :, positions_b].set(v_b1nk[:, 0].astype(cache.v.dtype))
-        mask_bs = jnp.arange(k.shape[2])[None] <= positions_b[:, None]
-        return attention.cached_attention(q_b1hk, k, v, mask_bs), KV(k, v)
+        args = q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp
+        if isinstance(cache, KV):
+            return generic(*args)
+        return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
+
+    def attend(q, k, v, cache):
+        cache, rows = _layer_cache(cache), (index_b, is_written_b, table_bp)
+        out, cache = _on_devices(layout, step, cache, rows)(q, k, v, cache, *rows)
+        return out, _handed_on(cache)
 
     return attend
 
 
-def append_stacked(positions_b: jax.Array, layout: Layout):
-    """For scanned layers: a kernel on TPU, `append` on the layer's slice elsewhere."""
-    spec = lambda *axes: layout.sharding(axes).spec
-    heads = spec("batch", "kv_heads", None, None)
-    cache_spec = spec(None, "batch", "kv_heads", None, None)
-    new, whole = spec("batch", "kv_heads", None), PartitionSpec()
-    step = layout.shard(
-        _append_one,
-        in_specs=(heads, new, cache_spec, whole, spec("batch")), out_specs=(heads, cache_spec),
+def _append_kernel(q_b1hk, k_b1nk, v_b1nk, cache: LayerOf, index_b, page_b, table_bp):
+    b, _, h, k = q_b1hk.shape
+    new = cache.pool.beside(k_b1nk[:, 0], v_b1nk[:, 0])
+    out_bngk, kv, scale = decode_attention.decode_attention(
+        q_b1hk.reshape(b, k_b1nk.shape[2], -1, k), new.kv, new.scale, cache.pool.kv,
+        cache.pool.scale, cache.index, index_b, page_b, table_bp,
     )
-
-    def attend(q_b1hk, k_b1nk, v_b1nk, cache_and_layer):
-        b, _, n, k = k_b1nk.shape
-        q_bngk = q_b1hk.reshape(b, n, -1, k)
-        new_bnc = jnp.concatenate([k_b1nk[:, 0], v_b1nk[:, 0]], axis=-1)
-        out_bngk, cache = step(q_bngk, new_bnc, *cache_and_layer, positions_b)
-        return out_bngk.reshape(q_b1hk.shape), cache
-
-    return attend
-
-
-def _append_one(q_bngk, new_bnc, cache_lbnsc, layer, positions_b):
-    return jax.lax.platform_dependent(
-        q_bngk, new_bnc, cache_lbnsc, layer, positions_b,
-        tpu=decode_attention.decode_attention, default=_append_slice,
-    )
-
-
-def _append_slice(q_bngk, new_bnc, cache_lbnsc, layer, positions_b):
-    b, n, g, k = q_bngk.shape
-    new_bnc = new_bnc.astype(cache_lbnsc.dtype)
-    cache_lbnsc = cache_lbnsc.at[layer, jnp.arange(b), :, positions_b].set(new_bnc)
-    k_bnsk, v_bnsk = jnp.split(cache_lbnsc[layer], 2, axis=-1)
-    mask_bs = jnp.arange(k_bnsk.shape[2])[None] <= positions_b[:, None]
-    q_b1hk = q_bngk.reshape(b, 1, n * g, k)
-    out = attention.cached_attention(q_b1hk, k_bnsk, v_bnsk, mask_bs)
-    return out.reshape(b, n, g, k), cache_lbnsc
-
-
-def insert(cache: Any, prefix: Any, source_b: jax.Array) -> Any:
-    """Copies row source_b[b] of the prefix into slot b and clears what the slot held beyond it, so
-    that nothing of an earlier request can leak. Only such slots are touched: one with source -1
-    keeps its content.
-
-    Args:
-      cache, prefix: the same structure, with [..., B,N,S,C] and [..., R,N,P,C] leaves, P <= S.
-      source_b: [B] int32.
-    """
-    new_first = jnp.argsort(source_b < 0)
-
-    def leaf(i, old, new):
-        slot = new_first[i]
-        row = jax.lax.dynamic_slice_in_dim(new, source_b[slot], 1, axis=-4).astype(old.dtype)
-        pad = [(0, 0)] * new.ndim
-        pad[-2] = (0, old.shape[-2] - new.shape[-2])
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.pad(row, pad), slot, axis=old.ndim - 4)
-
-    body = lambda i, cache: jax.tree.map(lambda old, new: leaf(i, old, new), cache, prefix)
-    return jax.lax.fori_loop(0, jnp.sum(source_b >= 0), body, cache)
+    return out_bngk.reshape(q_b1hk.shape), LayerOf(StackedKV(kv, scale), cache.index)

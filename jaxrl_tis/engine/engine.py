@@ -1,12 +1,11 @@
-"""The rollout engine: prefill, insert, generate over fixed slots, and the records it writes.
+"""The rollout engine: prefill, insert, generate over fixed slots and pages of keys and values.
 
-A prompt of P tokens is prefilled up to its last token; the last one is the first input of decode.
-So every token, the first included, is drawn by one and the same decode program.
+A prompt is prefilled in chunks into pages that its samples share; its last token is then the first
+input of decode. So every token, the first included, is drawn by one and the same decode program.
 """
 
 import dataclasses
 import functools
-import hashlib
 from typing import Any, Protocol
 
 import jax
@@ -15,60 +14,33 @@ import numpy as np
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One sequence to be sampled. `id` is unique among live requests and seeds its noise."""
+class Chunk:
+    """A part of a sequence to be prefilled: its tokens from position `start` on, which begins a
+    page, and the pages of the sequence so far, in the shard of the cache that holds it."""
 
-    id: str
-    prompt: np.ndarray
-    seed: int
-    sampling: SamplingParams
-
-    @property
-    def hash(self) -> int:
-        """32 bits of the id; the sampling key is fold_in(fold_in(seed, hash), position)."""
-        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=4).digest(), "little")
-
-
-@dataclasses.dataclass(frozen=True)
-class Trajectory:
-    """The record of one finished sequence, written as its tokens were drawn.
-
-    Arrays have one entry per sampled token: `tokens` int32, `mask` bool (True: the policy chose
-    it), `turn` int32, `logp_behav` (of the filtered, renormalised distribution), `logp_raw`
-    (unfiltered), `entropy` (nats) float32, `version` int32 (weights that drew the token), and
-    `logits` [n,V] float32, log-probs of the distribution it was drawn from, V = 0 unless recorded.
-    `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
-    """
-
-    id: str
-    prompt: np.ndarray
+    shard: int
     tokens: np.ndarray
-    mask: np.ndarray
-    turn: np.ndarray
-    logp_behav: np.ndarray
-    logp_raw: np.ndarray
-    entropy: np.ndarray
-    version: np.ndarray
-    stop_reason: str
-    seed: int
-    request: int
-    quant_id: str
-    temperature: float
-    logits: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    start: int
+    pages: list[int]
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Keys and values of R prefilled prompts (all but their last tokens), padded to one length."""
+class Insertion:
+    """What goes into a slot: a sequence whose first `cached` positions lie in the slot's pages, of
+    which the page `copy[1]` is to become a copy of the page `copy[0]` (0, 0: none)."""
 
-    kv: Any
+    request: Request
+    tokens: np.ndarray
+    remaining: int
+    cached: int
+    copy: tuple[int, int] = (0, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +51,7 @@ class Slots:
     Attributes:
       token, position: [B] int32, last token (not yet in the cache) and its absolute position.
       remaining: [B] int32 tokens that may still be sampled; 0 is a finished or free slot.
+      cached: [B] int32 positions whose keys lay in the pages when the sequence came.
       key: [B,2] uint32, see sampling.row_keys.
       stop_ids: [B,n] int32 padded with -1.
       rows: sampling parameters.
@@ -87,6 +60,7 @@ class Slots:
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
+    cached: jax.Array
     key: jax.Array
     stop_ids: jax.Array
     rows: SamplingRows
@@ -118,20 +92,32 @@ class ResultTokens:
 
 
 class EngineProtocol(Protocol):
-    """What the scheduler needs; the tests drive it with an engine made of arithmetic."""
+    """What the scheduler needs; the tests drive it with an engine made of arithmetic.
+
+    Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
+    one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many
+    of its positions were evicted.
+    """
 
     slots: int
+    shards: int
     max_length: int
     max_stop_ids: int
+    steps: int
+    page_size: int
+    num_pages: int
     prefill_batch: int
+    prefill_chunk: int
     quant_id: str
 
-    def bucket(self, prompt_length: int) -> int: ...
+    def bucket(self, length: int) -> int: ...
     def init_state(self) -> Any: ...
-    def prefill(self, params: Any, prompts: list[np.ndarray]) -> Any: ...
-    def insert(self, prefix: Any, state: Any, rows: dict[int, tuple[int, Request]]) -> Any: ...
+    def prefill(self, params: Any, state: Any, chunks: list[Chunk]) -> Any: ...
+    def insert(self, state: Any, rows: dict[int, Insertion]) -> Any: ...
     def release(self, state: Any, slots: list[int]) -> Any: ...
-    def generate(self, params: Any, state: Any) -> tuple[Any, ResultTokens]: ...
+    def generate(
+        self, params: Any, state: Any, table: np.ndarray, shift: np.ndarray
+    ) -> tuple[Any, ResultTokens]: ...
 
 
 class Engine:
@@ -141,10 +127,13 @@ class Engine:
       config: the model.
       slots: sequences decoded together.
       max_length: prompt plus sampled tokens of a sequence.
-      dtype: compute dtype; cache_dtype: dtype of keys and values.
+      page_size: positions of a page of the cache.
+      num_pages: pages of each shard of the slots, page 0 included; None holds every slot at
+        max_length.
+      dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" included.
       quantization: "none", "w8a16" or "w8a8" for the layers' projections.
       steps: decode steps per `generate` call.
-      prefill_batch: prompts per prefill call.
+      prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
       layout: mesh and rules; None runs on one device.
       records_logits: keep the whole distribution of every token; for small models.
@@ -158,12 +147,15 @@ class Engine:
         *,
         slots: int,
         max_length: int,
+        page_size: int = 16,
+        num_pages: int | None = None,
         dtype: str = "float32",
         cache_dtype: str = "float32",
         quantization: str = "none",
         highest_head: bool = False,
         steps: int = 8,
         prefill_batch: int = 8,
+        prefill_chunk: int = 512,
         unroll: bool = True,
         layout: sharding.Layout | None = None,
         records_logits: bool = False,
@@ -174,6 +166,12 @@ class Engine:
         self.quantization, self.dtype, self.cache_dtype = quantization, dtype, cache_dtype
         self.steps, self.prefill_batch, self.unroll = steps, prefill_batch, unroll
         self.layout = layout or sharding.single_device()
+        self.shards, self.page_size = self.layout.shards, page_size
+        self.pages_per_slot = -(-max_length // page_size)
+        whole = slots // self.shards * self.pages_per_slot + 2
+        self.num_pages = whole if num_pages is None else num_pages
+        self.prefill_chunk = -(-min(prefill_chunk, max_length) // page_size) * page_size
+        self._check_sizes()
         self.num_logits = config.vocab_size if records_logits else 0
         self.quant_id = quantization if quantization != "none" else dtype
         self.program = transformer.Program(
@@ -182,9 +180,11 @@ class Engine:
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
         self._load = jax.jit(self._serving_params, out_shardings=self._params_shardings())
-        rows = self.layout.sharding(("batch", None))
-        self._prefill = jax.jit(self._prefill_rows, in_shardings=(None, rows, rows))
-        self._insert = jax.jit(self._insert_rows, donate_argnums=(1,))
+        rows, row = self.layout.sharding(("batch", None)), self.layout.sharding(("batch",))
+        self._prefill = jax.jit(
+            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows), donate_argnums=(1,)
+        )
+        self._insert = jax.jit(self._insert_rows, donate_argnums=(0,))
         self._generate = jax.jit(self._decode, donate_argnums=(1,))
 
     # Weights
@@ -234,101 +234,124 @@ class Engine:
         layer = lambda w: serve(quant.quantize_params({"layers": w}, self.quantization)["layers"])
         return serve(outer) | {"layers": jax.lax.map(layer, params["layers"])}
 
+    def _check_sizes(self) -> None:
+        for name, count in (("slots", self.slots), ("prefill_batch", self.prefill_batch)):
+            if count % self.shards:
+                raise ValueError(
+                    f"engine.{name}={count} cannot be cut into the {self.shards} data shards of "
+                    f"mesh {dict(self.layout.mesh.shape)}; make it a multiple"
+                )
+        if self.num_pages < self.pages_per_slot + 2:
+            raise ValueError(
+                f"{self.num_pages} pages of {self.page_size} positions cannot hold a sequence of "
+                f"{self.max_length}; give engine.num_pages at least {self.pages_per_slot + 2}"
+            )
+
     # Prefill
 
-    def bucket(self, prompt_length: int) -> int:
-        """Padded length of the prefix of a prompt: the next of 16, 24, 32, 48, 64, 96, 128, ..."""
-        length = 16
-        while length < prompt_length - 1:
-            length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
-        return min(length, self.max_length)
+    def bucket(self, length: int) -> int:
+        """Padded length of a chunk: the next of 1, 1.5, 2, 3, 4, 6, 8, ... pages."""
+        pages, needed = 1, -(-length // self.page_size)
+        while pages < needed:
+            pages = pages * 3 // 2 if pages & (pages - 1) == 0 and pages > 1 else -(-pages * 4 // 3)
+        return min(pages * self.page_size, self.prefill_chunk)
 
-    def prefill(self, params: transformer.Params, prompts: list[np.ndarray]) -> Prefix:
-        """Prefix of at most `prefill_batch` prompts that share a bucket; row r is prompts[r]."""
-        length = self.bucket(max(len(p) for p in prompts))
+    def prefill(self, params, state: DecodeState, chunks: list[Chunk]) -> DecodeState:
+        """Writes the keys of the chunks, at most prefill_batch / shards of each shard."""
+        per_shard = self.prefill_batch // self.shards
+        length = self.bucket(max(len(c.tokens) for c in chunks))
         tokens = np.zeros((self.prefill_batch, length), np.int32)
-        segment_ids = np.zeros((self.prefill_batch, length), np.int32)
-        for r, prompt in enumerate(prompts):
-            tokens[r, : len(prompt) - 1] = prompt[:-1]
-            segment_ids[r, : len(prompt) - 1] = 1
-        return self._prefill(params, tokens, segment_ids)
+        starts, lengths = (np.zeros(self.prefill_batch, np.int32) for _ in range(2))
+        table = np.zeros((self.prefill_batch, self.pages_per_slot), np.int32)
+        taken = [0] * self.shards
+        for chunk in chunks:
+            row = chunk.shard * per_shard + taken[chunk.shard]
+            taken[chunk.shard] += 1
+            tokens[row, : len(chunk.tokens)] = chunk.tokens
+            starts[row], lengths[row] = chunk.start, len(chunk.tokens)
+            table[row, : len(chunk.pages)] = chunk.pages
+        return self._prefill(params, state, tokens, starts, lengths, table)
 
-    def _prefill_rows(self, params, tokens_rt, segment_ids_rt) -> Prefix:
-        positions = jnp.broadcast_to(jnp.arange(tokens_rt.shape[1])[None], tokens_rt.shape)
-        attend = cache.keep_rows(segment_ids_rt, self.unroll, self.layout)
+    def _prefill_rows(
+        self, params, state, tokens_rt, starts_r, lengths_r, table_rp
+    ) -> DecodeState:
+        positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
+        attend = cache.fill(starts_r, lengths_r, table_rp, self.layout)
         _, kv = transformer.hidden(
-            params, self.config, self.program, tokens_rt, positions, attend
+            params, self.config, self.program, tokens_rt, positions_rt, attend, state.cache
         )
-        return Prefix(jax.tree.map(lambda x: self.layout.constrain(x, cache.axes(x)), kv))
+        return DecodeState(kv, state.slots)
 
     # Insert
 
     def init_state(self) -> DecodeState:
-        """Empty slots, each device holding its own part."""
+        """Empty slots and pages, each device holding its own part."""
         return self._init()
 
     def _empty_state(self) -> DecodeState:
         b = self.slots
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         rows = SamplingRows.of([SamplingParams()] * b)
-        kv = cache.empty(self.config, b, self.max_length, self.cache_dtype, self.unroll)
+        kv = cache.empty(
+            self.config, self.shards * self.num_pages, self.page_size, self.cache_dtype, self.unroll
+        )
         slots = Slots(
-            zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
+            zeros(b), zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
             jnp.full((b, self.max_stop_ids), -1), jax.tree.map(jnp.asarray, rows),
         )
         return DecodeState(kv, slots)
 
     def _state_shardings(self) -> DecodeState:
-        """Slots over the data axes, key/value heads [..., B,N,S,K] over tensor."""
+        """Slots and pages over the data axes, key/value heads over tensor."""
         state = jax.eval_shape(self._empty_state)
         of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
         place = lambda tree, axes: jax.tree.map(lambda x: self.layout.sharding(axes(x)), tree)
         return DecodeState(place(state.cache, cache.axes), place(state.slots, of_slots))
 
-    def insert(
-        self, prefix: Prefix, state: DecodeState, rows: dict[int, tuple[int, Request]]
-    ) -> DecodeState:
-        """Puts requests into slots: rows maps a slot to (row of the prefix, request)."""
-        return self._insert(prefix, state, *self._insertion(rows))
+    def insert(self, state: DecodeState, rows: dict[int, Insertion]) -> DecodeState:
+        """Puts sequences into slots."""
+        return self._insert(state, *self._insertion(rows))
 
-    def _insertion(self, rows: dict[int, tuple[int, Request]]) -> tuple:
-        """New content of the slots, their seeds and hashes, and the prefix row of each or -1."""
+    def _insertion(self, rows: dict[int, Insertion]) -> tuple:
+        """New content of the slots, their seeds and hashes, copies of pages, which are new."""
         b = self.slots
-        source = np.full(b, -1, np.int32)
-        token, position, remaining = (np.zeros(b, np.int32) for _ in range(3))
+        is_new = np.zeros(b, bool)
+        token, position, remaining, cached = (np.zeros(b, np.int32) for _ in range(4))
         seeds, hashes = (np.zeros(b, np.uint32) for _ in range(2))
         stop_ids = np.full((b, self.max_stop_ids), -1, np.int32)
+        copies = np.zeros((2, b), np.int32)
         params = [SamplingParams()] * b
-        for slot, (row, request) in rows.items():
-            source[slot] = row
-            token[slot], position[slot] = request.prompt[-1], len(request.prompt) - 1
-            remaining[slot] = request.sampling.max_tokens
-            seeds[slot], hashes[slot] = request.seed & 0xFFFFFFFF, request.hash
-            stop_ids[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
-            params[slot] = request.sampling
-        new = Slots(token, position, remaining, None, stop_ids, SamplingRows.of(params))
-        return new, seeds, hashes, source
+        for slot, row in rows.items():
+            sampling, is_new[slot] = row.request.sampling, True
+            token[slot], position[slot] = row.tokens[-1], len(row.tokens) - 1
+            remaining[slot], cached[slot] = row.remaining, row.cached
+            seeds[slot], hashes[slot] = row.request.seed & 0xFFFFFFFF, row.request.hash
+            stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
+            copies[:, slot] = row.copy
+            params[slot] = sampling
+        new = Slots(token, position, remaining, cached, None, stop_ids, SamplingRows.of(params))
+        return new, seeds, hashes, *copies, is_new
 
-    def _insert_rows(self, prefix, state, new, seeds_b, hashes_b, source_b) -> DecodeState:
+    def _insert_rows(
+        self, state, new, seeds_b, hashes_b, sources_b, targets_b, is_new_b
+    ) -> DecodeState:
         new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
 
         def choose(old, fresh):
-            is_new = (source_b >= 0).reshape((-1,) + (1,) * (old.ndim - 1))
-            return jnp.where(is_new, fresh, old)
+            return jnp.where(is_new_b.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
 
         slots = jax.tree.map(choose, state.slots, new)
-        return DecodeState(self._insert_kv(state.cache, prefix.kv, source_b), slots)
+        return DecodeState(self._copy_pages(state.cache, sources_b, targets_b), slots)
 
-    def _insert_kv(self, kv, prefix_kv, source_b):
-        """`cache.insert` on the slots of each device; any slot may take any row of the prefix."""
-        spec = lambda x, row_axis: self.layout.sharding(
-            (None,) * (x.ndim - 4) + (row_axis, "kv_heads", None, None)
-        ).spec
-        specs = lambda tree, row_axis: jax.tree.map(lambda x: spec(x, row_axis), tree)
-        own = specs(kv, "batch")
+    def _copy_pages(self, kv, sources_b, targets_b):
+        """Of each device, for its own slots."""
+        pools = jax.tree.map(lambda sharding: sharding.spec, self._shardings.cache)
         slots = self.layout.sharding(("batch",)).spec
-        insert = self.layout.shard(cache.insert, (own, specs(prefix_kv, None), slots), own)
-        return insert(kv, prefix_kv, source_b)
+        is_pool = lambda x: isinstance(x, (cache.KV, cache.StackedKV))
+        copy = lambda kv, sources, targets: jax.tree.map(
+            lambda pool: pool.copy(sources, targets), kv, is_leaf=is_pool
+        )
+        return self.layout.shard(copy, (pools, slots, slots), pools)(kv, sources_b, targets_b)
 
     def release(self, state: DecodeState, slots: list[int]) -> DecodeState:
         """Stops the given slots, so that they are free for the next insert."""
@@ -337,11 +360,13 @@ class Engine:
 
     # Generate
 
-    def generate(self, params, state: DecodeState) -> tuple[DecodeState, ResultTokens]:
-        """Up to `steps` tokens for every running slot."""
-        return self._generate(params, state)
+    def generate(
+        self, params, state: DecodeState, table: np.ndarray, shift: np.ndarray
+    ) -> tuple[DecodeState, ResultTokens]:
+        """Up to `steps` tokens for every running slot, whose pages must have room for them."""
+        return self._generate(params, state, table, shift)
 
-    def _decode(self, params, state: DecodeState):
+    def _decode(self, params, state: DecodeState, table_bp, shift_b):
         empty = lambda dtype: jnp.zeros((self.steps, self.slots), dtype)
         floats = empty(jnp.float32)
         result = ResultTokens(
@@ -355,7 +380,7 @@ class Engine:
 
         def body(carry):
             i, state, result = carry
-            state, drawn, logits, valid = self._decode_one(params, state)
+            state, drawn, logits, valid = self._decode_one(params, state, table_bp, shift_b)
             write = lambda buffer, row: buffer.at[i].set(row)
             result = ResultTokens(
                 write(result.tokens, drawn.token), write(result.logp_behav, drawn.logp_behav),
@@ -367,12 +392,12 @@ class Engine:
         _, state, result = jax.lax.while_loop(running, body, (0, state, result))
         return state, result
 
-    def _decode_one(self, params, state: DecodeState):
+    def _decode_one(self, params, state: DecodeState, table_bp, shift_b):
         slots = state.slots
-        if self.unroll:
-            attend = cache.append(slots.position)
-        else:
-            attend = cache.append_stacked(slots.position, self.layout)
+        is_running = slots.remaining > 0
+        index_b = jnp.where(is_running, slots.position - shift_b, 0)
+        is_written_b = is_running & (slots.position >= slots.cached)
+        attend = cache.append(index_b, is_written_b, table_bp, self.layout)
         x_b1d, kv = transformer.hidden(
             params, self.config, self.program, slots.token[:, None], slots.position[:, None],
             attend, state.cache,
@@ -384,7 +409,6 @@ class Engine:
         recorded_bv = jnp.zeros((self.slots, 0))
         if self.num_logits:
             recorded_bv = sampling.distribution(logits_bv, slots.rows)
-        is_running = slots.remaining > 0
         is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
         remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
         slots = dataclasses.replace(
@@ -413,15 +437,16 @@ class Engine:
             )
         serving = _abstract(jax.eval_shape(self._load, params), self._params_shardings())
         state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
+        r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
-        length = self.bucket(self.max_length)
-        rows = host(self.prefill_batch, length), host(self.prefill_batch, length)
-        prefix = jax.eval_shape(self._prefill, serving, *rows)
+        chunk = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
         return {
             "load": (self._load, (params,)),
-            "prefill": (self._prefill, (serving, *rows)),
-            "insert": (self._insert, (prefix, state, *self._insertion({}))),
-            "decode": (self._generate, (serving, state)),
+            "prefill": (self._prefill, (serving, state, *chunk)),
+            "insert": (self._insert, (state, *self._insertion({}))),
+            "decode": (
+                self._generate, (serving, state, host(self.slots, *table), host(self.slots))
+            ),
         }
 
 

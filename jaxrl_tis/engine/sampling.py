@@ -31,6 +31,7 @@ class SamplingParams:
       top_p: of those, keep the smallest set with at least this mass; 1 keeps all.
       min_p: of those, keep tokens at least min_p times as likely as the most likely one.
       stop_ids: a sampled token among these ends the sequence (and belongs to it).
+      stop_strings: the sequence ends with the token that completes one of these in its text.
       max_tokens: upper bound of sampled tokens.
     """
 
@@ -39,6 +40,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     max_tokens: int = 16
 
     def __post_init__(self):

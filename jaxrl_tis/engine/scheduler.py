@@ -1,28 +1,77 @@
 """Continuous batching on one thread. The way of a request:
 
 1. `add` checks it and queues it.
-2. `step` admits queued requests, in order, into free slots; requests with the same prompt (a
-   group) share one prefill, also when they are admitted in different steps.
-3. `step` calls `generate` once: every running slot draws up to K tokens.
-4. `step` collects the tokens by request id, stamps them with the weights' version, frees the slots
-   of finished requests and returns their trajectories.
+2. `step` admits waiting requests, in the order of the policy, to free slots for which there are
+   pages. Requests with the same prompt (a group) share its pages and its one prefill; each gets its
+   own copy of the last page only, if the prompt does not fill it.
+3. `step` prefills at most `prefill_calls` chunks while others decode, and puts requests whose
+   prompt is filled into their slots.
+4. `step` gives running sequences the pages that the next K tokens need. When none are left, the
+   youngest sequence of the shard loses its pages and waits again; the oldest never does, and all
+   pages of a shard hold the longest sequence, so every request ends.
+5. `step` calls `generate` once, stamps the tokens with the weights' version, frees the slots of
+   finished requests and returns their trajectories.
 """
 
 import collections
 import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.engine.engine import EngineProtocol, Request, ResultTokens, Trajectory
+from jaxrl_tis.engine.engine import Chunk, EngineProtocol, Insertion, ResultTokens
+from jaxrl_tis.engine.pages import NULL, Pages
+from jaxrl_tis.engine.policies import FirstCome, Policy
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.sequences import Drawn, Prefix, Sequence, first_stop
 
-FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy", "logits")
+PAUSES = ("abort", "retract", "in_place")
+
+
+class Full(RuntimeError):
+    """As many requests are pending as the scheduler takes; call `step` and try again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Pages that a sequence keeps: its first `sinks` and its last `window` full ones (StreamingLLM,
+    arXiv:2309.17453); what it loses is recorded as evict_step."""
+
+    sinks: int
+    window: int
+
+    def __post_init__(self):
+        if self.sinks < 0 or self.window < 1:
+            raise ValueError(f"{self}: keep at least one page of the window and no negative sinks")
 
 
 @dataclasses.dataclass
-class _Running:
-    request: Request
-    pieces: list[dict[str, np.ndarray]]
+class Stats:
+    """Counts since the scheduler was made.
+
+    Attributes:
+      tokens: drawn; slot_steps: decode steps times slots, so tokens / slot_steps is the occupancy.
+      prefilled, shared: prompt tokens computed, and taken over from another sample of the group.
+      preempted: sequences that lost their pages to older ones; evicted: pages.
+      engine_seconds: spent in or waiting for the engine; seconds: in `step`.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    slot_steps: int = 0
+    prefilled: int = 0
+    shared: int = 0
+    preempted: int = 0
+    evicted: int = 0
+    engine_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        return self.tokens / max(self.slot_steps, 1)
 
 
 class Scheduler:
@@ -32,130 +81,457 @@ class Scheduler:
       engine: see EngineProtocol.
       params: serving parameters.
       version: version of these parameters, stamped on every token they draw.
+      policy: order of the waiting requests, see policies.POLICIES.
+      max_bypass: a request that has seen so many admissions since its arrival goes first, whatever
+        the policy says; None sets no bound.
+      max_pending: `add` raises Full beyond so many requests; None takes all.
+      prefill_calls: prefill calls in a step while sequences are decoding.
+      divide: a sequence that drew so many tokens since it got its slot makes room for a waiting
+        one, and keeps its pages while there are enough; 0 never.
+      retention: pages that a sequence keeps; None keeps all.
+      decode: tokens -> text, for requests with stop strings; runs in a thread of its own.
     """
 
-    def __init__(self, engine: EngineProtocol, params: Any, version: int = 0):
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        params: Any,
+        version: int = 0,
+        *,
+        policy: Policy | None = None,
+        max_bypass: int | None = None,
+        max_pending: int | None = None,
+        prefill_calls: int = 4,
+        divide: int = 0,
+        retention: Retention | None = None,
+        decode: Callable[[np.ndarray], str] | None = None,
+    ):
         self._engine = engine
         self._state = engine.init_state()
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._running: dict[int, _Running] = {}
-        self._prefixes: dict[bytes, tuple[Any, int]] = {}
-        self._aborted: list[Trajectory] = []
+        self._params, self._version = params, version
+        self._policy = policy or FirstCome()
+        self._max_bypass, self._max_pending = max_bypass, max_pending
+        self._prefill_calls, self._divide, self._retention = prefill_calls, divide, retention
+        self._decode, self._texts = decode, ThreadPoolExecutor(1)
+        self._waiting: dict[str, Sequence] = {}
+        self._awaited = collections.Counter[bytes]()
+        self._slots: dict[int, Sequence] = {}
+        self._prefixes: dict[tuple[bytes, int], Prefix] = {}
+        self._ended: list[Trajectory] = []
         self._live: set[str] = set()
-        self.set_params(params, version)
+        self._arrivals = self._admissions = 0
+        self._slots_of = np.arange(engine.slots).reshape(engine.shards, -1)
+        per_slot = -(-engine.max_length // engine.page_size)
+        self._table = np.zeros((engine.slots, per_slot), np.int32)
+        self._shift = np.zeros(engine.slots, np.int32)
+        self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
+        self.stats = Stats()
+
+    # What callers do
 
     @property
     def pending(self) -> int:
         """Requests that have not been returned yet."""
-        return len(self._waiting) + len(self._running) + len(self._aborted)
+        return len(self._live)
 
     def set_params(self, params: Any, version: int) -> None:
-        """Weights of all tokens drawn from now on; running sequences keep their cache. Prefixes
-        that wait for slots are dropped, so no request starts from older weights."""
+        """Weights of all tokens drawn from now on. Running sequences keep the keys that older
+        weights wrote (`kv_version` says so); prompts that wait to be filled are filled anew."""
         self._params, self._version = params, version
-        self._prefixes.clear()
+        for prefix in self._prefixes.values():
+            prefix.filled = 0
 
     def add(self, request: Request) -> None:
-        """Queues a request; ValueError when it can never run or its id is alive."""
-        prompt, sampling, engine = len(request.prompt), request.sampling, self._engine
-        if prompt == 0:
-            raise ValueError(f"request {request.id}: the prompt is empty; give at least one token")
-        if prompt + sampling.max_tokens > engine.max_length:
-            raise ValueError(
-                f"request {request.id}: {prompt} prompt tokens + {sampling.max_tokens} new tokens "
-                f"exceed the cache of {engine.max_length} positions; shorten the prompt or raise "
-                "engine.max_length"
-            )
-        if len(sampling.stop_ids) > engine.max_stop_ids:
-            raise ValueError(
-                f"request {request.id}: {len(sampling.stop_ids)} stop ids, at most "
-                f"{engine.max_stop_ids} are supported"
-            )
-        if request.id in self._live:
-            raise ValueError(f"request {request.id}: another live request has this id")
+        """Queues a request; ValueError when it can never run or its id is alive, Full when
+        max_pending are pending."""
+        self._check(request)
+        if self._max_pending is not None and self.pending >= self._max_pending:
+            raise Full(f"{self.pending} requests are pending, at most {self._max_pending} may be")
         self._live.add(request.id)
         # Prompts are compared by their bytes.
         prompt = np.ascontiguousarray(request.prompt, np.int32)
-        self._waiting.append(dataclasses.replace(request, prompt=prompt))
+        request = dataclasses.replace(request, prompt=prompt)
+        self._wait(Sequence.of(request, self._arrivals, self._admissions))
+        self._arrivals += 1
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; the next step returns what it has, with stop_reason "abort"."""
-        for request in self._waiting:
-            if request.id == request_id:
-                self._waiting.remove(request)
-                self._aborted.append(self._finish(_Running(request, []), "abort"))
-                return
-        for slot, running in self._running.items():
-            if running.request.id == request_id:
-                self._state = self._engine.release(self._state, [slot])
-                self._aborted.append(self._finish(self._running.pop(slot), "abort"))
+        """Ends a request; the next step returns what it has, with stop_reason "abort" unless a
+        stop string is in it."""
+        for sequence in self._sequences():
+            if sequence.request.id == request_id:
+                stop = sequence.found_stop()
+                reason, count = ("abort", sequence.count) if stop is None else ("stop", stop)
+                self._finish(sequence, reason, count)
                 return
         raise KeyError(f"no live request has the id {request_id!r}")
 
+    def pause(self, mode: str) -> list[Trajectory]:
+        """Interrupts everything between two steps, as new weights do.
+
+        "abort" returns all live requests as they are, to be added again as `partial`; "retract"
+        drops their keys, which the next steps rebuild under the weights of that time; "in_place"
+        lets them go on with the keys they have.
+        """
+        if mode not in PAUSES:
+            raise ValueError(f"pause mode {mode!r} is none of {', '.join(PAUSES)}")
+        if mode == "retract":
+            for sequence in self._sequences():
+                self._retract(sequence)
+        if mode != "abort":
+            return []
+        for sequence in self._sequences():
+            self.abort(sequence.request.id)
+        return self._returned()
+
     def step(self) -> list[Trajectory]:
-        """Admits, generates once, and returns the trajectories that ended."""
-        finished, self._aborted = self._aborted, []
+        """Admits, prefills, generates once, and returns the trajectories that ended."""
+        start = time.perf_counter()
         self._admit()
-        if self._running:
-            self._state, result = self._engine.generate(self._params, self._state)
-            finished += self._collect(result)
-        self._live -= {trajectory.id for trajectory in finished}
+        self._fill()
+        self._grow()
+        if self._running():
+            self._collect(self._generate())
+        finished = self._returned()
+        self.stats.seconds += time.perf_counter() - start
         return finished
+
+    # Requests
+
+    def _check(self, request: Request) -> None:
+        prompt, sampling, engine = len(request.prompt), request.sampling, self._engine
+        problems = {
+            "the prompt is empty; give at least one token": prompt == 0,
+            f"{prompt} prompt tokens + {sampling.max_tokens} new tokens exceed the cache of "
+            f"{engine.max_length} positions; shorten the prompt or raise engine.max_length":
+                prompt + sampling.max_tokens > engine.max_length,
+            f"{len(sampling.stop_ids)} stop ids, at most {engine.max_stop_ids} are supported":
+                len(sampling.stop_ids) > engine.max_stop_ids,
+            "stop strings need a scheduler with a `decode` function":
+                bool(sampling.stop_strings) and self._decode is None,
+            "another live request has this id": request.id in self._live,
+        }
+        if request.partial is not None:
+            partial = request.partial
+            problems |= {
+                "the partial trajectory is of another request":
+                    (partial.id, partial.seed) != (request.id, request.seed)
+                    or not np.array_equal(partial.prompt, request.prompt),
+                f"the partial trajectory ended by itself ({partial.stop_reason})":
+                    partial.stop_reason != "abort",
+                "the partial trajectory saw evicted keys, which cannot be rebuilt; start it again":
+                    len(partial.evict_step) > 0,
+            }
+        for problem, is_so in problems.items():
+            if is_so:
+                raise ValueError(f"request {request.id}: {problem}")
+
+    def _sequences(self) -> list[Sequence]:
+        return sorted([*self._waiting.values(), *self._slots.values()], key=lambda s: s.order)
+
+    def _running(self, shard: int | None = None) -> list[Sequence]:
+        """Oldest first."""
+        is_in = lambda s: s.is_running and shard in (None, s.shard)
+        return sorted(filter(is_in, self._slots.values()), key=lambda s: s.order)
+
+    def _returned(self) -> list[Trajectory]:
+        ended, self._ended = self._ended, []
+        self._live -= {trajectory.id for trajectory in ended}
+        return ended
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.key = sequence.tokens().tobytes()
+        self._waiting[sequence.request.id] = sequence
+        self._awaited[sequence.key] += 1
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        del self._waiting[sequence.request.id]
+        self._awaited[sequence.key] -= 1
+        if not self._awaited[sequence.key]:
+            del self._awaited[sequence.key]
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        if sequence.is_running:
+            self._state = self._engine.release(self._state, [sequence.slot])
+        else:
+            self._prefixes[sequence.key, sequence.shard].waiters.remove(sequence)
+        self._table[sequence.slot], self._shift[sequence.slot] = 0, 0
+        del self._slots[sequence.slot]
+        sequence.slot, sequence.is_running = -1, False
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of wherever it is; its pages go back."""
+        if sequence.slot >= 0:
+            self._leave_slot(sequence)
+        else:
+            self._stop_waiting(sequence)
+        if sequence.pages:
+            self.pages[sequence.shard].release(sequence.pages)
+        sequence.pages, sequence.page_numbers = [], []
+        self._drop_idle(sequence.key)
+
+    def _retract(self, sequence: Sequence) -> None:
+        """Back to the waiting ones, without pages."""
+        had_pages = bool(sequence.pages)
+        self._leave(sequence)
+        if had_pages:
+            sequence.forget()
+        self._wait(sequence)
+
+    # Admission
 
     def _admit(self) -> None:
-        free = [slot for slot in range(self._engine.slots) if slot not in self._running]
-        admitted = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
-        self._prefill([r.prompt for r in admitted])
-        by_prefix: dict[int, tuple[Any, dict[int, tuple[int, Request]]]] = {}
-        for slot, request in zip(free, admitted):
-            prefix, row = self._prefixes[request.prompt.tobytes()]
-            by_prefix.setdefault(id(prefix), (prefix, {}))[1][slot] = (row, request)
-            self._running[slot] = _Running(request, [])
-        for prefix, rows in by_prefix.values():
-            self._state = self._engine.insert(prefix, self._state, rows)
-        awaited = {r.prompt.tobytes() for r in self._waiting}
-        self._prefixes = {key: p for key, p in self._prefixes.items() if key in awaited}
+        free = [slot for slot in range(self._engine.slots) if slot not in self._slots]
+        if self._divide and len(free) < len(self._waiting):
+            free += self._make_way(len(self._waiting) - len(free))
+        if not free or not self._waiting:
+            return
+        for sequence in sorted(self._waiting.values(), key=self._priority):
+            if not free or not self._place(sequence, free):
+                return
 
-    def _prefill(self, prompts: list[np.ndarray]) -> None:
-        buckets: dict[int, dict[bytes, np.ndarray]] = {}
-        for prompt in prompts:
-            if prompt.tobytes() not in self._prefixes:
-                bucket = self._engine.bucket(len(prompt))
-                buckets.setdefault(bucket, {})[prompt.tobytes()] = prompt
-        for unique in buckets.values():
-            keys = list(unique)
-            for i in range(0, len(keys), self._engine.prefill_batch):
-                chunk = keys[i : i + self._engine.prefill_batch]
-                prefix = self._engine.prefill(self._params, [unique[key] for key in chunk])
-                self._prefixes.update({key: (prefix, row) for row, key in enumerate(chunk)})
+    def _priority(self, sequence: Sequence) -> tuple:
+        bypassed = self._admissions - sequence.admitted_after
+        if self._max_bypass is not None and bypassed >= self._max_bypass:
+            return (0, (), sequence.order)
+        return (1, self._policy.key(sequence.request, sequence.count), sequence.order)
 
-    def _collect(self, result: ResultTokens) -> list[Trajectory]:
-        host = {name: np.asarray(getattr(result, name)) for name in (*FIELDS, "valid", "remaining")}
-        finished = []
-        for slot in list(self._running):
-            running, valid = self._running[slot], host["valid"][:, slot]
-            piece = {name: host[name][valid, slot] for name in FIELDS}
-            piece["version"] = np.full(len(piece["tokens"]), self._version, np.int32)
-            running.pieces.append(piece)
-            if host["remaining"][slot] == 0:
-                is_stop = piece["tokens"][-1] in running.request.sampling.stop_ids
-                reason = "stop" if is_stop else "length"
-                finished.append(self._finish(self._running.pop(slot), reason))
-        return finished
+    def _make_way(self, count: int) -> list[int]:
+        """Slots of sequences that have drawn their share; these wait again with their pages."""
+        leaving = [s for s in self._running() if s.since_admission >= self._divide][:count]
+        slots = [sequence.slot for sequence in leaving]
+        for sequence in leaving:
+            self._leave_slot(sequence)
+            self._wait(sequence)
+        return slots
 
-    def _finish(self, running: _Running, stop_reason: str) -> Trajectory:
-        request = running.request
-        dtypes = dict(tokens=np.int32, version=np.int32)
-        fields = {
-            name: np.concatenate(
-                [p[name] for p in running.pieces] or [np.zeros((0, 0) if name == "logits" else 0)]
-            ).astype(dtypes.get(name, np.float32))
-            for name in (*FIELDS, "version")
+    def _place(self, sequence: Sequence, free: list[int]) -> bool:
+        """Gives a sequence one of the free slots, and pages for what it has so far."""
+        shard_of = lambda slot: slot * self._engine.shards // self._engine.slots
+        shards = {shard_of(slot) for slot in free}
+        is_parked = bool(sequence.pages)
+        if is_parked:
+            shards &= {sequence.shard}
+        preference = lambda s: ((sequence.key, s) not in self._prefixes, -self.pages[s].free, s)
+        for shard in sorted(shards, key=preference):
+            if is_parked or self._join_prefix(sequence, shard):
+                break
+        else:
+            return False
+        slot = next(slot for slot in free if shard_of(slot) == shard)
+        free.remove(slot)
+        self._stop_waiting(sequence)
+        sequence.slot, sequence.shard, sequence.since_admission = slot, shard, 0
+        self._slots[slot] = sequence
+        self._admissions += 1
+        if is_parked:
+            self._insert({sequence: (sequence.length - 1, (NULL, NULL))})
+        return True
+
+    def _join_prefix(self, sequence: Sequence, shard: int) -> bool:
+        """Shares the pages of its tokens, new ones if need be; the last one, unless it is full,
+        will be a copy."""
+        size = self._engine.page_size
+        full, rest = divmod(sequence.length, size)
+        prefix = self._prefixes.get((sequence.key, shard))
+        count = (0 if prefix else full + (rest > 0)) + (rest > 0)
+        if not self._has_room(shard, count):
+            return False
+        pages = self.pages[shard]
+        if prefix is None:
+            new = pages.allocate(full + (rest > 0))
+            prefix = self._prefixes[sequence.key, shard] = Prefix(sequence.tokens(), shard, new)
+        else:
+            self.stats.shared += sequence.length
+        sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
+        sequence.page_numbers = list(range(len(sequence.pages)))
+        prefix.waiters.append(sequence)
+        return True
+
+    def _has_room(self, shard: int, count: int) -> bool:
+        """Whether so many pages are free, and one more for each running sequence to grow into;
+        makes them free if only waiting sequences are in the way."""
+        running = len(self._running(shard))
+        while self.pages[shard].free < count + running:
+            if not self._reclaim(shard):
+                return False
+        return True
+
+    def _reclaim(self, shard: int) -> bool:
+        """Frees pages that no slot needs: of a prompt that waits for more of its samples, or of the
+        youngest sequence that made way."""
+        idle = [p for p in self._prefixes.values() if p.shard == shard and not p.waiters]
+        if idle:
+            self._drop(idle[0])
+            return True
+        parked = [s for s in self._waiting.values() if s.pages and s.shard == shard]
+        if parked:
+            self._retract(max(parked, key=lambda s: s.order))
+        return bool(parked)
+
+    def _drop(self, prefix: Prefix) -> None:
+        self.pages[prefix.shard].release(prefix.pages)
+        del self._prefixes[prefix.tokens.tobytes(), prefix.shard]
+
+    def _drop_idle(self, key: bytes) -> None:
+        """Drops prefixes that nobody waits for."""
+        for shard in range(self._engine.shards):
+            prefix = self._prefixes.get((key, shard))
+            if prefix and not prefix.waiters and key not in self._awaited:
+                self._drop(prefix)
+
+    # Prefill
+
+    def _fill(self) -> None:
+        self._insert_filled()
+        calls = 0
+        while calls < self._prefill_calls or not self._running():
+            unfilled = [p for p in self._prefixes.values() if p.waiters and not p.is_filled]
+            if not unfilled:
+                return
+            self._prefill(unfilled)
+            self._insert_filled()
+            calls += 1
+
+    def _prefill(self, unfilled: list[Prefix]) -> None:
+        """One chunk of each of the first prefixes, as far as they fit into one call."""
+        engine = self._engine
+        left = dict.fromkeys(range(engine.shards), engine.prefill_batch // engine.shards)
+        next_chunk = lambda p: p.tokens[p.filled : p.filled + engine.prefill_chunk]
+        length = engine.bucket(len(next_chunk(unfilled[0])))
+        chunks = []
+        for prefix in unfilled:
+            tokens = next_chunk(prefix)
+            if left[prefix.shard] and engine.bucket(len(tokens)) == length:
+                left[prefix.shard] -= 1
+                chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages))
+                prefix.filled += len(tokens)
+                self.stats.prefilled += len(tokens)
+        self._state = self._timed(engine.prefill, self._params, self._state, chunks)
+
+    def _insert_filled(self) -> None:
+        rows, keys = {}, set()
+        for prefix in self._prefixes.values():
+            if prefix.is_filled and prefix.waiters:
+                rest = len(prefix.tokens) % self._engine.page_size
+                for sequence in prefix.waiters:
+                    copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
+                    rows[sequence] = (sequence.length, copy)
+                    sequence.kv_version = self._version
+                prefix.waiters = []
+                keys.add(prefix.tokens.tobytes())
+        self._insert(rows)
+        for key in keys:
+            self._drop_idle(key)
+
+    def _insert(self, rows: dict[Sequence, tuple[int, tuple[int, int]]]) -> None:
+        """Puts sequences into their slots, with the number of positions that their pages hold and
+        the page to be copied into another."""
+        if not rows:
+            return
+        insertions = {
+            s.slot: Insertion(s.request, s.tokens(), s.remaining, cached, copy)
+            for s, (cached, copy) in rows.items()
         }
-        count = len(fields["tokens"])
-        return Trajectory(
-            id=request.id, prompt=request.prompt, mask=np.ones(count, bool),
-            turn=np.zeros(count, np.int32), stop_reason=stop_reason, seed=request.seed,
-            request=request.hash, quant_id=self._engine.quant_id,
-            temperature=request.sampling.temperature, **fields,
+        self._state = self._timed(self._engine.insert, self._state, insertions)
+        for sequence in rows:
+            sequence.is_running = True
+            self._shift[sequence.slot] = sequence.shift
+            self._tabulate(sequence)
+
+    def _tabulate(self, sequence: Sequence) -> None:
+        self._table[sequence.slot] = NULL
+        self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+
+    # Decode
+
+    def _grow(self) -> None:
+        """Pages for the next tokens of every running sequence, the oldest first."""
+        steps, size = self._engine.steps, self._engine.page_size
+        for sequence in self._running():
+            if not sequence.is_running:
+                continue  # lost its slot to an older one
+            end = sequence.length - 1 + min(steps, sequence.remaining) - sequence.shift
+            count = -(-end // size) - len(sequence.pages)
+            if count <= 0:
+                continue
+            pages = self.pages[sequence.shard]
+            while count > pages.free and self._preempt(sequence):
+                pass
+            if not sequence.is_running:
+                continue
+            number = (sequence.page_numbers or [-1])[-1] + 1
+            sequence.page_numbers += range(number, number + count)
+            sequence.pages += pages.allocate(count)
+            self._tabulate(sequence)
+
+    def _preempt(self, sequence: Sequence) -> bool:
+        """Frees pages for a sequence: what nobody uses, else those of the youngest of its shard,
+        which may be the sequence itself; then False."""
+        if self._reclaim(sequence.shard):
+            return True
+        youngest = max(
+            (s for s in self._slots.values() if s.shard == sequence.shard), key=lambda s: s.order
         )
+        self._retract(youngest)
+        self.stats.preempted += 1
+        return youngest is not sequence
+
+    def _generate(self) -> ResultTokens:
+        self._state, result = self._timed(
+            self._engine.generate, self._params, self._state, self._table, self._shift
+        )
+        names = [field.name for field in dataclasses.fields(ResultTokens)]
+        host = {name: self._timed(np.asarray, getattr(result, name)) for name in names}
+        return ResultTokens(**host)
+
+    def _timed(self, call: Callable, *args) -> Any:
+        start = time.perf_counter()
+        out = call(*args)
+        self.stats.engine_seconds += time.perf_counter() - start
+        return out
+
+    def _collect(self, result: ResultTokens) -> None:
+        counts = result.valid.sum(axis=0)
+        self.stats.calls += 1
+        self.stats.slot_steps += int(result.valid.any(axis=1).sum()) * self._engine.slots
+        for sequence in self._running():
+            slot, count, sampling = sequence.slot, int(counts[sequence.slot]), sequence.sampling
+            sequence.pieces.append(Drawn(
+                result, slot, count, self._version, sequence.kv_version, sequence.segment
+            ))
+            sequence.count += count
+            sequence.since_admission += count
+            self.stats.tokens += count
+            is_last = result.remaining[slot] == 0
+            stop = self._stop(sequence, count, is_last) if sampling.stop_strings else None
+            if stop is not None:
+                self._finish(sequence, "stop", stop)
+            elif is_last:
+                is_stop = result.tokens[count - 1, slot] in sampling.stop_ids
+                self._finish(sequence, "stop" if is_stop else "length", sequence.count)
+            elif self._retention:
+                self._evict(sequence)
+
+    def _stop(self, sequence: Sequence, count: int, is_last: bool) -> int | None:
+        """Tokens up to a stop string, found in the text of the calls before, and for the last one
+        of this one too: the others are searched while the engine goes on."""
+        stop = sequence.found_stop()
+        if stop is None:
+            stops, tokens = sequence.sampling.stop_strings, sequence.field("tokens")
+            search = (first_stop, tokens, len(tokens) - count, stops, self._decode)
+            sequence.stop = self._texts.submit(*search)
+        return sequence.found_stop() if is_last else stop
+
+    def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
+        self._leave(sequence)
+        self._policy.finished(sequence.request, count)
+        self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
+
+    def _evict(self, sequence: Sequence) -> None:
+        size, kept = self._engine.page_size, self._retention.sinks + self._retention.window
+        while (sequence.length - 1 - sequence.shift) // size > kept:
+            page = sequence.evict(self._retention.sinks, size, self._engine.max_length)
+            self.pages[sequence.shard].release([page])
+            self.stats.evicted += 1
+            self._shift[sequence.slot] = sequence.shift
+            self._tabulate(sequence)

@@ -1,4 +1,4 @@
-"""Grouped-query attention: within rows (training, prefill) and against a cache (decode).
+"""Grouped-query attention: within rows (training, scoring) and against pages (prefill, decode).
 
 A row of T tokens packs several sequences, told apart by segment ids. `row_attention` computes it
 
@@ -14,6 +14,7 @@ The shards are contiguous, so the last of n does (2n - 1) / n times the mean wor
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -173,27 +174,53 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
     return out.reshape(b, t, h, k).astype(q_bthk.dtype)
 
 
-def cached_attention(q_b1hk: jax.Array, k_bnsk: jax.Array, v_bnsk: jax.Array, mask_bs: jax.Array):
-    """The same for one query per row against a cache that keeps the positions of a head together.
+def paged_attention(
+    q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
+) -> jax.Array:
+    """The same against keys and values in pages, page by page in the order of the table, up to the
+    last one that a query of any row looks at.
 
     Args:
-      q_b1hk: [B,1,H,K] queries; k_bnsk, v_bnsk: [B,N,S,K] keys and values, H a multiple of N.
-      mask_bs: [B,S] bool, True where the row's query may attend to s.
+      q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
+      read: numbers [B] -> pages with k, v [B,N,S,K] and k_scale, v_scale [B,N,S] or None.
+      table_bp: [B,P] int32 pages of each row in order.
+      index_bt: [B,T] int32 place of each query among the positions of its pages; it looks at those
+        up to its own. What lies beyond a row's last place has no influence, NaN included.
 
-    Returns: [B,1,H,K] in q's dtype.
+    Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
-    b, _, h, k = q_b1hk.shape
-    n = k_bnsk.shape[1]
-    q_bngk = q_b1hk.reshape(b, n, h // n, k)
-    # With S ahead of the G query heads of a group, XLA reads the cache in place on CPU.
-    scores = jnp.einsum(
-        "bnsk,bngk->bnsg", k_bnsk.astype(q_b1hk.dtype), q_bngk,
-        preferred_element_type=jnp.float32,
-    )
-    scores = jnp.where(mask_bs[:, None, :, None], scores * k**-0.5, MASKED)
-    probs = jax.nn.softmax(scores, axis=2).astype(q_b1hk.dtype)
-    out = jnp.einsum(
-        "bnsg,bnsk->bngk", probs, v_bnsk.astype(q_b1hk.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return out.reshape(b, 1, h, k).astype(q_b1hk.dtype)
+    b, t, h, k = q_bthk.shape
+    n, size = jax.eval_shape(read, table_bp[:, 0]).k.shape[1:3]
+    q_btngk = q_bthk.reshape(b, t, n, h // n, k)
+    last_b = jnp.max(index_bt, axis=1)
+    cast = lambda x: x.astype(q_bthk.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def page(i, carry):
+        top_bntg, total_bntg, out_bntgk = carry
+        kv = read(jax.lax.dynamic_index_in_dim(table_bp, i, axis=1, keepdims=False))
+        place_s = i * size + jnp.arange(size)
+        # With S ahead of the queries, XLA reads the page as it lies on CPU.
+        scores = product("bnsk,btngk->bnstg", cast(kv.k), q_btngk) * k**-0.5
+        if kv.k_scale is not None:
+            scores = scores * kv.k_scale[..., None, None]
+        is_seen_bst = place_s[None, :, None] <= index_bt[:, None]
+        scores = jnp.where(is_seen_bst[:, None, ..., None], scores, MASKED)
+        new_top = jnp.maximum(top_bntg, jnp.max(scores, axis=2))
+        probs = jnp.exp(scores - new_top[:, :, None])
+        shrink = jnp.exp(top_bntg - new_top)
+        total_bntg = total_bntg * shrink + jnp.sum(probs, axis=2)
+        is_live = (place_s[None] <= last_b[:, None])[:, None, :, None]
+        v_bnsk = jnp.where(is_live, cast(kv.v), 0)
+        if kv.v_scale is not None:
+            scale = jnp.where(is_live[..., 0], kv.v_scale, 0)
+            probs = probs * scale[..., None, None]
+        new = product("bnstg,bnsk->bntgk", cast(probs), v_bnsk)
+        return new_top, total_bntg, out_bntgk * shrink[..., None] + new
+
+    shape = b, n, t, h // n
+    carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k))
+    pages = jnp.max(last_b) // size + 1
+    _, total_bntg, out_bntgk = jax.lax.fori_loop(0, pages, page, carry)
+    out_bntgk = out_bntgk / total_bntg[..., None]
+    return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.engine import sampling
-from jaxrl_tis.engine.engine import Engine, Request
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import quant, transformer

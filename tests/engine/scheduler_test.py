@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxrl_tis.engine.engine import EngineProtocol, Request, ResultTokens
+from jaxrl_tis.engine.engine import EngineProtocol, ResultTokens
+from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 

@@ -1,0 +1,164 @@
+"""What the scheduler knows of a live request, and of the prompt that a group of them shares."""
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from jaxrl_tis.engine.engine import ResultTokens
+from jaxrl_tis.engine.records import NEVER, Request, Trajectory
+from jaxrl_tis.engine.sampling import SamplingParams
+
+FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy", "logits")
+OF_RUN = ("version", "kv_version", "segment")
+DTYPES = {"tokens": np.int32} | dict.fromkeys(OF_RUN, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The tokens of one slot in one `generate` call, cut out of its arrays when they are read."""
+
+    result: ResultTokens
+    slot: int
+    count: int
+    version: int
+    kv_version: int
+    segment: int
+
+    def field(self, name: str) -> np.ndarray:
+        if name in OF_RUN:
+            return np.full(self.count, getattr(self, name), np.int32)
+        return getattr(self.result, name)[: self.count, self.slot]
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A live request.
+
+    Attributes:
+      order: number of its arrival; admitted_after: admissions before it.
+      key: bytes of its tokens when it began to wait; those of equal keys share a Prefix.
+      pieces: what it drew, in order; count: how many tokens those are.
+      slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
+      is_running: its slot decodes; false while its pages are being filled.
+      shift: positions evicted from its pages; page_numbers: which pages of the whole sequence are
+        left; evict_step: see Trajectory.
+      segment: how often its pages were rebuilt; kv_version: of the oldest weights that filled them.
+      since_admission: tokens drawn since it last got a slot.
+      stop: the search for its stop strings in the tokens drawn so far.
+    """
+
+    request: Request
+    order: int
+    admitted_after: int
+    pieces: list[Drawn | Trajectory]
+    count: int
+    key: bytes = b""
+    segment: int = 0
+    is_running: bool = False
+    slot: int = -1
+    shard: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    page_numbers: list[int] = dataclasses.field(default_factory=list)
+    shift: int = 0
+    evict_step: np.ndarray | None = None
+    kv_version: int = 0
+    since_admission: int = 0
+    stop: Future | None = None
+
+    @classmethod
+    def of(cls, request: Request, order: int, admitted_after: int) -> "Sequence":
+        if request.partial is None:
+            return cls(request, order, admitted_after, [], 0)
+        partial = request.partial
+        segment = int(partial.segment[-1]) + 1 if len(partial.segment) else 0
+        return cls(request, order, admitted_after, [partial], len(partial.tokens), segment)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + self.count
+
+    @property
+    def remaining(self) -> int:
+        return self.sampling.max_tokens - self.count
+
+    def field(self, name: str) -> np.ndarray:
+        """What it drew so far."""
+        read = lambda piece: piece.field(name) if isinstance(piece, Drawn) else getattr(piece, name)
+        empty = np.zeros((0, 0) if name == "logits" else 0)
+        pieces = [read(piece) for piece in self.pieces] or [empty]
+        return np.concatenate(pieces).astype(DTYPES[name] if name in DTYPES else np.float32)
+
+    def tokens(self) -> np.ndarray:
+        """Prompt and drawn tokens."""
+        return np.concatenate([self.request.prompt, self.field("tokens")])
+
+    def forget(self) -> None:
+        """Its pages are gone; what it drew stays, unless some of it saw evicted keys: that cannot
+        be rebuilt by a prefill, so it starts again."""
+        self.segment += self.count > 0
+        if self.shift:
+            self.shift, self.evict_step, self.pieces, self.count = 0, None, [], 0
+
+    def evict(self, index: int, size: int, capacity: int) -> int:
+        """Takes out page `index`, and returns it; keys in it are unseen from the last token on."""
+        if self.evict_step is None:
+            self.evict_step = np.full(capacity, NEVER, np.int32)
+        first = self.page_numbers.pop(index) * size
+        self.evict_step[first : first + size] = self.length - 1
+        self.shift += size
+        return self.pages.pop(index)
+
+    def found_stop(self) -> int | None:
+        """Tokens up to a stop string, as far as the text was searched; waits for the search."""
+        return self.stop.result() if self.stop else None
+
+    def trajectory(self, stop_reason: str, quant_id: str, count: int) -> Trajectory:
+        """The record of its first `count` tokens."""
+        request = self.request
+        fields = {name: self.field(name)[:count] for name in (*FIELDS, *OF_RUN)}
+        evict_step = np.zeros(0, np.int32)
+        if self.evict_step is not None:
+            evict_step = self.evict_step[: len(request.prompt) + count]
+        return Trajectory(
+            id=request.id, prompt=request.prompt, mask=np.ones(count, bool),
+            turn=np.zeros(count, np.int32), stop_reason=stop_reason, seed=request.seed,
+            request=request.hash, quant_id=quant_id, evict_step=evict_step,
+            temperature=request.sampling.temperature, **fields,
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    """A sequence of tokens whose keys lie, or will lie, in pages of a shard.
+
+    Attributes:
+      filled: tokens whose keys are there.
+      waiters: sequences with a slot that start from it once it is filled.
+    """
+
+    tokens: np.ndarray
+    shard: int
+    pages: list[int]
+    filled: int = 0
+    waiters: list[Sequence] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_filled(self) -> bool:
+        return self.filled == len(self.tokens)
+
+
+def first_stop(
+    tokens: np.ndarray, known: int, stops: tuple[str, ...], decode: Callable[[np.ndarray], str]
+) -> int | None:
+    """Number of tokens after which the text first holds one of `stops`; the first `known` are
+    known to hold none."""
+    holds = lambda count: any(stop in decode(tokens[:count]) for stop in stops)
+    if not holds(len(tokens)):
+        return None
+    return next(count for count in range(known + 1, len(tokens) + 1) if holds(count))
