@@ -28,6 +28,10 @@ ENGINES = {
     "scanned": dict(unroll=False),
     "w8a16": dict(quantization="w8a16"),
     "w8a8": dict(quantization="w8a8"),
+    "kv8": dict(cache_dtype="int8"),
+    "kv8_scanned": dict(cache_dtype="int8", unroll=False),
+    "chunked": dict(prefill_chunk=8),
+    "crowded": dict(num_pages=18),  # of 33 that four slots can ask for
 }
 FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -49,7 +53,8 @@ def params_of(seed):
 
 @functools.cache
 def engine(name):
-    return Engine(CONFIG, slots=4, max_length=LENGTH, steps=3, prefill_batch=2, **ENGINES[name])
+    sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
+    return Engine(CONFIG, **sizes, **ENGINES[name])
 
 
 @functools.cache
@@ -159,8 +164,8 @@ def test_the_id_and_the_seed_choose_the_noise():
     assert len({*tokens, other_seed}) == 4
 
 
-# Prefix lengths 0, 1, 15, 16, 17, 32 and 62 around the padded lengths 16, 32 and 64.
-EDGES = {1: 9, 2: 9, 16: 9, 17: 9, 18: 9, 33: 9, 63: 1}
+# Around the edges of pages (8), and of padded lengths (16, 24, 32, 48, 64).
+EDGES = {1: 9, 7: 9, 8: 9, 9: 9, 16: 9, 17: 9, 33: 9, 63: 1}
 
 
 @functools.cache
@@ -179,10 +184,10 @@ def test_logprobs_equal_teacher_forcing_at_every_bucket_edge(length):
     np.testing.assert_allclose(t.entropy, -(np.exp(logp) * logp).sum(-1), atol=1e-4)
 
 
-def test_buckets_hold_the_prefix_and_are_few():
+def test_buckets_hold_the_chunk_and_are_few():
     buckets = [engine("f32").bucket(n) for n in range(1, LENGTH)]
-    assert all(n - 1 <= bucket <= LENGTH for n, bucket in zip(range(1, LENGTH), buckets))
-    assert sorted(set(buckets)) == [16, 24, 32, 48, 64] and buckets == sorted(buckets)
+    assert all(n <= bucket <= LENGTH for n, bucket in zip(range(1, LENGTH), buckets))
+    assert sorted(set(buckets)) == [8, 16, 24, 32, 48, 64] and buckets == sorted(buckets)
 
 
 @pytest.mark.parametrize("fields", [
@@ -219,14 +224,28 @@ def test_greedy_takes_the_most_likely_token():
     assert (t.logp_raw < 0).all()
 
 
-def test_scanned_layers_draw_what_unrolled_layers_draw():
-    requests = mixed_requests()[:6]
-    scanned, unrolled = run("scanned", requests), run("f32", requests)
+@pytest.mark.parametrize("name, like", [
+    ("scanned", "f32"), ("kv8_scanned", "kv8"), ("chunked", "f32"), ("crowded", "f32"),
+])
+def test_layout_chunks_and_lost_pages_change_no_token(name, like):
+    requests = mixed_requests()
+    got, expected = run(name, requests), run(like, requests)
     for r in requests:
-        np.testing.assert_array_equal(scanned[r.id].tokens, unrolled[r.id].tokens)
+        np.testing.assert_array_equal(got[r.id].tokens, expected[r.id].tokens)
         for field in FIELDS[1:]:
             np.testing.assert_allclose(
-                getattr(scanned[r.id], field), getattr(unrolled[r.id], field), atol=1e-5)
+                getattr(got[r.id], field), getattr(expected[r.id], field), atol=2e-5)
+
+
+def test_int8_keys_and_values_are_near_float32_and_not_equal():
+    requests = [request(f"q{n}", n, max_tokens=8) for n in (1, 4, 9, 16)]
+    quantised = run("kv8", requests)
+    gaps = []
+    for t in quantised.values():
+        logp = log_softmax(teacher_forced(t, params_of(0)))
+        gaps.append(logp[np.arange(len(t.tokens)), t.tokens] - t.logp_raw)
+    gaps = np.abs(np.concatenate(gaps))
+    assert 1e-4 < gaps.mean() < 0.1
 
 
 @pytest.mark.parametrize("name", ["w8a16", "w8a8"])
