@@ -14,8 +14,10 @@ import numpy as np
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.sampling import Sample, SamplingParams, SamplingRows
+from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -55,6 +57,7 @@ class Slots:
       key: [B,2] uint32, see sampling.row_keys.
       stop_ids: [B,n] int32 padded with -1.
       rows: sampling parameters.
+      penalties: and tokens seen; None in an engine without.
     """
 
     token: jax.Array
@@ -64,6 +67,7 @@ class Slots:
     key: jax.Array
     stop_ids: jax.Array
     rows: SamplingRows
+    penalties: Penalties | None
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +84,7 @@ class ResultTokens:
 
     `logits` [K,B,V] are log-probs of the distributions drawn from, V = 0 unless recorded.
     `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
+    `top_ids`, `top_logps` and `kept` [K,B,n] are those of sampling.Sample.
     """
 
     tokens: jax.Array
@@ -89,6 +94,9 @@ class ResultTokens:
     logits: jax.Array
     valid: jax.Array
     remaining: jax.Array
+    top_ids: jax.Array | None = None
+    top_logps: jax.Array | None = None
+    kept: jax.Array | None = None
 
 
 class EngineProtocol(Protocol):
@@ -96,13 +104,15 @@ class EngineProtocol(Protocol):
 
     Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
     one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many
-    of its positions were evicted.
+    of its positions were evicted. Requests may change the logits of the first `num_penalised`
+    tokens, all or none.
     """
 
     slots: int
     shards: int
     max_length: int
     max_stop_ids: int
+    num_penalised: int
     steps: int
     page_size: int
     num_pages: int
@@ -137,6 +147,10 @@ class Engine:
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
       layout: mesh and rules; None runs on one device.
       records_logits: keep the whole distribution of every token; for small models.
+      penalties: take requests with penalties or a bias, which count the tokens of the vocabulary
+        in every slot.
+      top_n: record so many of the likeliest tokens of every draw.
+      num_kept: record what could be drawn, where that is at most so many tokens.
     """
 
     max_stop_ids = 8
@@ -159,6 +173,9 @@ class Engine:
         unroll: bool = True,
         layout: sharding.Layout | None = None,
         records_logits: bool = False,
+        penalties: bool = False,
+        top_n: int = 0,
+        num_kept: int = 0,
     ):
         if quantization not in quant.SCHEMES:
             raise ValueError(f"quantization {quantization!r} is none of {quant.SCHEMES}")
@@ -171,6 +188,8 @@ class Engine:
         whole = slots // self.shards * self.pages_per_slot + 2
         self.num_pages = whole if num_pages is None else num_pages
         self.prefill_chunk = -(-min(prefill_chunk, max_length) // page_size) * page_size
+        self.top_n, self.num_kept = top_n, num_kept
+        self.num_penalised = config.vocab_size if penalties else 0
         self._check_sizes()
         self.num_logits = config.vocab_size if records_logits else 0
         self.quant_id = quantization if quantization != "none" else dtype
@@ -246,6 +265,11 @@ class Engine:
                 f"{self.num_pages} pages of {self.page_size} positions cannot hold a sequence of "
                 f"{self.max_length}; give engine.num_pages at least {self.pages_per_slot + 2}"
             )
+        vocab = self.config.vocab_size // Shards.of(self.layout).count
+        if self.top_n > vocab:
+            raise ValueError(
+                f"top_n = {self.top_n} tokens of every draw, of the {vocab} that a device has"
+            )
 
     # Prefill
 
@@ -291,13 +315,19 @@ class Engine:
     def _empty_state(self) -> DecodeState:
         b = self.slots
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-        rows = SamplingRows.of([SamplingParams()] * b)
+        params = [SamplingParams()] * b
+        penalties = None
+        if self.num_penalised:
+            penalties = Penalties.of(params).seen(
+                zeros((b, 0)), zeros(b), zeros(b), self.num_penalised, self.layout
+            )
         kv = cache.empty(
             self.config, self.shards * self.num_pages, self.page_size, self.cache_dtype, self.unroll
         )
         slots = Slots(
             zeros(b), zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
-            jnp.full((b, self.max_stop_ids), -1), jax.tree.map(jnp.asarray, rows),
+            jnp.full((b, self.max_stop_ids), -1),
+            *jax.tree.map(jnp.asarray, (SamplingRows.of(params), penalties)),
         )
         return DecodeState(kv, slots)
 
@@ -306,20 +336,26 @@ class Engine:
         state = jax.eval_shape(self._empty_state)
         of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
         place = lambda tree, axes: jax.tree.map(lambda x: self.layout.sharding(axes(x)), tree)
-        return DecodeState(place(state.cache, cache.axes), place(state.slots, of_slots))
+        slots = place(state.slots, of_slots)
+        if self.num_penalised:
+            slots = dataclasses.replace(slots, penalties=Penalties.places(self.layout.sharding))
+        return DecodeState(place(state.cache, cache.axes), slots)
 
     def insert(self, state: DecodeState, rows: dict[int, Insertion]) -> DecodeState:
         """Puts sequences into slots."""
         return self._insert(state, *self._insertion(rows))
 
     def _insertion(self, rows: dict[int, Insertion]) -> tuple:
-        """New content of the slots, their seeds and hashes, copies of pages, which are new."""
+        """New content of the slots, their seeds and hashes, copies of pages, which are new, and the
+        tokens that penalties count: (tokens, how many are prompt, how many there are)."""
         b = self.slots
         is_new = np.zeros(b, bool)
         token, position, remaining, cached = (np.zeros(b, np.int32) for _ in range(4))
         seeds, hashes = (np.zeros(b, np.uint32) for _ in range(2))
         stop_ids = np.full((b, self.max_stop_ids), -1, np.int32)
         copies = np.zeros((2, b), np.int32)
+        tokens = np.zeros((b, self.max_length if self.num_penalised else 0), np.int32)
+        prompts = np.zeros(b, np.int32)
         params = [SamplingParams()] * b
         for slot, row in rows.items():
             sampling, is_new[slot] = row.request.sampling, True
@@ -328,14 +364,22 @@ class Engine:
             seeds[slot], hashes[slot] = row.request.seed & 0xFFFFFFFF, row.request.hash
             stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
             copies[:, slot] = row.copy
-            params[slot] = sampling
-        new = Slots(token, position, remaining, cached, None, stop_ids, SamplingRows.of(params))
-        return new, seeds, hashes, *copies, is_new
+            params[slot], prompts[slot] = sampling, len(row.request.prompt)
+            if self.num_penalised:
+                tokens[slot, : len(row.tokens)] = row.tokens
+        penalties = Penalties.of(params) if self.num_penalised else None
+        new = Slots(
+            token, position, remaining, cached, None, stop_ids, SamplingRows.of(params), penalties
+        )
+        return new, seeds, hashes, *copies, is_new, (tokens, prompts, position + 1)
 
     def _insert_rows(
-        self, state, new, seeds_b, hashes_b, sources_b, targets_b, is_new_b
+        self, state, new, seeds_b, hashes_b, sources_b, targets_b, is_new_b, seen
     ) -> DecodeState:
         new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
+        if self.num_penalised:
+            penalties = new.penalties.seen(*seen, self.num_penalised, self.layout)
+            new = dataclasses.replace(new, penalties=penalties)
 
         def choose(old, fresh):
             return jnp.where(is_new_b.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
@@ -367,30 +411,36 @@ class Engine:
         return self._generate(params, state, table, shift)
 
     def _decode(self, params, state: DecodeState, table_bp, shift_b):
-        empty = lambda dtype: jnp.zeros((self.steps, self.slots), dtype)
-        floats = empty(jnp.float32)
-        result = ResultTokens(
-            empty(jnp.int32), floats, floats, floats,
-            jnp.zeros((*floats.shape, self.num_logits)), empty(bool), state.slots.remaining,
-        )
-
         def running(carry):
             i, state, _ = carry
             return (i < self.steps) & jnp.any(state.slots.remaining > 0)
 
         def body(carry):
-            i, state, result = carry
-            state, drawn, logits, valid = self._decode_one(params, state, table_bp, shift_b)
-            write = lambda buffer, row: buffer.at[i].set(row)
-            result = ResultTokens(
-                write(result.tokens, drawn.token), write(result.logp_behav, drawn.logp_behav),
-                write(result.logp_raw, drawn.logp_raw), write(result.entropy, drawn.entropy),
-                write(result.logits, logits), write(result.valid, valid), state.slots.remaining,
-            )
-            return i + 1, state, result
+            i, state, rows = carry
+            state, *row = self._decode_one(params, state, table_bp, shift_b)
+            write = lambda buffer, new: buffer.at[i].set(new)
+            return i + 1, state, jax.tree.map(write, rows, tuple(row))
 
-        _, state, result = jax.lax.while_loop(running, body, (0, state, result))
-        return state, result
+        _, state, rows = jax.lax.while_loop(running, body, (0, state, self._empty_rows()))
+        drawn, logits, valid = rows
+        fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(Sample)}
+        tokens = fields.pop("token")
+        return state, ResultTokens(
+            tokens=tokens, logits=logits, valid=valid, remaining=state.slots.remaining, **fields
+        )
+
+    def _empty_rows(self) -> tuple[Sample, jax.Array, jax.Array]:
+        """Room for what `_decode_one` says of `steps` tokens."""
+
+        def empty(dtype, *width):
+            return jnp.zeros((self.steps, self.slots, *width), dtype)
+
+        wide = lambda dtype, width: empty(dtype, width) if width else None
+        drawn = Sample(
+            empty(jnp.int32), *[empty(jnp.float32)] * 3, wide(jnp.int32, self.top_n),
+            wide(jnp.float32, self.top_n), wide(jnp.int32, self.num_kept),
+        )
+        return drawn, empty(jnp.float32, self.num_logits), empty(bool)
 
     def _decode_one(self, params, state: DecodeState, table_bp, shift_b):
         slots = state.slots
@@ -404,15 +454,20 @@ class Engine:
         )
         logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
         drawn = sampling.sample(
-            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout
+            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout,
+            penalties=slots.penalties, top_n=self.top_n, num_kept=self.num_kept,
         )
         recorded_bv = jnp.zeros((self.slots, 0))
         if self.num_logits:
-            recorded_bv = sampling.distribution(logits_bv, slots.rows)
+            recorded_bv = sampling.distribution(logits_bv, slots.rows, slots.penalties)
         is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
         remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
+        penalties = slots.penalties
+        if penalties is not None:
+            penalties = penalties.draw(drawn.token, is_running, self.layout)
         slots = dataclasses.replace(
             slots,
+            penalties=penalties,
             token=jnp.where(is_running, drawn.token, slots.token),
             position=slots.position + (remaining > 0),
             remaining=remaining,

@@ -1,22 +1,31 @@
 """What the engine draws from: temperature, top-k, top-p and min-p per row, and the keyed draw.
 
-The vocabulary may be split over a mesh axis; then devices exchange a few numbers per row. No filter
-sorts: the edge of what it keeps is found bit by bit, by one count or sum of the row for each bit.
+The order is: penalties and bias on the logits (see penalties.Penalties), temperature, top-k, top-p,
+min-p, each on what the one before left. The vocabulary may be split over a mesh axis; then devices
+exchange a few numbers per row. No filter sorts: the edge of what it keeps is found bit by bit, by
+one count or sum of the row for each bit.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxrl_tis.engine import capture
+from jaxrl_tis.engine.shards import WHOLE, Shards
 from jaxrl_tis.sharding import Layout
 
+if TYPE_CHECKING:
+    from jaxrl_tis.engine.penalties import Penalties
+
 BLOCK = 128
+MAX_BIAS = 16  # tokens that a request may add something to
 KEY_BITS = 31  # of a float32 without its sign
 MAX_INT = 2**31 - 1
 
@@ -33,6 +42,11 @@ class SamplingParams:
       stop_ids: a sampled token among these ends the sequence (and belongs to it).
       stop_strings: the sequence ends with the token that completes one of these in its text.
       max_tokens: upper bound of sampled tokens.
+      repetition_penalty: positive logits of tokens in the prompt or sampled before are divided by
+        it, negative ones multiplied; 1 changes nothing.
+      presence_penalty: subtracted from the logits of tokens sampled before.
+      frequency_penalty: subtracted from them as often as they were sampled.
+      logit_bias: ((token, what is added to its logit), ...) of at most MAX_BIAS tokens.
     """
 
     temperature: float = 1.0
@@ -42,25 +56,44 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     max_tokens: int = 16
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
+        ids = [token for token, _ in self.logit_bias]
+        added = (self.presence_penalty, self.frequency_penalty, *(b for _, b in self.logit_bias))
         bounds = {
-            "temperature": self.temperature >= 0,
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p < 1,
-            "max_tokens": self.max_tokens >= 1,
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite"),
+            "logit_bias": (
+                len(set(ids)) == len(ids) <= MAX_BIAS and min(ids, default=0) >= 0,
+                f"of at most {MAX_BIAS} different tokens",
+            ),
         }
-        bad = [f"{name}={getattr(self, name)}" for name, ok in bounds.items() if not ok]
+        bad = [
+            f"{name}={getattr(self, name)} must be {rule}"
+            for name, (is_met, rule) in bounds.items() if not is_met
+        ]
+        if not all(map(math.isfinite, added)):
+            bad.append(f"{', '.join(map(str, added))}: penalties and biases must be finite")
         if bad:
-            raise ValueError(
-                f"sampling parameters out of range: {', '.join(bad)}; need temperature >= 0, "
-                "top_k >= 0, 0 < top_p <= 1, 0 <= min_p < 1, max_tokens >= 1"
-            )
+            raise ValueError(f"sampling parameters out of range: {'; '.join(bad)}")
 
     @property
     def is_filtered(self) -> bool:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether it draws from other logits than the model's."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias)
 
 
 @jax.tree_util.register_dataclass
@@ -89,51 +122,22 @@ class Sample:
 
     Attributes:
       token: int32.
-      logp_behav: log-probability under the filtered, renormalised distribution it was drawn from.
-      logp_raw: log-probability at the same temperature without filters (temperature 1 if greedy),
-        so that logp_raw - logp_behav is the log of the kept mass.
+      logp_behav: log-probability under what it was drawn from: penalised, filtered, renormalised.
+      logp_raw: log-probability under the model's own logits at the same temperature (1 if greedy),
+        without filters, penalties and bias; so that, where nothing is penalised,
+        logp_raw - logp_behav is the log of the kept mass.
       entropy: nats, of the distribution it was drawn from.
+      top_ids, top_logps: [B,n] the likeliest tokens, see capture.top; None unless asked for.
+      kept: [B,n] int32 tokens that could be drawn, see capture.support; None unless asked for.
     """
 
     token: jax.Array
     logp_behav: jax.Array
     logp_raw: jax.Array
     entropy: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """How the vocabulary is split: `count` equal parts in order over a mesh axis, or one part.
-
-    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows.
-    """
-
-    axis: Any = None
-    count: int = 1
-
-    @property
-    def index(self) -> jax.Array | int:
-        return 0 if self.axis is None else jax.lax.axis_index(self.axis)
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return x if self.axis is None else jax.lax.psum(x, self.axis)
-
-    def max(self, x: jax.Array) -> jax.Array:
-        return x if self.axis is None else jax.lax.pmax(x, self.axis)
-
-    def min(self, x: jax.Array) -> jax.Array:
-        return x if self.axis is None else jax.lax.pmin(x, self.axis)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        """The parts' x, stacked on a new first axis."""
-        return x[None] if self.axis is None else jax.lax.all_gather(x, self.axis)
-
-    def ids(self, width: int) -> jax.Array:
-        """[1,width] token ids of a part of this width."""
-        return self.index * width + jnp.arange(width)[None]
-
-
-WHOLE = Shards()
+    top_ids: jax.Array | None = None
+    top_logps: jax.Array | None = None
+    kept: jax.Array | None = None
 
 
 def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) -> jax.Array:
@@ -243,16 +247,23 @@ def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
     return jnp.any(_is_filtered(rows)), jnp.any(rows.temperature <= 0)
 
 
-def distribution(logits_bv: jax.Array, rows: SamplingRows | SamplingParams) -> jax.Array:
+def distribution(
+    logits_bv: jax.Array,
+    rows: SamplingRows | SamplingParams,
+    penalties: "Penalties | None" = None,
+) -> jax.Array:
     """Log-probabilities [B,V] of what `sample` draws from; -inf outside the support. One
-    SamplingParams stands for all rows."""
+    SamplingParams stands for all rows; `penalties` are what it says of them in these rows."""
     if isinstance(rows, SamplingParams):
         rows = SamplingRows.of([rows] * len(logits_bv))
-    scaled_bv = _scaled(logits_bv, rows)
+    scaled_bv = _scaled(logits_bv if penalties is None else penalties.apply(logits_bv, WHOLE), rows)
     support = _support(scaled_bv, rows, *_asked(rows))
     weights_bv = _weights(scaled_bv, support, WHOLE.ids(scaled_bv.shape[1]))
-    total_b1 = jnp.sum(weights_bv, axis=-1, keepdims=True)
-    return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b1), -jnp.inf)
+    return _logs(scaled_bv, weights_bv, jnp.sum(weights_bv, axis=-1))
+
+
+def _logs(scaled_bv, weights_bv, total_b) -> jax.Array:
+    return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b)[:, None], -jnp.inf)
 
 
 def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
@@ -323,6 +334,10 @@ def sample(
     keys_b2: jax.Array,
     positions_b: jax.Array,
     layout: Layout | None = None,
+    *,
+    penalties: "Penalties | None" = None,
+    top_n: int = 0,
+    num_kept: int = 0,
 ) -> Sample:
     """Draws one token per row with the key fold_in(fold_in(seed, request), position).
 
@@ -331,23 +346,27 @@ def sample(
       keys_b2: [B,2] uint32 from `row_keys`.
       positions_b: [B] int32 absolute position of the token to be drawn.
       layout: splits the rows and the vocabulary over a mesh; None draws on one device.
+      penalties: change the logits; None draws from them as they are.
+      top_n: record so many of the likeliest tokens.
+      num_kept: record supports of at most so many tokens.
     """
-    args = logits_bv, rows, keys_b2, positions_b, *_asked(rows)
-    if layout is None or layout.mesh.size == 1:
-        return _sample(*args)
-    by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()
-    axis = layout.rules["vocab"]
-    draw = layout.shard(
-        functools.partial(_sample, shards=Shards(axis, layout.mesh.shape[axis])),
-        (layout.sharding(("batch", "vocab")).spec, by_row, by_row, by_row, whole, whole), by_row,
-    )
-    return draw(*args)
+    draw = functools.partial(_sample, shards=Shards.of(layout), top_n=top_n, num_kept=num_kept)
+    if layout is not None and layout.mesh.size > 1:
+        by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()
+        logits_spec = layout.sharding(("batch", "vocab")).spec
+        changes = whole if penalties is None else penalties.specs(layout)
+        specs = logits_spec, changes, by_row, by_row, by_row, whole, whole
+        draw = layout.shard(draw, specs, by_row)
+    return draw(logits_bv, penalties, rows, keys_b2, positions_b, *_asked(rows))
 
 
 def _sample(
-    logits_bv, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, shards=WHOLE
+    logits_bv, penalties, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, *,
+    shards: Shards, top_n: int, num_kept: int,
 ) -> Sample:
-    scaled_bv = _scaled(logits_bv, rows, shards)
+    raw_bv = scaled_bv = _scaled(logits_bv, rows, shards)
+    if penalties is not None:
+        scaled_bv = _scaled(penalties.apply(logits_bv, shards), rows, shards)
     support = _support(scaled_bv, rows, any_filtered, any_greedy, shards)
     id_1v = shards.ids(scaled_bv.shape[1])
     weights_bv = _weights(scaled_bv, support, id_1v)
@@ -355,17 +374,27 @@ def _sample(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
     token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b), shards)
+    at_token = lambda x_bv: jnp.sum(jnp.where(id_1v == token[:, None], x_bv, 0.0), axis=-1)
     # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
-    is_token_bv = id_1v == token[:, None]
-    total, raw_total, moment, scaled = shards.sum(jnp.stack([
+    parts = [
         jnp.sum(weights_bv, axis=-1),
-        jnp.sum(jnp.exp(scaled_bv), axis=-1),
+        jnp.sum(jnp.exp(raw_bv), axis=-1),
         jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1),
-        jnp.sum(jnp.where(is_token_bv, scaled_bv, 0.0), axis=-1),
-    ]))
+        at_token(scaled_bv),
+    ]
+    if penalties is not None:
+        parts.append(at_token(raw_bv))
+    sums = shards.sum(jnp.stack(parts))
+    total, raw_total, moment, scaled, raw = *sums[:4], sums[-1]
+    top_ids = top_logps = None
+    if top_n:
+        top_ids, top_logps = capture.top(_logs(scaled_bv, weights_bv, total), top_n, shards)
     return Sample(
         token=token,
         logp_behav=scaled - jnp.log(total),
-        logp_raw=scaled - jnp.log(raw_total),
+        logp_raw=raw - jnp.log(raw_total),
         entropy=jnp.log(total) - moment / total,
+        top_ids=top_ids,
+        top_logps=top_logps,
+        kept=capture.support(weights_bv > 0, num_kept, shards) if num_kept else None,
     )

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_tis.engine.engine import Chunk, EngineProtocol, Insertion, ResultTokens
@@ -208,6 +209,10 @@ class Scheduler:
                 len(sampling.stop_ids) > engine.max_stop_ids,
             "stop strings need a scheduler with a `decode` function":
                 bool(sampling.stop_strings) and self._decode is None,
+            "penalties and logit_bias need an engine with penalties=True":
+                sampling.is_penalised and not engine.num_penalised,
+            f"logit_bias names tokens beyond the vocabulary: {sampling.logit_bias}":
+                any(id >= engine.num_penalised > 0 for id, _ in sampling.logit_bias),
             "another live request has this id": request.id in self._live,
         }
         if request.partial is not None:
@@ -480,9 +485,7 @@ class Scheduler:
         self._state, result = self._timed(
             self._engine.generate, self._params, self._state, self._table, self._shift
         )
-        names = [field.name for field in dataclasses.fields(ResultTokens)]
-        host = {name: self._timed(np.asarray, getattr(result, name)) for name in names}
-        return ResultTokens(**host)
+        return self._timed(jax.tree.map, np.asarray, result)
 
     def _timed(self, call: Callable, *args) -> Any:
         start = time.perf_counter()

@@ -10,9 +10,12 @@ from jaxrl_tis.engine.engine import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, Trajectory
 from jaxrl_tis.engine.sampling import SamplingParams
 
-FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy", "logits")
+FIELDS = (
+    "tokens", "logp_behav", "logp_raw", "entropy", "logits", "top_ids", "top_logps", "kept"
+)
+WIDE = ("logits", "top_ids", "top_logps", "kept")  # several numbers of a token, or none
 OF_RUN = ("version", "kv_version", "segment")
-DTYPES = {"tokens": np.int32} | dict.fromkeys(OF_RUN, np.int32)
+DTYPES = dict.fromkeys(("tokens", "top_ids", "kept"), np.int32) | dict.fromkeys(OF_RUN, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Drawn:
     def field(self, name: str) -> np.ndarray:
         if name in OF_RUN:
             return np.full(self.count, getattr(self, name), np.int32)
-        return getattr(self.result, name)[: self.count, self.slot]
+        values = getattr(self.result, name)
+        return np.zeros((self.count, 0)) if values is None else values[: self.count, self.slot]
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,10 +73,10 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, order: int, admitted_after: int) -> "Sequence":
-        if request.partial is None:
+        if request.partial is None or not len(request.partial.tokens):
             return cls(request, order, admitted_after, [], 0)
         partial = request.partial
-        segment = int(partial.segment[-1]) + 1 if len(partial.segment) else 0
+        segment = int(partial.segment[-1]) + 1
         return cls(request, order, admitted_after, [partial], len(partial.tokens), segment)
 
     @property
@@ -90,7 +94,7 @@ class Sequence:
     def field(self, name: str) -> np.ndarray:
         """What it drew so far."""
         read = lambda piece: piece.field(name) if isinstance(piece, Drawn) else getattr(piece, name)
-        empty = np.zeros((0, 0) if name == "logits" else 0)
+        empty = np.zeros((0, 0) if name in WIDE else 0)
         pieces = [read(piece) for piece in self.pieces] or [empty]
         return np.concatenate(pieces).astype(DTYPES[name] if name in DTYPES else np.float32)
 

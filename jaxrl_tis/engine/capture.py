@@ -1,0 +1,47 @@
+"""What may be recorded of the distribution of a draw: its likeliest tokens and its support."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.engine.shards import Shards
+
+BLOCK = 128
+
+
+def top(logp_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Array]:
+    """Ids [B,n] of the n most likely tokens, the lower id first among equals, and their
+    log-probabilities [B,n]; id -1 and -inf where fewer are possible.
+
+    `logp_bv` are those of this part's tokens, at least n of them, -inf outside the support.
+    """
+    logp_bn, local_bn = jax.lax.top_k(logp_bv, n)
+    parts = shards.gather(logp_bn), shards.gather(local_bn + shards.index * logp_bv.shape[1])
+    logp, ids = (jnp.moveaxis(x, 0, 1).reshape(len(logp_bv), -1) for x in parts)
+    logp, place = jax.lax.top_k(logp, n)
+    ids = jnp.take_along_axis(ids, place, axis=1)
+    return jnp.where(logp == -jnp.inf, -1, ids), logp
+
+
+def support(is_in_bv: jax.Array, n: int, shards: Shards) -> jax.Array:
+    """Ids [B,n] of the tokens that are in, ascending, then -1; -1 alone where more than n are.
+
+    Nothing is sorted: the j-th of them lies in the first block of the vocabulary up to which there
+    are j, and every device finds those of its own part.
+    """
+    b, v = is_in_bv.shape
+    blocks = jnp.pad(is_in_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
+    ends_bm = jnp.cumsum(jnp.sum(blocks, axis=-1, dtype=jnp.int32), axis=-1)
+    counts_sb = shards.gather(ends_bm[:, -1])
+    is_before = (jnp.arange(shards.count) < shards.index)[:, None]
+    before_b1 = jnp.sum(jnp.where(is_before, counts_sb, 0), axis=0)[:, None]
+    rank_bn = jnp.arange(1, n + 1)[None] - before_b1
+    is_here = (rank_bn > 0) & (rank_bn <= ends_bm[:, -1:])
+    block_bn = jax.vmap(jnp.searchsorted)(ends_bm, rank_bn)
+    block_bn = jnp.minimum(block_bn, blocks.shape[1] - 1)
+    found = jnp.take_along_axis(blocks, block_bn[..., None], axis=1)
+    ends_in = jnp.cumsum(found, axis=-1, dtype=jnp.int32)
+    earlier = jnp.take_along_axis(ends_bm, block_bn, axis=1) - ends_in[..., -1]
+    place = jnp.argmax(ends_in == (rank_bn - earlier)[..., None], axis=-1)
+    ids = shards.index * v + block_bn * BLOCK + place
+    ids = shards.sum(jnp.where(is_here, ids + 1, 0)) - 1
+    return jnp.where(jnp.sum(counts_sb, axis=0)[:, None] > n, -1, ids.astype(jnp.int32))

@@ -1,0 +1,56 @@
+"""A vocabulary split over a mesh axis, as code inside the mesh sees it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.sharding import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How the vocabulary is split: `count` equal parts in order over a mesh axis, or one part.
+
+    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows.
+    """
+
+    axis: Any = None
+    count: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout | None) -> "Shards":
+        if layout is None or layout.mesh.size == 1:
+            return WHOLE
+        axis = layout.rules["vocab"]
+        return cls(axis, layout.mesh.shape[axis])
+
+    @property
+    def index(self) -> jax.Array | int:
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return x if self.axis is None else jax.lax.pmax(x, self.axis)
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return x if self.axis is None else jax.lax.pmin(x, self.axis)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The parts' x, stacked on a new first axis."""
+        return x[None] if self.axis is None else jax.lax.all_gather(x, self.axis)
+
+    def ids(self, width: int) -> jax.Array:
+        """[1,width] token ids of a part of this width."""
+        return self.index * width + jnp.arange(width)[None]
+
+    def local(self, ids: jax.Array, width: int) -> jax.Array:
+        """Token ids counted from the first of this part; `width` for those of other parts."""
+        local = ids - self.index * width
+        return jnp.where((local >= 0) & (local < width), local, width)
+
+
+WHOLE = Shards()
