@@ -103,7 +103,8 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
     """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
     low, high, bound = LIMITS[dtype]
     x = x.astype(jnp.float32)
-    # The reciprocal is written out: a compiler may or may not replace the division by it.
+    # XLA multiplies by the reciprocal only where it sees a constant divisor, so that programs would
+    # differ by an ulp: the reciprocal is written out.
     scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) * np.float32(1 / bound)
     scale = jnp.where(scale < MIN_SCALE, 1.0, scale)
     x = x / scale

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -33,7 +35,7 @@ def learner(x_mri, w, scheme):
 
     @jax.checkpoint
     def loss(w, x):
-        y = quant.dot(jnp.tanh(x), Master(w, scheme))
+        y = quant.dot(jnp.abs(x), Master(w, scheme))
         return jnp.sum(y.astype(jnp.float32) ** 2), y
 
     def step(total, x):
@@ -45,13 +47,13 @@ def learner(x_mri, w, scheme):
 
 
 def sampler(x_ri, weight):
-    return quant.dot(jnp.tanh(x_ri), weight)
+    return quant.dot(jnp.abs(x_ri), weight)
 
 
 def fake(x_ri, w, scheme):
     """The quantised values, multiplied as floats."""
     q = quant.quantize_weight(w, scheme)
-    x_q, x_scale = quant.quantize(jnp.tanh(x_ri), -1, quant.SCHEMES[scheme].dtype)
+    x_q, x_scale = quant.quantize(jnp.abs(x_ri), -1, quant.SCHEMES[scheme].dtype)
     restored = x_q.astype(jnp.float32) * x_scale
     return (restored @ (q.q.astype(jnp.float32) * q.scale)).astype(x_ri.dtype)
 
@@ -68,6 +70,22 @@ def test_the_learners_products_are_the_samplers_bit_by_bit(dtype):
         assert sampled.dtype == x.dtype
         for learned in by_micro.values():
             np.testing.assert_array_equal(learned, sampled)
+
+
+@pytest.mark.parametrize("spec", [P("in", "out"), P(("in", "out")), P(None, ("out", "in"))], ids=str)
+def test_a_split_learner_quantises_and_multiplies_as_one_device_does(spec):
+    """The weights are quantised in the learner's own program, and int32 sums have no order."""
+    mesh = jax.make_mesh((4, 2), ("in", "out"), axis_types=(AxisType.Auto,) * 2)
+    x, w = operands(24)
+    split_w = jax.device_put(w, NamedSharding(mesh, spec))
+    split_x = jax.device_put(x.reshape(3, 8, I), NamedSharding(mesh, P(None, "in")))
+    alone = jax.jit(quant.quantize_weight, static_argnums=1)(w, "w8a8")
+    split = jax.jit(quant.quantize_weight, static_argnums=1)(split_w, "w8a8")
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(split)):
+        np.testing.assert_array_equal(a, b)
+    learned, _ = jax.jit(learner, static_argnums=2)(split_x, split_w, "w8a8")
+    sampled = jax.jit(sampler)(x, alone)
+    np.testing.assert_array_equal(learned.reshape(24, O), sampled)
 
 
 def test_a_product_of_restored_floats_is_not_the_samplers():
