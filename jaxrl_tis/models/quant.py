@@ -1,7 +1,7 @@
 """Eight-bit weights as leaf types, and the one matrix product that accepts every kind of weight.
 
 The schemes are symmetric: scale = absmax / bound per output channel (weights) or per token
-(activations), q = x / scale, rounded half to even and clipped to the format. int8 has the bound
+(activations), q = x (1 / scale), rounded half to even and clipped to the format. int8 has the bound
 127.5, whose last half step is clipped, float8_e4m3fn its largest number, 448; a channel of zeros
 has scale 1 (as in Qwix). With "a16" the activations keep their own dtype; with "a8" they are
 quantised at run time, and the product is one of two 8-bit matrices: s8 x s8 -> s32, which is
@@ -103,11 +103,11 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
     """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
     low, high, bound = LIMITS[dtype]
     x = x.astype(jnp.float32)
-    # XLA multiplies by the reciprocal only where it sees a constant divisor, so that programs would
-    # differ by an ulp: the reciprocal is written out.
+    # XLA replaces a division by the product with the reciprocal in some programs and not in others,
+    # which moves values that lie half-way: both reciprocals are written out.
     scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) * np.float32(1 / bound)
     scale = jnp.where(scale < MIN_SCALE, 1.0, scale)
-    x = x / scale
+    x = x * (1 / scale)
     x = jnp.round(x) if dtype == jnp.int8 else x  # the conversion to a float type rounds by itself
     return jnp.clip(x, low, high).astype(dtype), scale
 

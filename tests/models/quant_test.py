@@ -19,11 +19,12 @@ quantize = jax.jit(quant.quantize, static_argnums=(1, 2))
 def quantize_numpy(x, axis, dtype=jnp.int8):
     """np.round is half-to-even; every step in float32, as on the device."""
     absmax = np.abs(x).max(axis=axis, keepdims=True)
-    bound = np.float32(127.5 if dtype == jnp.int8 else 448)
-    scale = np.where(absmax > 0, absmax / bound, np.float32(1.0))
+    bound = 127.5 if dtype == jnp.int8 else 448
+    scale = np.where(absmax > 0, absmax * np.float32(1 / bound), np.float32(1.0))
+    x = x * (np.float32(1) / scale)
     if dtype == jnp.int8:
-        return np.clip(np.round(x / scale), -128, 127).astype(np.int8), scale
-    return np.clip(x / scale, -448, 448).astype(E4M3), scale
+        return np.clip(np.round(x), -128, 127).astype(np.int8), scale
+    return np.clip(x, -448, 448).astype(E4M3), scale
 
 
 def integers(shape):
@@ -48,26 +49,15 @@ def weights(i, o, scheme):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_quantize_equals_the_formula(axis):
-    x = RNG.normal(0, 3, (4, 20, 30)).astype(np.float32)
-    q, scale = quantize(jnp.asarray(x), axis)
-    expected_q, expected_scale = quantize_numpy(x, axis)
-    assert (q.dtype, scale.dtype, scale.shape) == (jnp.int8, jnp.float32, expected_scale.shape)
-    np.testing.assert_allclose(scale, expected_scale, rtol=2e-7)
-    # One ulp of the scale may move a value that is half-way between two integers, no other.
-    ratio = x / expected_scale
-    is_halfway = np.abs(ratio - np.floor(ratio) - 0.5) < 1e-4
-    np.testing.assert_array_equal(np.asarray(q)[~is_halfway], expected_q[~is_halfway])
-    assert np.abs(np.asarray(q, int) - expected_q).max() <= 1
-    assert np.asarray(q).max() == 127 and np.asarray(q).min() <= -127
-
-
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_programs_agree_on_every_bit_however_they_are_compiled(dtype):
-    """XLA multiplies by the reciprocal where it sees a constant divisor, and divides elsewhere."""
-    x = jnp.asarray(RNG.normal(0, 1, (64, 500)), jnp.float32)
-    for fused, eager in zip(quantize(x, -2, dtype), quant.quantize(x, -2, dtype)):
-        assert fused.tobytes() == eager.tobytes()
+def test_quantize_equals_the_formula_bit_by_bit(axis, dtype):
+    x = RNG.normal(0, 3, (4, 200, 300)).astype(np.float32)
+    expected_q, expected_scale = quantize_numpy(x, axis, dtype)
+    for program in (quantize, quant.quantize):  # compiled as one, and operation by operation
+        q, scale = program(jnp.asarray(x), axis, dtype)
+        assert (q.dtype, scale.dtype) == (dtype, jnp.float32)
+        np.testing.assert_array_equal(scale, expected_scale)
+        np.testing.assert_array_equal(np.asarray(q).view(np.uint8), expected_q.view(np.uint8))
 
 
 def test_rounding_is_half_to_even_and_clamped_by_hand():
@@ -109,18 +99,6 @@ def test_float8_rounds_half_to_even_by_hand():
     assert q.dtype == jnp.float8_e4m3fn
     expected = [[448.0, 16.0, 20.0, 18.0, -18.0, 4 / 512, 2 / 512]]
     np.testing.assert_array_equal(np.asarray(q, np.float32), expected)
-
-
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_float8_equals_the_formula(axis):
-    x = RNG.normal(0, 3, (4, 20, 30)).astype(np.float32)
-    q, scale = quantize(jnp.asarray(x), axis, jnp.float8_e4m3fn)
-    expected_q, expected_scale = quantize_numpy(x, axis, E4M3)
-    np.testing.assert_allclose(scale, expected_scale, rtol=2e-7)
-    # Its own rounding of x / scale, bit by bit; one ulp of the scale may move a half-way case.
-    own = (x / np.asarray(scale)).clip(-448, 448).astype(E4M3)
-    np.testing.assert_array_equal(np.asarray(q).view(np.uint8), own.view(np.uint8))
-    assert (np.asarray(q).view(np.uint8) != expected_q.view(np.uint8)).mean() < 1e-3
 
 
 def test_quantisation_error_is_at_most_half_a_step():
@@ -240,7 +218,7 @@ def test_quantize_params_touches_the_projections_only():
             assert isinstance(w, QuantArray) and w.scheme == scheme and w.q.dtype == dtype
             assert (w.q.shape, w.scale.shape) == ((2, 6, 4), (2, 1, 4))
             _, scale = quantize_numpy(np.asarray(projections[name]), -2, dtype)
-            np.testing.assert_allclose(w.scale, scale, rtol=2e-7)
+            np.testing.assert_array_equal(w.scale, scale)
         for name in ("embed", "final_norm", "head"):
             assert out[name] is params[name]
         for name in kept:

@@ -72,7 +72,9 @@ def test_the_learners_products_are_the_samplers_bit_by_bit(dtype):
             np.testing.assert_array_equal(learned, sampled)
 
 
-@pytest.mark.parametrize("spec", [P("in", "out"), P(("in", "out")), P(None, ("out", "in"))], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P("in", "out"), P(("in", "out")), P(None, ("out", "in"))], ids=str
+)
 def test_a_split_learner_quantises_and_multiplies_as_one_device_does(spec):
     """The weights are quantised in the learner's own program, and int32 sums have no order."""
     mesh = jax.make_mesh((4, 2), ("in", "out"), axis_types=(AxisType.Auto,) * 2)
