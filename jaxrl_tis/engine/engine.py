@@ -234,10 +234,18 @@ class Engine:
             params = transforms.add_noise(params, noise)
         if self.unroll:
             params = quant.quantize_params(params, self.recipe)
-            return transformer.unstack(serve(params))
-        outer = {name: w for name, w in params.items() if name != "layers"}
+            return transformer.unstack(serve(params)) | self._outer(params)
         layer = lambda w: serve(quant.quantize_params({"layers": w}, self.recipe)["layers"])
-        return serve(outer) | {"layers": jax.lax.map(layer, params["layers"])}
+        return self._outer(params) | {"layers": jax.lax.map(layer, params["layers"])}
+
+    def _outer(self, params):
+        """The parameters outside the layers, cast; a float32 head multiplies float32 weights."""
+        head = "head" if "head" in params else "embed"
+        is_kept = lambda name: name == head and self.program.highest_head
+        return {
+            name: w.astype("float32" if is_kept(name) else self.dtype)
+            for name, w in params.items() if name != "layers"
+        }
 
     # Prefill
 
