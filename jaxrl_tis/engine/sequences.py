@@ -69,10 +69,10 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, order: int, admitted_after: int) -> "Sequence":
-        if request.partial is None:
-            return cls(request, order, admitted_after, [], 0)
         partial = request.partial
-        segment = int(partial.segment[-1]) + 1 if len(partial.segment) else 0
+        if partial is None or not len(partial.tokens):
+            return cls(request, order, admitted_after, [], 0)
+        segment = int(partial.segment[-1]) + 1
         return cls(request, order, admitted_after, [partial], len(partial.tokens), segment)
 
     @property
