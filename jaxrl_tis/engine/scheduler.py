@@ -416,7 +416,7 @@ class Scheduler:
                 for sequence in prefix.waiters:
                     copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
                     rows[sequence] = (sequence.length, copy)
-                    sequence.kv_version = self._version
+                    sequence.filled(self._version)
                 prefix.waiters = []
                 keys.add(prefix.tokens.tobytes())
         self._insert(rows)
