@@ -120,7 +120,6 @@ class Scheduler:
         self._ended: list[Trajectory] = []
         self._live: set[str] = set()
         self._arrivals = self._admissions = 0
-        self._slots_of = np.arange(engine.slots).reshape(engine.shards, -1)
         per_slot = -(-engine.max_length // engine.page_size)
         self._table = np.zeros((engine.slots, per_slot), np.int32)
         self._shift = np.zeros(engine.slots, np.int32)
@@ -136,10 +135,13 @@ class Scheduler:
 
     def set_params(self, params: Any, version: int) -> None:
         """Weights of all tokens drawn from now on. Running sequences keep the keys that older
-        weights wrote (`kv_version` says so); prompts that wait to be filled are filled anew."""
+        weights wrote (`kv_version` says so), while prompts are filled anew: in other pages where
+        running sequences may read the old ones."""
         self._params, self._version = params, version
-        for prefix in self._prefixes.values():
+        for prefix in list(self._prefixes.values()):
             prefix.filled = 0
+            if not prefix.waiters:
+                self._drop(prefix)
 
     def add(self, request: Request) -> None:
         """Queues a request; ValueError when it can never run or its id is alive, Full when
@@ -248,6 +250,7 @@ class Scheduler:
         self._awaited[sequence.key] -= 1
         if not self._awaited[sequence.key]:
             del self._awaited[sequence.key]
+            self._drop_idle(sequence.key)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         if sequence.is_running:
@@ -334,7 +337,7 @@ class Scheduler:
         full, rest = divmod(sequence.length, size)
         prefix = self._prefixes.get((sequence.key, shard))
         count = (0 if prefix else full + (rest > 0)) + (rest > 0)
-        if not self._has_room(shard, count):
+        if not self._has_room(shard, count, prefix):
             return False
         pages = self.pages[shard]
         if prefix is None:
@@ -347,19 +350,20 @@ class Scheduler:
         prefix.waiters.append(sequence)
         return True
 
-    def _has_room(self, shard: int, count: int) -> bool:
+    def _has_room(self, shard: int, count: int, prefix: Prefix | None) -> bool:
         """Whether so many pages are free, and one more for each running sequence to grow into;
-        makes them free if only waiting sequences are in the way."""
+        makes them free, but not those of `prefix`, if only waiting sequences are in the way."""
         running = len(self._running(shard))
         while self.pages[shard].free < count + running:
-            if not self._reclaim(shard):
+            if not self._reclaim(shard, prefix):
                 return False
         return True
 
-    def _reclaim(self, shard: int) -> bool:
-        """Frees pages that no slot needs: of a prompt that waits for more of its samples, or of the
-        youngest sequence that made way."""
-        idle = [p for p in self._prefixes.values() if p.shard == shard and not p.waiters]
+    def _reclaim(self, shard: int, keep: Prefix | None = None) -> bool:
+        """Frees pages that no slot needs: of a prompt, other than `keep`, that waits for more of
+        its samples, or of the youngest sequence that made way."""
+        of_shard = [p for p in self._prefixes.values() if p.shard == shard and p is not keep]
+        idle = [p for p in of_shard if not p.waiters]
         if idle:
             self._drop(idle[0])
             return True
