@@ -37,7 +37,7 @@ class Sequence:
     """A live request.
 
     Attributes:
-      order: number of its arrival; admitted_after: admissions before it.
+      order: number of its arrival; admitted_after: admissions before it began to wait.
       key: bytes of its tokens when it began to wait; those of equal keys share a Prefix.
       pieces: what it drew, in order; count: how many tokens those are.
       slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
