@@ -368,7 +368,8 @@ class Engine:
 
     def release(self, state: DecodeState, slots: list[int]) -> DecodeState:
         """Stops the given slots, so that they are free for the next insert."""
-        remaining = state.slots.remaining.at[np.array(slots, np.int32)].set(0)
+        is_left = np.isin(np.arange(self.slots), slots)
+        remaining = jnp.where(is_left, 0, state.slots.remaining)
         return DecodeState(state.cache, dataclasses.replace(state.slots, remaining=remaining))
 
     # Generate
