@@ -1,4 +1,4 @@
-"""Attention of one new token per slot against pages of a stacked cache, updated in place, on TPU."""
+"""Attention of one new token per slot against pages of a cache, updated in place, on TPU."""
 
 import functools
 
@@ -11,7 +11,7 @@ MASKED = -1e30
 LANES = 128
 BLOCK_BYTES = 2**20  # of the pages that are fetched together; two such blocks lie in VMEM
 ROW_BYTES = 32  # positions written back together: sublanes of a tile times bytes of a number
-VMEM_BYTES = 32 * 2**20  # for blocks of a single page that is larger than BLOCK_BYTES
+VMEM_BYTES = 64 * 2**20  # for blocks of a single page that is larger than BLOCK_BYTES
 CORES = 2  # of a chip, at most: each takes a half of the slots
 
 
