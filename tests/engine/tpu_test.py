@@ -9,19 +9,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import hlo, sharding
-from jaxrl_tis.engine import cache as caches
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
 MESH = (4, 1, 2)
-STEPS, SLOTS, ROWS, LENGTH = 3, 512, 128, 4096
+STEPS, SLOTS, ROWS, LENGTH, PAGE = 3, 512, 128, 4096, 128
 EMBED, VOCAB, MLP = 256, 2000, 768
-PREFILLED = 4  # prompts of a prefix
-# Of one device: a slot's keys and values of one head. 128 MiB, all the memory on a v5e's chip: a
-# copy of it must be a temporary in HBM.
-KV_LAYER = (ROWS, 1, LENGTH, 128)
+PREFILLED, CHUNK = 16, 512  # rows of a prefill, tokens of each
+PAGES = ROWS * LENGTH // PAGE + 2
+# Of one device: the pages of one head, and the scales of int8 ones. 128 MiB of bfloat16, all the
+# memory on a v5e's chip: a copy of it must be a temporary in HBM.
+KV_LAYER, SCALES_LAYER = (PAGES, 1, PAGE, 128), (PAGES, 1, 2, PAGE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,21 +37,21 @@ def layout():
     return sharding.layout(MESH, sharding.SERVE_RULES, tpu.devices("v5e:2x4"))
 
 
-def compiled(name, quantization="w8a8", layers=2):
-    return _compiled(name, quantization, layers)
+def compiled(name, quantization="w8a8", layers=2, kv="bfloat16"):
+    return _compiled(name, quantization, layers, kv)
 
 
 @functools.cache
-def _compiled(name, quantization, layers):
+def _compiled(name, quantization, layers, kv):
     config = ModelConfig(
         family="qwen2", vocab_size=VOCAB, embed_dim=EMBED, num_layers=layers, num_heads=6,
         num_kv_heads=2, head_dim=64, mlp_dim=MLP, rope=RopeConfig("default", 10000.0),
         max_position=LENGTH, norm_eps=1e-6, qkv_bias=True, qk_norm=False, tie_embeddings=True,
     )
     engine = Engine(
-        config, slots=SLOTS, max_length=LENGTH, dtype="bfloat16", cache_dtype="bfloat16",
-        quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, unroll=False,
-        layout=layout(), highest_head=True,
+        config, slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype="bfloat16", cache_dtype=kv,
+        quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, prefill_chunk=CHUNK,
+        unroll=False, layout=layout(), highest_head=True,
     )
     program, args = engine.programs()[name]
     return program.lower(*args).compile()
@@ -75,7 +75,7 @@ def violation(f, *args, **options):
 
 
 def cache_array(layers=2):
-    return array((layers, SLOTS, 2, LENGTH, 128), jnp.bfloat16, None, "data", "tensor")
+    return array((layers, 4 * PAGES, 2, PAGE, 128), jnp.bfloat16, None, "data", "tensor")
 
 
 def drop_ones(dims):
@@ -109,29 +109,35 @@ def large_outside_layers(program, layers=2):
 def whole_copies(program, layers=2):
     """Arrays outside fusions, other than updates in place, of a KV layer's or the cache's shape, or
     of a weight's in a float type."""
-    kv = [KV_LAYER, (1, *KV_LAYER), (layers, *KV_LAYER)]
-    weight = [(EMBED, MLP // 2), (MLP // 2, EMBED), (EMBED, 192), (192, EMBED)]
-    weight += [(n, *dims) for dims in weight for n in (1, layers)]
+    weights = [(EMBED, MLP // 2), (MLP // 2, EMBED), (EMBED, 192), (192, EMBED)]
+    stacks = lambda shapes: {drop_ones((n, *dims)) for dims in shapes for n in (1, layers)}
+    kv, weight = stacks([KV_LAYER, SCALES_LAYER]), stacks(weights)
+    is_copy = lambda dims, dtype: dims in kv or dims in weight and dtype in ("bf16", "f32")
     return [
-        b for b in module(program).buffers() if not b.in_place
-        and (b.shape.dims in kv or b.shape.dims in weight and b.shape.dtype in ("bf16", "f32"))
+        b for b in module(program).buffers()
+        if not b.in_place and is_copy(drop_ones(b.shape.dims), b.shape.dtype)
     ]
 
 
 ADDED = ("all-reduce", "add", (ROWS, EMBED))
 LARGEST = ("all-reduce", "maximum", (ROWS,))
 REDUCED = {"w8a16": [ADDED] * 2, "w8a8": [ADDED] * 2 + [LARGEST] * 2}
+DECODED = pytest.mark.parametrize("scheme, kv", [
+    ("w8a16", "bfloat16"), ("w8a8", "bfloat16"), ("w8a8", "int8"),
+])
+WRITTEN = pytest.mark.parametrize("kv", ["bfloat16", "int8"])
 
 
-@pytest.mark.parametrize("scheme", REDUCED)
-def test_a_layer_of_decode_reduces_rows_twice_and_nothing_else(scheme):
+@DECODED
+def test_a_layer_of_decode_reduces_rows_twice_and_nothing_else(scheme, kv):
     """W8A8 also needs the largest activation of each row."""
-    assert in_layers(compiled("decode", scheme)) == REDUCED[scheme]
+    assert in_layers(compiled("decode", scheme, kv=kv)) == REDUCED[scheme]
 
 
-@pytest.mark.parametrize("scheme", REDUCED)
-def test_outside_the_layers_only_the_embedding_moves_rows(scheme):
-    assert large_outside_layers(compiled("decode", scheme)) == [("all-reduce", (ROWS, EMBED))]
+@DECODED
+def test_outside_the_layers_only_the_embedding_moves_rows(scheme, kv):
+    moved = large_outside_layers(compiled("decode", scheme, kv=kv))
+    assert moved == [("all-reduce", (ROWS, EMBED))]
 
 
 def repeated(f, *arrays):
@@ -164,17 +170,23 @@ def test_sorting_a_split_vocabulary_moves_it():
     assert large_outside_layers(violation(lambda x: jnp.sort(x, axis=-1), logits))
 
 
-@pytest.mark.parametrize("scheme", REDUCED)
-def test_decode_holds_no_copy_of_a_weight_or_of_keys_and_values(scheme):
-    assert not whole_copies(compiled("decode", scheme))
+@DECODED
+def test_decode_holds_no_copy_of_a_weight_or_of_keys_and_values(scheme, kv):
+    assert not whole_copies(compiled("decode", scheme, kv=kv))
+
+
+@WRITTEN
+def test_prefill_and_insert_hold_no_copy_either(kv):
+    for name in ("prefill", "insert"):
+        assert not whole_copies(compiled(name, kv=kv))
 
 
 def test_a_cache_that_is_scanned_over_is_copied():
-    row = array((SLOTS, 2, 128), jnp.bfloat16, "data", "tensor")
+    row = array((4 * PAGES, 2, 128), jnp.bfloat16, "data", "tensor")
     layer = lambda row, kv: (row, kv.at[:, :, 5].set(row))
     program = violation(lambda kv, row: jax.lax.scan(layer, row, kv)[1], cache_array(), row)
-    copied = {b.shape.dims for b in whole_copies(program)}
-    assert copied == {(1, *KV_LAYER), (2, *KV_LAYER)}
+    copied = {drop_ones(b.shape.dims) for b in whole_copies(program)}
+    assert copied == {drop_ones(KV_LAYER), (2, *drop_ones(KV_LAYER))}
 
 
 def test_a_weight_that_is_dequantised_first_is_copied():
@@ -185,20 +197,22 @@ def test_a_weight_that_is_dequantised_first_is_copied():
     assert not whole_copies(violation(lambda x, w: x @ w.astype(jnp.bfloat16), x, w))
 
 
-def cache_bytes(layers):
-    return layers * ROWS * LENGTH * 128 * 2
+def cache_bytes(layers, kv):
+    """Of one device: a key and a value of 64 numbers for each position, float32 scales of both."""
+    return layers * PAGES * PAGE * {"bfloat16": 128 * 2, "int8": 128 + 2 * 4}[kv]
 
 
-def test_the_cache_is_written_in_place_by_decode_and_insert():
-    for name in ("decode", "insert"):
-        program = compiled(name)
-        aliased = sum(alias.shape.bytes for alias in module(program).aliases())
-        # The rest are the slots' own numbers.
-        assert 0 <= aliased - cache_bytes(2) < 512 * ROWS
-        # Insert brings the prefix to every replica.
-        prefix = cache_bytes(2) * PREFILLED / ROWS if name == "insert" else 0
-        temp = program.memory_analysis().temp_size_in_bytes
-        assert temp < prefix + 0.05 * cache_bytes(2)
+@WRITTEN
+@pytest.mark.parametrize("name", ["prefill", "insert", "decode"])
+def test_the_cache_is_written_in_place(name, kv):
+    program = compiled(name, kv=kv)
+    aliased = sum(alias.shape.bytes for alias in module(program).aliases())
+    # The rest are the slots' own numbers.
+    assert 0 <= aliased - cache_bytes(2, kv) < 512 * ROWS
+    assert temporaries_are_small(program)
+
+
+def test_a_cache_that_is_not_donated_is_not_aliased():
     for options, count in ((dict(donate_argnums=0), 1), ({}, 0)):
         program = violation(lambda x: x.at[0, 0, 0, 0].set(0), cache_array(), **options)
         assert len(module(program).aliases()) == count
@@ -213,17 +227,24 @@ def temporaries_are_small(program):
 
 
 @functools.cache
-def attention_by_xla():
-    """A layer's attention as it runs where there is no kernel."""
+def attention_by_gathers():
+    """Of a layer, where every slot's pages are first put side by side."""
+
+    def attend(q_bngk, kv_lpnsc, table_bp):
+        kv_bpnsc = kv_lpnsc[1, table_bp]
+        scores = jnp.einsum("bngk,bpnsk->bngps", q_bngk, kv_bpnsc[..., :64])
+        p = jax.nn.softmax(scores, axis=(-2, -1))
+        return jnp.einsum("bngps,bpnsk->bngk", p, kv_bpnsc[..., 64:])
+
     q = array((SLOTS, 2, 3, 64), jnp.bfloat16, "data", "tensor")
-    new = array((SLOTS, 2, 128), jnp.bfloat16, "data", "tensor")
-    where = array((), jnp.int32), array((SLOTS,), jnp.int32, "data")
-    return violation(caches._append_slice, q, new, cache_array(), *where, donate_argnums=2)
+    table = array((SLOTS, LENGTH // PAGE), jnp.int32, "data")
+    args = q, cache_array(), table
+    specs = tuple(x.sharding.spec for x in args)
+    return violation(layout().shard(attend, specs, specs[0]), *args)
 
 
-def test_temporaries_of_decode_are_small():
-    assert temporaries_are_small(compiled("decode"))
-    assert not temporaries_are_small(attention_by_xla())
+def test_gathered_pages_are_no_small_temporaries():
+    assert not temporaries_are_small(attention_by_gathers())
 
 
 def test_temporaries_of_decode_do_not_grow_with_depth():
@@ -251,9 +272,9 @@ def products(program):
     ]
 
 
-@pytest.mark.parametrize("scheme", REDUCED)
-def test_projections_read_int8_weights(scheme):
-    gate, up = products(compiled("decode", scheme))
+@DECODED
+def test_projections_read_int8_weights(scheme, kv):
+    gate, up = products(compiled("decode", scheme, kv=kv))
     assert gate == up == PRODUCTS[scheme]
 
 
@@ -307,9 +328,10 @@ def kernel_runs(program):
     return [c.runs for c in module(program).custom_calls() if c.target == hlo.MOSAIC]
 
 
-def test_attention_is_the_decode_kernel():
-    assert kernel_runs(compiled("decode")) == [STEPS * 2]
-    assert kernel_runs(attention_by_xla()) == []
+@WRITTEN
+def test_attention_is_the_decode_kernel(kv):
+    assert kernel_runs(compiled("decode", kv=kv)) == [STEPS * 2]
+    assert kernel_runs(attention_by_gathers()) == []
 
 
 def test_nothing_goes_to_the_host_inside_decode():
