@@ -39,6 +39,7 @@ setup(
         "tasks": ["reasoning-gym>=0.1.19"],
         "test": [
             "pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19",
+            "qwix>=0.1.8",  # the quantisation that ours is compared with
             'jax[tpu]>=0.10.0,<0.11; python_version<"3.12"',  # its compiler, no TPU
         ],
         "dev": ["ruff>=0.8"],

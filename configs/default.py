@@ -25,6 +25,9 @@ def get_config() -> ConfigDict:
     c.model.dtype = "float32"  # compute dtype of the learner
     c.model.remat = "none"  # none, dots (keep matrix products) or full
     c.model.highest_head = False  # float32 output head at full precision (matters on TPU)
+    c.model.quantization = "none"  # the engine's: the learner then computes the same 8-bit products
+    c.model.unquantized = ()  # and the engine's here
+    c.model.uaq_scale = 1.0  # times the size of an update beside a quantisation step (QuRL: 1.5)
 
     c.task = ConfigDict()
     c.task.name = "arithmetic"  # a name in jaxrl_tis.data.tasks.TASKS
@@ -67,7 +70,12 @@ def get_config() -> ConfigDict:
     c.engine.cache_dtype = "float32"  # of keys and values: float32, bfloat16 or int8
     c.engine.page_size = 16  # positions of a page of the cache
     c.engine.num_pages = 0  # pages of each data shard; 0: every slot can hold the longest sequence
-    c.engine.quantization = "w8a8"  # none, w8a16 or w8a8
+    # none, int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8)
+    c.engine.quantization = "w8a8"
+    c.engine.unquantized = ()  # projections left as they are, of q, k, v, o, gate, up and down
+    c.engine.noise_start = 0.0  # standard deviation of noise on the norms (QeRL); 0 is off
+    c.engine.noise_end = 5e-4
+    c.engine.noise_stages = 10  # from start to end, after a first part of the run without noise
     c.engine.steps_per_call = 4  # decode steps between two looks of the scheduler
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call

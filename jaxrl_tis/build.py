@@ -17,7 +17,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
 
@@ -93,7 +93,8 @@ def assemble(
     for mesh in (layout.mesh, serving.mesh):
         sharding.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(
-        config.model.dtype, config.model.remat, config.model.highest_head, layout
+        config.model.dtype, config.model.remat, config.model.highest_head, layout,
+        quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
     )
     learner = steps.Learner(
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
@@ -124,10 +125,13 @@ def assemble(
         policy_optimizer, optimizer.make(config.critic, updates),
         engine=engine(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
-            quantization=config.engine.quantization,
+            quantization=config.engine.quantization, unquantized=config.engine.unquantized,
             records_logits="logits_behav" in chosen.needs,
         ),
-        learner_engine=engine(dtype=config.model.dtype, cache_dtype=config.model.dtype),
+        learner_engine=engine(
+            dtype=config.model.dtype, cache_dtype=config.model.dtype,
+            quantization=config.model.quantization, unquantized=config.model.unquantized,
+        ),
     )
 
 
@@ -261,11 +265,14 @@ def initial_params(setup: Setup) -> Any:
 
 
 def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
-    """State at step 0: the critic and the reference start as copies of the policy."""
+    """State at step 0: the critic and the reference start as copies of the policy, which is
+    folded by `model.uaq_scale`."""
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
     def make(params):
+        if setup.config.model.uaq_scale != 1:
+            params = transforms.fold(params, setup.config.model.uaq_scale)
         state = {"policy": steps.TrainState(params, setup.optimizer.init(params))}
         if setup.has_critic:
             # A copy, not the same buffers: each network's update donates its own.

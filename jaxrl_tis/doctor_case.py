@@ -169,6 +169,15 @@ def _has_other_dtype(case):
     return any(case.setting(f"engine.{name}") != learner for name in ("dtype", "cache_dtype"))
 
 
+def _is_quantized(case):
+    """Whether the sampler's products are others than the learner's."""
+    def recipe(of):
+        scheme = case.setting(f"{of}.quantization")
+        return (scheme, *(sorted(case.setting(f"{of}.unquantized")) if scheme != "none" else ()))
+
+    return recipe("engine") != recipe("model")
+
+
 def _is_product(case):
     weight, masks = case.method("weight")[0], case.setting("correction.masks")
     return (weight.startswith("seq_") and weight != "seq_mask_tis") or "seq_sum_" in masks
@@ -216,7 +225,8 @@ FACTS: dict[str, Callable[[Case], float]] = {
     "config/is_product": _is_product,
     "config/is_rejecting": _is_rejecting,
     "config/is_filtered": _is_filtered,
-    "config/is_quantized": lambda c: c.setting("engine.quantization") != "none",
+    "config/is_quantized": _is_quantized,
+    "config/is_noisy": lambda c: c.setting("engine.noise_start") > 0,
     "config/has_other_dtype": _has_other_dtype,
     "config/has_other_mesh": lambda c: c.setting("mesh.serve")[2] != c.setting("mesh.train")[2],
     "config/clip_width": _clip_width,

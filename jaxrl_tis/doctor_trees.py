@@ -67,7 +67,8 @@ DECOUPLED_PPO = {
     "correction.objective": _decoupled_ppo,
 }
 SAME_DTYPE = {"engine.dtype": _of("model.dtype"), "engine.cache_dtype": _of("model.dtype")}
-SAME_ENGINE = {"engine.quantization": "none"} | SAME_DTYPE
+SAME_QUANTIZATION = {f"engine.{f}": _of(f"model.{f}") for f in ("quantization", "unquantized")}
+SAME_ENGINE = SAME_QUANTIZATION | SAME_DTYPE
 HALF_RATE = {"optimizer.lr": _of("optimizer.lr", 0.5)}
 
 
@@ -96,7 +97,7 @@ STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=Tr
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
-EXPLAINED = ("A.filter", "A.routing", "A.quantized", "A.dtype", "A.parallel")
+EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
 BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.length", "D.noise", "C", "E")
 
@@ -129,11 +130,18 @@ CAUSES = (
         all_of=(ROUTED,), parent="A", changes=ICEPOP,
     ),
     Finding(
-        "A.quantized", "the sampler is quantised",
-        "Sample once without quantisation: if the gap closes, it is the cause. If its speed is "
-        "needed, keep it as a behaviour policy of its own, with token-level weights "
-        "(arXiv:2601.18150, 2602.13953).",
-        all_of=(_is("config/is_quantized"),), parent="A", changes={"engine.quantization": "none"},
+        "A.quantized", "the sampler is quantised otherwise than the learner",
+        "Sample once with the learner's arithmetic: if the gap closes, it is the cause. If the "
+        "speed is needed, let the learner multiply as the sampler does, by model.quantization "
+        "(arXiv:2601.14243, 2604.07853), or keep the sampler as a behaviour policy of its own, "
+        "with token-level weights (arXiv:2601.18150, 2602.13953).",
+        all_of=(_is("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
+    ),
+    Finding(
+        "A.noise", "the sampler's norms carry noise, as the config asks",
+        "The noise explores (arXiv:2510.11696) and is part of this gap. Sample once without it to "
+        "see the rest.",
+        all_of=(_is("config/is_noisy"),), parent="A", changes={"engine.noise_start": 0.0},
     ),
     Finding(
         "A.dtype", "sampler and learner compute in different precisions",

@@ -320,13 +320,14 @@ class Module:
 
     def _is_update(self, line: Instruction) -> bool:
         """Whether a line of a fusion updates one of the fusion's parameters."""
-        line = self._behind_bitcasts(line)
+        line = self._behind_views(line)
         if line.opcode not in _IN_PLACE:
             return False
-        return self._behind_bitcasts(self._operands(line)[0]).opcode == "parameter"
+        return self._behind_views(self._operands(line)[0]).opcode == "parameter"
 
-    def _behind_bitcasts(self, line: Instruction) -> Instruction:
-        while line.opcode == "bitcast":
+    def _behind_views(self, line: Instruction) -> Instruction:
+        """Past bitcasts, and past fusions within a fusion that are their operand in other tiles."""
+        while line.opcode == "bitcast" or "output_to_operand_aliasing" in line.attributes:
             line = self._operands(line)[0]
         return line
 

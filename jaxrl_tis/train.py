@@ -20,6 +20,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import attribution, batch_metrics
+from jaxrl_tis.models import transforms
 
 LOGITS = ("logits", "logits_behav")  # of every token of a batch, for the methods that need them
 
@@ -297,13 +298,20 @@ class Run:
 
     def sampler(self, version: int) -> Scheduler:
         """The scheduler with the current weights in the sampler's format."""
-        engine = self.setup.engine
-        params = jax.block_until_ready(engine.load(self.state["policy"].params))
+        engine, noise = self.setup.engine, self._noise(version)
+        params = jax.block_until_ready(engine.load(self.state["policy"].params, noise))
         if self._scheduler is None:
             self._scheduler = self.setup.scheduler(engine, params, version)
         else:
             self._scheduler.set_params(params, version)
         return self._scheduler
+
+    def _noise(self, version: int) -> transforms.Noise | None:
+        config = self.setup.config
+        fields = config.engine.noise_start, config.engine.noise_end, config.engine.noise_stages
+        if fields[0] == 0:
+            return None
+        return transforms.noise(config.seed, version, config.steps, *fields)
 
     def evaluate(self, step: int) -> None:
         """Held-out accuracy of the learner itself: its weights and numerics, not the sampler's."""

@@ -45,6 +45,7 @@ def _names(config):
         "correction.aggregation": (c.aggregation, reduce.MODES),
         "correction.kl_placement": (c.kl_placement, ("loss", "reward")),
         "engine.quantization": (config.engine.quantization, quant.SCHEMES),
+        "model.quantization": (config.model.quantization, quant.SCHEMES),
         "engine.dtype": (config.engine.dtype, DTYPES),
         "engine.cache_dtype": (config.engine.cache_dtype, (*DTYPES, "int8")),
         "engine.policy": (config.engine.policy, tuple(POLICIES)),
@@ -59,6 +60,10 @@ def _names(config):
         if value not in allowed:
             choices = ", ".join(name for name in allowed if name is not None)
             yield f"{field} is {value!r}; choose one of {choices}"
+    for field in ("engine.unquantized", "model.unquantized"):
+        for name in _read(config, field):
+            if name not in quant.QUANTIZED:
+                yield f"{field} names {name!r}; choose of {', '.join(quant.QUANTIZED)}"
     if config.reward.name not in REWARDS and ":" not in config.reward.name:
         yield (
             f"reward.name is {config.reward.name!r}; choose one of {', '.join(REWARDS)} or give "
@@ -77,7 +82,7 @@ def _counts(config):
         "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
-        "metrics.percentile_every",
+        "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
         "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "optimizer.lr",
         "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
     ]
@@ -85,9 +90,10 @@ def _counts(config):
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
-        "engine.num_pages", "engine.divide", "warmup.steps", "train.pack_length", "rollout.top_k", "rollout.overlong_buffer",
-        "correction.kl_coeff", "correction.scale", "optimizer.warmup", "optimizer.weight_decay",
-        "critic.warmup", "critic.weight_decay",
+        "engine.num_pages", "engine.divide", "engine.noise_start", "warmup.steps",
+        "train.pack_length", "rollout.top_k", "rollout.overlong_buffer", "correction.kl_coeff",
+        "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
+        "critic.weight_decay",
     ]
     for field in not_negative:
         if _read(config, field) < 0:

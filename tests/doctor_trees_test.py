@@ -28,6 +28,7 @@ MESH = {"mesh.serve": (1, 1, 2)}
 FILTER = {"rollout.top_p": 0.9, "rollout.allow_filter_bias": True}
 BFLOAT16 = {"engine.dtype": "bfloat16"}
 WIDE = {"correction.objective": "ppo(clip_high=0.4)"}
+W8A8_BOTH = {"engine.quantization": "w8a8", "model.quantization": "w8a8"}
 
 
 def clip(width):
@@ -77,6 +78,17 @@ CAUSE_CASES = {
     "A.quantized": (
         {PEARSON: 0.9}, {"engine.quantization": "w8a8"} | BFLOAT16 | MESH, {"A", "A.quantized"}
     ),
+    "A.quantized-learner": (
+        {PEARSON: 0.9}, {"model.quantization": "w8a8"}, {"A", "A.quantized"}
+    ),
+    "A.quantized-exclusions": (
+        {PEARSON: 0.9}, W8A8_BOTH | {"model.unquantized": ("down",)}, {"A", "A.quantized"}
+    ),
+    "A.quantized-alike": (
+        {PEARSON: 0.9}, W8A8_BOTH | {f"{of}.unquantized": ("o",) for of in ("engine", "model")},
+        {"A", "A.kernels"},
+    ),
+    "A.noise": ({PEARSON: 0.9}, {"engine.noise_start": 0.01}, {"A", "A.noise"}),
     "A.dtype": ({KL: 0.06}, BFLOAT16 | MESH, {"A", "A.dtype"}),
     "A.dtype-cache": ({KL: 0.06}, {"engine.cache_dtype": "bfloat16"}, {"A", "A.dtype"}),
     "A.parallel": ({KL: 0.06}, MESH, {"A", "A.parallel"}),

@@ -30,12 +30,7 @@ PACKED = dataclasses.replace(LEARNER, max_targets=20, max_segments=4)
 PLAN = batching.Packer(max_length=50, length=128, microbatch_rows=4, shards=2, max_segments=3)
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """The programs run once on tiny batches: XLA need not optimise them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 # Placing

@@ -136,8 +136,9 @@ def test_the_cache_is_split_over_slots_and_heads():
     for unroll in (False, True):
         engine = Engine(CONFIG, slots=8, max_length=16, unroll=unroll, layout=layout)
         for leaf in jax.tree.leaves(engine.init_state().cache):
-            # slots / 4, kv heads / 2, length, head (of key and value if the layers are stacked)
-            assert local_shape(leaf)[-4:] == (2, 1, 16, 8 if unroll else 16)
+            # pages of two slots and two more, kv heads / 2, a page's positions, head (of key and
+            # value if the layers are stacked)
+            assert local_shape(leaf)[-4:] == (4, 1, 16, 8 if unroll else 16)
 
 
 # The same two updates on one device and on eight

@@ -23,6 +23,7 @@ def test_the_tiny_config_is_sound():
 @pytest.mark.parametrize("name", [
     "correction.preset", "correction.mode", "correction.aggregation", "correction.kl_placement",
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
+    "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
     "reward.name",
 ])
@@ -42,7 +43,7 @@ def test_a_reward_of_ones_own_needs_a_module():
     "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
-    "rollout.max_rounds", "metrics.percentile_every",
+    "rollout.max_rounds", "metrics.percentile_every", "engine.noise_stages",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -50,7 +51,9 @@ def test_counts_are_positive(name, value):
     assert f"- {name} is {value}; it must be above 0" in found
 
 
-@pytest.mark.parametrize("name", ["reward.timeout", "rollout.temperature"])
+@pytest.mark.parametrize("name", [
+    "reward.timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale",
+])
 def test_measures_are_positive(name):
     assert problems(**{name.replace(".", "__"): 0.0}) == [f"- {name} is 0.0; it must be above 0"]
 
@@ -130,6 +133,9 @@ def test_what_is_no_contradiction(changes):
     (dict(mesh__train=(1, 1)), "mesh.train"),
     (dict(rollout__top_p=0.0, rollout__allow_filter_bias=True), "rollout.top_p"),
     (dict(warmup__steps=-1), "warmup.steps"),
+    (dict(engine__noise_start=-0.1), "engine.noise_start"),
+    (dict(engine__unquantized=("q", "head")), "engine.unquantized names 'head'"),
+    (dict(model__unquantized=("norm",)), "model.unquantized names 'norm'"),
 ])
 def test_values_that_no_run_can_mean(changes, word):
     [problem] = problems(**changes)

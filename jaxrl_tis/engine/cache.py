@@ -226,7 +226,7 @@ def append(index_b: jax.Array, is_written_b: jax.Array, table_bp: jax.Array, lay
             return attention.paged_attention(q_b1hk, read, table_bp, index_b[:, None]), new
 
         args = q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp
-        if isinstance(cache, KV):
+        if isinstance(cache, KV) or not decode_attention.is_supported(cache.size):
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 

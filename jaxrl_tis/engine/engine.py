@@ -18,7 +18,7 @@ from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import Sample, SamplingParams, SamplingRows
 from jaxrl_tis.engine.shards import Shards
-from jaxrl_tis.models import quant, transformer
+from jaxrl_tis.models import quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
 
@@ -141,7 +141,7 @@ class Engine:
       num_pages: pages of each shard of the slots, page 0 included; None holds every slot at
         max_length.
       dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" included.
-      quantization: "none", "w8a16" or "w8a8" for the layers' projections.
+      quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
       steps: decode steps per `generate` call.
       prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
@@ -166,6 +166,7 @@ class Engine:
         dtype: str = "float32",
         cache_dtype: str = "float32",
         quantization: str = "none",
+        unquantized: tuple[str, ...] = (),
         highest_head: bool = False,
         steps: int = 8,
         prefill_batch: int = 8,
@@ -177,10 +178,9 @@ class Engine:
         top_n: int = 0,
         num_kept: int = 0,
     ):
-        if quantization not in quant.SCHEMES:
-            raise ValueError(f"quantization {quantization!r} is none of {quant.SCHEMES}")
         self.config, self.slots, self.max_length = config, slots, max_length
-        self.quantization, self.dtype, self.cache_dtype = quantization, dtype, cache_dtype
+        self.recipe = quant.Recipe(quantization, tuple(unquantized))
+        self.dtype, self.cache_dtype = dtype, cache_dtype
         self.steps, self.prefill_batch, self.unroll = steps, prefill_batch, unroll
         self.layout = layout or sharding.single_device()
         self.shards, self.page_size = self.layout.shards, page_size
@@ -192,7 +192,7 @@ class Engine:
         self.num_penalised = config.vocab_size if penalties else 0
         self._check_sizes()
         self.num_logits = config.vocab_size if records_logits else 0
-        self.quant_id = quantization if quantization != "none" else dtype
+        self.quant_id = self.recipe.id if quantization != "none" else dtype
         self.program = transformer.Program(
             dtype=dtype, highest_head=highest_head, layout=self.layout
         )
@@ -208,11 +208,14 @@ class Engine:
 
     # Weights
 
-    def load(self, params: transformer.Params) -> transformer.Params:
-        """Learner's parameters -> serving parameters: quantised once, cast, laid out to serve."""
+    def load(
+        self, params: transformer.Params, noise: transforms.Noise | None = None
+    ) -> transformer.Params:
+        """Learner's parameters -> serving parameters: noise added to the norms, quantised once,
+        cast, laid out to serve."""
         if not self._holds(params):
             params = self.layout.put_params(params, self.config)
-        return self._load(params)
+        return self._load(params, noise)
 
     def _holds(self, params) -> bool:
         """Whether the parameters lie on this mesh's devices, in whatever layout."""
@@ -229,8 +232,8 @@ class Engine:
 
         def place(path, axes):
             sharding, is_layer = self.layout.sharding(axes), path[0].key == "layers"
-            if is_layer and self.quantization != "none" and path[-1].key in quant.QUANTIZED:
-                return quant.QuantArray(sharding, scale(axes), scheme=self.quantization)
+            if is_layer and self.recipe.covers(path[-1].key):
+                return quant.QuantArray(sharding, scale(axes), scheme=self.recipe.scheme)
             return sharding
 
         is_axes = lambda x: isinstance(x, tuple)
@@ -241,17 +244,27 @@ class Engine:
         placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
         return placed | {"layers": tuple(placed["layers"])} if self.unroll else placed
 
-    def _serving_params(self, params):
+    def _serving_params(self, params, noise=None):
         """Casts or quantises on the learner's shards, then moves the result, layer by layer."""
         is_quant = lambda w: isinstance(w, quant.QuantArray)
         cast = lambda w: w if is_quant(w) else w.astype(self.dtype)
         serve = lambda tree: jax.tree.map(cast, tree, is_leaf=is_quant)
+        if noise is not None:
+            params = transforms.add_noise(params, noise)
         if self.unroll:
-            params = quant.quantize_params(params, self.quantization)
-            return transformer.unstack(serve(params))
-        outer = {name: w for name, w in params.items() if name != "layers"}
-        layer = lambda w: serve(quant.quantize_params({"layers": w}, self.quantization)["layers"])
-        return serve(outer) | {"layers": jax.lax.map(layer, params["layers"])}
+            params = quant.quantize_params(params, self.recipe)
+            return transformer.unstack(serve(params)) | self._outer(params)
+        layer = lambda w: serve(quant.quantize_params({"layers": w}, self.recipe)["layers"])
+        return self._outer(params) | {"layers": jax.lax.map(layer, params["layers"])}
+
+    def _outer(self, params):
+        """The parameters outside the layers, cast; a float32 head multiplies float32 weights."""
+        head = "head" if "head" in params else "embed"
+        is_kept = lambda name: name == head and self.program.highest_head
+        return {
+            name: w.astype("float32" if is_kept(name) else self.dtype)
+            for name, w in params.items() if name != "layers"
+        }
 
     def _check_sizes(self) -> None:
         for name, count in (("slots", self.slots), ("prefill_batch", self.prefill_batch)):
@@ -399,7 +412,8 @@ class Engine:
 
     def release(self, state: DecodeState, slots: list[int]) -> DecodeState:
         """Stops the given slots, so that they are free for the next insert."""
-        remaining = state.slots.remaining.at[np.array(slots, np.int32)].set(0)
+        is_left = np.isin(np.arange(self.slots), slots)
+        remaining = jnp.where(is_left, 0, state.slots.remaining)
         return DecodeState(state.cache, dataclasses.replace(state.slots, remaining=remaining))
 
     # Generate

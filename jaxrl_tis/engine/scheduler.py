@@ -15,8 +15,9 @@
 
 import collections
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -83,12 +84,12 @@ class Scheduler:
       params: serving parameters.
       version: version of these parameters, stamped on every token they draw.
       policy: order of the waiting requests, see policies.POLICIES.
-      max_bypass: a request that has seen so many admissions since its arrival goes first, whatever
-        the policy says; None sets no bound.
+      max_bypass: a request that has seen so many admissions since it began to wait goes first,
+        whatever the policy says; None sets no bound.
       max_pending: `add` raises Full beyond so many requests; None takes all.
       prefill_calls: prefill calls in a step while sequences are decoding.
       divide: a sequence that drew so many tokens since it got its slot makes room for a waiting
-        one, and keeps its pages while there are enough; 0 never.
+        one that now comes before it, and keeps its pages while there are enough; 0 never.
       retention: pages that a sequence keeps; None keeps all.
       decode: tokens -> text, for requests with stop strings; runs in a thread of its own.
     """
@@ -117,11 +118,11 @@ class Scheduler:
         self._waiting: dict[str, Sequence] = {}
         self._awaited = collections.Counter[bytes]()
         self._slots: dict[int, Sequence] = {}
+        self._left: set[int] = set()  # slots that are free here and still count in the engine
         self._prefixes: dict[tuple[bytes, int], Prefix] = {}
         self._ended: list[Trajectory] = []
         self._live: set[str] = set()
         self._arrivals = self._admissions = 0
-        self._slots_of = np.arange(engine.slots).reshape(engine.shards, -1)
         per_slot = -(-engine.max_length // engine.page_size)
         self._table = np.zeros((engine.slots, per_slot), np.int32)
         self._shift = np.zeros(engine.slots, np.int32)
@@ -137,10 +138,13 @@ class Scheduler:
 
     def set_params(self, params: Any, version: int) -> None:
         """Weights of all tokens drawn from now on. Running sequences keep the keys that older
-        weights wrote (`kv_version` says so); prompts that wait to be filled are filled anew."""
+        weights wrote (`kv_version` says so), while prompts are filled anew: in other pages where
+        running sequences may read the old ones."""
         self._params, self._version = params, version
-        for prefix in self._prefixes.values():
+        for prefix in list(self._prefixes.values()):
             prefix.filled = 0
+            if not prefix.waiters:
+                self._drop(prefix)
 
     def add(self, request: Request) -> None:
         """Queues a request; ValueError when it can never run or its id is alive, Full when
@@ -160,9 +164,7 @@ class Scheduler:
         stop string is in it."""
         for sequence in self._sequences():
             if sequence.request.id == request_id:
-                stop = sequence.found_stop()
-                reason, count = ("abort", sequence.count) if stop is None else ("stop", stop)
-                self._finish(sequence, reason, count)
+                self._abort(sequence)
                 return
         raise KeyError(f"no live request has the id {request_id!r}")
 
@@ -175,14 +177,12 @@ class Scheduler:
         """
         if mode not in PAUSES:
             raise ValueError(f"pause mode {mode!r} is none of {', '.join(PAUSES)}")
-        if mode == "retract":
-            for sequence in self._sequences():
-                self._retract(sequence)
-        if mode != "abort":
-            return []
         for sequence in self._sequences():
-            self.abort(sequence.request.id)
-        return self._returned()
+            if mode == "abort":
+                self._abort(sequence)
+            elif mode == "retract" and sequence.pages:
+                self._retract(sequence)
+        return self._returned() if mode == "abort" else []
 
     def step(self) -> list[Trajectory]:
         """Admits, prefills, generates once, and returns the trajectories that ended."""
@@ -223,6 +223,8 @@ class Scheduler:
                     or not np.array_equal(partial.prompt, request.prompt),
                 f"the partial trajectory ended by itself ({partial.stop_reason})":
                     partial.stop_reason != "abort",
+                f"the partial trajectory has {len(partial.tokens)} tokens, as many as may be drawn "
+                f"({sampling.max_tokens}) or more": len(partial.tokens) >= sampling.max_tokens,
                 "the partial trajectory saw evicted keys, which cannot be rebuilt; start it again":
                     len(partial.evict_step) > 0,
             }
@@ -253,15 +255,17 @@ class Scheduler:
         self._awaited[sequence.key] -= 1
         if not self._awaited[sequence.key]:
             del self._awaited[sequence.key]
+            self._drop_idle(sequence.key)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         if sequence.is_running:
-            self._state = self._engine.release(self._state, [sequence.slot])
+            self._left.add(sequence.slot)
         else:
             self._prefixes[sequence.key, sequence.shard].waiters.remove(sequence)
         self._table[sequence.slot], self._shift[sequence.slot] = 0, 0
         del self._slots[sequence.slot]
         sequence.slot, sequence.is_running = -1, False
+        sequence.admitted_after = self._admissions
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of wherever it is; its pages go back."""
@@ -285,52 +289,68 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
-        free = [slot for slot in range(self._engine.slots) if slot not in self._slots]
-        if self._divide and len(free) < len(self._waiting):
-            free += self._make_way(len(self._waiting) - len(free))
-        if not free or not self._waiting:
-            return
-        for sequence in sorted(self._waiting.values(), key=self._priority):
-            if not free or not self._place(sequence, free):
-                return
+        """A parked sequence waits for its shard's slots; one without room for its pages lets
+        nobody pass."""
+        if self._divide:
+            self._make_way()
+        free = {shard: [] for shard in range(self._engine.shards)}
+        for slot in range(self._engine.slots):
+            if slot not in self._slots:
+                free[slot * self._engine.shards // self._engine.slots].append(slot)
+        parked = {}
+        for sequence in self._in_order():
+            is_parked, shards = bool(sequence.pages), [s for s in free if free[s]]
+            if not shards:
+                break
+            if is_parked and sequence.shard not in shards:
+                continue
+            if not is_parked and not self._find_pages(sequence, shards):
+                break
+            self._take_slot(sequence, free[sequence.shard].pop(0), is_parked)
+            if is_parked:
+                parked[sequence] = (sequence.length - 1, (NULL, NULL))
+        self._insert(parked)
+
+    def _in_order(self) -> Iterator[Sequence]:
+        """Waiting sequences: whoever was passed over too often, else as the policy says."""
+        by_policy = sorted(self._waiting.values(), key=self._priority, reverse=True)
+        age = lambda s: (s.admitted_after, s.order)
+        by_age = sorted(self._waiting.values(), key=age, reverse=True)
+        seen = set()
+        while by_policy:
+            sequence = (by_age if by_age and self._is_overdue(by_age[-1]) else by_policy).pop()
+            if sequence not in seen:
+                seen.add(sequence)
+                yield sequence
 
     def _priority(self, sequence: Sequence) -> tuple:
+        return (self._policy.key(sequence.request, sequence.count), sequence.order)
+
+    def _is_overdue(self, sequence: Sequence) -> bool:
         bypassed = self._admissions - sequence.admitted_after
-        if self._max_bypass is not None and bypassed >= self._max_bypass:
-            return (0, (), sequence.order)
-        return (1, self._policy.key(sequence.request, sequence.count), sequence.order)
+        return self._max_bypass is not None and bypassed >= self._max_bypass
 
-    def _make_way(self, count: int) -> list[int]:
-        """Slots of sequences that have drawn their share; these wait again with their pages."""
-        leaving = [s for s in self._running() if s.since_admission >= self._divide][:count]
-        slots = [sequence.slot for sequence in leaving]
-        for sequence in leaving:
-            self._leave_slot(sequence)
-            self._wait(sequence)
-        return slots
+    def _make_way(self) -> None:
+        """Sequences that have drawn their share wait again, with their pages, if others come before
+        them. Those with evicted keys stay: they cannot be rebuilt, should their pages be needed."""
+        is_done = lambda s: s.since_admission >= self._divide and not s.shift
+        done = sorted(filter(is_done, self._running()), key=self._priority, reverse=True)
+        free = self._engine.slots - len(self._slots)
+        for sequence, other in zip(done, itertools.islice(list(self._in_order()), free, None)):
+            if self._is_overdue(other) or self._priority(other) < self._priority(sequence):
+                self._leave_slot(sequence)
+                self._wait(sequence)
 
-    def _place(self, sequence: Sequence, free: list[int]) -> bool:
-        """Gives a sequence one of the free slots, and pages for what it has so far."""
-        shard_of = lambda slot: slot * self._engine.shards // self._engine.slots
-        shards = {shard_of(slot) for slot in free}
-        is_parked = bool(sequence.pages)
-        if is_parked:
-            shards &= {sequence.shard}
+    def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
+        """Pages for what it has so far in one of the shards, best where others have them."""
         preference = lambda s: ((sequence.key, s) not in self._prefixes, -self.pages[s].free, s)
-        for shard in sorted(shards, key=preference):
-            if is_parked or self._join_prefix(sequence, shard):
-                break
-        else:
-            return False
-        slot = next(slot for slot in free if shard_of(slot) == shard)
-        free.remove(slot)
-        self._stop_waiting(sequence)
-        sequence.slot, sequence.shard, sequence.since_admission = slot, shard, 0
+        return any(self._join_prefix(sequence, s) for s in sorted(shards, key=preference))
+
+    def _take_slot(self, sequence: Sequence, slot: int, is_running: bool) -> None:
+        sequence.slot, sequence.is_running, sequence.since_admission = slot, is_running, 0
         self._slots[slot] = sequence
+        self._stop_waiting(sequence)
         self._admissions += 1
-        if is_parked:
-            self._insert({sequence: (sequence.length - 1, (NULL, NULL))})
-        return True
 
     def _join_prefix(self, sequence: Sequence, shard: int) -> bool:
         """Shares the pages of its tokens, new ones if need be; the last one, unless it is full,
@@ -339,7 +359,7 @@ class Scheduler:
         full, rest = divmod(sequence.length, size)
         prefix = self._prefixes.get((sequence.key, shard))
         count = (0 if prefix else full + (rest > 0)) + (rest > 0)
-        if not self._has_room(shard, count):
+        if not self._has_room(shard, count, prefix):
             return False
         pages = self.pages[shard]
         if prefix is None:
@@ -347,24 +367,26 @@ class Scheduler:
             prefix = self._prefixes[sequence.key, shard] = Prefix(sequence.tokens(), shard, new)
         else:
             self.stats.shared += sequence.length
+        sequence.shard = shard
         sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
         return True
 
-    def _has_room(self, shard: int, count: int) -> bool:
+    def _has_room(self, shard: int, count: int, prefix: Prefix | None) -> bool:
         """Whether so many pages are free, and one more for each running sequence to grow into;
-        makes them free if only waiting sequences are in the way."""
+        makes them free, but not those of `prefix`, if only waiting sequences are in the way."""
         running = len(self._running(shard))
         while self.pages[shard].free < count + running:
-            if not self._reclaim(shard):
+            if not self._reclaim(shard, prefix):
                 return False
         return True
 
-    def _reclaim(self, shard: int) -> bool:
-        """Frees pages that no slot needs: of a prompt that waits for more of its samples, or of the
-        youngest sequence that made way."""
-        idle = [p for p in self._prefixes.values() if p.shard == shard and not p.waiters]
+    def _reclaim(self, shard: int, keep: Prefix | None = None) -> bool:
+        """Frees pages that no slot needs: of a prompt, other than `keep`, that waits for more of
+        its samples, or of the youngest sequence that made way."""
+        of_shard = [p for p in self._prefixes.values() if p.shard == shard and p is not keep]
+        idle = [p for p in of_shard if not p.waiters]
         if idle:
             self._drop(idle[0])
             return True
@@ -421,7 +443,7 @@ class Scheduler:
                 for sequence in prefix.waiters:
                     copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
                     rows[sequence] = (sequence.length, copy)
-                    sequence.kv_version = self._version
+                    sequence.filled(self._version)
                 prefix.waiters = []
                 keys.add(prefix.tokens.tobytes())
         self._insert(rows)
@@ -438,6 +460,7 @@ class Scheduler:
             for s, (cached, copy) in rows.items()
         }
         self._state = self._timed(self._engine.insert, self._state, insertions)
+        self._left -= insertions.keys()
         for sequence in rows:
             sequence.is_running = True
             self._shift[sequence.slot] = sequence.shift
@@ -482,6 +505,9 @@ class Scheduler:
         return youngest is not sequence
 
     def _generate(self) -> ResultTokens:
+        if self._left:
+            self._state = self._timed(self._engine.release, self._state, sorted(self._left))
+            self._left.clear()
         self._state, result = self._timed(
             self._engine.generate, self._params, self._state, self._table, self._shift
         )
@@ -514,6 +540,7 @@ class Scheduler:
                 self._finish(sequence, "stop" if is_stop else "length", sequence.count)
             elif self._retention:
                 self._evict(sequence)
+        self._left -= set(np.flatnonzero(result.remaining == 0).tolist())
 
     def _stop(self, sequence: Sequence, count: int, is_last: bool) -> int | None:
         """Tokens up to a stop string, found in the text of the calls before, and for the last one
@@ -525,9 +552,15 @@ class Scheduler:
             sequence.stop = self._texts.submit(*search)
         return sequence.found_stop() if is_last else stop
 
+    def _abort(self, sequence: Sequence) -> None:
+        stop = sequence.found_stop()
+        reason, count = ("abort", sequence.count) if stop is None else ("stop", stop)
+        self._finish(sequence, reason, count)
+
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
         self._leave(sequence)
-        self._policy.finished(sequence.request, count)
+        if reason != "abort":
+            self._policy.finished(sequence.request, count)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
 
     def _evict(self, sequence: Sequence) -> None:

@@ -41,7 +41,7 @@ class Sequence:
     """A live request.
 
     Attributes:
-      order: number of its arrival; admitted_after: admissions before it.
+      order: number of its arrival; admitted_after: admissions before it began to wait.
       key: bytes of its tokens when it began to wait; those of equal keys share a Prefix.
       pieces: what it drew, in order; count: how many tokens those are.
       slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
@@ -73,11 +73,13 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, order: int, admitted_after: int) -> "Sequence":
-        if request.partial is None or not len(request.partial.tokens):
-            return cls(request, order, admitted_after, [], 0)
         partial = request.partial
-        segment = int(partial.segment[-1]) + 1
-        return cls(request, order, admitted_after, [partial], len(partial.tokens), segment)
+        if partial is None or not len(partial.tokens):
+            return cls(request, order, admitted_after, [], 0)
+        segment = int(partial.segment[-1])
+        return cls(
+            request, order, admitted_after, [partial], len(partial.tokens), segment=segment
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -105,9 +107,14 @@ class Sequence:
     def forget(self) -> None:
         """Its pages are gone; what it drew stays, unless some of it saw evicted keys: that cannot
         be rebuilt by a prefill, so it starts again."""
-        self.segment += self.count > 0
         if self.shift:
             self.shift, self.evict_step, self.pieces, self.count = 0, None, [], 0
+            self.segment, self.stop = 0, None
+
+    def filled(self, version: int) -> None:
+        """Weights of this version wrote the keys of all that it has so far."""
+        self.kv_version = version
+        self.segment += self.count > 0
 
     def evict(self, index: int, size: int, capacity: int) -> int:
         """Takes out page `index`, and returns it; keys in it are unseen from the last token on."""

@@ -1,4 +1,4 @@
-"""Attention of one new token per slot against pages of a stacked cache, updated in place, on TPU."""
+"""Attention of one new token per slot against pages of a cache, updated in place, on TPU."""
 
 import functools
 
@@ -8,8 +8,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 MASKED = -1e30
-ROW_BYTES = 32  # positions written back together: sublanes of a tile times bytes of a number
 LANES = 128
+BLOCK_BYTES = 2**20  # of the pages that are fetched together; two such blocks lie in VMEM
+ROW_BYTES = 32  # positions written back together: sublanes of a tile times bytes of a number
+VMEM_BYTES = 64 * 2**20  # for blocks of a single page that is larger than BLOCK_BYTES
+CORES = 2  # of a chip, at most: each takes a half of the slots
+
+
+def is_supported(page_size: int) -> bool:
+    """Pages are whole tiles, also of scales and scores, where positions lie along the lanes."""
+    return page_size % LANES == 0
 
 
 def decode_attention(
@@ -26,21 +34,22 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Writes each slot's new key and value at its place of one layer and attends up to it.
 
-    The pages of a slot are read one by one up to its place. The cache is written in place: only the
-    positions of the tile around the new one move back. Side by side in one row, keys and values
-    fill whole lanes at head width 64 too. What lies beyond a slot's place, NaN included, has no
-    influence.
+    The pages of a slot are fetched up to its place, a block of several while the one before is
+    computed; the last block of a slot overlaps with the first of the next slot. The cache is
+    written in place: only the positions of the tile around the new one move back. Side by side in
+    one row, keys and values fill whole lanes at head width 64 too. What lies beyond a slot's place,
+    NaN included, has no influence.
 
     Args:
       q_bngk: [B,N,G,K] queries, G per key/value head.
       new_bnc: [B,N,2K] the new token's key, then its value, in the cache's dtype.
       new_scale_bn2: [B,N,2] float32 scales of both, None unless the cache is int8.
-      cache_lpnsc: [L,P,N,S,2K] pages of S positions, a multiple of a tile's rows; donate it.
+      cache_lpnsc: [L,P,N,S,2K] pages of S positions, see is_supported; donate it.
       scale_lpn2s: [L,P,N,2,S] float32 scales of int8 keys and of values, or None; donate it.
       layer: [] int32.
       index_b: [B] int32 place of the new token among the positions of its slot's pages.
-      page_b: [B] int32 page that takes the new token; where it is not the page of index_b, nothing
-        of that page changes and the slot attends to the new token all the same.
+      page_b: [B] int32 page of that place, in no other slot's table; or 0: nothing is written, and
+        the slot attends to the new token all the same.
       table_bp: [B,n] int32 pages of each slot in order.
       interpret: run as a program of any device instead of a TPU's kernel.
 
@@ -48,59 +57,51 @@ def decode_attention(
     unnormalised probabilities take q's dtype for their product with the values.
     """
     b, n, g, k = q_bngk.shape
-    s, c = cache_lpnsc.shape[-2:]
-    rows = ROW_BYTES // cache_lpnsc.dtype.itemsize
+    size, c = cache_lpnsc.shape[-2:]
+    itemsize = cache_lpnsc.dtype.itemsize
+    pages = min(max(BLOCK_BYTES // (n * size * c * itemsize), 1), table_bp.shape[1])
+    cores = CORES if b % CORES == 0 else 1
     # A query with zeros beside it meets the key alone, so no block has to be cut in two.
     q_bngc = jnp.pad(q_bngk, ((0, 0), (0, 0), (0, 0), (0, c - k)))
-    of_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, *_: (i, 0, 0, 0))
-    page_of = lambda i, j, index, table: table[i, jnp.minimum(j, _div(index[i], s))]
-    reads = lambda *shape: pl.BlockSpec(
-        (1, 1, n, *shape),
-        lambda i, j, layer, index, page, table: (layer[0], page_of(i, j, index, table), 0, 0, 0),
-    )
-    tile = lambda i, index: _div(jax.lax.rem(index[i], jnp.int32(s)), rows)
-    writes = pl.BlockSpec(
-        (1, 1, n, rows, c),
-        lambda i, j, layer, index, page, table: (layer[0], page[i], 0, tile(i, index), 0),
-    )
-    writes_scale = pl.BlockSpec(
-        (1, 1, n, 2, s), lambda i, j, layer, index, page, table: (layer[0], page[i], 0, 0, 0)
-    )
-    inputs, in_specs = [q_bngc, new_bnc[:, :, None]], [of_slot(n, g, c), of_slot(n, 1, c)]
-    out_specs = [of_slot(n, g, c), writes]
-    out_shape = [jax.ShapeDtypeStruct((b, n, g, c), q_bngk.dtype), _like(cache_lpnsc)]
-    inputs, in_specs = inputs + [cache_lpnsc], in_specs + [reads(s, c)]
-    aliases = {6: 1}  # four scalar arguments come first
+    rows, pools = [q_bngc, new_bnc[:, :, None]], [cache_lpnsc]
+    blocks = [pltpu.VMEM((2, n, pages * size, c), cache_lpnsc.dtype)]
     if scale_lpn2s is not None:
-        inputs += [new_scale_bn2[..., None], scale_lpn2s]
-        in_specs += [of_slot(n, 2, 1), reads(2, s)]
-        out_specs, out_shape = out_specs + [writes_scale], out_shape + [_like(scale_lpn2s)]
-        aliases[8] = 2
-    out = pl.pallas_call(
-        functools.partial(_kernel, scale=k**-0.5, is_int8=scale_lpn2s is not None),
+        rows, pools = rows + [new_scale_bn2[..., None]], pools + [scale_lpn2s]
+        blocks += [pltpu.VMEM((2, n, 2, pages * size), jnp.float32)]
+    of_slot = lambda x: pl.BlockSpec(
+        (1, *x.shape[1:]), lambda core, i, *_: (core * (b // cores) + i, 0, 0, 0)
+    )
+    in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    scalars = layer.reshape(1), index_b, page_b, table_bp
+    first = len(scalars) + len(rows)
+    out_bngc, *pools = pl.pallas_call(
+        functools.partial(_kernel, softmax_scale=k**-0.5, parts=len(pools)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(b, table_bp.shape[1]),
-            in_specs=in_specs,
-            out_specs=out_specs,
+            num_scalar_prefetch=len(scalars),
+            grid=(cores, b // cores),
+            in_specs=[*map(of_slot, rows), *in_place],
+            out_specs=[of_slot(q_bngc), *in_place],
             scratch_shapes=[
+                *blocks,
                 pltpu.VMEM((n, g, LANES), jnp.float32),
                 pltpu.VMEM((n, g, LANES), jnp.float32),
                 pltpu.VMEM((n, g, c), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA(()),
             ],
         ),
-        cost_estimate=_cost(b * n * table_bp.shape[1] * s, g, k, cache_lpnsc.dtype.itemsize),
-        out_shape=out_shape,
-        input_output_aliases=aliases,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(b * n * table_bp.shape[1] * size, g, k, itemsize),
+        out_shape=[like(q_bngc), *map(like, pools)],
+        input_output_aliases={first + i: 1 + i for i in range(len(pools))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         interpret=interpret,
         name="decode_attention",
-    )(layer.reshape(1), index_b, page_b, table_bp, *inputs)
-    return out[0][..., k:], out[1], out[2] if scale_lpn2s is not None else None
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )(*scalars, *rows, *pools)
+    return out_bngc[..., k:], pools[0], pools[1] if len(pools) > 1 else None
 
 
 def _cost(keys: int, g: int, k: int, itemsize: int) -> pl.CostEstimate:
@@ -113,30 +114,76 @@ def _div(x: jax.Array, n: int) -> jax.Array:
     return jax.lax.div(x, jnp.int32(n))  # of what is not negative
 
 
-def _kernel(
-    layer_ref, index_ref, page_ref, table_ref, q_ref, new_ref, cache_ref, *refs, scale, is_int8
-):
-    """One slot i and page j of its table; the running softmax lives in scratch."""
-    if is_int8:
-        new_scale_ref, scale_ref, out_ref, written_ref, written_scale_ref, *refs = refs
-    else:
-        out_ref, written_ref, *refs = refs
-    max_ref, sum_ref, acc_ref = refs
-    i, j = pl.program_id(0), pl.program_id(1)
-    size, rows = cache_ref.shape[3], written_ref.shape[3]
-    last = _div(index_ref[i], size)
-    within = jax.lax.rem(index_ref[i], jnp.int32(size))
+def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
+    """`count` positions of a page or block ref[lead], along its axis `axis`."""
+    index = [slice(None)] * 3
+    index[axis] = pl.ds(pl.multiple_of(start, count), count)
+    return ref.at[(*lead, *index)]
 
-    def accumulate(kv_nsc, scale_n2s, limit):
-        """Adds the page's first `limit` positions, all of them if None."""
+
+def _kernel(layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts):
+    """One slot. Each of the `parts` of the cache (values; scales of int8 values) has its pages in
+    HBM and two blocks in VMEM. The running softmax lives in scratch, as does `turn`: how many
+    blocks this core took before, which says where the next one goes."""
+    new_refs, refs = refs[:parts], refs[2 * parts:]  # the cache is read where it is written
+    out_ref, pools, blocks, refs = refs[0], refs[1:][:parts], refs[1 + parts:][:parts], (
+        refs[1 + 2 * parts:]
+    )
+    max_ref, sum_ref, acc_ref, turn_ref, fetched, written = refs
+    axes = (1, 2)[:parts]  # of the positions: a page is [N,S,2K] values, [N,2,S] scales
+    core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    slot, end, layer = core * steps + step, (core + 1) * steps, layer_ref[0]
+    size, length = pools[0].shape[3], blocks[0].shape[2]  # positions of a page and of a block
+    pages = length // size
+    last = _div(index_ref[slot], length)
+    within = jax.lax.rem(index_ref[slot], jnp.int32(length))
+
+    def each_copy(slot, block, buffer, act):
+        """`act` on the copies that fetch the pages of a slot's block, up to its last page."""
+        first = block * pages
+
+        def page(m, _):
+            for pool, ref, axis in zip(pools, blocks, axes):
+                target = _positions(ref, (buffer,), axis, m * size, size)
+                source = pool.at[layer, table_ref[slot, first + m]]
+                act(pltpu.make_async_copy(source, target, fetched.at[buffer]))
+
+        count = jnp.minimum(_div(index_ref[slot], size) + 1 - first, pages)
+        jax.lax.fori_loop(0, count, page, None)
+
+    def take(block):
+        """Waits for a block, the next one on its way; returns where it lies."""
+        buffer = jax.lax.rem(turn_ref[0] + block, jnp.int32(2))
+        is_last = block == last
+        next_slot, next_block = slot + is_last, jnp.where(is_last, 0, block + 1)
+
+        @pl.when(next_slot < end)
+        def _():
+            each_copy(next_slot, next_block, 1 - buffer, lambda copy: copy.start())
+
+        each_copy(slot, block, buffer, lambda copy: copy.wait())
+        return buffer
+
+    def accumulate(buffer, limit):
+        """Adds a block's first `limit` positions, all of them if None."""
+
+        def until_limit(ref, axis, dtype):
+            x = ref[buffer]
+            if limit is not None:
+                at = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+                x = jnp.where(at < limit, x.astype(jnp.float32), 0.0)
+            return x.astype(dtype)
+
         q_ngc = q_ref[0]
-        kv_nsc = kv_nsc.astype(q_ngc.dtype)
+        kv_nsc, *scales = (
+            until_limit(*part) for part in zip(blocks, axes, (q_ngc.dtype, jnp.float32))
+        )
         precision = jax.lax.Precision.HIGHEST if q_ngc.dtype == jnp.float32 else None
         dot = functools.partial(
             jax.lax.dot_general, preferred_element_type=jnp.float32, precision=precision
         )
-        scores = dot(q_ngc, kv_nsc, (((2,), (2,)), ((0,), (0,)))) * scale
-        if is_int8:
+        scores = dot(q_ngc, kv_nsc, (((2,), (2,)), ((0,), (0,)))) * softmax_scale
+        for scale_n2s in scales:
             scores = scores * scale_n2s[:, :1]
         if limit is not None:
             at = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
@@ -147,38 +194,48 @@ def _kernel(
         shrink = jnp.exp(before - top)
         max_ref[...] = top
         sum_ref[...] = sum_ref[...] * shrink + jnp.sum(p, axis=-1, keepdims=True)
-        if is_int8:
+        for scale_n2s in scales:
             p = p * scale_n2s[:, 1:]
         values = dot(p.astype(q_ngc.dtype), kv_nsc, (((2,), (1,)), ((0,), (0,))))
         acc_ref[...] = acc_ref[...] * shrink[..., :1] + values
 
-    @pl.when(j == 0)
-    def _():
-        max_ref[...] = jnp.full_like(max_ref, MASKED)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    def write_back(buffer):
+        """Puts the new position into the slot's last block; copies of its tiles to the page."""
+        copies = []
+        for pool, ref, axis, new_ref in zip(pools, blocks, axes, new_refs):
+            tile = LANES if axis == 2 else ROW_BYTES // ref.dtype.itemsize
+            start = _div(within, tile) * tile
+            old = _positions(ref, (buffer,), axis, start, tile)
+            at = start + jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
+            new, kept = new_ref[0].astype(jnp.float32), old[...].astype(jnp.float32)
+            old[...] = jnp.where(at == within, new, kept).astype(ref.dtype)
+            in_page = jax.lax.rem(start, jnp.int32(size))
+            target = _positions(pool, (layer, page_ref[slot]), axis, in_page, tile)
+            copies.append(pltpu.make_async_copy(old, target, written))
+        return copies
 
-    @pl.when(j < last)
+    @pl.when(step == 0)
     def _():
-        accumulate(cache_ref[0, 0], scale_ref[0, 0] if is_int8 else None, None)
+        turn_ref[0] = 0
+        each_copy(slot, 0, 0, lambda copy: copy.start())
 
-    @pl.when(j == last)
+    max_ref[...] = jnp.full_like(max_ref, MASKED)
+    sum_ref[...] = jnp.zeros_like(sum_ref)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+    jax.lax.fori_loop(0, last, lambda block, _: accumulate(take(block), None), None)
+    buffer = take(last)
+    copies = write_back(buffer)
+
+    @pl.when(page_ref[slot] != 0)
     def _():
-        new_n1c = new_ref[0].astype(jnp.float32)
-        kv_nsc = cache_ref[0, 0].astype(jnp.float32)
-        at = jax.lax.broadcasted_iota(jnp.int32, kv_nsc.shape, 1)
-        kv_nsc = jnp.where(at == within, new_n1c, jnp.where(at < within, kv_nsc, 0.0))
-        scale_n2s = None
-        if is_int8:
-            at = jax.lax.broadcasted_iota(jnp.int32, scale_ref.shape[2:], 2)
-            old = scale_ref[0, 0]
-            written_scale_ref[0, 0] = jnp.where(at == within, new_scale_ref[0], old)
-            scale_n2s = jnp.where(
-                at == within, new_scale_ref[0], jnp.where(at < within, old, 0.0)
-            )
-        accumulate(kv_nsc.astype(cache_ref.dtype), scale_n2s, within + 1)
-        start = pl.multiple_of(_div(within, rows) * rows, rows)
-        tile = cache_ref[0, 0, :, pl.ds(start, rows), :].astype(jnp.float32)
-        at = start + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-        written_ref[0, 0] = jnp.where(at == within, new_n1c, tile).astype(written_ref.dtype)
-        out_ref[0] = (acc_ref[...] / sum_ref[:, :, :1]).astype(out_ref.dtype)
+        for copy in copies:
+            copy.start()
+
+    accumulate(buffer, within + 1)
+    out_ref[0] = (acc_ref[...] / sum_ref[:, :, :1]).astype(out_ref.dtype)
+    turn_ref[0] += last + 1
+
+    @pl.when(page_ref[slot] != 0)
+    def _():
+        for copy in copies:
+            copy.wait()

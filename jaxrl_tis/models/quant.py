@@ -1,29 +1,88 @@
-"""int8 weights as a leaf type, and the one matrix product that accepts both kinds of weight.
+"""Eight-bit weights as leaf types, and the one matrix product that accepts every kind of weight.
 
-Scheme (symmetric): scale = absmax / 127.5 per output channel (weights) or per token (activations),
-q = clip(round_half_even(x / scale), -128, 127); an all-zero channel has scale 1. W8A16 keeps the
-activations in their own dtype; W8A8 quantises them per token at run time and multiplies
-s8 x s8 -> s32, whose accumulation is associative and therefore exact in any order.
+The schemes are symmetric: scale = absmax / bound per output channel (weights) or per token
+(activations), q = x (1 / scale), rounded half to even and clipped to the format. int8 has the bound
+127.5, whose last half step is clipped, float8_e4m3fn its largest number, 448; a channel of zeros
+has scale 1 (as in Qwix). With "a16" the activations keep their own dtype; with "a8" they are
+quantised at run time, and the product is one of two 8-bit matrices: s8 x s8 -> s32, which is
+associative and therefore exact in any order, or f8 x f8 -> f32, whose sums depend on their order
+like any float's.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-SCHEMES = ("none", "w8a16", "w8a8")
+
+class Scheme(NamedTuple):
+    """The format of the weights, and whether the activations are quantised to it too."""
+
+    dtype: type | None
+    has_activations: bool
+
+
+SCHEMES = {
+    "none": Scheme(None, False),
+    "w8a16": Scheme(jnp.int8, False),
+    "w8a8": Scheme(jnp.int8, True),
+    "fp8_w8a16": Scheme(jnp.float8_e4m3fn, False),
+    "fp8_w8a8": Scheme(jnp.float8_e4m3fn, True),
+}
 QUANTIZED = ("q", "k", "v", "o", "gate", "up", "down")
+# Smallest and largest number, and what the largest of a channel is scaled to.
+LIMITS = {jnp.int8: (-128, 127, 127.5), jnp.float8_e4m3fn: (-448.0, 448.0, 448.0)}
+# Channels with a smaller scale count as zeros: products of two scales then never underflow.
+MIN_SCALE = float(jnp.finfo(jnp.float32).tiny) ** 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Which projections of the layers are quantised, and how.
+
+    Attributes:
+      scheme: a name in `SCHEMES`.
+      unquantized: names in `QUANTIZED` that keep their dtype, in every layer: the layers are one
+        stacked array, which has one format.
+    """
+
+    scheme: str = "none"
+    unquantized: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"quantization {self.scheme!r} is none of {', '.join(SCHEMES)}")
+        unknown = [name for name in self.unquantized if name not in QUANTIZED]
+        if unknown:
+            raise ValueError(
+                f"unquantized names {', '.join(unknown)}; the projections are "
+                f"{', '.join(QUANTIZED)}"
+            )
+
+    def covers(self, name: str) -> bool:
+        """Whether the parameter of this name in the layers is quantised."""
+        is_projection = name in QUANTIZED and name not in self.unquantized
+        return self.scheme != "none" and is_projection
+
+    @property
+    def id(self) -> str:
+        """"w8a8", or "w8a8 except o,down"; the same for every spelling of the same recipe."""
+        kept = [name for name in QUANTIZED if name in self.unquantized]
+        return self.scheme + (f" except {','.join(kept)}" if kept else "")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantArray:
-    """An int8 matrix with one f32 scale per output channel; stands where a float weight would.
+    """An 8-bit matrix with one f32 scale per output channel; stands where a float weight would.
 
     Attributes:
-      q: [..., in, out] int8.
+      q: [..., in, out] in the scheme's dtype.
       scale: [..., 1, out] float32; the weight is q * scale.
-      scheme: "w8a16" or "w8a8" (static).
+      scheme: a name in `SCHEMES` (static).
     """
 
     q: jax.Array
@@ -31,23 +90,64 @@ class QuantArray:
     scheme: str = dataclasses.field(metadata=dict(static=True))
 
 
-def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (int8 values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Master:
+    """A float weight of the learner [..., in, out] that multiplies as its QuantArray would."""
+
+    w: jax.Array
+    scheme: str = dataclasses.field(metadata=dict(static=True))
+
+
+def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array, jax.Array]:
+    """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
+    low, high, bound = LIMITS[dtype]
     x = x.astype(jnp.float32)
-    absmax = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    scale = jnp.where(absmax > 0, absmax / 127.5, 1.0)
-    return jnp.clip(jnp.round(x / scale), -128, 127).astype(jnp.int8), scale
+    # XLA replaces a division by the product with the reciprocal in some programs and not in others,
+    # which moves values that lie half-way: both reciprocals are written out.
+    scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) * np.float32(1 / bound)
+    scale = jnp.where(scale < MIN_SCALE, 1.0, scale)
+    x = x * (1 / scale)
+    x = jnp.round(x) if dtype == jnp.int8 else x  # the conversion to a float type rounds by itself
+    return jnp.clip(x, low, high).astype(dtype), scale
 
 
-def dot(x: jax.Array, w: jax.Array | QuantArray) -> jax.Array:
-    """x [..., i] @ w [i, o] -> [..., o] in x's dtype, accumulated in float32 (int32 for W8A8)."""
+def quantize_weight(w: jax.Array, scheme: str) -> QuantArray:
+    """[..., in, out] float -> its QuantArray."""
+    return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype), scheme=scheme)
+
+
+def dot(x: jax.Array, w: jax.Array | QuantArray | Master) -> jax.Array:
+    """x [..., i] @ w [i, o] -> [..., o] in x's dtype; sums in float32, of s8 x s8 in int32."""
+    if isinstance(w, Master):
+        return _straight_through(x, w.w, w.scheme)
     if not isinstance(w, QuantArray):
         return _matmul(x, w.astype(x.dtype), jnp.float32).astype(x.dtype)
-    if w.scheme == "w8a16":
+    scheme = SCHEMES[w.scheme]
+    if not scheme.has_activations:
         return (_matmul(x, w.q.astype(x.dtype), jnp.float32) * _rows(w.scale, x)).astype(x.dtype)
-    x_q, x_scale = quantize(x, axis=-1)
-    product = _matmul(x_q, w.q, jnp.int32).astype(jnp.float32)
+    x_q, x_scale = quantize(x, -1, scheme.dtype)
+    accumulator = jnp.int32 if scheme.dtype == jnp.int8 else jnp.float32
+    product = _matmul(x_q, w.q, accumulator).astype(jnp.float32)
     return (product * x_scale * _rows(w.scale, x)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _straight_through(x: jax.Array, w: jax.Array, scheme: str) -> jax.Array:
+    """The sampler's product of x and the quantised w; its gradient is that of the float product
+    x @ w, with x and w as they were before quantisation."""
+    return dot(x, quantize_weight(w, scheme))
+
+
+def _straight_through_fwd(x, w, scheme):
+    return _straight_through(x, w, scheme), (x, w)
+
+
+def _straight_through_bwd(scheme, operands, gradient):
+    return jax.vjp(dot, *operands)[1](gradient)
+
+
+_straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def _matmul(x: jax.Array, w: jax.Array, accumulate) -> jax.Array:
@@ -59,13 +159,16 @@ def _rows(scale: jax.Array, x: jax.Array) -> jax.Array:
     return scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def quantize_params(params: dict, scheme: str) -> dict:
-    """The same tree with every projection of the layers as a QuantArray; embedding, norms, biases
-    and the output head keep their dtype. Call it once per weight sync, inside jit."""
-    if scheme == "none":
-        return params
+def quantize_params(params: dict, recipe: Recipe) -> dict:
+    """The same tree with the recipe's projections of the layers as QuantArrays; embedding, norms,
+    biases and the output head keep their dtype. Call it once per weight sync, inside jit."""
+    quantized = lambda name, w: quantize_weight(w, recipe.scheme) if recipe.covers(name) else w
+    return {**params, "layers": {name: quantized(name, w) for name, w in params["layers"].items()}}
 
-    def leaf(name: str, w: jax.Array):
-        return QuantArray(*quantize(w, axis=-2), scheme=scheme) if name in QUANTIZED else w
 
-    return {**params, "layers": {name: leaf(name, w) for name, w in params["layers"].items()}}
+def masters(layer: dict, recipe: Recipe) -> dict:
+    """The parameters of layers with the recipe's projections as `Master`s: what the learner
+    differentiates while it computes what the sampler does (Jet-RL, arXiv:2601.14243; QaRL,
+    arXiv:2604.07853)."""
+    master = lambda name, w: Master(w, recipe.scheme) if recipe.covers(name) else w
+    return {name: master(name, w) for name, w in layer.items()}

@@ -42,12 +42,15 @@ class Program:
       highest_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
         is one bfloat16 pass.
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
+      quantization: the projections of float parameters that are multiplied as a sampler with this
+        recipe does, with the gradients of the float products.
     """
 
     dtype: str = "float32"
     remat: str = "none"
     highest_head: bool = False
     layout: Any = None
+    quantization: quant.Recipe = quant.Recipe()
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Pins an activation with these logical axes to the mesh."""
@@ -210,7 +213,7 @@ def hidden(
     rotation = _rotation(config, positions_bt)
 
     def layer(x_btd, layer_params, layer_cache):
-        block = nnx.merge(graphdef, layer_params)
+        block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
 
     if program.remat != "none":

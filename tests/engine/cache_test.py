@@ -1,4 +1,6 @@
-"""The cache: what decode writes and sees, and what an insert leaves alone."""
+"""Pages: what is written where, and what a query sees of them, against float64 numpy."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,6 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache
-from jaxrl_tis.engine.cache import KV
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 CONFIG = ModelConfig(
@@ -16,88 +17,142 @@ CONFIG = ModelConfig(
     norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
 )
 RNG = np.random.default_rng(0)
-decode = jax.jit(lambda positions_b, *qkv_cache: cache.append(positions_b)(*qkv_cache))
-keep_rows = jax.jit(
-    lambda ids_bt, *qkv: cache.keep_rows(ids_bt, True, sharding.single_device())(*qkv, None)
-)
+SIZE, PAGES, LAYER = 4, 12, 1
+ATOL = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 4e-2}
+FORMS = [(dtype, unrolled) for dtype in ATOL for unrolled in (True, False)]
 
 
 def normal(*shape):
     return RNG.normal(0, 1, shape).astype(np.float32)
 
 
-def random_like(tree):
-    return jax.tree.map(lambda x: jnp.asarray(normal(*x.shape), x.dtype), tree)
+def pool(dtype, unrolled):
+    """An empty pool as `attend` gets it: one layer, or all and the number of one."""
+    made = cache.empty(CONFIG, PAGES, SIZE, dtype, unrolled)
+    return made[LAYER] if unrolled else (made, jnp.int32(LAYER))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_empty_has_one_cache_per_layer_or_one_stack(dtype):
-    unrolled = cache.empty(CONFIG, slots=4, length=12, dtype=dtype, unrolled=True)
-    assert isinstance(unrolled, tuple) and len(unrolled) == 3
-    stacked = cache.empty(CONFIG, slots=4, length=12, dtype=dtype, unrolled=False)
-    for x in jax.tree.leaves(unrolled):
-        assert (x.shape, x.dtype) == ((4, 2, 12, 8), jnp.dtype(dtype)) and not x.any()
-    for x in jax.tree.leaves(stacked):
-        # 12 positions are padded to a tile of 16; keys and values stand side by side.
-        assert (x.shape, x.dtype) == ((3, 4, 2, 16, 16), jnp.dtype(dtype)) and not x.any()
+def handed_on(after, unrolled):
+    return after if unrolled else (after, jnp.int32(LAYER))
 
 
-@pytest.mark.parametrize("unrolled", [True, False])
-def test_insert_copies_rows_into_slots_and_leaves_the_others(unrolled):
-    old = random_like(cache.empty(CONFIG, 4, 32, "bfloat16", unrolled))
-    prefix = random_like(cache.empty(CONFIG, 2, 5, "float32", unrolled))
-    # Slots 0 and 3 take the same prefix row (a group), slot 2 the other, slot 1 keeps its content.
-    new = jax.jit(cache.insert)(old, prefix, jnp.array([1, -1, 0, 1]))
-    assert jax.tree.structure(new) == jax.tree.structure(old)
-    for n, o, p in zip(*map(jax.tree.leaves, (new, old, prefix))):
-        assert n.dtype == jnp.bfloat16
-        n, o, p = (np.asarray(x.astype(jnp.bfloat16), np.float32) for x in (n, o, p))
-        for slot, row in {0: 1, 2: 0, 3: 1}.items():
-            length = p.shape[-2]
-            np.testing.assert_array_equal(n[..., slot, :, :length, :], p[..., row, :, :, :])
-            assert not n[..., slot, :, length:, :].any()
-        np.testing.assert_array_equal(n[..., 1, :, :, :], o[..., 1, :, :, :])
+def attention(q_hk, k_nsk, v_nsk):
+    """[H,K] float64 attention of one query to all positions given."""
+    n = len(k_nsk)
+    q_ngk = q_hk.reshape(n, -1, q_hk.shape[-1]).astype(np.float64)
+    scores = np.einsum("ngk,nsk->ngs", q_ngk, k_nsk) / np.sqrt(q_hk.shape[-1])
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = np.einsum("ngs,nsk->ngk", p / p.sum(axis=-1, keepdims=True), v_nsk)
+    return out.reshape(q_hk.shape)
 
 
-def test_append_writes_one_position_per_slot_and_returns_a_new_cache():
-    old = KV(normal(3, 2, 6, 8), normal(3, 2, 6, 8))
-    before = jax.tree.map(np.array, old)
-    q, k, v = normal(3, 1, 4, 8), normal(3, 1, 2, 8), normal(3, 1, 2, 8)
-    positions = np.array([0, 5, 2])
-    out, new = decode(positions, q, k, v, old)
-    assert out.shape == (3, 1, 4, 8)
-    for name, fresh in (("k", k), ("v", v)):
-        expected = np.array(getattr(before, name))
-        for slot, position in enumerate(positions):
-            expected[slot, :, position] = fresh[slot, 0]
-        np.testing.assert_array_equal(getattr(new, name), expected)
-        np.testing.assert_array_equal(getattr(old, name), getattr(before, name))
+@jax.jit
+def fill(q, k, v, layer_cache, starts, lengths, table):
+    return cache.fill(starts, lengths, table, sharding.single_device())(q, k, v, layer_cache)
 
 
-def test_decode_token_by_token_equals_attention_within_the_row():
-    t, b = 6, 2
-    q, k, v = normal(b, t, 4, 8), normal(b, t, 2, 8), normal(b, t, 2, 8)
-    expected, kept = keep_rows(np.ones((b, t), int), q, k, v)
-    np.testing.assert_array_equal(kept.k, np.swapaxes(k, 1, 2))
-    np.testing.assert_array_equal(kept.v, np.swapaxes(v, 1, 2))
-    # The second slot starts two tokens later, on top of what a former request has left.
-    kv = KV(normal(b, 2, 9, 8), normal(b, 2, 9, 8))
-    lags = np.array([0, 2])
-    for step in range(t + 2):
-        position = np.clip(step - lags, 0, t - 1)
-        now = lambda x: x[np.arange(b), position][:, None]
-        out, kv = decode(position, now(q), now(k), now(v), kv)
-        for slot in range(b):
-            want = expected[slot, position[slot]]
-            np.testing.assert_allclose(out[slot, 0], want, rtol=1e-5, atol=1e-6)
+@jax.jit
+def append(q, k, v, layer_cache, index, is_written, table):
+    return cache.append(index, is_written, table, sharding.single_device())(q, k, v, layer_cache)
 
 
-def test_keep_rows_ignores_padding():
-    q, k, v = normal(1, 5, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
-    segment_ids = np.array([[1, 1, 1, 0, 0]])
-    out, _ = keep_rows(segment_ids, q, k, v)
-    for x in (q, k, v):
-        x[:, 3:] = 1e4
-    changed, _ = keep_rows(segment_ids, q, k, v)
-    np.testing.assert_array_equal(out[:, :3], changed[:, :3])
-    assert np.isfinite(out).all()
+# Row 0 fills two pages and a half in two chunks, row 1 one chunk that ends in a page's middle.
+TABLE = np.array([[7, 2, 9, 4], [5, 11, 1, 0]], np.int32)
+LENGTHS = np.array([10, 6])
+
+
+def written(dtype, unrolled):
+    """The sequences' q, k, v [2,10,...] and the pool that holds them."""
+    q, k, v = normal(2, 12, 4, 8), normal(2, 12, 2, 8), normal(2, 12, 2, 8)
+    out, state = np.zeros((2, 12, 4, 8)), pool(dtype, unrolled)
+    for start, counts in ((0, [8, 6]), (8, [2, 0])):
+        chunk = lambda x: np.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0)))[:, start : start + 8]
+        part, after = fill(
+            chunk(q), chunk(k), chunk(v), state, np.full(2, start), np.array(counts), TABLE)
+        for row, count in enumerate(counts):
+            out[row, start : start + count] = part[row, :count]
+        state = handed_on(after, unrolled)
+    return q, k, v, out, state
+
+
+@pytest.mark.parametrize("dtype, unrolled", FORMS)
+def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
+    q, k, v, out, _ = written(dtype, unrolled)
+    for row, length in enumerate(LENGTHS):
+        for t in range(length):
+            seen = lambda x: np.swapaxes(x[row, : t + 1], 0, 1)
+            expected = attention(q[row, t], seen(k), seen(v))
+            np.testing.assert_allclose(out[row, t], expected, atol=ATOL[dtype])
+            # Another answer without the token itself.
+            if t:
+                seen = lambda x: np.swapaxes(x[row, :t], 0, 1)
+                other = attention(q[row, t], seen(k), seen(v))
+                assert np.abs(other - expected).max() > ATOL[dtype]
+
+
+@pytest.mark.parametrize("dtype, unrolled", FORMS)
+def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):
+    q, k, v, _, state = written(dtype, unrolled)
+    before = jax.tree.map(np.array, state)
+    new = normal(2, 1, 4, 8), normal(2, 1, 2, 8), normal(2, 1, 2, 8)
+    # Row 0 appends position 10; row 1 looks again at position 5, whose key is there already.
+    out, after = append(*new, state, np.array([10, 5]), np.array([True, False]), TABLE)
+    for row, (length, own) in enumerate(((10, True), (6, False))):
+        seen = [np.concatenate([x[row, :length], fresh[row]] if own else [x[row, :length]])
+                for x, fresh in ((k, new[1]), (v, new[2]))]
+        expected = attention(new[0][row, 0], *(np.swapaxes(x, 0, 1) for x in seen))
+        np.testing.assert_allclose(out[row, 0], expected, atol=ATOL[dtype])
+    for x, y in zip(*map(jax.tree.leaves, (before, handed_on(after, unrolled)))):
+        if x.ndim == 0:
+            continue
+        axis = 0 if unrolled else 1
+        changed = np.moveaxis(np.asarray(x != y), axis, 0).reshape(PAGES, -1).any(axis=1)
+        # Page 9 holds position 10; page 0 took what nobody reads.
+        assert set(np.flatnonzero(changed)) == {0, 9}
+
+
+def test_nan_in_pages_beyond_a_sequence_has_no_influence():
+    q, k, v, _, state = written("float32", True)
+    new = normal(2, 1, 4, 8), normal(2, 1, 2, 8), normal(2, 1, 2, 8)
+    args = np.array([10, 5]), np.array([True, False])
+    clean, _ = append(*new, state, *args, TABLE)
+    nan = lambda x, page: x.at[page].set(jnp.nan)
+    free = dataclasses.replace(state, k=nan(state.k, 3), v=nan(state.v, 3))
+    dirty, _ = append(*new, free, *args, np.where(TABLE == 1, 3, TABLE))
+    np.testing.assert_array_equal(clean, dirty)
+    rest = state.v.at[11, :, 2:].set(jnp.nan)  # of row 1's last page
+    dirty, _ = append(*new, dataclasses.replace(state, v=rest), *args, TABLE)
+    np.testing.assert_array_equal(clean, dirty)
+    own = dataclasses.replace(state, v=nan(state.v, 7))
+    assert np.isnan(append(*new, own, *args, TABLE)[0][0]).any()
+
+
+@pytest.mark.parametrize("dtype, unrolled", FORMS)
+def test_copies_of_pages(dtype, unrolled):
+    *_, state = written(dtype, unrolled)
+    made = state if unrolled else state[0]
+    copied = jax.jit(lambda kv, a, b: kv.copy(a, b))(made, np.array([9, 0, 11]), np.array([8, 0, 6]))
+    axis = 0 if unrolled else 1
+    for x, y in zip(*map(jax.tree.leaves, (made, copied))):
+        x, y = (np.moveaxis(np.asarray(a), axis, 0) for a in (x, y))
+        np.testing.assert_array_equal(y[[8, 6]], x[[9, 11]])
+        others = [page for page in range(PAGES) if page not in (8, 6)]
+        np.testing.assert_array_equal(y[others], x[others])
+        assert x[9].any()
+
+
+def test_int8_codes_are_exact_at_the_largest_value_of_a_head():
+    k = normal(1, 2, SIZE, 8)
+    kv = cache.KV.empty(CONFIG, 2, SIZE, jnp.int8).write(jnp.array([1]), k, k)
+    scale = np.abs(k[0]).max(axis=-1) / 127.5
+    np.testing.assert_allclose(kv.k_scale[1], scale, rtol=1e-6)
+    np.testing.assert_allclose(kv.k[1] * kv.k_scale[1][..., None], k[0], atol=scale.max() * 0.51)
+
+
+def test_pages_belong_to_a_part_of_the_batch_and_heads_to_a_part_of_the_mesh():
+    for unrolled in (True, False):
+        for x in jax.tree.leaves(cache.empty(CONFIG, PAGES, SIZE, "int8", unrolled)):
+            axes = cache.axes(x)
+            assert len(axes) == x.ndim
+            sizes = {name: size for name, size in zip(axes, x.shape) if name}
+            assert sizes == {"batch": PAGES, "kv_heads": CONFIG.num_kv_heads}

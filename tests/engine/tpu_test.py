@@ -10,14 +10,18 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import hlo, sharding
 from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
 MESH = (4, 1, 2)
-STEPS, SLOTS, ROWS, LENGTH = 3, 64, 16, 8192
+STEPS, SLOTS, ROWS, LENGTH, PAGE = 3, 512, 128, 4096, 128
 EMBED, VOCAB, MLP = 256, 2000, 768
-PREFILLED = 4  # prompts of a prefix
-KV_LAYER = (ROWS, 1, LENGTH, 128)  # of one device: a slot's keys and values of one head
+PREFILLED, CHUNK = 16, 512  # rows of a prefill, tokens of each
+PAGES = ROWS * LENGTH // PAGE + 2
+# Of one device: the pages of one head, and the scales of int8 ones. 128 MiB of bfloat16, all the
+# memory on a v5e's chip: a copy of it must be a temporary in HBM.
+KV_LAYER, SCALES_LAYER = (PAGES, 1, PAGE, 128), (PAGES, 1, 2, PAGE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,17 +37,21 @@ def layout():
     return sharding.layout(MESH, sharding.SERVE_RULES, tpu.devices("v5e:2x4"))
 
 
+def compiled(name, quantization="w8a8", layers=2, kv="bfloat16"):
+    return _compiled(name, quantization, layers, kv)
+
+
 @functools.cache
-def compiled(name, quantization="w8a8", layers=2):
+def _compiled(name, quantization, layers, kv):
     config = ModelConfig(
         family="qwen2", vocab_size=VOCAB, embed_dim=EMBED, num_layers=layers, num_heads=6,
         num_kv_heads=2, head_dim=64, mlp_dim=MLP, rope=RopeConfig("default", 10000.0),
         max_position=LENGTH, norm_eps=1e-6, qkv_bias=True, qk_norm=False, tie_embeddings=True,
     )
     engine = Engine(
-        config, slots=SLOTS, max_length=LENGTH, dtype="bfloat16", cache_dtype="bfloat16",
-        quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, unroll=False,
-        layout=layout(), highest_head=True,
+        config, slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype="bfloat16", cache_dtype=kv,
+        quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, prefill_chunk=CHUNK,
+        unroll=False, layout=layout(), highest_head=True,
     )
     program, args = engine.programs()[name]
     return program.lower(*args).compile()
@@ -66,17 +74,34 @@ def violation(f, *args, **options):
     return jax.jit(f, **options).lower(*args).compile()
 
 
+def cache_array(layers=2):
+    return array((layers, 4 * PAGES, 2, PAGE, 128), jnp.bfloat16, None, "data", "tensor")
+
+
+def drop_ones(dims):
+    return tuple(n for n in dims if n > 1)
+
+
 def in_layers(program, layers=2):
-    """Collectives of the layer scan's body, as (kind, dtype, dims)."""
+    """Collectives of the layer scan's body, as (kind, operation, dims)."""
     found = [c for c in collectives(program) if c.runs == STEPS * layers]
-    return sorted((c.kind, s.dtype, s.dims) for c in found for s in c.shapes)
+    return sorted(
+        (c.kind, operation(program, c), drop_ones(s.dims)) for c in found for s in c.shapes
+    )
+
+
+def operation(program, collective):
+    """What a reduction does: "add", "maximum"; "" for a collective that computes nothing."""
+    computations = module(program).computations
+    names = computations[collective.computation][collective.name].names("to_apply")
+    return "".join(x.opcode for n in names for x in computations[n].values() if x.is_root)
 
 
 def large_outside_layers(program, layers=2):
     """Collectives elsewhere of rows of the model's width, or of more than 64 x 8 bytes per row."""
     found = [c for c in collectives(program) if c.runs != STEPS * layers]
     return sorted(
-        (c.kind, s.dtype, s.dims) for c in found for s in c.shapes
+        (c.kind, drop_ones(s.dims)) for c in found for s in c.shapes
         if s.bytes > ROWS * 64 * 8 or EMBED in s.dims
     )
 
@@ -84,59 +109,84 @@ def large_outside_layers(program, layers=2):
 def whole_copies(program, layers=2):
     """Arrays outside fusions, other than updates in place, of a KV layer's or the cache's shape, or
     of a weight's in a float type."""
-    kv = [KV_LAYER, (1, *KV_LAYER), (layers, *KV_LAYER)]
-    weight = [(EMBED, MLP // 2), (MLP // 2, EMBED), (EMBED, 192), (192, EMBED)]
-    weight += [(n, *dims) for dims in weight for n in (1, layers)]
+    weights = [(EMBED, MLP // 2), (MLP // 2, EMBED), (EMBED, 192), (192, EMBED)]
+    stacks = lambda shapes: {drop_ones((n, *dims)) for dims in shapes for n in (1, layers)}
+    kv, weight = stacks([KV_LAYER, SCALES_LAYER]), stacks(weights)
+    is_copy = lambda dims, dtype: dims in kv or dims in weight and dtype in ("bf16", "f32")
     return [
-        b for b in module(program).buffers() if not b.in_place
-        and (b.shape.dims in kv or b.shape.dims in weight and b.shape.dtype in ("bf16", "f32"))
+        b for b in module(program).buffers()
+        if not b.in_place and is_copy(drop_ones(b.shape.dims), b.shape.dtype)
     ]
 
 
-REDUCED_ROWS = {
-    "none": [("all-reduce", "bf16", (ROWS, EMBED))] * 2,
-    "w8a16": [("all-reduce", "bf16", (ROWS, EMBED))] * 2,
-    "w8a8": [("all-reduce", "f32", (ROWS,))] * 2 + [("all-reduce", "s32", (ROWS, EMBED))] * 2,
-}
-SCHEMES = ["w8a8", "w8a16"]
+ADDED = ("all-reduce", "add", (ROWS, EMBED))
+LARGEST = ("all-reduce", "maximum", (ROWS,))
+REDUCED = {"w8a16": [ADDED] * 2, "w8a8": [ADDED] * 2 + [LARGEST] * 2}
+DECODED = pytest.mark.parametrize("scheme, kv", [
+    ("w8a16", "bfloat16"), ("w8a8", "bfloat16"), ("w8a8", "int8"),
+])
+WRITTEN = pytest.mark.parametrize("kv", ["bfloat16", "int8"])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_layer_of_decode_reduces_rows_twice_and_nothing_else(scheme):
-    drop_ones = lambda found: [(k, t, tuple(n for n in d if n > 1)) for k, t, d in found]
-    found = drop_ones(in_layers(compiled("decode", scheme)))
-    assert [(k, d) for k, _, d in found] == [(k, d) for k, _, d in REDUCED_ROWS[scheme]], found
+@DECODED
+def test_a_layer_of_decode_reduces_rows_twice_and_nothing_else(scheme, kv):
+    """W8A8 also needs the largest activation of each row."""
+    assert in_layers(compiled("decode", scheme, kv=kv)) == REDUCED[scheme]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_outside_the_layers_only_the_embedding_moves_rows(scheme):
-    ((kind, _, dims),) = large_outside_layers(compiled("decode", scheme))
-    assert (kind, tuple(n for n in dims if n > 1)) == ("all-reduce", (ROWS, EMBED))
+@DECODED
+def test_outside_the_layers_only_the_embedding_moves_rows(scheme, kv):
+    moved = large_outside_layers(compiled("decode", scheme, kv=kv))
+    assert moved == [("all-reduce", (ROWS, EMBED))]
 
 
-def test_sorting_a_split_vocabulary_moves_it():
-    logits = array((SLOTS, VOCAB), jnp.float32, "data", "tensor")
-    assert large_outside_layers(violation(lambda x: jnp.sort(x, axis=-1), logits))
+def repeated(f, *arrays):
+    """A program that maps `f` over the leading axis of arrays, as often as decode runs a layer."""
+    return violation(lambda *xs: jax.lax.map(lambda x: f(*x), xs), *arrays)
 
 
 def test_a_weight_split_along_its_input_is_reduced_once_more():
     x = array((STEPS * 2, SLOTS, EMBED), jnp.bfloat16, None, "data")
-    w = array((EMBED, EMBED), jnp.bfloat16, "tensor")
-    program = violation(lambda x, w: jax.lax.map(lambda row: row @ w, x), x, w)
-    assert in_layers(program) == [("all-reduce", "bf16", (1, ROWS, EMBED))]
+    w = array((STEPS * 2, EMBED, EMBED), jnp.bfloat16, None, "tensor")
+    assert in_layers(repeated(lambda x, w: x @ w, x, w)) == [ADDED]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_decode_holds_no_copy_of_a_weight_or_of_keys_and_values(scheme):
-    assert not whole_copies(compiled("decode", scheme))
+@pytest.mark.parametrize("name", ["weights", "keys and values", "logits"])
+def test_what_is_gathered_shows_inside_and_outside_the_layers(name):
+    shape, dtype, axes = {
+        "weights": ((EMBED, MLP), jnp.int8, (None, "tensor")),
+        "keys and values": ((SLOTS, 2, 64, 128), jnp.bfloat16, ("data",)),
+        "logits": ((SLOTS, VOCAB), jnp.float32, (None, "tensor")),
+    }[name]
+    whole = lambda x: jax.lax.with_sharding_constraint(x * 2, layout().replicated())
+    once = violation(whole, array(shape, dtype, *axes))
+    assert ("all-gather", shape) in large_outside_layers(once)
+    in_a_layer = repeated(whole, array((STEPS * 2, *shape), dtype, None, *axes))
+    assert ("all-gather", "", shape) in in_layers(in_a_layer)
+
+
+def test_sorting_a_split_vocabulary_moves_it():
+    logits = array((80, VOCAB), jnp.float32, "data", "tensor")
+    assert large_outside_layers(violation(lambda x: jnp.sort(x, axis=-1), logits))
+
+
+@DECODED
+def test_decode_holds_no_copy_of_a_weight_or_of_keys_and_values(scheme, kv):
+    assert not whole_copies(compiled("decode", scheme, kv=kv))
+
+
+@WRITTEN
+def test_prefill_and_insert_hold_no_copy_either(kv):
+    for name in ("prefill", "insert"):
+        assert not whole_copies(compiled(name, kv=kv))
 
 
 def test_a_cache_that_is_scanned_over_is_copied():
-    cache = array((2, SLOTS, 2, LENGTH, 128), jnp.bfloat16, None, "data", "tensor")
-    row = array((SLOTS, 2, 128), jnp.bfloat16, "data", "tensor")
+    row = array((4 * PAGES, 2, 128), jnp.bfloat16, "data", "tensor")
     layer = lambda row, kv: (row, kv.at[:, :, 5].set(row))
-    program = violation(lambda kv, row: jax.lax.scan(layer, row, kv)[1], cache, row)
-    assert whole_copies(program)
+    program = violation(lambda kv, row: jax.lax.scan(layer, row, kv)[1], cache_array(), row)
+    copied = {drop_ones(b.shape.dims) for b in whole_copies(program)}
+    assert copied == {drop_ones(KV_LAYER), (2, *drop_ones(KV_LAYER))}
 
 
 def test_a_weight_that_is_dequantised_first_is_copied():
@@ -147,53 +197,148 @@ def test_a_weight_that_is_dequantised_first_is_copied():
     assert not whole_copies(violation(lambda x, w: x @ w.astype(jnp.bfloat16), x, w))
 
 
-def cache_bytes(layers):
-    return layers * ROWS * LENGTH * 128 * 2
+def cache_bytes(layers, kv):
+    """Of one device: a key and a value of 64 numbers for each position, float32 scales of both."""
+    return layers * PAGES * PAGE * {"bfloat16": 128 * 2, "int8": 128 + 2 * 4}[kv]
 
 
-def test_the_cache_is_written_in_place_by_decode_and_insert():
-    for name in ("decode", "insert"):
-        program = compiled(name)
-        aliased = sum(alias.shape.bytes for alias in module(program).aliases())
-        # The rest are the slots' own numbers.
-        assert 0 <= aliased - cache_bytes(2) < 8192
-        # Insert brings the prefix to every replica.
-        prefix = cache_bytes(2) * PREFILLED / ROWS if name == "insert" else 0
-        temp = program.memory_analysis().temp_size_in_bytes
-        assert temp < prefix + 0.05 * cache_bytes(2)
-    x = array((2, SLOTS, 2, LENGTH, 128), jnp.bfloat16, None, "data", "tensor")
+@WRITTEN
+@pytest.mark.parametrize("name", ["prefill", "insert", "decode"])
+def test_the_cache_is_written_in_place(name, kv):
+    program = compiled(name, kv=kv)
+    aliased = sum(alias.shape.bytes for alias in module(program).aliases())
+    # The rest are the slots' own numbers.
+    assert 0 <= aliased - cache_bytes(2, kv) < 512 * ROWS
+    assert temporaries_are_small(program)
+
+
+def test_a_cache_that_is_not_donated_is_not_aliased():
     for options, count in ((dict(donate_argnums=0), 1), ({}, 0)):
-        program = violation(lambda x: x.at[0, 0, 0, 0].set(0), x, **options)
+        program = violation(lambda x: x.at[0, 0, 0, 0].set(0), cache_array(), **options)
         assert len(module(program).aliases()) == count
 
 
-def test_temporaries_of_decode_are_small_and_do_not_grow_with_depth():
-    temp = lambda layers: compiled("decode", "w8a8", layers).memory_analysis().temp_size_in_bytes
-    assert temp(2) < 0.05 * compiled("decode").memory_analysis().argument_size_in_bytes
-    assert temp(6) <= temp(2) + 2**16
+def temporaries(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def temporaries_are_small(program):
+    return temporaries(program) < 0.05 * program.memory_analysis().argument_size_in_bytes
+
+
+@functools.cache
+def attention_by_gathers():
+    """Of a layer, where every slot's pages are first put side by side."""
+
+    def attend(q_bngk, kv_lpnsc, table_bp):
+        kv_bpnsc = kv_lpnsc[1, table_bp]
+        scores = jnp.einsum("bngk,bpnsk->bngps", q_bngk, kv_bpnsc[..., :64])
+        p = jax.nn.softmax(scores, axis=(-2, -1))
+        return jnp.einsum("bngps,bpnsk->bngk", p, kv_bpnsc[..., 64:])
+
+    q = array((SLOTS, 2, 3, 64), jnp.bfloat16, "data", "tensor")
+    table = array((SLOTS, LENGTH // PAGE), jnp.int32, "data")
+    args = q, cache_array(), table
+    specs = tuple(x.sharding.spec for x in args)
+    return violation(layout().shard(attend, specs, specs[0]), *args)
+
+
+def test_gathered_pages_are_no_small_temporaries():
+    assert not temporaries_are_small(attention_by_gathers())
+
+
+def test_temporaries_of_decode_do_not_grow_with_depth():
+    assert temporaries(compiled("decode", layers=6)) <= temporaries(compiled("decode")) + 2**16
     deep = lambda n: array((n, EMBED, MLP), jnp.int8, None, None, "tensor")
     total = lambda w: jnp.sum(jax.lax.optimization_barrier(w.astype(jnp.float32)))
-    used = lambda w: violation(total, w).memory_analysis().temp_size_in_bytes
+    used = lambda w: temporaries(violation(total, w))
     # Small arrays stay on the chip, so the violation is 512 layers deep.
     assert used(deep(512)) > used(deep(2)) + 2**16
 
 
-@pytest.mark.parametrize("scheme, operands, result", [
-    ("w8a8", {"s8"}, "s32"), ("w8a16", {"s8", "bf16"}, "f32"),
-])
-def test_projections_read_int8_weights(scheme, operands, result):
-    dots = [d for d in module(compiled("decode", scheme)).dots() if d.runs == STEPS * 2]
-    weights = [d for d in dots if any(s.dims[-2:] == (EMBED, MLP // 2) for s in d.sources)]
-    assert weights
-    for dot in weights:
-        assert {s.dtype for s in dot.sources} == operands and dot.result.dtype == result
+PRODUCTS = {
+    "none": (["bf16", "bf16"], "f32"), "w8a16": (["bf16", "s8"], "f32"),
+    "w8a8": (["s8", "s8"], "s32"),
+}
+
+
+def products(program):
+    """(dtypes of the arrays in memory, dtype of the result) of the layers' products with a weight
+    [EMBED, MLP]."""
+    dots = [d for d in module(program).dots() if d.runs == STEPS * 2]
+    return [
+        (sorted(s.dtype for s in d.sources), d.result.dtype) for d in dots
+        if any(s.dims[-2:] == (EMBED, MLP // 2) for s in d.sources)
+    ]
+
+
+@DECODED
+def test_projections_read_int8_weights(scheme, kv):
+    gate, up = products(compiled("decode", scheme, kv=kv))
+    assert gate == up == PRODUCTS[scheme]
+
+
+@functools.cache
+def projected(scheme, prepared=lambda w: w):
+    """Products with a weight of a scheme, `prepared` first."""
+    weights = lambda dtype: array((STEPS * 2, EMBED, MLP), dtype, None, None, "tensor")
+    scale = array((STEPS * 2, 1, MLP), jnp.float32, None, None, "tensor")
+    w = weights(jnp.bfloat16)
+    if scheme != "none":
+        w = quant.QuantArray(weights(jnp.int8), scale, scheme)
+    x = array((STEPS * 2, SLOTS, EMBED), jnp.bfloat16, None, "data")
+    return repeated(lambda x, w: quant.dot(x, prepared(w)), x, w)
+
+
+def dequantized(w):
+    return jax.lax.optimization_barrier(w.q.astype(jnp.bfloat16) * w.scale.astype(jnp.bfloat16))
+
+
+def test_products_of_another_kind_are_told_apart():
+    """A scheme's program fails the check of the others, and int8 weights that are dequantised
+    first fail that of W8A16."""
+    for scheme, kind in PRODUCTS.items():
+        assert products(projected(scheme)) == [kind]
+    assert products(projected("w8a16", dequantized)) == [PRODUCTS["none"]]
+    assert whole_copies(projected("w8a16", dequantized))
+    assert not whole_copies(projected("w8a16"))
+
+
+def heads(program):
+    """(precision, dtype of the result) of the products that make logits."""
+    dots = module(program).dots()
+    return [(d.precision, d.result.dtype) for d in dots if VOCAB // 2 in d.result.dims]
 
 
 def test_the_head_is_float32_with_highest_precision():
-    (head,) = [d for d in module(compiled("decode")).dots() if VOCAB // 2 in d.result.dims]
-    assert head.precision == "highest" and head.result.dtype == "f32"
+    assert heads(compiled("decode")) == [("highest", "f32")]
+    table = array((VOCAB, EMBED), jnp.bfloat16, "tensor")
+    x = array((SLOTS, EMBED), jnp.bfloat16, "data")
+
+    def head(highest):
+        program = transformer.Program("bfloat16", highest_head=highest, layout=layout())
+        logits = lambda table, x: transformer.head_logits({"embed": table}, program, x)
+        return heads(violation(logits, table, x))
+
+    assert head(highest=True) == [("highest", "f32")]
+    assert head(highest=False) == [("default", "f32")]
 
 
-def test_attention_is_the_decode_kernel():
-    (call,) = [c for c in module(compiled("decode")).custom_calls() if c.target == hlo.MOSAIC]
-    assert call.runs == STEPS * 2
+def kernel_runs(program):
+    return [c.runs for c in module(program).custom_calls() if c.target == hlo.MOSAIC]
+
+
+@WRITTEN
+def test_attention_is_the_decode_kernel(kv):
+    assert kernel_runs(compiled("decode", kv=kv)) == [STEPS * 2]
+    assert kernel_runs(attention_by_gathers()) == []
+
+
+def test_nothing_goes_to_the_host_inside_decode():
+    assert module(compiled("decode")).host_transfers() == []
+
+    def prints(x):
+        jax.debug.callback(lambda x: None, x)
+        return x + 1
+
+    assert module(violation(prints, array((8, 128), jnp.float32))).host_transfers()

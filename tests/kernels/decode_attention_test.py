@@ -1,72 +1,206 @@
-"""The decode kernel, interpreted as a TPU would run it, against float64 numpy."""
+"""The decode kernel, interpreted as a TPU would run it, against float64 numpy and other kernels."""
 
+import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import paged_attention, ragged_paged_attention
 
+from jaxrl_tis.engine import cache
 from jaxrl_tis.kernels import decode_attention
-from jaxrl_tis.kernels.decode_attention import ROWS
+from jaxrl_tis.models import attention
 
-LAYERS, SLOTS, HEADS, GROUP, WIDTH, LENGTH = 2, 4, 2, 3, 8, 6 * ROWS
-# The first and last position, and both sides of an edge between blocks.
-POSITIONS = np.array([0, LENGTH - 1, 2 * ROWS - 1, 2 * ROWS], np.int32)
-INTERPRET = pltpu.InterpretParams(detect_races=True)
-kernel = jax.jit(lambda *args: decode_attention.decode_attention(*args, interpret=INTERPRET))
-
-
-def arrays(dtype):
-    """q, new rows and the cache, NaN beyond every slot's position."""
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(0, 1, shape), dtype)
-    cache = normal(LAYERS, SLOTS, HEADS, LENGTH, 2 * WIDTH)
-    is_stale_bs = np.arange(LENGTH)[None] > POSITIONS[:, None]
-    cache = jnp.where(is_stale_bs[None, :, None, :, None], jnp.nan, cache)
-    q, new = normal(SLOTS, HEADS, GROUP, WIDTH), normal(SLOTS, HEADS, 2 * WIDTH)
-    return q, new, cache
+LAYER, LAYERS, HEADS, GROUP, SIZE, PAGES = 1, 2, 2, 3, 128, 16
+# First and last places of pages, blocks of two pages, and a table; tiles of values and of scales.
+INDEX = np.array([0, 127, 128, 255, 256, 4 * SIZE - 1, 0, 300], np.int32)
+# Pages 1 and 2 hold what slots 4, 5 and 7 begin with; 8, 11 and 15 nobody has.
+TABLE = np.array([
+    [3, 0, 0, 0], [4, 0, 0, 0], [5, 6, 0, 0], [7, 9, 0, 0], [1, 2, 10, 0], [1, 2, 12, 13],
+    [0, 0, 0, 0], [1, 2, 14, 0],
+], np.int32)
+PAGE = TABLE[np.arange(len(INDEX)), INDEX // SIZE]
+TOLERANCE = {
+    "float32": dict(atol=3e-6), "bfloat16": dict(atol=1e-2, rtol=2**-7),
+    "int8": dict(atol=1e-2, rtol=2**-7),
+}
 
 
-def reference(q, new, cache, layer):
-    """(attention in float64, the cache after the write in its dtype)."""
-    cache, out = np.array(cache), np.zeros(q.shape)
-    for slot, position in enumerate(POSITIONS):
-        cache[layer, slot, :, position] = new[slot]
-        seen = cache[layer, slot, :, : position + 1].astype(np.float64)
-        for head in range(HEADS):
-            key, value = seen[head, :, :WIDTH], seen[head, :, WIDTH:]
-            scores = np.asarray(q[slot, head], np.float64) @ key.T / np.sqrt(WIDTH)
-            p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[slot, head] = p / p.sum(axis=1, keepdims=True) @ value
-    return out, cache
+@dataclasses.dataclass
+class Case:
+    """Of a decode step: queries, the new token and the pool, NaN where no slot may look."""
+
+    q: jax.Array
+    new: cache.StackedKV
+    pool: cache.StackedKV
+
+    @classmethod
+    def of(cls, dtype, width, slots=len(INDEX)):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.normal(0, 1, shape).astype(np.float32)
+        pool = cache.StackedKV(jnp.zeros(0, dtype), None)
+        layers = normal(LAYERS * PAGES, 2, HEADS, SIZE, width)
+        old = pool.beside(layers[:, 0], layers[:, 1])
+        unseen = np.ones((LAYERS, PAGES, SIZE), bool)
+        for index, table in zip(INDEX[:slots], TABLE[:slots]):
+            for i, page in enumerate(table[: index // SIZE + 1]):
+                unseen[LAYER, page] &= np.arange(i * SIZE, (i + 1) * SIZE) >= index
+        kv = old.kv.reshape(LAYERS, PAGES, *old.kv.shape[1:])
+        scale = None
+        if old.scale is None:
+            kv = jnp.where(unseen[:, :, None, :, None], jnp.nan, kv)
+        else:
+            scale = old.scale.reshape(LAYERS, PAGES, *old.scale.shape[1:])
+            scale = jnp.where(unseen[:, :, None, None], jnp.nan, scale)
+        q = normal(slots, HEADS, GROUP, width)
+        new = pool.beside(normal(slots, HEADS, width), normal(slots, HEADS, width))
+        return cls(jnp.asarray(q, "float32" if dtype == "float32" else "bfloat16"), new,
+                   cache.StackedKV(kv, scale))
+
+    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1):
+        """(attention, the pool after it) by the kernel in blocks of so many pages."""
+        slots = len(self.q)
+        out, kv, scale = kernel(
+            self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
+            jnp.int32(layer), index[:slots], page[:slots], table[:slots],
+            block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
+        )
+        return np.asarray(out, np.float64), cache.StackedKV(kv, scale)
+
+    def expected(self, page=PAGE):
+        """The same in float64, by a loop."""
+        wide = lambda tree: jax.tree.map(lambda x: np.array(x, np.float64), tree)
+        old, new = wide(self.pool), wide(self.new)
+        out, width = np.zeros(self.q.shape), self.q.shape[-1]
+        for slot, index in enumerate(INDEX[: len(self.q)]):
+            pages = TABLE[slot, : index // SIZE + 1]
+            for head in range(HEADS):
+                kv = np.concatenate(old.kv[LAYER, pages, head])[: index + 1]
+                kv[index] = new.kv[slot, head]
+                key, value = kv[:, :width], kv[:, width:]
+                if old.scale is not None:
+                    scale = np.concatenate(old.scale[LAYER, pages, head], 1)[:, : index + 1]
+                    scale[:, index] = new.scale[slot, head]
+                    key, value = key * scale[0][:, None], value * scale[1][:, None]
+                scores = np.asarray(self.q[slot, head], np.float64) @ key.T / np.sqrt(width)
+                p = np.exp(scores - scores.max(axis=1, keepdims=True))
+                out[slot, head] = p / p.sum(axis=1, keepdims=True) @ value
+            if page[slot]:
+                old.kv[LAYER, page[slot], :, index % SIZE] = new.kv[slot]
+                if old.scale is not None:
+                    old.scale[LAYER, page[slot], :, :, index % SIZE] = new.scale[slot]
+        return out, old
 
 
-@pytest.mark.parametrize("dtype, atol", [("float32", 2e-6), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_kernel_equals_float64_and_writes_one_position(monkeypatch, dtype, atol, blocks):
-    q, new, cache = arrays(dtype)
-    row_bytes = HEADS * 2 * WIDTH * cache.dtype.itemsize
-    monkeypatch.setattr(decode_attention, "BLOCK_BYTES", LENGTH // blocks * row_bytes)
-    jax.clear_caches()
-    out, after = kernel(q, new, cache, jnp.int32(1), POSITIONS)
-    expected, expected_cache = reference(q, new, cache, 1)
-    assert out.dtype == q.dtype
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=atol)
-    same = functools.partial(np.testing.assert_array_equal, np.asarray(after, np.float32))
-    same(expected_cache.astype(np.float32))
-    # Negative controls: the other layer, and half the positions, are another answer.
-    for layer, positions in ((0, POSITIONS), (1, POSITIONS // 2)):
-        other = kernel(q, new, cache, jnp.int32(layer), positions)[0]
-        assert np.abs(np.asarray(other, np.float64) - expected)[1:].max() > 0.1
+@functools.partial(jax.jit, static_argnames=("block_bytes", "cores"))
+def kernel(*args, block_bytes, cores):
+    """What was not written is NaN; races are looked for."""
+    interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+    with mock.patch.object(decode_attention, "BLOCK_BYTES", block_bytes):
+        return decode_attention.decode_attention(*args, interpret=interpret)
 
 
-@pytest.mark.parametrize("row_bytes, length, block", [
-    (256, 768, 768),  # 1 KV head of width 64 in bfloat16
-    (512, 22_528, 2048),  # 1 head of width 128: 2048 x 512 bytes is a MiB
-    (2**14, 1008, 48),  # 64 positions are a MiB; 48 is the largest divisor of 1008 = 16 x 63
-    (2**20, 64, ROWS), (16, 16, ROWS),
+@pytest.fixture
+def races(capfd, caplog):
+    """Whether the interpreter has found races since the last call."""
+
+    def found():
+        out, err = capfd.readouterr()
+        text = out + err + caplog.text
+        caplog.clear()
+        return "RACE DETECTED" in text
+
+    return found
+
+
+def check(case, page=PAGE, **options):
+    """Attention near float64, the pool exact, NaN included."""
+    page = page[: len(case.q)]
+    out, pool = case.run(page=page, **options)
+    want, want_pool = case.expected(page)
+    np.testing.assert_allclose(out, want, **TOLERANCE[str(case.pool.kv.dtype)])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x, y.dtype), y), pool,
+                 want_pool)
+    return out
+
+
+@pytest.mark.parametrize("dtype, width, pages, cores", [
+    ("bfloat16", 64, 2, 1), ("float32", 128, 1, 1), ("float32", 64, 4, 1), ("int8", 64, 3, 1),
+    ("int8", 128, 2, 2),
 ])
-def test_blocks_fit_their_bytes_and_divide_the_length(row_bytes, length, block):
-    assert decode_attention._block(row_bytes, length) == block
+def test_attention_and_pool_equal_float64(dtype, width, pages, cores, races):
+    check(Case.of(dtype, width), pages=pages, cores=cores)
+    assert not races()
+
+
+def test_other_places_pages_and_layers_are_another_answer():
+    case = Case.of("float32", 64)
+    out = check(case)
+    for other in (dict(layer=0), dict(index=INDEX // 2), dict(table=TABLE[:, ::-1])):
+        seen = case.run(page=0 * PAGE, **other)[0]
+        assert not np.abs(seen - out)[4].max() < 0.1  # NaN where nobody may look
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_page_0_changes_nothing_and_sees_the_new_token(dtype, races):
+    """In some of the slots, an odd number of them."""
+    case = Case.of(dtype, 64, slots=7)
+    both = check(case), check(case, page=np.where(np.arange(8) % 2, PAGE, 0))
+    np.testing.assert_array_equal(*both)
+    assert not races()
+
+
+def test_a_slot_that_reads_what_another_writes_is_a_race(races):
+    case, table = Case.of("float32", 64), TABLE.copy()
+    table[5, 0] = TABLE[4, 2]
+    case.run(table=table)
+    assert races()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_equals_the_attention_of_other_platforms(dtype):
+    case = Case.of(dtype, 64)
+    rng, slots = np.random.default_rng(1), len(case.q)
+    k, v = jnp.asarray(rng.normal(0, 1, (2, slots, HEADS, 64)), case.q.dtype)
+    case.new = case.pool.beside(k, v)
+    layer = cache.LayerOf(case.pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
+    q = case.q.reshape(slots, 1, -1, 64)
+    out = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None]).reshape(case.q.shape)
+    found, pool = case.run()
+    np.testing.assert_allclose(found, np.asarray(out, np.float64), **TOLERANCE[dtype])
+    own = lambda x: np.asarray(x[:, 1:], np.float32)  # page 0 takes the idle slot's token
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), pool, layer.pool)
+
+
+def test_equals_the_paged_attention_of_jax():
+    """Which takes pools [N,P,S,K] of keys and of values, of width 128, in bfloat16."""
+    case = Case.of("bfloat16", 128)
+    out, pool = case.run()
+    kv = jnp.nan_to_num(jnp.swapaxes(pool.kv[LAYER], 0, 1))
+    queries = (case.q * 128**-0.5).reshape(len(case.q), -1, 128)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        want = paged_attention.paged_attention(
+            queries, kv[..., :128], kv[..., 128:], INDEX + 1, TABLE, pages_per_compute_block=2,
+        )
+    want = np.asarray(want.reshape(case.q.shape), np.float64)
+    has_pages = PAGE > 0
+    np.testing.assert_allclose(out[has_pages], want[has_pages], atol=2e-2, rtol=8e-3)
+
+
+def test_equals_the_ragged_paged_attention_of_jax():
+    """Which takes a pool [P,S,2N,K], keys and values of a head side by side."""
+    case = Case.of("float32", 128)
+    out, pool = case.run()
+    kv = jnp.swapaxes(pool.kv[LAYER], 1, 2).reshape(PAGES, SIZE, 2 * HEADS, 128)
+    slots = len(case.q)
+    want = ragged_paged_attention.ref_ragged_paged_attention(
+        case.q.reshape(slots, -1, 128), jnp.nan_to_num(kv), INDEX + 1, TABLE,
+        np.arange(slots + 1, dtype=np.int32), np.array([slots]), sm_scale=128**-0.5,
+    )
+    has_pages = PAGE > 0
+    want = np.asarray(want, np.float64).reshape(out.shape)
+    np.testing.assert_allclose(out[has_pages], want[has_pages], atol=1e-5)

@@ -1,23 +1,30 @@
-"""int8 weights and their products against numpy, exactly wherever integers allow it."""
+"""8-bit weights and their products against numpy, exactly wherever the numbers allow it."""
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxrl_tis.models import quant
-from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.models.quant import QuantArray, Recipe
+
+E4M3 = ml_dtypes.float8_e4m3fn
 
 RNG = np.random.default_rng(0)
 dot = jax.jit(quant.dot)
-quantize = jax.jit(quant.quantize, static_argnums=1)
+quantize = jax.jit(quant.quantize, static_argnums=(1, 2))
 
 
-def quantize_numpy(x, axis):
+def quantize_numpy(x, axis, dtype=jnp.int8):
     """np.round is half-to-even; every step in float32, as on the device."""
     absmax = np.abs(x).max(axis=axis, keepdims=True)
-    scale = np.where(absmax > 0, absmax / np.float32(127.5), np.float32(1.0))
-    return np.clip(np.round(x / scale), -128, 127).astype(np.int8), scale
+    bound = 127.5 if dtype == jnp.int8 else 448
+    scale = np.where(absmax > 0, absmax * np.float32(1 / bound), np.float32(1.0))
+    x = x * (np.float32(1) / scale)
+    if dtype == jnp.int8:
+        return np.clip(np.round(x), -128, 127).astype(np.int8), scale
+    return np.clip(x, -448, 448).astype(E4M3), scale
 
 
 def integers(shape):
@@ -27,24 +34,30 @@ def integers(shape):
     return x, np.clip(x, -128, 127).astype(np.int32)
 
 
+def float8s(shape):
+    """Numbers of e4m3 with 448 in every row, so that the scale is 1: signed 1, 1.125 .. 1.875 times
+    1/8 .. 64."""
+    x = (1 + RNG.integers(0, 8, shape) / 8) * 2.0 ** RNG.integers(-3, 7, shape)
+    x = (x * RNG.choice([-1, 1], shape)).astype(np.float32)
+    x[..., 0] = 448
+    return x
+
+
 def weights(i, o, scheme):
     q, scale = RNG.integers(-128, 128, (i, o)), 2.0 ** RNG.integers(-8, 3, (1, o))
     return q, scale, QuantArray(jnp.asarray(q, jnp.int8), jnp.asarray(scale, jnp.float32), scheme)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_quantize_equals_the_formula(axis):
-    x = RNG.normal(0, 3, (4, 20, 30)).astype(np.float32)
-    q, scale = quantize(jnp.asarray(x), axis)
-    expected_q, expected_scale = quantize_numpy(x, axis)
-    assert (q.dtype, scale.dtype, scale.shape) == (jnp.int8, jnp.float32, expected_scale.shape)
-    np.testing.assert_allclose(scale, expected_scale, rtol=2e-7)
-    # One ulp of the scale may move a value that is half-way between two integers, no other.
-    ratio = x / expected_scale
-    is_halfway = np.abs(ratio - np.floor(ratio) - 0.5) < 1e-4
-    np.testing.assert_array_equal(np.asarray(q)[~is_halfway], expected_q[~is_halfway])
-    assert np.abs(np.asarray(q, int) - expected_q).max() <= 1
-    assert np.asarray(q).max() == 127 and np.asarray(q).min() <= -127
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_quantize_equals_the_formula_bit_by_bit(axis, dtype):
+    x = RNG.normal(0, 3, (4, 200, 300)).astype(np.float32)
+    expected_q, expected_scale = quantize_numpy(x, axis, dtype)
+    for program in (quantize, quant.quantize):  # compiled as one, and operation by operation
+        q, scale = program(jnp.asarray(x), axis, dtype)
+        assert (q.dtype, scale.dtype) == (dtype, jnp.float32)
+        np.testing.assert_array_equal(scale, expected_scale)
+        np.testing.assert_array_equal(np.asarray(q).view(np.uint8), expected_q.view(np.uint8))
 
 
 def test_rounding_is_half_to_even_and_clamped_by_hand():
@@ -56,11 +69,36 @@ def test_rounding_is_half_to_even_and_clamped_by_hand():
     np.testing.assert_array_equal(q, [[127, 0, 2, 2, 0, -2, 3], [-128, 0, 0, 0, 0, 0, 0]])
 
 
-def test_an_all_zero_channel_has_scale_one():
+@pytest.mark.parametrize("dtype, step", [(jnp.int8, 1 / 127.5), (jnp.float8_e4m3fn, 1 / 448)])
+def test_an_all_zero_channel_has_scale_one(dtype, step):
     x = jnp.zeros((3, 4)).at[:, 1].set(2.55)
-    q, scale = quantize(x, -2)
-    np.testing.assert_allclose(scale, [[1.0, 0.02, 1.0, 1.0]], rtol=1e-6)
-    assert not np.asarray(q)[:, [0, 2, 3]].any()
+    q, scale = quantize(x, -2, dtype)
+    np.testing.assert_allclose(scale, [[1.0, 2.55 * step, 1.0, 1.0]], rtol=1e-6)
+    assert not np.asarray(q, np.float32)[:, [0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-20, 1e-10, 1e30])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_no_size_of_a_channel_gives_a_number_that_is_not_finite(dtype, size):
+    x = jnp.array([[1.0], [-0.5], [0.25]], jnp.float32) * jnp.float32(size)
+    q, scale = quantize(x, -2, dtype)
+    assert scale[0, 0] > 0 and np.isfinite(scale).all()
+    restored = np.asarray(q, np.float32) * np.asarray(scale)
+    if size < 1e-19:  # below what a scale can be, the channel is rounded to 0
+        assert not restored.any()
+    else:
+        np.testing.assert_allclose(restored, x, rtol=0.02)
+
+
+def test_float8_rounds_half_to_even_by_hand():
+    # 448 makes the scale 1. From 16 to 32 the numbers are 2 apart: 17 and 19 lie half-way, 17 goes
+    # to 16 (mantissa 000) and 19 to 20 (010); below 2^-6 they are 2^-9 apart: 3.5/512 to 4/512.
+    x = jnp.array([[448.0, 17.0, 19.0, 18.9, -17.1, 3.5 / 512, 2.4 / 512]])
+    q, scale = quantize(x, -1, jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(scale, [[1.0]])
+    assert q.dtype == jnp.float8_e4m3fn
+    expected = [[448.0, 16.0, 20.0, 18.0, -18.0, 4 / 512, 2 / 512]]
+    np.testing.assert_array_equal(np.asarray(q, np.float32), expected)
 
 
 def test_quantisation_error_is_at_most_half_a_step():
@@ -86,6 +124,25 @@ def test_w8a8_scales_every_token_by_itself():
     w_q, w_scale, w = weights(70, 9, "w8a8")
     out = dot(jnp.asarray(x * factor), w)
     np.testing.assert_array_equal(out, (x_q @ w_q) * w_scale * factor)
+
+
+@pytest.mark.parametrize("batch", [(), (5,), (2, 3)], ids=str)
+def test_float8_products_are_exact_for_numbers_of_the_format(batch):
+    x, w = float8s((*batch, 6)), float8s((9, 6)).T
+    w_scale = 2.0 ** RNG.integers(-8, 3, (1, 9)).astype(np.float32)
+    expected = (x.astype(np.float64) @ w) * w_scale[0]
+    for scheme in ("fp8_w8a16", "fp8_w8a8"):
+        q = QuantArray(jnp.asarray(w, jnp.float8_e4m3fn), jnp.asarray(w_scale), scheme)
+        out = dot(jnp.asarray(x), q)
+        assert out.shape == (*batch, 9) and out.dtype == jnp.float32
+        # Multiples of 2^-12 up to 6 * 448^2 have too many bits for float32 to be exact.
+        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-2 * w_scale.max())
+
+
+def test_float8_activations_are_quantised_by_w8a8_alone():
+    x = jnp.array([[448.0, 17.0]])  # 17 is no number of e4m3: 16
+    w = lambda scheme: QuantArray(jnp.ones((2, 1), jnp.float8_e4m3fn), jnp.ones((1, 1)), scheme)
+    assert dot(x, w("fp8_w8a16")) == 465.0 and dot(x, w("fp8_w8a8")) == 464.0
 
 
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)], ids=str)
@@ -118,9 +175,15 @@ def test_bfloat16_products_are_summed_in_float32(scheme):
     assert "preferred_element_type=float32" in jaxpr
 
 
-def test_w8a8_multiplies_int8_into_int32():
-    x, (_, _, w) = jnp.ones((3, 70)), weights(70, 9, "w8a8")
-    assert "preferred_element_type=int32" in str(jax.make_jaxpr(lambda x: quant.dot(x, w))(x))
+@pytest.mark.parametrize("scheme, operands, result", [
+    ("w8a8", "int8", "int32"), ("fp8_w8a8", "float8_e4m3fn", "float32"),
+])
+def test_w8a8_multiplies_8_bit_matrices(scheme, operands, result):
+    w = quant.quantize_weight(jnp.ones((70, 9)), scheme)
+    jaxpr = jax.make_jaxpr(lambda x: quant.dot(x, w))(jnp.ones((3, 70)))
+    [product] = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert [str(v.aval.dtype) for v in product.invars] == [operands] * 2
+    assert product.params["preferred_element_type"] == jnp.dtype(result)
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8"])
@@ -143,17 +206,45 @@ def test_quantize_params_touches_the_projections_only():
     projections = {n: jnp.asarray(RNG.normal(0, 1, (2, 6, 4)), jnp.float32) for n in names}
     params = {"embed": jnp.ones((9, 6)), "final_norm": jnp.ones(6), "head": jnp.ones((6, 9)),
               "layers": projections | kept}
-    assert quant.quantize_params(params, "none") is params
-    for scheme in ("w8a16", "w8a8"):
-        out = quant.quantize_params(params, scheme)
+    for scheme in quant.SCHEMES:
+        out = quant.quantize_params(params, Recipe(scheme))
+        if scheme == "none":
+            assert all(a is b for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(params)))
+            continue
+        dtype = jnp.float8_e4m3fn if scheme.startswith("fp8") else jnp.int8
         assert out.keys() == params.keys() and out["layers"].keys() == params["layers"].keys()
         for name in names:
             w = out["layers"][name]
-            assert isinstance(w, QuantArray) and w.scheme == scheme
+            assert isinstance(w, QuantArray) and w.scheme == scheme and w.q.dtype == dtype
             assert (w.q.shape, w.scale.shape) == ((2, 6, 4), (2, 1, 4))
-            _, scale = quantize_numpy(np.asarray(projections[name]), -2)
-            np.testing.assert_allclose(w.scale, scale, rtol=2e-7)
+            _, scale = quantize_numpy(np.asarray(projections[name]), -2, dtype)
+            np.testing.assert_array_equal(w.scale, scale)
         for name in ("embed", "final_norm", "head"):
             assert out[name] is params[name]
         for name in kept:
             assert out["layers"][name] is kept[name]
+
+
+def test_excluded_projections_keep_their_dtype():
+    params = {"layers": {name: jnp.ones((2, 6, 4)) for name in quant.QUANTIZED}}
+    recipe = Recipe("w8a8", ("down", "o"))
+    out, masters = quant.quantize_params(params, recipe), quant.masters(params["layers"], recipe)
+    for name in quant.QUANTIZED:
+        is_kept = name in ("down", "o")
+        assert isinstance(out["layers"][name], QuantArray) != is_kept
+        assert isinstance(masters[name], quant.Master) != is_kept
+
+
+def test_the_id_of_a_recipe_names_all_that_decides_the_numbers():
+    assert Recipe("w8a8").id == "w8a8"
+    assert Recipe("fp8_w8a16", ("down", "q")).id == "fp8_w8a16 except q,down"
+    assert Recipe("w8a8", ("down", "q")).id == Recipe("w8a8", ("q", "down", "q")).id
+    recipes = [Recipe(scheme, kept) for scheme in quant.SCHEMES for kept in ((), ("q",), ("k",))]
+    assert len({recipe.id for recipe in recipes}) == len(recipes)
+
+
+def test_unknown_names_of_a_recipe_are_refused():
+    with pytest.raises(ValueError, match="'w4a4' is none of none, w8a16"):
+        Recipe("w4a4")
+    with pytest.raises(ValueError, match="names head, norm; the projections are q, k, v"):
+        Recipe("w8a8", ("head", "down", "norm"))

@@ -1,0 +1,195 @@
+"""An engine made of arithmetic, and the tokens it must draw.
+
+Its pages hold what a real cache holds in essence: which token at which position was written there
+by which weights. A token is drawn from the sum of all that is read in the pages of its table, so
+sharing, copying, eviction or freeing of the wrong page makes another token.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl_tis.engine.engine import ResultTokens
+from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.sampling import SamplingParams
+
+VOCAB = 23
+PRECISION = 2**20  # sums are recorded in float32 modulo this
+GARBAGE = 123_457  # what an unwritten position holds
+
+
+def key(token, position, weights):
+    """What `weights` write for a token at a position."""
+    return (position + 1) * token + 7 * weights
+
+
+def drawn(total, request, position, weights):
+    """(token, logp) at a position, from the sum of the keys before it."""
+    total = int(total) + 5 * request.seed + 3 * position + 11 * weights
+    return total % VOCAB, float(-(total % PRECISION))
+
+
+def request(id, prompt=(1, 2, 3), seed=0, partial=None, **sampling):
+    prompt = np.array(prompt, np.int32)
+    return Request(id, prompt, seed, SamplingParams(**sampling), partial)
+
+
+def alone(request, weights=0):
+    """(tokens, stop_reason) of a request that runs alone under one set of weights."""
+    history, tokens = list(request.prompt), []
+    while len(tokens) < request.sampling.max_tokens:
+        total = sum(key(token, s, weights) for s, token in enumerate(history))
+        token, _ = drawn(total, request, len(history), weights)
+        history.append(token)
+        tokens.append(token)
+        if token in request.sampling.stop_ids:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+def replay(trajectory, request):
+    """(tokens, logp) that a record claims, from its own versions, segments and evict_step.
+
+    When a segment begins all positions so far are written by the weights of kv_version; the key
+    of a token drawn in it is written when the next one is drawn, by the weights that draw that.
+    """
+    t, start = trajectory, len(trajectory.prompt)
+    history = np.concatenate([t.prompt, t.tokens])
+    evict_step = t.evict_step if len(t.evict_step) else np.full(len(history), 2**31 - 1)
+    writers, out = np.zeros(len(history), np.int64), []
+    for i in range(len(t.tokens)):
+        position = start + i
+        if i == 0 or t.segment[i] != t.segment[i - 1]:
+            writers[:position] = t.kv_version[i]
+        else:
+            writers[position - 1] = t.version[i]
+        s = np.flatnonzero(position - 1 < evict_step[:position])
+        total = key(history[s].astype(np.int64), s, writers[s]).sum()
+        out.append(drawn(total, request, position, int(t.version[i])))
+    return [token for token, _ in out], [logp for _, logp in out]
+
+
+@dataclasses.dataclass
+class Slot:
+    request: Request
+    token: int
+    position: int
+    remaining: int
+    cached: int
+
+
+@dataclasses.dataclass
+class State:
+    keys: np.ndarray
+    positions: np.ndarray
+    slots: list
+    is_consumed: bool = False
+
+
+class Engine:
+    """Parameters are an integer. A state is dead once it is passed on, as a donated one is."""
+
+    max_stop_ids = 2
+    quant_id = "arithmetic"
+
+    def __init__(
+        self, slots=3, steps=2, shards=1, max_length=40, page_size=4, num_pages=None,
+        prefill_batch=2, prefill_chunk=8,
+    ):
+        self.slots, self.steps, self.shards, self.max_length = slots, steps, shards, max_length
+        self.page_size, self.prefill_batch = page_size, prefill_batch
+        self.prefill_chunk = prefill_chunk
+        per_slot = -(-max_length // page_size)
+        self.num_pages = num_pages or slots // shards * per_slot + 2
+        self.prefilled = []  # of each call: (start, tokens) of its chunks
+        self.inserted = []  # of each call: {slot: id}
+        self.reads = {}  # (id, position of the query) -> positions it read
+
+    def bucket(self, length):
+        return 4 if length <= 4 else self.prefill_chunk
+
+    def init_state(self):
+        shape = (self.shards, self.num_pages, self.page_size)
+        return State(np.full(shape, GARBAGE), np.full(shape, -1), [None] * self.slots)
+
+    def prefill(self, params, state, chunks):
+        state = self._use(state)
+        self.prefilled.append([(chunk.start, tuple(chunk.tokens.tolist())) for chunk in chunks])
+        rows = [chunk.shard for chunk in chunks]
+        assert max(map(rows.count, rows)) <= self.prefill_batch // self.shards
+        assert len({self.bucket(len(chunk.tokens)) for chunk in chunks}) == 1
+        for chunk in chunks:
+            assert 0 < len(chunk.tokens) <= self.prefill_chunk
+            assert chunk.start % self.page_size == 0, "a chunk begins a page"
+            self._write(
+                state, chunk.shard, chunk.pages,
+                chunk.start + np.arange(len(chunk.tokens)), chunk.tokens, params,
+            )
+        return state
+
+    def _write(self, state, shard, pages, positions, tokens, weights):
+        pages, offsets = np.array(pages)[positions // self.page_size], positions % self.page_size
+        assert (pages > 0).all(), "page 0 belongs to nobody"
+        state.keys[shard, pages, offsets] = key(tokens.astype(np.int64), positions, weights)
+        state.positions[shard, pages, offsets] = positions
+
+    def insert(self, state, rows):
+        state = self._use(state)
+        self.inserted.append({slot: row.request.id for slot, row in rows.items()})
+        for slot, row in rows.items():
+            source, target = row.copy
+            shard = slot * self.shards // self.slots
+            for pool in (state.keys, state.positions):
+                pool[shard, target] = pool[shard, source]
+            state.slots[slot] = Slot(
+                row.request, int(row.tokens[-1]), len(row.tokens) - 1, row.remaining, row.cached
+            )
+        return state
+
+    def release(self, state, slots):
+        state = self._use(state)
+        for slot in slots:
+            state.slots[slot] = None
+        return state
+
+    def generate(self, params, state, table, shift):
+        state = self._use(state)
+        shape = (self.steps, self.slots)
+        tokens, logp = np.full(shape, -9), np.full(shape, np.nan)
+        valid, remaining = np.zeros(shape, bool), np.zeros(self.slots, int)
+        for b in range(self.slots):
+            if state.slots[b] is None:
+                assert not table[b].any() and not shift[b], f"slot {b} is free, its table is not"
+                continue
+            for k in range(self.steps):
+                if state.slots[b].remaining:
+                    drawn_bk = self._draw(params, state, b, table[b], int(shift[b]))
+                    (tokens[k, b], logp[k, b]), valid[k, b] = drawn_bk, True
+            remaining[b] = state.slots[b].remaining
+            if not remaining[b]:
+                state.slots[b] = None
+        logits = np.stack([logp, logp - 0.5], axis=-1)  # a vocabulary of two
+        return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
+
+    def _draw(self, weights, state, b, pages, shift):
+        slot, shard = state.slots[b], b * self.shards // self.slots
+        index = slot.position - shift
+        page, offset = pages[index // self.page_size], index % self.page_size
+        if slot.position >= slot.cached:
+            assert page > 0, "page 0 belongs to nobody"
+            state.keys[shard, page, offset] = key(slot.token, slot.position, weights)
+            state.positions[shard, page, offset] = slot.position
+        read = pages[: index // self.page_size + 1]
+        seen = lambda pool: pool[shard, read].reshape(-1)[: index + 1]
+        self.reads[slot.request.id, slot.position] = seen(state.positions).tolist()
+        token, logp = drawn(
+            seen(state.keys).sum(), slot.request, slot.position + 1, weights
+        )
+        slot.token, slot.position = token, slot.position + 1
+        slot.remaining = 0 if token in slot.request.sampling.stop_ids else slot.remaining - 1
+        return token, logp
+
+    def _use(self, state):
+        assert not state.is_consumed, "a donated state was used again"
+        state.is_consumed = True
+        return dataclasses.replace(state, is_consumed=False)

@@ -1,0 +1,152 @@
+"""Random arrivals, aborts, weight updates and pauses: whatever happens, every record is exact."""
+
+import collections
+import random
+
+import numpy as np
+import pytest
+
+from jaxrl_tis.engine.policies import POLICIES
+from jaxrl_tis.engine.scheduler import Full, Retention, Scheduler
+from tests import arithmetic
+
+EVENTS = 1_500  # of one run
+PROMPTS = [(1,), (2,), (1, 2), (0, 0, 3), (4, 4, 4, 4), tuple(range(7)), tuple(range(12)),
+           tuple(range(3, 20))]
+
+
+def engine_of(rng):
+    shards = rng.choice([1, 1, 2])
+    page_size, max_length = rng.choice([2, 4]), 40
+    least = -(-max_length // page_size) + 2
+    return arithmetic.Engine(
+        slots=shards * rng.randint(1, 4), steps=rng.randint(1, 6), shards=shards,
+        max_length=max_length, page_size=page_size, num_pages=least + rng.randint(0, 20),
+        prefill_batch=shards * rng.randint(1, 3), prefill_chunk=page_size * rng.randint(1, 4),
+    )
+
+
+def text_of(tokens):
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+class Run:
+    """One scheduler and all that was asked of it and came back."""
+
+    def __init__(self, seed):
+        rng = self.rng = random.Random(seed)
+        self.engine = engine_of(rng)
+        self.scheduler = Scheduler(
+            self.engine, 0, 0, policy=POLICIES[rng.choice(list(POLICIES))](),
+            max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
+            prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
+            retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]), decode=text_of,
+        )
+        self.version = self.added = self.idle = 0
+        self.requests, self.alive, self.done = {}, set(), {}
+        self.events = collections.Counter()
+
+    def add(self):
+        rng, id = self.rng, f"r{self.added}"
+        request = arithmetic.request(
+            id, rng.choice(PROMPTS), rng.randint(0, 9), max_tokens=rng.randint(1, 20),
+            stop_ids=tuple(rng.sample(range(arithmetic.VOCAB), rng.choice([0, 1]))),
+            stop_strings=rng.choice([(), (), ("ab", "q"), ("c",)]),
+        )
+        self.submit(request)
+        self.added += 1
+
+    def submit(self, request):
+        try:
+            self.scheduler.add(request)
+        except Full:
+            assert self.scheduler.pending >= 12
+            return self.take(self.scheduler.step())
+        self.requests[request.id] = request
+        self.alive.add(request.id)
+
+    def abort(self):
+        waiting = sorted(self.alive)
+        if waiting:
+            id = self.rng.choice(waiting)
+            self.alive.remove(id)
+            self.scheduler.abort(id)
+
+    def update(self):
+        self.version += 1
+        self.scheduler.set_params(self.version, self.version)
+
+    def pause(self):
+        self.take(self.scheduler.pause(self.rng.choice(["abort", "retract", "in_place"])))
+
+    def step(self):
+        self.take(self.scheduler.step())
+
+    def take(self, trajectories):
+        resumed = []
+        for t in trajectories:
+            assert t.id not in self.done, f"{t.id} came back twice"
+            self.check(t)
+            is_partial = t.stop_reason == "abort" and not len(t.evict_step)
+            if is_partial and self.rng.random() < 0.7:
+                resumed.append(t)
+            else:
+                self.done[t.id] = t
+            self.alive.discard(t.id)
+        for t in resumed:
+            old = self.requests[t.id]
+            self.submit(arithmetic.dataclasses.replace(old, partial=t))
+            if t.id not in self.alive:
+                self.done[t.id] = t
+
+    def check(self, t):
+        request = self.requests[t.id]
+        tokens, logp = arithmetic.replay(t, request)
+        assert t.tokens.tolist() == tokens, t.id
+        np.testing.assert_array_equal(t.logp_behav, logp)
+        np.testing.assert_array_equal(t.logp_raw, np.float32(logp) - 0.5)
+        assert len(t.logits) == len(t.mask) == len(t.version) == len(tokens)
+        assert (np.diff(t.version) >= 0).all() and (np.diff(t.segment) >= 0).all()
+        assert (t.kv_version <= t.version).all()
+        partial = request.partial
+        if partial is not None and not len(t.evict_step) and t.stop_reason != "stop":
+            assert t.tokens[: len(partial.tokens)].tolist() == partial.tokens.tolist()
+        sampling, text = request.sampling, text_of(tokens)
+        stops = [count for count in range(1, len(tokens) + 1)
+                 if tokens[count - 1] in sampling.stop_ids
+                 or any(stop in text[:count] for stop in sampling.stop_strings)]
+        if t.stop_reason == "stop":
+            assert stops == [len(tokens)]
+        elif t.stop_reason == "length":
+            assert not stops and len(tokens) == sampling.max_tokens
+        else:
+            assert not stops and len(tokens) < sampling.max_tokens
+
+    def go(self):
+        kinds = {self.add: 30, self.step: 60, self.abort: 4, self.update: 4, self.pause: 2}
+        for _ in range(EVENTS):
+            (event,) = self.rng.choices(list(kinds), kinds.values())
+            self.events[event.__name__] += 1
+            event()
+        for _ in range(200 * (len(self.alive) + 1)):
+            if not self.scheduler.pending:
+                return self
+            self.step()
+        raise AssertionError(f"{self.scheduler.pending} requests never ended")
+
+    def assert_empty(self):
+        assert all(pages.used == 0 for pages in self.scheduler.pages)
+        assert set(self.done) == set(self.requests)
+
+
+TOTAL = collections.Counter()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_events_lose_no_token_no_page_and_no_request(seed):
+    run = Run(seed).go()
+    run.assert_empty()
+    TOTAL.update(run.events)
+    TOTAL["preempted"] += run.scheduler.stats.preempted
+    TOTAL["evicted"] += run.scheduler.stats.evicted
+    TOTAL["shared"] += run.scheduler.stats.shared
