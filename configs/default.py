@@ -59,6 +59,7 @@ def get_config() -> ConfigDict:
     c.rollout.top_k = 0  # 0 keeps all tokens
     c.rollout.top_p = 1.0
     c.rollout.min_p = 0.0
+    c.rollout.kept_set = 0  # most tokens of a recorded support that the learner scores over; 0: off
     c.rollout.allow_filter_bias = False  # filters bias every ratio; True accepts that
     c.rollout.dynamic_sampling = False  # replace groups whose rewards are all equal (DAPO)
     c.rollout.max_rounds = 4  # of fresh prompts per batch with dynamic sampling

@@ -18,7 +18,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids`
       (1 on the sequence, 0 on padding), `mask` (True on tokens that the policy chose),
       `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response),
-      `temperature`, and `logits_behav` [N,T,V] where the sampler recorded them.
+      `temperature`, and, where the sampler recorded them, `logits_behav` [N,T,V] and `kept`
+      [N,T,K] (see Trajectory; -1 where the learner's distribution is the whole one).
     """
     shape = (len(trajectories), length)
     out = {
@@ -35,6 +36,9 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
     num_logits = max(t.logits.shape[-1] for t in trajectories)
     if num_logits:
         out["logits_behav"] = np.zeros((*shape, num_logits), np.float32)
+    num_kept = max(t.kept.shape[-1] for t in trajectories)
+    if num_kept:
+        out["kept"] = np.full((*shape, num_kept), -1, np.int32)
     for row, trajectory in enumerate(trajectories):
         p, n = len(trajectory.prompt), len(trajectory.tokens)
         if p + n > length:
@@ -53,6 +57,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
         out["temperature"][row] = trajectory.temperature
         if num_logits and n:
             out["logits_behav"][row, response] = trajectory.logits
+        if num_kept and n:
+            out["kept"][row, response] = trajectory.kept
     return out
 
 
@@ -107,6 +113,11 @@ BLOCK = 128  # tokens; the attention kernel of a TPU takes rows of whole blocks
 MAX_SEGMENTS = 64  # sequences of a row; what is measured of each is an array [B, MAX_SEGMENTS]
 OF_SEQUENCES = ("rewards", "greedy_rewards", "reward_components", "grad_norms")  # not of tokens
 FORWARD = ("tokens", "positions", "segment_ids", "mask", "temperature")  # what a log-prob takes
+
+
+def forward_fields(rows: dict) -> dict:
+    """The fields that a log-prob takes, the kept sets included where there are any."""
+    return {name: rows[name] for name in (*FORWARD, "kept") if name in rows}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,6 +127,7 @@ def assemble(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
             quantization=config.engine.quantization, unquantized=config.engine.unquantized,
             records_logits="logits_behav" in chosen.needs,
+            num_kept=config.rollout.kept_set,
         ),
         learner_engine=engine(
             dtype=config.model.dtype, cache_dtype=config.model.dtype,
@@ -205,6 +206,7 @@ def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
         logp_behav=nothing, logp_raw=nothing, entropy=nothing, version=nothing, stop_reason="",
         seed=0, request=0, quant_id="", temperature=1.0,
         logits=np.zeros((0, setup.engine.num_logits), np.float32),
+        kept=np.zeros((0, setup.engine.num_kept), np.int32),
     )
     count = setup.config.rollout.prompts * setup.config.rollout.group_size
     rows = batching.rows([trajectory], setup.row_length)
@@ -214,7 +216,7 @@ def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 def abstract_microbatches(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
     """Fields [M,R,T] of a rollout batch that the learner scores, in the training layout."""
     rows = abstract_rows(setup)
-    return _in_rows(setup, {name: rows[name] for name in batching.FORWARD}, 1)
+    return _in_rows(setup, batching.forward_fields(rows), 1)
 
 
 def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:

@@ -160,8 +160,10 @@ def _engine_share(case):
 
 
 def _is_filtered(case):
+    """Whether filters drop mass that the learner counts."""
     read = case.setting
-    return read("rollout.top_k") > 0 or read("rollout.top_p") < 1 or read("rollout.min_p") > 0
+    drops = read("rollout.top_k") > 0 or read("rollout.top_p") < 1 or read("rollout.min_p") > 0
+    return drops and read("rollout.kept_set") == 0
 
 
 def _has_other_dtype(case):

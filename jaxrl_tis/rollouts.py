@@ -98,6 +98,20 @@ def sampling_params(
     )
 
 
+def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """How often what could be drawn was too wide to be recorded, over all tokens, and the mean mass
+    that the filters dropped there: so much the ratios stay below 1. {} without kept sets."""
+    drawn = [t for t in trajectories if len(t.tokens)]
+    if not any(t.kept.shape[-1] for t in drawn):
+        return {}
+    is_wide = np.concatenate([np.all(t.kept < 0, axis=-1) for t in drawn])
+    dropped = np.concatenate([1 - np.exp(t.logp_raw - t.logp_behav) for t in drawn])
+    return {
+        "rollout/kept_overflow": is_wide.mean(),
+        "rollout/kept_overflow_mass": np.where(is_wide, dropped, 0.0).mean(),
+    }
+
+
 class Collector:
     """Fills one batch of rollout.prompts groups of rollout.group_size rewarded samples.
 

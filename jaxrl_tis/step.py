@@ -18,7 +18,7 @@ import optax
 from jaxrl_tis import optimizer as optimizers
 from jaxrl_tis.correction import Correction, policy_loss
 from jaxrl_tis.estimators import objectives, ratios, reduce, sequence_clipped
-from jaxrl_tis.kernels.logprob import Scores, token_logprob
+from jaxrl_tis.kernels.logprob import Kept, Scores, token_logprob
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
@@ -57,27 +57,39 @@ class Learner:
 
 
 def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
-    """`token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere."""
+    """`token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere.
+
+    Where the batch has kept sets, of the distributions over these sets: what the sampler drew from.
+    So are then the entropy, the collisions and both sides of the KL to the reference, whose
+    estimators are means over the sampler's draws.
+    """
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"],
     )
     gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
+    kept = _kept(gather(batch["kept"])) if "kept" in batch else None
     found = token_logprob(
         transformer.output_head(params, learner.program),
         gather_hidden(x_btd),
         gather(batch["tokens"]),
         gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),
         learner.chunk,
+        kept=kept,
         layout=learner.program.layout,
         **options,
     )
     return Scores(*(ratios.zero_padding(scatter(x), batch["mask"]) for x in found))
 
 
+def _kept(ids_bnk: jax.Array) -> Kept:
+    """Sets as Trajectory records them; at padding whatever there is."""
+    return Kept(ids_bnk, jnp.all(ids_bnk < 0, axis=-1))
+
+
 def _targets(mask_bt: jax.Array, max_targets: int):
-    """(hidden states [B,T,D] -> [B,N,D] that predict the targets, fields [B,T] of the targets ->
-    [B,N], and back to [B,T]).
+    """(hidden states [B,T,D] -> [B,N,D] that predict the targets, fields [B,T,...] of the targets
+    -> [B,N,...], and [B,N] back to [B,T]).
 
     Token t is predicted from position t - 1. Where fewer tokens than T - 1 can be targets, the
     masked ones are gathered to the left; else N is T, and the row is shifted by one.
@@ -87,9 +99,10 @@ def _targets(mask_bt: jax.Array, max_targets: int):
         return lambda x: x, lambda x: jnp.roll(x, -1, axis=1), lambda x: jnp.roll(x, 1, axis=1)
     source_bn = jnp.argsort(~mask_bt[:, 1:], axis=1, stable=True)[:, :max_targets]
     rows = jnp.arange(b)[:, None]
+    after = lambda ndim: source_bn.reshape(b, -1, *(1,) * (ndim - 2)) + 1
     return (
         lambda x_btd: jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
-        lambda x_bt: jnp.take_along_axis(x_bt, source_bn + 1, axis=1),
+        lambda x: jnp.take_along_axis(x, after(x.ndim), axis=1),
         lambda x_bn: jnp.zeros((b, t)).at[rows, source_bn + 1].set(x_bn),
     )
 

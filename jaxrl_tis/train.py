@@ -126,7 +126,7 @@ class Trainer:
 
     def _micro_batches(self, rows: dict[str, np.ndarray]):
         """(what a log-prob takes in micro-batches, function from their results to rows)."""
-        forward = {name: rows[name] for name in batching.FORWARD}
+        forward = batching.forward_fields(rows)
         if self.setup.packer is None:
             size = self.setup.config.train.microbatch_rows
             micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
@@ -208,7 +208,8 @@ def sample_metrics(
     by_group = [rewards[groups == g] for g in np.unique(groups)]
     parts = rollouts.components(samples)
     means = {f"reward/component/{name}": x.mean() for name, x in parts.items() if len(parts) > 1}
-    return means | _length_metrics(
+    kept = rollouts.kept_metrics([s.trajectory for s in samples])
+    return means | kept | _length_metrics(
         prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1],
         num_turns=turns,
     ) | {

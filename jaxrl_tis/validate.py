@@ -91,7 +91,8 @@ def _counts(config):
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
         "engine.num_pages", "engine.divide", "engine.noise_start", "warmup.steps",
-        "train.pack_length", "rollout.top_k", "rollout.overlong_buffer", "correction.kl_coeff",
+        "train.pack_length", "rollout.top_k",
+        "rollout.kept_set", "rollout.overlong_buffer", "correction.kl_coeff",
         "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
         "critic.weight_decay",
     ]
@@ -201,6 +202,12 @@ def _methods(c: correction.Correction, config):
     for field, user in c.needs.items():
         if field not in correction.RECORDED | correction.ON_DEMAND | correction.LARGE:
             yield f"{user!r} needs {field}, which a run does not record"
+    whole = [user for field, user in c.needs.items() if field.startswith("logits")]
+    if whole and rollout.kept_set:
+        yield (
+            f"{whole[0]!r} needs the whole distribution, and with rollout.kept_set the learner has "
+            "that of the kept tokens: set rollout.kept_set to 0"
+        )
     if weight != "none" and c.mode == "bypass" and objective not in UNRATIOED:
         yield (
             f"bypass mode puts the whole drift into the ratio of {objective!r}; the weight "
@@ -267,9 +274,14 @@ def _sampling(config):
             "(0, 1] and [0, 1)"
         )
     is_filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    if is_filtered and not rollout.allow_filter_bias:
+    if rollout.kept_set and not is_filtered:
+        yield (
+            f"rollout.kept_set = {rollout.kept_set} records what top_k, top_p and min_p keep, and "
+            "none of them is set: set one, or rollout.kept_set to 0"
+        )
+    if is_filtered and not rollout.kept_set and not rollout.allow_filter_bias:
         yield (
             "top_k, top_p and min_p change the distribution that is sampled, and the learner "
-            "scores the unfiltered one: every ratio is off by the kept mass; set "
-            "rollout.allow_filter_bias=True to accept that"
+            "scores the unfiltered one: every ratio is off by the kept mass; set rollout.kept_set "
+            "to score what is kept, or rollout.allow_filter_bias=True to accept that"
         )
