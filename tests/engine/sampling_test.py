@@ -1,5 +1,7 @@
 """The drawn distribution against a float64 reference, and the draw against the distribution."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from tests.drawn import assert_chi_square, is_drawn_from, keys, reference
 
 GREEDY = SamplingParams(temperature=0.0)
 COUNT = 4096
@@ -34,27 +37,6 @@ ROWS = [
 ]
 
 
-def reference(logits_v, params):
-    """Probabilities [V] in float64: temperature, then top-k, top-p, min-p, each renormalised."""
-    logits_v = np.asarray(logits_v, np.float64)
-    ranked = sorted(range(len(logits_v)), key=lambda i: (-logits_v[i], i))
-    if params.temperature == 0:
-        return np.eye(len(logits_v))[ranked[0]]
-    weight = np.exp((logits_v - logits_v.max()) / params.temperature)
-    if params.top_k:
-        ranked = ranked[: params.top_k]
-    total, mass, kept = weight[ranked].sum(), 0.0, []
-    for i in ranked:
-        if params.top_p < 1 and mass >= params.top_p:
-            break
-        kept.append(i)
-        mass += weight[i] / total
-    kept = [i for i in kept if weight[i] >= params.min_p * weight[ranked[0]]]
-    out = np.zeros(len(logits_v))
-    out[kept] = weight[kept] / weight[kept].sum()
-    return out
-
-
 def distributions(logits_v, params):
     """Probabilities [len(params), len(logits_v)]; padded to one shape, so that it compiles once."""
     logits_bv = np.full((len(ROWS), 200), -np.inf, np.float32)
@@ -65,12 +47,6 @@ def distributions(logits_v, params):
     return p[: len(params), : len(logits_v)]
 
 
-def keys(count, seed=0, request=0):
-    """[count,2] keys; a scalar is repeated."""
-    column = lambda x: jnp.asarray(np.broadcast_to(np.asarray(x, np.uint32), (count,)))
-    return sampling.row_keys(column(seed), column(request))
-
-
 def draws(logits_v, params, seed=0, request=0, position=range(COUNT)):
     """COUNT samples from one row of logits, padded to 100 or 300 tokens that cannot be drawn."""
     width = 100 if len(logits_v) <= 100 else 300
@@ -78,22 +54,6 @@ def draws(logits_v, params, seed=0, request=0, position=range(COUNT)):
     logits_bv[:, : len(logits_v)] = logits_v
     position = np.broadcast_to(np.asarray(position, np.int32), (COUNT,))
     return draw(logits_bv, SamplingRows.of([params] * COUNT), keys(COUNT, seed, request), position)
-
-
-def assert_chi_square(tokens, p):
-    """Pearson's statistic has mean df and variance 2 df; cells below 5 expected are pooled."""
-    observed = np.bincount(tokens, minlength=len(p)).astype(float)
-    assert len(observed) == len(p)
-    assert not observed[p == 0].any()
-    expected = p * len(tokens)
-    rare = (expected < 5) & (p > 0)
-    cells = [*zip(observed[expected >= 5], expected[expected >= 5])]
-    if rare.any() and expected[rare].sum() >= 5:
-        cells.append((observed[rare].sum(), expected[rare].sum()))
-    df = len(cells) - 1
-    assert df >= 1
-    statistic = sum((o - e) ** 2 / e for o, e in cells)
-    assert statistic < df + 4 * np.sqrt(2 * df)
 
 
 @pytest.mark.parametrize("v", [5, 128, 200])
@@ -244,6 +204,33 @@ def test_draws_stay_inside_the_kept_set():
         assert np.isfinite(result.logp_behav).all() and np.isfinite(result.entropy).all()
 
 
+MANY = 100_000
+SMALL = np.random.default_rng(7).normal(0, 1.5, 24).astype(np.float32)
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_k=7),
+    SamplingParams(top_p=0.8),
+    SamplingParams(min_p=0.15),
+    SamplingParams(top_k=9, top_p=0.9),
+    SamplingParams(top_k=9, min_p=0.1),
+    SamplingParams(top_p=0.95, min_p=0.1),
+    SamplingParams(temperature=1.5, top_k=12, top_p=0.9, min_p=0.12),
+], ids=str)
+def test_a_hundred_thousand_draws_follow_the_distribution(params):
+    rows, at = SamplingRows.of([params] * MANY), np.arange(MANY, dtype=np.int32)
+    drawn = draw(np.tile(SMALL, (MANY, 1)), rows, keys(MANY, 3), at)
+    p = reference(SMALL, params)
+    tokens = np.asarray(drawn.token)
+    assert is_drawn_from(tokens, p)
+    kept_mass = reference(SMALL, SamplingParams(temperature=params.temperature))[p > 0].sum()
+    np.testing.assert_allclose(drawn.logp_raw - drawn.logp_behav, np.log(kept_mass), atol=2e-6)
+    # A hotter distribution on the same support is another one.
+    hotter = np.where(p > 0, p**0.95, 0.0)
+    assert not is_drawn_from(tokens, hotter / hotter.sum())
+
+
 def test_entropy_by_hand():
     logits = np.log([0.5, 0.25, 0.25])
     entropy = lambda params: float(draws(logits, params).entropy[0])
@@ -276,10 +263,22 @@ def test_a_row_does_not_see_the_other_rows():
 @pytest.mark.parametrize("name, value", [
     ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0),
     ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("max_tokens", 0),
+    ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")),
+    ("logit_bias", ((-1, 0.5),)), ("logit_bias", ((3, 0.5), (3, 1.0))),
+    ("logit_bias", tuple((i, 1.0) for i in range(17))),
 ])
 def test_parameters_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value}")):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("fields", [
+    dict(presence_penalty=float("nan")), dict(frequency_penalty=float("inf")),
+    dict(logit_bias=((1, -float("inf")),)),
+])
+def test_what_is_added_to_logits_must_be_finite(fields):
+    with pytest.raises(ValueError, match="penalties and biases must be finite"):
+        SamplingParams(**fields)
 
 
 def test_is_filtered_names_what_changes_the_support():
