@@ -1,0 +1,150 @@
+"""Recorded supports and likeliest tokens against numpy, over devices, and in the engine's record."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis import sharding
+from jaxrl_tis.engine import capture, sampling
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.shards import WHOLE
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests.drawn import keys
+
+KINDS = [
+    SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.8), SamplingParams(top_k=17),
+    SamplingParams(min_p=0.1), SamplingParams(temperature=0.0), SamplingParams(top_k=16),
+    SamplingParams(temperature=1.6, top_k=40, top_p=0.9, min_p=0.01), SamplingParams(top_k=1),
+]
+K, TOP = 16, 3
+
+
+@functools.cache
+def supports(n):
+    return jax.jit(functools.partial(capture.support, n=n, shards=WHOLE))
+
+
+@pytest.mark.parametrize("v, n", [(5, 1), (128, 7), (300, 40), (300, 300), (24, 50)])
+def test_the_support_is_the_sorted_ids_or_nothing(v, n):
+    rng = np.random.default_rng(v + n)
+    is_in = rng.random((60, v)) < np.linspace(0, 1, 60)[:, None]
+    is_in[1], is_in[2] = np.arange(v) == v - 1, np.arange(v) == 0
+    found, wide = np.asarray(supports(n)(is_in)), 0
+    for row, ids in zip(found, is_in):
+        ids = np.flatnonzero(ids)
+        wide += len(ids) > n
+        expected = np.full(n, -1)
+        expected[: len(ids)] = ids if len(ids) <= n else -1
+        np.testing.assert_array_equal(row, expected)
+    assert wide > 0 or n >= v
+
+
+def logits(v):
+    rng = np.random.default_rng(v)
+    out = rng.normal(0, 2, (64, v)).astype(np.float32)
+    out[8:16, ::3] = -np.inf
+    out[16:24] = np.round(out[16:24])  # ties
+    out[24:32] = 1.0  # nothing but ties
+    out[32:40, : v // 2] = -np.inf  # all in the second half
+    return out
+
+
+@functools.cache
+def sampled(v, shape=None):
+    layout = sharding.layout(shape, sharding.SERVE_RULES) if shape else None
+    rows = SamplingRows.of([KINDS[i % len(KINDS)] for i in range(64)])
+    ids = np.arange(64, dtype=np.uint32)
+    draw = functools.partial(sampling.sample, layout=layout, top_n=TOP, num_kept=K)
+    return jax.jit(draw)(logits(v), rows, keys(64, ids, ids), ids.astype(np.int32))
+
+
+def test_what_is_recorded_is_of_the_distribution_drawn_from():
+    rows = SamplingRows.of([KINDS[i % len(KINDS)] for i in range(64)])
+    found, p = sampled(304), np.asarray(jax.jit(sampling.distribution)(logits(304), rows))
+    sizes = np.isfinite(p).sum(axis=-1)
+    assert {1, 5, 16, 17} < set(sizes)  # at the cap and beyond it
+    for row, logp in enumerate(p):
+        support = np.flatnonzero(np.isfinite(logp))
+        kept = found.kept[row][found.kept[row] >= 0]
+        np.testing.assert_array_equal(kept, support if len(support) <= K else [])
+        # The tokens by falling probability, the lower id first among equals.
+        best = np.lexsort((np.arange(304), -logp))[:TOP]
+        is_possible = np.isfinite(logp[best])
+        np.testing.assert_array_equal(found.top_ids[row], np.where(is_possible, best, -1))
+        np.testing.assert_allclose(found.top_logps[row], logp[best], atol=2e-6)
+        if len(support) <= K:
+            assert found.token[row] in kept
+        if found.token[row] == best[0]:
+            assert found.top_logps[row, 0] == found.logp_behav[row]
+    assert (found.token == found.top_ids[:, 0]).sum() > 10
+
+
+@pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8))])
+def test_a_split_vocabulary_records_what_the_whole_one_records(v, shape):
+    one, split = sampled(v), sampled(v, shape)
+    for field in ("token", "kept", "top_ids"):
+        np.testing.assert_array_equal(getattr(split, field), getattr(one, field))
+    np.testing.assert_allclose(split.top_logps, one.top_logps, atol=2e-6)
+
+
+def test_recording_changes_no_bit_of_the_draw():
+    rows = SamplingRows.of([KINDS[i % len(KINDS)] for i in range(64)])
+    ids = np.arange(64, dtype=np.uint32)
+    plain = jax.jit(sampling.sample)(logits(304), rows, keys(64, ids, ids), ids.astype(np.int32))
+    assert plain.kept is plain.top_ids is plain.top_logps is None
+    for field in ("token", "logp_behav", "logp_raw", "entropy"):
+        np.testing.assert_array_equal(getattr(plain, field), getattr(sampled(304), field))
+
+
+CONFIG = ModelConfig(
+    family="qwen2", vocab_size=40, embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=48, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
+    qkv_bias=True, qk_norm=False, tie_embeddings=True,
+)
+
+
+def engine(**fields):
+    return Engine(CONFIG, slots=3, max_length=24, steps=2, prefill_batch=3, page_size=4, **fields)
+
+
+def test_the_record_has_the_support_and_the_likeliest_tokens_of_every_token():
+    serving = engine(records_logits=True, top_n=TOP, num_kept=6)
+    scheduler = Scheduler(serving, serving.load(transformer.init(CONFIG, jax.random.key(0))))
+    kinds = [SamplingParams(top_k=4, max_tokens=5), SamplingParams(max_tokens=5),
+             SamplingParams(temperature=0.0, max_tokens=5),
+             SamplingParams(top_p=0.15, max_tokens=5)]
+    again = {}
+    for i in range(8):
+        request = Request(f"r{i}", np.arange(1, 4, dtype=np.int32) + i, i, kinds[i % 4])
+        scheduler.add(request)
+        again[request.id] = request
+    scheduler.step()
+    for partial in scheduler.pause("abort"):
+        scheduler.add(Request(**vars(again[partial.id]) | {"partial": partial}))
+    found = []
+    while scheduler.pending:
+        found += scheduler.step()
+    assert len(found) == 8
+    for t in found:
+        assert t.kept.shape == (5, 6) and t.kept.dtype == t.top_ids.dtype == np.int32
+        for i in range(5):
+            support = np.flatnonzero(np.isfinite(t.logits[i]))
+            kept = t.kept[i][t.kept[i] >= 0]
+            np.testing.assert_array_equal(kept, support if len(support) <= 6 else [])
+            np.testing.assert_allclose(
+                t.top_logps[i], np.sort(t.logits[i])[::-1][:TOP], atol=2e-6
+            )
+            if t.temperature == 0:
+                np.testing.assert_array_equal(kept, [t.tokens[i]])
+                np.testing.assert_array_equal(t.top_ids[i], [t.tokens[i], -1, -1])
+
+
+def test_more_likely_tokens_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="top_n = 41 tokens .* the 40"):
+        engine(top_n=41)
