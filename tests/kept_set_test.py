@@ -11,6 +11,7 @@ from jaxrl_tis import batch as batching
 from jaxrl_tis import rollouts, step
 from jaxrl_tis.build import build, initial_params
 from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.models import transformer
 from tests import tiny
 from tests.drawn import reference
@@ -28,7 +29,7 @@ def setup(**changes):
 
 @functools.cache
 def params():
-    return jax.tree.map(lambda x: 2 * x, initial_params(setup()))
+    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup()))
 
 
 @functools.cache
@@ -73,7 +74,7 @@ def test_without_them_its_mean_is_the_kept_mass():
     )
     rollout, masses = setup().config.rollout, np.zeros(mask.shape)
     for n, t in zip(*np.nonzero(mask)):
-        plain = rollouts.SamplingParams(temperature=rollout.temperature)
+        plain = SamplingParams(temperature=rollout.temperature)
         filtered = dataclasses.replace(plain, top_k=rollout.top_k, top_p=rollout.top_p)
         p = reference(logits[n, t - 1], plain)
         masses[n, t] = p[reference(logits[n, t - 1], filtered) > 0].sum()
@@ -89,7 +90,7 @@ def test_where_a_set_was_too_wide_the_learner_scores_the_whole_vocabulary():
     is_wide = (kept < 0).all(axis=-1)
     assert 0.1 < is_wide.mean() < 0.9
     np.testing.assert_allclose(ratio[~is_wide], 1.0, atol=2e-5)
-    assert (ratio[is_wide] < 0.95).all() and (ratio[is_wide] >= 0.8 * 0.99 * 0.5).all()
+    assert (ratio[is_wide] < 0.99).all()
     # The metrics say how many tokens those are, and how far below 1 the mean ratio is.
     found = rollouts.kept_metrics(trajectories)
     assert found["rollout/kept_overflow"] == is_wide.mean()
@@ -135,8 +136,7 @@ def test_a_run_on_kept_sets_measures_no_gap(tmp_path):
         correction__kl_coeff=0.1, train__epochs=1, train__minibatches=1,
     )
     [record] = [line for line in tiny.lines(tmp_path) if line["phase"] == "train"]
-    assert 0 <= record["rollout/kept_overflow"] < 1
-    assert record["training/rollout_probs_diff_max"] > record["rollout/kept_overflow_mass"] == 0 or (
-        record["training/rollout_probs_diff_max"] < 1e-4
-    )
-    assert abs(record["actor/kl_to_reference"]) < 0.02
+    assert record["rollout/kept_overflow"] == record["rollout/kept_overflow_mass"] == 0
+    assert record["training/rollout_probs_diff_max"] < 1e-4
+    # The reference is scored over the same sets, and is still equal to the policy.
+    assert abs(record["actor/kl_to_reference"]) < 1e-5

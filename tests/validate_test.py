@@ -100,7 +100,10 @@ def test_measures_are_positive(name):
     (dict(correction__kl="k4", correction__kl_coeff=0.1), ["kl 'k4' is unknown"]),
     (dict(rollout__top_k=5), ["top_k, top_p and min_p", "allow_filter_bias=True"]),
     (dict(rollout__top_p=0.9), ["allow_filter_bias=True"]),
-    (dict(rollout__min_p=0.1), ["allow_filter_bias=True"]),
+    (dict(rollout__min_p=0.1), ["rollout.kept_set", "allow_filter_bias=True"]),
+    (dict(rollout__kept_set=8), ["rollout.kept_set = 8", "none of them is set"]),
+    (dict(rollout__kept_set=8, rollout__top_k=5, correction__weight="none",
+          correction__masks="trm(upper=0.1)"), ["whole distribution", "rollout.kept_set to 0"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):
@@ -113,6 +116,7 @@ def test_each_contradiction(changes, words):
     dict(rollout__group_size=1, correction__advantage="gae", train__minibatches=1),
     dict(correction__mode="bypass", correction__weight="none"),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
+    dict(rollout__top_k=5, rollout__kept_set=5),
     dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
     dict(correction__mode="bypass", correction__objective="reinforce", train__minibatches=1,
          correction__batch_normalize=True, train__microbatch_rows=16),  # the whole batch at once
