@@ -103,7 +103,7 @@ def test_measures_are_positive(name):
     (dict(rollout__min_p=0.1), ["rollout.kept_set", "allow_filter_bias=True"]),
     (dict(rollout__kept_set=8), ["rollout.kept_set = 8", "none of them is set"]),
     (dict(rollout__kept_set=8, rollout__top_k=5, correction__weight="none",
-          correction__masks="trm(upper=0.1)"), ["whole distribution", "rollout.kept_set to 0"]),
+          correction__masks="trm(trm_delta=0.1)"), ["whole distribution", "rollout.kept_set to 0"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):
