@@ -266,9 +266,36 @@ def test_a_sequence_that_made_way_loses_its_pages_to_one_that_needs_them():
 
 def test_no_prompt_is_kept_for_a_sequence_that_made_way():
     # `a` makes way when its tokens are 1, 2, 3, 0, 3, which are the prompt of `b`.
-    requests = [request("a", max_tokens=6), request("b", (1, 2, 3, 0, 3), max_tokens=9)]
+    # They take turns; at the end of its second `a` waits under another key.
+    requests = [request("a", max_tokens=12), request("b", (1, 2, 3, 0, 3), max_tokens=12)]
     scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), divide=2)
     assert_as_alone(drain(scheduler), requests)
+
+
+def test_a_slot_is_not_kept_for_a_sequence_whose_pages_are_in_another_shard():
+    # `x` makes way for `b` in shard 1. When `a` ends, `x` comes before `c` but has no pages there.
+    first = [request("a", max_tokens=6), request("x", (2,), max_tokens=3)]
+    then = [request("b", (3,), max_tokens=9), request("c", (4,), max_tokens=1)]
+    engine = Engine(slots=2, shards=2, steps=2)
+    scheduler = started(engine, first, policy=LongestFirst(), divide=2)
+    ended = [[t.id for t in scheduler.step()]]
+    for r in then:
+        scheduler.add(r)
+    ended += [[t.id for t in scheduler.step()] for _ in range(3)]
+    assert ended == [[], [], ["a"], ["c"]]
+    assert {t.id for t in drain(scheduler)} == {"x", "b"}
+
+
+def test_a_sequence_with_evicted_keys_makes_no_way():
+    engine = Engine(slots=1, steps=4, page_size=2)
+    requests = [request("a", max_tokens=20), request("b", max_tokens=30)]
+    scheduler = started(
+        engine, requests[:1], policy=LongestFirst(), divide=1, retention=Retention(0, 1)
+    )
+    scheduler.step()
+    scheduler.add(requests[1])
+    assert [len(t.tokens) for t in drain(scheduler)] == [20, 30]
+    assert engine.inserted == [{0: "a"}, {0: "b"}]
 
 
 # Stop strings

@@ -221,6 +221,18 @@ def test_nobody_is_passed_over_more_often_than_max_bypass(slots, bound, place):
     assert first == place // slots and len(ids) == 7
 
 
+def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
+    engine = Engine(slots=1, steps=1)
+    a, b, c = (request(id, np.arange(n), max_tokens=2) for id, n in dict(a=9, b=1, c=2).items())
+    scheduler = started(engine, [a], policy=ShortestPrompt(), max_bypass=1)
+    scheduler.step()
+    scheduler.pause("retract")
+    scheduler.add(b)
+    scheduler.add(c)
+    assert_as_alone(drain(scheduler), [a, b, c])
+    assert order_of(engine) == ["a", "b", "a", "c"]
+
+
 # Prefill
 
 
@@ -282,11 +294,15 @@ def test_a_group_is_prefilled_once_also_when_it_spans_admissions():
 
 
 def test_a_prompt_is_not_dropped_to_make_room_for_its_own_sample():
-    # 10 pages. `a` fills a prompt of 7 pages (one shared with nobody yet), and `b` waits for it;
-    # `b` needs one page more for its copy, and one for `a` to grow: 7 + 1 + 1 + 1 = 10.
-    engine = Engine(slots=2, steps=1, page_size=4, max_length=36, num_pages=11)
-    requests = [request(id, np.arange(25), max_tokens=9) for id in "ab"]
-    assert_as_alone(drain(started(engine, requests)), requests)
+    # Of 9 pages 7 hold the prompt, 1 the copy of `a` and 1 the prompt of `x`, which ends first.
+    # Then `b` needs 1 for its copy, and `a` 1 to grow: only the last page of the prompt itself
+    # could be freed. So `b` waits for the end of `a`, and finds the prompt filled.
+    engine = Engine(slots=2, steps=1, page_size=4, max_length=28, num_pages=10)
+    a, b = [request(id, np.arange(25), max_tokens=3) for id in "ab"]
+    x = request("x", (1, 2, 3, 4), max_tokens=1)
+    scheduler = started(engine, [a, x, b])
+    assert_as_alone(drain(scheduler), [a, x, b])
+    assert scheduler.stats.prefilled == 25 + 4 and scheduler.stats.shared == 25
 
 
 # Shards
