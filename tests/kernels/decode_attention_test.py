@@ -159,8 +159,13 @@ def test_page_0_changes_nothing_and_sees_the_new_token(dtype, races):
 def test_a_slot_that_reads_what_another_writes_is_a_race(races):
     case, table = Case.of("float32", 64), TABLE.copy()
     table[5, 0] = TABLE[4, 2]
-    case.run(table=table)
-    assert races()
+    try:
+        case.run(table=table)
+    except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises what 0.10 prints
+        pltpu.reset_tpu_interpret_mode_state()
+        assert "RACE DETECTED" in str(error)
+    else:
+        assert races()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
