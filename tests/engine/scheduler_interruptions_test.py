@@ -395,19 +395,23 @@ def test_a_sequence_that_saw_evicted_keys_starts_again_when_its_pages_are_lost()
 
 
 def test_a_sequence_that_starts_again_forgets_what_was_found_in_its_old_text():
-    # Weights 0 draw "advmh..."; "mh" is found in the second call, and read in the third.
-    r = request("a", stop_strings=("h",), max_tokens=12)
-    scheduler = started(
-        Engine(slots=1, steps=4, page_size=2), [r], retention=Retention(0, 1), decode=text_of
-    )
-    scheduler.step()
-    scheduler.step()
-    scheduler.pause("retract")
-    update(scheduler, 1)
-    (t,) = drain(scheduler)
-    assert_replays(t, r)
-    text = text_of(t.tokens)
-    assert ("h" in text) == (t.stop_reason == "stop") and "h" not in text[:-1]
+    def run(stops, steps_before):
+        r = request("a", stop_strings=stops, max_tokens=12)
+        engine = Engine(slots=1, steps=4, page_size=2)
+        scheduler = started(engine, [r], retention=Retention(0, 1), decode=text_of)
+        assert [t for _ in range(steps_before) for t in scheduler.step()] == []
+        if steps_before:
+            scheduler.pause("retract")
+            update(scheduler, 1)
+        (t,) = drain(scheduler)
+        assert_replays(t, r)
+        return text_of(t.tokens), t.stop_reason
+
+    old, new = run((), 0)[0], run((), 2)[0]
+    # Drawn by the second call of the old weights, never by the new ones.
+    (stop, *_) = [c for c in old[4:8] if c not in old[:4] + new]
+    assert run((stop,), 0) == (old[: old.index(stop) + 1], "stop")
+    assert run((stop,), 2) == (new, "length")
 
 
 @pytest.mark.parametrize("sinks, window", [(-1, 1), (0, 0)])
