@@ -1,7 +1,7 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
 Training: rows of a micro-batch for each mesh split and remat policy; serving: decode slots for each
-tensor split. Rows and slots double until a program does not fit; everything else stays as the
+tensor split, with pages for all of them at full length. Rows and slots double until a program does not fit; everything else stays as the
 config has it. A compilation takes 10 to 60 seconds and more, so their number is capped.
 """
 
@@ -57,7 +57,7 @@ class Search:
             mesh = (shards, 1, tensor)
             limit = max(config.rollout.prompts * config.rollout.group_size, shards)
             self._grow("decode", mesh, "", _doubled(shards, limit), lambda c, size: c.update({
-                "mesh": {"serve": mesh}, "engine": {"slots": size},
+                "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
             }))
         return self.rows
 

@@ -1,7 +1,7 @@
 """What a program has to do, counted from shapes: model FLOPs and bytes that must move.
 
 Whole-job counts; remat, padding of tiles and masked attention blocks are not counted. A causal
-attention counts half of its square, a decode step a full cache.
+attention counts half of its square, a decode step every slot at its full length.
 """
 
 import dataclasses
@@ -76,25 +76,31 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
 
 def work(name: str, setup: Setup, args: tuple) -> Work:
     """What the program `name` of `aot_programs.programs`, with these arguments, has to do."""
-    if name in ("quantize", "reshard", "insert"):
+    if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
-    if name in ("prefill", "decode"):
+    if name in ("prefill", "insert", "decode"):
         return _sampling(name, setup, args)
     return _learning(name, setup, args)
 
 
 def _sampling(name: str, setup: Setup, args: tuple) -> Work:
-    c, engine, weights = setup.model, setup.engine, device_bytes(args[0])
+    """Prefill writes the first chunk of its prompts; insert copies a page for each slot; a decode
+    step reads the keys and values of every slot at max_length."""
+    c, engine = setup.model, setup.engine
+    state = args[0] if name == "insert" else args[1]
+    position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
+    slots = engine.slots // engine.shards
+    if name == "insert":
+        copied = 2 * slots * engine.page_size * position
+        return Work(kv_bytes=copied, activation_bytes=device_bytes((state.slots, args[1:])))
+    weights = device_bytes(args[0])
     if name == "prefill":
-        rows, length = args[1].shape
-        kv = 2 * c.num_layers * rows * length * c.num_kv_heads * c.head_dim
-        width = jax.numpy.dtype(engine.dtype).itemsize
-        return Work(
-            forward_flops(c, rows, length, 0), weights,
-            kv * width // engine.layout.mesh.shape["tensor"],
-        )
+        rows, length = args[2].shape
+        written = rows // engine.shards * length * position
+        return Work(forward_flops(c, rows, length, 0), weights, written)
     flops = engine.steps * decode_flops(c, engine.slots, engine.max_length)
-    return Work(flops, engine.steps * weights, engine.steps * device_bytes(args[1].cache))
+    kv = slots * engine.max_length * position
+    return Work(flops, engine.steps * weights, engine.steps * kv)
 
 
 def _learning(name: str, setup: Setup, args: tuple) -> Work:

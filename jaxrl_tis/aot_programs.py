@@ -112,7 +112,7 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
 def resident(setup: build.Setup) -> dict[str, Any]:
     """Abstract arrays that a run keeps on its devices from step to step, by name."""
     state = build.abstract_state(setup)
-    params, decode_state = setup.engine.programs(state["policy"].params)["decode"][1]
+    params, decode_state = setup.engine.programs(state["policy"].params)["decode"][1][:2]
     kept = {name: state[name] for name in state if name != "controllers"}
     if setup.config.correction.offload_reference:
         kept.pop("reference", None)

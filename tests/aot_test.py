@@ -314,6 +314,14 @@ def test_bytes_that_a_decode_call_must_move():
     assert moved.weight_bytes == 2 * aot_model.device_bytes(args[0])
 
 
+def test_bytes_of_pages_that_prefill_and_insert_must_move():
+    setup = tiny_setup()
+    found, page = aot.programs(setup), 2 * 1 * 16 * 16 * 4  # a page of 16 positions
+    kv = lambda name: aot_model.work(name, setup, found[name][1]).kv_bytes
+    assert kv("prefill") == 4 * page  # four prompts, whose first chunk fills a page
+    assert kv("insert") == 2 * 8 * page  # a page of each slot, read and written
+
+
 def test_flops_of_kernels():
     """Splash attention by half its squares (2 query heads); the others speak for themselves."""
     call = lambda name, shape, flops: CustomCall(

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_tis.engine.engine import ResultTokens
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
 
 VOCAB = 23
 PRECISION = 2**20  # sums are recorded in float32 modulo this
@@ -193,3 +194,28 @@ class Engine:
         assert not state.is_consumed, "a donated state was used again"
         state.is_consumed = True
         return dataclasses.replace(state, is_consumed=False)
+
+
+def drain(scheduler, limit=1000):
+    """Trajectories of all that is pending; fails instead of running for ever."""
+    out = []
+    for _ in range(limit):
+        if not scheduler.pending:
+            assert all(pages.used == 0 for pages in scheduler.pages), "pages are lost"
+            return out
+        out += scheduler.step()
+    raise AssertionError(f"{scheduler.pending} requests never ended")
+
+
+def started(engine, requests, **options):
+    scheduler = Scheduler(engine, 0, **options)
+    for r in requests:
+        scheduler.add(r)
+    return scheduler
+
+
+def assert_as_alone(trajectories, requests, weights=0):
+    assert sorted(t.id for t in trajectories) == sorted(r.id for r in requests)
+    by_id = {r.id: r for r in requests}
+    for t in trajectories:
+        assert (t.tokens.tolist(), t.stop_reason) == alone(by_id[t.id], weights), t.id

@@ -270,12 +270,16 @@ def test_buffers_outside_fusions(tpu_mesh):
     assert all(b.shape.size < 512 * 256 or b.opcode == "copy-start" for b in fused.buffers())
 
 
-def test_updates_in_place_are_marked(tpu_mesh):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_updates_in_place_are_marked(tpu_mesh, dtype):
+    """Those of int8 too, which a fusion sees in smaller tiles."""
     def f(cache, row):
-        write = lambda i, c: jax.lax.dynamic_update_index_in_dim(c, row + i, i, 0)
+        fresh = lambda i: (row + i).astype(dtype)
+        write = lambda i, c: jax.lax.dynamic_update_index_in_dim(c, fresh(i), i, 0)
         return jax.lax.fori_loop(0, 3, write, cache)
 
-    args = array(tpu_mesh, (512, 128, 512)), array(tpu_mesh, (128, 512))
+    args = (array(tpu_mesh, shape, jnp.dtype(dtype)) for shape in ((512, 128, 512), (128, 512)))
+    args = tuple(args)
     whole = lambda m: [b for b in m.buffers() if b.shape.dims == (512, 128, 512)]
     in_place = whole(module(f, *args, donate_argnums=(0,)))
     assert in_place and all(b.in_place for b in in_place)

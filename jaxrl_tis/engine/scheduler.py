@@ -293,6 +293,8 @@ class Scheduler:
         nobody pass."""
         if self._divide:
             self._make_way()
+        if len(self._slots) == self._engine.slots:
+            return
         free = {shard: [] for shard in range(self._engine.shards)}
         for slot in range(self._engine.slots):
             if slot not in self._slots:
@@ -314,9 +316,10 @@ class Scheduler:
     def _in_order(self) -> Iterator[Sequence]:
         """Waiting sequences: whoever was passed over too often, else as the policy says."""
         by_policy = sorted(self._waiting.values(), key=self._priority, reverse=True)
-        age = lambda s: (s.admitted_after, s.order)
-        by_age = sorted(self._waiting.values(), key=age, reverse=True)
-        seen = set()
+        by_age, seen = [], set()
+        if self._max_bypass is not None:
+            age = lambda s: (s.admitted_after, s.order)
+            by_age = sorted(self._waiting.values(), key=age, reverse=True)
         while by_policy:
             sequence = (by_age if by_age and self._is_overdue(by_age[-1]) else by_policy).pop()
             if sequence not in seen:
@@ -336,7 +339,7 @@ class Scheduler:
         is_done = lambda s: s.since_admission >= self._divide and not s.shift
         done = sorted(filter(is_done, self._running()), key=self._priority, reverse=True)
         free = self._engine.slots - len(self._slots)
-        for sequence, other in zip(done, itertools.islice(list(self._in_order()), free, None)):
+        for sequence, other in zip(done, itertools.islice(self._in_order(), free, None)):
             if self._is_overdue(other) or self._priority(other) < self._priority(sequence):
                 self._leave_slot(sequence)
                 self._wait(sequence)

@@ -131,7 +131,8 @@ def test_nan_in_pages_beyond_a_sequence_has_no_influence():
 def test_copies_of_pages(dtype, unrolled):
     *_, state = written(dtype, unrolled)
     made = state if unrolled else state[0]
-    copied = jax.jit(lambda kv, a, b: kv.copy(a, b))(made, np.array([9, 0, 11]), np.array([8, 0, 6]))
+    copy = jax.jit(lambda kv, sources, targets: kv.copy(sources, targets))
+    copied = copy(made, np.array([9, 0, 11]), np.array([8, 0, 6]))
     axis = 0 if unrolled else 1
     for x, y in zip(*map(jax.tree.leaves, (made, copied))):
         x, y = (np.moveaxis(np.asarray(a), axis, 0) for a in (x, y))

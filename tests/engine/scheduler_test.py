@@ -1,288 +1,103 @@
 """The scheduler on an engine made of arithmetic, whose every token can be predicted by hand."""
 
-import collections
-import dataclasses
 import inspect
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
-from jaxrl_tis.engine.engine import EngineProtocol, ResultTokens
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
-from jaxrl_tis.engine.scheduler import Scheduler
-
-MODULUS = 23
-
-
-def token_of(prompt, seed, position, prefix_weights, weights):
-    """What the fake model says; depends on all that a real token depends on."""
-    history = int(np.dot(prompt, np.arange(1, len(prompt) + 1)))
-    return (history + 5 * seed + 3 * position + 7 * prefix_weights + 11 * weights) % MODULUS
-
-
-@dataclasses.dataclass
-class FakeState:
-    slots: list
-    is_consumed: bool = False
-
-
-class FakeEngine:
-    """Parameters are an integer. A state is dead once it is passed on, as a donated one is."""
-
-    max_stop_ids = 2
-    quant_id = "arithmetic"
-
-    def __init__(self, slots=3, steps=2, prefill_batch=2, max_length=40):
-        self.slots, self.steps = slots, steps
-        self.prefill_batch, self.max_length = prefill_batch, max_length
-        self.prefilled, self.occupied = [], collections.Counter()
-
-    def bucket(self, prompt_length):
-        return 4 if prompt_length <= 4 else self.max_length
-
-    def init_state(self):
-        return FakeState([None] * self.slots)
-
-    def prefill(self, params, prompts):
-        assert 1 <= len(prompts) <= self.prefill_batch
-        assert len({self.bucket(len(p)) for p in prompts}) == 1
-        self.prefilled.append([tuple(p) for p in prompts])
-        return [(params, np.array(p[:-1])) for p in prompts]
-
-    def insert(self, prefix, state, rows):
-        slots = self._use(state)
-        for slot, (row, request) in rows.items():
-            assert slots[slot] is None, "the slot is taken"
-            weights, start = prefix[row]
-            prompt = np.append(start, request.prompt[-1])
-            slots[slot] = (request, prompt, weights, len(prompt), request.sampling.max_tokens)
-            self.occupied[slot] += 1
-        return FakeState(slots)
-
-    def release(self, state, slots):
-        released = self._use(state)
-        for slot in slots:
-            assert released[slot] is not None, "the slot is free already"
-            released[slot] = None
-        return FakeState(released)
-
-    def generate(self, params, state):
-        slots = self._use(state)
-        shape = (self.steps, self.slots)
-        tokens, logp, raw, entropy = np.full(shape, -9), *(np.full(shape, np.nan) for _ in range(3))
-        valid, remaining = np.zeros(shape, bool), np.zeros(self.slots, int)
-        for b, slot in enumerate(slots):
-            for k in range(self.steps):
-                if slots[b] is None:
-                    continue
-                request, prompt, weights, position, left = slots[b]
-                token = token_of(prompt, request.seed, position, weights, params)
-                tokens[k, b], valid[k, b] = token, True
-                logp[k, b], raw[k, b], entropy[k, b] = -token, -token - 0.5, position
-                left = 0 if token in request.sampling.stop_ids else left - 1
-                slots[b] = (request, prompt, weights, position + 1, left) if left else None
-            remaining[b] = slots[b][-1] if slots[b] else 0
-        logits = np.stack([logp, raw], axis=-1)  # a vocabulary of two
-        return FakeState(slots), ResultTokens(
-            tokens, logp, raw, entropy, logits, valid, remaining
-        )
-
-    def _use(self, state):
-        assert not state.is_consumed, "a donated state was used again"
-        state.is_consumed = True
-        return list(state.slots)
-
-
-def request(id, prompt=(1, 2, 3), seed=0, **sampling):
-    return Request(id, np.array(prompt, np.int32), seed, SamplingParams(**sampling))
-
-
-def expected(r, weights=0):
-    """(tokens, stop_reason) of a request that runs alone under one set of weights."""
-    tokens = []
-    for position in range(len(r.prompt), len(r.prompt) + r.sampling.max_tokens):
-        tokens.append(token_of(r.prompt, r.seed, position, weights, weights))
-        if tokens[-1] in r.sampling.stop_ids:
-            return tokens, "stop"
-    return tokens, "length"
-
-
-def drain(scheduler):
-    """Trajectories of all that is pending; fails instead of running for ever."""
-    out = []
-    for _ in range(1000):
-        if not scheduler.pending:
-            return out
-        out += scheduler.step()
-    raise AssertionError(f"{scheduler.pending} requests never ended")
-
-
-def assert_as_expected(trajectories, requests, weights=0):
-    assert sorted(t.id for t in trajectories) == sorted(r.id for r in requests)
-    by_id = {r.id: r for r in requests}
-    for t in trajectories:
-        tokens, stop_reason = expected(by_id[t.id], weights)
-        assert (t.tokens.tolist(), t.stop_reason) == (tokens, stop_reason), t.id
-        np.testing.assert_array_equal(t.logp_behav, -np.array(tokens))
-        np.testing.assert_array_equal(t.logp_raw, -np.array(tokens) - 0.5)
-        np.testing.assert_array_equal(t.entropy, len(t.prompt) + np.arange(len(tokens)))
+from jaxrl_tis.engine.engine import EngineProtocol
+from jaxrl_tis.engine.policies import POLICIES, ShortestPrompt
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.scheduler import Full, Scheduler
+from tests import arithmetic
+from tests.arithmetic import Engine, alone, assert_as_alone, drain, request, started
 
 
 def mixed_requests(count=11):
     return [request(f"r{i}", np.arange(1 + i % 6), seed=i, max_tokens=1 + (5 * i) % 7,
-                    stop_ids=(7 * i % MODULUS, 12)) for i in range(count)]
+                    stop_ids=(7 * i % arithmetic.VOCAB, 12)) for i in range(count)]
+
+
+def order_of(engine):
+    """Ids in the order in which they got slots."""
+    return [id for rows in engine.inserted for id in rows.values()]
+
+
+# Slots
 
 
 def test_more_requests_than_slots_all_come_back_in_any_order_of_arrival():
     requests = mixed_requests()
-    assert {expected(r)[1] for r in requests} == {"stop", "length"}
+    assert {alone(r)[1] for r in requests} == {"stop", "length"}
     for arrival in (requests, requests[::-1], requests[5:] + requests[:5]):
-        engine = FakeEngine()
-        scheduler = Scheduler(engine, 0)
-        for r in arrival:
-            scheduler.add(r)
-        assert_as_expected(drain(scheduler), requests)
-        assert min(engine.occupied[slot] for slot in range(3)) >= 2, "slots are reused"
+        engine = Engine()
+        assert_as_alone(drain(started(engine, arrival)), requests)
+        slots = [slot for rows in engine.inserted for slot in rows]
+        assert min(slots.count(slot) for slot in range(3)) >= 2, "slots are reused"
 
 
 def test_slots_are_refilled_while_others_run():
-    scheduler = Scheduler(FakeEngine(slots=2, steps=1), 0)
-    for id, max_tokens in dict(long=6, short=1, late=2).items():
-        scheduler.add(request(id, max_tokens=max_tokens))
+    requests = [request("long", max_tokens=6), request("short", max_tokens=1),
+                request("late", max_tokens=2)]
+    scheduler = started(Engine(slots=2, steps=1), requests)
     # `late` takes the slot of `short` at the second step and ends at the third.
     ended = [[t.id for t in scheduler.step()] for _ in range(6)]
     assert ended == [["short"], [], ["late"], [], [], ["long"]]
 
 
-def test_a_request_in_a_just_freed_slot_gets_all_of_its_tokens():
-    scheduler = Scheduler(FakeEngine(slots=1, steps=3), 0)
-    requests = [request(f"r{i}", seed=i, max_tokens=5) for i in range(3)]
-    for r in requests:
-        scheduler.add(r)
-    assert_as_expected(drain(scheduler), requests)
+# Prompt (1, 2, 3) of keys 1 + 4 + 9 = 14; position 3 adds 9: 23 -> 0, whose key is 0. Position 4:
+# 14 + 12 = 26 -> 3 of key 15. Position 5: 29 + 15 = 44 -> 21 of key 126. Position 6: 155 + 18 = 173
+# -> 12 of key 84. Position 7: 239 + 21 = 260 -> 7.
+TOKENS = [0, 3, 21, 12, 7]
 
 
 def test_stop_ids_and_max_tokens_end_a_sequence():
-    # Prompt (1, 2, 3): 1 + 4 + 9 = 14; positions 3, 4, 5.. add 9, 12, 15..: tokens 0, 3, 6, 9, 12.
     cases = {
-        "never": (dict(max_tokens=5), [0, 3, 6, 9, 12], "length"),
-        "stop": (dict(max_tokens=5, stop_ids=(22, 6)), [0, 3, 6], "stop"),
-        "at_once": (dict(max_tokens=5, stop_ids=(0,)), [0], "stop"),
-        "one": (dict(max_tokens=1), [0], "length"),
-        "stop_is_last": (dict(max_tokens=2, stop_ids=(3,)), [0, 3], "stop"),
+        "never": (dict(max_tokens=5), TOKENS, "length"),
+        "stop": (dict(max_tokens=5, stop_ids=(22, 21)), TOKENS[:3], "stop"),
+        "at_once": (dict(max_tokens=5, stop_ids=(0,)), TOKENS[:1], "stop"),
+        "one": (dict(max_tokens=1), TOKENS[:1], "length"),
+        "stop_is_last": (dict(max_tokens=2, stop_ids=(3,)), TOKENS[:2], "stop"),
     }
-    scheduler = Scheduler(FakeEngine(slots=2), 0)
-    for id, (sampling, _, _) in cases.items():
-        scheduler.add(request(id, **sampling))
-    got = {t.id: (t.tokens.tolist(), t.stop_reason) for t in drain(scheduler)}
+    requests = [request(id, **sampling) for id, (sampling, _, _) in cases.items()]
+    trajectories = drain(started(Engine(slots=2), requests))
+    got = {t.id: (t.tokens.tolist(), t.stop_reason) for t in trajectories}
     assert got == {id: (tokens, reason) for id, (_, tokens, reason) in cases.items()}
 
 
 def test_record_has_the_dtypes_and_provenance_of_the_contract():
-    scheduler = Scheduler(FakeEngine(), 0, version=4)
     r = request("a", (5, 6), seed=9, temperature=0.5, max_tokens=3)
+    scheduler = Scheduler(Engine(), 0, version=4)
     scheduler.add(r)
     (t,) = drain(scheduler)
     assert (t.id, t.seed, t.request) == ("a", 9, r.hash)
     assert (t.quant_id, t.temperature) == ("arithmetic", 0.5)
     np.testing.assert_array_equal(t.prompt, [5, 6])
     fields = dict(tokens=np.int32, mask=bool, turn=np.int32, logp_behav=np.float32,
-                  logp_raw=np.float32, entropy=np.float32, version=np.int32)
+                  logp_raw=np.float32, entropy=np.float32, version=np.int32,
+                  kv_version=np.int32, segment=np.int32)
     for name, dtype in fields.items():
         assert getattr(t, name).dtype == dtype and getattr(t, name).shape == (3,), name
-    assert t.mask.all() and not t.turn.any() and t.version.tolist() == [4, 4, 4]
+    assert t.mask.all() and not t.turn.any() and not t.segment.any()
+    assert t.version.tolist() == t.kv_version.tolist() == [4, 4, 4]
+    # 5 + 12 = 17, seed 45, position 2 adds 6: 68 -> 22, whose key is 66; position 3: 62 + 66 + 9.
+    assert t.logp_behav.tolist()[:2] == [-68, -137]
+    np.testing.assert_array_equal(t.logp_raw, t.logp_behav - 0.5)
+    np.testing.assert_array_equal(t.entropy, -t.logp_behav)
+    np.testing.assert_array_equal(t.logits, np.stack([t.logp_behav, t.logp_raw], axis=1))
 
 
-def test_a_group_is_prefilled_once_also_when_it_spans_admissions():
-    engine = FakeEngine(slots=3, steps=1)
-    scheduler = Scheduler(engine, 0)
-    group = [request(f"g{i}", (1, 2, 3), seed=i, max_tokens=2 + i) for i in range(8)]
-    for r in group:
-        scheduler.add(r)
-    trajectories = drain(scheduler)
-    assert_as_expected(trajectories, group)
-    assert engine.prefilled == [[(1, 2, 3)]]
-    assert len({tuple(t.tokens[:2]) for t in trajectories}) == 8, "samples of a group differ"
-
-
-def test_prompts_are_prefilled_in_batches_that_share_a_bucket():
-    engine = FakeEngine(slots=8, prefill_batch=2)
-    scheduler = Scheduler(engine, 0)
-    prompts = [(1,), (2,), (3,), (1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11), (1,)]
-    requests = [request(f"r{i}", p, max_tokens=1) for i, p in enumerate(prompts)]
-    for r in requests:
-        scheduler.add(r)
-    assert_as_expected(scheduler.step(), requests)
-    assert sorted(len(call) for call in engine.prefilled) == [1, 2, 2]
-    assert sorted(p for call in engine.prefilled for p in call) == sorted(set(prompts))
-
-
-def test_every_token_carries_the_version_of_the_weights_that_drew_it():
-    scheduler = Scheduler(FakeEngine(slots=2, steps=2), 0, version=10)
-    scheduler.add(request("a", max_tokens=5))
-    scheduler.step()
-    scheduler.set_params(1, version=11)
-    scheduler.add(request("b", max_tokens=3))
-    scheduler.step()
-    scheduler.set_params(2, version=12)
-    got = {t.id: t for t in drain(scheduler)}
-    # "a" as above, plus 11 for weights 1, plus 22 for weights 2: 0, 3, 6 + 11, 9 + 11, 12 + 22.
-    assert got["a"].tokens.tolist() == [0, 3, 17, 20, 34 % MODULUS]
-    assert got["a"].version.tolist() == [10, 10, 11, 11, 12]
-    # "b" was prefilled with weights 1 (7): 0 + 18, 3 + 18, 6 + 7 + 22.
-    assert got["b"].tokens.tolist() == [18, 21, 35 % MODULUS]
-    assert got["b"].version.tolist() == [11, 11, 12]
-
-
-def test_no_request_starts_from_a_prefix_of_older_weights():
-    engine = FakeEngine(slots=1, steps=1)
-    scheduler = Scheduler(engine, 0)
-    first, second = request("a", max_tokens=1), request("b", seed=1, max_tokens=2)
-    scheduler.add(first)
-    scheduler.add(second)
-    assert_as_expected(scheduler.step(), [first])
-    scheduler.set_params(1, version=1)
-    assert_as_expected(drain(scheduler), [second], weights=1)
-    assert engine.prefilled == [[(1, 2, 3)], [(1, 2, 3)]]
-
-
-def test_abort_of_a_waiting_request_returns_an_empty_record():
-    scheduler = Scheduler(FakeEngine(slots=1), 0)
-    requests = [request(id, max_tokens=4) for id in ("a", "b", "c")]
-    for r in requests:
-        scheduler.add(r)
-    scheduler.step()
-    scheduler.abort("b")
-    assert scheduler.pending == 3
-    got = {t.id: t for t in drain(scheduler)}
-    assert (len(got["b"].tokens), got["b"].stop_reason) == (0, "abort")
-    assert got["b"].tokens.dtype == np.int32 and got["b"].logp_behav.dtype == np.float32
-    assert_as_expected([got["a"], got["c"]], [requests[0], requests[2]])
-
-
-def test_abort_of_a_running_request_returns_what_it_has_and_frees_the_slot():
-    engine = FakeEngine(slots=1, steps=2)
-    scheduler = Scheduler(engine, 0)
-    running, waiting = request("a", max_tokens=9), request("b", seed=3, max_tokens=4)
-    scheduler.add(running)
-    scheduler.add(waiting)
-    scheduler.step()
-    scheduler.abort("a")
-    first, second = drain(scheduler)
-    assert (first.id, first.stop_reason, first.tokens.tolist()) == ("a", "abort", [0, 3])
-    assert_as_expected([second], [waiting])
-
-
-def test_abort_of_an_unknown_or_finished_request_names_it():
-    scheduler = Scheduler(FakeEngine(), 0)
-    scheduler.add(request("a", max_tokens=1))
-    scheduler.step()
-    for id in ("a", "zebra"):
-        with pytest.raises(KeyError, match=id):
-            scheduler.abort(id)
+def test_pending_counts_what_was_not_returned_and_ids_are_free_again():
+    scheduler = Scheduler(Engine(slots=2, steps=1), 0)
+    assert scheduler.pending == 0 and scheduler.step() == []
+    for _ in range(2):
+        for i in range(5):
+            scheduler.add(request(f"r{i}", max_tokens=1))
+        counts = [scheduler.pending]
+        while scheduler.pending:
+            scheduler.step()
+            counts.append(scheduler.pending)
+        assert counts == [5, 3, 1, 0]
 
 
 def test_the_scheduler_calls_nothing_outside_the_protocol():
@@ -294,71 +109,233 @@ def test_the_scheduler_calls_nothing_outside_the_protocol():
             assert name in names, f"EngineProtocol lacks {name}"
             return getattr(engine, name)
 
-    engine = FakeEngine(slots=1)
-    scheduler = Scheduler(Strict(), 0)
-    for id in ("a", "b"):
-        scheduler.add(request(id, max_tokens=9))
+    engine = Engine(slots=1)
+    scheduler = started(Strict(), [request("a", max_tokens=9), request("b", max_tokens=9)])
     scheduler.step()
     scheduler.abort("a")
     assert {t.id for t in drain(scheduler)} == {"a", "b"}
 
 
+# Who is refused
+
+
+PARTIAL = dict(
+    tokens=np.array([0, 3]), mask=np.ones(2, bool), turn=np.zeros(2, int),
+    stop_reason="abort", seed=0, request=0, quant_id="", temperature=1.0,
+    **{name: np.zeros(2) for name in ("logp_behav", "logp_raw", "entropy", "version")},
+)
+
+
+def partial(id="p", prompt=(1, 2, 3), **changes):
+    return Trajectory(id, np.array(prompt), **PARTIAL | changes)
+
+
 @pytest.mark.parametrize("bad, words", [
-    (request("e", ()), ["e:", "empty"]),
-    (request("long", np.arange(37), max_tokens=4), ["long", "37", "4", "40"]),
-    (request("stops", stop_ids=(1, 2, 3)), ["stops", "3", "2"]),
-    (request("live"), ["live"]),
+    (request("e", ()), ["request e:", "empty"]),
+    (request("long", np.arange(37), max_tokens=4), ["long", "37", "4", "40", "engine.max_length"]),
+    (request("stops", stop_ids=(1, 2, 3)), ["stops", "3 stop ids", "2"]),
+    (request("text", stop_strings=("a",)), ["text", "decode"]),
+    (request("live"), ["live", "another live request"]),
+    (request("p", partial=partial("q")), ["p", "of another request"]),
+    (request("p", (1, 2), partial=partial()), ["p", "of another request"]),
+    (request("p", seed=1, partial=partial()), ["p", "of another request"]),
+    (request("p", partial=partial(stop_reason="stop")), ["ended by itself (stop)"]),
+    (request("p", partial=partial(evict_step=np.zeros(5, np.int32))), ["evicted"]),
+    (request("p", partial=partial(), max_tokens=2), ["2 tokens", "(2)"]),
 ])
 def test_requests_that_can_never_run_are_refused(bad, words):
-    scheduler = Scheduler(FakeEngine(max_length=40), 0)
-    scheduler.add(request("live", max_tokens=1))
+    scheduler = started(Engine(max_length=40), [request("live", max_tokens=1)])
     with pytest.raises(ValueError) as error:
         scheduler.add(bad)
-    assert all(word in str(error.value) for word in words)
+    assert all(word in str(error.value) for word in words), error.value
     assert scheduler.pending == 1
     assert [t.id for t in drain(scheduler)] == ["live"]
 
 
-def test_the_longest_request_fits_and_an_id_is_free_again_when_returned():
-    scheduler = Scheduler(FakeEngine(max_length=40), 0)
-    longest = request("a", np.arange(36), max_tokens=4)
-    for _ in range(2):
-        scheduler.add(longest)
-        assert_as_expected(drain(scheduler), [longest])
+def test_the_longest_request_fits_into_the_fewest_pages():
+    # 40 positions are 10 pages; a prompt that does not fill its last one needs a copy of that.
+    for length in (36, 37):
+        longest = [request(id, np.arange(length), max_tokens=40 - length) for id in "ab"]
+        assert_as_alone(drain(started(Engine(num_pages=12), longest)), longest)
 
 
-def test_pending_counts_what_was_not_returned():
-    scheduler = Scheduler(FakeEngine(slots=2, steps=1), 0)
-    assert scheduler.pending == 0 and scheduler.step() == []
-    for i in range(5):
-        scheduler.add(request(f"r{i}", max_tokens=1))
-    counts = [scheduler.pending]
-    while scheduler.pending:
-        scheduler.step()
-        counts.append(scheduler.pending)
-    assert counts == [5, 3, 1, 0]
+def test_beyond_max_pending_the_scheduler_is_full_until_something_is_returned():
+    scheduler = Scheduler(Engine(slots=1, steps=1), 0, max_pending=2)
+    scheduler.add(request("a", max_tokens=1))
+    scheduler.add(request("b", max_tokens=1))
+    with pytest.raises(Full, match="2 requests are pending, at most 2"):
+        scheduler.add(request("c", max_tokens=1))
+    assert [t.id for t in scheduler.step()] == ["a"]
+    scheduler.add(request("c", max_tokens=1))
+    assert [t.id for t in drain(scheduler)] == ["b", "c"]
 
 
-REQUESTS = st.lists(st.fixed_dictionaries(dict(
-    prompt=st.sampled_from([(1,), (2,), (1, 2), (0, 0, 3), (4, 4, 4, 4, 4), tuple(range(7))]),
-    seed=st.integers(0, 50), max_tokens=st.integers(1, 8),
-    stop_ids=st.lists(st.integers(0, MODULUS - 1), max_size=2).map(tuple),
-    arrival=st.integers(0, 6),
-)), max_size=14)
+# Order of admission
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@hypothesis.given(REQUESTS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-def test_random_arrivals_are_all_returned_once_and_exact(specs, slots, steps, prefill_batch):
-    engine = FakeEngine(slots, steps, prefill_batch)
-    scheduler = Scheduler(engine, 2)
-    arrivals = [(spec.pop("arrival"), request(f"r{i}", **spec)) for i, spec in
-                enumerate(dict(spec) for spec in specs)]
-    out = []
-    for step in range(7):
-        for arrival, r in arrivals:
-            if arrival == step:
-                scheduler.add(r)
-        out += scheduler.step()
-    out += drain(scheduler)
-    assert_as_expected(out, [r for _, r in arrivals], weights=2)
+def test_each_policy_admits_in_its_order():
+    sizes = dict(a=((1, 2, 3), 2), b=((1,), 3), c=((1, 2), 5), d=((2,), 5))
+    requests = [request(id, prompt, max_tokens=n) for id, (prompt, n) in sizes.items()]
+    orders = {
+        "first_come": "abcd", "shortest_prompt": "bdca", "longest_first": "cdba",
+        "group_longest_first": "abcd",  # each is the probe of its group
+    }
+    assert orders.keys() == POLICIES.keys()
+    for name, order in orders.items():
+        engine = Engine(slots=1)
+        assert_as_alone(drain(started(engine, requests, policy=POLICIES[name]())), requests)
+        assert order_of(engine) == list(order), name
+
+
+def test_probes_go_first_then_the_groups_whose_samples_were_longest():
+    # The probe of x stops at its first token, TOKENS[0]; that of y draws 4 of 8 allowed tokens.
+    x = [request(f"x{i}", max_tokens=8, stop_ids=(0,)) for i in range(3)]
+    y = [request(f"y{i}", (1, 2), max_tokens=4) for i in range(2)]
+    engine = Engine(slots=1)
+    drain(started(engine, x + y, policy=POLICIES["group_longest_first"]()))
+    assert order_of(engine) == ["x0", "y0", "y1", "x1", "x2"]
+
+
+def test_an_aborted_request_is_no_estimate_of_its_group():
+    policy = POLICIES["group_longest_first"]()
+    x = [request(f"x{i}", max_tokens=8) for i in range(2)]
+    y = [request(f"y{i}", (1, 2), max_tokens=4) for i in range(2)]
+    engine = Engine(slots=1)
+    scheduler = started(engine, x + y, policy=policy)
+    scheduler.step()
+    scheduler.abort("x0")
+    drain(scheduler)
+    assert order_of(engine) == ["x0", "y0", "x1", "y1"], "x is still taken to be 8 tokens long"
+
+
+@pytest.mark.parametrize("slots, bound, place", [(1, 0, 0), (1, 2, 2), (3, 2, 2), (1, None, 6)])
+def test_nobody_is_passed_over_more_often_than_max_bypass(slots, bound, place):
+    requests = [request("long", np.arange(9), max_tokens=1)]
+    requests += [request(f"r{i}", (i,), max_tokens=1) for i in range(6)]
+    engine = Engine(slots=slots, prefill_chunk=12, prefill_batch=3)
+    drain(started(engine, requests, policy=ShortestPrompt(), max_bypass=bound))
+    ids = order_of(engine)
+    # Within a step the slots tell the order.
+    ids = [id for rows in engine.inserted for _, id in sorted(rows.items())]
+    first = ids.index("long") // slots
+    assert first == place // slots and len(ids) == 7
+
+
+def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
+    engine = Engine(slots=1, steps=1)
+    a, b, c = (request(id, np.arange(n), max_tokens=2) for id, n in dict(a=9, b=1, c=2).items())
+    scheduler = started(engine, [a], policy=ShortestPrompt(), max_bypass=1)
+    scheduler.step()
+    scheduler.pause("retract")
+    scheduler.add(b)
+    scheduler.add(c)
+    assert_as_alone(drain(scheduler), [a, b, c])
+    assert order_of(engine) == ["a", "b", "a", "c"]
+
+
+# Prefill
+
+
+def test_a_long_prompt_is_filled_chunk_by_chunk_while_others_decode():
+    engine = Engine(slots=2, steps=1, prefill_chunk=4)
+    short, long = request("short", max_tokens=9), request("long", np.arange(17), max_tokens=1)
+    scheduler = started(engine, [short], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(long)
+    seen = []
+    for _ in range(5):
+        ended = [t.id for t in scheduler.step()]
+        seen.append((engine.prefilled[-1][0][0], scheduler.stats.tokens, ended))
+    # Chunks begin at 0, 4, 8, 12, 16; `short` draws a token in each step, the last one is shared.
+    assert seen == [(0, 2, []), (4, 3, []), (8, 4, []), (12, 5, []), (16, 7, ["long"])]
+    assert_as_alone(drain(scheduler), [short])
+    assert scheduler.stats.prefilled == 3 + 17
+
+
+def test_a_prompt_is_filled_at_once_when_nobody_decodes():
+    engine = Engine(slots=2, steps=1, prefill_chunk=4)
+    scheduler = started(engine, [request("long", np.arange(17), max_tokens=1)], prefill_calls=1)
+    assert [t.id for t in scheduler.step()] == ["long"]
+    assert [call[0][0] for call in engine.prefilled] == [0, 4, 8, 12, 16]
+
+
+def test_chunks_of_one_bucket_are_prefilled_together():
+    engine = Engine(slots=6, prefill_batch=2)
+    prompts = [(1,), (2,), (3,), (1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11), (1,)]
+    requests = [request(f"r{i}", p, max_tokens=1) for i, p in enumerate(prompts)]
+    assert_as_alone(started(engine, requests).step(), requests)
+    calls = [[tokens for _, tokens in call] for call in engine.prefilled]
+    assert calls == [[(1,), (2,)], [(3,)], [(1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]]
+
+
+@pytest.mark.parametrize("length, used, peak", [
+    (512, 32, 32),  # 32 pages of 16 for all
+    (500, 31 + 16, 32 + 16),  # the last page of the prompt is copied by each, then given back
+])
+def test_a_group_shares_the_pages_and_the_prefill_of_its_prompt(length, used, peak):
+    engine = Engine(slots=16, steps=1, max_length=520, page_size=16, prefill_chunk=512)
+    group = [request(f"g{i}", np.arange(length) % 23, seed=i, max_tokens=2) for i in range(16)]
+    scheduler = started(engine, group)
+    scheduler.step()
+    (pages,), stats = scheduler.pages, scheduler.stats
+    assert (pages.used, pages.peak) == (used, peak)
+    assert (stats.prefilled, stats.shared) == (length, 15 * length)
+    assert len(engine.prefilled) == 1
+    assert_as_alone(drain(scheduler), group)
+
+
+def test_a_group_is_prefilled_once_also_when_it_spans_admissions():
+    engine = Engine(slots=3, steps=1)
+    group = [request(f"g{i}", (1, 2, 3), seed=i, max_tokens=2 + i) for i in range(8)]
+    trajectories = drain(started(engine, group))
+    assert_as_alone(trajectories, group)
+    assert engine.prefilled == [[(0, (1, 2, 3))]]
+    assert len({tuple(t.tokens[:2]) for t in trajectories}) == 8, "samples of a group differ"
+
+
+def test_a_prompt_is_not_dropped_to_make_room_for_its_own_sample():
+    # Of 9 pages 7 hold the prompt, 1 the copy of `a` and 1 the prompt of `x`, which ends first.
+    # Then `b` needs 1 for its copy, and `a` 1 to grow: only the last page of the prompt itself
+    # could be freed. So `b` waits for the end of `a`, and finds the prompt filled.
+    engine = Engine(slots=2, steps=1, page_size=4, max_length=28, num_pages=10)
+    a, b = [request(id, np.arange(25), max_tokens=3) for id in "ab"]
+    x = request("x", (1, 2, 3, 4), max_tokens=1)
+    scheduler = started(engine, [a, x, b])
+    assert_as_alone(drain(scheduler), [a, x, b])
+    assert scheduler.stats.prefilled == 25 + 4 and scheduler.stats.shared == 25
+
+
+# Shards
+
+
+def test_shards_have_their_own_slots_and_pages():
+    engine = Engine(slots=4, shards=2, prefill_batch=2, steps=1)
+    requests = [request("a", (1, 2), max_tokens=3), request("b", (3,), max_tokens=3)]
+    group = [request(f"g{i}", np.arange(6), seed=i, max_tokens=4) for i in range(4)]
+    scheduler = started(engine, requests + group)
+    scheduler.step()
+    # `b` goes where more pages are free, then one of the group to each shard.
+    slots = {id: slot for rows in engine.inserted for slot, id in rows.items()}
+    assert slots == {"a": 0, "b": 2, "g0": 1, "g1": 3}
+    # 1 page of a, of b; the group's 6 tokens: a shared page, a copy, and the kept last page.
+    assert [pages.used for pages in scheduler.pages] == [4, 4]
+    assert_as_alone(drain(scheduler), requests + group)
+    assert scheduler.stats.prefilled == 2 + 1 + 6 + 6 and scheduler.stats.shared == 6 + 6
+
+
+# Too few pages
+
+
+def test_the_youngest_loses_its_pages_and_the_oldest_never_does():
+    # 9 pages; each of the three needs 1 + ceil(19 / 4) = 6 in the end.
+    engine = Engine(slots=3, steps=4, max_length=24, num_pages=10)
+    requests = [request(id, (1, 2, i), max_tokens=20) for i, id in enumerate("abc")]
+    scheduler = started(engine, requests)
+    trajectories = drain(scheduler)
+    assert_as_alone(trajectories, requests)
+    assert [t.id for t in trajectories] == ["a", "b", "c"]
+    ids, segments = order_of(engine), {t.id: set(t.segment.tolist()) for t in trajectories}
+    # The third call needs 4 pages each: `c` goes. The fifth needs 6 of `a` and 5 of `b`: `b` goes.
+    # When `a` has ended both come back, with 5 and 4 pages, and `b` grows to 6: `c` goes again.
+    assert [ids.count(id) for id in "abc"] == [1, 2, 3] and scheduler.stats.preempted == 3
+    assert segments == {"a": {0}, "b": {0, 1}, "c": {0, 1, 2}}

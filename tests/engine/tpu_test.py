@@ -74,8 +74,8 @@ def violation(f, *args, **options):
     return jax.jit(f, **options).lower(*args).compile()
 
 
-def cache_array(layers=2):
-    return array((layers, 4 * PAGES, 2, PAGE, 128), jnp.bfloat16, None, "data", "tensor")
+def cache_array(dtype=jnp.bfloat16):
+    return array((2, 4 * PAGES, 2, PAGE, 128), dtype, None, "data", "tensor")
 
 
 def drop_ones(dims):
@@ -181,10 +181,12 @@ def test_prefill_and_insert_hold_no_copy_either(kv):
         assert not whole_copies(compiled(name, kv=kv))
 
 
-def test_a_cache_that_is_scanned_over_is_copied():
-    row = array((4 * PAGES, 2, 128), jnp.bfloat16, "data", "tensor")
+@WRITTEN
+def test_a_cache_that_is_scanned_over_is_copied(kv):
+    dtype = jnp.dtype(kv)
+    row = array((4 * PAGES, 2, 128), dtype, "data", "tensor")
     layer = lambda row, kv: (row, kv.at[:, :, 5].set(row))
-    program = violation(lambda kv, row: jax.lax.scan(layer, row, kv)[1], cache_array(), row)
+    program = violation(lambda kv, row: jax.lax.scan(layer, row, kv)[1], cache_array(dtype), row)
     copied = {drop_ones(b.shape.dims) for b in whole_copies(program)}
     assert copied == {drop_ones(KV_LAYER), (2, *drop_ones(KV_LAYER))}
 

@@ -98,8 +98,10 @@ class Case:
 
 @functools.partial(jax.jit, static_argnames=("block_bytes", "cores"))
 def kernel(*args, block_bytes, cores):
-    """What was not written is NaN; races are looked for."""
-    interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+    """What was not written is NaN; races are looked for, with a clock for nearly every copy."""
+    interpret = pltpu.InterpretParams(
+        detect_races=True, num_cores_or_threads=cores, vector_clock_size=64
+    )
     with mock.patch.object(decode_attention, "BLOCK_BYTES", block_bytes):
         return decode_attention.decode_attention(*args, interpret=interpret)
 
@@ -157,8 +159,13 @@ def test_page_0_changes_nothing_and_sees_the_new_token(dtype, races):
 def test_a_slot_that_reads_what_another_writes_is_a_race(races):
     case, table = Case.of("float32", 64), TABLE.copy()
     table[5, 0] = TABLE[4, 2]
-    case.run(table=table)
-    assert races()
+    try:
+        case.run(table=table)
+    except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises what 0.10 prints
+        pltpu.reset_tpu_interpret_mode_state()
+        assert "RACE DETECTED" in str(error)
+    else:
+        assert races()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -178,29 +185,26 @@ def test_equals_the_attention_of_other_platforms(dtype):
 
 def test_equals_the_paged_attention_of_jax():
     """Which takes pools [N,P,S,K] of keys and of values, of width 128, in bfloat16."""
-    case = Case.of("bfloat16", 128)
+    case = Case.of("bfloat16", 128, slots=6)
     out, pool = case.run()
     kv = jnp.nan_to_num(jnp.swapaxes(pool.kv[LAYER], 0, 1))
-    queries = (case.q * 128**-0.5).reshape(len(case.q), -1, 128)
+    queries = (case.q * 128**-0.5).reshape(6, -1, 128)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         want = paged_attention.paged_attention(
-            queries, kv[..., :128], kv[..., 128:], INDEX + 1, TABLE, pages_per_compute_block=2,
+            queries, kv[..., :128], kv[..., 128:], INDEX[:6] + 1, TABLE[:6],
+            pages_per_compute_block=2,
         )
     want = np.asarray(want.reshape(case.q.shape), np.float64)
-    has_pages = PAGE > 0
-    np.testing.assert_allclose(out[has_pages], want[has_pages], atol=2e-2, rtol=8e-3)
+    np.testing.assert_allclose(out, want, atol=2e-2, rtol=2**-7)
 
 
 def test_equals_the_ragged_paged_attention_of_jax():
     """Which takes a pool [P,S,2N,K], keys and values of a head side by side."""
-    case = Case.of("float32", 128)
+    case = Case.of("float32", 128, slots=6)
     out, pool = case.run()
     kv = jnp.swapaxes(pool.kv[LAYER], 1, 2).reshape(PAGES, SIZE, 2 * HEADS, 128)
-    slots = len(case.q)
-    want = ragged_paged_attention.ref_ragged_paged_attention(
-        case.q.reshape(slots, -1, 128), jnp.nan_to_num(kv), INDEX + 1, TABLE,
-        np.arange(slots + 1, dtype=np.int32), np.array([slots]), sm_scale=128**-0.5,
-    )
-    has_pages = PAGE > 0
-    want = np.asarray(want, np.float64).reshape(out.shape)
-    np.testing.assert_allclose(out[has_pages], want[has_pages], atol=1e-5)
+    queries, starts = case.q.reshape(6, -1, 128), np.arange(7, dtype=np.int32)
+    want = jax.jit(lambda q, kv: ragged_paged_attention.ref_ragged_paged_attention(
+        q, kv, INDEX[:6] + 1, TABLE[:6], starts, starts[-1:], sm_scale=128**-0.5
+    ))(queries, jnp.nan_to_num(kv))
+    np.testing.assert_allclose(out, np.asarray(want, np.float64).reshape(out.shape), atol=1e-5)

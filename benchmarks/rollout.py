@@ -1,0 +1,281 @@
+"""Speed of rollouts: beside transformers, continuous beside static batching, shared prompts.
+
+    python -m benchmarks.rollout --torch_python=/path/to/venv/bin/python --json=out.json
+
+`--parts` chooses among
+
+speed: a SmolLM2-135M-shaped model beside transformers' generate() in the same run. The other
+  interpreter needs torch and transformers; without it only this engine runs. Every engine is a
+  process of its own that compiles, warms up and waits; then they take turns, one at a time, for
+  some rounds. A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens
+  at temperature 1, prefill included. "host" is the share of the time that the scheduler itself
+  takes. Weights are random: they do not matter for speed.
+oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots of a small model, as
+  the scheduler runs them and in static batches of 32, with the ratio of an ideal first-come
+  schedule of the same lengths.
+shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
+OURS = {
+    "ours f32": dict(dtype="float32", cache_dtype="float32", quantization="none"),
+    "ours bf16": dict(dtype="bfloat16", cache_dtype="bfloat16", quantization="none"),
+    "ours w8a8": dict(dtype="float32", cache_dtype="float32", quantization="w8a8"),
+}
+THEIRS = {"transformers f32": "float32", "transformers bf16": "bfloat16"}
+
+
+def serve(round_of_tokens) -> None:
+    """Child process: runs a round for every line on stdin, prints its tokens/s and the share of
+    the time that the host took."""
+    round_of_tokens()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        tokens, host = round_of_tokens()
+        print(tokens / (time.perf_counter() - start), host, flush=True)
+
+
+def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
+    import jax
+    import numpy as np
+
+    from jaxrl_tis.engine.engine import Engine
+    from jaxrl_tis.engine.records import Request
+    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+    from jaxrl_tis.models import transformer
+    from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+    config = ModelConfig(
+        family="llama", vocab_size=SHAPE["vocab"], embed_dim=SHAPE["dim"],
+        num_layers=SHAPE["layers"], num_heads=SHAPE["heads"], num_kv_heads=SHAPE["kv_heads"],
+        head_dim=SHAPE["head_dim"], mlp_dim=SHAPE["mlp"], rope=RopeConfig("default", 1e5),
+        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+    )
+    engine = Engine(
+        config, slots=prompts, max_length=length + new, steps=8, prefill_batch=prompts,
+        page_size=64, **options,
+    )
+    params = engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
+    scheduler = Scheduler(engine, params)
+    rng = np.random.default_rng(0)
+    count = iter(range(10**9))
+
+    def round_of_tokens():
+        for _ in range(prompts):
+            prompt = rng.integers(0, SHAPE["vocab"], length).astype(np.int32)
+            scheduler.add(Request(str(next(count)), prompt, 0, SamplingParams(max_tokens=new)))
+        tokens = 0
+        while scheduler.pending:
+            tokens += sum(len(t.tokens) for t in scheduler.step())
+        return tokens, 1 - scheduler.stats.engine_seconds / scheduler.stats.seconds
+
+    serve(round_of_tokens)
+
+
+def serve_transformers(dtype: str, prompts: int, length: int, new: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=SHAPE["vocab"], hidden_size=SHAPE["dim"], num_hidden_layers=SHAPE["layers"],
+        num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["kv_heads"],
+        head_dim=SHAPE["head_dim"], intermediate_size=SHAPE["mlp"], tie_word_embeddings=True,
+        max_position_embeddings=2048,
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+
+    def round_of_tokens():
+        ids = torch.randint(0, SHAPE["vocab"], (prompts, length))
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+            max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
+        )
+        return out[:, length:].numel(), 0.0
+
+    with torch.inference_mode():
+        serve(round_of_tokens)
+
+
+def start(python: str, kind: str, name: str, sizes: list[int]) -> subprocess.Popen:
+    argv = [python, os.path.abspath(__file__), "--serve", kind, name, *map(str, sizes)]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    env = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
+    if child.stdout.readline().strip() != "ready":
+        raise RuntimeError(f"{name} did not start; run by hand: {' '.join(argv)}")
+    print(f"  {name} is ready", file=sys.stderr, flush=True)
+    return child
+
+
+def measure(children: dict[str, subprocess.Popen], rounds: int) -> dict[str, list[float]]:
+    rates = {name: [] for name in children}
+    for _ in range(rounds):
+        for name, child in children.items():
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            rate, host = map(float, child.stdout.readline().split())
+            rates[name].append(rate)
+            print(f"  {name}: {rate:.0f} tokens/s, host {host:.1%}", file=sys.stderr, flush=True)
+    return rates
+
+
+def speed(args: argparse.Namespace) -> dict:
+    out = {}
+    for batch in map(int, args.batches.split(",")):
+        sizes = [batch, args.length, args.new]
+        plan = [(name, sys.executable, "ours") for name in OURS]
+        plan += [(name, args.torch_python, "theirs") for name in THEIRS if args.torch_python]
+        wanted = args.only.split(",") if args.only else [name for name, *_ in plan]
+        children = {
+            name: start(python, kind, name, sizes) for name, python, kind in plan if name in wanted
+        }
+        rates = measure(children, args.rounds)
+        for child in children.values():
+            child.stdin.close()
+            child.wait()
+        out[f"batch {batch}"] = rates
+        for name, values in rates.items():
+            shown = " ".join(f"{v:.0f}" for v in values)
+            middle = statistics.median(values)
+            print(f"batch {batch:3d}  {name:18s} {middle:7.0f} tokens/s  ({shown})")
+    return out
+
+
+def small_engine(**options):
+    """A 4-layer, 256-wide model with random weights, its parameters and its engine."""
+    import jax
+
+    from jaxrl_tis.engine.engine import Engine
+    from jaxrl_tis.models import transformer
+    from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+    config = ModelConfig(
+        family="llama", vocab_size=4096, embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2,
+        head_dim=64, mlp_dim=1024, rope=RopeConfig("default", 1e5), max_position=2048,
+        norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+    )
+    engine = Engine(config, **options)
+    return engine, engine.load(transformer.init(config, jax.random.key(0)))
+
+
+def oversubscribed(args: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from jaxrl_tis.engine.records import Request
+    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+
+    slots, count = 32, 256
+    engine, params = small_engine(
+        slots=slots, max_length=16 + 512, steps=4, prefill_batch=slots, page_size=64
+    )
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.uniform(np.log(8), np.log(513), count)).astype(int)
+    prompts = rng.integers(0, 4096, (count, 16)).astype(np.int32)
+    ends = np.zeros(slots)
+    for length in lengths:
+        ends[np.argmin(ends)] += length
+    static_steps = lengths.reshape(-1, slots).max(axis=1).sum()
+    scheduler = Scheduler(engine, params)
+
+    def seconds(batches, tag):
+        start = time.perf_counter()
+        for batch in batches:
+            for i in batch:
+                sampling = SamplingParams(max_tokens=int(lengths[i]))
+                scheduler.add(Request(f"{tag}/{i}", prompts[i], 0, sampling))
+            while scheduler.pending:
+                scheduler.step()
+        return time.perf_counter() - start
+
+    static, continuous = np.arange(count).reshape(-1, slots), [np.arange(count)]
+    seconds(static[:1], "warm")
+    times = {"static": [], "continuous": []}
+    for round_index in range(args.rounds):
+        times["static"].append(seconds(static, f"static{round_index}"))
+        before = dataclasses.replace(scheduler.stats)
+        times["continuous"].append(seconds(continuous, f"continuous{round_index}"))
+    now = scheduler.stats
+    occupancy = (now.tokens - before.tokens) / (now.slot_steps - before.slot_steps)
+    ratio = min(times["static"]) / min(times["continuous"])
+    print(
+        f"{count} requests, {slots} slots: static {min(times['static']):.1f} s, continuous "
+        f"{min(times['continuous']):.1f} s, ratio {ratio:.2f}; ideal first-come schedule "
+        f"{static_steps / ends.max():.2f}; occupancy {occupancy:.1%}"
+    )
+    return times | {"ratio": ratio, "ideal": static_steps / ends.max(), "occupancy": occupancy}
+
+
+def shared(args: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from jaxrl_tis.engine.records import Request
+    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+
+    engine, params = small_engine(
+        slots=16, max_length=512 + 2, steps=1, prefill_batch=1, page_size=16
+    )
+    out = {}
+    for length in (512, 500):
+        prompt = np.arange(length, dtype=np.int32)
+        for group in (1, 16):
+            scheduler = Scheduler(engine, params)
+            for i in range(group):
+                scheduler.add(Request(str(i), prompt, 0, SamplingParams(max_tokens=2)))
+            scheduler.step()
+            pages, prefilled = scheduler.pages[0].used, scheduler.stats.prefilled
+            out[f"{length} tokens, {group} samples"] = {"pages": pages, "prefilled": prefilled}
+            print(
+                f"prompt of {length} tokens, {group:2d} samples: {pages} pages, {prefilled} tokens "
+                "prefilled"
+            )
+            scheduler.pause("abort")
+    return out
+
+
+PARTS = {"speed": speed, "oversubscribed": oversubscribed, "shared": shared}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--serve", nargs=5)
+    parser.add_argument("--torch_python", default="")
+    parser.add_argument("--batches", default="64,16,1")
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="comma-separated names, default all")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    if args.serve:
+        kind, name, *sizes = args.serve
+        sizes = list(map(int, sizes))
+        if kind == "ours":
+            return serve_ours(OURS[name], *sizes)
+        return serve_transformers(THEIRS[name], *sizes)
+    out = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    for part in args.parts.split(","):
+        out[part] = PARTS[part](args)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(out, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

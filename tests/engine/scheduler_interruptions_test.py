@@ -1,0 +1,435 @@
+"""Aborts, pauses, new weights, divided rollouts, stop strings and evictions."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl_tis.engine.policies import LongestFirst
+from jaxrl_tis.engine.records import NEVER
+from jaxrl_tis.engine.scheduler import Retention, Scheduler
+from tests.arithmetic import Engine, alone, assert_as_alone, drain, replay, request, started
+
+
+def resumed(request, trajectory):
+    return dataclasses.replace(request, partial=trajectory)
+
+
+def text_of(tokens):
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def assert_replays(trajectory, request):
+    tokens, logp = replay(trajectory, request)
+    assert trajectory.tokens.tolist() == tokens
+    np.testing.assert_array_equal(trajectory.logp_behav, logp)
+
+
+# Aborts
+
+
+def test_abort_of_a_waiting_request_returns_an_empty_record():
+    requests = [request(id, max_tokens=4) for id in "abc"]
+    scheduler = started(Engine(slots=1), requests)
+    scheduler.step()
+    scheduler.abort("b")
+    assert scheduler.pending == 3
+    got = {t.id: t for t in drain(scheduler)}
+    assert (len(got["b"].tokens), got["b"].stop_reason) == (0, "abort")
+    assert got["b"].tokens.dtype == np.int32 and got["b"].logp_behav.dtype == np.float32
+    assert_as_alone([got["a"], got["c"]], [requests[0], requests[2]])
+
+
+def test_abort_of_a_request_that_is_being_filled_gives_its_pages_back():
+    short, long = request("short", max_tokens=9), request("long", np.arange(17), max_tokens=1)
+    scheduler = started(Engine(slots=2, steps=1, prefill_chunk=4), [short], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(long)
+    scheduler.step()
+    assert scheduler.pages[0].used == 1 + 5 + 5 - 4  # 5 pages of the prompt, 1 for the copy
+    scheduler.abort("long")
+    assert scheduler.pages[0].used == 1
+    aborted, ended = drain(scheduler)
+    assert (aborted.id, len(aborted.tokens), aborted.stop_reason) == ("long", 0, "abort")
+    assert_as_alone([ended], [short])
+
+
+def test_abort_of_a_running_request_returns_what_it_has_and_frees_the_slot():
+    running, waiting = request("a", max_tokens=9), request("b", seed=3, max_tokens=4)
+    scheduler = started(Engine(slots=1, steps=2), [running, waiting])
+    scheduler.step()
+    scheduler.abort("a")
+    first, second = drain(scheduler)
+    assert (first.id, first.stop_reason, first.tokens.tolist()) == ("a", "abort", [0, 3])
+    assert_as_alone([second], [waiting])
+
+
+def test_a_slot_that_was_left_decodes_nothing_while_it_is_free():
+    engine = Engine(slots=2, steps=2)
+    scheduler = started(engine, [request("a", max_tokens=9), request("b", max_tokens=9)])
+    scheduler.step()
+    scheduler.abort("a")
+    drain(scheduler)
+    # Two tokens of `a`, after prompt positions 2 and 3.
+    assert [t for id, t in engine.reads if id == "a"] == [2, 3]
+
+
+def parked():
+    """`a` has made way for `b`, which is running, after 2 tokens."""
+    requests = [request("a", max_tokens=5), request("b", (2, 4), max_tokens=4)]
+    scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), divide=2)
+    scheduler.step()
+    scheduler.step()
+    return scheduler, requests
+
+
+def test_abort_of_a_request_that_made_way_returns_what_it_has():
+    scheduler, requests = parked()
+    assert scheduler.pages[0].used == 2
+    scheduler.abort("a")
+    assert scheduler.pages[0].used == 1
+    first, second = drain(scheduler)
+    assert (first.id, first.stop_reason, first.tokens.tolist()) == ("a", "abort", [0, 3])
+    assert_as_alone([second], [requests[1]])
+
+
+def test_abort_of_an_unknown_or_finished_request_names_it():
+    scheduler = started(Engine(), [request("a", max_tokens=1)])
+    scheduler.step()
+    for id in ("a", "zebra"):
+        with pytest.raises(KeyError, match=id):
+            scheduler.abort(id)
+
+
+# Pauses
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_resumed_requests_draw_the_tokens_of_no_interruption(steps):
+    requests = [request(f"r{i}", np.arange(1 + i % 6), seed=i, max_tokens=3 + i)
+                for i in range(6)]
+    scheduler = started(Engine(), requests)
+    out = [t for _ in range(steps) for t in scheduler.step()]
+    partials = scheduler.pause("abort")
+    assert scheduler.pending == 0 and scheduler.pages[0].used == 0
+    assert {t.stop_reason for t in partials} <= {"abort"}
+    by_id = {r.id: r for r in requests}
+    for t in partials:
+        scheduler.add(resumed(by_id[t.id], t))
+    out += drain(scheduler)
+    assert_as_alone(out, requests)
+    cut = {t.id: len(t.tokens) for t in partials}
+    for t in out:  # what was drawn after the cut belongs to rebuilt pages
+        n = cut[t.id] if t.id in cut and cut[t.id] else len(t.tokens)
+        assert t.segment.tolist() == [0] * n + [1] * (len(t.tokens) - n)
+
+
+def test_a_request_may_be_interrupted_many_times():
+    r = request("a", max_tokens=9)
+    scheduler = Scheduler(Engine(slots=1, steps=2), 0)
+    scheduler.add(r)
+    for _ in range(4):
+        scheduler.step()
+        (partial,) = scheduler.pause("abort")
+        scheduler.add(resumed(r, partial))
+    (t,) = drain(scheduler)
+    assert_as_alone([t], [r])
+    assert t.segment.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("mode, calls", [("retract", 2), ("in_place", 1)])
+def test_other_pauses_return_nothing_and_change_no_token(mode, calls):
+    engine = Engine(slots=2)
+    requests = [request(f"r{i}", seed=i, max_tokens=5) for i in range(2)]
+    scheduler = started(engine, requests)
+    scheduler.step()
+    assert scheduler.pause(mode) == [] and scheduler.pending == 2
+    trajectories = drain(scheduler)
+    assert_as_alone(trajectories, requests)
+    assert len(engine.inserted) == calls
+    for t in trajectories:
+        assert t.segment.tolist() == [0, 0] + 3 * [calls - 1]
+
+
+def test_an_unknown_pause_is_refused():
+    with pytest.raises(ValueError, match="'drain' is none of abort, retract, in_place"):
+        Scheduler(Engine(), 0).pause("drain")
+
+
+# Weights
+
+
+def update(scheduler, version):
+    scheduler.set_params(version, version)
+
+
+@pytest.mark.parametrize("mode, kv_version, segment", [
+    ("in_place", [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]), ("retract", [0, 0, 1, 1, 2], [0, 0, 1, 1, 2]),
+])
+def test_every_token_carries_the_weights_that_drew_it_and_the_oldest_it_read(
+    mode, kv_version, segment
+):
+    r = request("a", max_tokens=5)
+    scheduler = started(Engine(slots=1, steps=2), [r])
+    for version in (1, 2):
+        scheduler.step()
+        scheduler.pause(mode)
+        update(scheduler, version)
+    (t,) = drain(scheduler)
+    assert t.version.tolist() == [0, 0, 1, 1, 2]
+    assert t.kv_version.tolist() == kv_version and t.segment.tolist() == segment
+    # Weights 0: keys 14, tokens 0 and 3. Weights 1 read position 5: 14 + 15 of token 3, written by
+    # them: + 7; or all written by them: + 7 * 5. Then 15 + 11: 62 -> 16, or 90 -> 21.
+    assert t.tokens.tolist()[:3] == [0, 3, 16 if mode == "in_place" else 21]
+    assert_replays(t, r)
+
+
+def test_a_resumed_request_is_rebuilt_under_the_weights_of_then():
+    r = request("a", max_tokens=4)
+    scheduler = started(Engine(slots=1, steps=2), [r])
+    scheduler.step()
+    (partial,) = scheduler.pause("abort")
+    update(scheduler, 1)
+    scheduler.add(resumed(r, partial))
+    (t,) = drain(scheduler)
+    assert t.version.tolist() == t.kv_version.tolist() == t.segment.tolist() == [0, 0, 1, 1]
+    assert t.tokens.tolist()[:3] == [0, 3, 21]
+    assert_replays(t, r)
+
+
+def test_new_weights_fill_a_half_filled_prompt_anew():
+    engine = Engine(slots=2, steps=1, prefill_chunk=4)
+    short, long = request("short", max_tokens=9), request("long", np.arange(12), max_tokens=2)
+    scheduler = started(engine, [short], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(long)
+    scheduler.step()
+    update(scheduler, 1)
+    got = {t.id: t for t in drain(scheduler)}
+    assert [call[0][0] for call in engine.prefilled] == [0, 0, 0, 4, 8]
+    assert_as_alone([got["long"]], [long], weights=1)
+    assert got["long"].kv_version.tolist() == [1, 1]
+    assert_replays(got["short"], short)
+
+
+def test_running_samples_do_not_notice_that_their_prompt_is_filled_under_new_weights():
+    engine = Engine(slots=2, steps=1)
+    first = request("g0", np.arange(8), max_tokens=6)
+    short = request("x", (1,), max_tokens=2)
+    second = request("g1", np.arange(8), seed=1, max_tokens=3)
+    scheduler = started(engine, [first, short, second])
+    scheduler.step()
+    update(scheduler, 1)
+    got = {t.id: t for t in drain(scheduler)}  # g1 takes the slot of x while g0 runs
+    for r in (first, short, second):
+        assert_replays(got[r.id], r)
+    assert got["g1"].kv_version.tolist() == [1, 1, 1]
+    assert [call[0][1] for call in engine.prefilled].count(tuple(range(8))) == 2
+
+
+# Divided rollouts
+
+
+@pytest.mark.parametrize("divide", [1, 2, 5])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_divided_rollouts_draw_the_same_tokens(divide, shards):
+    engine = Engine(slots=2, shards=shards)
+    requests = [request(f"r{i}", np.arange(1 + i % 5), seed=i, max_tokens=3 + i)
+                for i in range(6)]
+    scheduler = started(engine, requests, policy=LongestFirst(), divide=divide)
+    trajectories = drain(scheduler)
+    assert_as_alone(trajectories, requests)
+    assert sum(map(len, engine.inserted)) > len(requests), "somebody made way"
+    assert all(not t.segment.any() for t in trajectories), "and kept its pages"
+
+
+def test_a_sequence_makes_way_only_for_one_that_comes_before_it():
+    scheduler, requests = parked()
+    assert_as_alone(drain(scheduler), requests)
+    engine = Engine(slots=1, steps=2)
+    scheduler = started(engine, requests, divide=2)  # first come, first served
+    drain(scheduler)
+    assert engine.inserted == [{0: "a"}, {0: "b"}]
+
+
+def test_a_sequence_that_made_way_loses_its_pages_to_one_that_needs_them():
+    # 5 pages hold `a` after 8 tokens (3 pages), not `b` of 13 tokens beside it.
+    requests = [request("a", max_tokens=9), request("b", np.arange(13), max_tokens=3)]
+    scheduler = started(
+        Engine(slots=1, steps=7, max_length=16, num_pages=6, prefill_chunk=16), requests,
+        policy=LongestFirst(), divide=1,
+    )
+    got = {t.id: t for t in drain(scheduler)}
+    assert_as_alone(got.values(), requests)
+    assert got["a"].segment.tolist() == [0] * 7 + [1] * 2
+
+
+def test_no_prompt_is_kept_for_a_sequence_that_made_way():
+    # `a` makes way when its tokens are 1, 2, 3, 0, 3, which are the prompt of `b`.
+    # They take turns; at the end of its second `a` waits under another key.
+    requests = [request("a", max_tokens=12), request("b", (1, 2, 3, 0, 3), max_tokens=12)]
+    scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), divide=2)
+    assert_as_alone(drain(scheduler), requests)
+
+
+def test_a_slot_is_not_kept_for_a_sequence_whose_pages_are_in_another_shard():
+    # `x` makes way for `b` in shard 1. When `a` ends, `x` comes before `c` but has no pages there.
+    first = [request("a", max_tokens=6), request("x", (2,), max_tokens=3)]
+    then = [request("b", (3,), max_tokens=9), request("c", (4,), max_tokens=1)]
+    engine = Engine(slots=2, shards=2, steps=2)
+    scheduler = started(engine, first, policy=LongestFirst(), divide=2)
+    ended = [[t.id for t in scheduler.step()]]
+    for r in then:
+        scheduler.add(r)
+    ended += [[t.id for t in scheduler.step()] for _ in range(3)]
+    assert ended == [[], [], ["a"], ["c"]]
+    assert {t.id for t in drain(scheduler)} == {"x", "b"}
+
+
+def test_a_sequence_with_evicted_keys_makes_no_way():
+    engine = Engine(slots=1, steps=4, page_size=2)
+    requests = [request("a", max_tokens=20), request("b", max_tokens=30)]
+    scheduler = started(
+        engine, requests[:1], policy=LongestFirst(), divide=1, retention=Retention(0, 1)
+    )
+    scheduler.step()
+    scheduler.add(requests[1])
+    assert [len(t.tokens) for t in drain(scheduler)] == [20, 30]
+    assert engine.inserted == [{0: "a"}, {0: "b"}]
+
+
+# Stop strings
+
+
+# TOKENS of scheduler_test.py as text, and on: 0 3 21 12 7 are "a d v m h".
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("stops, count", [
+    (("d",), 2), (("dv",), 3), (("vm", "x"), 4), (("mh", "vmh"), 5), (("zz", "a"), 1),
+])
+def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(steps, stops, count):
+    r = request("a", stop_strings=stops, max_tokens=8)
+    (t,) = drain(started(Engine(slots=1, steps=steps), [r], decode=text_of))
+    assert t.tokens.tolist() == [0, 3, 21, 12, 7][:count] and t.stop_reason == "stop"
+    assert len(t.logp_behav) == len(t.version) == len(t.mask) == count
+
+
+def test_stop_strings_of_tokens_that_complete_nothing_end_nothing():
+    r = request("a", stop_strings=("da", "aa"), max_tokens=4)
+    (t,) = drain(started(Engine(slots=1), [r], decode=text_of))
+    assert_as_alone([t], [r])
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_a_stop_string_that_was_drawn_counts_more_than_the_abort(how):
+    r = request("a", stop_strings=("d",), max_tokens=9)
+    scheduler = started(Engine(slots=1, steps=3), [r], decode=text_of)
+    assert scheduler.step() == []
+    if how == "abort":
+        scheduler.abort("a")
+    (t,) = scheduler.step() if how == "abort" else scheduler.pause("abort")
+    assert (t.stop_reason, t.tokens.tolist()) == ("stop", [0, 3])
+
+
+def test_a_stop_string_may_begin_before_the_interruption():
+    r = request("a", stop_strings=("dv",), max_tokens=9)
+    scheduler = started(Engine(slots=1, steps=2), [r], decode=text_of)
+    scheduler.step()
+    (partial,) = scheduler.pause("abort")
+    assert partial.tokens.tolist() == [0, 3]
+    scheduler.add(resumed(r, partial))
+    (t,) = drain(scheduler)
+    assert (t.stop_reason, t.tokens.tolist()) == ("stop", [0, 3, 21])
+
+
+# Retention
+
+
+def test_evicted_positions_are_recorded_as_the_engine_saw_them():
+    engine = Engine(slots=1, steps=1, page_size=4, max_length=40)
+    r = request("a", np.arange(10), max_tokens=14)
+    scheduler = started(engine, [r], retention=Retention(sinks=1, window=1))
+    (t,) = drain(scheduler)
+    # Pages 0, 1, 2 are full when position 11 is written: the query at 12 is the first without
+    # page 1; that at 16 without page 2, that at 20 without page 3.
+    never, evicted = [NEVER] * 4, [[12] * 4, [16] * 4, [20] * 4]
+    assert t.evict_step.tolist() == never + sum(evicted, []) + [NEVER] * 8
+    assert scheduler.stats.evicted == 3
+    assert_replays(t, r)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("sinks, window", [(0, 1), (1, 2), (2, 1)])
+def test_the_engine_read_what_evict_step_says(steps, sinks, window):
+    engine = Engine(slots=2, steps=steps, page_size=4, max_length=60)
+    requests = [request("a", np.arange(21), max_tokens=35), request("b", (1,), max_tokens=40)]
+    scheduler = started(engine, requests, retention=Retention(sinks, window))
+    for t, r in zip(sorted(drain(scheduler), key=lambda t: t.id), requests):
+        start, length = len(t.prompt), len(t.prompt) + len(t.tokens)
+        assert len(t.evict_step) == length and t.evict_step.min() < NEVER
+        for query in range(start - 1, length - 1):
+            seen = [s for s in range(query + 1) if query < t.evict_step[s]]
+            assert engine.reads[t.id, query] == seen
+            if query >= start + steps:
+                assert len(seen) <= (sinks + window + 1) * 4 + steps
+        assert_replays(t, r)
+
+
+def test_nothing_is_evicted_of_short_sequences():
+    (t,) = drain(started(Engine(), [request("a", max_tokens=9)], retention=Retention(1, 2)))
+    assert t.evict_step.shape == (0,) and t.tokens.tolist() == alone(request("a", max_tokens=9))[0]
+
+
+def test_a_sequence_that_saw_evicted_keys_starts_again_when_its_pages_are_lost():
+    r = request("a", stop_strings=("zz",), max_tokens=20)
+    scheduler = started(
+        Engine(slots=1, steps=4), [r], retention=Retention(0, 1), decode=text_of
+    )
+    for _ in range(3):
+        scheduler.step()
+    scheduler.pause("retract")
+    update(scheduler, 1)
+    (t,) = drain(scheduler)
+    assert set(t.version.tolist()) == {1} and not t.segment.any()
+    assert len(t.tokens) == 20
+    assert_replays(t, r)
+
+
+def test_a_sequence_that_starts_again_forgets_what_was_found_in_its_old_text():
+    def run(stops, steps_before):
+        r = request("a", stop_strings=stops, max_tokens=12)
+        engine = Engine(slots=1, steps=4, page_size=2)
+        scheduler = started(engine, [r], retention=Retention(0, 1), decode=text_of)
+        assert [t for _ in range(steps_before) for t in scheduler.step()] == []
+        if steps_before:
+            scheduler.pause("retract")
+            update(scheduler, 1)
+        (t,) = drain(scheduler)
+        assert_replays(t, r)
+        return text_of(t.tokens), t.stop_reason
+
+    old, new = run((), 0)[0], run((), 2)[0]
+    # Drawn by the second call of the old weights, never by the new ones.
+    (stop, *_) = [c for c in old[4:8] if c not in old[:4] + new]
+    assert run((stop,), 0) == (old[: old.index(stop) + 1], "stop")
+    assert run((stop,), 2) == (new, "length")
+
+
+@pytest.mark.parametrize("sinks, window", [(-1, 1), (0, 0)])
+def test_a_retention_that_keeps_nothing_is_refused(sinks, window):
+    with pytest.raises(ValueError, match="keep at least one page of the window"):
+        Retention(sinks, window)
+
+
+# Statistics
+
+
+def test_statistics_count_slots_tokens_and_time():
+    # Two slots, 3 steps a call: `a` draws 3 + 1, `b` 2; the second call ends after one step.
+    requests = [request("a", max_tokens=4), request("b", max_tokens=2)]
+    scheduler = started(Engine(slots=2, steps=3), requests)
+    drain(scheduler)
+    stats = scheduler.stats
+    assert (stats.calls, stats.tokens, stats.slot_steps) == (2, 6, 2 * (3 + 1))
+    assert stats.occupancy == 6 / 8
+    assert (stats.prefilled, stats.shared, stats.preempted, stats.evicted) == (3, 3, 0, 0)
+    assert 0 < stats.engine_seconds < stats.seconds

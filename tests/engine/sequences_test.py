@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+
+from jaxrl_tis.engine.engine import ResultTokens
+from jaxrl_tis.engine.records import NEVER, Trajectory
+from jaxrl_tis.engine.sequences import Drawn, Prefix, Sequence, first_stop
+from tests.arithmetic import request
+
+
+def result(first, steps=3, slots=2):
+    """Tokens first, first + 1, .. in slot 0 and 100 more in slot 1."""
+    tokens = first + np.arange(steps)[:, None] + 100 * np.arange(slots)
+    floats = -tokens.astype(np.float32)
+    valid = np.ones(tokens.shape, bool)
+    return ResultTokens(
+        tokens, floats, floats - 1, floats - 2, floats[..., None], valid, np.zeros(slots)
+    )
+
+
+def sequence(r=None):
+    s = Sequence.of(r or request("a", (1, 2), seed=5), order=3, admitted_after=2)
+    s.pieces = [Drawn(result(10), 1, 2, 7, 6, 0), Drawn(result(20), 0, 3, 8, 6, 1)]
+    s.count = 5
+    return s
+
+
+def test_what_was_drawn_is_cut_out_of_the_calls():
+    s = sequence()
+    assert s.field("tokens").tolist() == [110, 111, 20, 21, 22]
+    assert s.tokens().tolist() == [1, 2, 110, 111, 20, 21, 22]
+    assert s.field("version").tolist() == [7, 7, 8, 8, 8]
+    assert s.field("kv_version").tolist() == [6] * 5
+    assert s.field("segment").tolist() == [0, 0, 1, 1, 1]
+    assert (s.length, s.remaining) == (7, 11)
+
+
+def test_the_record_holds_the_first_tokens_alone():
+    t = sequence().trajectory("stop", "w8", 3)
+    assert (t.tokens.tolist(), t.stop_reason, t.quant_id) == ([110, 111, 20], "stop", "w8")
+    assert t.logp_behav.tolist() == [-110, -111, -20] and t.entropy.tolist() == [-112, -113, -22]
+    assert t.logits.shape == (3, 1) and t.mask.tolist() == [True] * 3
+    assert t.evict_step.shape == (0,) and t.seed == 5
+
+
+def test_a_request_without_tokens_has_an_empty_record():
+    t = Sequence.of(request("a"), 0, 0).trajectory("abort", "", 0)
+    assert t.tokens.shape == (0,) and t.tokens.dtype == np.int32 and t.logits.shape == (0, 0)
+
+
+def test_a_resumed_request_has_the_tokens_and_the_segment_of_its_partial():
+    r = request("a", (1, 2), partial=sequence().trajectory("abort", "", 5))
+    s = Sequence.of(r, order=9, admitted_after=4)
+    assert (s.order, s.admitted_after, s.count, s.segment, s.key) == (9, 4, 5, 1, b"")
+    s.filled(version=9)
+    s.pieces.append(Drawn(result(30), 0, 1, 9, s.kv_version, s.segment))
+    t = s.trajectory("length", "", 6)
+    assert t.tokens.tolist() == [110, 111, 20, 21, 22, 30]
+    assert t.segment.tolist() == [0, 0, 1, 1, 1, 2] and t.kv_version.tolist() == [6] * 5 + [9]
+    assert isinstance(s.pieces[0], Trajectory)
+
+
+def test_an_empty_partial_is_as_good_as_none():
+    empty = Sequence.of(request("a"), 0, 0).trajectory("abort", "", 0)
+    s = Sequence.of(request("a", partial=empty), 0, 0)
+    s.filled(version=3)
+    s.pieces.append(Drawn(result(10), 0, 2, 3, 3, s.segment))
+    assert s.field("logits").shape == (2, 1) and s.field("segment").tolist() == [0, 0]
+
+
+def test_evicted_pages_are_unseen_from_the_last_token_on():
+    s = sequence()
+    s.pages, s.page_numbers = [31, 32, 33, 34], [0, 1, 2, 3]
+    assert s.evict(1, size=2, capacity=9) == 32
+    # Position 6 is the next query.
+    assert (s.pages, s.page_numbers, s.shift) == ([31, 33, 34], [0, 2, 3], 2)
+    s.count += 1
+    assert s.evict(1, size=2, capacity=9) == 33 and s.shift == 4
+    assert s.evict_step.tolist() == [NEVER] * 2 + [6, 6, 7, 7] + [NEVER] * 3
+    recorded = s.trajectory("abort", "", 6).evict_step
+    assert recorded.tolist() == [NEVER] * 2 + [6, 6, 7, 7] + [NEVER] * 2
+
+
+def test_only_a_sequence_that_saw_evicted_keys_starts_again():
+    s = sequence()
+    s.forget()
+    assert s.count == 5 and len(s.pieces) == 2
+    s.pages, s.page_numbers, s.segment = [31, 32], [0, 1], 1
+    s.evict(0, size=2, capacity=9)
+    s.forget()
+    assert (s.count, s.pieces, s.shift, s.evict_step, s.segment) == (0, [], 0, None, 0)
+
+
+def test_a_prefix_is_filled_when_all_of_its_tokens_are():
+    prefix = Prefix(np.arange(5), 0, [1, 2])
+    assert not prefix.is_filled
+    prefix.filled = 5
+    assert prefix.is_filled
+
+
+@pytest.mark.parametrize("text, known, stops, count", [
+    ("hello", 0, ("l",), 3), ("hello", 0, ("ll",), 4), ("hello", 0, ("lo", "ell"), 4),
+    ("hello", 0, ("x",), None), ("", 0, ("x",), None), ("hello", 3, ("lo",), 5),
+])
+def test_the_first_token_that_completes_a_stop_string(text, known, stops, count):
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    assert first_stop(tokens, known, stops, lambda t: bytes(t).decode()) == count
+
+
+def test_the_text_is_decoded_once_if_nothing_stops_it():
+    calls = []
+    decode = lambda tokens: calls.append(len(tokens)) or "x" * len(tokens)
+    assert first_stop(np.arange(9), 4, ("y",), decode) is None and calls == [9]
