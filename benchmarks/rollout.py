@@ -209,8 +209,7 @@ def oversubscribed(args: argparse.Namespace) -> dict:
         times["static"].append(seconds(static, f"static{round_index}"))
         before = dataclasses.replace(scheduler.stats)
         times["continuous"].append(seconds(continuous, f"continuous{round_index}"))
-    now = scheduler.stats
-    occupancy = (now.tokens - before.tokens) / (now.slot_steps - before.slot_steps)
+    occupancy = scheduler.stats.since(before).occupancy
     ratio = min(times["static"]) / min(times["continuous"])
     print(
         f"{count} requests, {slots} slots: static {min(times['static']):.1f} s, continuous "

@@ -137,13 +137,14 @@ class Collector:
     def collect(
         self, scheduler: Scheduler, step: int, timer: Callable
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Samples of one step in group order, and metrics: groups discarded, rewards that failed.
+        """Samples of one step in group order, and metrics: groups discarded, rewards that failed,
+        share of the slots that drew, share of the prompt tokens that were taken over.
 
         With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
         replaced by fresh prompts, for at most max_rounds rounds, then kept as they are.
         """
         rollout = self._config.rollout
-        failed = dict(self._rewards.counts)
+        failed, before = dict(self._rewards.counts), dataclasses.replace(scheduler.stats)
         kept: list[list[Sample]] = []
         discarded: list[list[Sample]] = []
         for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
@@ -160,6 +161,11 @@ class Collector:
         ]
         metrics = {f"reward/{name}": n - failed[name] for name, n in self._rewards.counts.items()}
         metrics["rollout/discarded_groups"] = len(kept) + len(discarded) - len(chosen)
+        stats = scheduler.stats.since(before)
+        metrics["rollout/occupancy"] = stats.occupancy
+        metrics["rollout/preempted"] = stats.preempted
+        prompts = stats.prefilled + stats.shared
+        metrics["rollout/shared_prompt_ratio"] = stats.shared / max(prompts, 1)
         return samples, metrics
 
     def _sample_groups(self, scheduler, tag, timer) -> list[list[Sample]]:

@@ -12,6 +12,7 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.scheduler import Stats
 from jaxrl_tis.engine.sampling import SamplingParams
 from tests import tiny
 
@@ -31,7 +32,7 @@ class FakeScheduler:
     """Ends requests in reverse order, two a step; a text is the last digit of its request's id."""
 
     def __init__(self):
-        self.requests, self.waiting = [], []
+        self.requests, self.waiting, self.stats = [], [], Stats()
 
     def add(self, request):
         self.requests.append(request)
@@ -43,6 +44,11 @@ class FakeScheduler:
 
     def step(self):
         ended, self.waiting = self.waiting[-2:], self.waiting[:-2]
+        # Each request: 3 of 4 slot steps drew, its prompt of 5 tokens is one of two that share it.
+        self.stats.tokens += 3 * len(ended)
+        self.stats.slot_steps += 4 * len(ended)
+        self.stats.prefilled += 5 * len(ended)
+        self.stats.shared += 5 * len(ended)
         return [self._trajectory(r) for r in reversed(ended)]
 
     def _trajectory(self, request):
@@ -144,13 +150,16 @@ def test_sampling_parameters():
 def test_groups_share_a_prompt_and_no_noise():
     scheduler, timer = FakeScheduler(), Timer()
     c = collector(fields(), lambda text, record: float(text) + 10 * int(record["id"]))
+    scheduler.stats = Stats(tokens=9, slot_steps=99, preempted=2)  # of earlier steps
     samples, values = c.collect(scheduler, 1, timer)
     assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1]
     assert [s.record["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]
     assert [s.text for s in samples] == ["0", "1", "2"] * 2
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
     assert values == {"rollout/discarded_groups": 0, "reward/timeouts": 0, "reward/errors": 0,
-                      "reward/non_finite": 0}
+                      "reward/non_finite": 0,
+                      "rollout/occupancy": 0.75, "rollout/preempted": 0,
+                      "rollout/shared_prompt_ratio": 0.5}
     for group in (samples[:3], samples[3:]):
         assert len({s.trajectory.prompt.tobytes() for s in group}) == 1
     c.collect(scheduler, 2, timer)

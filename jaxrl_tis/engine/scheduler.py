@@ -75,6 +75,10 @@ class Stats:
     def occupancy(self) -> float:
         return self.tokens / max(self.slot_steps, 1)
 
+    def since(self, before: "Stats") -> "Stats":
+        """What was counted after a copy was made."""
+        return Stats(*(now - old for now, old in zip(*map(dataclasses.astuple, (self, before)))))
+
 
 class Scheduler:
     """Feeds an engine; `step()` until `pending` is 0.
