@@ -1,4 +1,4 @@
-"""Recorded supports and likeliest tokens against numpy, over devices, and in the engine's record."""
+"""Recorded supports and likeliest tokens against numpy, over devices, and in the record."""
 
 import functools
 
