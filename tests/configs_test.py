@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 
 from jaxrl_tis import correction, step, train
+from jaxrl_tis.engine.engine import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.models.quant import QuantArray
@@ -233,17 +234,29 @@ def test_one_full_step_of_the_sampler(large):
     params = jax.eval_shape(engine.load, train.abstract_state(setup)["policy"].params)
     assert isinstance(params["layers"]["q"], QuantArray)
     assert params["layers"]["q"].q.dtype == jnp.int8
-    assert params["embed"].dtype == jnp.bfloat16
-    prompt = np.arange(longest, dtype=np.int32) % 200
-    prefix = jax.eval_shape(lambda p: engine.prefill(p, [prompt, prompt[:9]]), params)
+    # The float32 head keeps float32 weights; tied, it is the embedding.
+    head = "embed" if setup.model.tie_embeddings else "head"
+    assert {n: x.dtype for n, x in params.items() if n in ("embed", "head")} == {
+        "embed": jnp.bfloat16, head: jnp.float32}
     state = jax.eval_shape(engine.init_state)
+    length = longest + config.rollout.max_new_tokens
+    per_slot = -(-length // config.engine.page_size)
     for leaf in jax.tree.leaves(state.cache):
-        assert (leaf.shape[-4], leaf.shape[-2]) == (
-            config.engine.slots, longest + config.rollout.max_new_tokens)
+        pages = config.engine.slots * per_slot + 2 * engine.shards
+        assert leaf.shape[1] == pages and config.engine.page_size in leaf.shape[-2:]
+    prompt = np.arange(longest, dtype=np.int32) % 200
+    chunk = prompt[: engine.prefill_chunk]
+    pages = list(range(1, 1 + -(-len(chunk) // engine.page_size)))
+    chunks = [Chunk(0, chunk, 0, pages), Chunk(engine.shards - 1, prompt[:9], 0, pages[:1])]
+    state = jax.eval_shape(lambda p, s: engine.prefill(p, s, chunks), params, state)
     request = Request("a", prompt, 0, SamplingParams(max_tokens=config.rollout.max_new_tokens,
                                                      stop_ids=tuple(setup.tokenizer.eos_ids)))
-    state = jax.eval_shape(lambda p, s: engine.insert(p, s, {0: (0, request)}), prefix, state)
-    after, result = jax.eval_shape(engine.generate, params, state)
+    row = Insertion(request, prompt, request.sampling.max_tokens, len(prompt), (1, 2))
+    state = jax.eval_shape(lambda s: engine.insert(s, {0: row}), state)
+    table, shift = np.zeros((engine.slots, per_slot), np.int32), np.zeros(engine.slots, np.int32)
+    after, result = jax.eval_shape(
+        lambda p, s: engine.generate(p, s, table, shift), params, state
+    )
     assert result.tokens.shape == (config.engine.steps_per_call, config.engine.slots)
     assert result.logp_behav.dtype == jnp.float32
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
