@@ -16,7 +16,7 @@ from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache, sampling
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
-from jaxrl_tis.models import quant, transformer, transforms
+from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
 
@@ -137,6 +137,8 @@ class Engine:
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
       layout: mesh and rules; None runs on one device.
       records_logits: keep the whole distribution of every token; for small models.
+      numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
+        the chunks of its prompt or the mesh, and are those of a learner with these numerics.
     """
 
     max_stop_ids = 8
@@ -160,6 +162,7 @@ class Engine:
         unroll: bool = True,
         layout: sharding.Layout | None = None,
         records_logits: bool = False,
+        numerics: str = "fast",
     ):
         self.config, self.slots, self.max_length = config, slots, max_length
         self.recipe = quant.Recipe(quantization, tuple(unquantized))
@@ -175,17 +178,23 @@ class Engine:
         self.num_logits = config.vocab_size if records_logits else 0
         self.quant_id = self.recipe.id if quantization != "none" else dtype
         self.program = transformer.Program(
-            dtype=dtype, highest_head=highest_head, layout=self.layout
+            dtype=dtype, highest_head=highest_head, layout=self.layout, numerics=numerics
         )
+        if self.program.is_invariant:
+            self._check_invariant()
+        options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
-        self._load = jax.jit(self._serving_params, out_shardings=self._params_shardings())
+        self._load = jax.jit(
+            self._serving_params, out_shardings=self._params_shardings(), **options
+        )
         rows, row = self.layout.sharding(("batch", None)), self.layout.sharding(("batch",))
         self._prefill = jax.jit(
-            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows), donate_argnums=(1,)
+            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows),
+            donate_argnums=(1,), **options,
         )
         self._insert = jax.jit(self._insert_rows, donate_argnums=(0,))
-        self._generate = jax.jit(self._decode, donate_argnums=(1,))
+        self._generate = jax.jit(self._decode, donate_argnums=(1,), **options)
 
     # Weights
 
@@ -260,6 +269,19 @@ class Engine:
                 f"{self.max_length}; give engine.num_pages at least {self.pages_per_slot + 2}"
             )
 
+    def _check_invariant(self) -> None:
+        invariant.check(self.config, dict(self.layout.mesh.shape), self.recipe.scheme)
+        if self.page_size != invariant.PAGE:
+            raise ValueError(
+                f"numerics='invariant' attends to pages of {invariant.PAGE} positions, "
+                f"engine.page_size is {self.page_size}"
+            )
+        if self.cache_dtype not in (self.dtype, "float32"):
+            raise ValueError(
+                f"numerics='invariant' needs keys as they were computed, in {self.dtype}; "
+                f"engine.cache_dtype is {self.cache_dtype}"
+            )
+
     # Prefill
 
     def bucket(self, length: int) -> int:
@@ -289,7 +311,8 @@ class Engine:
         self, params, state, tokens_rt, starts_r, lengths_r, table_rp
     ) -> DecodeState:
         positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
-        attend = cache.fill(starts_r, lengths_r, table_rp, self.layout)
+        numerics = self.program.numerics
+        attend = cache.fill(starts_r, lengths_r, table_rp, self.layout, numerics)
         _, kv = transformer.hidden(
             params, self.config, self.program, tokens_rt, positions_rt, attend, state.cache
         )
@@ -411,14 +434,15 @@ class Engine:
         is_running = slots.remaining > 0
         index_b = jnp.where(is_running, slots.position - shift_b, 0)
         is_written_b = is_running & (slots.position >= slots.cached)
-        attend = cache.append(index_b, is_written_b, table_bp, self.layout)
+        numerics = self.program.numerics
+        attend = cache.append(index_b, is_written_b, table_bp, self.layout, numerics)
         x_b1d, kv = transformer.hidden(
             params, self.config, self.program, slots.token[:, None], slots.position[:, None],
             attend, state.cache,
         )
         logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
         drawn = sampling.sample(
-            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout
+            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout, numerics
         )
         recorded_bv = jnp.zeros((self.slots, 0))
         if self.num_logits:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxrl_tis.models import invariant
 from jaxrl_tis.sharding import Layout
 
 BLOCK = 128
@@ -105,11 +106,13 @@ class Sample:
 class Shards:
     """How the vocabulary is split: `count` equal parts in order over a mesh axis, or one part.
 
-    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows.
+    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows, and
+    `totals` numbers over the vocabulary, in the order of invariant numerics if asked to.
     """
 
     axis: Any = None
     count: int = 1
+    is_invariant: bool = False
 
     @property
     def index(self) -> jax.Array | int:
@@ -117,6 +120,13 @@ class Shards:
 
     def sum(self, x: jax.Array) -> jax.Array:
         return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def totals(self, *numbers_bv: jax.Array) -> jax.Array:
+        """[n,B] sums of n arrays over the vocabulary."""
+        if self.is_invariant:
+            sums = [invariant.vocabulary_sum(x, self.axis, self.count) for x in numbers_bv]
+            return jnp.stack(sums)
+        return self.sum(jnp.stack([jnp.sum(x, axis=-1) for x in numbers_bv]))
 
     def max(self, x: jax.Array) -> jax.Array:
         return x if self.axis is None else jax.lax.pmax(x, self.axis)
@@ -177,9 +187,9 @@ def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Suppo
     nearer of the two edges counts.
     """
     key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
-    total = lambda x_bv: shards.sum(jnp.sum(x_bv, axis=-1, keepdims=True))
-    count = lambda is_in_bv: total(is_in_bv.astype(jnp.int32))
-    mass = lambda is_in_bv: total(jnp.where(is_in_bv, raw_bv, 0.0))
+    add = lambda x_bv: shards.sum(jnp.sum(x_bv, axis=-1, keepdims=True))
+    count = lambda is_in_bv: add(is_in_bv.astype(jnp.int32))
+    mass = lambda is_in_bv: shards.totals(jnp.where(is_in_bv, raw_bv, 0.0))[0][:, None]
     weight = lambda key: jnp.exp(-jax.lax.bitcast_convert_type(key, jnp.float32))
     shape, all_tokens = (len(scaled_bv), 1), scaled_bv.shape[1] * shards.count
     top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
@@ -278,7 +288,11 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
     """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each; a token
     of weight zero is never drawn."""
     blocks, first = _blocks(weights_bv, shards)
-    block_b = _draw_block(jnp.sum(blocks, axis=-1), first, u_b2[:, 0], weights_bv.shape[1], shards)
+    if shards.is_invariant:
+        block_b = _draw_whole_block(invariant.tree_sum(blocks), u_b2[:, 0], shards)
+    else:
+        sums_bn, width = jnp.sum(blocks, axis=-1), weights_bv.shape[1]
+        block_b = _draw_block(sums_bn, first, u_b2[:, 0], width, shards)
     own_b = block_b - first
     within = jnp.take_along_axis(blocks, own_b[:, None, None], axis=1, mode="clip")[:, 0]
     is_here_b = (own_b >= 0) & (own_b < blocks.shape[1])
@@ -311,6 +325,14 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
     return jnp.where(block_b == MAX_INT, 0, block_b)
 
 
+def _draw_whole_block(sums_bn: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
+    """The same where every part holds whole blocks, from the sums of all blocks on each device."""
+    sums_bn = jnp.moveaxis(shards.gather(sums_bn), 0, 1).reshape(len(u_b), -1)
+    cumulative = jnp.cumsum(sums_bn, axis=-1)
+    target_b1 = _target(u_b, cumulative[:, -1])[:, None]
+    return jnp.argmax((cumulative > target_b1) & (sums_bn > 0), axis=-1)
+
+
 def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
     """Raw key data [B,2] of fold_in(key(seed), request) for uint32 seeds and request hashes."""
     key = lambda seed, request: jax.random.fold_in(jax.random.key(seed), request)
@@ -323,6 +345,7 @@ def sample(
     keys_b2: jax.Array,
     positions_b: jax.Array,
     layout: Layout | None = None,
+    numerics: str = "fast",
 ) -> Sample:
     """Draws one token per row with the key fold_in(fold_in(seed, request), position).
 
@@ -331,17 +354,25 @@ def sample(
       keys_b2: [B,2] uint32 from `row_keys`.
       positions_b: [B] int32 absolute position of the token to be drawn.
       layout: splits the rows and the vocabulary over a mesh; None draws on one device.
+      numerics: "invariant" draws and scores the same on every mesh, bit by bit.
     """
     args = logits_bv, rows, keys_b2, positions_b, *_asked(rows)
+    draw = _sample_tiles if numerics == "invariant" else _sample
     if layout is None or layout.mesh.size == 1:
-        return _sample(*args)
+        return draw(*args)
     by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()
     axis = layout.rules["vocab"]
-    draw = layout.shard(
-        functools.partial(_sample, shards=Shards(axis, layout.mesh.shape[axis])),
+    run = layout.shard(
+        functools.partial(draw, shards=Shards(axis, layout.mesh.shape[axis])),
         (layout.sharding(("batch", "vocab")).spec, by_row, by_row, by_row, whole, whole), by_row,
     )
-    return draw(*args)
+    return run(*args)
+
+
+def _sample_tiles(logits_bv, rows, keys_b2, positions_b, *asked, shards=WHOLE) -> Sample:
+    shards = dataclasses.replace(shards, is_invariant=True)
+    tile = lambda *arrays: _sample(*arrays, *asked, shards=shards)
+    return invariant.by_rows(tile, logits_bv, rows, keys_b2, positions_b)
 
 
 def _sample(
@@ -357,12 +388,12 @@ def _sample(
     token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b), shards)
     # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
     is_token_bv = id_1v == token[:, None]
-    total, raw_total, moment, scaled = shards.sum(jnp.stack([
-        jnp.sum(weights_bv, axis=-1),
-        jnp.sum(jnp.exp(scaled_bv), axis=-1),
-        jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1),
-        jnp.sum(jnp.where(is_token_bv, scaled_bv, 0.0), axis=-1),
-    ]))
+    total, raw_total, moment, scaled = shards.totals(
+        weights_bv,
+        jnp.exp(scaled_bv),
+        weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0),
+        jnp.where(is_token_bv, scaled_bv, 0.0),
+    )
     return Sample(
         token=token,
         logp_behav=scaled - jnp.log(total),
