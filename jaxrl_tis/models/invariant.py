@@ -89,10 +89,11 @@ def _fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> jax.Array:
     """[R,i] times w, whose axis `in_axis` is i -> [R,o] float32, on one device."""
-    columns = w.shape[1 - in_axis]
-    x_ri = _fill(x_ri, 1, K_TILE)
-    w = _fill(_fill(w, in_axis, K_TILE), 1 - in_axis, COLUMNS)
-    tiles = x_ri.shape[1] // K_TILE
+    columns, used = w.shape[1 - in_axis], -(-w.shape[in_axis] // K_TILE)
+    # A batch of one tile would be another kind of product: a tile of zeros goes with it.
+    tiles = max(2, used)
+    x_ri = _fill(x_ri, 1, tiles * K_TILE)
+    w = _fill(_fill(w, in_axis, tiles * K_TILE), 1 - in_axis, COLUMNS)
     dims = (((2,), (1,)), ((0,), (0,))) if in_axis == 0 else (((2,), (2,)), ((0,), (1,)))
 
     def block(start):
@@ -105,7 +106,7 @@ def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> 
             partial_kro = jax.lax.dot_general(
                 x_kri, w_block, dims, precision=precision, preferred_element_type=jnp.float32
             )
-            return tree_sum(jnp.moveaxis(partial_kro, 0, -1))
+            return tree_sum(jnp.moveaxis(partial_kro[:used], 0, -1))
 
         return by_rows(tile, x_ri)
 
