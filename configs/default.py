@@ -27,6 +27,8 @@ def get_config() -> ConfigDict:
     c.model.highest_head = False  # float32 output head at full precision (matters on TPU)
     c.model.quantization = "none"  # the engine's: the learner then computes the same 8-bit products
     c.model.unquantized = ()  # and the engine's here
+    # fast, or invariant: sampler and learner compute the same log-probs, bit by bit, at a cost
+    c.model.numerics = "fast"
     c.model.uaq_scale = 1.0  # times the size of an update beside a quantisation step (QuRL: 1.5)
 
     c.task = ConfigDict()

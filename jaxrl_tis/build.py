@@ -17,7 +17,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import quant, transformer, transforms
+from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
 
@@ -95,7 +95,10 @@ def assemble(
     program = transformer.Program(
         config.model.dtype, config.model.remat, config.model.highest_head, layout,
         quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
+        config.model.numerics,
     )
+    if program.is_invariant:
+        invariant.check(model, dict(layout.mesh.shape), program.quantization.scheme)
     learner = steps.Learner(
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
     )
@@ -117,8 +120,7 @@ def assemble(
         highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
         page_size=config.engine.page_size, num_pages=config.engine.num_pages or None,
         prefill_batch=config.engine.prefill_batch, prefill_chunk=config.engine.prefill_chunk,
-        unroll=config.engine.unroll,
-        layout=serving,
+        unroll=config.engine.unroll, layout=serving, numerics=config.model.numerics,
     )
     return Setup(
         config, tokenizer, model, layout, learner, packer, chosen,

@@ -77,6 +77,7 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
         learner.chunk,
         kept=kept,
         layout=learner.program.layout,
+        numerics=learner.program.numerics,
         **options,
     )
     return Scores(*(ratios.zero_padding(scatter(x), batch["mask"]) for x in found))
@@ -159,7 +160,10 @@ def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
         zeros = _zeros_like(jax.eval_shape(measure, params, micro))
         return jax.lax.cond(jnp.any(micro["mask"]), measure, lambda *_: zeros, params, micro)
 
-    return jax.jit(lambda params, batch: jax.lax.map(lambda micro: one(params, micro), batch))
+    return jax.jit(
+        lambda params, batch: jax.lax.map(lambda micro: one(params, micro), batch),
+        compiler_options=learner.program.compiler_options,
+    )
 
 
 def _zeros_like(tree: Any) -> Any:
@@ -276,7 +280,8 @@ def _make_step(
             updates = jax.tree.map(lambda u: u * minibatch["lr_scale"][0, 0], updates)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
 
-    return jax.jit(train_step, donate_argnums=(0,))
+    options = learner.program.compiler_options
+    return jax.jit(train_step, donate_argnums=(0,), compiler_options=options)
 
 
 def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTransformation):

@@ -10,7 +10,7 @@ from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tasks import TASKS
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, methods, presets, reduce
-from jaxrl_tis.models import quant, transformer
+from jaxrl_tis.models import invariant, quant, transformer
 
 DTYPES = ("float32", "bfloat16")
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
@@ -21,7 +21,7 @@ UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 
 def validate(config: ml_collections.ConfigDict) -> None:
     """ValueError listing every problem of the config, one a line."""
-    checks = (_names, _counts, _batches, _correction, _sampling)
+    checks = (_names, _counts, _batches, _correction, _sampling, _numerics)
     problems = [problem for check in checks for problem in check(config)]
     problems = problems or list(_traced(config))
     if problems:
@@ -50,6 +50,7 @@ def _names(config):
         "engine.cache_dtype": (config.engine.cache_dtype, (*DTYPES, "int8")),
         "engine.policy": (config.engine.policy, tuple(POLICIES)),
         "model.dtype": (config.model.dtype, DTYPES),
+        "model.numerics": (config.model.numerics, transformer.NUMERICS),
         "model.param_dtype": (config.model.param_dtype, DTYPES),
         "model.remat": (config.model.remat, transformer.REMAT),
         "optimizer.schedule": (config.optimizer.schedule, optimizer.SCHEDULES),
@@ -284,4 +285,27 @@ def _sampling(config):
             "top_k, top_p and min_p change the distribution that is sampled, and the learner "
             "scores the unfiltered one: every ratio is off by the kept mass; set rollout.kept_set "
             "to score what is kept, or rollout.allow_filter_bias=True to accept that"
+        )
+
+
+def _numerics(config):
+    """Two programs can only agree bit by bit on the same formats."""
+    if config.model.numerics != "invariant":
+        return
+    for name in ("dtype", "quantization", "unquantized"):
+        sampler, learner = config.engine[name], config.model[name]
+        if sampler != learner:
+            yield (
+                f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
+                f"model.{name} is {learner!r}: set both alike"
+            )
+    if config.engine.page_size != invariant.PAGE:
+        yield (
+            f"model.numerics is 'invariant' with pages of {invariant.PAGE} positions, but "
+            f"engine.page_size is {config.engine.page_size}"
+        )
+    if config.engine.cache_dtype not in (config.model.dtype, "float32"):
+        yield (
+            f"model.numerics is 'invariant', but engine.cache_dtype = {config.engine.cache_dtype} "
+            f"rounds keys of model.dtype = {config.model.dtype}: set both alike"
         )

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_tis.kernels import decode_attention
-from jaxrl_tis.models import attention, quant
+from jaxrl_tis.models import attention, invariant, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
+
+PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attention}
 
 
 def _codes(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
@@ -190,7 +192,10 @@ def _handed_on(cache: Any) -> Any:
     return cache.pool if isinstance(cache, LayerOf) else cache
 
 
-def fill(starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout: Layout):
+def fill(
+    starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout: Layout,
+    numerics: str = "fast",
+):
     """For chunks of prompts: row r holds lengths_r[r] tokens from position starts_r[r] on, which
     begins a page."""
 
@@ -202,7 +207,7 @@ def fill(starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout:
         paged = lambda x: jnp.swapaxes(x.reshape(-1, cache.size, n, k), 1, 2)
         cache = cache.write(pages_rm.reshape(-1), paged(k_rtnk), paged(v_rtnk))
         index_rt = starts_r[:, None] + jnp.minimum(jnp.arange(t)[None], lengths_r[:, None] - 1)
-        return attention.paged_attention(q_rthk, cache.read, table_rp, index_rt), cache
+        return PAGED[numerics](q_rthk, cache.read, table_rp, index_rt), cache
 
     def attend(q, k, v, cache):
         cache, rows = _layer_cache(cache), (starts_r, lengths_r, table_rp)
@@ -212,7 +217,10 @@ def fill(starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout:
     return attend
 
 
-def append(index_b: jax.Array, is_written_b: jax.Array, table_bp: jax.Array, layout: Layout):
+def append(
+    index_b: jax.Array, is_written_b: jax.Array, table_bp: jax.Array, layout: Layout,
+    numerics: str = "fast",
+):
     """For one new token of every slot, at place index_b[b] of its pages; a token whose key is
     there already (is_written False) writes to page 0."""
 
@@ -223,10 +231,11 @@ def append(index_b: jax.Array, is_written_b: jax.Array, table_bp: jax.Array, lay
         def generic(q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp):
             new = cache.append(page_b, index_b % cache.size, k_b1nk[:, 0], v_b1nk[:, 0])
             read = new.read
-            return attention.paged_attention(q_b1hk, read, table_bp, index_b[:, None]), new
+            return PAGED[numerics](q_b1hk, read, table_bp, index_b[:, None]), new
 
         args = q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp
-        if isinstance(cache, KV) or not decode_attention.is_supported(cache.size):
+        has_kernel = numerics == "fast" and decode_attention.is_supported(cache.size)
+        if isinstance(cache, KV) or not has_kernel:
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 

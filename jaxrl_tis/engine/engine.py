@@ -18,7 +18,7 @@ from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import Sample, SamplingParams, SamplingRows
 from jaxrl_tis.engine.shards import Shards
-from jaxrl_tis.models import quant, transformer, transforms
+from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
 
@@ -151,6 +151,8 @@ class Engine:
         in every slot.
       top_n: record so many of the likeliest tokens of every draw.
       num_kept: record what could be drawn, where that is at most so many tokens.
+      numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
+        the chunks of its prompt or the mesh, and are those of a learner with these numerics.
     """
 
     max_stop_ids = 8
@@ -177,6 +179,7 @@ class Engine:
         penalties: bool = False,
         top_n: int = 0,
         num_kept: int = 0,
+        numerics: str = "fast",
     ):
         self.config, self.slots, self.max_length = config, slots, max_length
         self.recipe = quant.Recipe(quantization, tuple(unquantized))
@@ -194,17 +197,23 @@ class Engine:
         self.num_logits = config.vocab_size if records_logits else 0
         self.quant_id = self.recipe.id if quantization != "none" else dtype
         self.program = transformer.Program(
-            dtype=dtype, highest_head=highest_head, layout=self.layout
+            dtype=dtype, highest_head=highest_head, layout=self.layout, numerics=numerics
         )
+        if self.program.is_invariant:
+            self._check_invariant()
+        options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
-        self._load = jax.jit(self._serving_params, out_shardings=self._params_shardings())
+        self._load = jax.jit(
+            self._serving_params, out_shardings=self._params_shardings(), **options
+        )
         rows, row = self.layout.sharding(("batch", None)), self.layout.sharding(("batch",))
         self._prefill = jax.jit(
-            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows), donate_argnums=(1,)
+            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows),
+            donate_argnums=(1,), **options,
         )
         self._insert = jax.jit(self._insert_rows, donate_argnums=(0,))
-        self._generate = jax.jit(self._decode, donate_argnums=(1,))
+        self._generate = jax.jit(self._decode, donate_argnums=(1,), **options)
 
     # Weights
 
@@ -284,6 +293,19 @@ class Engine:
                 f"top_n = {self.top_n} tokens of every draw, of the {vocab} that a device has"
             )
 
+    def _check_invariant(self) -> None:
+        invariant.check(self.config, dict(self.layout.mesh.shape), self.recipe.scheme)
+        if self.page_size != invariant.PAGE:
+            raise ValueError(
+                f"numerics='invariant' attends to pages of {invariant.PAGE} positions, "
+                f"engine.page_size is {self.page_size}"
+            )
+        if self.cache_dtype not in (self.dtype, "float32"):
+            raise ValueError(
+                f"numerics='invariant' needs keys as they were computed, in {self.dtype}; "
+                f"engine.cache_dtype is {self.cache_dtype}"
+            )
+
     # Prefill
 
     def bucket(self, length: int) -> int:
@@ -313,7 +335,8 @@ class Engine:
         self, params, state, tokens_rt, starts_r, lengths_r, table_rp
     ) -> DecodeState:
         positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
-        attend = cache.fill(starts_r, lengths_r, table_rp, self.layout)
+        numerics = self.program.numerics
+        attend = cache.fill(starts_r, lengths_r, table_rp, self.layout, numerics)
         _, kv = transformer.hidden(
             params, self.config, self.program, tokens_rt, positions_rt, attend, state.cache
         )
@@ -461,7 +484,8 @@ class Engine:
         is_running = slots.remaining > 0
         index_b = jnp.where(is_running, slots.position - shift_b, 0)
         is_written_b = is_running & (slots.position >= slots.cached)
-        attend = cache.append(index_b, is_written_b, table_bp, self.layout)
+        numerics = self.program.numerics
+        attend = cache.append(index_b, is_written_b, table_bp, self.layout, numerics)
         x_b1d, kv = transformer.hidden(
             params, self.config, self.program, slots.token[:, None], slots.position[:, None],
             attend, state.cache,
@@ -470,6 +494,7 @@ class Engine:
         drawn = sampling.sample(
             logits_bv, slots.rows, slots.key, slots.position + 1, self.layout,
             penalties=slots.penalties, top_n=self.top_n, num_kept=self.num_kept,
+            numerics=numerics,
         )
         recorded_bv = jnp.zeros((self.slots, 0))
         if self.num_logits:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_tis.engine import capture
 from jaxrl_tis.engine.shards import WHOLE, Shards
+from jaxrl_tis.models import invariant
 from jaxrl_tis.sharding import Layout
 
 if TYPE_CHECKING:
@@ -181,9 +182,9 @@ def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Suppo
     nearer of the two edges counts.
     """
     key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
-    total = lambda x_bv: shards.sum(jnp.sum(x_bv, axis=-1, keepdims=True))
-    count = lambda is_in_bv: total(is_in_bv.astype(jnp.int32))
-    mass = lambda is_in_bv: total(jnp.where(is_in_bv, raw_bv, 0.0))
+    add = lambda x_bv: shards.sum(jnp.sum(x_bv, axis=-1, keepdims=True))
+    count = lambda is_in_bv: add(is_in_bv.astype(jnp.int32))
+    mass = lambda is_in_bv: shards.totals(jnp.where(is_in_bv, raw_bv, 0.0))[0][:, None]
     weight = lambda key: jnp.exp(-jax.lax.bitcast_convert_type(key, jnp.float32))
     shape, all_tokens = (len(scaled_bv), 1), scaled_bv.shape[1] * shards.count
     top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
@@ -289,7 +290,11 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
     """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each; a token
     of weight zero is never drawn."""
     blocks, first = _blocks(weights_bv, shards)
-    block_b = _draw_block(jnp.sum(blocks, axis=-1), first, u_b2[:, 0], weights_bv.shape[1], shards)
+    if shards.is_invariant:
+        block_b = _draw_whole_block(invariant.tree_sum(blocks), u_b2[:, 0], shards)
+    else:
+        sums_bn, width = jnp.sum(blocks, axis=-1), weights_bv.shape[1]
+        block_b = _draw_block(sums_bn, first, u_b2[:, 0], width, shards)
     own_b = block_b - first
     within = jnp.take_along_axis(blocks, own_b[:, None, None], axis=1, mode="clip")[:, 0]
     is_here_b = (own_b >= 0) & (own_b < blocks.shape[1])
@@ -322,6 +327,14 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
     return jnp.where(block_b == MAX_INT, 0, block_b)
 
 
+def _draw_whole_block(sums_bn: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
+    """The same where every part holds whole blocks, from the sums of all blocks on each device."""
+    sums_bn = jnp.moveaxis(shards.gather(sums_bn), 0, 1).reshape(len(u_b), -1)
+    cumulative = jnp.cumsum(sums_bn, axis=-1)
+    target_b1 = _target(u_b, cumulative[:, -1])[:, None]
+    return jnp.argmax((cumulative > target_b1) & (sums_bn > 0), axis=-1)
+
+
 def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
     """Raw key data [B,2] of fold_in(key(seed), request) for uint32 seeds and request hashes."""
     key = lambda seed, request: jax.random.fold_in(jax.random.key(seed), request)
@@ -338,6 +351,7 @@ def sample(
     penalties: "Penalties | None" = None,
     top_n: int = 0,
     num_kept: int = 0,
+    numerics: str = "fast",
 ) -> Sample:
     """Draws one token per row with the key fold_in(fold_in(seed, request), position).
 
@@ -349,8 +363,12 @@ def sample(
       penalties: change the logits; None draws from them as they are.
       top_n: record so many of the likeliest tokens.
       num_kept: record supports of at most so many tokens.
+      numerics: "invariant" draws and scores the same on every mesh, bit by bit.
     """
-    draw = functools.partial(_sample, shards=Shards.of(layout), top_n=top_n, num_kept=num_kept)
+    draw = functools.partial(
+        _sample_tiles if numerics == "invariant" else _sample,
+        shards=Shards.of(layout), top_n=top_n, num_kept=num_kept,
+    )
     if layout is not None and layout.mesh.size > 1:
         by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()
         logits_spec = layout.sharding(("batch", "vocab")).spec
@@ -358,6 +376,14 @@ def sample(
         specs = logits_spec, changes, by_row, by_row, by_row, whole, whole
         draw = layout.shard(draw, specs, by_row)
     return draw(logits_bv, penalties, rows, keys_b2, positions_b, *_asked(rows))
+
+
+def _sample_tiles(
+    logits_bv, penalties, rows, keys_b2, positions_b, *asked, shards, **recorded
+) -> Sample:
+    shards = dataclasses.replace(shards, is_invariant=True)
+    tile = lambda *arrays: _sample(*arrays, *asked, shards=shards, **recorded)
+    return invariant.by_rows(tile, logits_bv, penalties, rows, keys_b2, positions_b)
 
 
 def _sample(
@@ -374,17 +400,17 @@ def _sample(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
     token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b), shards)
-    at_token = lambda x_bv: jnp.sum(jnp.where(id_1v == token[:, None], x_bv, 0.0), axis=-1)
+    at_token = lambda x_bv: jnp.where(id_1v == token[:, None], x_bv, 0.0)
     # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
     parts = [
-        jnp.sum(weights_bv, axis=-1),
-        jnp.sum(jnp.exp(raw_bv), axis=-1),
-        jnp.sum(weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0), axis=-1),
+        weights_bv,
+        jnp.exp(raw_bv),
+        weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0),
         at_token(scaled_bv),
     ]
     if penalties is not None:
         parts.append(at_token(raw_bv))
-    sums = shards.sum(jnp.stack(parts))
+    sums = shards.totals(*parts)
     total, raw_total, moment, scaled, raw = *sums[:4], sums[-1]
     top_ids = top_logps = None
     if top_n:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.models import invariant
 from jaxrl_tis.sharding import Layout
 
 
@@ -13,11 +14,13 @@ from jaxrl_tis.sharding import Layout
 class Shards:
     """How the vocabulary is split: `count` equal parts in order over a mesh axis, or one part.
 
-    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows.
+    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows, and
+    `totals` numbers over the vocabulary, in the order of invariant numerics if asked to.
     """
 
     axis: Any = None
     count: int = 1
+    is_invariant: bool = False
 
     @classmethod
     def of(cls, layout: Layout | None) -> "Shards":
@@ -32,6 +35,13 @@ class Shards:
 
     def sum(self, x: jax.Array) -> jax.Array:
         return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def totals(self, *numbers_bv: jax.Array) -> jax.Array:
+        """[n,B] sums of n arrays over the vocabulary."""
+        if self.is_invariant:
+            sums = [invariant.vocabulary_sum(x, self.axis, self.count) for x in numbers_bv]
+            return jnp.stack(sums)
+        return self.sum(jnp.stack([jnp.sum(x, axis=-1) for x in numbers_bv]))
 
     def max(self, x: jax.Array) -> jax.Array:
         return x if self.axis is None else jax.lax.pmax(x, self.axis)

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl_tis.kernels import logprob_chunked, logprob_pallas
+from jaxrl_tis.kernels import logprob_chunked, logprob_invariant, logprob_pallas
 from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Fields, Head, Kept, Moments
 
-BODIES = {"chunked": logprob_chunked, "pallas": logprob_pallas}
+BODIES = {
+    "chunked": logprob_chunked, "pallas": logprob_pallas, "invariant": logprob_invariant,
+}
 
 
 class Scores(NamedTuple):
@@ -147,6 +149,7 @@ def token_logprob(
     with_collision: bool = False,
     kept: Kept | None = None,
     layout: Any = None,
+    numerics: str = "fast",
 ) -> Scores:
     """Log-softmax of head(x) / temperature at the targets, and moments of that distribution.
 
@@ -166,6 +169,7 @@ def token_logprob(
       kept: sets that the distributions are restricted to; chunked on every platform.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
         "length", the head over those for "vocab" and "embed". None is one device.
+      numerics: "invariant" gives the sampler's bits on every platform, see models/invariant.py.
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout, head.vocab_size)
@@ -173,12 +177,16 @@ def token_logprob(
     run = lambda body: functools.partial(
         scores, Plan(body, cut, chunk, with_entropy, with_collision)
     )
-    if kept is None:
+    if kept is not None:
+        kept = Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn))
+    if numerics == "invariant":
+        found = run("invariant")(*inputs, kept)
+    elif kept is None:
         found = jax.lax.platform_dependent(
             *inputs, None, tpu=run("pallas"), default=run("chunked")
         )
     else:
-        found = run("chunked")(*inputs, Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn)))
+        found = run("chunked")(*inputs, kept)
     return Scores(*(s[:b, :n] for s in found))
 
 
@@ -201,9 +209,13 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept):
     def body(head, x, targets, temperature, kept):
         head = cut.whole_width(head, x)
         v = head.vocab_size
+        inputs = head, x, cut.local_ids(targets, v), temperature, cut.local_kept(kept, v)
+        if plan.body == "invariant":
+            count = cut.count(cut.vocab) if cut.vocab else 1
+            found, normaliser = logprob_invariant.finished(*inputs, plan.chunk, cut.vocab, count)
+            return Scores(*found), normaliser, None
         found, logits = BODIES[plan.body].moments(
-            head, x, cut.local_ids(targets, v), temperature, cut.local_kept(kept, v),
-            plan.chunk, plan.with_entropy, plan.with_collision,
+            *inputs, plan.chunk, plan.with_entropy, plan.with_collision
         )
         return *_finish(_combine(found, cut.vocab), plan), logits
 

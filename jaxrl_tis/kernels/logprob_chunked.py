@@ -107,12 +107,12 @@ class Fields(NamedTuple):
 
 def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision):
     """(Moments, logits [1,B,N,V] of a single chunk or None); arguments as in `token_logprob`."""
-    split, join = _chunks(targets_bn.shape, chunk)
+    split, join = chunks(targets_bn.shape, chunk)
     head = head.cast(x_bnd)[0]
 
     def body(carry, inputs):
         x, targets, temperature, kept = inputs
-        logits = _restrict(head.logits(x) / temperature[..., None], kept)
+        logits = restrict(head.logits(x) / temperature[..., None], kept)
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top)
         zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -123,7 +123,7 @@ def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, 
         found = Moments(top[..., 0], jnp.sum(weights, axis=-1), dot, squares, target)
         return carry, (found, logits if is_single else None)
 
-    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), _split_kept(split, kept)
+    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), split_kept(split, kept)
     is_single = len(inputs[0]) == 1
     _, (found, logits) = jax.lax.scan(body, None, inputs)
     return Moments(*map(join, found)), logits
@@ -131,7 +131,7 @@ def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, 
 
 def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
     """Gradients of x and, in float32, of the head's weight."""
-    split, join = _chunks(fields.targets.shape, chunk)
+    split, join = chunks(fields.targets.shape, chunk)
     head = head.cast(x_bnd)[0]
 
     def body(total, inputs):
@@ -140,7 +140,7 @@ def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
         x = jnp.where(is_live, x, 0)
         inverse = 1 / f.temperature[..., None]
         if logits is None:
-            logits = _restrict(head.logits(x) * inverse, kept)
+            logits = restrict(head.logits(x) * inverse, kept)
         logp = logits - f.normaliser[..., None]
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
         factor = f.g_logp[..., None]
@@ -153,12 +153,12 @@ def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
 
     fields = Fields(*map(split, fields))._replace(temperature=split(fields.temperature, 1))
     zeros = jnp.zeros(head.weight.shape, jnp.float32)
-    inputs = split(x_bnd), fields, _split_kept(split, kept), logits
+    inputs = split(x_bnd), fields, split_kept(split, kept), logits
     weight_bar, x_bar = jax.lax.scan(body, zeros, inputs)
     return join(x_bar), weight_bar
 
 
-def _restrict(logits: jax.Array, kept: Kept | None) -> jax.Array:
+def restrict(logits: jax.Array, kept: Kept | None) -> jax.Array:
     """The logits with everything outside the kept sets excluded; other shards' ids are dropped."""
     if kept is None:
         return logits
@@ -172,11 +172,11 @@ def _restrict(logits: jax.Array, kept: Kept | None) -> jax.Array:
     return jnp.where(is_kept, logits, EXCLUDED)
 
 
-def _split_kept(split, kept: Kept | None) -> Kept | None:
+def split_kept(split, kept: Kept | None) -> Kept | None:
     return None if kept is None else Kept(split(kept.ids_bnk, -1), split(kept.overflow_bn, True))
 
 
-def _chunks(shape: tuple[int, int], chunk: int):
+def chunks(shape: tuple[int, int], chunk: int):
     """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last filled up."""
     b, n = shape
     size = min(n, max(1, chunk // b))

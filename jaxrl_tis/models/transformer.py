@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_tis.kernels.logprob_chunked import Head
-from jaxrl_tis.models import attention, quant
+from jaxrl_tis.models import attention, invariant, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
 
 Params = dict[str, Any]
+NUMERICS = ("fast", "invariant")
 REMAT = {
     "none": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -44,6 +45,7 @@ class Program:
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
       quantization: the projections of float parameters that are multiplied as a sampler with this
         recipe does, with the gradients of the float products.
+      numerics: "fast", or "invariant": see models/invariant.py.
     """
 
     dtype: str = "float32"
@@ -51,6 +53,46 @@ class Program:
     highest_head: bool = False
     layout: Any = None
     quantization: quant.Recipe = quant.Recipe()
+    numerics: str = "fast"
+
+    def __post_init__(self):
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"numerics {self.numerics!r} is none of {', '.join(NUMERICS)}")
+
+    @property
+    def is_invariant(self) -> bool:
+        return self.numerics == "invariant"
+
+    @property
+    def compiler_options(self) -> dict | None:
+        """Of every jitted function that runs this program."""
+        return invariant.COMPILER_OPTIONS if self.is_invariant else None
+
+    def dot(self, x: jax.Array, w: Any, is_split_in: bool = False) -> jax.Array:
+        """`quant.dot`; a mesh cuts w along its input or, by default, its output."""
+        if self.is_invariant:
+            return invariant.dot(x, w, self.layout, is_split_in)
+        return quant.dot(x, w)
+
+    def rms_norm(self, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+        if self.is_invariant:
+            return invariant.rms_norm(x, scale, eps, self.layout, rms_norm)
+        return rms_norm(x, scale, eps)
+
+    def rotation(self, config: ModelConfig, positions_bt: jax.Array) -> tuple:
+        angles = functools.partial(_rotation, config)
+        if self.is_invariant:
+            return invariant.rotation(angles, positions_bt, self.layout)
+        return angles(positions_bt)
+
+    def rotate(self, x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        if self.is_invariant:
+            return invariant.rotate(x_bthk, cos, sin, self.layout, _rotate)
+        return _rotate(x_bthk, cos, sin)
+
+    def row_attention(self, q, k, v, segment_ids_bt) -> jax.Array:
+        module = invariant if self.is_invariant else attention
+        return module.row_attention(q, k, v, segment_ids_bt, self.layout)
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Pins an activation with these logical axes to the mesh."""
@@ -93,20 +135,22 @@ class Block(nnx.Module):
 
     def __call__(self, x_btd, config: ModelConfig, program: Program, rotation, attend):
         """Returns the new residual stream and what `attend` hands back (keys/values or a cache)."""
-        h_btd = rms_norm(x_btd, self.attn_norm[...], config.norm_eps)
-        q, k, v = self._qkv(h_btd, config, rotation)
+        h_btd = program.rms_norm(x_btd, self.attn_norm[...], config.norm_eps)
+        q, k, v = self._qkv(h_btd, config, program, rotation)
         out_bthk, carried = attend(q, k, v)
-        x_btd = x_btd + quant.dot(out_bthk.reshape(*x_btd.shape[:2], -1), self.o.get_value())
+        out_btq = out_bthk.reshape(*x_btd.shape[:2], -1)
+        x_btd = x_btd + program.dot(out_btq, self.o.get_value(), is_split_in=True)
         x_btd = program.constrain(x_btd, ("batch", "length", None))
-        h_btd = rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
-        gate = quant.dot(h_btd, self.gate.get_value())
-        up = quant.dot(h_btd, self.up.get_value())
-        x_btd = x_btd + quant.dot(jax.nn.silu(gate) * up, self.down.get_value())
+        h_btd = program.rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
+        gate = program.dot(h_btd, self.gate.get_value())
+        up = program.dot(h_btd, self.up.get_value())
+        gated = jax.nn.silu(gate) * up
+        x_btd = x_btd + program.dot(gated, self.down.get_value(), is_split_in=True)
         return program.constrain(x_btd, ("batch", "length", None)), carried
 
-    def _qkv(self, h_btd, config: ModelConfig, rotation):
+    def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
         def project(w, bias, heads):
-            y = quant.dot(h_btd, w.get_value())
+            y = program.dot(h_btd, w.get_value())
             y = y if bias is None else y + bias[...].astype(y.dtype).reshape(1, 1, -1)
             return y.reshape(*h_btd.shape[:2], heads, config.head_dim)
 
@@ -115,9 +159,9 @@ class Block(nnx.Module):
         k = project(self.k, biases[1], config.num_kv_heads)
         v = project(self.v, biases[2], config.num_kv_heads)
         if config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], config.norm_eps)
-            k = rms_norm(k, self.k_norm[...], config.norm_eps)
-        return _rotate(q, *rotation), _rotate(k, *rotation), v
+            q = program.rms_norm(q, self.q_norm[...], config.norm_eps)
+            k = program.rms_norm(k, self.k_norm[...], config.norm_eps)
+        return program.rotate(q, *rotation), program.rotate(k, *rotation), v
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param:
@@ -210,7 +254,7 @@ def hidden(
     or stacked like the layers; the last cache where scanned layers pass one on).
     """
     graphdef = _graph(Block, config)[0]
-    rotation = _rotation(config, positions_bt)
+    rotation = program.rotation(config, positions_bt)
 
     def layer(x_btd, layer_params, layer_cache):
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
@@ -233,14 +277,14 @@ def hidden(
         step = lambda carry, inputs: (layer(carry[0], inputs[0], (carry[1], inputs[1])), None)
         index_l = jnp.arange(config.num_layers)
         (x_btd, carried), _ = jax.lax.scan(step, (x_btd, cache), (layers, index_l))
-    return rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
+    return program.rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
 
 
 def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt) -> jax.Array:
     """[B,T,D] of whole rows; tokens attend within their segment."""
 
     def attend(q, k, v, _):
-        return attention.row_attention(q, k, v, segment_ids_bt, program.layout), None
+        return program.row_attention(q, k, v, segment_ids_bt), None
 
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
 
@@ -254,7 +298,8 @@ def output_head(params: Params, program: Program) -> Head:
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
     """x [..., D] -> logits [..., V] in float32."""
-    return output_head(params, program).logits(x)
+    head = output_head(params, program)
+    return invariant.logits(x, head, program.layout) if program.is_invariant else head.logits(x)
 
 
 def logits(params, config, tokens, positions=None, segment_ids=None, program=Program()):

@@ -1,0 +1,43 @@
+"""Log-probabilities in the order of sums of models/invariant.py, as the sampler computes its own."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.kernels import logprob_chunked
+from jaxrl_tis.models import invariant
+
+gradients = logprob_chunked.gradients
+
+
+def finished(head, x_bnd, targets_bn, temperature_bn, kept, chunk: int, axes: tuple, count: int):
+    """(logp, entropy, collision), normaliser [B,N] of the whole vocabulary, of which each of
+    `count` devices along mesh axes holds a part."""
+    split, join = logprob_chunked.chunks(targets_bn.shape, chunk)
+
+    def part(inputs):
+        x_bcd, targets_bc, temperature_bc, kept = inputs
+        logits_bcv = logprob_chunked.restrict(invariant.local_logits(x_bcd, head), kept)
+        v = logits_bcv.shape[-1]
+        rows = logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1)
+        found = invariant.by_rows(lambda *tile: _tile(*tile, axes, count), *rows)
+        return jax.tree.map(lambda x: x.reshape(targets_bc.shape), found)
+
+    kept = logprob_chunked.split_kept(split, kept)
+    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), kept
+    *scores, normaliser = map(join, jax.lax.map(part, inputs))
+    return tuple(scores), normaliser
+
+
+def _tile(logits_rv, targets_r, temperature_r, axes, count):
+    """As in engine/sampling.py: the largest logit is taken off before the temperature divides."""
+    top_r = jnp.max(logits_rv, axis=-1)
+    top_r = jax.lax.pmax(top_r, axes) if axes else top_r
+    scaled_rv = (logits_rv - top_r[:, None]) / temperature_r[:, None]
+    weights_rv = jnp.exp(scaled_rv)
+    add = lambda x_rv: invariant.vocabulary_sum(x_rv, axes, count)
+    is_target_rv = jnp.arange(logits_rv.shape[1])[None] == targets_r[:, None]
+    total_r = add(weights_rv)
+    logp_r = add(jnp.where(is_target_rv, scaled_rv, 0.0)) - jnp.log(total_r)
+    entropy_r = jnp.log(total_r) - add(weights_rv * scaled_rv) / total_r
+    collision_r = add(weights_rv * weights_rv) / total_r**2
+    return logp_r, entropy_r, collision_r, top_r / temperature_r + jnp.log(total_r)
