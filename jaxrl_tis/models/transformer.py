@@ -44,6 +44,8 @@ class Program:
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
       quantization: the projections of float parameters that are multiplied as a sampler with this
         recipe does, with the gradients of the float products.
+      kv_dtype: rows attend to keys and values as a cache of this dtype gives them back ("bfloat16"
+        or "int8"); None attends to them as they are.
     """
 
     dtype: str = "float32"
@@ -51,6 +53,7 @@ class Program:
     highest_head: bool = False
     layout: Any = None
     quantization: quant.Recipe = quant.Recipe()
+    kv_dtype: str | None = None
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Pins an activation with these logical axes to the mesh."""
@@ -240,6 +243,8 @@ def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt
     """[B,T,D] of whole rows; tokens attend within their segment."""
 
     def attend(q, k, v, _):
+        if program.kv_dtype is not None:
+            k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         return attention.row_attention(q, k, v, segment_ids_bt, program.layout), None
 
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
