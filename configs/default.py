@@ -106,6 +106,15 @@ def get_config() -> ConfigDict:
     c.correction.entropy_coeff = 0.0
     c.correction.controllers = ""  # joined by &, e.g. "ess_scale & adaptive_kl(kl_target=0.05)"
 
+    # Bounds of jaxrl_tis.gate on the gap of learner and sampler at the same weights; inf: none
+    c.gate = ConfigDict()
+    c.gate.required = False  # a run measures it before its first step, and stops above a bound
+    c.gate.max_d_mean = 0.05  # |logp_old - logp_behav| over tokens, nats
+    c.gate.max_d_p99 = 0.5
+    c.gate.max_d_max = float("inf")
+    c.gate.max_dp_max = 0.5  # largest |p_old - p_behav|
+    c.gate.max_k3 = 0.01  # KL of sampler to learner per token, nats
+
     c.optimizer = _optimizer(1e-4)
     c.critic = _optimizer(1e-4)  # used with advantage "gae"
     c.critic.value_clip = 0.5

@@ -52,6 +52,20 @@ class Setup:
     def row_length(self) -> int:
         return self.engine.max_length
 
+    def micro_batches(self, rows: dict[str, np.ndarray]):
+        """(what a log-prob takes, in micro-batches of the learner's layout; function from results
+        [M,R,T,...] to rows [N,T,...])."""
+        forward = batching.forward_fields(rows)
+        if self.packer is None:
+            size = self.config.train.microbatch_rows
+            micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
+            flat = lambda x: np.asarray(x).reshape(-1, *x.shape[2:])
+        else:
+            packing = self.packer.plan(batching.sequence_lengths(rows))
+            micro = packing.pack(forward)
+            flat = lambda x: packing.unpack(np.asarray(x), self.row_length)
+        return self.layout.put_batch(micro), flat
+
     def scheduler(self, engine: Engine, params: Any, version: int) -> Scheduler:
         """Of one of the engines, with these serving parameters."""
         config = self.config.engine

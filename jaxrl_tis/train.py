@@ -12,8 +12,8 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis import batch as batching
-from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, optimizer, report
-from jaxrl_tis import rollouts
+from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, mismatch, optimizer
+from jaxrl_tis import report, rollouts
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
@@ -98,7 +98,7 @@ class Trainer:
         sampled."""
         rows = batching.rows([s.trajectory for s in samples], self.setup.row_length)
         needs, policy = self.setup.correction.needs, state["policy"].params
-        micro, flat = self._micro_batches(rows)
+        micro, flat = self.setup.micro_batches(rows)
         scored = self._score(policy, micro)
         rows["logp_learner"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
         if "critic" in state:
@@ -123,19 +123,6 @@ class Trainer:
             name: flat(measure(policy, micro)) for name, measure in by_learner.items()
             if name in needs
         }
-
-    def _micro_batches(self, rows: dict[str, np.ndarray]):
-        """(what a log-prob takes in micro-batches, function from their results to rows)."""
-        forward = batching.forward_fields(rows)
-        if self.setup.packer is None:
-            size = self.setup.config.train.microbatch_rows
-            micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
-            flat = lambda x: np.asarray(x).reshape(-1, *x.shape[2:])
-        else:
-            packing = self.setup.packer.plan(batching.sequence_lengths(rows))
-            micro = packing.pack(forward)
-            flat = lambda x: packing.unpack(np.asarray(x), self.setup.row_length)
-        return self.setup.layout.put_batch(micro), flat
 
     def _minibatches(self, rows: dict[str, np.ndarray], seed: tuple[int, ...]):
         """Yields the updates' (minibatch, metrics of its packing)."""
@@ -287,6 +274,8 @@ class Run:
         self.writer = metrics.MetricsWriter(workdir)
         params = warm_up(self.setup, initial_params(self.setup), self.writer)
         self.state = initial_state(self.setup, params)
+        if self.setup.config.gate.required:
+            mismatch.require(self.setup, self.state["policy"].params)
         self.evaluate(0)
         self.save(0)
 
@@ -344,6 +333,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
     Raises:
       ValueError, FileNotFoundError: the config, data or model cannot be used; before any step.
       FloatingPointError: a loss or gradient is not finite; the last checkpoint is intact.
+      mismatch.MismatchError: with config.gate.required, learner and sampler are too far apart
+        before the first step.
     """
     workdir = pathlib.Path(workdir)
     setup = build(config)

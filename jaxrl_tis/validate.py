@@ -95,7 +95,8 @@ def _counts(config):
         "train.pack_length", "rollout.top_k",
         "rollout.kept_set", "rollout.overlong_buffer", "correction.kl_coeff",
         "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
-        "critic.weight_decay",
+        "critic.weight_decay", "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max",
+        "gate.max_dp_max", "gate.max_k3",
     ]
     for field in not_negative:
         if _read(config, field) < 0:

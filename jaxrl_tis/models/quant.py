@@ -112,6 +112,16 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
     return jnp.clip(x, low, high).astype(dtype), scale
 
 
+def stored(x: jax.Array, dtype: str) -> jax.Array:
+    """Keys or values [..., K] as a cache of this dtype gives them back, in x's dtype."""
+    if dtype == "int8":
+        codes, scale = quantize(x, axis=-1)
+        return (codes.astype(jnp.float32) * scale).astype(x.dtype)
+    # XLA may drop a conversion and its inverse, this it may not.
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
 def quantize_weight(w: jax.Array, scheme: str) -> QuantArray:
     """[..., in, out] float -> its QuantArray."""
     return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype), scheme=scheme)

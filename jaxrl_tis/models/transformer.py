@@ -46,6 +46,8 @@ class Program:
       quantization: the projections of float parameters that are multiplied as a sampler with this
         recipe does, with the gradients of the float products.
       numerics: "fast", or "invariant": see models/invariant.py.
+      kv_dtype: rows attend to keys and values as a cache of this dtype gives them back ("bfloat16"
+        or "int8"); None attends to them as they are.
     """
 
     dtype: str = "float32"
@@ -54,6 +56,7 @@ class Program:
     layout: Any = None
     quantization: quant.Recipe = quant.Recipe()
     numerics: str = "fast"
+    kv_dtype: str | None = None
 
     def __post_init__(self):
         if self.numerics not in NUMERICS:
@@ -284,6 +287,8 @@ def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt
     """[B,T,D] of whole rows; tokens attend within their segment."""
 
     def attend(q, k, v, _):
+        if program.kv_dtype is not None:
+            k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         return program.row_attention(q, k, v, segment_ids_bt), None
 
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]

@@ -1,0 +1,45 @@
+"""How far the sampler is from the learner at the same weights, and which cause moves it.
+
+    python -m jaxrl_tis.gate --config=configs/quickstart.py [--prompts=N] [--json=PATH]
+
+Without any update: samples the config's prompts with its engine, scores the tokens with the
+learner's program, and climbs from one to the other (`ladder.py`). The exit code is 1 above one of
+the bounds `config.gate.max_*`. docs/gate.md explains the numbers and the keys of the JSON.
+"""
+
+import json
+import pathlib
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from jaxrl_tis import mismatch
+from jaxrl_tis.build import build, initial_params, initial_state
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file; fields are overridden by --config.field=value.", lock_config=True
+)
+PROMPTS = flags.DEFINE_integer(
+    "prompts", None, "Prompts of the batch; default: config.rollout.prompts."
+)
+JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    setup = build(CONFIG.value)
+    prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
+    mismatch.check_prompts(setup, prompts)
+    params = initial_state(setup, initial_params(setup))["policy"].params
+    report = mismatch.measure(setup, params, prompts)
+    print(mismatch.table(report))
+    if JSON.value:
+        pathlib.Path(JSON.value).write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(bool(report["exceeded"]))
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config"])
+    app.run(main)

@@ -1,0 +1,202 @@
+"""From the learner's log-probs of sampled tokens to the sampler's, one change at a time.
+
+Every rung is a pair of log-probs of the same tokens under the same parameters, by two programs
+that differ in one thing. All but the last two are the learner's program over whole rows, with ever
+more of the sampler's settings:
+
+  dtype            compute dtype, and the dtype in which the sampler keeps the norms
+  excess_precision whether XLA may keep intermediate results in more precision than the dtype's
+  tensor_parallel  the training mesh -> a mesh of the sampler's tensor-parallel degree
+  weights          quantised weights, with the learner's treatment of activations
+  activations      quantised activations
+  kv_dtype         keys and values as the cache stores them
+  decode           rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
+                   one token at a time, other tiles and batch shapes
+  filter           the whole distribution -> what the sampling filters kept of it
+
+The signed differences of the rungs add up to logp_old - logp_behav at every token.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis import batch as batching
+from jaxrl_tis import sharding
+from jaxrl_tis import step as steps
+from jaxrl_tis.build import Setup
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.estimators import diagnostics, divergences, ratios
+from jaxrl_tis.models import quant
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What tells one scorer of rows from another; fields as in `Program`.
+
+    Attributes:
+      norm_dtype: dtype in which the scales of the norms are kept.
+      excess_precision: the compiler's xla_allow_excess_precision.
+    """
+
+    dtype: str
+    norm_dtype: str
+    excess_precision: bool
+    layout: sharding.Layout
+    quantization: quant.Recipe
+    kv_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One cause of the gap: the log-probs [N,T] on its two sides, `before` nearer the learner.
+
+    `is_same`: the config leaves no difference here, both sides are the same array.
+    """
+
+    cause: str
+    before: np.ndarray
+    after: np.ndarray
+    is_same: bool
+
+    @property
+    def difference(self) -> np.ndarray:
+        """[N,T] float64 in nats, without rounding."""
+        return self.before.astype(np.float64) - self.after.astype(np.float64)
+
+
+def learner_settings(setup: Setup) -> Settings:
+    program = setup.learner.program
+    return Settings(
+        program.dtype, setup.config.model.param_dtype, True, setup.layout, program.quantization
+    )
+
+
+def changes(setup: Setup) -> dict[str, dict[str, Any]]:
+    """Cause -> the fields of `Settings` that lead on to the sampler's, in the rungs' order."""
+    engine, learner = setup.engine, learner_settings(setup)
+    is_exact = engine.dtype == "float32"  # it holds every norm
+    is_kept = engine.cache_dtype in ("float32", engine.dtype)
+    return {
+        "dtype": dict(
+            dtype=engine.dtype, norm_dtype=learner.norm_dtype if is_exact else engine.dtype
+        ),
+        "excess_precision": dict(excess_precision=True),
+        "tensor_parallel": dict(layout=_serving_layout(setup)),
+        "weights": dict(quantization=_weights_alone(learner.quantization, engine.recipe)),
+        "activations": dict(quantization=engine.recipe),
+        "kv_dtype": dict(kv_dtype=None if is_kept else engine.cache_dtype),
+    }
+
+
+def _serving_layout(setup: Setup) -> sharding.Layout:
+    """The training layout, or that of the engine's tensor-parallel degree if it is another."""
+    mesh = setup.engine.layout.mesh
+    degree = mesh.shape["tensor"]
+    if degree == setup.layout.mesh.shape["tensor"]:
+        return setup.layout
+    return sharding.layout((1, 1, degree), sharding.SERVE_RULES, list(mesh.devices.flat)[:degree])
+
+
+def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe:
+    """The sampler's weights with the learner's activations."""
+    if sampler.scheme == "none":
+        return sampler
+    wanted = quant.Scheme(
+        quant.SCHEMES[sampler.scheme].dtype, quant.SCHEMES[learner.scheme].has_activations
+    )
+    [scheme] = [name for name, found in quant.SCHEMES.items() if found == wanted]
+    return dataclasses.replace(sampler, scheme=scheme)
+
+
+def sampling_filters(setup: Setup) -> SamplingParams:
+    """The run's filters at temperature 1."""
+    rollout = setup.config.rollout
+    return SamplingParams(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
+
+
+def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Array:
+    """Log-probs [M,R,T] of micro-batches by the learner's program with these settings."""
+    program = dataclasses.replace(
+        setup.learner.program, dtype=settings.dtype, layout=settings.layout,
+        quantization=settings.quantization, kv_dtype=settings.kv_dtype,
+    )
+    learner = dataclasses.replace(setup.update_learner, program=program)
+    params = settings.layout.put_params(_with_norms(params, settings.norm_dtype), setup.model)
+    micro = settings.layout.put_batch(micro)
+    compiled = steps.make_score(learner).lower(params, micro).compile(
+        compiler_options={"xla_allow_excess_precision": settings.excess_precision}
+    )
+    return compiled(params, micro)["logp"]
+
+
+def _with_norms(params: Any, dtype: str) -> Any:
+    cast = lambda path, x: x.astype(dtype) if path[-1].key.endswith("norm") else x
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Rung]:
+    """The rungs from the learner's log-probs to the recorded ones; 0 at padding.
+
+    Args:
+      params: the learner's parameters, those that sampled.
+      trajectories: N whole micro-batches of records of `setup.engine`.
+    """
+    rows = batching.rows(trajectories, setup.row_length)
+    micro, flat = setup.micro_batches(rows)
+    settings = learner_settings(setup)
+    before = flat(score(setup, settings, params, micro))
+    rungs = []
+    for cause, fields in changes(setup).items():
+        following = dataclasses.replace(settings, **fields)
+        is_same = following == settings
+        after = before if is_same else flat(score(setup, following, params, micro))
+        rungs.append(Rung(cause, before, after, is_same))
+        settings, before = following, after
+    behav, raw = rows["logp_behav"], _raw(trajectories, setup.row_length)
+    is_filtered = sampling_filters(setup).is_filtered
+    decoded = raw if is_filtered else behav
+    rungs.append(Rung("decode", before, decoded, False))
+    rungs.append(Rung("filter", decoded, behav, not is_filtered))
+    return rungs
+
+
+def _raw(trajectories: list[Trajectory], length: int) -> np.ndarray:
+    """logp_raw [N,T] as `batch.rows` lays out logp_behav."""
+    unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
+    return batching.rows(unfiltered, length)["logp_behav"]
+
+
+def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+    """What `docs/gate.md` calls the measures of two log-probs [N,T] of sampled tokens."""
+    return {name: float(x) for name, x in _gap(logp_old, logp_behav, mask).items()}
+
+
+@jax.jit
+def _gap(logp_old, logp_behav, mask):
+    log_ratio = ratios.safe_log_ratio(logp_old, logp_behav, mask)
+    found = divergences.divergence_metrics(log_ratio, mask)
+    found |= divergences.response_metrics(logp_old, logp_behav, mask)
+    found |= diagnostics.probability_metrics(logp_old, logp_behav, mask)
+    found |= diagnostics.offpolicy_metrics(logp_old, logp_behav, mask)
+    one_row = lambda x: x.reshape(1, -1)
+    p99 = divergences.sequence_percentiles(
+        one_row(jnp.abs(log_ratio)), one_row(mask), percentiles=(99,)
+    )
+    return {
+        "d_mean": found["mismatch/log_ratio_abs_mean"],
+        "d_p99": p99[0, 0, 0],
+        "d_max": found["mismatch/log_ratio_abs_max"],
+        "dp_max_mean": found["mismatch/dp_max/mean"],
+        "dp_max": found["mismatch/dp_max/max"],
+        "pearson": found["training/rollout_actor_probs_pearson_corr"],
+        "k1": found["rollout_corr/kl"],
+        "k3": found["rollout_corr/k3_kl"],
+        "chi2_token": found["rollout_corr/chi2_token"],
+        "chi2_seq": found["rollout_corr/chi2_seq"],
+        "ppl_ratio": found["rollout_corr/ppl_ratio"],
+    }

@@ -1,0 +1,141 @@
+"""The gap between learner and sampler at the same weights: measured, judged and printed.
+
+docs/gate.md explains the numbers; `python -m jaxrl_tis.gate` is the command.
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis import batch as batching
+from jaxrl_tis import ladder, rollouts
+from jaxrl_tis import step as steps
+from jaxrl_tis.build import MAX_LOGITS, Setup
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.estimators import agreement
+
+MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
+
+
+class MismatchError(RuntimeError):
+    """Learner and sampler differ by more than config.gate allows."""
+
+
+def sample(setup: Setup, params: Any, prompts: int) -> list[Trajectory]:
+    """Groups of responses to the first prompts of the config's task, by its engine."""
+    config = setup.config
+    prompter = rollouts.Prompter(setup.tokenizer, config.task)
+    records = next(
+        Batches(config.task.name, config.task.params, batch_size=prompts, seed=config.seed)
+    )
+    params_of = rollouts.sampling_params(
+        config, setup.tokenizer, config.rollout.temperature, is_filtered=True
+    )
+    requests = [
+        Request(f"gate/{i}/{record['id']}/{g}", prompter.ids(record), config.seed, params_of)
+        for i, record in enumerate(records) for g in range(config.rollout.group_size)
+    ]
+    scheduler = setup.scheduler(setup.engine, setup.engine.load(params), 0)
+    return rollouts.run(scheduler, requests)
+
+
+def check_prompts(setup: Setup, prompts: int) -> None:
+    """ValueError for a batch that the learner's micro-batches do not divide."""
+    count, size = prompts * setup.config.rollout.group_size, setup.config.train.microbatch_rows
+    if prompts < 1 or (setup.packer is None and count % size):
+        raise ValueError(
+            f"{prompts} prompts of {setup.config.rollout.group_size} samples cannot be cut into "
+            f"micro-batches of train.microbatch_rows = {size}; choose another --prompts"
+        )
+
+
+def support_share(setup: Setup, params: Any, rows: dict[str, np.ndarray]) -> float | None:
+    """Share of the sampled tokens that the sampling filters keep in the learner's distribution;
+    None without filters, or where the logits of a micro-batch are more than MAX_LOGITS."""
+    filters = ladder.sampling_filters(setup)
+    micro, _ = setup.micro_batches(rows)
+    num_logits = math.prod(micro["mask"].shape[1:]) * setup.model.vocab_size
+    if not filters.is_filtered or num_logits > MAX_LOGITS:
+        return None
+    logits = steps.make_logits(setup.update_learner)
+
+    @jax.jit
+    def outside(logits_btv, tokens_bt, mask_bt):
+        flat = logits_btv.reshape(-1, logits_btv.shape[-1])
+        kept = (sampling.distribution(flat, filters) > -np.inf).reshape(logits_btv.shape)
+        return agreement.kept_metrics(kept, kept, tokens_bt, mask_bt)["mismatch/kept_token_outside"]
+
+    lost = 0.0
+    for m in range(len(micro["mask"])):
+        part = {name: x[m : m + 1] for name, x in micro.items()}
+        share = outside(logits(params, part)[0], part["tokens"][0], part["mask"][0])
+        lost += float(share) * int(part["mask"].sum())
+    return 1.0 - lost / max(int(rows["mask"].sum()), 1)
+
+
+def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """The report on these records of `setup.engine` with these parameters, see docs/gate.md."""
+    rungs = ladder.climb(setup, params, trajectories)
+    rows = batching.rows(trajectories, setup.row_length)
+    mask = rows["mask"]
+    total = ladder.gap(rungs[0].before, rungs[-1].after, mask)
+    described = [
+        {"cause": r.cause, "is_same": r.is_same}
+        | ({} if r.is_same else ladder.gap(r.before, r.after, mask))
+        for r in rungs
+    ]
+    differing = [r for r in described if not r["is_same"]]
+    bounds = {name: setup.config.gate[f"max_{name}"] for name in MEASURES}
+    return {
+        "config": setup.config.name,
+        "sequences": len(trajectories),
+        "tokens": int(mask.sum()),
+        "total": total,
+        "rungs": described,
+        "largest": max(differing, key=lambda r: r["d_mean"])["cause"],
+        "inside_support": support_share(setup, params, rows),
+        "budgets": {name: bound for name, bound in bounds.items() if bound < math.inf},
+        # A gap that is no number is above every bound.
+        "exceeded": [name for name, bound in bounds.items() if not total[name] <= bound],
+    }
+
+
+def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
+    """The report on a fresh batch."""
+    check_prompts(setup, prompts)
+    return judge(setup, params, sample(setup, params, prompts))
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [f"{'cause':<18}" + "".join(f"{name:>12}" for name in MEASURES)]
+    numbers = lambda r: "".join(f"{r[name]:>12.3g}" for name in MEASURES)
+    for r in report["rungs"]:
+        lines.append(f"{r['cause']:<18}" + (f"{'same':>12}" if r["is_same"] else numbers(r)))
+    total = report["total"]
+    lines += [f"{'total':<18}" + numbers(total), f"largest: {report['largest']}"]
+    lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
+    if report["inside_support"] is not None:
+        lines.append(f"sampled tokens inside the learner's support: {report['inside_support']:.4f}")
+    for name in report["exceeded"]:
+        lines.append(f"{name} {total[name]:.4g} exceeds gate.max_{name}")
+    return "\n".join(lines)
+
+
+def require(setup: Setup, params: Any) -> None:
+    """Prints the gap at the start of a run; MismatchError above a bound of config.gate."""
+    report = measure(setup, params, setup.config.rollout.prompts)
+    print(table(report), flush=True)
+    if report["exceeded"]:
+        named = ", ".join(
+            f"{name} = {report['total'][name]:.4g} > {setup.config.gate[f'max_{name}']:.4g}"
+            for name in report["exceeded"]
+        )
+        raise MismatchError(
+            f"before step 0 the sampler is too far from the learner: {named}; the largest part is "
+            f"{report['largest']}. Change the engine, or raise gate.max_*"
+        )

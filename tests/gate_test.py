@@ -1,0 +1,218 @@
+"""The gap of sampler and learner at the same weights, found, attributed and refused."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import batch, build, ladder, mismatch, train
+from jaxrl_tis.build import initial_params
+from jaxrl_tis.data.tokenizer import load_tokenizer
+from tests import tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+SAME = dict(engine__quantization="none")
+FILTERED = dict(rollout__top_k=4, rollout__top_p=0.9, rollout__allow_filter_bias=True)
+
+
+def even_setup(**overrides):
+    """The tiny setup with a vocabulary that two devices can share."""
+    config = tiny.config(**overrides)
+    tokenizer = load_tokenizer("char")
+    size = tokenizer.vocab_size + tokenizer.vocab_size % 2
+    return build.assemble(config, build.small_model(config, size), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """(overrides) -> (setup, parameters, trajectories)."""
+    found = {}
+
+    def get(**overrides):
+        key = json.dumps(overrides, sort_keys=True)
+        if key not in found:
+            make = even_setup if "mesh__serve" in overrides else tiny.setup
+            setup = make(**overrides)
+            params = initial_params(setup)
+            found[key] = setup, params, mismatch.sample(setup, params, 4)
+        return found[key]
+
+    return get
+
+
+def climbed(sampled, **overrides):
+    setup, params, trajectories = sampled(**overrides)
+    rungs = ladder.climb(setup, params, trajectories)
+    return rungs, batch.rows(trajectories, setup.row_length)
+
+
+def differing(rungs):
+    return [r.cause for r in rungs if not r.is_same]
+
+
+def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
+    report = mismatch.judge(*sampled(**SAME))
+    assert 0 < report["total"]["d_max"] < 2e-5 and report["total"]["pearson"] > 0.999999
+    assert report["exceeded"] == [] and report["largest"] == "decode"
+    assert [r["cause"] for r in report["rungs"] if not r["is_same"]] == ["decode"]
+    assert report["inside_support"] is None
+
+
+def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
+    report = mismatch.judge(*sampled())
+    by_cause = {r["cause"]: r for r in report["rungs"]}
+    assert report["largest"] in ("weights", "activations")
+    assert min(by_cause[c]["d_mean"] for c in ("weights", "activations")) > 1e-3
+    assert all(by_cause[c]["is_same"] for c in ("dtype", "tensor_parallel", "kv_dtype", "filter"))
+
+
+@pytest.mark.parametrize("overrides, causes", [
+    ({}, ["weights", "activations", "decode"]),
+    (dict(engine__quantization="w8a16", engine__cache_dtype="int8"),
+     ["weights", "kv_dtype", "decode"]),
+    (dict(engine__dtype="bfloat16", engine__cache_dtype="bfloat16", mesh__serve=(1, 1, 2),
+          model__num_kv_heads=2, **FILTERED),  # and an even vocabulary
+     ["dtype", "tensor_parallel", "weights", "activations", "decode", "filter"]),
+    (dict(model__quantization="w8a8", model__unquantized=("down",), train__pack_length=16),
+     ["weights", "decode"]),
+])
+def test_the_rungs_add_up_to_the_gap_and_none_is_empty(sampled, overrides, causes):
+    rungs, rows = climbed(sampled, **overrides)
+    assert differing(rungs) == causes
+    setup, params, trajectories = sampled(**overrides)
+    samples = [train.rollouts.Sample(t, {}, "", 0.0, 0.0, 0) for t in trajectories]
+    with tiny.one_device():
+        state = {"policy": mock.Mock(params=params)}
+        learner = train.Trainer(setup).score(state, samples)["logp_learner"]
+    np.testing.assert_array_equal(rungs[0].before, learner)
+    gap = learner.astype(np.float64) - rows["logp_behav"]
+    np.testing.assert_array_equal(sum(r.difference for r in rungs), gap)
+    assert np.abs(gap[rows["mask"]]).max() > 1e-4
+    for r in rungs:
+        assert r.is_same == (not r.difference[rows["mask"]].any()), r.cause
+
+
+def test_all_rungs_together_stand_where_the_sampler_does(sampled):
+    """Rows in the sampler's settings and the engine differ by less than any setting does."""
+    overrides = dict(engine__quantization="w8a16", engine__cache_dtype="int8")
+    rungs, rows = climbed(sampled, **overrides)
+    mean = {r.cause: np.abs(r.difference[rows["mask"]]).mean() for r in rungs}
+    assert mean["decode"] < 0.05 * min(mean["weights"], mean["kv_dtype"])
+
+
+def test_a_float_cache_of_fewer_bits_is_seen():
+    """bfloat16 keys and values under float32 products: no compiler may skip the rounding."""
+    setup = tiny.setup(engine__quantization="none", engine__cache_dtype="bfloat16")
+    params = initial_params(setup)
+    rungs = {r.cause: r for r in ladder.climb(setup, params, mismatch.sample(setup, params, 4))}
+    kv, decode = (np.abs(rungs[c].difference).max() for c in ("kv_dtype", "decode"))
+    assert kv > 1e-5 and decode < 0.1 * kv
+
+
+def test_a_wrong_log_prob_is_found_and_refused(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    first = trajectories[0]
+    wrong = first.logp_behav.copy()
+    wrong[0] -= 1.0
+    moved = dataclasses.replace(first, logp_behav=wrong)
+    report = mismatch.judge(setup, params, [moved, *trajectories[1:]])
+    assert report["total"]["d_max"] == pytest.approx(1.0, abs=1e-4)
+    # k3 of one of n tokens is exp(1) - 1 - 1
+    assert report["total"]["k3"] == pytest.approx((np.e - 2) / report["tokens"], rel=1e-3)
+    assert report["largest"] == "decode" and "k3" in report["exceeded"]
+
+
+def test_a_gap_that_is_no_number_is_refused(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    broken = np.full_like(trajectories[0].logp_behav, np.nan)
+    moved = dataclasses.replace(trajectories[0], logp_behav=broken)
+    report = mismatch.judge(setup, params, [moved, *trajectories[1:]])
+    assert {"d_mean", "k3"} <= set(report["exceeded"])
+
+
+def test_filters_cost_the_kept_mass(sampled):
+    overrides = SAME | FILTERED
+    setup, params, trajectories = sampled(**overrides)
+    report = mismatch.judge(setup, params, trajectories)
+    filtered = {r["cause"]: r for r in report["rungs"]}["filter"]
+    lost = np.concatenate([t.logp_behav - t.logp_raw for t in trajectories])
+    assert filtered["d_mean"] == pytest.approx(lost.mean(), rel=1e-4) and lost.mean() > 0.1
+    assert report["largest"] == "filter" and report["inside_support"] == 1.0
+
+
+def test_tokens_outside_the_learners_support_are_counted(sampled):
+    setup, params, trajectories = sampled(**SAME, **FILTERED)
+    rows = batch.rows(trajectories, setup.row_length)
+    logits = mismatch.steps.make_logits(setup.learner)
+    micro, flat = setup.micro_batches(rows)
+    least = flat(logits(params, micro)).argmin(-1)  # of the first response token
+    row = rows["mask"][0].argmax()
+    tokens = trajectories[0].tokens.copy()
+    tokens[0] = least[0, row]
+    rows = batch.rows([dataclasses.replace(trajectories[0], tokens=tokens), *trajectories[1:]],
+                      setup.row_length)
+    share = mismatch.support_share(setup, params, rows)
+    assert share <= 1 - 1 / rows["mask"].sum() + 1e-6
+
+
+def test_a_batch_that_is_no_whole_number_of_micro_batches_is_refused():
+    setup = tiny.setup(rollout__group_size=2, rollout__prompts=8)
+    with pytest.raises(ValueError, match="3 prompts of 2 samples.*microbatch_rows = 4"):
+        mismatch.check_prompts(setup, 3)
+    mismatch.check_prompts(setup, 2)
+
+
+# In a run
+
+
+def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path, quick_compilation):
+    with pytest.raises(mismatch.MismatchError, match="d_mean = .* > 1e-06.*gate.max_"):
+        tiny.run(tmp_path, gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
+    assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
+
+
+def test_a_run_within_the_bounds_is_the_run_without_the_gate(
+    tmp_path, capsys, quick_compilation
+):
+    tiny.run(tmp_path, gate__required=True, **SAME, steps=1)
+    assert "largest: decode" in capsys.readouterr().out
+    first = lambda folder: next(r for r in tiny.lines(folder) if r["phase"] == "train")
+    assert first(tmp_path) == first(tiny.finished(**SAME, steps=1))
+
+
+# The command
+
+
+def test_the_command_exits_with_1_above_a_bound_and_writes_what_the_page_documents(tmp_path):
+    small = [f"--config.{field}" for field in (
+        "model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=32", "task.params.size=64",
+        "rollout.prompts=4", "rollout.group_size=2", "train.microbatch_rows=8", "engine.slots=8",
+        "engine.prefill_batch=4")]
+    environment = os.environ | {
+        "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+    def start(name, *arguments):
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxrl_tis.gate", "--config=configs/quickstart.py", *small,
+             f"--json={tmp_path / name}", *arguments],
+            cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    refused = start("refused", "--config.gate.max_d_mean=1e-6")
+    accepted = start("accepted", "--prompts=8")
+    output = refused.communicate(timeout=300)[0]
+    assert refused.returncode == 1 and "exceeds gate.max_d_mean" in output, output[-1500:]
+    report = json.loads((tmp_path / "refused").read_text())
+    assert report["exceeded"] == ["d_mean"] and report["sequences"] == 8
+    page = (ROOT / "docs" / "gate.md").read_text()
+    names = {*report, *report["total"], *(key for rung in report["rungs"] for key in rung)}
+    names |= {rung["cause"] for rung in report["rungs"]}
+    assert not [name for name in names if f"`{name}`" not in page]
+    output = accepted.communicate(timeout=300)[0]
+    assert accepted.returncode == 0, output[-1500:]
+    assert json.loads((tmp_path / "accepted").read_text())["sequences"] == 16
