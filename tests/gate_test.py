@@ -107,7 +107,7 @@ def test_all_rungs_together_stand_where_the_sampler_does(sampled):
 
 
 def test_a_float_cache_of_fewer_bits_is_seen():
-    """bfloat16 keys and values under float32 products: no compiler may skip the rounding."""
+    """bfloat16 keys and values under float32 products."""
     setup = tiny.setup(engine__quantization="none", engine__cache_dtype="bfloat16")
     params = initial_params(setup)
     rungs = {r.cause: r for r in ladder.climb(setup, params, mismatch.sample(setup, params, 4))}
