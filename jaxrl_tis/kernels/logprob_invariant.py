@@ -1,4 +1,4 @@
-"""Log-probabilities in the order of sums of models/invariant.py, as the sampler computes its own."""
+"""Log-probabilities with the sums of models/invariant.py, as the sampler computes its own."""
 
 import jax
 import jax.numpy as jnp
