@@ -209,14 +209,15 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept):
     def body(head, x, targets, temperature, kept):
         head = cut.whole_width(head, x)
         v = head.vocab_size
-        inputs = head, x, cut.local_ids(targets, v), temperature, cut.local_kept(kept, v)
+        inputs = (
+            head, x, cut.local_ids(targets, v), temperature, cut.local_kept(kept, v),
+            plan.chunk, plan.with_entropy, plan.with_collision,
+        )
         if plan.body == "invariant":
             count = cut.count(cut.vocab) if cut.vocab else 1
-            found, normaliser = logprob_invariant.finished(*inputs, plan.chunk, cut.vocab, count)
+            found, normaliser = logprob_invariant.finished(*inputs, cut.vocab, count)
             return Scores(*found), normaliser, None
-        found, logits = BODIES[plan.body].moments(
-            *inputs, plan.chunk, plan.with_entropy, plan.with_collision
-        )
+        found, logits = BODIES[plan.body].moments(*inputs)
         return *_finish(_combine(found, cut.vocab), plan), logits
 
     token_spec = PartitionSpec(cut.rows, cut.positions)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the order of sums of models/invariant.py, as the sampler computes its own."""
+"""Log-probabilities with the sums of models/invariant.py, as the sampler computes its own."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,12 @@ from jaxrl_tis.models import invariant
 gradients = logprob_chunked.gradients
 
 
-def finished(head, x_bnd, targets_bn, temperature_bn, kept, chunk: int, axes: tuple, count: int):
+def finished(
+    head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision,
+    axes: tuple, count: int,
+):
     """(logp, entropy, collision), normaliser [B,N] of the whole vocabulary, of which each of
-    `count` devices along mesh axes holds a part."""
+    `count` devices along mesh axes holds a part; the other arguments as in `token_logprob`."""
     split, join = logprob_chunked.chunks(targets_bn.shape, chunk)
 
     def part(inputs):
@@ -19,7 +22,8 @@ def finished(head, x_bnd, targets_bn, temperature_bn, kept, chunk: int, axes: tu
         logits_bcv = logprob_chunked.restrict(invariant.local_logits(x_bcd, head), kept)
         v = logits_bcv.shape[-1]
         rows = logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1)
-        found = invariant.by_rows(lambda *tile: _tile(*tile, axes, count), *rows)
+        plan = with_entropy, with_collision, axes, count
+        found = invariant.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
         return jax.tree.map(lambda x: x.reshape(targets_bc.shape), found)
 
     kept = logprob_chunked.split_kept(split, kept)
@@ -28,7 +32,7 @@ def finished(head, x_bnd, targets_bn, temperature_bn, kept, chunk: int, axes: tu
     return tuple(scores), normaliser
 
 
-def _tile(logits_rv, targets_r, temperature_r, axes, count):
+def _tile(logits_rv, targets_r, temperature_r, with_entropy, with_collision, axes, count):
     """As in engine/sampling.py: the largest logit is taken off before the temperature divides."""
     top_r = jnp.max(logits_rv, axis=-1)
     top_r = jax.lax.pmax(top_r, axes) if axes else top_r
@@ -38,6 +42,9 @@ def _tile(logits_rv, targets_r, temperature_r, axes, count):
     is_target_rv = jnp.arange(logits_rv.shape[1])[None] == targets_r[:, None]
     total_r = add(weights_rv)
     logp_r = add(jnp.where(is_target_rv, scaled_rv, 0.0)) - jnp.log(total_r)
-    entropy_r = jnp.log(total_r) - add(weights_rv * scaled_rv) / total_r
-    collision_r = add(weights_rv * weights_rv) / total_r**2
+    entropy_r = collision_r = jnp.zeros_like(logp_r)
+    if with_entropy:
+        entropy_r = jnp.log(total_r) - add(weights_rv * scaled_rv) / total_r
+    if with_collision:
+        collision_r = add(weights_rv * weights_rv) / total_r**2
     return logp_r, entropy_r, collision_r, top_r / temperature_r + jnp.log(total_r)

@@ -31,7 +31,8 @@ from jaxrl_tis.models.config import ModelConfig
 ROWS, K_TILE, COLUMNS, PAGE, VOCAB_BLOCK = 16, 64, 32, 16, 128
 SCHEMES = ("none", "w8a16", "w8a8")
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-MAX_UNROLLED = 32  # terms of a sum that are added one by one without a loop
+# Numbers that are added one by one, and in pairs, without a loop: more take long to compile.
+MAX_UNROLLED, MAX_PAIRED = 32, 8
 
 
 # Sums
@@ -50,8 +51,13 @@ def tree_sum(x: jax.Array) -> jax.Array:
         x = functools.reduce(jnp.add, [x[..., i] for i in range(odd)])
     else:
         x = jax.lax.fori_loop(1, odd, lambda i, total: total + x[..., i], x[..., 0])
+    pairs = lambda x: x[..., 0::2] + x[..., 1::2]
+    if x.shape[-1] > MAX_PAIRED:
+        fill = jnp.zeros((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
+        level = lambda _, x: jnp.concatenate([pairs(x), fill], axis=-1)
+        return jax.lax.fori_loop(0, x.shape[-1].bit_length() - 1, level, x)[..., 0]
     while x.shape[-1] > 1:
-        x = x[..., 0::2] + x[..., 1::2]
+        x = pairs(x)
     return x[..., 0]
 
 
@@ -399,7 +405,8 @@ def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
     sizes = {
         "columns of q": (q, COLUMNS), "columns of k and v": (kv, COLUMNS),
         "columns of gate and up": (config.mlp_dim, COLUMNS), "rows of o": (q, K_TILE),
-        "rows of down": (config.mlp_dim, K_TILE), "the vocabulary": (config.vocab_size, VOCAB_BLOCK),
+        "rows of down": (config.mlp_dim, K_TILE),
+        "the vocabulary": (config.vocab_size, VOCAB_BLOCK),
     }
     problems = [
         f"{name}, {size}, cannot be cut into {parts} parts of whole tiles of {tile}"

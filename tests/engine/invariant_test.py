@@ -1,6 +1,5 @@
 """Sampler and learner give one log-prob to a token, bit by bit, on every mesh, batch and chunk."""
 
-import dataclasses
 import functools
 
 import jax

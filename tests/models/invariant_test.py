@@ -1,0 +1,183 @@
+"""The pieces of invariant numerics, each with a form of it that is not invariant."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_tis import sharding
+from jaxrl_tis.kernels.logprob import token_logprob
+from jaxrl_tis.kernels.logprob_chunked import Kept
+from jaxrl_tis.models import invariant, transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+CONFIG = ModelConfig(
+    family="qwen3", vocab_size=256, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=32, mlp_dim=128, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
+    qkv_bias=False, qk_norm=True, tie_embeddings=True,
+)
+RNG = np.random.default_rng(0)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def jit(f):
+    return jax.jit(f, compiler_options=invariant.COMPILER_OPTIONS)
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def layout(tensor):
+    return sharding.layout((1, 1, tensor), sharding.SERVE_RULES)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 12, 16, 96, 33 * 64])
+def test_a_tree_is_the_sum_of_its_parts_trees(count):
+    x = normal(4, count)
+    whole = np.asarray(jit(invariant.tree_sum)(x))
+    np.testing.assert_allclose(whole, np.asarray(x, np.float64).sum(-1), atol=1e-3)
+    parts = 1
+    while count % (2 * parts) == 0:
+        parts *= 2
+        sums = [np.asarray(jit(invariant.tree_sum)(p)) for p in np.split(np.asarray(x), parts, -1)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
+        np.testing.assert_array_equal(sums[0], whole)
+
+
+def split_product(x, w, count, add):
+    """x @ w on `count` devices that hold parts of the inputs, whose products `add` sums."""
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices)
+    local = lambda x, w: add(invariant.product(x, w))
+    specs = P(None, "tensor"), P("tensor", None)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    return np.asarray(jit(run)(x, w))
+
+
+@DTYPES
+def test_a_product_over_devices_is_that_of_one(dtype):
+    x, w = normal(20, 512, dtype=dtype), normal(512, 96, dtype=dtype)
+    whole = np.asarray(jit(invariant.product)(x, w))
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    np.testing.assert_allclose(whole, exact, atol=1e-3)
+    is_changed = {}
+    for count in (2, 4, 8):
+        tree = lambda y: invariant.butterfly(y, "tensor", count)
+        np.testing.assert_array_equal(split_product(x, w, count, tree), whole)
+        summed = split_product(x, w, count, lambda y: jax.lax.psum(y, "tensor"))
+        is_changed[count] = (summed != whole).any()
+    assert is_changed == {2: False, 4: True, 8: True}  # of two numbers there is one sum
+
+
+@DTYPES
+def test_a_row_has_one_product_in_every_batch(dtype):
+    x, w = normal(48, 320, dtype=dtype), normal(320, 96, dtype=dtype)
+    whole = np.asarray(jit(invariant.product)(x, w))
+    for rows in (1, 2, 3, 8, 16, 17):
+        np.testing.assert_array_equal(jit(invariant.product)(x[-rows:], w), whole[-rows:])
+    for columns in (32, 64):
+        np.testing.assert_array_equal(jit(invariant.product)(x, w[:, :columns]), whole[:, :columns])
+
+
+@pytest.mark.parametrize("name, value", [("K_TILE", 32), ("K_TILE", 128)])
+def test_another_tile_is_another_product(name, value, monkeypatch):
+    x, w = normal(48, 512), normal(512, 96)
+    whole = np.asarray(jit(invariant.product)(x, w))
+    monkeypatch.setattr(invariant, name, value)
+    other = np.asarray(jit(lambda x, w: invariant.product(x, w))(x, w))
+    assert (other != whole).mean() > 0.1
+
+
+def test_a_plain_product_depends_on_the_batch():
+    x, w = normal(16, 1024), normal(1024, 256)
+    dot = jit(lambda x, w: x @ w)
+    assert (np.asarray(dot(x[:1], w)) != np.asarray(dot(x, w))[:1]).any()
+
+
+def scaled_residual(x_rd, scale):
+    return x_rd + x_rd * scale.reshape(1, -1)
+
+
+def normed(x_rd, scale):
+    return transformer.rms_norm(x_rd, scale, 1e-6)
+
+
+def test_without_the_flag_a_rounding_is_left_out_where_operations_are_fused():
+    x, scale = normal(16, 256, dtype="bfloat16"), normal(256, dtype="bfloat16")
+    apart = np.asarray(jit(normed)(jit(scaled_residual)(x, scale), scale))
+    fused = lambda x, scale: normed(scaled_residual(x, scale), scale)
+    np.testing.assert_array_equal(np.asarray(jit(fused)(x, scale)), apart)
+    assert (np.asarray(jax.jit(fused)(x, scale)) != apart).mean() > 0.1
+
+
+def kept_sets(count, size):
+    ids = np.stack([RNG.permutation(CONFIG.vocab_size)[:size] for _ in range(count)])
+    return ids.astype(np.int32)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_log_probs_of_kept_sets_are_those_of_fast_numerics(tensor):
+    x, ids = normal(2, 9, 64), kept_sets(18, 12).reshape(2, 9, 12)
+    kept = Kept(jnp.asarray(ids), jnp.zeros((2, 9), bool).at[0, 3].set(True))
+    head = transformer.output_head({"embed": normal(256, 64)}, transformer.Program())
+    args = head, x, jnp.asarray(ids[..., 5]), jnp.full((2, 9), 0.7)
+
+    def scores(numerics, layout):
+        options = dict(with_entropy=True, kept=kept, layout=layout, numerics=numerics)
+        return jit(lambda *args: token_logprob(*args, 8, **options))(*args)
+
+    single = scores("invariant", None)
+    for found, expected in zip(single, scores("fast", None)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(scores("invariant", layout(tensor)), single):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_gradients_are_those_of_fast_numerics(quick_compilation):
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    params = transformer.init(config, jax.random.key(0))
+    tokens = jnp.asarray(RNG.integers(0, 256, (2, 19)), jnp.int32)
+
+    def gradient(program):
+        head = lambda params: transformer.output_head(params, program)
+
+        def loss(params):
+            segments, positions = jnp.ones_like(tokens), jnp.arange(19)[None] + 0 * tokens
+            x = transformer.rows_hidden(params, config, program, tokens, positions, segments)
+            found = token_logprob(
+                head(params), x, tokens, jnp.ones(tokens.shape), 64, with_entropy=True,
+                layout=program.layout, numerics=program.numerics,
+            )
+            return jnp.sum(found.logp + 0.1 * found.entropy)
+
+        return jax.jit(jax.grad(loss), compiler_options=program.compiler_options)(params)
+
+    program = transformer.Program(layout=layout(2), remat="dots", numerics="invariant")
+    found, fast = gradient(program), gradient(transformer.Program())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(fast), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("changes, mesh, message", [
+    ({}, dict(tensor=4), "columns of k and v, 64, cannot be cut into 4 parts of whole tiles of 32"),
+    ({}, dict(tensor=4), "rows of down, 128, cannot be cut into 4 parts of whole tiles of 64"),
+    ({"vocab_size": 384}, dict(tensor=2), "the vocabulary, 384, cannot be cut into 2 parts"),
+    ({}, dict(tensor=3), "3 tensor shards are no power of two"),
+    ({}, dict(context=2), "rows are cut into 2 context shards"),
+])
+def test_what_the_contract_does_not_cover_is_refused(changes, mesh, message):
+    config = dataclasses.replace(CONFIG, **changes)
+    with pytest.raises(ValueError, match=message):
+        invariant.check(config, dict(tensor=1, context=1) | mesh, "none")
+
+
+def test_float8_is_refused():
+    with pytest.raises(ValueError, match="'fp8_w8a8' sums floats of 8 bits; use none, w8a16, w8a8"):
+        invariant.check(CONFIG, dict(tensor=2, context=1), "fp8_w8a8")
+    invariant.check(CONFIG, dict(tensor=2, context=1), "w8a8")
