@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl_tis.engine.engine import ResultTokens
+from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler

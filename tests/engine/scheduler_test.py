@@ -5,8 +5,8 @@ import inspect
 import numpy as np
 import pytest
 
-from jaxrl_tis.engine.engine import EngineProtocol
 from jaxrl_tis.engine.policies import POLICIES, ShortestPrompt
+from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from tests import arithmetic
