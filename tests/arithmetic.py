@@ -104,6 +104,7 @@ class Engine:
         self.num_pages = num_pages or slots // shards * per_slot + 2
         self.prefilled = []  # of each call: (start, tokens) of its chunks
         self.inserted = []  # of each call: {slot: id}
+        self.verified = []  # of each call: tokens drafted in each slot
         self.reads = {}  # (id, position of the query) -> positions it read
 
     def bucket(self, length):
@@ -172,14 +173,43 @@ class Engine:
         logits = np.stack([logp, logp - 0.5], axis=-1)  # a vocabulary of two
         return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
 
+    def verify(self, params, state, drafts, counts, table, shift):
+        state = self._use(state)
+        width = drafts.shape[1] + 1
+        out = np.full((width, self.slots), -9), np.full((width, self.slots), np.nan)
+        valid, remaining = np.zeros((width, self.slots), bool), np.zeros(self.slots, int)
+        self.verified.append(counts.tolist())
+        for b, slot in enumerate(state.slots):
+            if slot is None:
+                assert not table[b].any() and not counts[b], f"slot {b} is free"
+                continue
+            assert counts[b] < slot.remaining, "a draft beyond the last token"
+            guessed = drafts[b, : counts[b]]
+            for t, token in enumerate(guessed, 1):  # all keys are written before one is read
+                self._write_one(params, state, b, table[b], token, slot.position + t, int(shift[b]))
+            for t in range(counts[b] + 1):
+                drawn_tb = self._draw(params, state, b, table[b], int(shift[b]))
+                (out[0][t, b], out[1][t, b]), valid[t, b] = drawn_tb, True
+                if not slot.remaining or t < counts[b] and slot.token != guessed[t]:
+                    break
+            remaining[b] = slot.remaining
+            if not slot.remaining:
+                state.slots[b] = None
+        tokens, logp = out
+        logits = np.stack([logp, logp - 0.5], axis=-1)
+        return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
+
+    def _write_one(self, weights, state, b, pages, token, position, shift):
+        page, offset = divmod(position - shift, self.page_size)
+        assert pages[page] > 0, "page 0 belongs to nobody"
+        at = b * self.shards // self.slots, pages[page], offset
+        state.keys[at], state.positions[at] = key(int(token), position, weights), position
+
     def _draw(self, weights, state, b, pages, shift):
         slot, shard = state.slots[b], b * self.shards // self.slots
         index = slot.position - shift
-        page, offset = pages[index // self.page_size], index % self.page_size
         if slot.position >= slot.cached:
-            assert page > 0, "page 0 belongs to nobody"
-            state.keys[shard, page, offset] = key(slot.token, slot.position, weights)
-            state.positions[shard, page, offset] = slot.position
+            self._write_one(weights, state, b, pages, slot.token, slot.position, shift)
         read = pages[: index // self.page_size + 1]
         seen = lambda pool: pool[shard, read].reshape(-1)[: index + 1]
         self.reads[slot.request.id, slot.position] = seen(state.positions).tolist()

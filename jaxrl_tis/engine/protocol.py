@@ -35,7 +35,8 @@ class Insertion:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ResultTokens:
-    """What one `generate` call drew, arrays [K,B]; entries with `valid` False are meaningless.
+    """What one `generate` or `verify` call drew, arrays [K,B]; entries with `valid` False are
+    meaningless.
 
     `logits` [K,B,V] are log-probs of the distributions drawn from, V = 0 unless recorded.
     `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
@@ -82,4 +83,8 @@ class EngineProtocol(Protocol):
     def release(self, state: Any, slots: list[int]) -> Any: ...
     def generate(
         self, params: Any, state: Any, table: np.ndarray, shift: np.ndarray
+    ) -> tuple[Any, ResultTokens]: ...
+    def verify(
+        self, params: Any, state: Any, drafts: np.ndarray, counts: np.ndarray, table: np.ndarray,
+        shift: np.ndarray,
     ) -> tuple[Any, ResultTokens]: ...

@@ -6,11 +6,11 @@
    own copy of the last page only, if the prompt does not fill it.
 3. `step` prefills at most `prefill_calls` chunks while others decode, and puts requests whose
    prompt is filled into their slots.
-4. `step` gives running sequences the pages that the next K tokens need. When none are left, the
-   youngest sequence of the shard loses its pages and waits again; the oldest never does, and all
-   pages of a shard hold the longest sequence, so every request ends.
-5. `step` calls `generate` once, stamps the tokens with the weights' version, frees the slots of
-   finished requests and returns their trajectories.
+4. `step` proposes drafts, if it is to, and gives running sequences the pages that the next tokens
+   need. When none are left, the youngest sequence of the shard loses its pages and waits again; the
+   oldest never does, and all pages of a shard hold the longest sequence, so every request ends.
+5. `step` calls `generate` or `verify` once, stamps the tokens with the weights' version, frees the
+   slots of finished requests and returns their trajectories.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.pages import NULL, Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefixes import Prefix, Prefixes
@@ -56,7 +57,8 @@ class Stats:
     """Counts since the scheduler was made.
 
     Attributes:
-      tokens: drawn; slot_steps: decode steps times slots, so tokens / slot_steps is the occupancy.
+      tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
+      drafted, accepted: tokens of drafts.
       prefilled, shared: prompt tokens computed, and taken over from another sample of the group.
       preempted: sequences that lost their pages to older ones; evicted: pages.
       engine_seconds: spent in or waiting for the engine; seconds: in `step`.
@@ -64,7 +66,10 @@ class Stats:
 
     calls: int = 0
     tokens: int = 0
+    busy: int = 0
     slot_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
     prefilled: int = 0
     shared: int = 0
     preempted: int = 0
@@ -74,7 +79,7 @@ class Stats:
 
     @property
     def occupancy(self) -> float:
-        return self.tokens / max(self.slot_steps, 1)
+        return self.busy / max(self.slot_steps, 1)
 
     def since(self, before: "Stats") -> "Stats":
         """What was counted after a copy was made."""
@@ -96,6 +101,7 @@ class Scheduler:
       divide: a sequence that drew so many tokens since it got its slot makes room for a waiting
         one that now comes before it, and keeps its pages while there are enough; 0 never.
       retention: pages that a sequence keeps; None keeps all.
+      drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings; runs in a thread of its own.
     """
 
@@ -111,6 +117,7 @@ class Scheduler:
         prefill_calls: int = 4,
         divide: int = 0,
         retention: Retention | None = None,
+        drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
     ):
         self._engine = engine
@@ -119,6 +126,7 @@ class Scheduler:
         self._policy = policy or FirstCome()
         self._max_pending = max_pending
         self._prefill_calls, self._divide, self._retention = prefill_calls, divide, retention
+        self._drafts = drafts
         self._decode, self._texts = decode, ThreadPoolExecutor(1)
         self._waiting = Waiting(self._policy, max_bypass)
         self._slots: dict[int, Sequence] = {}
@@ -146,6 +154,8 @@ class Scheduler:
         running sequences may read the old ones."""
         self._params, self._version = params, version
         self._prefixes.forget()
+        if self._drafts:
+            self._drafts.forget()
 
     def add(self, request: Request) -> None:
         """Queues a request; ValueError when it can never run or its id is alive, Full when
@@ -159,6 +169,8 @@ class Scheduler:
         request = dataclasses.replace(request, prompt=prompt)
         self._waiting.add(Sequence.of(request, self._arrivals, self._waiting.admissions))
         self._arrivals += 1
+        if self._drafts:
+            self._drafts.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next step returns what it has, with stop_reason "abort" unless a
@@ -190,9 +202,10 @@ class Scheduler:
         start = time.perf_counter()
         self._admit()
         self._fill()
-        self._grow()
+        width, drafts = self._propose()
+        self._grow(width)
         if self._running():
-            self._collect(self._generate())
+            self._collect(self._generate(width, drafts), drafts)
         finished = self._returned()
         self.stats.seconds += time.perf_counter() - start
         return finished
@@ -350,7 +363,7 @@ class Scheduler:
         return bool(parked)
 
     def _drop_idle(self, key: bytes) -> None:
-        """Nobody waits with these tokens: their shared pages go, as far as nobody waits for them."""
+        """Lets shared pages of these tokens go that nobody will ask for."""
         if not self._waiting.has(key):
             self._prefixes.drop(key)
 
@@ -411,6 +424,8 @@ class Scheduler:
             sequence.is_running = True
             self._shift[sequence.slot] = sequence.shift
             self._tabulate(sequence)
+            if self._drafts:
+                self._drafts.begin(sequence)
 
     def _tabulate(self, sequence: Sequence) -> None:
         self._table[sequence.slot] = NULL
@@ -418,13 +433,21 @@ class Scheduler:
 
     # Decode
 
-    def _grow(self) -> None:
+    def _propose(self) -> tuple[int, dict[Sequence, list[int]]]:
+        """(tokens that the next call may draw, drafts if there are any)."""
+        if self._drafts:
+            length, drafts = self._drafts.propose(self._running())
+            if length:
+                return length + 1, drafts
+        return self._engine.steps, {}
+
+    def _grow(self, width: int) -> None:
         """Pages for the next tokens of every running sequence, the oldest first."""
-        steps, size = self._engine.steps, self._engine.page_size
+        size = self._engine.page_size
         for sequence in self._running():
             if not sequence.is_running:
                 continue  # lost its slot to an older one
-            end = sequence.length - 1 + min(steps, sequence.remaining) - sequence.shift
+            end = sequence.length - 1 + min(width, sequence.remaining) - sequence.shift
             count = -(-end // size) - len(sequence.pages)
             if count <= 0:
                 continue
@@ -450,13 +473,21 @@ class Scheduler:
         self.stats.preempted += 1
         return youngest is not sequence
 
-    def _generate(self) -> ResultTokens:
+    def _generate(self, width: int, drafts: dict[Sequence, list[int]]) -> ResultTokens:
+        engine, arrays = self._engine, (self._table, self._shift)
         if self._left:
-            self._state = self._timed(self._engine.release, self._state, sorted(self._left))
+            self._state = self._timed(engine.release, self._state, sorted(self._left))
             self._left.clear()
-        self._state, result = self._timed(
-            self._engine.generate, self._params, self._state, self._table, self._shift
-        )
+        call = engine.generate
+        if drafts:
+            tokens = np.zeros((engine.slots, width - 1), np.int32)
+            counts = np.zeros(engine.slots, np.int32)
+            for sequence, draft in drafts.items():
+                if sequence.is_running:
+                    tokens[sequence.slot, : len(draft)] = draft
+                    counts[sequence.slot] = len(draft)
+            call, arrays = engine.verify, (tokens, counts, *arrays)
+        self._state, result = self._timed(call, self._params, self._state, *arrays)
         return self._timed(jax.tree.map, np.asarray, result)
 
     def _timed(self, call: Callable, *args) -> Any:
@@ -465,10 +496,12 @@ class Scheduler:
         self.stats.engine_seconds += time.perf_counter() - start
         return out
 
-    def _collect(self, result: ResultTokens) -> None:
+    def _collect(self, result: ResultTokens, drafts: dict[Sequence, list[int]]) -> None:
         counts = result.valid.sum(axis=0)
+        drew = result.valid[:1] if drafts else result.valid
         self.stats.calls += 1
-        self.stats.slot_steps += int(result.valid.any(axis=1).sum()) * self._engine.slots
+        self.stats.busy += int(drew.sum())
+        self.stats.slot_steps += int(drew.any(axis=1).sum()) * self._engine.slots
         for sequence in self._running():
             slot, count, sampling = sequence.slot, int(counts[sequence.slot]), sequence.sampling
             sequence.pieces.append(Drawn(
@@ -478,6 +511,8 @@ class Scheduler:
             sequence.since_admission += count
             self.stats.tokens += count
             is_last = result.remaining[slot] == 0
+            if self._drafts:
+                self._learn(sequence, result.tokens[:count, slot], drafts.get(sequence), is_last)
             stop = self._stop(sequence, count, is_last) if sampling.stop_strings else None
             if stop is not None:
                 self._finish(sequence, "stop", stop)
@@ -487,6 +522,13 @@ class Scheduler:
             elif self._retention:
                 self._evict(sequence)
         self._left -= set(np.flatnonzero(result.remaining == 0).tolist())
+
+    def _learn(self, sequence, drawn: np.ndarray, draft: list[int] | None, is_last: bool) -> None:
+        self._drafts.extend(sequence, drawn)
+        if draft:
+            self._drafts.observe(len(draft), len(drawn) - 1, is_last)
+            self.stats.drafted += len(draft)
+            self.stats.accepted += len(drawn) - 1
 
     def _stop(self, sequence: Sequence, count: int, is_last: bool) -> int | None:
         """Tokens up to a stop string, found in the text of the calls before, and for the last one
@@ -507,6 +549,8 @@ class Scheduler:
         self._leave(sequence)
         if reason != "abort":
             self._policy.finished(sequence.request, count)
+        if self._drafts:
+            self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
 
     def _evict(self, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.scheduler import Full, Retention, Scheduler
 from tests import arithmetic
@@ -41,6 +42,7 @@ class Run:
             max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
             prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
             retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]), decode=text_of,
+            drafts=rng.choice([None, Drafts(self.engine.slots, 7, rng.randint(1, 60))]),
         )
         self.version = self.added = self.idle = 0
         self.requests, self.alive, self.done = {}, set(), {}
@@ -148,5 +150,5 @@ def test_random_events_lose_no_token_no_page_and_no_request():
         events += run.events
         stats.update(dataclasses.asdict(run.scheduler.stats))
     assert events.total() > 10_000 and min(events.values()) > 100, events
-    for name in ("preempted", "evicted", "shared"):
+    for name in ("preempted", "evicted", "shared", "drafted", "accepted"):
         assert stats[name] > 100, (name, stats[name])
