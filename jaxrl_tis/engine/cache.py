@@ -251,14 +251,18 @@ def append(
 
 def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, index_bt, page_bt, table_bp):
     """The kernel takes one token of every slot; the T of a draft follow one another."""
-    b, width, h, k = q_bthk.shape
-    pool, outs = cache.pool, []
-    for t in range(width):
-        new = pool.beside(k_btnk[:, t], v_btnk[:, t])
-        out_bngk, *pool = decode_attention.decode_attention(
-            q_bthk[:, t].reshape(b, k_btnk.shape[2], -1, k), new.kv, new.scale, pool.kv,
-            pool.scale, cache.index, index_bt[:, t], page_bt[:, t], table_bp,
+    b, _, h, k = q_bthk.shape
+
+    def token(pool, rows):
+        q_bhk, k_bnk, v_bnk, index_b, page_b = rows
+        new = pool.beside(k_bnk, v_bnk)
+        out_bngk, kv, scale = decode_attention.decode_attention(
+            q_bhk.reshape(b, k_bnk.shape[1], -1, k), new.kv, new.scale, pool.kv, pool.scale,
+            cache.index, index_b, page_b, table_bp,
         )
-        pool = StackedKV(*pool)
-        outs.append(out_bngk.reshape(b, h, k))
-    return jnp.stack(outs, axis=1), LayerOf(pool, cache.index)
+        return StackedKV(kv, scale), out_bngk.reshape(b, h, k)
+
+    by_token = lambda x: jnp.swapaxes(x, 0, 1)
+    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, index_bt, page_bt))
+    pool, out_tbhk = jax.lax.scan(token, cache.pool, rows)
+    return by_token(out_tbhk), LayerOf(pool, cache.index)
