@@ -10,8 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_tis.engine.engine import ResultTokens
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 
 VOCAB = 23

@@ -10,8 +10,7 @@ import pytest
 from jaxrl_tis import batch as batching
 from jaxrl_tis import rollouts, step
 from jaxrl_tis.build import build, initial_params
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.models import transformer
 from tests import tiny
 from tests.drawn import reference

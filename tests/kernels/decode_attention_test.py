@@ -63,7 +63,7 @@ class Case:
                    cache.StackedKV(kv, scale))
 
     def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1):
-        """(attention, the pool after it) by the kernel in blocks of so many pages, without races."""
+        """(attention, the pool after it) in blocks of so many pages; no race is found."""
         slots = len(self.q)
         with races.none():
             out, kv, scale = jax.block_until_ready(kernel(
