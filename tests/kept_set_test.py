@@ -15,6 +15,7 @@ from jaxrl_tis.models import transformer
 from tests import tiny
 from tests.drawn import reference
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 FILTERED = dict(
     rollout__top_p=0.8, rollout__top_k=9, rollout__kept_set=9, engine__quantization="none",
     rollout__max_new_tokens=6,
