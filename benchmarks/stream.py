@@ -24,8 +24,7 @@ from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.protocol import Chunk, Insertion
-from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import PAUSES, Scheduler
 from jaxrl_tis.models import transformer
 

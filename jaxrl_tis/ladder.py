@@ -28,8 +28,7 @@ from jaxrl_tis import batch as batching
 from jaxrl_tis import sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup
-from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import diagnostics, divergences, ratios
 from jaxrl_tis.models import quant
 

@@ -10,8 +10,7 @@ import numpy as np
 from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
 from jaxrl_tis.data.tasks import Source
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 
 CHECKED = 20_000  # a few seconds

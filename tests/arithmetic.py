@@ -10,8 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_tis.engine.protocol import ResultTokens
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 
 VOCAB = 23
@@ -48,8 +47,13 @@ def alone(request, weights=0):
     return tokens, "length"
 
 
-def replay(trajectory, request):
-    """(tokens, logp) that a record claims, from its own versions, segments and evict_step.
+def text_of(tokens):
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def assert_replays(trajectory, request):
+    """The record has the tokens and log-probs that follow from its own versions, segments and
+    evict_step.
 
     When a segment begins all positions so far are written by the weights of kv_version; the key
     of a token drawn in it is written when the next one is drawn, by the weights that draw that.
@@ -67,7 +71,8 @@ def replay(trajectory, request):
         s = np.flatnonzero(position - 1 < evict_step[:position])
         total = key(history[s].astype(np.int64), s, writers[s]).sum()
         out.append(drawn(total, request, position, int(t.version[i])))
-    return [token for token, _ in out], [logp for _, logp in out]
+    assert t.tokens.tolist() == [token for token, _ in out], t.id
+    np.testing.assert_array_equal(t.logp_behav, [logp for _, logp in out])
 
 
 @dataclasses.dataclass
@@ -242,6 +247,18 @@ def started(engine, requests, **options):
     for r in requests:
         scheduler.add(r)
     return scheduler
+
+
+def being_filled(length, max_tokens):
+    """(scheduler, its engine, `short`, which decodes since one step, `long`, a prompt of this
+    length that is filled in chunks of 4 beside it, none of them yet)."""
+    engine = Engine(slots=2, steps=1, prefill_chunk=4)
+    short = request("short", max_tokens=9)
+    long = request("long", np.arange(length), max_tokens=max_tokens)
+    scheduler = started(engine, [short], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(long)
+    return scheduler, engine, short, long
 
 
 def assert_as_alone(trajectories, requests, weights=0):

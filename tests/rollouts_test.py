@@ -11,9 +11,8 @@ import pytest
 
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import Stats
-from jaxrl_tis.engine.sampling import SamplingParams
 from tests import tiny
 
 TOKENIZER = CharTokenizer("0123456789+= ")

@@ -16,7 +16,8 @@ from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache, sampling
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Chunk, Insertion, ResultTokens
-from jaxrl_tis.engine.sampling import Sample, SamplingParams, SamplingRows
+from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.engine.sampling import Sample, SamplingRows
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig

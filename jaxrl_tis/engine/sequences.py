@@ -7,8 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxrl_tis.engine.protocol import ResultTokens
-from jaxrl_tis.engine.records import NEVER, Request, Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
 
 FIELDS = (
     "tokens", "logp_behav", "logp_raw", "entropy", "logits", "top_ids", "top_logps", "kept"

@@ -11,8 +11,7 @@ import scipy.stats
 from jaxrl_tis import sharding
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.sequences import Sequence
 from jaxrl_tis.models import transformer

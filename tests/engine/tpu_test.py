@@ -22,14 +22,7 @@ PAGES = ROWS * LENGTH // PAGE + 2
 # Of one device: the pages of one head, and the scales of int8 ones. 128 MiB of bfloat16, all the
 # memory on a v5e's chip: a copy of it must be a temporary in HBM.
 KV_LAYER, SCALES_LAYER = (PAGES, 1, PAGE, 128), (PAGES, 1, 2, PAGE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_a_cache_of_programs():
-    """No device is there to load them on."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
+pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 
 @functools.cache
