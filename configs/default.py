@@ -112,10 +112,10 @@ def get_config() -> ConfigDict:
     c.gate = ConfigDict()
     c.gate.required = False  # a run measures it before its first step, and stops above a bound
     c.gate.max_d_mean = 0.05  # |logp_old - logp_behav| over tokens, nats
-    c.gate.max_d_p99 = 0.5
+    c.gate.max_d_p99 = 0.3
     c.gate.max_d_max = float("inf")
-    c.gate.max_dp_max = 0.5  # largest |p_old - p_behav|
-    c.gate.max_k3 = 0.01  # KL of sampler to learner per token, nats
+    c.gate.max_dp_max = 0.25  # largest |p_old - p_behav|
+    c.gate.max_k3 = 0.002  # KL of sampler to learner per token, nats
 
     c.optimizer = _optimizer(1e-4)
     c.critic = _optimizer(1e-4)  # used with advantage "gae"

@@ -284,6 +284,12 @@ def _sampling(config):
             f"rollout.kept_set = {rollout.kept_set} records what top_k, top_p and min_p keep, and "
             "none of them is set: set one, or rollout.kept_set to 0"
         )
+    is_top_k_alone = rollout.top_p == 1 and rollout.min_p == 0
+    if 0 < rollout.kept_set < rollout.top_k and is_top_k_alone:
+        yield (
+            f"rollout.kept_set = {rollout.kept_set} can never hold what rollout.top_k = "
+            f"{rollout.top_k} keeps: set it to rollout.top_k"
+        )
     if is_filtered and not rollout.kept_set and not rollout.allow_filter_bias:
         yield (
             "top_k, top_p and min_p change the distribution that is sampled, and the learner "
