@@ -161,7 +161,8 @@ def main() -> None:
     start = time.monotonic()
     stream = Stream(engine, weights, args.seed)
     stream.run(args.requests)
-    print(f"stream: {time.monotonic() - start:.0f} s, {dict(stream.events)}, {stream.scheduler.stats}")
+    print(f"stream: {time.monotonic() - start:.0f} s, {dict(stream.events)}")
+    print(stream.scheduler.stats)
     replay, different, tokens = Replay(alone, weights), 0, 0
     spans = collections.Counter()
     for count, (id, t) in enumerate(stream.done.items(), 1):
@@ -176,7 +177,8 @@ def main() -> None:
         if bad:
             print(f"{id}: {', '.join(bad)} differ")
         if count % 200 == 0:
-            print(f"{time.monotonic() - start:.0f} s: {count} replayed, {different} differ", flush=True)
+            seconds = time.monotonic() - start
+            print(f"{seconds:.0f} s: {count} replayed, {different} differ", flush=True)
     pages = [pool.used for pool in stream.scheduler.pages]
     assert len(stream.done) == args.requests and not any(pages), (len(stream.done), pages)
     print(f"requests by number of versions: {dict(sorted(spans.items()))}")

@@ -85,7 +85,7 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
 
 def _sampling(name: str, setup: Setup, args: tuple) -> Work:
     """Prefill writes the first chunk of its prompts; insert copies a page for each slot; a decode
-    step reads the keys and values of every slot at max_length, once for each token that it verifies."""
+    step reads the keys and values of every slot at max_length, for each token that it verifies."""
     c, engine = setup.model, setup.engine
     state = args[0] if name == "insert" else args[1]
     position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
