@@ -199,7 +199,7 @@ def test_the_scheduler_refuses_all_choices_or_none():
     engine = Held()
 
     async def script(app):
-        first = asyncio.ensure_future(call(app, TEXT, {"prompt": "a", "n": 2, "seed": SEED}))
+        first = asyncio.ensure_future(call(app, TEXT, {"prompt": "abc", "n": 2, "seed": SEED}))
         while (await call(app, "/health")).json["pending"] < 2:
             await asyncio.sleep(0.01)
         second = asyncio.ensure_future(call(app, TEXT, {"prompt": "b", "n": 2}))
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_takes_its_requests_along(is_streamed):
 
     async def script(app):
         leave = asyncio.Event()
-        body = {"prompt": "abc", "n": 2, "stream": is_streamed}
+        body = {"prompt": "abc", "seed": SEED, "n": 2, "stream": is_streamed}
         gone = asyncio.ensure_future(call(app, TEXT, body, leave=leave))
         while (await call(app, "/health")).json["pending"] < 2:
             await asyncio.sleep(0.01)
@@ -250,9 +250,10 @@ def test_a_client_that_leaves_takes_its_requests_along(is_streamed):
         engine.calls.release()  # the step that is running ends
         while (await call(app, "/health")).json["pending"]:
             await asyncio.sleep(0.01)
-        return gone.result()
+        return gone.result(), (await call(app, "/health")).json["status"]
 
-    reply = run(application(engine), script)
+    reply, status = run(application(engine), script)
+    assert status == "ok", "an engine that waits for another step has failed"
     assert reply.status == (200 if is_streamed else serve_app.CLIENT_CLOSED)
     assert b"DONE" not in reply.body
 
@@ -342,5 +343,6 @@ def test_numbers_that_json_lacks_are_null():
             result.logp_behav[:] = np.nan
             return state, result
 
-    reply = ask({"prompt": "a", "logprobs": 0, "max_tokens": 2}, engine=Diverged())
+    body = {"prompt": "abc", "seed": SEED, "logprobs": 0, "max_tokens": 2}
+    reply = ask(body, engine=Diverged())
     assert json.loads(reply.body)["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
