@@ -38,6 +38,8 @@ setup(
         "cuda13": ["jax[cuda13]>=0.10.0,<0.13"],
         "tasks": ["reasoning-gym>=0.1.19"],
         "serve": ["starlette>=1.0,<2", "uvicorn>=0.30"],
+        # Brings TensorFlow: an environment of its own, see launch/jetstream.sh.
+        "jetstream": ["google-jetstream==0.2.2"],
         "test": [
             "pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19",
             "starlette>=1.0,<2", "uvicorn>=0.30",
