@@ -167,7 +167,7 @@ def test_a_socket_a_stream_and_a_client_that_hangs_up():
         reply.close()
         for _ in range(8):  # of the 9 steps that are left
             engine.calls.release()
-            time.sleep(0.05)
+            time.sleep(0.1)
             if not health()["pending"]:
                 break
         assert health() == {"status": "ok", "version": 0, "pending": 0}

@@ -1,6 +1,7 @@
 """The thread of the scheduler, with an engine made of arithmetic."""
 
 import threading
+import time
 
 import pytest
 
@@ -97,6 +98,10 @@ def test_what_is_pending_at_the_end_fails():
     worker.start()
     worker.submit([request("a", max_tokens=30)], ear, False)
     assert begun.wait(5)
-    threading.Timer(0.05, go_on.set).start()
-    worker.stop()
+    stopping = threading.Thread(target=worker.stop)
+    stopping.start()
+    while not worker._is_stopped:
+        time.sleep(0.01)
+    go_on.set()
+    stopping.join(5)
     assert "the server stops" in str(ear.wait()["a"][0]) and worker.pending == 0
