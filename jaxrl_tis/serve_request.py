@@ -100,7 +100,10 @@ def parse(
         raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
     prompt = _prompt(values, is_chat, tokenizer)
     if not 1 <= len(prompt) <= limits.prompt_tokens:
-        raise ValueError(f"{len(prompt)} prompt tokens; give 1 to {limits.prompt_tokens}")
+        raise ValueError(
+            f"{len(prompt)} prompt tokens; give 1 to {limits.prompt_tokens} "
+            "(config.task.max_prompt_tokens)"
+        )
     if not all(0 <= token < vocab_size for token in prompt):
         raise ValueError(f"the prompt has tokens outside the vocabulary, 0 to {vocab_size - 1}")
     for name, low, high in (
@@ -109,7 +112,8 @@ def parse(
         *[(name, -MAX_NUMBER, MAX_NUMBER) for name in PENALTIES],
     ):
         if values[name] is not None and not low <= values[name] <= high:
-            raise ValueError(f"{name} is {values[name]!r}; give {low} to {high}")
+            where = " (config.rollout.max_new_tokens)" if name == "max_tokens" else ""
+            raise ValueError(f"{name} is {values[name]!r}; give {low} to {high}{where}")
     sampling = _sampling(values, tokenizer, limits)
     seed = secrets.randbelow(MAX_SEED + 1) if values["seed"] is None else values["seed"]
     id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
