@@ -8,8 +8,7 @@ import numpy as np
 from configs import default
 from jaxrl_tis import build, correction, optimizer, rollouts, sharding, step, train
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program

@@ -51,8 +51,7 @@ def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
     import numpy as np
 
     from jaxrl_tis.engine.engine import Engine
-    from jaxrl_tis.engine.records import Request
-    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
     from jaxrl_tis.models import transformer
     from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -175,8 +174,7 @@ def small_engine(**options):
 def oversubscribed(args: argparse.Namespace) -> dict:
     import numpy as np
 
-    from jaxrl_tis.engine.records import Request
-    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
 
     slots, count = 32, 256
@@ -222,8 +220,7 @@ def oversubscribed(args: argparse.Namespace) -> dict:
 def shared(args: argparse.Namespace) -> dict:
     import numpy as np
 
-    from jaxrl_tis.engine.records import Request
-    from jaxrl_tis.engine.sampling import SamplingParams
+    from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
 
     engine, params = small_engine(

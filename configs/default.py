@@ -85,6 +85,8 @@ def get_config() -> ConfigDict:
     c.engine.prefill_calls = 4  # prefill calls between two calls that decode
     c.engine.policy = "first_come"  # who runs next: jaxrl_tis/engine/policies.py
     c.engine.divide = 0  # tokens after which a sequence makes room for a waiting one; 0: never
+    c.engine.max_draft = 0  # tokens of a speculative draft (n-grams), 2^n - 1; 0: no speculation
+    c.engine.free_rows = 128  # slots * (draft + 1) that a pass computes at the price of one
     c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
 
     c.correction = ConfigDict()
@@ -110,10 +112,10 @@ def get_config() -> ConfigDict:
     c.gate = ConfigDict()
     c.gate.required = False  # a run measures it before its first step, and stops above a bound
     c.gate.max_d_mean = 0.05  # |logp_old - logp_behav| over tokens, nats
-    c.gate.max_d_p99 = 0.5
+    c.gate.max_d_p99 = 0.3
     c.gate.max_d_max = float("inf")
-    c.gate.max_dp_max = 0.5  # largest |p_old - p_behav|
-    c.gate.max_k3 = 0.01  # KL of sampler to learner per token, nats
+    c.gate.max_dp_max = 0.25  # largest |p_old - p_behav|
+    c.gate.max_k3 = 0.002  # KL of sampler to learner per token, nats
 
     c.optimizer = _optimizer(1e-4)
     c.critic = _optimizer(1e-4)  # used with advantage "gae"

@@ -78,14 +78,14 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
     """What the program `name` of `aot_programs.programs`, with these arguments, has to do."""
     if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
-    if name in ("prefill", "insert", "decode"):
+    if name in ("prefill", "insert", "decode", "verify"):
         return _sampling(name, setup, args)
     return _learning(name, setup, args)
 
 
 def _sampling(name: str, setup: Setup, args: tuple) -> Work:
     """Prefill writes the first chunk of its prompts; insert copies a page for each slot; a decode
-    step reads the keys and values of every slot at max_length."""
+    step reads the keys and values of every slot at max_length, for each token that it verifies."""
     c, engine = setup.model, setup.engine
     state = args[0] if name == "insert" else args[1]
     position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
@@ -98,9 +98,10 @@ def _sampling(name: str, setup: Setup, args: tuple) -> Work:
         rows, length = args[2].shape
         written = rows // engine.shards * length * position
         return Work(forward_flops(c, rows, length, 0), weights, written)
-    flops = engine.steps * decode_flops(c, engine.slots, engine.max_length)
-    kv = slots * engine.max_length * position
-    return Work(flops, engine.steps * weights, engine.steps * kv)
+    steps, tokens = (1, args[2].shape[1] + 1) if name == "verify" else (engine.steps, 1)
+    flops = steps * decode_flops(c, engine.slots * tokens, engine.max_length)
+    kv = slots * engine.max_length * position * tokens
+    return Work(flops, steps * weights, steps * kv)
 
 
 def _learning(name: str, setup: Setup, args: tuple) -> Work:

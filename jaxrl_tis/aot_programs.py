@@ -20,6 +20,7 @@ from jaxrl_tis.validate import validate
 
 PROGRAMS = (
     "train", "critic", "score", "values", "quantize", "reshard", "prefill", "insert", "decode",
+    "verify",
 )
 
 
@@ -84,7 +85,7 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
         "score": (step.make_score(learner), (params, micro)),
         "quantize": sampling["load"],
         "reshard": setup.learner_engine.programs(params)["load"],
-        **{name: sampling[name] for name in ("prefill", "insert", "decode")},
+        **{name: sampling[name] for name in sampling if name != "load"},
     }
     if setup.has_critic:
         clip = setup.config.critic.value_clip

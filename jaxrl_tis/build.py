@@ -13,6 +13,7 @@ from jaxrl_tis import batch as batching
 from jaxrl_tis import control, correction, models, optimizer, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
@@ -68,10 +69,12 @@ class Setup:
 
     def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Of one of the engines, with these serving parameters; see Scheduler for more options."""
-        config = self.config.engine
+        config, drafts = self.config.engine, None
+        if config.max_draft:
+            drafts = Drafts(engine.slots, config.max_draft, config.free_rows)
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
-            prefill_calls=config.prefill_calls, divide=config.divide, **options,
+            prefill_calls=config.prefill_calls, divide=config.divide, drafts=drafts, **options,
         )
 
     @property
@@ -135,6 +138,7 @@ def assemble(
     engine = functools.partial(
         Engine, model, slots=config.engine.slots, max_length=max_length,
         highest_head=config.model.highest_head, steps=config.engine.steps_per_call,
+        max_draft=config.engine.max_draft,
         page_size=config.engine.page_size, num_pages=config.engine.num_pages or None,
         prefill_batch=config.engine.prefill_batch, prefill_chunk=config.engine.prefill_chunk,
         unroll=config.engine.unroll, layout=serving, numerics=config.model.numerics,

@@ -16,8 +16,8 @@ from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_p
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine import cache
 from jaxrl_tis.engine import engine as ours
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.protocol import Chunk, Insertion, ResultTokens
+from jaxrl_tis.engine.records import Request, SamplingParams
 
 MIN_PREFILL, MAX_PREFILL = 16, 32768  # JetStream pads prompts to powers of two between these
 
@@ -97,7 +97,7 @@ class Engine(engine_api.Engine):
         state = ours.DecodeState(self._empty(), None)
         for start in range(0, len(tokens), self._engine.prefill_chunk):
             part = tokens[start : start + self._engine.prefill_chunk]
-            state = self._engine.prefill(params, state, [ours.Chunk(0, part, start, pages)])
+            state = self._engine.prefill(params, state, [Chunk(0, part, start, pages)])
         return Prefix(jnp.asarray(tokens), state.cache)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
@@ -108,7 +108,7 @@ class Engine(engine_api.Engine):
         kv = self._place(state.cache, prefix.cache, self._table[slot, 0])
         state = self._engine.insert(
             ours.DecodeState(kv, state.slots),
-            {slot: ours.Insertion(request, tokens, remaining, cached=len(tokens))},
+            {slot: Insertion(request, tokens, remaining, cached=len(tokens))},
         )
         return DecodeState(state, decode_state.lengths.at[slot].set(0))
 
@@ -180,7 +180,7 @@ def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:
     return jax.tree.map(place, pools, prefix)
 
 
-def _count(result: ours.ResultTokens, lengths_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count(result: ResultTokens, lengths_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """([B,3] token, whether it is valid, tokens drawn so far; the latter alone)."""
     valid_b = result.valid[0].astype(jnp.int32)
     lengths_b = lengths_b + valid_b

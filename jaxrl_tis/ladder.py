@@ -4,15 +4,18 @@ Every rung is a pair of log-probs of the same tokens under the same parameters, 
 that differ in one thing. All but the last two are the learner's program over whole rows, with ever
 more of the sampler's settings:
 
-  dtype            compute dtype, and the dtype in which the sampler keeps the norms
-  excess_precision whether XLA may keep intermediate results in more precision than the dtype's
-  tensor_parallel  the training mesh -> a mesh of the sampler's tensor-parallel degree
-  weights          quantised weights, with the learner's treatment of activations
-  activations      quantised activations
-  kv_dtype         keys and values as the cache stores them
-  decode           rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
-                   one token at a time, other tiles and batch shapes
-  filter           the whole distribution -> what the sampling filters kept of it
+  dtype             compute dtype, and the dtype in which the sampler keeps the norms
+  excess_precision  XLA may keep results in more precision than the dtype's -> it may not, here and
+                    in all that follow, so that another program is not also another rounding
+  sequence_parallel rows cut over the training mesh's context axis -> whole rows
+  tensor_parallel   the training mesh -> a mesh of the sampler's tensor-parallel degree
+  weights           quantised weights, with the learner's treatment of activations
+  activations       quantised activations
+  kv_dtype          keys and values as the cache stores them
+  decode            rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
+                    one token at a time, other tiles and batch shapes, its own excess precision
+  filter            the whole distribution -> what the sampling filters kept of it, for tokens that
+                    the learner does not score over their kept set
 
 The signed differences of the rungs add up to logp_old - logp_behav at every token.
 """
@@ -28,10 +31,11 @@ from jaxrl_tis import batch as batching
 from jaxrl_tis import sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup
-from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import diagnostics, divergences, ratios
 from jaxrl_tis.models import quant
+
+EXCESS_PRECISION = "xla_allow_excess_precision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +75,11 @@ class Rung:
 
 def learner_settings(setup: Setup) -> Settings:
     program = setup.learner.program
+    options = program.compiler_options
     return Settings(
-        program.dtype, setup.config.model.param_dtype, True, setup.layout, program.quantization
+        program.dtype, setup.config.model.param_dtype,
+        excess_precision=options is None or options[EXCESS_PRECISION],  # XLA allows it by default
+        layout=setup.layout, quantization=program.quantization,
     )
 
 
@@ -85,7 +92,9 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
         "dtype": dict(
             dtype=engine.dtype, norm_dtype=learner.norm_dtype if is_exact else engine.dtype
         ),
-        "excess_precision": dict(excess_precision=True),
+        # float32 results have nothing above them to be kept in.
+        "excess_precision": dict(excess_precision=is_exact and learner.excess_precision),
+        "sequence_parallel": dict(layout=_of_whole_rows(setup.layout)),
         "tensor_parallel": dict(layout=_serving_layout(setup)),
         "weights": dict(quantization=_weights_alone(learner.quantization, engine.recipe)),
         "activations": dict(quantization=engine.recipe),
@@ -93,12 +102,20 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
     }
 
 
+def _of_whole_rows(layout: sharding.Layout) -> sharding.Layout:
+    """A training layout on as many of its devices as it needs to cut no row."""
+    devices = layout.mesh.devices
+    if devices.shape[-1] == 1:
+        return layout
+    return sharding.layout(devices.shape[:-1], layout.rules, list(devices[..., 0].flat))
+
+
 def _serving_layout(setup: Setup) -> sharding.Layout:
     """The training layout, or that of the engine's tensor-parallel degree if it is another."""
     mesh = setup.engine.layout.mesh
     degree = mesh.shape["tensor"]
     if degree == setup.layout.mesh.shape["tensor"]:
-        return setup.layout
+        return _of_whole_rows(setup.layout)
     return sharding.layout((1, 1, degree), sharding.SERVE_RULES, list(mesh.devices.flat)[:degree])
 
 
@@ -129,7 +146,7 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Arr
     params = settings.layout.put_params(_with_norms(params, settings.norm_dtype), setup.model)
     micro = settings.layout.put_batch(micro)
     compiled = steps.make_score(learner).lower(params, micro).compile(
-        compiler_options={"xla_allow_excess_precision": settings.excess_precision}
+        compiler_options={EXCESS_PRECISION: settings.excess_precision}
     )
     return compiled(params, micro)["logp"]
 
@@ -157,12 +174,21 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
         after = before if is_same else flat(score(setup, following, params, micro))
         rungs.append(Rung(cause, before, after, is_same))
         settings, before = following, after
-    behav, raw = rows["logp_behav"], _raw(trajectories, setup.row_length)
-    is_filtered = sampling_filters(setup).is_filtered
-    decoded = raw if is_filtered else behav
+    behav, is_biased = rows["logp_behav"], _is_biased(setup, rows)
+    decoded = np.where(is_biased, _raw(trajectories, setup.row_length), behav)
     rungs.append(Rung("decode", before, decoded, False))
-    rungs.append(Rung("filter", decoded, behav, not is_filtered))
+    rungs.append(Rung("filter", decoded, behav, not is_biased.any()))
     return rungs
+
+
+def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
+    """[N,T] sampled tokens of which the learner scores the whole distribution and the sampler
+    filtered it."""
+    if not sampling_filters(setup).is_filtered:
+        return np.zeros_like(rows["mask"])
+    if "kept" not in rows:
+        return rows["mask"]
+    return rows["mask"] & np.all(rows["kept"] < 0, axis=-1)
 
 
 def _raw(trajectories: list[Trajectory], length: int) -> np.ndarray:

@@ -3,10 +3,12 @@
 docs/gate.md explains the numbers; `python -m jaxrl_tis.gate` is the command.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis import batch as batching
@@ -19,6 +21,7 @@ from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.estimators import agreement
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
+AGREEMENT = ("inside_support", "kept_identical", "kept_jaccard")
 
 
 class MismatchError(RuntimeError):
@@ -53,28 +56,48 @@ def check_prompts(setup: Setup, prompts: int) -> None:
         )
 
 
-def support_share(setup: Setup, params: Any, rows: dict[str, np.ndarray]) -> float | None:
-    """Share of the sampled tokens that the sampling filters keep in the learner's distribution;
-    None without filters, or where the logits of a micro-batch are more than MAX_LOGITS."""
+def support_agreement(
+    setup: Setup, params: Any, rows: dict[str, np.ndarray]
+) -> dict[str, float | None]:
+    """Shares of the sampled tokens that say how far the sets agree which the sampling filters keep
+    in the learner's distribution and kept in the sampler's; keys AGREEMENT, see docs/gate.md.
+
+    None without filters, without such a token, or where the logits of a micro-batch are more than
+    MAX_LOGITS.
+    """
     filters = ladder.sampling_filters(setup)
     micro, _ = setup.micro_batches(rows)
     num_logits = math.prod(micro["mask"].shape[1:]) * setup.model.vocab_size
+    nothing = dict.fromkeys(AGREEMENT)
     if not filters.is_filtered or num_logits > MAX_LOGITS:
-        return None
+        return nothing
     logits = steps.make_logits(setup.update_learner)
-
-    @jax.jit
-    def outside(logits_btv, tokens_bt, mask_bt):
-        flat = logits_btv.reshape(-1, logits_btv.shape[-1])
-        kept = (sampling.distribution(flat, filters) > -np.inf).reshape(logits_btv.shape)
-        return agreement.kept_metrics(kept, kept, tokens_bt, mask_bt)["mismatch/kept_token_outside"]
-
-    lost = 0.0
+    counts = jax.jit(functools.partial(_agreeing, filters))
+    parts = []
     for m in range(len(micro["mask"])):
         part = {name: x[m : m + 1] for name, x in micro.items()}
-        share = outside(logits(params, part)[0], part["tokens"][0], part["mask"][0])
-        lost += float(share) * int(part["mask"].sum())
-    return 1.0 - lost / max(int(rows["mask"].sum()), 1)
+        parts.append(counts(logits(params, part)[0], {name: x[0] for name, x in part.items()}))
+    total = jax.tree.map(lambda *x: float(sum(x)), *parts)
+    return nothing | {name: hits / count for name, (hits, count) in total.items() if count}
+
+
+def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dict) -> dict:
+    """Name -> (tokens that agree, tokens) of one micro-batch."""
+    tokens, mask, vocab = rows["tokens"], rows["mask"], logits_btv.shape[-1]
+    flat = sampling.distribution(logits_btv.reshape(-1, vocab), filters)
+    own = (flat > -np.inf).reshape(logits_btv.shape)
+
+    count = jnp.sum(mask)
+    outside = agreement.kept_metrics(own, own, tokens, mask)["mismatch/kept_token_outside"]
+    found = {"inside_support": ((1 - outside) * count, count)}
+    if "kept" in rows:
+        ids = rows["kept"]
+        recorded = jnp.any(ids[..., None] == jnp.arange(vocab).reshape(1, 1, 1, -1), axis=-2)
+        is_recorded = mask & jnp.any(ids >= 0, axis=-1)
+        agreed = agreement.kept_metrics(own, recorded, tokens, is_recorded)
+        count = jnp.sum(is_recorded)
+        found |= {name: (agreed[f"mismatch/{name}"] * count, count) for name in AGREEMENT[1:]}
+    return found
 
 
 def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
@@ -97,7 +120,7 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
         "total": total,
         "rungs": described,
         "largest": max(differing, key=lambda r: r["d_mean"])["cause"],
-        "inside_support": support_share(setup, params, rows),
+        **support_agreement(setup, params, rows),
         "budgets": {name: bound for name, bound in bounds.items() if bound < math.inf},
         # A gap that is no number is above every bound.
         "exceeded": [name for name, bound in bounds.items() if not total[name] <= bound],
@@ -119,8 +142,8 @@ def table(report: dict[str, Any]) -> str:
     total = report["total"]
     lines += [f"{'total':<18}" + numbers(total), f"largest: {report['largest']}"]
     lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
-    if report["inside_support"] is not None:
-        lines.append(f"sampled tokens inside the learner's support: {report['inside_support']:.4f}")
+    if agreed := [f"{name} {report[name]:.4f}" for name in AGREEMENT if report[name] is not None]:
+        lines.append("  ".join(agreed))
     for name in report["exceeded"]:
         lines.append(f"{name} {total[name]:.4g} exceeds gate.max_{name}")
     return "\n".join(lines)

@@ -10,8 +10,7 @@ import numpy as np
 from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
 from jaxrl_tis.data.tasks import Source
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 
 CHECKED = 20_000  # a few seconds
@@ -138,7 +137,8 @@ class Collector:
         self, scheduler: Scheduler, step: int, timer: Callable
     ) -> tuple[list[Sample], dict[str, float]]:
         """Samples of one step in group order, and metrics: groups discarded, rewards that failed,
-        share of the slots that drew, share of the prompt tokens that were taken over.
+        share of the slots that drew, of the prompt tokens that were taken over, and of the drafted
+        tokens that were accepted.
 
         With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
         replaced by fresh prompts, for at most max_rounds rounds, then kept as they are.
@@ -164,6 +164,8 @@ class Collector:
         stats = scheduler.stats.since(before)
         metrics["rollout/occupancy"] = stats.occupancy
         metrics["rollout/preempted"] = stats.preempted
+        if self._config.engine.max_draft:
+            metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
         prompts = stats.prefilled + stats.shared
         metrics["rollout/shared_prompt_ratio"] = stats.shared / max(prompts, 1)
         return samples, metrics

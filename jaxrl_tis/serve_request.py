@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 MAX_SEED = 2**32 - 1

@@ -80,7 +80,7 @@ def _counts(config):
     positive = [
         "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
-        "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls",
+        "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls", "engine.free_rows",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
         "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
@@ -91,7 +91,8 @@ def _counts(config):
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
-        "engine.num_pages", "engine.divide", "engine.noise_start", "warmup.steps",
+        "engine.num_pages", "engine.divide", "engine.max_draft", "engine.noise_start",
+        "warmup.steps",
         "train.pack_length", "rollout.top_k",
         "rollout.kept_set", "rollout.overlong_buffer", "correction.kl_coeff",
         "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
@@ -101,6 +102,9 @@ def _counts(config):
     for field in not_negative:
         if _read(config, field) < 0:
             yield f"{field} is {_read(config, field)}; it must not be below 0"
+    draft = config.engine.max_draft
+    if draft > 0 and draft & (draft + 1):
+        yield f"engine.max_draft is {draft}; it must be 0, 1, 3, 7, ... (2^n - 1)"
 
 
 def _read(config, field: str):
@@ -280,6 +284,12 @@ def _sampling(config):
         yield (
             f"rollout.kept_set = {rollout.kept_set} records what top_k, top_p and min_p keep, and "
             "none of them is set: set one, or rollout.kept_set to 0"
+        )
+    is_top_k_alone = rollout.top_p == 1 and rollout.min_p == 0
+    if 0 < rollout.kept_set < rollout.top_k and is_top_k_alone:
+        yield (
+            f"rollout.kept_set = {rollout.kept_set} can never hold what rollout.top_k = "
+            f"{rollout.top_k} keeps: set it to rollout.top_k"
         )
     if is_filtered and not rollout.kept_set and not rollout.allow_filter_bias:
         yield (

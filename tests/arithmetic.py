@@ -9,9 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl_tis.engine.engine import ResultTokens
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.protocol import ResultTokens
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 
 VOCAB = 23
@@ -48,8 +47,13 @@ def alone(request, weights=0):
     return tokens, "length"
 
 
-def replay(trajectory, request):
-    """(tokens, logp) that a record claims, from its own versions, segments and evict_step.
+def text_of(tokens):
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def assert_replays(trajectory, request):
+    """The record has the tokens and log-probs that follow from its own versions, segments and
+    evict_step.
 
     When a segment begins all positions so far are written by the weights of kv_version; the key
     of a token drawn in it is written when the next one is drawn, by the weights that draw that.
@@ -67,7 +71,8 @@ def replay(trajectory, request):
         s = np.flatnonzero(position - 1 < evict_step[:position])
         total = key(history[s].astype(np.int64), s, writers[s]).sum()
         out.append(drawn(total, request, position, int(t.version[i])))
-    return [token for token, _ in out], [logp for _, logp in out]
+    assert t.tokens.tolist() == [token for token, _ in out], t.id
+    np.testing.assert_array_equal(t.logp_behav, [logp for _, logp in out])
 
 
 @dataclasses.dataclass
@@ -105,6 +110,7 @@ class Engine:
         self.num_pages = num_pages or slots // shards * per_slot + 2
         self.prefilled = []  # of each call: (start, tokens) of its chunks
         self.inserted = []  # of each call: {slot: id}
+        self.verified = []  # of each call: tokens drafted in each slot
         self.reads = {}  # (id, position of the query) -> positions it read
 
     def bucket(self, length):
@@ -173,14 +179,43 @@ class Engine:
         logits = np.stack([logp, logp - 0.5], axis=-1)  # a vocabulary of two
         return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
 
+    def verify(self, params, state, drafts, counts, table, shift):
+        state = self._use(state)
+        width = drafts.shape[1] + 1
+        out = np.full((width, self.slots), -9), np.full((width, self.slots), np.nan)
+        valid, remaining = np.zeros((width, self.slots), bool), np.zeros(self.slots, int)
+        self.verified.append(counts.tolist())
+        for b, slot in enumerate(state.slots):
+            if slot is None:
+                assert not table[b].any() and not counts[b], f"slot {b} is free"
+                continue
+            assert counts[b] < slot.remaining, "a draft beyond the last token"
+            guessed = drafts[b, : counts[b]]
+            for t, token in enumerate(guessed, 1):  # all keys are written before one is read
+                self._write_one(params, state, b, table[b], token, slot.position + t, int(shift[b]))
+            for t in range(counts[b] + 1):
+                drawn_tb = self._draw(params, state, b, table[b], int(shift[b]))
+                (out[0][t, b], out[1][t, b]), valid[t, b] = drawn_tb, True
+                if not slot.remaining or t < counts[b] and slot.token != guessed[t]:
+                    break
+            remaining[b] = slot.remaining
+            if not slot.remaining:
+                state.slots[b] = None
+        tokens, logp = out
+        logits = np.stack([logp, logp - 0.5], axis=-1)
+        return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
+
+    def _write_one(self, weights, state, b, pages, token, position, shift):
+        page, offset = divmod(position - shift, self.page_size)
+        assert pages[page] > 0, "page 0 belongs to nobody"
+        at = b * self.shards // self.slots, pages[page], offset
+        state.keys[at], state.positions[at] = key(int(token), position, weights), position
+
     def _draw(self, weights, state, b, pages, shift):
         slot, shard = state.slots[b], b * self.shards // self.slots
         index = slot.position - shift
-        page, offset = pages[index // self.page_size], index % self.page_size
         if slot.position >= slot.cached:
-            assert page > 0, "page 0 belongs to nobody"
-            state.keys[shard, page, offset] = key(slot.token, slot.position, weights)
-            state.positions[shard, page, offset] = slot.position
+            self._write_one(weights, state, b, pages, slot.token, slot.position, shift)
         read = pages[: index // self.page_size + 1]
         seen = lambda pool: pool[shard, read].reshape(-1)[: index + 1]
         self.reads[slot.request.id, slot.position] = seen(state.positions).tolist()
@@ -213,6 +248,18 @@ def started(engine, requests, **options):
     for r in requests:
         scheduler.add(r)
     return scheduler
+
+
+def being_filled(length, max_tokens):
+    """(scheduler, its engine, `short`, which decodes since one step, `long`, a prompt of this
+    length that is filled in chunks of 4 beside it, none of them yet)."""
+    engine = Engine(slots=2, steps=1, prefill_chunk=4)
+    short = request("short", max_tokens=9)
+    long = request("long", np.arange(length), max_tokens=max_tokens)
+    scheduler = started(engine, [short], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(long)
+    return scheduler, engine, short, long
 
 
 def assert_as_alone(trajectories, requests, weights=0):

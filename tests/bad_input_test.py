@@ -14,8 +14,7 @@ import safetensors.numpy
 import tokenizers
 
 from jaxrl_tis import checkpoint, metrics, models, rollouts, train
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig

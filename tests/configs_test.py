@@ -13,9 +13,8 @@ import pytest
 import tokenizers
 
 from jaxrl_tis import correction, step, train
-from jaxrl_tis.engine.engine import Chunk, Insertion
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.protocol import Chunk, Insertion
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.models.quant import QuantArray
 from jaxrl_tis.validate import validate
 

@@ -13,6 +13,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax  # noqa: E402  (the environment above must be set first)
 import pytest  # noqa: E402
 
+from tests import compilation  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update(
     "jax_compilation_cache_dir", str(pathlib.Path(tempfile.gettempdir()) / "jaxrl_tis_jit_cache")
@@ -22,7 +24,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 @pytest.fixture
 def quick_compilation():
-    """For programs that run once on tiny batches: XLA need not optimise them."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    with compilation.quick():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_cache_of_programs():
+    """For programs of devices that are not there to load them on."""
+    jax.config.update("jax_enable_compilation_cache", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_enable_compilation_cache", True)

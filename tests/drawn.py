@@ -41,6 +41,20 @@ def reference(logits_v, params):
     return out
 
 
+ROWS = 64
+
+
+def logits(v):
+    """[ROWS,v] float32, impossible tokens and ties among them."""
+    rng = np.random.default_rng(v)
+    out = rng.normal(0, 2, (ROWS, v)).astype(np.float32)
+    out[8:16, ::3] = -np.inf
+    out[16:24] = np.round(out[16:24])
+    out[24:32] = 1.0
+    out[32:40, : v // 2] = -np.inf  # all in the second half
+    return out
+
+
 def keys(count, seed=0, request=0):
     """[count,2] keys; a scalar is repeated."""
     column = lambda x: jnp.asarray(np.broadcast_to(np.asarray(x, np.uint32), (count,)))

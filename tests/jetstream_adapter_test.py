@@ -16,8 +16,7 @@ engine_api = pytest.importorskip("jetstream.engine.engine_api")
 from jaxrl_tis import jetstream_adapter, rollouts  # noqa: E402  (the package must be there)
 from jaxrl_tis.data.tokenizer import CharTokenizer  # noqa: E402
 from jaxrl_tis.engine.engine import Engine  # noqa: E402
-from jaxrl_tis.engine.records import Request  # noqa: E402
-from jaxrl_tis.engine.sampling import SamplingParams  # noqa: E402
+from jaxrl_tis.engine.records import Request, SamplingParams  # noqa: E402
 from jaxrl_tis.engine.scheduler import Scheduler  # noqa: E402
 from jaxrl_tis.models import transformer  # noqa: E402
 from jaxrl_tis.models.config import ModelConfig, RopeConfig  # noqa: E402

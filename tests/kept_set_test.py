@@ -10,12 +10,12 @@ import pytest
 from jaxrl_tis import batch as batching
 from jaxrl_tis import rollouts, step
 from jaxrl_tis.build import build, initial_params
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.models import transformer
 from tests import tiny
 from tests.drawn import reference
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 FILTERED = dict(
     rollout__top_p=0.8, rollout__top_k=9, rollout__kept_set=9, engine__quantization="none",
     rollout__max_new_tokens=6,

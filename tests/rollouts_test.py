@@ -11,9 +11,8 @@ import pytest
 
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import Stats
-from jaxrl_tis.engine.sampling import SamplingParams
 from tests import tiny
 
 TOKENIZER = CharTokenizer("0123456789+= ")
@@ -45,7 +44,7 @@ class FakeScheduler:
     def step(self):
         ended, self.waiting = self.waiting[-2:], self.waiting[:-2]
         # Each request: 3 of 4 slot steps drew, its prompt of 5 tokens is one of two that share it.
-        self.stats.tokens += 3 * len(ended)
+        self.stats.busy += 3 * len(ended)
         self.stats.slot_steps += 4 * len(ended)
         self.stats.prefilled += 5 * len(ended)
         self.stats.shared += 5 * len(ended)
@@ -150,7 +149,7 @@ def test_sampling_parameters():
 def test_groups_share_a_prompt_and_no_noise():
     scheduler, timer = FakeScheduler(), Timer()
     c = collector(fields(), lambda text, record: float(text) + 10 * int(record["id"]))
-    scheduler.stats = Stats(tokens=9, slot_steps=99, preempted=2)  # of earlier steps
+    scheduler.stats = Stats(busy=9, slot_steps=99, preempted=2)  # of earlier steps
     samples, values = c.collect(scheduler, 1, timer)
     assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1]
     assert [s.record["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]

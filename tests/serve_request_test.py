@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.serve_request import Limits, UnknownModel, parse
 
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")

@@ -20,11 +20,12 @@ import uvicorn
 from jaxrl_tis import models, rollouts, serve_setup
 from jaxrl_tis.build import build, initial_params, initial_state
 from jaxrl_tis.checkpoint import Checkpoints
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.serve_request import Limits
 from tests import serve_app_test, tiny
 from tests.asgi import call, run
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TEXT = "/v1/completions"
 ROOT = pathlib.Path(__file__).parents[1]

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import models, rollouts, sharding, train
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig

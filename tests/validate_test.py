@@ -102,6 +102,7 @@ def test_measures_are_positive(name):
     (dict(rollout__top_p=0.9), ["allow_filter_bias=True"]),
     (dict(rollout__min_p=0.1), ["rollout.kept_set", "allow_filter_bias=True"]),
     (dict(rollout__kept_set=8), ["rollout.kept_set = 8", "none of them is set"]),
+    (dict(rollout__kept_set=4, rollout__top_k=5), ["kept_set = 4 can never hold", "top_k = 5"]),
     (dict(rollout__kept_set=8, rollout__top_k=5, correction__weight="none",
           correction__masks="trm(trm_delta=0.1)"), ["whole distribution", "rollout.kept_set to 0"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
@@ -117,6 +118,7 @@ def test_each_contradiction(changes, words):
     dict(correction__mode="bypass", correction__weight="none"),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
     dict(rollout__top_k=5, rollout__kept_set=5),
+    dict(rollout__top_k=5, rollout__top_p=0.9, rollout__kept_set=4),
     dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
     dict(correction__mode="bypass", correction__objective="reinforce", train__minibatches=1,
          correction__batch_normalize=True, train__microbatch_rows=16),  # the whole batch at once

@@ -218,40 +218,51 @@ def fill(
 
 
 def append(
-    index_b: jax.Array, is_written_b: jax.Array, table_bp: jax.Array, layout: Layout,
+    index_bt: jax.Array, is_written_bt: jax.Array, table_bp: jax.Array, layout: Layout,
     numerics: str = "fast",
 ):
-    """For one new token of every slot, at place index_b[b] of its pages; a token whose key is
-    there already (is_written False) writes to page 0."""
+    """For T new tokens of every slot, at places index_bt of its pages; a token whose key is there
+    already, or that nobody waits for (is_written False), writes to page 0."""
 
-    def step(q_b1hk, k_b1nk, v_b1nk, cache, index_b, is_written_b, table_bp):
-        page = jnp.take_along_axis(table_bp, (index_b // cache.size)[:, None], axis=1)[:, 0]
-        page_b = jnp.where(is_written_b, page, 0)
+    def step(q_bthk, k_btnk, v_btnk, cache, index_bt, is_written_bt, table_bp):
+        page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)
+        page_bt = jnp.where(is_written_bt, page_bt, 0)
 
-        def generic(q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp):
-            new = cache.append(page_b, index_b % cache.size, k_b1nk[:, 0], v_b1nk[:, 0])
-            read = new.read
-            return PAGED[numerics](q_b1hk, read, table_bp, index_b[:, None]), new
+        def generic(q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp):
+            flat = lambda x: x.reshape(-1, *x.shape[2:])
+            new = cache.append(
+                flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
+            )
+            return PAGED[numerics](q_bthk, new.read, table_bp, index_bt), new
 
-        args = q_b1hk, k_b1nk, v_b1nk, cache, index_b, page_b, table_bp
+        args = q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp
         has_kernel = numerics == "fast" and decode_attention.is_supported(cache.size)
         if isinstance(cache, KV) or not has_kernel:
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 
     def attend(q, k, v, cache):
-        cache, rows = _layer_cache(cache), (index_b, is_written_b, table_bp)
+        cache, rows = _layer_cache(cache), (index_bt, is_written_bt, table_bp)
         out, cache = _on_devices(layout, step, cache, rows)(q, k, v, cache, *rows)
         return out, _handed_on(cache)
 
     return attend
 
 
-def _append_kernel(q_b1hk, k_b1nk, v_b1nk, cache: LayerOf, index_b, page_b, table_bp):
-    b, _, h, k = q_b1hk.shape
-    new = cache.pool.beside(k_b1nk[:, 0], v_b1nk[:, 0])
-    out_bngk, kv, scale = decode_attention.decode_attention(
-        q_b1hk.reshape(b, k_b1nk.shape[2], -1, k), new.kv, new.scale, cache.pool.kv,
-        cache.pool.scale, cache.index, index_b, page_b, table_bp,
-    )
-    return out_bngk.reshape(q_b1hk.shape), LayerOf(StackedKV(kv, scale), cache.index)
+def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, index_bt, page_bt, table_bp):
+    """The kernel takes one token of every slot; the T of a draft follow one another."""
+    b, _, h, k = q_bthk.shape
+
+    def token(pool, rows):
+        q_bhk, k_bnk, v_bnk, index_b, page_b = rows
+        new = pool.beside(k_bnk, v_bnk)
+        out_bngk, kv, scale = decode_attention.decode_attention(
+            q_bhk.reshape(b, k_bnk.shape[1], -1, k), new.kv, new.scale, pool.kv, pool.scale,
+            cache.index, index_b, page_b, table_bp,
+        )
+        return StackedKV(kv, scale), out_bngk.reshape(b, h, k)
+
+    by_token = lambda x: jnp.swapaxes(x, 0, 1)
+    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, index_bt, page_bt))
+    pool, out_tbhk = jax.lax.scan(token, cache.pool, rows)
+    return by_token(out_tbhk), LayerOf(pool, cache.index)

@@ -6,7 +6,7 @@ input of decode. So every token, the first included, is drawn by one and the sam
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +15,12 @@ import numpy as np
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache, sampling
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import Sample, SamplingParams, SamplingRows
+from jaxrl_tis.engine.protocol import Chunk, Insertion, ResultTokens
+from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.engine.sampling import Sample, SamplingRows
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A part of a sequence to be prefilled: its tokens from position `start` on, which begins a
-    page, and the pages of the sequence so far, in the shard of the cache that holds it."""
-
-    shard: int
-    tokens: np.ndarray
-    start: int
-    pages: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Insertion:
-    """What goes into a slot: a sequence whose first `cached` positions lie in the slot's pages, of
-    which the page `copy[1]` is to become a copy of the page `copy[0]` (0, 0: none)."""
-
-    request: Request
-    tokens: np.ndarray
-    remaining: int
-    cached: int
-    copy: tuple[int, int] = (0, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -77,59 +55,6 @@ class DecodeState:
     slots: Slots
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ResultTokens:
-    """What one `generate` call drew, arrays [K,B]; entries with `valid` False are meaningless.
-
-    `logits` [K,B,V] are log-probs of the distributions drawn from, V = 0 unless recorded.
-    `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
-    `top_ids`, `top_logps` and `kept` [K,B,n] are those of sampling.Sample.
-    """
-
-    tokens: jax.Array
-    logp_behav: jax.Array
-    logp_raw: jax.Array
-    entropy: jax.Array
-    logits: jax.Array
-    valid: jax.Array
-    remaining: jax.Array
-    top_ids: jax.Array | None = None
-    top_logps: jax.Array | None = None
-    kept: jax.Array | None = None
-
-
-class EngineProtocol(Protocol):
-    """What the scheduler needs; the tests drive it with an engine made of arithmetic.
-
-    Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
-    one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many
-    of its positions were evicted. Requests may change the logits of the first `num_penalised`
-    tokens, all or none.
-    """
-
-    slots: int
-    shards: int
-    max_length: int
-    max_stop_ids: int
-    num_penalised: int
-    steps: int
-    page_size: int
-    num_pages: int
-    prefill_batch: int
-    prefill_chunk: int
-    quant_id: str
-
-    def bucket(self, length: int) -> int: ...
-    def init_state(self) -> Any: ...
-    def prefill(self, params: Any, state: Any, chunks: list[Chunk]) -> Any: ...
-    def insert(self, state: Any, rows: dict[int, Insertion]) -> Any: ...
-    def release(self, state: Any, slots: list[int]) -> Any: ...
-    def generate(
-        self, params: Any, state: Any, table: np.ndarray, shift: np.ndarray
-    ) -> tuple[Any, ResultTokens]: ...
-
-
 class Engine:
     """Jitted programs of one model on fixed slots; holds no parameters and no cache.
 
@@ -143,6 +68,7 @@ class Engine:
       dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" included.
       quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
       steps: decode steps per `generate` call.
+      max_draft: longest draft of a `verify` call that `programs` shows; 0: no such call.
       prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
       layout: mesh and rules; None runs on one device.
@@ -171,6 +97,7 @@ class Engine:
         unquantized: tuple[str, ...] = (),
         highest_head: bool = False,
         steps: int = 8,
+        max_draft: int = 0,
         prefill_batch: int = 8,
         prefill_chunk: int = 512,
         unroll: bool = True,
@@ -184,7 +111,8 @@ class Engine:
         self.config, self.slots, self.max_length = config, slots, max_length
         self.recipe = quant.Recipe(quantization, tuple(unquantized))
         self.dtype, self.cache_dtype = dtype, cache_dtype
-        self.steps, self.prefill_batch, self.unroll = steps, prefill_batch, unroll
+        self.steps, self.max_draft = steps, max_draft
+        self.prefill_batch, self.unroll = prefill_batch, unroll
         self.layout = layout or sharding.single_device()
         self.shards, self.page_size = self.layout.shards, page_size
         self.pages_per_slot = -(-max_length // page_size)
@@ -214,6 +142,7 @@ class Engine:
         )
         self._insert = jax.jit(self._insert_rows, donate_argnums=(0,))
         self._generate = jax.jit(self._decode, donate_argnums=(1,), **options)
+        self._verify = jax.jit(self._decode_drafts, donate_argnums=(1,), **options)
 
     # Weights
 
@@ -447,27 +376,44 @@ class Engine:
         """Up to `steps` tokens for every running slot, whose pages must have room for them."""
         return self._generate(params, state, table, shift)
 
+    def verify(
+        self, params, state: DecodeState, drafts: np.ndarray, counts: np.ndarray,
+        table: np.ndarray, shift: np.ndarray,
+    ) -> tuple[DecodeState, ResultTokens]:
+        """One pass over the last token of every running slot and its draft, `counts` [slots] of
+        `drafts` [slots, n]: draws a token after each as long as the draft says the same, so at
+        least one and at most counts + 1; K is n + 1 in the result."""
+        return self._verify(params, state, drafts, counts, table, shift)
+
     def _decode(self, params, state: DecodeState, table_bp, shift_b):
+        nothing = jnp.zeros((self.slots, 0), jnp.int32), jnp.zeros(self.slots, jnp.int32)
+
         def running(carry):
             i, state, _ = carry
             return (i < self.steps) & jnp.any(state.slots.remaining > 0)
 
         def body(carry):
             i, state, rows = carry
-            state, *row = self._decode_one(params, state, table_bp, shift_b)
-            write = lambda buffer, new: buffer.at[i].set(new)
-            return i + 1, state, jax.tree.map(write, rows, tuple(row))
+            state, row = self._pass(params, state, *nothing, table_bp, shift_b)
+            write = lambda buffer, new: buffer.at[i].set(new[:, 0])
+            return i + 1, state, jax.tree.map(write, rows, row)
 
         _, state, rows = jax.lax.while_loop(running, body, (0, state, self._empty_rows()))
-        drawn, logits, valid = rows
+        return state, self._result(state, *rows)
+
+    def _decode_drafts(self, params, state, drafts_bg, counts_b, table_bp, shift_b):
+        state, rows = self._pass(params, state, drafts_bg, counts_b, table_bp, shift_b)
+        return state, self._result(state, *jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows))
+
+    def _result(self, state: DecodeState, drawn: Sample, logits, valid) -> ResultTokens:
         fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(Sample)}
         tokens = fields.pop("token")
-        return state, ResultTokens(
+        return ResultTokens(
             tokens=tokens, logits=logits, valid=valid, remaining=state.slots.remaining, **fields
         )
 
     def _empty_rows(self) -> tuple[Sample, jax.Array, jax.Array]:
-        """Room for what `_decode_one` says of `steps` tokens."""
+        """Room for what `_pass` says of `steps` tokens."""
 
         def empty(dtype, *width):
             return jnp.zeros((self.steps, self.slots, *width), dtype)
@@ -479,39 +425,75 @@ class Engine:
         )
         return drawn, empty(jnp.float32, self.num_logits), empty(bool)
 
-    def _decode_one(self, params, state: DecodeState, table_bp, shift_b):
-        slots = state.slots
-        is_running = slots.remaining > 0
-        index_b = jnp.where(is_running, slots.position - shift_b, 0)
-        is_written_b = is_running & (slots.position >= slots.cached)
-        numerics = self.program.numerics
-        attend = cache.append(index_b, is_written_b, table_bp, self.layout, numerics)
-        x_b1d, kv = transformer.hidden(
-            params, self.config, self.program, slots.token[:, None], slots.position[:, None],
-            attend, state.cache,
+    def _pass(self, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
+        """Draws after the last token and after the drafted ones, [B,T] with T = g + 1, as far as
+        they are what is drawn: (state, (Sample, distributions, which of the draws count))."""
+        slots, numerics = state.slots, self.program.numerics
+        width = drafts_bg.shape[1] + 1
+        step_t, is_running = jnp.arange(width)[None], slots.remaining > 0
+        limit_b = jnp.where(is_running, jnp.minimum(counts_b + 1, slots.remaining), 0)
+        is_live_bt = step_t < limit_b[:, None]
+        tokens_bt = jnp.concatenate([slots.token[:, None], drafts_bg], axis=1)
+        position_bt = slots.position[:, None] + step_t
+        index_bt = jnp.where(is_live_bt, position_bt - shift_b[:, None], 0)
+        is_written_bt = is_live_bt & (position_bt >= slots.cached[:, None])
+        attend = cache.append(index_bt, is_written_bt, table_bp, self.layout, numerics)
+        x_btd, kv = transformer.hidden(
+            params, self.config, self.program, tokens_bt, position_bt, attend, state.cache
         )
-        logits_bv = transformer.head_logits(params, self.program, x_b1d[:, 0])
-        drawn = sampling.sample(
-            logits_bv, slots.rows, slots.key, slots.position + 1, self.layout,
-            penalties=slots.penalties, top_n=self.top_n, num_kept=self.num_kept,
-            numerics=numerics,
+        rows = lambda x: x.reshape(-1, *x.shape[2:])
+        each = lambda x: jnp.repeat(x, width, axis=0)
+        logits_mv = transformer.head_logits(params, self.program, rows(x_btd))
+        sampling_m = jax.tree.map(each, slots.rows)
+        penalties_m = self._penalties_along(slots.penalties, drafts_bg, is_live_bt)
+        drawn_m = sampling.sample(
+            logits_mv, sampling_m, each(slots.key), rows(position_bt + 1), self.layout,
+            penalties=penalties_m, top_n=self.top_n, num_kept=self.num_kept, numerics=numerics,
         )
-        recorded_bv = jnp.zeros((self.slots, 0))
+        recorded_mv = jnp.zeros((len(logits_mv), 0))
         if self.num_logits:
-            recorded_bv = sampling.distribution(logits_bv, slots.rows, slots.penalties)
-        is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
-        remaining = jnp.where(is_stop | ~is_running, 0, slots.remaining - 1)
+            recorded_mv = sampling.distribution(logits_mv, sampling_m, penalties_m)
+        drawn, recorded = jax.tree.map(
+            lambda x: x.reshape(self.slots, width, *x.shape[1:]), (drawn_m, recorded_mv)
+        )
+        slots, is_valid_bt = self._advance(slots, drawn.token, drafts_bg, is_live_bt)
+        return DecodeState(kv, slots), (drawn, recorded, is_valid_bt)
+
+    def _penalties_along(self, penalties: Penalties | None, drafts_bg, is_live_bt):
+        """Penalties of the rows [B*T] of a pass: after each token of the draft."""
+        if penalties is None:
+            return None
+        along = [penalties]
+        for t in range(drafts_bg.shape[1]):
+            along.append(along[-1].draw(drafts_bg[:, t], is_live_bt[:, t + 1], self.layout))
+        rows = lambda *xs: jnp.stack(xs, axis=1).reshape(-1, *xs[0].shape[1:])
+        return jax.tree.map(rows, *along)
+
+    def _advance(self, slots: Slots, drawn_bt, drafts_bg, is_live_bt) -> tuple[Slots, jax.Array]:
+        """Slots after those draws that count [B,T]: up to the first that is a stop id or not the
+        draft's."""
+        is_stop_bt = jnp.any(drawn_bt[..., None] == slots.stop_ids[:, None], axis=-1)
+        goes_on_bg = (drawn_bt[:, :-1] == drafts_bg) & ~is_stop_bt[:, :-1] & is_live_bt[:, 1:]
+        goes_on_bg = jnp.cumprod(goes_on_bg, axis=1, dtype=jnp.int32).astype(bool)
+        is_valid_bt = jnp.concatenate([is_live_bt[:, :1], goes_on_bg], axis=1)
+        count_b = jnp.sum(is_valid_bt, axis=1)
+        last = lambda x_bt: jnp.take_along_axis(
+            x_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1
+        )[:, 0]
+        is_ended = last(is_stop_bt) | (count_b == 0)
+        remaining = jnp.where(is_ended, 0, slots.remaining - count_b)
         penalties = slots.penalties
         if penalties is not None:
-            penalties = penalties.draw(drawn.token, is_running, self.layout)
+            for t in range(drawn_bt.shape[1]):
+                penalties = penalties.draw(drawn_bt[:, t], is_valid_bt[:, t], self.layout)
         slots = dataclasses.replace(
             slots,
             penalties=penalties,
-            token=jnp.where(is_running, drawn.token, slots.token),
-            position=slots.position + (remaining > 0),
+            token=jnp.where(count_b > 0, last(drawn_bt), slots.token),
+            position=slots.position + jnp.where(remaining > 0, count_b, 0),
             remaining=remaining,
         )
-        return DecodeState(kv, slots), drawn, recorded_bv, is_running
+        return slots, is_valid_bt
 
     # Programs from shapes alone
 
@@ -522,8 +504,8 @@ class Engine:
           params: the learner's abstract parameters with their shardings; None takes float32 in the
             serving layout.
 
-        Returns: {"load", "prefill", "insert", "decode"} -> (jitted function, arguments). Prompts
-        are of the largest bucket.
+        Returns: {"load", "prefill", "insert", "decode", "verify" if there are drafts} -> (jitted
+        function, arguments). Prompts are of the largest bucket, drafts as long as they may be.
         """
         if params is None:
             params = _abstract(
@@ -534,14 +516,17 @@ class Engine:
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
         chunk = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
-        return {
+        pages = host(self.slots, *table), host(self.slots)
+        drafts = host(self.slots, self.max_draft), host(self.slots)
+        found = {
             "load": (self._load, (params,)),
             "prefill": (self._prefill, (serving, state, *chunk)),
             "insert": (self._insert, (state, *self._insertion({}))),
-            "decode": (
-                self._generate, (serving, state, host(self.slots, *table), host(self.slots))
-            ),
+            "decode": (self._generate, (serving, state, *pages)),
         }
+        if self.max_draft:
+            found["verify"] = self._verify, (serving, state, *drafts, *pages)
+        return found
 
 
 def _abstract(shapes: Any, shardings: Any) -> Any:

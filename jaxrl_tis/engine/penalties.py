@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.engine.sampling import MAX_BIAS, SamplingParams
+from jaxrl_tis.engine.records import MAX_BIAS, SamplingParams
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.sharding import Layout
 

@@ -8,9 +8,7 @@ one count or sum of the row for each bit.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,83 +16,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_tis.engine import capture
+from jaxrl_tis.engine.penalties import Penalties
+from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.shards import WHOLE, Shards
 from jaxrl_tis.models import invariant
 from jaxrl_tis.sharding import Layout
 
-if TYPE_CHECKING:
-    from jaxrl_tis.engine.penalties import Penalties
-
 BLOCK = 128
-MAX_BIAS = 16  # tokens that a request may add something to
 KEY_BITS = 31  # of a float32 without its sign
 MAX_INT = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled.
-
-    Attributes:
-      temperature: 0 is greedy. Filters act on softmax(logits / temperature), in this order:
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: of those, keep the smallest set with at least this mass; 1 keeps all.
-      min_p: of those, keep tokens at least min_p times as likely as the most likely one.
-      stop_ids: a sampled token among these ends the sequence (and belongs to it).
-      stop_strings: the sequence ends with the token that completes one of these in its text.
-      max_tokens: upper bound of sampled tokens.
-      repetition_penalty: positive logits of tokens in the prompt or sampled before are divided by
-        it, negative ones multiplied; 1 changes nothing.
-      presence_penalty: subtracted from the logits of tokens sampled before.
-      frequency_penalty: subtracted from them as often as they were sampled.
-      logit_bias: ((token, what is added to its logit), ...) of at most MAX_BIAS tokens.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    max_tokens: int = 16
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self):
-        ids = [token for token, _ in self.logit_bias]
-        added = (self.presence_penalty, self.frequency_penalty, *(b for _, b in self.logit_bias))
-        bounds = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite"),
-            "logit_bias": (
-                len(set(ids)) == len(ids) <= MAX_BIAS and min(ids, default=0) >= 0,
-                f"of at most {MAX_BIAS} different tokens",
-            ),
-        }
-        bad = [
-            f"{name}={getattr(self, name)} must be {rule}"
-            for name, (is_met, rule) in bounds.items() if not is_met
-        ]
-        if not all(map(math.isfinite, added)):
-            bad.append(f"{', '.join(map(str, added))}: penalties and biases must be finite")
-        if bad:
-            raise ValueError(f"sampling parameters out of range: {'; '.join(bad)}")
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
-    def is_penalised(self) -> bool:
-        """Whether it draws from other logits than the model's."""
-        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.logit_bias)
 
 
 @jax.tree_util.register_dataclass
@@ -251,7 +181,7 @@ def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
 def distribution(
     logits_bv: jax.Array,
     rows: SamplingRows | SamplingParams,
-    penalties: "Penalties | None" = None,
+    penalties: Penalties | None = None,
 ) -> jax.Array:
     """Log-probabilities [B,V] of what `sample` draws from; -inf outside the support. One
     SamplingParams stands for all rows; `penalties` are what it says of them in these rows."""
@@ -348,7 +278,7 @@ def sample(
     positions_b: jax.Array,
     layout: Layout | None = None,
     *,
-    penalties: "Penalties | None" = None,
+    penalties: Penalties | None = None,
     top_n: int = 0,
     num_kept: int = 0,
     numerics: str = "fast",

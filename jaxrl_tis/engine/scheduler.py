@@ -6,29 +6,31 @@
    own copy of the last page only, if the prompt does not fill it.
 3. `step` prefills at most `prefill_calls` chunks while others decode, and puts requests whose
    prompt is filled into their slots.
-4. `step` gives running sequences the pages that the next K tokens need. When none are left, the
-   youngest sequence of the shard loses its pages and waits again; the oldest never does, and all
-   pages of a shard hold the longest sequence, so every request ends.
-5. `step` calls `generate` once, stamps the tokens with the weights' version, frees the slots of
-   finished requests and returns their trajectories.
+4. `step` proposes drafts, if it is to, and gives running sequences the pages that the next tokens
+   need. When none are left, the youngest sequence of the shard loses its pages and waits again; the
+   oldest never does, and all pages of a shard hold the longest sequence, so every request ends.
+5. `step` calls `generate` or `verify` once, stamps the tokens with the weights' version, frees the
+   slots of finished requests and returns their trajectories.
 """
 
-import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_tis.engine.engine import Chunk, EngineProtocol, Insertion, ResultTokens
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.pages import NULL, Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
+from jaxrl_tis.engine.prefixes import Prefix, Prefixes
+from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion, ResultTokens
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.sequences import Drawn, Prefix, Sequence, first_stop
+from jaxrl_tis.engine.sequences import Drawn, Sequence, first_stop
+from jaxrl_tis.engine.waiting import Waiting
 
 PAUSES = ("abort", "retract", "in_place")
 
@@ -55,7 +57,8 @@ class Stats:
     """Counts since the scheduler was made.
 
     Attributes:
-      tokens: drawn; slot_steps: decode steps times slots, so tokens / slot_steps is the occupancy.
+      tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
+      drafted, accepted: tokens of drafts.
       prefilled, shared: prompt tokens computed, and taken over from another sample of the group.
       preempted: sequences that lost their pages to older ones; evicted: pages.
       engine_seconds: spent in or waiting for the engine; seconds: in `step`.
@@ -63,7 +66,10 @@ class Stats:
 
     calls: int = 0
     tokens: int = 0
+    busy: int = 0
     slot_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
     prefilled: int = 0
     shared: int = 0
     preempted: int = 0
@@ -73,7 +79,7 @@ class Stats:
 
     @property
     def occupancy(self) -> float:
-        return self.tokens / max(self.slot_steps, 1)
+        return self.busy / max(self.slot_steps, 1)
 
     def since(self, before: "Stats") -> "Stats":
         """What was counted after a copy was made."""
@@ -95,6 +101,7 @@ class Scheduler:
       divide: a sequence that drew so many tokens since it got its slot makes room for a waiting
         one that now comes before it, and keeps its pages while there are enough; 0 never.
       retention: pages that a sequence keeps; None keeps all.
+      drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings; runs in a thread of its own.
     """
 
@@ -110,27 +117,28 @@ class Scheduler:
         prefill_calls: int = 4,
         divide: int = 0,
         retention: Retention | None = None,
+        drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
     ):
         self._engine = engine
         self._state = engine.init_state()
         self._params, self._version = params, version
         self._policy = policy or FirstCome()
-        self._max_bypass, self._max_pending = max_bypass, max_pending
+        self._max_pending = max_pending
         self._prefill_calls, self._divide, self._retention = prefill_calls, divide, retention
+        self._drafts = drafts
         self._decode, self._texts = decode, ThreadPoolExecutor(1)
-        self._waiting: dict[str, Sequence] = {}
-        self._awaited = collections.Counter[bytes]()
+        self._waiting = Waiting(self._policy, max_bypass)
         self._slots: dict[int, Sequence] = {}
         self._left: set[int] = set()  # slots that are free here and still count in the engine
-        self._prefixes: dict[tuple[bytes, int], Prefix] = {}
         self._ended: list[Trajectory] = []
         self._live: set[str] = set()
-        self._arrivals = self._admissions = 0
+        self._arrivals = 0
         per_slot = -(-engine.max_length // engine.page_size)
         self._table = np.zeros((engine.slots, per_slot), np.int32)
         self._shift = np.zeros(engine.slots, np.int32)
         self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
+        self._prefixes = Prefixes(self.pages, engine.page_size)
         self.stats = Stats()
 
     # What callers do
@@ -145,10 +153,9 @@ class Scheduler:
         weights wrote (`kv_version` says so), while prompts are filled anew: in other pages where
         running sequences may read the old ones."""
         self._params, self._version = params, version
-        for prefix in list(self._prefixes.values()):
-            prefix.filled = 0
-            if not prefix.waiters:
-                self._drop(prefix)
+        self._prefixes.forget()
+        if self._drafts:
+            self._drafts.forget()
 
     def add(self, request: Request) -> None:
         """Queues a request; ValueError when it can never run or its id is alive, Full when
@@ -160,8 +167,10 @@ class Scheduler:
         # Prompts are compared by their bytes.
         prompt = np.ascontiguousarray(request.prompt, np.int32)
         request = dataclasses.replace(request, prompt=prompt)
-        self._wait(Sequence.of(request, self._arrivals, self._admissions))
+        self._waiting.add(Sequence.of(request, self._arrivals, self._waiting.admissions))
         self._arrivals += 1
+        if self._drafts:
+            self._drafts.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next step returns what it has, with stop_reason "abort" unless a
@@ -202,9 +211,10 @@ class Scheduler:
         start = time.perf_counter()
         self._admit()
         self._fill()
-        self._grow()
+        width, drafts = self._propose()
+        self._grow(width)
         if self._running():
-            self._collect(self._generate())
+            self._collect(self._generate(width, drafts), drafts)
         finished = self._returned()
         self.stats.seconds += time.perf_counter() - start
         return finished
@@ -246,7 +256,7 @@ class Scheduler:
                 raise ValueError(f"request {request.id}: {problem}")
 
     def _sequences(self) -> list[Sequence]:
-        return sorted([*self._waiting.values(), *self._slots.values()], key=lambda s: s.order)
+        return sorted([*self._waiting, *self._slots.values()], key=lambda s: s.order)
 
     def _running(self, shard: int | None = None) -> list[Sequence]:
         """Oldest first."""
@@ -258,34 +268,22 @@ class Scheduler:
         self._live -= {trajectory.id for trajectory in ended}
         return ended
 
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.key = sequence.tokens().tobytes()
-        self._waiting[sequence.request.id] = sequence
-        self._awaited[sequence.key] += 1
-
-    def _stop_waiting(self, sequence: Sequence) -> None:
-        del self._waiting[sequence.request.id]
-        self._awaited[sequence.key] -= 1
-        if not self._awaited[sequence.key]:
-            del self._awaited[sequence.key]
-            self._drop_idle(sequence.key)
-
     def _leave_slot(self, sequence: Sequence) -> None:
         if sequence.is_running:
             self._left.add(sequence.slot)
         else:
-            self._prefixes[sequence.key, sequence.shard].waiters.remove(sequence)
+            self._prefixes.find(sequence.key, sequence.shard).waiters.remove(sequence)
         self._table[sequence.slot], self._shift[sequence.slot] = 0, 0
         del self._slots[sequence.slot]
         sequence.slot, sequence.is_running = -1, False
-        sequence.admitted_after = self._admissions
+        sequence.admitted_after = self._waiting.admissions
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of wherever it is; its pages go back."""
         if sequence.slot >= 0:
             self._leave_slot(sequence)
         else:
-            self._stop_waiting(sequence)
+            self._waiting.remove(sequence)
         if sequence.pages:
             self.pages[sequence.shard].release(sequence.pages)
         sequence.pages, sequence.page_numbers = [], []
@@ -297,7 +295,7 @@ class Scheduler:
         self._leave(sequence)
         if had_pages:
             sequence.forget()
-        self._wait(sequence)
+        self._waiting.add(sequence)
 
     # Admission
 
@@ -313,7 +311,7 @@ class Scheduler:
             if slot not in self._slots:
                 free[slot * self._engine.shards // self._engine.slots].append(slot)
         parked = {}
-        for sequence in self._in_order():
+        for sequence in self._waiting.in_order():
             is_parked, shards = bool(sequence.pages), [s for s in free if free[s]]
             if not shards:
                 break
@@ -326,101 +324,57 @@ class Scheduler:
                 parked[sequence] = (sequence.length - 1, (NULL, NULL))
         self._insert(parked)
 
-    def _in_order(self) -> Iterator[Sequence]:
-        """Waiting sequences: whoever was passed over too often, else as the policy says."""
-        by_policy = sorted(self._waiting.values(), key=self._priority, reverse=True)
-        by_age, seen = [], set()
-        if self._max_bypass is not None:
-            age = lambda s: (s.admitted_after, s.order)
-            by_age = sorted(self._waiting.values(), key=age, reverse=True)
-        while by_policy:
-            sequence = (by_age if by_age and self._is_overdue(by_age[-1]) else by_policy).pop()
-            if sequence not in seen:
-                seen.add(sequence)
-                yield sequence
-
-    def _priority(self, sequence: Sequence) -> tuple:
-        return (self._policy.key(sequence.request, sequence.count), sequence.order)
-
-    def _is_overdue(self, sequence: Sequence) -> bool:
-        bypassed = self._admissions - sequence.admitted_after
-        return self._max_bypass is not None and bypassed >= self._max_bypass
-
     def _make_way(self) -> None:
         """Sequences that have drawn their share wait again, with their pages, if others come before
         them. Those with evicted keys stay: they cannot be rebuilt, should their pages be needed."""
         is_done = lambda s: s.since_admission >= self._divide and not s.shift
-        done = sorted(filter(is_done, self._running()), key=self._priority, reverse=True)
+        done = sorted(filter(is_done, self._running()), key=self._waiting.priority, reverse=True)
         free = self._engine.slots - len(self._slots)
-        for sequence, other in zip(done, itertools.islice(self._in_order(), free, None)):
-            if self._is_overdue(other) or self._priority(other) < self._priority(sequence):
+        for sequence, other in zip(done, itertools.islice(self._waiting.in_order(), free, None)):
+            is_earlier = self._waiting.priority(other) < self._waiting.priority(sequence)
+            if is_earlier or self._waiting.is_overdue(other):
                 self._leave_slot(sequence)
-                self._wait(sequence)
+                self._waiting.add(sequence)
 
     def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
         """Pages for what it has so far in one of the shards, best where others have them."""
-        preference = lambda s: ((sequence.key, s) not in self._prefixes, -self.pages[s].free, s)
-        return any(self._join_prefix(sequence, s) for s in sorted(shards, key=preference))
+        is_new = lambda s: self._prefixes.find(sequence.key, s) is None
+        preference = lambda s: (is_new(s), -self.pages[s].free, s)
+        for shard in sorted(shards, key=preference):
+            if self._has_room(sequence, shard):
+                self.stats.shared += self._prefixes.join(sequence, shard)
+                return True
+        return False
 
     def _take_slot(self, sequence: Sequence, slot: int, is_running: bool) -> None:
         sequence.slot, sequence.is_running, sequence.since_admission = slot, is_running, 0
         self._slots[slot] = sequence
-        self._stop_waiting(sequence)
-        self._admissions += 1
+        self._waiting.admit(sequence)
+        self._drop_idle(sequence.key)
 
-    def _join_prefix(self, sequence: Sequence, shard: int) -> bool:
-        """Shares the pages of its tokens, new ones if need be; the last one, unless it is full,
-        will be a copy."""
-        size = self._engine.page_size
-        full, rest = divmod(sequence.length, size)
-        prefix = self._prefixes.get((sequence.key, shard))
-        count = (0 if prefix else full + (rest > 0)) + (rest > 0)
-        if not self._has_room(shard, count, prefix):
-            return False
-        pages = self.pages[shard]
-        if prefix is None:
-            new = pages.allocate(full + (rest > 0))
-            prefix = self._prefixes[sequence.key, shard] = Prefix(sequence.tokens(), shard, new)
-        else:
-            self.stats.shared += sequence.length
-        sequence.shard = shard
-        sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
-        sequence.page_numbers = list(range(len(sequence.pages)))
-        prefix.waiters.append(sequence)
-        return True
-
-    def _has_room(self, shard: int, count: int, prefix: Prefix | None) -> bool:
-        """Whether so many pages are free, and one more for each running sequence to grow into;
-        makes them free, but not those of `prefix`, if only waiting sequences are in the way."""
-        running = len(self._running(shard))
-        while self.pages[shard].free < count + running:
-            if not self._reclaim(shard, prefix):
+    def _has_room(self, sequence: Sequence, shard: int) -> bool:
+        """Whether its pages are free, and one more for each running sequence to grow into; makes
+        them free, but not those it would share, if only waiting sequences are in the way."""
+        running, needed = len(self._running(shard)), self._prefixes.new_pages(sequence, shard)
+        while self.pages[shard].free < needed + running:
+            if not self._reclaim(shard, sequence.key):
                 return False
         return True
 
-    def _reclaim(self, shard: int, keep: Prefix | None = None) -> bool:
+    def _reclaim(self, shard: int, keep: bytes | None = None) -> bool:
         """Frees pages that no slot needs: of a prompt, other than `keep`, that waits for more of
         its samples, or of the youngest sequence that made way."""
-        of_shard = [p for p in self._prefixes.values() if p.shard == shard and p is not keep]
-        idle = [p for p in of_shard if not p.waiters]
-        if idle:
-            self._drop(idle[0])
+        if self._prefixes.reclaim(shard, keep):
             return True
-        parked = [s for s in self._waiting.values() if s.pages and s.shard == shard]
+        parked = [s for s in self._waiting if s.pages and s.shard == shard]
         if parked:
             self._retract(max(parked, key=lambda s: s.order))
         return bool(parked)
 
-    def _drop(self, prefix: Prefix) -> None:
-        self.pages[prefix.shard].release(prefix.pages)
-        del self._prefixes[prefix.tokens.tobytes(), prefix.shard]
-
     def _drop_idle(self, key: bytes) -> None:
-        """Drops prefixes that nobody waits for."""
-        for shard in range(self._engine.shards):
-            prefix = self._prefixes.get((key, shard))
-            if prefix and not prefix.waiters and key not in self._awaited:
-                self._drop(prefix)
+        """Lets shared pages of these tokens go that nobody will ask for."""
+        if not self._waiting.has(key):
+            self._prefixes.drop(key)
 
     # Prefill
 
@@ -428,7 +382,7 @@ class Scheduler:
         self._insert_filled()
         calls = 0
         while calls < self._prefill_calls or not self._running():
-            unfilled = [p for p in self._prefixes.values() if p.waiters and not p.is_filled]
+            unfilled = self._prefixes.unfilled()
             if not unfilled:
                 return
             self._prefill(unfilled)
@@ -452,19 +406,17 @@ class Scheduler:
         self._state = self._timed(engine.prefill, self._params, self._state, chunks)
 
     def _insert_filled(self) -> None:
-        rows, keys = {}, set()
-        for prefix in self._prefixes.values():
-            if prefix.is_filled and prefix.waiters:
-                rest = len(prefix.tokens) % self._engine.page_size
-                for sequence in prefix.waiters:
-                    copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
-                    rows[sequence] = (sequence.length, copy)
-                    sequence.filled(self._version)
-                prefix.waiters = []
-                keys.add(prefix.tokens.tobytes())
+        rows, filled = {}, self._prefixes.filled()
+        for prefix in filled:
+            rest = len(prefix.tokens) % self._engine.page_size
+            for sequence in prefix.waiters:
+                copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
+                rows[sequence] = (sequence.length, copy)
+                sequence.filled(self._version)
+            prefix.waiters = []
         self._insert(rows)
-        for key in keys:
-            self._drop_idle(key)
+        for prefix in filled:
+            self._drop_idle(prefix.tokens.tobytes())
 
     def _insert(self, rows: dict[Sequence, tuple[int, tuple[int, int]]]) -> None:
         """Puts sequences into their slots, with the number of positions that their pages hold and
@@ -481,6 +433,8 @@ class Scheduler:
             sequence.is_running = True
             self._shift[sequence.slot] = sequence.shift
             self._tabulate(sequence)
+            if self._drafts:
+                self._drafts.begin(sequence)
 
     def _tabulate(self, sequence: Sequence) -> None:
         self._table[sequence.slot] = NULL
@@ -488,13 +442,21 @@ class Scheduler:
 
     # Decode
 
-    def _grow(self) -> None:
+    def _propose(self) -> tuple[int, dict[Sequence, list[int]]]:
+        """(tokens that the next call may draw, drafts if there are any)."""
+        if self._drafts:
+            length, drafts = self._drafts.propose(self._running())
+            if length:
+                return length + 1, drafts
+        return self._engine.steps, {}
+
+    def _grow(self, width: int) -> None:
         """Pages for the next tokens of every running sequence, the oldest first."""
-        steps, size = self._engine.steps, self._engine.page_size
+        size = self._engine.page_size
         for sequence in self._running():
             if not sequence.is_running:
                 continue  # lost its slot to an older one
-            end = sequence.length - 1 + min(steps, sequence.remaining) - sequence.shift
+            end = sequence.length - 1 + min(width, sequence.remaining) - sequence.shift
             count = -(-end // size) - len(sequence.pages)
             if count <= 0:
                 continue
@@ -520,13 +482,21 @@ class Scheduler:
         self.stats.preempted += 1
         return youngest is not sequence
 
-    def _generate(self) -> ResultTokens:
+    def _generate(self, width: int, drafts: dict[Sequence, list[int]]) -> ResultTokens:
+        engine, arrays = self._engine, (self._table, self._shift)
         if self._left:
-            self._state = self._timed(self._engine.release, self._state, sorted(self._left))
+            self._state = self._timed(engine.release, self._state, sorted(self._left))
             self._left.clear()
-        self._state, result = self._timed(
-            self._engine.generate, self._params, self._state, self._table, self._shift
-        )
+        call = engine.generate
+        if drafts:
+            tokens = np.zeros((engine.slots, width - 1), np.int32)
+            counts = np.zeros(engine.slots, np.int32)
+            for sequence, draft in drafts.items():
+                if sequence.is_running:
+                    tokens[sequence.slot, : len(draft)] = draft
+                    counts[sequence.slot] = len(draft)
+            call, arrays = engine.verify, (tokens, counts, *arrays)
+        self._state, result = self._timed(call, self._params, self._state, *arrays)
         return self._timed(jax.tree.map, np.asarray, result)
 
     def _timed(self, call: Callable, *args) -> Any:
@@ -535,10 +505,12 @@ class Scheduler:
         self.stats.engine_seconds += time.perf_counter() - start
         return out
 
-    def _collect(self, result: ResultTokens) -> None:
+    def _collect(self, result: ResultTokens, drafts: dict[Sequence, list[int]]) -> None:
         counts = result.valid.sum(axis=0)
+        drew = result.valid[:1] if drafts else result.valid
         self.stats.calls += 1
-        self.stats.slot_steps += int(result.valid.any(axis=1).sum()) * self._engine.slots
+        self.stats.busy += int(drew.sum())
+        self.stats.slot_steps += int(drew.any(axis=1).sum()) * self._engine.slots
         for sequence in self._running():
             slot, count, sampling = sequence.slot, int(counts[sequence.slot]), sequence.sampling
             sequence.pieces.append(Drawn(
@@ -548,6 +520,8 @@ class Scheduler:
             sequence.since_admission += count
             self.stats.tokens += count
             is_last = result.remaining[slot] == 0
+            if self._drafts:
+                self._learn(sequence, result.tokens[:count, slot], drafts.get(sequence), is_last)
             stop = self._stop(sequence, count, is_last) if sampling.stop_strings else None
             if stop is not None:
                 self._finish(sequence, "stop", stop)
@@ -557,6 +531,13 @@ class Scheduler:
             elif self._retention:
                 self._evict(sequence)
         self._left -= set(np.flatnonzero(result.remaining == 0).tolist())
+
+    def _learn(self, sequence, drawn: np.ndarray, draft: list[int] | None, is_last: bool) -> None:
+        self._drafts.extend(sequence, drawn)
+        if draft:
+            self._drafts.observe(len(draft), len(drawn) - 1, is_last)
+            self.stats.drafted += len(draft)
+            self.stats.accepted += len(drawn) - 1
 
     def _stop(self, sequence: Sequence, count: int, is_last: bool) -> int | None:
         """Tokens up to a stop string, found in the text of the calls before, and for the last one
@@ -577,6 +558,8 @@ class Scheduler:
         self._leave(sequence)
         if reason != "abort":
             self._policy.finished(sequence.request, count)
+        if self._drafts:
+            self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
 
     def _evict(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a live request, and of the prompt that a group of them shares."""
+"""What the scheduler knows of a live request."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from jaxrl_tis.engine.engine import ResultTokens
-from jaxrl_tis.engine.records import NEVER, Request, Trajectory
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.protocol import ResultTokens
+from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
 
 FIELDS = (
     "tokens", "logp_behav", "logp_raw", "entropy", "logits", "top_ids", "top_logps", "kept"
@@ -142,26 +141,6 @@ class Sequence:
             request=request.hash, quant_id=quant_id, evict_step=evict_step,
             temperature=request.sampling.temperature, **fields,
         )
-
-
-@dataclasses.dataclass(eq=False)
-class Prefix:
-    """A sequence of tokens whose keys lie, or will lie, in pages of a shard.
-
-    Attributes:
-      filled: tokens whose keys are there.
-      waiters: sequences with a slot that start from it once it is filled.
-    """
-
-    tokens: np.ndarray
-    shard: int
-    pages: list[int]
-    filled: int = 0
-    waiters: list[Sequence] = dataclasses.field(default_factory=list)
-
-    @property
-    def is_filled(self) -> bool:
-        return self.filled == len(self.tokens)
 
 
 def first_stop(

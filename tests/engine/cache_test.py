@@ -53,7 +53,8 @@ def fill(q, k, v, layer_cache, starts, lengths, table):
 
 @jax.jit
 def append(q, k, v, layer_cache, index, is_written, table):
-    return cache.append(index, is_written, table, sharding.single_device())(q, k, v, layer_cache)
+    attend = cache.append(index[:, None], is_written[:, None], table, sharding.single_device())
+    return attend(q, k, v, layer_cache)
 
 
 # Row 0 fills two pages and a half in two chunks, row 1 one chunk that ends in a page's middle.

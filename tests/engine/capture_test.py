@@ -9,13 +9,13 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import capture, sampling
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.shards import WHOLE
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from tests.drawn import keys
+from tests.drawn import keys, logits
 
 KINDS = [
     SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.8), SamplingParams(top_k=17),
@@ -43,16 +43,6 @@ def test_the_support_is_the_sorted_ids_or_nothing(v, n):
         expected[: len(ids)] = ids if len(ids) <= n else -1
         np.testing.assert_array_equal(row, expected)
     assert wide > 0 or n >= v
-
-
-def logits(v):
-    rng = np.random.default_rng(v)
-    out = rng.normal(0, 2, (64, v)).astype(np.float32)
-    out[8:16, ::3] = -np.inf
-    out[16:24] = np.round(out[16:24])  # ties
-    out[24:32] = 1.0  # nothing but ties
-    out[32:40, : v // 2] = -np.inf  # all in the second half
-    return out
 
 
 @functools.cache

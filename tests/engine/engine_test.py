@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig

@@ -9,10 +9,9 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import invariant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
 
@@ -22,16 +21,17 @@ CONFIG = ModelConfig(
     head_dim=32, mlp_dim=512, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
     qkv_bias=False, qk_norm=True, tie_embeddings=True,
 )
-LENGTH, NEW, COUNT = 64, 8, 16
+LENGTH, NEW, COUNT, KEPT = 64, 8, 16, 12
 DTYPES = ("float32", "bfloat16")
 
 
 def requests():
     """Prompts of one to three pages, sampled in different ways."""
     rng = np.random.default_rng(0)
+    filters = {}, {"top_k": KEPT}, {"top_p": 0.3}, {"top_k": 40, "min_p": 0.3}
     for i in range(COUNT):
         prompt = rng.integers(0, CONFIG.vocab_size, 34 + i % 13).astype(np.int32)
-        kind = {"temperature": (1.0, 0.7, 1.3)[i % 3]}
+        kind = {"temperature": (1.0, 0.7, 1.3, 1.0, 0.0)[i % 5]} | filters[i % 4]
         yield Request(f"r{i}", prompt, i, SamplingParams(max_tokens=3 + i % (NEW - 2), **kind))
 
 
@@ -40,12 +40,15 @@ def params():
     return jax.tree.map(lambda x: 2 * x, transformer.init(CONFIG, jax.random.key(0)))
 
 
+@functools.cache
 def engine(dtype, tensor=1, chunk=48, scheme="none", **options):
+    """Only float32 samplers record kept sets."""
     layout = sharding.layout((1, 1, tensor), sharding.SERVE_RULES)
-    options = dict(numerics="invariant", unroll=False) | options
+    options = dict(numerics="invariant", unroll=False, cache_dtype=dtype) | options
     return Engine(
-        CONFIG, slots=16, max_length=LENGTH, dtype=dtype, cache_dtype=dtype, steps=3,
-        prefill_batch=4, prefill_chunk=chunk, layout=layout, quantization=scheme, **options,
+        CONFIG, slots=16, max_length=LENGTH, dtype=dtype, steps=3, prefill_batch=4,
+        prefill_chunk=chunk, layout=layout, quantization=scheme,
+        num_kept=KEPT if dtype == "float32" else 0, **options,
     )
 
 
@@ -60,9 +63,9 @@ def sampled(engine, chosen):
 
 
 @functools.cache
-def reference(dtype, scheme="none"):
+def reference(dtype):
     """All requests on one device, in one batch."""
-    return sampled(engine(dtype, scheme=scheme), range(COUNT))
+    return sampled(engine(dtype), range(COUNT))
 
 
 def learner(dtype, mesh=(1, 1, 1), scheme="none", numerics="invariant"):
@@ -80,13 +83,17 @@ def rows_of(trajectories):
         "tokens": np.zeros(shape, np.int32), "segment_ids": np.zeros(shape, np.int32),
         "mask": np.zeros(shape, bool), "temperature": np.ones(shape, np.float32),
         "positions": np.broadcast_to(np.arange(LENGTH), shape).copy(),
+        "kept": np.full((*shape, trajectories[0].kept.shape[-1]), -1, np.int32),
     }
     for i, t in enumerate(trajectories):
         tokens = np.concatenate([t.prompt, t.tokens])
         batch["tokens"][i, : len(tokens)] = tokens
         batch["segment_ids"][i, : len(tokens)] = 1
         batch["mask"][i, len(t.prompt) : len(tokens)] = True
-        batch["temperature"][i] = t.temperature
+        batch["temperature"][i] = t.temperature or 1.0  # greedy: of any, the set is one token
+        batch["kept"][i, len(t.prompt) : len(tokens)] = t.kept
+    if not batch["kept"].size:
+        del batch["kept"]
     return batch
 
 
@@ -101,18 +108,24 @@ def scored(learner, trajectories):
 
 def differing(scores, trajectories):
     """Tokens whose log-prob is not the sampler's."""
-    return sum(int((x != t.logp_behav).sum()) for x, t in zip(scores, trajectories, strict=True))
+    pairs = zip(scores, trajectories, strict=True)
+    return sum(int((x != comparable(t)).sum()) for x, t in pairs)
+
+
+def comparable(t):
+    """Log-probs over the kept sets, or over all tokens where none was recorded."""
+    return np.where(np.all(t.kept < 0, axis=-1), t.logp_raw, t.logp_behav)
 
 
 def check_same(found, expected):
     assert found
     for id, t in found.items():
-        for field in ("tokens", "logp_behav", "logp_raw"):
+        for field in ("tokens", "logp_behav", "logp_raw", "kept"):
             np.testing.assert_array_equal(getattr(t, field), getattr(expected[id], field))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tensor, chunk", [(1, 16), (2, 48), (4, 16), (8, 48)])
+@pytest.mark.parametrize("tensor, chunk", [(1, 48), (2, 48), (4, 16), (8, 48)])
 def test_a_sequence_is_sampled_alike_on_every_mesh_in_every_batch(dtype, tensor, chunk):
     """Slots are given in the order of arrival, so that each batch puts a sequence elsewhere."""
     sampler, expected = engine(dtype, tensor, chunk), reference(dtype)
@@ -127,16 +140,38 @@ def test_the_learner_scores_as_the_sampler_drew(dtype, mesh):
     assert differing(scored(learner(dtype, mesh), trajectories), trajectories) == 0
 
 
-def test_unrolled_layers_sample_as_scanned_ones_do():
-    check_same(sampled(engine("bfloat16", unroll=True), range(5)), reference("bfloat16"))
+def test_some_kept_sets_are_recorded_and_some_are_not():
+    """One token of greedy rows, fewer and as many as fit; and sets too wide, and no filter."""
+    found = list(reference("float32").values())
+    sizes = np.concatenate([(t.kept >= 0).sum(axis=-1) for t in found])
+    print(np.bincount(sizes))
+    assert {0, 1, KEPT} < set(sizes.tolist()) and 0.2 < (sizes == 0).mean() < 0.8
+    assert any((comparable(t) != t.logp_behav).any() for t in found)
 
 
-def test_eight_bit_products_are_the_learners_too():
-    expected = reference("bfloat16", "w8a8")
-    check_same(sampled(engine("bfloat16", 8, scheme="w8a8"), range(5)), expected)
-    trajectories = list(expected.values())
-    for mesh in ((1, 1, 1), (1, 2, 4)):
-        assert differing(scored(learner("bfloat16", mesh, "w8a8"), trajectories), trajectories) == 0
+@pytest.mark.parametrize("scheme, tensor, unroll", [("w8a16", 1, True), ("w8a8", 8, False)])
+def test_eight_bit_products_are_the_learners_too(scheme, tensor, unroll):
+    sampler = engine("bfloat16", tensor, scheme=scheme, unroll=unroll)
+    trajectories = list(sampled(sampler, range(5)).values())
+    scores = scored(learner("bfloat16", scheme=scheme), trajectories)
+    assert differing(scores, trajectories) == 0
+
+
+def test_with_the_flag_flipped_they_differ(monkeypatch):
+    trajectories = list(reference("bfloat16").values())
+    count = sum(len(t.tokens) for t in trajectories)
+    assert invariant.COMPILER_OPTIONS == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(invariant, "COMPILER_OPTIONS", {"xla_allow_excess_precision": True})
+    assert differing(scored(learner("bfloat16"), trajectories), trajectories) > count / 4
+
+
+def test_a_sampler_that_could_not_agree_is_refused():
+    with pytest.raises(ValueError, match="pages of 16 positions, engine.page_size is 32"):
+        engine("float32", page_size=32)
+    with pytest.raises(ValueError, match="computed, in float32; engine.cache_dtype is int8"):
+        engine("float32", cache_dtype="int8")
+    with pytest.raises(ValueError, match="'fp8_w8a16' sums floats of 8 bits"):
+        engine("float32", scheme="fp8_w8a16")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,5 +180,5 @@ def test_fast_numerics_do_differ(dtype):
     count = sum(len(t.tokens) for t in trajectories)
     scores = scored(learner(dtype, numerics="fast"), trajectories)
     assert differing(scores, trajectories) > count / 4
-    gap = max(np.abs(x - t.logp_behav).max() for x, t in zip(scores, trajectories))
+    gap = max(np.abs(x - comparable(t)).max() for x, t in zip(scores, trajectories))
     assert gap < (1e-4 if dtype == "float32" else 0.5)

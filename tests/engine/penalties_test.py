@@ -11,8 +11,8 @@ from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.shards import WHOLE
 from jaxrl_tis.models import transformer

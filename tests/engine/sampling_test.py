@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.engine import sampling
-from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.engine.sampling import SamplingRows
 from tests.drawn import assert_chi_square, is_drawn_from, keys, reference
 
 GREEDY = SamplingParams(temperature=0.0)

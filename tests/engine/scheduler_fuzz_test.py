@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.scheduler import Full, Retention, Scheduler
 from tests import arithmetic
@@ -26,10 +27,6 @@ def engine_of(rng):
     )
 
 
-def text_of(tokens):
-    return "".join(chr(ord("a") + token) for token in tokens)
-
-
 class Run:
     """One scheduler and all that was asked of it and came back."""
 
@@ -40,7 +37,9 @@ class Run:
             self.engine, 0, 0, policy=POLICIES[rng.choice(list(POLICIES))](),
             max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
             prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
-            retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]), decode=text_of,
+            retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]),
+            decode=arithmetic.text_of,
+            drafts=rng.choice([None, Drafts(self.engine.slots, 7, rng.randint(1, 60))]),
         )
         self.version = self.added = self.idle = 0
         self.requests, self.alive, self.done = {}, set(), {}
@@ -101,17 +100,16 @@ class Run:
 
     def check(self, t):
         request = self.requests[t.id]
-        tokens, logp = arithmetic.replay(t, request)
-        assert t.tokens.tolist() == tokens, t.id
-        np.testing.assert_array_equal(t.logp_behav, logp)
-        np.testing.assert_array_equal(t.logp_raw, np.float32(logp) - 0.5)
+        arithmetic.assert_replays(t, request)
+        np.testing.assert_array_equal(t.logp_raw, t.logp_behav - 0.5)
+        tokens = t.tokens.tolist()
         assert len(t.logits) == len(t.mask) == len(t.version) == len(tokens)
         assert (np.diff(t.version) >= 0).all() and (np.diff(t.segment) >= 0).all()
         assert (t.kv_version <= t.version).all()
         partial = request.partial
         if partial is not None and not len(t.evict_step) and t.stop_reason != "stop":
             assert t.tokens[: len(partial.tokens)].tolist() == partial.tokens.tolist()
-        sampling, text = request.sampling, text_of(tokens)
+        sampling, text = request.sampling, arithmetic.text_of(tokens)
         stops = [count for count in range(1, len(tokens) + 1)
                  if tokens[count - 1] in sampling.stop_ids
                  or any(stop in text[:count] for stop in sampling.stop_strings)]
@@ -148,5 +146,5 @@ def test_random_events_lose_no_token_no_page_and_no_request():
         events += run.events
         stats.update(dataclasses.asdict(run.scheduler.stats))
     assert events.total() > 10_000 and min(events.values()) > 100, events
-    for name in ("preempted", "evicted", "shared"):
+    for name in ("preempted", "evicted", "shared", "drafted", "accepted"):
         assert stats[name] > 100, (name, stats[name])

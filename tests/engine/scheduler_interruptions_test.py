@@ -8,21 +8,13 @@ import pytest
 from jaxrl_tis.engine.policies import LongestFirst
 from jaxrl_tis.engine.records import NEVER
 from jaxrl_tis.engine.scheduler import Retention, Scheduler
-from tests.arithmetic import Engine, alone, assert_as_alone, drain, replay, request, started
+from tests.arithmetic import (
+    Engine, alone, assert_as_alone, assert_replays, being_filled, drain, request, started, text_of,
+)
 
 
 def resumed(request, trajectory):
     return dataclasses.replace(request, partial=trajectory)
-
-
-def text_of(tokens):
-    return "".join(chr(ord("a") + token) for token in tokens)
-
-
-def assert_replays(trajectory, request):
-    tokens, logp = replay(trajectory, request)
-    assert trajectory.tokens.tolist() == tokens
-    np.testing.assert_array_equal(trajectory.logp_behav, logp)
 
 
 # Aborts
@@ -41,10 +33,7 @@ def test_abort_of_a_waiting_request_returns_an_empty_record():
 
 
 def test_abort_of_a_request_that_is_being_filled_gives_its_pages_back():
-    short, long = request("short", max_tokens=9), request("long", np.arange(17), max_tokens=1)
-    scheduler = started(Engine(slots=2, steps=1, prefill_chunk=4), [short], prefill_calls=1)
-    scheduler.step()
-    scheduler.add(long)
+    scheduler, _, short, _ = being_filled(17, max_tokens=1)
     scheduler.step()
     assert scheduler.pages[0].used == 1 + 5 + 5 - 4  # 5 pages of the prompt, 1 for the copy
     scheduler.abort("long")
@@ -198,11 +187,7 @@ def test_a_resumed_request_is_rebuilt_under_the_weights_of_then():
 
 
 def test_new_weights_fill_a_half_filled_prompt_anew():
-    engine = Engine(slots=2, steps=1, prefill_chunk=4)
-    short, long = request("short", max_tokens=9), request("long", np.arange(12), max_tokens=2)
-    scheduler = started(engine, [short], prefill_calls=1)
-    scheduler.step()
-    scheduler.add(long)
+    scheduler, engine, short, long = being_filled(12, max_tokens=2)
     scheduler.step()
     update(scheduler, 1)
     got = {t.id: t for t in drain(scheduler)}

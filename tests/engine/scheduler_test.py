@@ -5,12 +5,14 @@ import inspect
 import numpy as np
 import pytest
 
-from jaxrl_tis.engine.engine import EngineProtocol
 from jaxrl_tis.engine.policies import POLICIES, ShortestPrompt
+from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from tests import arithmetic
-from tests.arithmetic import Engine, alone, assert_as_alone, drain, request, started
+from tests.arithmetic import (
+    Engine, alone, assert_as_alone, being_filled, drain, request, started,
+)
 
 
 def mixed_requests(count=11):
@@ -237,11 +239,7 @@ def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
 
 
 def test_a_long_prompt_is_filled_chunk_by_chunk_while_others_decode():
-    engine = Engine(slots=2, steps=1, prefill_chunk=4)
-    short, long = request("short", max_tokens=9), request("long", np.arange(17), max_tokens=1)
-    scheduler = started(engine, [short], prefill_calls=1)
-    scheduler.step()
-    scheduler.add(long)
+    scheduler, engine, short, _ = being_filled(17, max_tokens=1)
     seen = []
     for _ in range(5):
         ended = [t.id for t in scheduler.step()]

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxrl_tis.engine.engine import ResultTokens
+from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Trajectory
-from jaxrl_tis.engine.sequences import Drawn, Prefix, Sequence, first_stop
+from jaxrl_tis.engine.sequences import Drawn, Sequence, first_stop
 from tests.arithmetic import request
 
 
@@ -88,13 +88,6 @@ def test_only_a_sequence_that_saw_evicted_keys_starts_again():
     s.evict(0, size=2, capacity=9)
     s.forget()
     assert (s.count, s.pieces, s.shift, s.evict_step, s.segment) == (0, [], 0, None, 0)
-
-
-def test_a_prefix_is_filled_when_all_of_its_tokens_are():
-    prefix = Prefix(np.arange(5), 0, [1, 2])
-    assert not prefix.is_filled
-    prefix.filled = 5
-    assert prefix.is_filled
 
 
 @pytest.mark.parametrize("text, known, stops, count", [

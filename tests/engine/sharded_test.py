@@ -10,11 +10,12 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request
-from jaxrl_tis.engine.sampling import SamplingParams, SamplingRows
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests.drawn import ROWS, logits
 
 KINDS = [
     SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_k=5),
@@ -22,17 +23,6 @@ KINDS = [
     SamplingParams(temperature=1.6, top_k=40, top_p=0.9, min_p=0.01), SamplingParams(top_k=1),
 ]
 FIELDS = ("logp_behav", "logp_raw", "entropy")
-ROWS = 64
-
-
-def logits(v):
-    rng = np.random.default_rng(v)
-    out = rng.normal(0, 2, (ROWS, v)).astype(np.float32)
-    out[8:16, ::3] = -np.inf
-    out[16:24] = np.round(out[16:24])  # ties
-    out[24:32] = 1.0  # nothing but ties
-    out[32:40, : v // 2] = -np.inf  # all in the second half
-    return out
 
 
 # A block of 128 tokens spans all parts of 24; 304 / 2 and 304 / 8 cut blocks; 512 / 2 does not.

@@ -22,14 +22,7 @@ PAGES = ROWS * LENGTH // PAGE + 2
 # Of one device: the pages of one head, and the scales of int8 ones. 128 MiB of bfloat16, all the
 # memory on a v5e's chip: a copy of it must be a temporary in HBM.
 KV_LAYER, SCALES_LAYER = (PAGES, 1, PAGE, 128), (PAGES, 1, 2, PAGE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_a_cache_of_programs():
-    """No device is there to load them on."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
+pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 
 @functools.cache
@@ -51,7 +44,7 @@ def _compiled(name, quantization, layers, kv):
     engine = Engine(
         config, slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype="bfloat16", cache_dtype=kv,
         quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, prefill_chunk=CHUNK,
-        unroll=False, layout=layout(), highest_head=True,
+        unroll=False, layout=layout(), highest_head=True, max_draft=1,
     )
     program, args = engine.programs()[name]
     return program.lower(*args).compile()
@@ -176,9 +169,15 @@ def test_decode_holds_no_copy_of_a_weight_or_of_keys_and_values(scheme, kv):
 
 
 @WRITTEN
-def test_prefill_and_insert_hold_no_copy_either(kv):
+def test_no_other_program_holds_one(kv):
     for name in ("prefill", "insert"):
         assert not whole_copies(compiled(name, kv=kv))
+
+
+@WRITTEN
+def test_nor_does_the_verification_of_a_draft(kv):
+    """In 64 layers: the scales of two fit into the fast memory, to which they would be moved."""
+    assert not whole_copies(compiled("verify", layers=64, kv=kv), layers=64)
 
 
 @WRITTEN
@@ -205,7 +204,7 @@ def cache_bytes(layers, kv):
 
 
 @WRITTEN
-@pytest.mark.parametrize("name", ["prefill", "insert", "decode"])
+@pytest.mark.parametrize("name", ["prefill", "insert", "decode", "verify"])
 def test_the_cache_is_written_in_place(name, kv):
     program = compiled(name, kv=kv)
     aliased = sum(alias.shape.bytes for alias in module(program).aliases())

@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu import paged_attention, ragged_paged_attent
 from jaxrl_tis.engine import cache
 from jaxrl_tis.kernels import decode_attention
 from jaxrl_tis.models import attention
+from tests import races
 
 LAYER, LAYERS, HEADS, GROUP, SIZE, PAGES = 1, 2, 2, 3, 128, 16
 # First and last places of pages, blocks of two pages, and a table; tiles of values and of scales.
@@ -61,14 +62,15 @@ class Case:
         return cls(jnp.asarray(q, "float32" if dtype == "float32" else "bfloat16"), new,
                    cache.StackedKV(kv, scale))
 
-    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, races=True):
-        """(attention, the pool after it) by the kernel in blocks of so many pages."""
+    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1):
+        """(attention, the pool after it) in blocks of so many pages; no race is found."""
         slots = len(self.q)
-        out, kv, scale = kernel(
-            self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
-            jnp.int32(layer), index[:slots], page[:slots], table[:slots],
-            block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores, races=races,
-        )
+        with races.none():
+            out, kv, scale = jax.block_until_ready(kernel(
+                self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
+                jnp.int32(layer), index[:slots], page[:slots], table[:slots],
+                block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
+            ))
         return np.asarray(out, np.float64), cache.StackedKV(kv, scale)
 
     def expected(self, page=PAGE):
@@ -96,27 +98,12 @@ class Case:
         return out, old
 
 
-@functools.partial(jax.jit, static_argnames=("block_bytes", "cores", "races"))
-def kernel(*args, block_bytes, cores, races):
-    """What was not written is NaN; races are looked for, with a clock for nearly every copy."""
-    interpret = pltpu.InterpretParams(
-        detect_races=races, num_cores_or_threads=cores, vector_clock_size=64
-    )
+@functools.partial(jax.jit, static_argnames=("block_bytes", "cores"))
+def kernel(*args, block_bytes, cores):
+    """What was not written is NaN."""
+    interpret = pltpu.InterpretParams(num_cores_or_threads=cores, **races.DETECTED)
     with mock.patch.object(decode_attention, "BLOCK_BYTES", block_bytes):
         return decode_attention.decode_attention(*args, interpret=interpret)
-
-
-@pytest.fixture
-def races(capfd, caplog):
-    """Whether the interpreter has found races since the last call."""
-
-    def found():
-        out, err = capfd.readouterr()
-        text = out + err + caplog.text
-        caplog.clear()
-        return "RACE DETECTED" in text
-
-    return found
 
 
 def check(case, page=PAGE, **options):
@@ -134,9 +121,8 @@ def check(case, page=PAGE, **options):
     ("bfloat16", 64, 2, 1), ("float32", 128, 1, 1), ("float32", 64, 4, 1), ("int8", 64, 3, 1),
     ("int8", 128, 2, 2),
 ])
-def test_attention_and_pool_equal_float64(dtype, width, pages, cores, races):
+def test_attention_and_pool_equal_float64(dtype, width, pages, cores):
     check(Case.of(dtype, width), pages=pages, cores=cores)
-    assert not races()
 
 
 def test_other_places_pages_and_layers_are_another_answer():
@@ -148,24 +134,18 @@ def test_other_places_pages_and_layers_are_another_answer():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_page_0_changes_nothing_and_sees_the_new_token(dtype, races):
+def test_page_0_changes_nothing_and_sees_the_new_token(dtype):
     """In some of the slots, an odd number of them."""
     case = Case.of(dtype, 64, slots=7)
     both = check(case), check(case, page=np.where(np.arange(8) % 2, PAGE, 0))
     np.testing.assert_array_equal(*both)
-    assert not races()
 
 
-def test_a_slot_that_reads_what_another_writes_is_a_race(races):
+def test_a_slot_that_reads_what_another_writes_is_a_race():
     case, table = Case.of("float32", 64), TABLE.copy()
     table[5, 0] = TABLE[4, 2]
-    try:
+    with pytest.raises(AssertionError, match="races"):
         case.run(table=table)
-    except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises what 0.10 prints
-        pltpu.reset_tpu_interpret_mode_state()
-        assert "RACE DETECTED" in str(error)
-    else:
-        assert races()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -177,7 +157,7 @@ def test_equals_the_attention_of_other_platforms(dtype):
     layer = cache.LayerOf(case.pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
     q = case.q.reshape(slots, 1, -1, 64)
     out = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None]).reshape(case.q.shape)
-    found, pool = case.run(races=False)
+    found, pool = case.run()
     np.testing.assert_allclose(found, np.asarray(out, np.float64), **TOLERANCE[dtype])
     own = lambda x: np.asarray(x[:, 1:], np.float32)  # page 0 takes the idle slot's token
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), pool, layer.pool)

@@ -1,7 +1,5 @@
 """The TPU kernels: interpreted against float64, and compiled for chips that are not here."""
 
-import contextlib
-import io
 import re
 from unittest import mock
 
@@ -16,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl_tis.kernels import logprob_pallas
 from jaxrl_tis.kernels.logprob import Head
-from tests import tpu
+from tests import races, tpu
 from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
 
 
@@ -47,10 +45,9 @@ def test_tiles_that_divide_neither_tokens_nor_vocabulary(vocab_axis):
 
 def test_two_cores_do_not_race():
     case = Case(2, 75, 8, 300)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        case.check(interpreted(case, detect_races=True, num_cores_or_threads=2))
-    assert "RACE DETECTED" not in printed.getvalue()
+    with races.none():
+        found = interpreted(case, num_cores_or_threads=2, **races.DETECTED)
+    case.check(found)
 
 
 def test_a_token_without_cotangent_leaks_nothing():

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_tis.kernels import segment, segment_pallas
-from tests import tpu
+from tests import races, tpu
 from tests.kernels import segment_loops as loops
 
 SHAPE, OFFSET, NUM_SEGMENTS = (9, 300), 124, 132  # ids on both sides of lane 128
@@ -25,15 +25,22 @@ SEED = st.integers(0, 2**32 - 1)
 
 
 @contextlib.contextmanager
-def interpreted():
+def interpreted(**params):
     """Tiles of 128 tokens, kernels wherever there is a choice. Reads out of bounds raise, what was
-    not written is NaN, races are looked for."""
+    not written is NaN."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("REDUCE_TILE", "SCAN_TILE", "CHUNK"):
             patch.setattr(segment_pallas, name, 128)
         patch.setattr(jax.lax, "platform_dependent", lambda *x, tpu, **_: tpu(*x))
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**params)):
             yield
+
+
+@contextlib.contextmanager
+def on_two_cores():
+    """The same, each core with blocks of rows of its own, which must not race."""
+    with races.none(), interpreted(num_cores_or_threads=2, **races.DETECTED):
+        yield
 
 
 def make(seed, is_contiguous=False):
@@ -109,8 +116,8 @@ def decayed(x, seg, decay, reverse):
 def test_scans_with_a_decay(reverse):
     batch = make(4, is_contiguous=True)
     x, decay = batch.x.astype(np.float32), batch.decay.astype(np.float32)
-    with interpreted():
-        got = decayed(x, batch.seg, decay, reverse)
+    with on_two_cores():
+        got = jax.block_until_ready(decayed(x, batch.seg, decay, reverse))
     close(got, loops.scan(batch.x, batch.seg, "decay", batch.decay, reverse, batch.weight_bt)[0])
 
 
@@ -139,8 +146,9 @@ def test_ratio_stats():
     batch = make(9)
     old, behav = loops.log_probs(batch)
     mask = batch.weight_bt > -0.5
-    with interpreted():
-        stats = statistics(old.astype(np.float32), behav.astype(np.float32), mask, batch.seg)
+    arrays = old.astype(np.float32), behav.astype(np.float32), mask, batch.seg
+    with on_two_cores():
+        stats = jax.device_get(statistics(*arrays))
     for name, want in loops.ratio_stats(old, behav, mask, batch.seg, NUM_SEGMENTS).items():
         np.testing.assert_allclose(getattr(stats, name), want, rtol=2e-4, atol=1e-4, err_msg=name)
 

@@ -17,14 +17,7 @@ READ = {
     "fp8_w8a8": ({"f8e4m3fn"}, "f32"),
 }
 SIZE = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_a_cache_of_programs():
-    """No device is there to load them on."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
+pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 
 def compiled(topology, scheme):

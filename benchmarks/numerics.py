@@ -1,0 +1,128 @@
+"""What invariant numerics cost: the parts of a step of the quickstart's run, beside fast numerics.
+
+    python -m benchmarks.numerics [--dtypes=float32,bfloat16] [--rounds=5] [--rows=128]
+
+The quickstart's random model and float sampler; sampler and learner in one dtype. `decode` is one
+token of each of --rows slots, `prefill` their prompts, `score` and `update` the learner's forward
+pass and its update of as many rows. Both numerics take turns; times are medians.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from configs import quickstart
+from jaxrl_tis import build, rollouts, train
+from jaxrl_tis.engine.engine import Chunk, Insertion
+from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.sampling import SamplingParams
+
+NUMERICS = ("fast", "invariant")
+
+
+class Parts:
+    """The timed parts of a run with these numerics; `names` are methods that return seconds."""
+
+    names = ("prefill", "decode", "score", "update")
+
+    def __init__(self, numerics: str, dtype: str, rows: int):
+        config = quickstart.get_config("f32")
+        config.model.numerics, config.model.dtype = numerics, dtype
+        config.engine.dtype = config.engine.cache_dtype = dtype
+        config.engine.slots = config.engine.prefill_batch = config.train.microbatch_rows = rows
+        config.rollout.prompts = rows // config.rollout.group_size
+        self.setup = build.build(config.lock())
+        self.engine = self.setup.engine
+        self.state = build.initial_state(self.setup, build.initial_params(self.setup))
+        self.trainer = train.Trainer(self.setup)
+        self.params = self.engine.load(self.state["policy"].params)
+        self.slots, rng = self.engine.init_state(), np.random.default_rng(0)
+        length = config.task.max_prompt_tokens
+        vocab = self.setup.model.vocab_size
+        self.prompts = rng.integers(0, vocab, (rows, length)).astype(np.int32)
+        pages = 1 + np.arange(rows * self.engine.pages_per_slot, dtype=np.int32)
+        self.table = pages.reshape(rows, -1)
+        self.requests = [
+            Request(f"{i}", prompt, i, SamplingParams(max_tokens=config.rollout.max_new_tokens))
+            for i, prompt in enumerate(self.prompts)
+        ]
+        self.rows = self.trainer.score(self.state, self.samples())
+
+    def samples(self) -> list[rollouts.Sample]:
+        """One rollout with rewards that differ within the groups."""
+        done = rollouts.run(self.setup.scheduler(self.engine, self.params, 0), self.requests)
+        size = self.setup.config.rollout.group_size
+        self.scored = [
+            rollouts.Sample(t, {}, "", float(i % 2), float(i % 2), i // size)
+            for i, t in enumerate(done)
+        ]
+        return self.scored
+
+    def prefill(self) -> float:
+        plan = zip(self.prompts, self.table)
+        chunks = [Chunk(0, prompt, 0, list(pages)) for prompt, pages in plan]
+        start = time.perf_counter()
+        self.slots = jax.block_until_ready(
+            self.engine.prefill(self.params, self.slots, chunks)
+        )
+        return time.perf_counter() - start
+
+    def decode(self) -> float:
+        """Seconds of one of the steps of a call."""
+        steps = self.engine.steps
+        inserted = {
+            i: Insertion(request, request.prompt, steps, len(request.prompt) - 1)
+            for i, request in enumerate(self.requests)
+        }
+        slots = jax.block_until_ready(self.engine.insert(self.slots, inserted))
+        shift = np.zeros(len(self.table), np.int32)
+        start = time.perf_counter()
+        self.slots, _ = jax.block_until_ready(
+            self.engine.generate(self.params, slots, self.table, shift)
+        )
+        return (time.perf_counter() - start) / steps
+
+    def score(self) -> float:
+        start = time.perf_counter()
+        self.trainer.score(self.state, self.scored)
+        return time.perf_counter() - start
+
+    def update(self) -> float:
+        start = time.perf_counter()
+        self.state, _ = self.trainer.update(self.state, self.rows, 1)
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+
+def measure(dtype: str, rounds: int, rows: int) -> dict[tuple[str, str], float]:
+    """(part, numerics) -> median seconds; the first round compiles and does not count."""
+    runs = {numerics: Parts(numerics, dtype, rows) for numerics in NUMERICS}
+    found = {(part, numerics): [] for part in Parts.names for numerics in NUMERICS}
+    for _ in range(rounds + 1):
+        for part, numerics in found:
+            found[part, numerics].append(getattr(runs[numerics], part)())
+    return {key: statistics.median(seconds[1:]) for key, seconds in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=128)
+    args = parser.parse_args()
+    print(f"{'':18s}" + "".join(f"{numerics:>12s}" for numerics in NUMERICS) + f"{'ratio':>8s}")
+    for dtype in args.dtypes.split(","):
+        found = measure(dtype, args.rounds, args.rows)
+        for part in Parts.names:
+            fast, invariant = (found[part, numerics] for numerics in NUMERICS)
+            print(
+                f"{dtype:10s}{part:8s}{1e3 * fast:9.1f} ms{1e3 * invariant:9.1f} ms"
+                f"{invariant / fast:8.1f}", flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Drafts for speculative decoding: what followed the same last tokens before, in the prompt, in
+the sequence itself or in another sample of its prompt.
+
+A draft is only a guess. The engine draws the token of every position with the key of that position,
+and a token of the draft stands where the draw equals it; so a draft is accepted as often as by
+rejection sampling, and changes no distribution. Prompt lookup and the grouped drafts of Seer
+(arXiv:2511.14617).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.sequences import Sequence
+
+NGRAMS = (3, 2)  # tokens that must be the same, the longer match first
+MEMORY = 0.95  # what a measurement weighs after each further pass
+
+
+@dataclasses.dataclass
+class Group:
+    """The live samples of a prompt, and where each n-gram of theirs stood last: its tokens, and the
+    place behind it."""
+
+    members: int = 0
+    places: dict[tuple, tuple[list[int], int]] = dataclasses.field(default_factory=dict)
+
+    def learn(self, tokens: list[int], start: int) -> None:
+        """Of a list that may grow: the n-grams before each of its tokens from `start` on."""
+        for n in NGRAMS:
+            for i in range(max(start, n), len(tokens)):
+                self.places[tuple(tokens[i - n : i])] = tokens, i
+
+    def guess(self, tokens: list[int], length: int) -> list[int]:
+        """What follows the tokens, and so on after what was guessed."""
+        last, draft = tuple(tokens[-NGRAMS[0] :]), []
+        while len(draft) < length:
+            known = [last[-n:] for n in NGRAMS if last[-n:] in self.places]
+            if not known:
+                break
+            found, place = self.places[known[0]]
+            draft += found[place : place + length - len(draft)]
+            last = (*last, *draft)[-NGRAMS[0] :]
+        return draft
+
+
+class Drafts:
+    """Proposes drafts to a scheduler, and learns from what became of them.
+
+    Args:
+      slots: rows of a pass without drafts.
+      max_length: longest draft; lengths are 1, 3, 7, ..., so that few programs are compiled.
+      free_rows: rows, slots * (length + 1), that a pass computes at the price of one. Below, it is
+        bound by reading weights; above, its time grows with them.
+    """
+
+    def __init__(self, slots: int, max_length: int, free_rows: int):
+        self._slots, self._free_rows = slots, free_rows
+        self._lengths = [2**i - 1 for i in range(1, (max_length + 1).bit_length())]
+        self._groups: dict[bytes, Group] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self.forget()
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that the next token of a draft is accepted: 1/2 before anything is seen."""
+        return (1 + self._accepted) / (2 + self._accepted + self._rejected)
+
+    def forget(self) -> None:
+        """New weights: acceptance is measured anew."""
+        self._accepted = self._rejected = 0.0
+
+    def add(self, request: Request) -> None:
+        """A request lives from now on."""
+        prompt = request.prompt.tobytes()
+        if prompt not in self._groups:
+            self._groups[prompt] = Group()
+            self._groups[prompt].learn(request.prompt.tolist(), 0)
+        self._groups[prompt].members += 1
+
+    def remove(self, request: Request) -> None:
+        """The request has ended."""
+        prompt, group = request.prompt.tobytes(), self._groups[request.prompt.tobytes()]
+        group.members -= 1
+        if not group.members:
+            del self._groups[prompt]
+        self._tokens.pop(request.id, None)
+
+    def begin(self, sequence: Sequence) -> None:
+        """The sequence goes on from here."""
+        self._tokens[sequence.request.id] = sequence.request.prompt.tolist()
+        self.extend(sequence, sequence.field("tokens"))
+
+    def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
+        tokens = self._tokens[sequence.request.id]
+        start = len(tokens)
+        tokens += drawn.tolist()
+        self._groups[sequence.request.prompt.tobytes()].learn(tokens, start)
+
+    def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, list[int]]]:
+        """(length, drafts of at most so many tokens); (0, {}) when plain decoding draws more tokens
+        in its time."""
+        longest = self._lengths[-1]
+        drafts = {}
+        for s in sequences:
+            group, tokens = self._groups[s.request.prompt.tobytes()], self._tokens[s.request.id]
+            drafts[s] = group.guess(tokens, min(longest, s.remaining - 1))
+        lengths = np.array([len(draft) for draft in drafts.values()])
+        length = max((0, *self._lengths), key=lambda n: self._speed(lengths, n))
+        self._accepted, self._rejected = MEMORY * self._accepted, MEMORY * self._rejected
+        if not length:
+            return 0, {}
+        return length, {s: draft[:length] for s, draft in drafts.items() if draft}
+
+    def _speed(self, lengths: np.ndarray, length: int) -> float:
+        """Expected tokens of a pass in units of its time: a + a^2 + ... of each draft and one more
+        of each sequence."""
+        a = self.acceptance
+        accepted = a * (1 - a ** np.minimum(lengths, length)) / (1 - a)
+        rows = self._slots * (length + 1)
+        return (len(lengths) + accepted.sum()) / max(self._free_rows, rows)
+
+    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
+        """How much of a draft was accepted; a sequence that ended rejected nothing."""
+        self._accepted += accepted
+        self._rejected += accepted < drafted and not is_ended

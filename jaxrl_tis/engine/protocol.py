@@ -1,0 +1,90 @@
+"""What passes between scheduler and engine, and what the scheduler asks of any engine."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxrl_tis.engine.records import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of a sequence to be prefilled: its tokens from position `start` on, which begins a
+    page, and the pages of the sequence so far, in the shard of the cache that holds it."""
+
+    shard: int
+    tokens: np.ndarray
+    start: int
+    pages: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Insertion:
+    """What goes into a slot: a sequence whose first `cached` positions lie in the slot's pages, of
+    which the page `copy[1]` is to become a copy of the page `copy[0]` (0, 0: none)."""
+
+    request: Request
+    tokens: np.ndarray
+    remaining: int
+    cached: int
+    copy: tuple[int, int] = (0, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResultTokens:
+    """What one `generate` or `verify` call drew, arrays [K,B]; entries with `valid` False are
+    meaningless.
+
+    `logits` [K,B,V] are log-probs of the distributions drawn from, V = 0 unless recorded.
+    `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
+    `top_ids`, `top_logps` and `kept` [K,B,n] are those of sampling.Sample.
+    """
+
+    tokens: jax.Array
+    logp_behav: jax.Array
+    logp_raw: jax.Array
+    entropy: jax.Array
+    logits: jax.Array
+    valid: jax.Array
+    remaining: jax.Array
+    top_ids: jax.Array | None = None
+    top_logps: jax.Array | None = None
+    kept: jax.Array | None = None
+
+
+class EngineProtocol(Protocol):
+    """What the scheduler needs; the tests drive it with an engine made of arithmetic.
+
+    Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
+    one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many
+    of its positions were evicted. Requests may change the logits of the first `num_penalised`
+    tokens, all or none.
+    """
+
+    slots: int
+    shards: int
+    max_length: int
+    max_stop_ids: int
+    num_penalised: int
+    steps: int
+    page_size: int
+    num_pages: int
+    prefill_batch: int
+    prefill_chunk: int
+    quant_id: str
+
+    def bucket(self, length: int) -> int: ...
+    def init_state(self) -> Any: ...
+    def prefill(self, params: Any, state: Any, chunks: list[Chunk]) -> Any: ...
+    def insert(self, state: Any, rows: dict[int, Insertion]) -> Any: ...
+    def release(self, state: Any, slots: list[int]) -> Any: ...
+    def generate(
+        self, params: Any, state: Any, table: np.ndarray, shift: np.ndarray
+    ) -> tuple[Any, ResultTokens]: ...
+    def verify(
+        self, params: Any, state: Any, drafts: np.ndarray, counts: np.ndarray, table: np.ndarray,
+        shift: np.ndarray,
+    ) -> tuple[Any, ResultTokens]: ...

@@ -1,0 +1,267 @@
+"""What is guessed, how far, and when it pays; on the scheduler and with a real engine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from jaxrl_tis import sharding
+from jaxrl_tis.engine.drafts import Drafts
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.sequences import Sequence
+from jaxrl_tis.models import transformer
+from tests import arithmetic
+from tests.engine import engine_test
+
+
+def begun(drafts, id, prompt, drawn=(), max_tokens=30):
+    request = arithmetic.request(id, prompt, max_tokens=max_tokens)
+    sequence = Sequence.of(request, 0, 0)
+    drafts.add(request)
+    drafts.begin(sequence)
+    drafts.extend(sequence, np.array(drawn, np.int32))
+    sequence.count = len(drawn)
+    return sequence
+
+
+def made(slots=1, max_length=7, free_rows=1000):
+    return Drafts(slots, max_length, free_rows)
+
+
+# What is guessed
+
+
+@pytest.mark.parametrize("prompt, drawn, draft", [
+    ((5, 6, 7, 8, 9, 1, 5, 6), (7,), [8, 9, 1, 5, 6, 7, 8]),  # after 5 6 7
+    ((5, 6, 7, 8, 4, 6, 7, 9, 3), (6, 7), [9, 3, 6, 7, 9, 3, 6]),  # 6 7 last stood before 9
+    ((5, 6, 7, 1, 6, 7, 2, 5), (6, 7), [1, 6, 7, 2, 5, 6, 7]),  # three are better than two
+    ((1, 2, 3, 4), (), []),
+    ((1, 2), (1, 2), [1, 2, 1, 2, 1, 2, 1]),
+    ((3,), (), []),
+])
+def test_a_draft_is_what_followed_the_same_tokens_last(prompt, drawn, draft):
+    drafts = made()
+    sequence = begun(drafts, "a", prompt, drawn)
+    length, found = drafts.propose([sequence])
+    assert found.get(sequence, []) == draft and length == (7 if draft else 0)
+
+
+def test_samples_of_a_prompt_learn_from_each_other_and_from_nobody_else():
+    drafts = made()
+    first = begun(drafts, "a", (1, 2), (10, 11, 12, 13, 14))
+    second, other = begun(drafts, "b", (1, 2), (10, 11)), begun(drafts, "c", (1, 3), (10, 11))
+    _, found = drafts.propose([second, other])
+    assert found == {second: [12, 13, 14]}
+    drafts.remove(first.request)  # what it drew is still known
+    assert drafts.propose([second])[1] == {second: [12, 13, 14]}
+    drafts.remove(second.request)
+    drafts.remove(other.request)
+    again = begun(drafts, "d", (1, 2), (10, 11))
+    assert drafts.propose([again]) == (0, {})
+
+
+def test_a_draft_leaves_room_for_the_token_after_it():
+    drafts = made()
+    sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 5, 6), (7,), max_tokens=3)
+    assert drafts.propose([sequence])[1] == {sequence: [8]}
+
+
+# How far
+
+
+def test_acceptance_is_measured_and_forgotten():
+    drafts = made()
+    assert drafts.acceptance == 1 / 2
+    drafts.observe(7, 7, False)
+    assert drafts.acceptance == 8 / 9
+    drafts.observe(7, 2, False)
+    assert drafts.acceptance == 10 / 12
+    drafts.observe(7, 0, is_ended=True)  # no draw contradicted it
+    assert drafts.acceptance == 10 / 12
+    drafts.propose([])
+    assert drafts.acceptance == pytest.approx((1 + 9 * 0.95) / (2 + 10 * 0.95))
+    drafts.forget()
+    assert drafts.acceptance == 1 / 2
+
+
+def best(acceptance, slots, free_rows):
+    """The length of the most expected tokens per time, counted out."""
+    def speed(n):
+        return sum(acceptance**i for i in range(n + 1)) / max(free_rows, slots * (n + 1))
+    return max((0, 1, 3, 7), key=speed)
+
+
+@pytest.mark.parametrize("slots, free_rows, expected", [
+    (1, 1000, 7), (1, 4, 3), (1, 2, 1), (1, 1, 0), (16, 128, 7), (64, 128, 1), (128, 128, 0)])
+@pytest.mark.parametrize("accepted, rejected", [(30, 1), (2, 2), (0, 30)])
+def test_the_length_gives_the_most_tokens(slots, free_rows, expected, accepted, rejected):
+    drafts = made(slots, 7, free_rows)
+    sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
+    for _ in range(accepted):
+        drafts.observe(1, 1, False)
+    for _ in range(rejected):
+        drafts.observe(1, 0, False)
+    length, _ = drafts.propose([sequence])
+    assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_rows)
+    if accepted > rejected:
+        assert length == expected
+
+
+def test_few_sequences_with_a_draft_do_not_make_all_others_pay():
+    drafts = made(slots=128, free_rows=64)
+    guessing = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
+    others = [begun(drafts, f"b{i}", (1, 2 + i)) for i in range(127)]
+    assert drafts.propose([guessing, *others]) == (0, {})
+
+
+# On the scheduler
+
+
+@pytest.mark.parametrize("shards, steps", [(1, 2), (2, 3)])
+def test_tokens_are_those_without_drafts(shards, steps):
+    engine = arithmetic.Engine(slots=2 * shards, steps=steps, shards=shards, num_pages=14)
+    requests = [
+        arithmetic.request(f"r{i}", prompt, seed=i % 2, max_tokens=5 + i, stop_ids=(3,))
+        for i, prompt in enumerate([(1, 2, 3), (4, 4, 4, 4)] * 4)
+    ]
+    drafts = Drafts(engine.slots, 7, 1000)
+    scheduler = arithmetic.started(engine, requests, drafts=drafts)
+    arithmetic.assert_as_alone(arithmetic.drain(scheduler), requests)
+    stats = scheduler.stats
+    assert 0 < stats.accepted < stats.drafted == sum(map(sum, engine.verified))
+    assert stats.busy < stats.tokens and 0 < stats.occupancy <= 1
+
+
+# With a real engine
+
+
+def asked(count=6, **sampling):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 150, n).astype(np.int32) for n in (9, 16)]
+    for i in range(count):
+        params = SamplingParams(max_tokens=9 + i, **sampling)
+        yield Request(f"r{i}", prompts[i % 2], 7, params)
+
+
+class Oracle(Drafts):
+    """Knows what will be drawn, but for every third token: drafts are accepted and rejected."""
+
+    def __init__(self, slots, known):
+        super().__init__(slots, 3, 1000)
+        self.known = known
+
+    def propose(self, sequences):
+        drafts = {}
+        for s in sequences:
+            draft = self.known[s.request.id].tokens[s.count : s.count + min(3, s.remaining - 1)]
+            drafts[s] = [int(x) ^ (i % 3 == 2) for i, x in enumerate(draft, s.count)]
+        return 3, {s: draft for s, draft in drafts.items() if draft}
+
+
+def sampled(engine, requests, drafts=None, version=0):
+    params = engine.load(engine_test.params_of(0))
+    scheduler = Scheduler(engine, params, version, drafts=drafts)
+    for request in requests:
+        scheduler.add(request)
+    out = {}
+    while scheduler.pending:
+        out |= {t.id: t for t in scheduler.step()}
+    return out, scheduler.stats
+
+
+SIZES = dict(slots=4, max_length=48, steps=3, prefill_batch=2, page_size=16)
+FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy", "top_ids", "top_logps", "kept")
+
+
+def both(engine, **sampling):
+    """Trajectories without and with drafts that are right two times out of three."""
+    requests = list(asked(**sampling))
+    plain, _ = sampled(engine, requests)
+    drafted, stats = sampled(engine, requests, Oracle(engine.slots, plain))
+    assert 0 < stats.accepted < stats.drafted and stats.busy < stats.tokens
+    return [(plain[r.id], drafted[r.id]) for r in requests]
+
+
+def test_in_invariant_numerics_drafts_change_no_bit():
+    engine = Engine(
+        engine_test.CONFIG, numerics="invariant", dtype="bfloat16", cache_dtype="bfloat16",
+        unroll=False, penalties=True, top_n=2, num_kept=20, **SIZES,
+    )
+    sampling = dict(top_k=20, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2,
+                    logit_bias=((3, 2.0),))
+    for plain, drafted in both(engine, **sampling):
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(drafted, name), getattr(plain, name), name)
+
+
+def check_close(pairs, tolerance):
+    for plain, drafted in pairs:
+        np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+        np.testing.assert_array_equal(drafted.kept, plain.kept)
+        for name in ("logp_behav", "logp_raw", "entropy"):
+            ours, theirs = getattr(drafted, name), getattr(plain, name)
+            np.testing.assert_allclose(ours, theirs, atol=tolerance, err_msg=name)
+
+
+def test_in_fast_numerics_on_a_mesh_drafts_change_rounding_alone():
+    engine = Engine(
+        engine_test.CONFIG, layout=sharding.layout((2, 1, 2), sharding.SERVE_RULES), unroll=False,
+        penalties=True, num_kept=8, **SIZES,
+    )
+    check_close(both(engine, temperature=0.7, top_k=8, presence_penalty=0.5), 2e-5)
+
+
+def test_eight_bit_keys_may_round_another_way():
+    check_close(both(engine_test.engine("kv8"), temperature=0.7), 0.02)
+
+
+def test_n_grams_of_what_was_drawn_are_accepted():
+    """Greedy: a random model soon repeats itself."""
+    engine = engine_test.engine("f32")
+    requests = list(asked(temperature=0.0))
+    plain, _ = sampled(engine, requests)
+    drafted, stats = sampled(engine, requests, Drafts(engine.slots, 3, 1000))
+    for r in requests:
+        np.testing.assert_array_equal(drafted[r.id].tokens, plain[r.id].tokens)
+    assert stats.accepted > 5
+
+
+def test_a_draft_is_accepted_as_often_as_it_is_likely_and_changes_no_distribution():
+    """Two tokens of a vocabulary of six: all 36 probabilities by teacher forcing."""
+    config = dataclasses.replace(engine_test.CONFIG, vocab_size=6)
+    params = jax.tree.map(lambda x: 2 * x, transformer.init(config, jax.random.key(1)))
+    prompt, vocab, count = np.array([1, 2, 3], np.int32), config.vocab_size, 3000
+    rows = np.array([[*prompt, first] for first in range(vocab)], np.int32)
+    logp = jax.nn.log_softmax(transformer.logits(params, config, jnp.asarray(rows)))
+    first_v, second_vv = np.exp(np.float64(logp[0, -2])), np.exp(np.float64(logp[:, -1]))
+    guess = int(np.argmax(first_v))
+
+    class Same(Drafts):
+        def propose(self, sequences):
+            drafts = {s: [guess] for s in sequences if s.remaining > 1}
+            return (1, drafts) if drafts else (0, {})
+
+    engine = Engine(config, slots=500, max_length=8, page_size=8, prefill_batch=4)
+    drafts = Same(engine.slots, 1, 1000)
+    scheduler = Scheduler(engine, engine.load(params), drafts=drafts)
+    for i in range(count):
+        scheduler.add(Request(f"{i}", prompt, 0, SamplingParams(max_tokens=2)))
+    counts = np.zeros((vocab, vocab))
+    while scheduler.pending:
+        for t in scheduler.step():
+            counts[tuple(t.tokens)] += 1
+    expected = first_v[:, None] * second_vv
+    expected *= count / expected.sum()
+    likely = expected > 5
+    cells = lambda x: [*x[likely], x[~likely].sum()]
+    assert likely.sum() > 9
+    assert scipy.stats.chisquare(cells(counts), cells(expected)).pvalue > 1e-3
+    accepted = scheduler.stats.accepted
+    assert scheduler.stats.drafted == count and accepted == counts[guess].sum()
+    assert scipy.stats.binomtest(accepted, count, first_v[guess]).pvalue > 1e-3
+    assert 0.1 < first_v[guess] < 0.9
