@@ -37,8 +37,12 @@ setup(
         "cuda12": ["jax[cuda12]>=0.10.0,<0.13"],
         "cuda13": ["jax[cuda13]>=0.10.0,<0.13"],
         "tasks": ["reasoning-gym>=0.1.19"],
+        "serve": ["starlette>=1.0,<2", "uvicorn>=0.30"],
+        # Brings TensorFlow: an environment of its own, see launch/jetstream.sh.
+        "jetstream": ["google-jetstream==0.2.2"],
         "test": [
             "pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19",
+            "starlette>=1.0,<2", "uvicorn>=0.30",
             "qwix>=0.1.8",  # the quantisation that ours is compared with
             'jax[tpu]>=0.10.0,<0.11; python_version<"3.12"',  # its compiler, no TPU
         ],

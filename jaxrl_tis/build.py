@@ -67,14 +67,14 @@ class Setup:
             flat = lambda x: packing.unpack(np.asarray(x), self.row_length)
         return self.layout.put_batch(micro), flat
 
-    def scheduler(self, engine: Engine, params: Any, version: int) -> Scheduler:
-        """Of one of the engines, with these serving parameters."""
+    def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
+        """Of one of the engines, with these serving parameters; see Scheduler for more options."""
         config, drafts = self.config.engine, None
         if config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_rows)
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
-            prefill_calls=config.prefill_calls, divide=config.divide, drafts=drafts,
+            prefill_calls=config.prefill_calls, divide=config.divide, drafts=drafts, **options,
         )
 
     @property
@@ -87,22 +87,25 @@ class Setup:
         )
 
 
-def build(config: ml_collections.ConfigDict) -> Setup:
-    """Checks the config, reads the tokenizer and the model's shape, and makes the programs."""
+def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
+    """Checks the config, reads the tokenizer and the model's shape, and makes the programs.
+
+    `sampler` are further arguments of the Engine that samples.
+    """
     validate(config)
     model = models.read_config(config.model.path) if config.model.path else None
     tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
     model = model or small_model(config, tokenizer.vocab_size)
     check_tokenizer(tokenizer, model.vocab_size)
-    return assemble(config, model, tokenizer)
+    return assemble(config, model, tokenizer, **sampler)
 
 
 def assemble(
     config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Any,
-    devices: list | None = None,
+    devices: list | None = None, **sampler,
 ) -> Setup:
     """The programs of a checked config on `devices` (default: those of this machine), which need
-    not exist: see jaxrl_tis.aot."""
+    not exist: see jaxrl_tis.aot. `sampler` are further arguments of the Engine that samples."""
     chosen = correction.parse(config.correction)
     _check_logits(config, chosen, model.vocab_size)
     layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES, devices)
@@ -147,7 +150,7 @@ def assemble(
             dtype=config.engine.dtype, cache_dtype=config.engine.cache_dtype,
             quantization=config.engine.quantization, unquantized=config.engine.unquantized,
             records_logits="logits_behav" in chosen.needs,
-            num_kept=config.rollout.kept_set,
+            num_kept=config.rollout.kept_set, **sampler,
         ),
         learner_engine=engine(
             dtype=config.model.dtype, cache_dtype=config.model.dtype,

@@ -4,14 +4,14 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
 
-prepare_venv() {  # $1: extras such as "test", or nothing
+prepare_venv() {  # $1: extras such as "test", or nothing; $2: end of the name of an own environment
   local python=${PYTHON:-python3} version stamp want start
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     echo "$python is Python $version; 3.11 or newer is needed (set PYTHON=/path/to/python3.12)" >&2
     exit 1
   fi
-  venv=.venv-$version
+  venv=.venv-$version${2:-}
   PY=$root/$venv/bin/python
   stamp=$venv/.installed-${1:-core}
   want=$(cksum setup.py)

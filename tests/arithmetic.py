@@ -96,6 +96,7 @@ class Engine:
     """Parameters are an integer. A state is dead once it is passed on, as a donated one is."""
 
     max_stop_ids = 2
+    num_penalised = 0
     quant_id = "arithmetic"
 
     def __init__(

@@ -16,7 +16,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -180,6 +180,15 @@ class Scheduler:
                 self._abort(sequence)
                 return
         raise KeyError(f"no live request has the id {request_id!r}")
+
+    def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """The tokens that these requests have drawn so far, of those that have not ended. Later
+        ones follow them; but a stop string may end the record before the last of them, and one
+        that saw evicted keys may have to start again."""
+        return {
+            s.request.id: s.field("tokens")
+            for s in self._sequences() if s.request.id in request_ids
+        }
 
     def pause(self, mode: str) -> list[Trajectory]:
         """Interrupts everything between two steps, as new weights do.

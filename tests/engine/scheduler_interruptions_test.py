@@ -283,6 +283,27 @@ def test_a_sequence_with_evicted_keys_makes_no_way():
     assert engine.inserted == [{0: "a"}, {0: "b"}]
 
 
+# What live requests have drawn
+
+
+def test_what_was_drawn_so_far_is_what_the_record_begins_with():
+    requests = [request(id, max_tokens=5) for id in ("a", "b", "waiting")]
+    scheduler = started(Engine(slots=2, steps=2), requests)
+    everyone = {"a", "b", "waiting", "unknown"}
+    drawn = []
+    for _ in range(2):
+        assert scheduler.step() == []
+        drawn.append({id: t.tolist() for id, t in scheduler.drawn(everyone).items()})
+    tokens = [0, 3, 21, 12, 7]  # TOKENS of scheduler_test.py
+    assert drawn == [
+        {"a": tokens[:2], "b": tokens[:2], "waiting": []},
+        {"a": tokens[:4], "b": tokens[:4], "waiting": []},
+    ]
+    assert scheduler.drawn({"b"}).keys() == {"b"} and scheduler.drawn({}) == {}
+    assert {t.id for t in scheduler.step()} == {"a", "b"}
+    assert scheduler.drawn(everyone).keys() == {"waiting"}
+
+
 # Stop strings
 
 

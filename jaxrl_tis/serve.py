@@ -1,0 +1,57 @@
+"""A small server of completions, to look at a checkpoint; docs/engine.md has its routes.
+
+    python -m jaxrl_tis.serve --config=configs/quickstart.py [--workdir=runs/quickstart-tis]
+
+It speaks the OpenAI protocol on this machine alone. Another --host needs --token_file, and then
+every request needs the token; on this machine only a change of weights does.
+"""
+
+import uvicorn
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from jaxrl_tis.build import build
+from jaxrl_tis.serve_request import Limits
+from jaxrl_tis.serve_setup import is_loopback, load, make_app, read_token
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file; fields are overridden by --config.field=value.", lock_config=True
+)
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of a run whose newest checkpoint is served; default: the weights that "
+    "the config starts from."
+)
+HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
+PORT = flags.DEFINE_integer("port", 8000, "Port to listen on.", lower_bound=0, upper_bound=65535)
+TOKEN_FILE = flags.DEFINE_string("token_file", None, "File that holds the bearer token.")
+MAX_PENDING = flags.DEFINE_integer("max_pending", 64, "Choices in work or queued.", lower_bound=1)
+MAX_CHOICES = flags.DEFINE_integer("max_choices", 16, "Largest n of a request.", lower_bound=1)
+MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 2**20, "Of a request.", lower_bound=1)
+MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Of a request.", lower_bound=0.0)
+
+LOGPROBS = 5  # likeliest tokens that are recorded of each draw
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    token = read_token(TOKEN_FILE.value)
+    if token is None and not is_loopback(HOST.value):
+        raise app.UsageError(f"--host={HOST.value} is reached from elsewhere: give --token_file")
+    setup = build(CONFIG.value, penalties=True, top_n=LOGPROBS)
+    limits = Limits(
+        MAX_BODY_BYTES.value, setup.config.task.max_prompt_tokens,
+        setup.config.rollout.max_new_tokens, MAX_CHOICES.value, LOGPROBS, MAX_SECONDS.value,
+    )
+    params = load(setup, WORKDIR.value)
+    application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value)
+    uvicorn.run(
+        application, host=HOST.value, port=PORT.value, timeout_graceful_shutdown=10,
+        server_header=False,
+    )
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config"])
+    app.run(main)

@@ -1,0 +1,103 @@
+"""Records of finished sequences -> the JSON of an answer, whole or in chunks of a stream."""
+
+import math
+import time
+from typing import Any
+
+from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.serve_request import Completion
+from jaxrl_tis.serve_text import cut
+
+Json = dict[str, Any]
+
+
+class Answer:
+    """Writes what a client of one completion gets."""
+
+    def __init__(self, completion: Completion, model: str, tokenizer: Tokenizer):
+        self._completion, self._tokenizer = completion, tokenizer
+        self._created, self._model = int(time.time()), model
+
+    def whole(self, trajectories: list[Trajectory]) -> Json:
+        """Of all choices, in their order."""
+        prompt, sampled = len(self._completion.prompt), sum(len(t.tokens) for t in trajectories)
+        usage = {
+            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled
+        }
+        choices = []
+        for index, trajectory in enumerate(trajectories):
+            text = self.text(trajectory)
+            content = {"text": text}
+            if self._completion.is_chat:
+                content = {"message": {"role": "assistant", "content": text}}
+            choices.append({"index": index} | content | self._end(trajectory))
+        return self._envelope("chat.completion", choices) | {"usage": usage}
+
+    def first(self, index: int) -> Json:
+        """The chunk that opens a choice of a chat."""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def more(self, index: int, text: str) -> Json:
+        """A chunk with more text of a choice."""
+        content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
+        return self._chunk(index, content)
+
+    def last(self, index: int, trajectory: Trajectory) -> Json:
+        """The chunk that ends a choice: it has no text, and all log-probs."""
+        content = {"delta": {}} if self._completion.is_chat else {"text": ""}
+        return self._chunk(index, content, self._end(trajectory))
+
+    def text(self, trajectory: Trajectory) -> str:
+        return cut(self._tokenizer.decode(trajectory.tokens), self._completion.stops)
+
+    def _chunk(self, index: int, content: Json, end: Json | None = None) -> Json:
+        end = end or {"finish_reason": None, "logprobs": None}
+        return self._envelope("chat.completion.chunk", [{"index": index} | content | end])
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._completion.id,
+            "object": kind if self._completion.is_chat else "text_completion",
+            "created": self._created, "model": self._model, "seed": self._completion.seed,
+            "choices": choices,
+        }
+
+    def _end(self, trajectory: Trajectory) -> Json:
+        """Why a choice ended, the versions of the weights that drew it, and its log-probs."""
+        return {
+            "finish_reason": trajectory.stop_reason,
+            "versions": list(dict.fromkeys(trajectory.version.tolist())),
+            "logprobs": None if self._completion.logprobs is None else self._logprobs(trajectory),
+        }
+
+    def _logprobs(self, trajectory: Trajectory) -> Json:
+        t = trajectory
+        tokens = [self._piece(token) for token in t.tokens]
+        behav, raw = (list(map(_finite, logp)) for logp in (t.logp_behav, t.logp_raw))
+        top = [self._top(*row) for row in zip(t.top_ids, t.top_logps)]
+        if not self._completion.is_chat:
+            return {
+                "tokens": tokens, "token_ids": t.tokens.tolist(), "token_logprobs": behav,
+                "raw_logprobs": raw, "top_logprobs": [dict(row) for row in top],
+            }
+        entry = lambda token, logp: {"token": token, "logprob": logp, "bytes": None}
+        return {"content": [
+            entry(token, logp) | {
+                "raw_logprob": raw_logp, "top_logprobs": [entry(*pair) for pair in row]
+            }
+            for token, logp, raw_logp, row in zip(tokens, behav, raw, top)
+        ]}
+
+    def _top(self, ids, logps) -> list[tuple[str, float | None]]:
+        """The likeliest tokens of a draw, as far as so many were possible."""
+        pairs = list(zip(ids, logps))[: self._completion.logprobs]
+        return [(self._piece(id), _finite(logp)) for id, logp in pairs if id >= 0]
+
+    def _piece(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity and no NaN, which a diverged model gives."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,73 @@
+"""From a config to the application of `python -m jaxrl_tis.serve`: weights, token, address."""
+
+import ipaddress
+import pathlib
+from typing import Any
+
+import jax
+from starlette.applications import Starlette
+
+from jaxrl_tis import models, serve_app
+from jaxrl_tis.build import Setup, abstract_state, initial_params, initial_state
+from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.serve_request import Limits
+from jaxrl_tis.serve_worker import Worker
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; a name other than localhost may be any."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_token(path: str | None) -> str | None:
+    """The token in a file, None without a file."""
+    if path is None:
+        return None
+    token = pathlib.Path(path).read_text(encoding="utf-8").strip()
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"{path} must hold a token: printable ASCII characters without spaces")
+    return token
+
+
+def read_params(setup: Setup, path: str) -> Any:
+    """The policy's parameters in a run's newest checkpoint, or those of a model folder or .gguf
+    file, in the training layout.
+
+    Raises FileNotFoundError or ValueError where there are none, or not those of this model.
+    """
+    if (pathlib.Path(path) / "checkpoints").is_dir():
+        with Checkpoints(path, keep=1) as checkpoints:
+            return checkpoints.restore(abstract_state(setup))[0]["policy"].params
+    found = models.read_config(path)
+    if found != setup.model:
+        raise ValueError(f"{path} holds another model: {found}, but {setup.model} is served")
+    shardings = setup.layout.params(setup.model)
+    return models.load(path, shardings, setup.config.model.param_dtype)[1]
+
+
+def load(setup: Setup, path: str | None) -> Any:
+    """Serving parameters from `path`; None takes the weights that the config starts from."""
+    if path is None:
+        params = initial_state(setup, initial_params(setup))["policy"].params
+    else:
+        params = read_params(setup, path)
+    return jax.block_until_ready(setup.engine.load(params))
+
+
+def make_app(
+    setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str
+) -> Starlette:
+    """The application that serves `params` at an address.
+
+    Raises ValueError where others reach the address and there is no token.
+    """
+    scheduler = setup.scheduler(
+        setup.engine, params, 0, max_pending=max_pending, decode=setup.tokenizer.decode
+    )
+    return serve_app.make(serve_app.Served(
+        Worker(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
+        load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
+    ))

@@ -1,0 +1,148 @@
+"""The one thread that owns the scheduler of a server: commands go in, what was drawn comes out."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.scheduler import Scheduler
+
+# Called in the worker's thread with a request's id and its tokens so far, its record when it has
+# ended, or the error that ended the worker.
+Listener = Callable[[str, np.ndarray | Trajectory | Exception], None]
+
+
+class Worker:
+    """Steps a scheduler while requests are pending, and runs commands between the steps.
+
+    Other threads call its methods; those that return a Future do so at once.
+
+    Attributes:
+      version: of the weights; each change adds 1.
+      error: what the engine died of; from then on every command fails with it.
+    """
+
+    def __init__(self, scheduler: Scheduler, version: int = 0):
+        self.version = version
+        self.error: Exception | None = None
+        self._scheduler = scheduler
+        self._is_stopped = False
+        self._commands = queue.SimpleQueue[tuple[Callable[[], Any], Future]]()
+        self._listeners: dict[str, Listener] = {}
+        self._streamed: dict[str, int] = {}  # tokens that the listener has heard of
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    @property
+    def pending(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._listeners)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the running step; what is pending fails."""
+        self._is_stopped = True
+        self._call(lambda: None)  # wakes it
+        self._thread.join()
+
+    def submit(self, requests: list[Request], listener: Listener, is_streamed: bool) -> Future:
+        """Adds all of them or none; the Future raises what Scheduler.add raises. A streamed
+        request's listener hears of its tokens after every step that drew some."""
+
+        def add():
+            added = []
+            try:
+                for request in requests:
+                    self._scheduler.add(request)
+                    added.append(request.id)
+            except Exception:
+                for id in added:
+                    self._scheduler.abort(id)
+                raise
+            self._listeners.update(dict.fromkeys(added, listener))
+            if is_streamed:
+                self._streamed.update(dict.fromkeys(added, 0))
+
+        return self._call(add)
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Ends these requests before the next step, as far as they have not ended."""
+
+        def abort():
+            for id in request_ids:
+                with contextlib.suppress(KeyError):
+                    self._scheduler.abort(id)
+
+        self._call(abort)
+
+    def set_params(self, params: Any) -> Future:
+        """Serving parameters for all tokens drawn after the running step; their version."""
+
+        def change():
+            self._scheduler.set_params(params, self.version + 1)
+            self.version += 1
+            return self.version
+
+        return self._call(change)
+
+    def _call(self, command: Callable[[], Any]) -> Future:
+        future = Future()
+        self._commands.put((command, future))
+        return future
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            for command, future in self._next_commands():
+                self._execute(command, future)
+            if self._is_running:
+                self._step()
+        self._fail(RuntimeError("the server stops"))
+
+    @property
+    def _is_running(self) -> bool:
+        return self._scheduler.pending > 0 and self.error is None
+
+    def _next_commands(self) -> list[tuple[Callable[[], Any], Future]]:
+        """Those that wait; waits for one when there is no step to do."""
+        commands = [] if self._is_running else [self._commands.get()]
+        while not self._commands.empty():
+            commands.append(self._commands.get())
+        return commands
+
+    def _execute(self, command: Callable[[], Any], future: Future) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self.error:
+                raise self.error
+            future.set_result(command())
+        except Exception as error:
+            future.set_exception(error)
+
+    def _step(self) -> None:
+        try:
+            for trajectory in self._scheduler.step():
+                self._streamed.pop(trajectory.id, None)
+                # Those that were taken back when the scheduler was full have no listener.
+                if listener := self._listeners.pop(trajectory.id, None):
+                    listener(trajectory.id, trajectory)
+            for id, tokens in self._scheduler.drawn(self._streamed).items():
+                if len(tokens) > self._streamed[id]:
+                    self._streamed[id] = len(tokens)
+                    self._listeners[id](id, tokens)
+        except Exception as error:
+            logging.exception("The engine has failed.")
+            self.error = RuntimeError(f"the engine has failed: {error!r}")
+            self._fail(self.error)
+
+    def _fail(self, error: Exception) -> None:
+        for id, listener in self._listeners.items():
+            listener(id, error)
+        self._listeners, self._streamed = {}, {}

@@ -1,0 +1,359 @@
+"""The routes, on a scheduler whose engine is made of arithmetic."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import serve_app
+from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.serve_request import Limits
+from jaxrl_tis.serve_worker import Worker
+from tests import arithmetic
+from tests.arithmetic import alone
+from tests.asgi import call, run
+
+TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKEN = "let-me-in"
+
+
+class Held(arithmetic.Engine):
+    """Generates only when it is let."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.calls = threading.Semaphore(0)
+
+    def generate(self, *args):
+        assert self.calls.acquire(timeout=5)
+        return super().generate(*args)
+
+
+class Broken(arithmetic.Engine):
+    def generate(self, *args):
+        raise RuntimeError("out of memory")
+
+
+def application(engine=None, max_pending=8, seconds=20.0, **served):
+    """An app of weights 0; weights are loaded from paths that are numbers."""
+    scheduler = Scheduler(
+        engine or arithmetic.Engine(), 0, max_pending=max_pending, decode=TOKENIZER.decode
+    )
+    limits = Limits(
+        body_bytes=500, prompt_tokens=10, max_tokens=20, choices=4, logprobs=2, seconds=seconds
+    )
+    return serve_app.make(serve_app.Served(
+        Worker(scheduler), TOKENIZER, "m", arithmetic.VOCAB, limits, load=int, **served
+    ))
+
+
+def ask(body, path=TEXT, **options):
+    """The reply of a fresh app."""
+    return run(application(**options), lambda app: call(app, path, body))
+
+
+def expected(prompt, seed=0, weights=0, max_tokens=20):
+    """(text, finish_reason) of a prompt of token ids that is answered alone."""
+    request = arithmetic.request("", prompt, seed, max_tokens=max_tokens, stop_ids=(2,))
+    tokens, reason = alone(request, weights)
+    return TOKENIZER.decode(tokens), reason
+
+
+PROMPT = TOKENIZER.encode("abc", add_special=True)
+SEED = next(s for s in range(999) if len(expected(PROMPT, seed=s)[0]) == 20)  # text, no end
+STOP = expected(PROMPT, seed=SEED)[0][8:11]
+
+
+def test_a_completion():
+    reply = ask({"prompt": "abc", "seed": SEED, "max_tokens": 5, "n": 2})
+    assert reply.status == 200 and reply.headers["content-type"] == "application/json"
+    text, reason = expected(PROMPT, seed=SEED, max_tokens=5)
+    assert (len(text), reason) == (5, "length")
+    body = reply.json
+    assert body["choices"] == [
+        {"index": i, "text": text, "finish_reason": "length", "versions": [0], "logprobs": None}
+        for i in range(2)
+    ]
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14}
+    assert (body["object"], body["model"], body["seed"]) == ("text_completion", "m", SEED)
+
+
+def test_token_ids_and_an_end_token():
+    ends = next(s for s in range(999) if expected([5, 6], seed=s)[1] == "stop")
+    reply = ask({"prompt": [5, 6], "seed": ends}).json
+    text, reason = expected([5, 6], seed=ends)
+    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == (text, reason)
+    assert 1 < reply["usage"]["completion_tokens"] < 20
+
+
+def test_chat():
+    body = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}],
+            "seed": SEED, "max_tokens": 5}
+    reply = ask(body, CHAT).json
+    text, reason = expected(PROMPT[1:], seed=SEED, max_tokens=5)
+    assert reply["object"] == "chat.completion"
+    assert reply["choices"] == [{
+        "index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason,
+        "versions": [0], "logprobs": None,
+    }]
+
+
+def test_log_probs_are_the_record_s():
+    reply = ask({"prompt": "abc", "max_tokens": 3, "logprobs": 0, "seed": SEED}).json
+    logprobs = reply["choices"][0]["logprobs"]
+    ids = logprobs["token_ids"]
+    assert "".join(logprobs["tokens"]) == reply["choices"][0]["text"] == TOKENIZER.decode(ids)
+    total = sum(arithmetic.key(token, s, 0) for s, token in enumerate(PROMPT)) + 5 * SEED + 3 * 4
+    assert logprobs["token_logprobs"][0] == -total
+    assert logprobs["raw_logprobs"][0] == -total - 0.5
+    body = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "max_tokens": 2}
+    content = ask(body, CHAT).json["choices"][0]["logprobs"]["content"]
+    assert [c["raw_logprob"] - c["logprob"] for c in content] == [-0.5] * 2
+
+
+def joined(events, field):
+    """Text and last chunk of every choice."""
+    texts, last = {}, {}
+    for event in events:
+        (choice,) = event["choices"]
+        delta = choice["delta"].get("content", "") if field == "delta" else choice["text"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + delta
+        assert choice["index"] not in last, "nothing follows the last chunk"
+        if choice["finish_reason"]:
+            last[choice["index"]] = choice
+    return texts, last
+
+
+@pytest.mark.parametrize("extra", [
+    {}, {"n": 3}, {"logprobs": 0}, {"stop": [STOP]}, {"stop": ["zz", STOP]}, {"max_tokens": 3},
+])
+def test_a_stream_says_what_the_whole_answer_says(extra):
+    body = {"prompt": "abc", "seed": SEED} | extra
+
+    async def both(app):
+        return await call(app, TEXT, body), await call(app, TEXT, body | {"stream": True})
+
+    whole, stream = run(application(), both)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    texts, last = joined(stream.events, "text")
+    for choice in whole.json["choices"]:
+        assert texts[choice["index"]] == choice["text"]
+        assert last[choice["index"]] == choice | {"text": ""}
+
+
+def test_a_stop_string_is_never_shown():
+    text = expected(PROMPT, seed=SEED)[0]
+    events = ask({"prompt": "abc", "seed": SEED, "stop": STOP, "stream": True}).events
+    assert joined(events, "text")[0] == {0: text[: text.index(STOP)]}
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stream_of_a_chat():
+    body = {"messages": [{"role": "user", "content": "abc"}], "seed": SEED, "stream": True}
+    events = ask(body, CHAT).events
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    text, reason = expected(PROMPT[1:], seed=SEED)
+    texts, last = joined(events, "delta")
+    assert texts == {0: text} and last[0]["finish_reason"] == reason and last[0]["delta"] == {}
+
+
+def test_a_stream_comes_while_it_is_drawn():
+    engine, parts = Held(steps=2), []
+
+    def heard(part):
+        parts.append(part)
+        engine.calls.release()  # the next two tokens are drawn only after these were read
+
+    async def script(app):
+        engine.calls.release()
+        body = {"prompt": "abc", "seed": SEED, "max_tokens": 8, "stream": True}
+        return await call(app, TEXT, body, on_part=heard)
+
+    events = run(application(engine), script).events
+    assert [len(e["choices"][0]["text"]) for e in events] == [2, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("path, body, status, words", [
+    (TEXT, {"prompt": "A"}, 400, "alphabet"),
+    (TEXT, b"{", 400, "not JSON"),
+    (TEXT, {"prompt": "a", "model": "x"}, 404, "'x' is not here"),
+    (TEXT, {"prompt": "a", "presence_penalty": 1}, 400, "penalties=True"),  # the scheduler's
+    (TEXT, b" " * 501, 413, "more than 500 bytes"),
+    (TEXT, [b" " * 300, b" " * 300, None], 413, "more than 500 bytes"),
+    (TEXT, None, 405, "Not Allowed"),
+    ("/nothing", {}, 404, "Not Found"),
+    (CHAT, {"messages": []}, 400, "messages must be"),
+    ("/weights", {"path": "1"}, 403, "has a token"),
+])
+def test_what_is_wrong_is_said(path, body, status, words):
+    reply = ask(body, path)
+    assert reply.status == status and words in reply.error
+
+
+def test_the_scheduler_refuses_all_choices_or_none():
+    engine = Held()
+
+    async def script(app):
+        first = asyncio.ensure_future(call(app, TEXT, {"prompt": "abc", "n": 2, "seed": SEED}))
+        while (await call(app, "/health")).json["pending"] < 2:
+            await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(call(app, TEXT, {"prompt": "b", "n": 2}))
+        while not second.done():  # it is heard after the step that runs when it comes
+            engine.calls.release()
+            await asyncio.sleep(0.1)
+        refused = second.result()
+        pending = (await call(app, "/health")).json["pending"]
+        engine.calls.release(50)
+        return refused, pending, await first, await call(app, TEXT, {"prompt": "b", "n": 2})
+
+    refused, pending, first, after = run(application(engine, max_pending=3), script)
+    assert refused.status == 429 and "3 requests are pending, at most 3" in refused.error
+    assert pending == 2 and first.status == after.status == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_past_its_time_a_request_ends_with_what_it_has(is_streamed):
+    engine = Held(steps=2)
+
+    async def script(app):
+        engine.calls.release()
+        body = {"prompt": "abc", "seed": SEED, "stream": is_streamed}
+        reply = asyncio.ensure_future(call(app, TEXT, body))
+        while (await call(app, "/health")).json["pending"] < 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # the second step is longer than the time
+        engine.calls.release()
+        return await reply
+
+    reply = run(application(engine, seconds=0.2), script)
+    text = expected(PROMPT, seed=SEED)[0][:4]
+    if is_streamed:
+        texts, last = joined(reply.events, "text")
+        assert texts == {0: text} and last[0]["finish_reason"] == "abort"
+    else:
+        (choice,) = reply.json["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "abort")
+
+
+def test_a_body_that_does_not_come():
+    assert ask([b"{", None], seconds=0.1).status == 408
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_leaves_takes_its_requests_along(is_streamed):
+    engine = Held()
+
+    async def script(app):
+        leave = asyncio.Event()
+        body = {"prompt": "abc", "seed": SEED, "n": 2, "stream": is_streamed}
+        gone = asyncio.ensure_future(call(app, TEXT, body, leave=leave))
+        while (await call(app, "/health")).json["pending"] < 2:
+            await asyncio.sleep(0.01)
+        leave.set()
+        await gone
+        engine.calls.release()  # the step that is running ends
+        while (await call(app, "/health")).json["pending"]:
+            await asyncio.sleep(0.01)
+        return gone.result(), (await call(app, "/health")).json["status"]
+
+    reply, status = run(application(engine), script)
+    assert status == "ok", "an engine that waits for another step has failed"
+    assert reply.status == (200 if is_streamed else serve_app.CLIENT_CLOSED)
+    assert b"DONE" not in reply.body
+
+
+# Weights
+
+
+def test_weights_change_between_steps_and_every_token_knows_its_own():
+    engine = Held(steps=2)
+
+    async def script(app):
+        body = {"prompt": "abc", "seed": SEED}
+        first = asyncio.ensure_future(call(app, TEXT, body))
+        while (await call(app, "/health")).json["pending"] < 1:
+            await asyncio.sleep(0.01)
+        engine.calls.release(2)
+        while engine.calls._value:
+            await asyncio.sleep(0.01)
+        change = asyncio.ensure_future(call(app, "/weights", {"path": "7"}, token=TOKEN))
+        while not change.done():  # it is heard after the step that runs when it comes
+            engine.calls.release()
+            await asyncio.sleep(0.1)
+        changed = change.result()
+        engine.calls.release(20)
+        return await first, changed, await call(app, TEXT, body), await call(app, "/v1/models")
+
+    first, changed, second, listed = run(application(engine, token=TOKEN), script)
+    assert changed.json == {"path": "7", "version": 1}
+    old = expected(PROMPT, seed=SEED)[0]
+    new, _ = expected(PROMPT, seed=SEED, weights=7)
+    choice = first.json["choices"][0]
+    assert choice["versions"] == [0, 1]
+    assert choice["text"][:4] == old[:4] and choice["text"] != old
+    (choice,) = second.json["choices"]
+    assert (choice["text"], choice["versions"]) == (new, [1])
+    assert listed.json["data"][0] == {
+        "id": "m", "object": "model", "owned_by": "jaxrl_tis", "version": 1
+    }
+
+
+@pytest.mark.parametrize("token, body, status, words", [
+    (None, {"path": "1"}, 401, "Bearer TOKEN"), ("", {"path": "1"}, 401, "Bearer TOKEN"),
+    ("let-me-inn", {"path": "1"}, 401, "Bearer TOKEN"),
+    (TOKEN, {"path": "x"}, 400, "invalid literal"), (TOKEN, {"path": 1}, 400, "must be"),
+    (TOKEN, {"path": "1", "step": 2}, 400, "must be"), (TOKEN, b"", 400, "not JSON"),
+])
+def test_weights_that_stay(token, body, status, words):
+    async def script(app):
+        refused = await call(app, "/weights", body, token=token)
+        return refused, (await call(app, "/health")).json["version"]
+
+    refused, version = run(application(token=TOKEN), script)
+    assert refused.status == status and words in refused.error and version == 0
+
+
+def test_beyond_this_machine_every_route_but_health_needs_the_token():
+    async def script(app):
+        routes = [("/v1/models", None), (TEXT, {"prompt": "a"}),
+                  (CHAT, {"messages": [{"role": "user", "content": "a"}]})]
+        closed = [(await call(app, *route)).status for route in routes]
+        opened = [(await call(app, *route, token=TOKEN)).status for route in routes]
+        return closed, opened, (await call(app, "/health")).status
+
+    assert run(application(token=TOKEN, is_closed=True), script) == ([401] * 3, [200] * 3, 200)
+    with pytest.raises(ValueError, match="needs a token"):
+        application(is_closed=True)
+
+
+# Failure
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_engine_that_fails_fails_everything_with_its_words(is_streamed):
+    async def script(app):
+        body = {"prompt": "a", "stream": is_streamed}
+        return await call(app, TEXT, body), await call(app, TEXT, body), await call(app, "/health")
+
+    first, second, health = run(application(Broken()), script)
+    described = first.events[0]["error"] if is_streamed else first.json["error"]
+    assert "out of memory" in described["message"] and described["type"] == "server_error"
+    assert second.status == 500 and "out of memory" in second.error
+    assert health.status == 503 and "out of memory" in health.json["error"]
+
+
+def test_numbers_that_json_lacks_are_null():
+    class Diverged(arithmetic.Engine):
+        def generate(self, *args):
+            state, result = super().generate(*args)
+            result.logp_behav[:] = np.nan
+            return state, result
+
+    body = {"prompt": "abc", "seed": SEED, "logprobs": 0, "max_tokens": 2}
+    reply = ask(body, engine=Diverged())
+    assert json.loads(reply.body)["choices"][0]["logprobs"]["token_logprobs"] == [None, None]

@@ -1,0 +1,185 @@
+"""Token, address and weights; then a real engine behind the routes, and a real socket."""
+
+import contextlib
+import dataclasses
+import functools
+import http.client
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import uvicorn
+
+from jaxrl_tis import models, rollouts, serve_setup
+from jaxrl_tis.build import build, initial_params, initial_state
+from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.serve_request import Limits
+from tests import serve_app_test, tiny
+from tests.asgi import call, run
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TEXT = "/v1/completions"
+ROOT = pathlib.Path(__file__).parents[1]
+LIMITS = Limits(
+    body_bytes=1000, prompt_tokens=5, max_tokens=3, choices=4, logprobs=2, seconds=60.0
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def refused():
+    """The command on an address that others reach, without a token."""
+    arguments = ["--config=configs/quickstart.py", "--host=0.0.0.0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxrl_tis.serve", *arguments], cwd=ROOT, env=environment,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.parametrize("host, expected", [
+    ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
+    ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False), ("my.host", False),
+])
+def test_loopback(host, expected):
+    assert serve_setup.is_loopback(host) == expected
+
+
+def test_token(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    assert serve_setup.read_token(str(file)) == "s3cret" and serve_setup.read_token(None) is None
+    for bad in ("", "\n", "two words", "s\u00e9cret"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match="must hold a token"):
+            serve_setup.read_token(str(file))
+
+
+@functools.cache
+def setup():
+    return build(tiny.config(), penalties=True, top_n=2)
+
+
+@functools.cache
+def start_params():
+    return serve_setup.load(setup(), None)
+
+
+def scaled(factor):
+    return jax.tree.map(lambda x: x * factor, initial_params(setup()))
+
+
+def assert_serves(path, factor):
+    expected = setup().engine.load(scaled(factor))
+    jax.tree.map(np.testing.assert_array_equal, serve_setup.load(setup(), str(path)), expected)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of other weights."""
+    models.save(tmp_path / "model", setup().model, scaled(-1.0))
+    return tmp_path / "model"
+
+
+def test_weights_of_a_model_folder(folder):
+    assert_serves(folder, -1.0)
+    edited = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 49}
+    (folder / "config.json").write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match="holds another model"):
+        serve_setup.load(setup(), str(folder))
+    with pytest.raises(FileNotFoundError):
+        serve_setup.load(setup(), str(folder / "absent"))
+
+
+def test_weights_of_a_run_are_its_newest_checkpoint(tmp_path):
+    state = initial_state(setup(), scaled(1.0))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 3):
+            policy = dataclasses.replace(state["policy"], params=scaled(float(step)))
+            checkpoints.save(step, state | {"policy": policy}, {"step": step})
+    assert_serves(tmp_path, 3.0)
+
+
+def test_a_real_engine(folder):
+    params = start_params()
+    scheduler = setup().scheduler(setup().engine, params, 0)
+    greedy = SamplingParams(0.0, stop_ids=(2,), max_tokens=3)
+    prompt = np.array(setup().tokenizer.encode("1+2=", add_special=True), np.int32)
+    (record,) = rollouts.run(scheduler, [Request("alone", prompt, 0, greedy)])
+
+    async def script(app):
+        ask = lambda **fields: call(app, TEXT, {"prompt": "1+2="} | fields)
+        replies = {
+            "greedy": await ask(temperature=0, logprobs=2),
+            "sampled": await ask(n=4, seed=5, temperature=5.0, logprobs=1),
+            "again": await ask(n=4, seed=5, temperature=5.0, logprobs=1),
+            "biased": await ask(logit_bias={"6": 100}, presence_penalty=1),
+            "wrong": await ask(logit_bias={"999": 1}),
+            "weights": await call(app, "/weights", {"path": str(folder)}, token="t"),
+            "after": await ask(temperature=0, logprobs=2),
+        }
+        return {name: reply.json for name, reply in replies.items()}
+
+    app = serve_setup.make_app(setup(), params, LIMITS, 8, "t", "127.0.0.1")
+    got = run(app, script)
+    choice = lambda name: got[name]["choices"][0]
+    assert choice("greedy")["logprobs"]["token_ids"] == record.tokens.tolist()
+    np.testing.assert_allclose(choice("greedy")["logprobs"]["raw_logprobs"], record.logp_raw)
+    ids = lambda name: [c["logprobs"]["token_ids"] for c in got[name]["choices"]]
+    assert ids("sampled") == ids("again") and len(set(map(tuple, ids("sampled")))) > 1
+    assert all(len(row) == 1 for row in choice("sampled")["logprobs"]["top_logprobs"])
+    assert choice("biased")["text"] == "333"
+    assert "beyond the vocabulary" in got["wrong"]["error"]["message"]
+    assert got["weights"]["version"] == 1 and choice("after")["versions"] == [1]
+    assert choice("after")["logprobs"] != choice("greedy")["logprobs"]
+
+
+@contextlib.contextmanager
+def listening(app):
+    """The port of a server in a thread."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_socket_a_stream_and_a_client_that_hangs_up():
+    engine = serve_app_test.Held(steps=2)
+    body = {"prompt": "abc", "seed": serve_app_test.SEED, "stream": True}
+    with listening(serve_app_test.application(engine)) as port:
+        health = lambda: json.loads(fetch(port, "/health").read())
+        engine.calls.release()
+        reply = fetch(port, TEXT, json.dumps(body))
+        assert reply.status == 200 and b"data: {" in reply.readline()
+        assert health()["pending"] == 1
+        reply.close()
+        for _ in range(8):  # of the 9 steps that are left
+            engine.calls.release()
+            time.sleep(0.1)
+            if not health()["pending"]:
+                break
+        assert health() == {"status": "ok", "version": 0, "pending": 0}
+
+
+def fetch(port, path, body=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("POST" if body else "GET", path, body, {"Connection": "close"})
+    return connection.getresponse()
+
+
+def test_an_address_that_others_reach_needs_a_token(refused):
+    output, _ = refused.communicate(timeout=120)
+    assert refused.returncode != 0 and "--host=0.0.0.0" in output and "--token_file" in output

@@ -1,0 +1,49 @@
+import itertools
+
+import pytest
+
+from jaxrl_tis.serve_text import cut, settled
+
+
+@pytest.mark.parametrize("text, stops, expected", [
+    ("abcd", (), "abcd"), ("abcd", ("x",), "abcd"), ("abcd", ("c",), "ab"),
+    ("abcd", ("cd", "b"), "a"), ("abab", ("ab",), ""),
+])
+def test_cut(text, stops, expected):
+    assert cut(text, stops) == expected
+
+
+@pytest.mark.parametrize("text, stops, expected", [
+    ("abc", (), "abc"),
+    ("abc", ("cd",), "ab"),  # c may begin a stop
+    ("aaa", ("aab",), "a"),  # aa may
+    ("xab", ("abc", "b!"), "x"),  # both are begun, one earlier
+    ("abc", ("b",), "a"), ("aaab", ("ab",), "aa"),
+    ("ab\ufffd", (), "ab"), ("\ufffd\ufffd", (), ""), ("a\ufffdb", (), "a\ufffdb"),
+    ("ab\ufffd", ("bc",), "a"),
+])
+def test_settled(text, stops, expected):
+    assert settled(text, stops) == expected
+
+
+def test_what_is_settled_only_grows_and_begins_the_finished_text():
+    """All texts of 6 letters of two, shown letter by letter, and past the stop as a scheduler that
+    draws ahead does."""
+    stops, seen = ("aab", "bb"), set()
+    for letters in itertools.product("ab", repeat=6):
+        whole = "".join(letters)
+        end = next((n for n in range(7) if any(s in whole[:n] for s in stops)), 6)
+        finished, shown = cut(whole[:end], stops), ""
+        for count in range(7):
+            now = settled(whole[:count], stops)
+            assert now.startswith(shown) and finished.startswith(now)
+            shown = now
+        seen.add(finished)
+    assert len(seen) > 5
+
+
+def test_a_character_is_shown_once_all_its_bytes_are_there():
+    text = "a\u00e9\u20ac\U0001f600!"
+    data = text.encode()
+    shown = [settled(data[:n].decode("utf-8", "replace"), ()) for n in range(len(data) + 1)]
+    assert shown == [text[:n] for n in (0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5)]
