@@ -18,6 +18,7 @@ from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.models import attention
 from tests import noisy_gate, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).parents[1]
 SAME = dict(engine__quantization="none")
 BFLOAT16 = dict(engine__dtype="bfloat16", engine__cache_dtype="bfloat16")
@@ -267,7 +268,7 @@ def test_a_batch_that_is_no_whole_number_of_micro_batches_is_refused():
 # In a run
 
 
-def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path, quick_compilation):
+def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
     with pytest.raises(mismatch.MismatchError, match="d_mean = .* > 1e-06.*gate.max_"):
         tiny.run(tmp_path, gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]

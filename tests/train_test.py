@@ -16,6 +16,7 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.models import transformer
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 _score = train.Trainer.score
 
 
@@ -308,7 +309,7 @@ def test_an_infinite_divergence_does_not_stop_a_run():
          correction__kl_placement="reward", correction__advantage="tir_otb",
          correction__objective="st_ppo"),
 ])
-def test_methods_that_ask_for_more_than_the_usual(tmp_path, changes, quick_compilation):
+def test_methods_that_ask_for_more_than_the_usual(tmp_path, changes):
     tiny.run(tmp_path, steps=1, warmup__steps=1, metrics__percentile_every=1, **changes)
     [record] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
     assert np.isfinite(record["actor/pg_loss"]) and record["actor/grad_norm"] > 0
