@@ -36,7 +36,8 @@ def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int =
     made = build.Setup(
         config=config, tokenizer=None, model=model, layout=layout,
         learner=step.Learner(model, Program(), new_tokens, config.train.logprob_chunk),
-        correction=correction.parse(config.correction), optimizer=tx, critic_optimizer=tx,
+        packer=None, correction=correction.parse(config.correction), optimizer=tx,
+        critic_optimizer=tx,
         engine=engine, learner_engine=engine,
     )
     return made, build.initial_state(made, build.initial_params(made))
