@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.serve_request import Completion
-from jaxrl_tis.serve_text import cut
+from jaxrl_tis.serve.request import Completion
+from jaxrl_tis.serve.text import cut
 
 Json = dict[str, Any]
 

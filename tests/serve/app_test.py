@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl_tis import serve_app
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.serve_request import Limits
-from jaxrl_tis.serve_worker import Worker
+from jaxrl_tis.serve import app as serve_app
+from jaxrl_tis.serve.request import Limits
+from jaxrl_tis.serve.worker import Worker
 from tests import arithmetic
 from tests.arithmetic import alone
 from tests.asgi import call, run

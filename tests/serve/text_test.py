@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from jaxrl_tis.serve_text import cut, settled
+from jaxrl_tis.serve.text import cut, settled
 
 
 @pytest.mark.parametrize("text, stops, expected", [

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 from starlette.applications import Starlette
 
-from jaxrl_tis import models, serve_app
+from jaxrl_tis import models
 from jaxrl_tis.build import Setup, abstract_state, initial_params, initial_state
 from jaxrl_tis.checkpoint import Checkpoints
-from jaxrl_tis.serve_request import Limits
-from jaxrl_tis.serve_worker import Worker
+from jaxrl_tis.serve import app
+from jaxrl_tis.serve.request import Limits
+from jaxrl_tis.serve.worker import Worker
 
 
 def is_loopback(host: str) -> bool:
@@ -67,7 +68,7 @@ def make_app(
     scheduler = setup.scheduler(
         setup.engine, params, 0, max_pending=max_pending, decode=setup.tokenizer.decode
     )
-    return serve_app.make(serve_app.Served(
+    return app.make(app.Served(
         Worker(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
         load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
     ))

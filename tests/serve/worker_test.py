@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
-from jaxrl_tis.serve_worker import Worker
+from jaxrl_tis.serve.worker import Worker
 from tests.arithmetic import Engine, alone, request
 
 

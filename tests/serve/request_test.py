@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import SamplingParams
-from jaxrl_tis.serve_request import Limits, UnknownModel, parse
+from jaxrl_tis.serve.request import Limits, UnknownModel, parse
 
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")
 LIMITS = Limits(

@@ -1,7 +1,7 @@
 """The routes of the completions server.
 
 A request is parsed outside the event loop, its choices are queued in the scheduler's thread
-(`serve_worker.py`), and what they draw comes back through an Inbox. Whatever ends the answer first
+(`worker.py`), and what they draw comes back through an Inbox. Whatever ends the answer first
 (its time, the client) takes the choices that still run out of the scheduler.
 """
 
@@ -21,14 +21,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jaxrl_tis import serve_request
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
-from jaxrl_tis.serve_answer import Answer
-from jaxrl_tis.serve_request import Completion, Limits, UnknownModel
-from jaxrl_tis.serve_text import settled
-from jaxrl_tis.serve_worker import Worker
+from jaxrl_tis.serve.answer import Answer
+from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
+from jaxrl_tis.serve.text import settled
+from jaxrl_tis.serve.worker import Worker
 
 CLIENT_CLOSED = 499  # nobody reads it
 News = np.ndarray | Trajectory | Exception
@@ -162,7 +161,7 @@ class Server:
         if self._served.token is None:
             raise HTTPException(403, "weights change only on a server that has a token")
         self._check_token(request)
-        given = serve_request.object_of(await self._body(request, self._deadline()))
+        given = object_of(await self._body(request, self._deadline()))
         if given.keys() != {"path"} or not isinstance(given["path"], str):
             raise ValueError('the body must be {"path": text}')
         async with self._loading:
@@ -178,7 +177,7 @@ class Server:
         served = self._served
         deadline = self._deadline()
         completion = await asyncio.to_thread(
-            serve_request.parse, await self._body(request, deadline), is_chat, served.model,
+            parse, await self._body(request, deadline), is_chat, served.model,
             served.vocab_size, served.tokenizer, served.limits,
         )
         job = Job(served.worker, completion, deadline)

@@ -17,18 +17,20 @@ import numpy as np
 import pytest
 import uvicorn
 
-from jaxrl_tis import models, rollouts, serve_setup
+from jaxrl_tis import models, rollouts
 from jaxrl_tis.build import build, initial_params, initial_state
 from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.serve_request import Limits
-from tests import serve_app_test, tiny
+from jaxrl_tis.serve import setup as serving
+from jaxrl_tis.serve.request import Limits
+from tests import tiny
 from tests.asgi import call, run
+from tests.serve import app_test
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TEXT = "/v1/completions"
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 LIMITS = Limits(
     body_bytes=1000, prompt_tokens=5, max_tokens=3, choices=4, logprobs=2, seconds=60.0
 )
@@ -50,17 +52,17 @@ def refused():
     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False), ("my.host", False),
 ])
 def test_loopback(host, expected):
-    assert serve_setup.is_loopback(host) == expected
+    assert serving.is_loopback(host) == expected
 
 
 def test_token(tmp_path):
     file = tmp_path / "token"
     file.write_text("s3cret\n")
-    assert serve_setup.read_token(str(file)) == "s3cret" and serve_setup.read_token(None) is None
+    assert serving.read_token(str(file)) == "s3cret" and serving.read_token(None) is None
     for bad in ("", "\n", "two words", "s\u00e9cret"):
         file.write_text(bad)
         with pytest.raises(ValueError, match="must hold a token"):
-            serve_setup.read_token(str(file))
+            serving.read_token(str(file))
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def setup():
 
 @functools.cache
 def start_params():
-    return serve_setup.load(setup(), None)
+    return serving.load(setup(), None)
 
 
 def scaled(factor):
@@ -79,7 +81,7 @@ def scaled(factor):
 
 def assert_serves(path, factor):
     expected = setup().engine.load(scaled(factor))
-    jax.tree.map(np.testing.assert_array_equal, serve_setup.load(setup(), str(path)), expected)
+    jax.tree.map(np.testing.assert_array_equal, serving.load(setup(), str(path)), expected)
 
 
 @pytest.fixture
@@ -94,9 +96,9 @@ def test_weights_of_a_model_folder(folder):
     edited = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 49}
     (folder / "config.json").write_text(json.dumps(edited))
     with pytest.raises(ValueError, match="holds another model"):
-        serve_setup.load(setup(), str(folder))
+        serving.load(setup(), str(folder))
     with pytest.raises(FileNotFoundError):
-        serve_setup.load(setup(), str(folder / "absent"))
+        serving.load(setup(), str(folder / "absent"))
 
 
 def test_weights_of_a_run_are_its_newest_checkpoint(tmp_path):
@@ -128,7 +130,7 @@ def test_a_real_engine(folder):
         }
         return {name: reply.json for name, reply in replies.items()}
 
-    app = serve_setup.make_app(setup(), params, LIMITS, 8, "t", "127.0.0.1")
+    app = serving.make_app(setup(), params, LIMITS, 8, "t", "127.0.0.1")
     got = run(app, script)
     choice = lambda name: got[name]["choices"][0]
     assert choice("greedy")["logprobs"]["token_ids"] == record.tokens.tolist()
@@ -157,9 +159,9 @@ def listening(app):
 
 
 def test_a_socket_a_stream_and_a_client_that_hangs_up():
-    engine = serve_app_test.Held(steps=2)
-    body = {"prompt": "abc", "seed": serve_app_test.SEED, "stream": True}
-    with listening(serve_app_test.application(engine)) as port:
+    engine = app_test.Held(steps=2)
+    body = {"prompt": "abc", "seed": app_test.SEED, "stream": True}
+    with listening(app_test.application(engine)) as port:
         health = lambda: json.loads(fetch(port, "/health").read())
         engine.calls.release()
         reply = fetch(port, TEXT, json.dumps(body))

@@ -1,4 +1,4 @@
-"""A small server of completions, to look at a checkpoint; docs/engine.md has its routes.
+"""The command of the server.
 
     python -m jaxrl_tis.serve --config=configs/quickstart.py [--workdir=runs/quickstart-tis]
 
@@ -11,8 +11,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxrl_tis.build import build
-from jaxrl_tis.serve_request import Limits
-from jaxrl_tis.serve_setup import is_loopback, load, make_app, read_token
+from jaxrl_tis.serve.request import Limits
+from jaxrl_tis.serve.setup import is_loopback, load, make_app, read_token
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file; fields are overridden by --config.field=value.", lock_config=True
