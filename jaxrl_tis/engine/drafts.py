@@ -45,7 +45,34 @@ class Group:
         return draft
 
 
-class Drafts:
+class NoDrafts:
+    """Never guesses; the engine decodes token by token."""
+
+    def forget(self) -> None:
+        """New weights."""
+
+    def add(self, request: Request) -> None:
+        """A request lives from now on."""
+
+    def remove(self, request: Request) -> None:
+        """The request has ended."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """The sequence goes on from what it has."""
+
+    def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
+        """The sequence drew tokens."""
+
+    def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, list[int]]]:
+        """(length, drafts of at most so many tokens); (0, {}) when plain decoding draws more tokens
+        in its time."""
+        return 0, {}
+
+    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
+        """How much of a draft was accepted; a sequence that ended rejected nothing."""
+
+
+class Drafts(NoDrafts):
     """Proposes drafts to a scheduler, and learns from what became of them.
 
     Args:
@@ -68,11 +95,10 @@ class Drafts:
         return (1 + self._accepted) / (2 + self._accepted + self._rejected)
 
     def forget(self) -> None:
-        """New weights: acceptance is measured anew."""
+        """Acceptance is measured anew."""
         self._accepted = self._rejected = 0.0
 
     def add(self, request: Request) -> None:
-        """A request lives from now on."""
         prompt = request.prompt.tobytes()
         if prompt not in self._groups:
             self._groups[prompt] = Group()
@@ -80,7 +106,6 @@ class Drafts:
         self._groups[prompt].members += 1
 
     def remove(self, request: Request) -> None:
-        """The request has ended."""
         prompt, group = request.prompt.tobytes(), self._groups[request.prompt.tobytes()]
         group.members -= 1
         if not group.members:
@@ -88,7 +113,6 @@ class Drafts:
         self._tokens.pop(request.id, None)
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence goes on from here."""
         self._tokens[sequence.request.id] = sequence.request.prompt.tolist()
         self.extend(sequence, sequence.field("tokens"))
 
@@ -99,8 +123,6 @@ class Drafts:
         self._groups[sequence.request.prompt.tobytes()].learn(tokens, start)
 
     def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, list[int]]]:
-        """(length, drafts of at most so many tokens); (0, {}) when plain decoding draws more tokens
-        in its time."""
         longest = self._lengths[-1]
         drafts = {}
         for s in sequences:
@@ -122,6 +144,5 @@ class Drafts:
         return (len(lengths) + accepted.sum()) / max(self._free_rows, rows)
 
     def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
-        """How much of a draft was accepted; a sequence that ended rejected nothing."""
         self._accepted += accepted
         self._rejected += accepted < drafted and not is_ended

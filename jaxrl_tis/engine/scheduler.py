@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_tis.engine.drafts import Drafts
+from jaxrl_tis.engine.drafts import Drafts, NoDrafts
 from jaxrl_tis.engine.pages import NULL, Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefixes import Prefix, Prefixes
@@ -126,7 +126,7 @@ class Scheduler:
         self._policy = policy or FirstCome()
         self._max_pending = max_pending
         self._prefill_calls, self._divide, self._retention = prefill_calls, divide, retention
-        self._drafts = drafts
+        self._drafts = drafts or NoDrafts()
         self._decode, self._texts = decode, ThreadPoolExecutor(1)
         self._waiting = Waiting(self._policy, max_bypass)
         self._slots: dict[int, Sequence] = {}
@@ -154,8 +154,7 @@ class Scheduler:
         running sequences may read the old ones."""
         self._params, self._version = params, version
         self._prefixes.forget()
-        if self._drafts:
-            self._drafts.forget()
+        self._drafts.forget()
 
     def add(self, request: Request) -> None:
         """Queues a request; ValueError when it can never run or its id is alive, Full when
@@ -169,8 +168,7 @@ class Scheduler:
         request = dataclasses.replace(request, prompt=prompt)
         self._waiting.add(Sequence.of(request, self._arrivals, self._waiting.admissions))
         self._arrivals += 1
-        if self._drafts:
-            self._drafts.add(request)
+        self._drafts.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next step returns what it has, with stop_reason "abort" unless a
@@ -433,8 +431,7 @@ class Scheduler:
             sequence.is_running = True
             self._shift[sequence.slot] = sequence.shift
             self._tabulate(sequence)
-            if self._drafts:
-                self._drafts.begin(sequence)
+            self._drafts.begin(sequence)
 
     def _tabulate(self, sequence: Sequence) -> None:
         self._table[sequence.slot] = NULL
@@ -444,11 +441,8 @@ class Scheduler:
 
     def _propose(self) -> tuple[int, dict[Sequence, list[int]]]:
         """(tokens that the next call may draw, drafts if there are any)."""
-        if self._drafts:
-            length, drafts = self._drafts.propose(self._running())
-            if length:
-                return length + 1, drafts
-        return self._engine.steps, {}
+        length, drafts = self._drafts.propose(self._running())
+        return (length + 1 if drafts else self._engine.steps), drafts
 
     def _grow(self, width: int) -> None:
         """Pages for the next tokens of every running sequence, the oldest first."""
@@ -520,8 +514,7 @@ class Scheduler:
             sequence.since_admission += count
             self.stats.tokens += count
             is_last = result.remaining[slot] == 0
-            if self._drafts:
-                self._learn(sequence, result.tokens[:count, slot], drafts.get(sequence), is_last)
+            self._learn(sequence, result.tokens[:count, slot], drafts.get(sequence, []), is_last)
             stop = self._stop(sequence, count, is_last) if sampling.stop_strings else None
             if stop is not None:
                 self._finish(sequence, "stop", stop)
@@ -532,7 +525,7 @@ class Scheduler:
                 self._evict(sequence)
         self._left -= set(np.flatnonzero(result.remaining == 0).tolist())
 
-    def _learn(self, sequence, drawn: np.ndarray, draft: list[int] | None, is_last: bool) -> None:
+    def _learn(self, sequence, drawn: np.ndarray, draft: list[int], is_last: bool) -> None:
         self._drafts.extend(sequence, drawn)
         if draft:
             self._drafts.observe(len(draft), len(drawn) - 1, is_last)
@@ -558,8 +551,7 @@ class Scheduler:
         self._leave(sequence)
         if reason != "abort":
             self._policy.finished(sequence.request, count)
-        if self._drafts:
-            self._drafts.remove(sequence.request)
+        self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
 
     def _evict(self, sequence: Sequence) -> None:
