@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 
 # Smaller batches and rows; what shapes a program's operations is the config's own.
 SMALL = {
-    "quickstart": {},
+    "quickstart": {"engine__max_draft": 1},
     "smollm2_135m": {},
     "gsm8k_qwen25_0p5b:grpo": {
         "rollout__prompts": 64, "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
@@ -48,7 +48,7 @@ SMALL = {
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
 LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
 COMPILED = {
-    "quickstart": ("decode",),
+    "quickstart": ("decode", "verify"),
     "smollm2_135m": ("reshard", "prefill", "insert"),
     "gsm8k_qwen25_0p5b:grpo": ("score", "quantize"),
     "gsm8k_qwen25_0p5b:ppo": ("critic", "values"),

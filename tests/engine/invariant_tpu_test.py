@@ -15,16 +15,10 @@ from jaxrl_tis.models import invariant
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
+pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
+
 TENSOR, STEPS, LAYERS, SLOTS, EMBED, MLP = 4, 3, 2, 16, 192, 512
 LEVELS = TENSOR.bit_length() - 1  # of the tree that lie across devices
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_a_cache_of_programs():
-    """No device is there to load them on."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @functools.cache
