@@ -4,4 +4,5 @@ set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv test
-exec "$PY" -m pytest -n "${TEST_PROCESSES:-2}" "$@"
+# A file stays in one process, whose fixtures and programs its tests share; the slowest come first.
+exec "$PY" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -22,7 +22,6 @@ from tests import tiny, tpu
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHAPES = ROOT / "configs" / "shapes"
-pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 
 # Smaller batches and rows; what shapes a program's operations is the config's own.
 SMALL = {

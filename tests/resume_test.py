@@ -173,8 +173,6 @@ def test_killed_without_warning(tmp_path):
     )
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
     child = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=200,
                            capture_output=True, text=True)

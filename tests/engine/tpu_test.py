@@ -22,7 +22,6 @@ PAGES = ROWS * LENGTH // PAGE + 2
 # Of one device: the pages of one head, and the scales of int8 ones. 128 MiB of bfloat16, all the
 # memory on a v5e's chip: a copy of it must be a temporary in HBM.
 KV_LAYER, SCALES_LAYER = (PAGES, 1, PAGE, 128), (PAGES, 1, 2, PAGE)
-pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 
 @functools.cache

@@ -17,7 +17,6 @@ READ = {
     "fp8_w8a8": ({"f8e4m3fn"}, "f32"),
 }
 SIZE = 512
-pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 
 def compiled(topology, scheme):
