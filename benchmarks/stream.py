@@ -3,10 +3,10 @@ alone with its own versions, and must be equal bit by bit.
 
     python -m benchmarks.stream --requests=2000 --seed=0 --dtype=bfloat16
 
-The model is the quickstart's, with random weights of many versions, in invariant numerics; cache
-pages are scarce, so sequences lose theirs, and drafts are verified. A replay has an engine with one
-slot that draws one token a call: it prefills what a segment begins with, under the segment's
-`kv_version`, and draws every token under its `version`. Exits with 1 if any bit differs.
+The model is the quickstart's, with random weights of many versions, in invariant numerics; some
+sequences make way for others, and drafts are verified. A replay has an engine with one slot that
+draws one token a call: it prefills what a segment begins with, under the segment's `kv_version`, and
+draws every token under its `version`. Exits with 1 if any bit differs.
 """
 
 import argparse
