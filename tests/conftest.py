@@ -19,8 +19,15 @@ import pytest  # noqa: E402
 from tests import compilation  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# jaxlib for CPU dies now and then where it writes a program to the cache on disk.
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs():
+    """Every program on CPU maps memory, of which a process may have 65,530 pieces; then the
+    compiler crashes."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
