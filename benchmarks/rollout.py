@@ -9,16 +9,20 @@ speed: a SmolLM2-135M-shaped model beside transformers' generate() in the same r
   process of its own that compiles, warms up and waits; then they take turns, one at a time, for
   some rounds. A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens
   at temperature 1, prefill included. "host" is the share of the time that the scheduler itself
-  takes. Weights are random: they do not matter for speed.
+  takes. Weights are random: they do not matter for speed. Ours runs on one simulated device that
+  uses all cores, and ("by core") on a device a core, each with its part of the slots.
 oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots of a small model, as
   the scheduler runs them and in static batches of 32, with the ratio of an ideal first-come
   schedule of the same lengths.
 shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
+drafts: passes of the SmolLM2-shaped model (W8A8) over some slots and drafts, greedy, so that random
+  weights repeat themselves and drafts are accepted: tokens/s and acceptance.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import statistics
@@ -27,10 +31,14 @@ import sys
 import time
 
 SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
+SMALL = dict(vocab=4096, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=1024)
+BF16 = dict(dtype="bfloat16", cache_dtype="bfloat16")
 OURS = {
-    "ours f32": dict(dtype="float32", cache_dtype="float32", quantization="none"),
-    "ours bf16": dict(dtype="bfloat16", cache_dtype="bfloat16", quantization="none"),
-    "ours w8a8": dict(dtype="float32", cache_dtype="float32", quantization="w8a8"),
+    "ours f32": dict(dtype="float32", cache_dtype="float32"),
+    "ours bf16": BF16,
+    "ours w8a8": BF16 | dict(quantization="w8a8"),
+    "ours bf16 by core": BF16 | dict(devices=os.cpu_count()),
+    "ours w8a8 by core": BF16 | dict(quantization="w8a8", devices=os.cpu_count()),
 }
 THEIRS = {"transformers f32": "float32", "transformers bf16": "bfloat16"}
 
@@ -47,26 +55,18 @@ def serve(round_of_tokens) -> None:
 
 
 def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
-    import jax
+    devices = math.gcd(options.pop("devices", 1), prompts)
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import numpy as np
 
-    from jaxrl_tis.engine.engine import Engine
+    from jaxrl_tis import sharding
     from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
-    from jaxrl_tis.models import transformer
-    from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
-    config = ModelConfig(
-        family="llama", vocab_size=SHAPE["vocab"], embed_dim=SHAPE["dim"],
-        num_layers=SHAPE["layers"], num_heads=SHAPE["heads"], num_kv_heads=SHAPE["kv_heads"],
-        head_dim=SHAPE["head_dim"], mlp_dim=SHAPE["mlp"], rope=RopeConfig("default", 1e5),
-        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+    engine, params = random_engine(
+        SHAPE, slots=prompts, max_length=length + new, steps=8, prefill_batch=prompts,
+        page_size=64, layout=sharding.layout((devices, 1, 1), sharding.SERVE_RULES), **options,
     )
-    engine = Engine(
-        config, slots=prompts, max_length=length + new, steps=8, prefill_batch=prompts,
-        page_size=64, **options,
-    )
-    params = engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
     scheduler = Scheduler(engine, params)
     rng = np.random.default_rng(0)
     count = iter(range(10**9))
@@ -108,7 +108,7 @@ def serve_transformers(dtype: str, prompts: int, length: int, new: int) -> None:
 
 
 def start(python: str, kind: str, name: str, sizes: list[int]) -> subprocess.Popen:
-    argv = [python, os.path.abspath(__file__), "--serve", kind, name, *map(str, sizes)]
+    argv = [python, "-m", "benchmarks.rollout", "--serve", kind, name, *map(str, sizes)]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     env = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen(
@@ -154,8 +154,8 @@ def speed(args: argparse.Namespace) -> dict:
     return out
 
 
-def small_engine(**options):
-    """A 4-layer, 256-wide model with random weights, its parameters and its engine."""
+def random_engine(shape: dict, **options):
+    """An engine of a model of this shape and its parameters, which are random."""
     import jax
 
     from jaxrl_tis.engine.engine import Engine
@@ -163,12 +163,13 @@ def small_engine(**options):
     from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
     config = ModelConfig(
-        family="llama", vocab_size=4096, embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2,
-        head_dim=64, mlp_dim=1024, rope=RopeConfig("default", 1e5), max_position=2048,
-        norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+        family="llama", vocab_size=shape["vocab"], embed_dim=shape["dim"],
+        num_layers=shape["layers"], num_heads=shape["heads"], num_kv_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"], mlp_dim=shape["mlp"], rope=RopeConfig("default", 1e5),
+        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
     )
     engine = Engine(config, **options)
-    return engine, engine.load(transformer.init(config, jax.random.key(0)))
+    return engine, engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
 
 
 def oversubscribed(args: argparse.Namespace) -> dict:
@@ -178,8 +179,8 @@ def oversubscribed(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.scheduler import Scheduler
 
     slots, count = 32, 256
-    engine, params = small_engine(
-        slots=slots, max_length=16 + 512, steps=4, prefill_batch=slots, page_size=64
+    engine, params = random_engine(
+        SMALL, slots=slots, max_length=16 + 512, steps=4, prefill_batch=slots, page_size=64
     )
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(8), np.log(513), count)).astype(int)
@@ -223,8 +224,8 @@ def shared(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
 
-    engine, params = small_engine(
-        slots=16, max_length=512 + 2, steps=1, prefill_batch=1, page_size=16
+    engine, params = random_engine(
+        SMALL, slots=16, max_length=512 + 2, steps=1, prefill_batch=1, page_size=16
     )
     out = {}
     for length in (512, 500):
@@ -244,7 +245,43 @@ def shared(args: argparse.Namespace) -> dict:
     return out
 
 
-PARTS = {"speed": speed, "oversubscribed": oversubscribed, "shared": shared}
+def drafts(args: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from jaxrl_tis.engine.drafts import Drafts
+    from jaxrl_tis.engine.records import Request, SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+
+    out = {}
+    for slots in (1, 4, 16):
+        engine, params = random_engine(
+            SHAPE, slots=slots, max_length=64 + args.new, steps=8, prefill_batch=slots,
+            page_size=64, **OURS["ours w8a8"],
+        )
+        for length in (0, 1, 3, 7):
+            # No number of rows is too large: drafts are as long as they may be.
+            guesses = Drafts(slots, length, free_rows=10**6) if length else None
+            scheduler = Scheduler(engine, params, drafts=guesses)
+            for round_index in range(2):  # the first compiles
+                before, start = dataclasses.replace(scheduler.stats), time.perf_counter()
+                for i in range(slots):
+                    prompt = np.arange(i, i + 64, dtype=np.int32)
+                    sampling = SamplingParams(temperature=0.0, max_tokens=args.new)
+                    scheduler.add(Request(f"{round_index}/{i}", prompt, 0, sampling))
+                while scheduler.pending:
+                    scheduler.step()
+                seconds, stats = time.perf_counter() - start, scheduler.stats.since(before)
+            found = {
+                "tokens/s": stats.tokens / seconds,
+                "acceptance": stats.accepted / max(stats.drafted, 1),
+            }
+            out[f"{slots} slots, drafts of {length}"] = found
+            shown = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
+            print(f"{slots:2d} slots, drafts of {length}: {shown}")
+    return out
+
+
+PARTS = {"speed": speed, "oversubscribed": oversubscribed, "shared": shared, "drafts": drafts}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ more of the sampler's settings:
   dtype             compute dtype, and the dtype in which the sampler keeps the norms
   excess_precision  XLA may keep results in more precision than the dtype's -> it may not, here and
                     in all that follow, so that another program is not also another rounding
+  batch_shape       micro-batches as the learner takes them -> of one row for each part of the batch
   sequence_parallel rows cut over the training mesh's context axis -> whole rows
   tensor_parallel   the training mesh -> a mesh of the sampler's tensor-parallel degree
   weights           quantised weights, with the learner's treatment of activations
@@ -45,11 +46,13 @@ class Settings:
     Attributes:
       norm_dtype: dtype in which the scales of the norms are kept.
       excess_precision: the compiler's xla_allow_excess_precision.
+      rows: of a micro-batch.
     """
 
     dtype: str
     norm_dtype: str
     excess_precision: bool
+    rows: int
     layout: sharding.Layout
     quantization: quant.Recipe
     kv_dtype: str | None = None
@@ -79,7 +82,8 @@ def learner_settings(setup: Setup) -> Settings:
     return Settings(
         program.dtype, setup.config.model.param_dtype,
         excess_precision=options is None or options[EXCESS_PRECISION],  # XLA allows it by default
-        layout=setup.layout, quantization=program.quantization,
+        rows=setup.config.train.microbatch_rows, layout=setup.layout,
+        quantization=program.quantization,
     )
 
 
@@ -94,6 +98,7 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
         ),
         # float32 results have nothing above them to be kept in.
         "excess_precision": dict(excess_precision=is_exact and learner.excess_precision),
+        "batch_shape": dict(rows=setup.layout.shards),
         "sequence_parallel": dict(layout=_of_whole_rows(setup.layout)),
         "tensor_parallel": dict(layout=_serving_layout(setup)),
         "weights": dict(quantization=_weights_alone(learner.quantization, engine.recipe)),
@@ -144,11 +149,13 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Arr
     )
     learner = dataclasses.replace(setup.update_learner, program=program)
     params = settings.layout.put_params(_with_norms(params, settings.norm_dtype), setup.model)
-    micro = settings.layout.put_batch(micro)
+    shape = micro["mask"].shape
+    in_rows = lambda x: np.asarray(x).reshape(-1, settings.rows, *x.shape[2:])
+    micro = settings.layout.put_batch(jax.tree.map(in_rows, micro))
     compiled = steps.make_score(learner).lower(params, micro).compile(
         compiler_options={EXCESS_PRECISION: settings.excess_precision}
     )
-    return compiled(params, micro)["logp"]
+    return compiled(params, micro)["logp"].reshape(shape)
 
 
 def _with_norms(params: Any, dtype: str) -> Any:

@@ -64,7 +64,7 @@ def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
     report = mismatch.judge(*sampled(**SAME))
     assert 0 < report["total"]["d_max"] < 2e-5 and report["total"]["pearson"] > 0.999999
     assert report["exceeded"] == [] and report["largest"] == "decode"
-    assert [r["cause"] for r in report["rungs"] if not r["is_same"]] == ["decode"]
+    assert [r["cause"] for r in report["rungs"] if not r["is_same"]] == ["batch_shape", "decode"]
     assert report["inside_support"] is None
 
 
@@ -77,13 +77,13 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
 
 
 @pytest.mark.parametrize("overrides, causes", [
-    ({}, ["weights", "activations", "decode"]),
+    ({}, ["batch_shape", "weights", "activations", "decode"]),
     (dict(engine__quantization="w8a16", engine__cache_dtype="int8"),
-     ["weights", "kv_dtype", "decode"]),
+     ["batch_shape", "weights", "kv_dtype", "decode"]),
     (dict(**BFLOAT16, **FILTERED),
-     ["dtype", "excess_precision", "weights", "activations", "decode", "filter"]),
+     ["dtype", "excess_precision", "batch_shape", "weights", "activations", "decode", "filter"]),
     (dict(model__quantization="w8a8", model__unquantized=("down",), train__pack_length=16),
-     ["weights", "decode"]),
+     ["batch_shape", "weights", "decode"]),
 ])
 def test_the_rungs_add_up_to_the_gap_and_none_is_empty(sampled, overrides, causes):
     rungs, rows = climbed(sampled, **overrides)
@@ -122,12 +122,13 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     ]
     assert dict(zip(causes, changed, strict=True)) == {
         "dtype": ["dtype", "norm_dtype"], "excess_precision": ["excess_precision"],
+        "batch_shape": ["rows"],
         "sequence_parallel": ["layout"], "tensor_parallel": ["layout"],
         "weights": ["quantization"], "activations": ["quantization"], "kv_dtype": ["kv_dtype"],
     }
     assert used[0] == ladder.learner_settings(setup)
     meshes = [tuple(settings.layout.mesh.shape.values()) for settings in used]
-    assert meshes == [(1, 1, 1, 2)] * 3 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
+    assert meshes == [(1, 1, 1, 2)] * 4 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
 
 
 def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch, quick_compilation):
@@ -144,7 +145,8 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch, quick_
 
     monkeypatch.setattr(attention, "row_attention", wrong)
     rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
-    assert list(rungs) == ["sequence_parallel", "tensor_parallel", "decode"]
+    assert list(rungs) == ["batch_shape", "sequence_parallel", "tensor_parallel", "decode"]
+    del rungs["batch_shape"]  # both its programs have the fault
     cut, *rest = (np.abs(r.difference).max() for r in rungs.values())
     assert cut > 1e-4 and 0 < min(rest) < max(rest) < 1e-5
 

@@ -26,16 +26,25 @@ PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attenti
 
 def _codes(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
     """x [..., K] as the pool stores it, and its scales [...] if that is int8."""
+    if dtype == jnp.uint16:
+        return _view(x.astype(jnp.bfloat16), dtype), None
     if dtype != jnp.int8:
         return x.astype(dtype), None
     codes, scale = quant.quantize(x, axis=-1)
     return codes, scale[..., 0]
 
 
+_view = jax.lax.bitcast_convert_type
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """The pool of one layer: k, v [P,N,S,K]; scales [P,N,S] float32 or None."""
+    """The pool of one layer: k, v [P,N,S,K]; scales [P,N,S] float32 or None.
+
+    bfloat16 lies in it as its bits, uint16: XLA on CPU converts a whole pool of bfloat16 to float32
+    and back to write into it.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -45,7 +54,7 @@ class KV:
     @classmethod
     def empty(cls, config: ModelConfig, pages: int, size: int, dtype) -> "KV":
         shape = (pages, config.num_kv_heads, size, config.head_dim)
-        values = lambda: jnp.zeros(shape, dtype)
+        values = lambda: jnp.zeros(shape, jnp.uint16 if dtype == jnp.bfloat16 else dtype)
         scales = lambda: jnp.zeros(shape[:-1]) if dtype == jnp.int8 else None
         return cls(values(), values(), scales(), scales())
 
@@ -57,9 +66,11 @@ class KV:
         (k, k_scale), (v, v_scale) = _codes(k, self.k.dtype), _codes(v, self.v.dtype)
         return KV(k, v, k_scale, v_scale)
 
-    def read(self, pages_b: jax.Array) -> "KV":
-        """The pages [B,N,S,...] of these numbers."""
-        return jax.tree.map(lambda x: x.at[pages_b].get(mode="promise_in_bounds"), self)
+    def read(self, numbers: jax.Array) -> "KV":
+        """The pages [...,N,S,K] of these numbers [...]."""
+        pages = jax.tree.map(lambda x: x.at[numbers].get(mode="promise_in_bounds"), self)
+        values = lambda x: _view(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+        return jax.tree.map(values, pages)
 
     def write(self, pages_m: jax.Array, k_mnsk: jax.Array, v_mnsk: jax.Array) -> "KV":
         """Whole pages."""
@@ -115,14 +126,14 @@ class LayerOf:
     def size(self) -> int:
         return self.pool.size
 
-    def read(self, pages_b: jax.Array) -> KV:
-        take = lambda x: x.at[self.index, pages_b].get(mode="promise_in_bounds")
+    def read(self, numbers: jax.Array) -> KV:
+        take = lambda x: x.at[self.index, numbers].get(mode="promise_in_bounds")
         kv = take(self.pool.kv)
         width = kv.shape[-1] // 2
         if self.pool.scale is None:
             return KV(kv[..., :width], kv[..., width:], None, None)
         scale = take(self.pool.scale)
-        return KV(kv[..., :width], kv[..., width:], scale[:, :, 0], scale[:, :, 1])
+        return KV(kv[..., :width], kv[..., width:], scale[..., 0, :], scale[..., 1, :])
 
     def write(self, pages_m, k_mnsk: jax.Array, v_mnsk: jax.Array) -> "LayerOf":
         put = lambda pool, new: _set_pages(pool, new[None], pages_m, 1, self.index)

@@ -291,7 +291,7 @@ class Engine:
         )
         slots = Slots(
             zeros(b), zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
-            jnp.full((b, self.max_stop_ids), -1),
+            jnp.full((b, self.max_stop_ids), -1, jnp.int32),
             *jax.tree.map(jnp.asarray, (SamplingRows.of(params), penalties)),
         )
         return DecodeState(kv, slots)

@@ -324,24 +324,16 @@ def _sample(
     if penalties is not None:
         scaled_bv = _scaled(penalties.apply(logits_bv, shards), rows, shards)
     support = _support(scaled_bv, rows, any_filtered, any_greedy, shards)
-    id_1v = shards.ids(scaled_bv.shape[1])
-    weights_bv = _weights(scaled_bv, support, id_1v)
+    weights_bv = _weights(scaled_bv, support, shards.ids(scaled_bv.shape[1]))
     fold = lambda k, position: jax.random.uniform(
         jax.random.fold_in(jax.random.wrap_key_data(k), position), (2,)
     )
     token = _draw(weights_bv, jax.vmap(fold)(keys_b2, positions_b), shards)
-    at_token = lambda x_bv: jnp.where(id_1v == token[:, None], x_bv, 0.0)
     # entropy = log(total) - sum(w * scaled) / total; a weight of 0 may stand beside a scaled -inf.
-    parts = [
-        weights_bv,
-        jnp.exp(raw_bv),
-        weights_bv * jnp.where(weights_bv > 0, scaled_bv, 0.0),
-        at_token(scaled_bv),
-    ]
-    if penalties is not None:
-        parts.append(at_token(raw_bv))
-    sums = shards.totals(*parts)
-    total, raw_total, moment, scaled, raw = *sums[:4], sums[-1]
+    total, raw_total, moment = shards.totals(
+        weights_bv, jnp.exp(raw_bv), jnp.where(weights_bv > 0, weights_bv * scaled_bv, 0.0)
+    )
+    scaled, raw = shards.at(scaled_bv, token), shards.at(raw_bv, token)
     top_ids = top_logps = None
     if top_n:
         top_ids, top_logps = capture.top(_logs(scaled_bv, weights_bv, total), top_n, shards)

@@ -53,6 +53,12 @@ class Shards:
         """The parts' x, stacked on a new first axis."""
         return x[None] if self.axis is None else jax.lax.all_gather(x, self.axis)
 
+    def at(self, x_bv: jax.Array, ids_b: jax.Array) -> jax.Array:
+        """[B] the entry of each row at a token id."""
+        local_b1 = self.local(ids_b, x_bv.shape[1])[:, None]
+        here_b1 = jnp.take_along_axis(x_bv, local_b1, axis=1, mode="fill", fill_value=0)
+        return self.sum(here_b1[:, 0])
+
     def ids(self, width: int) -> jax.Array:
         """[1,width] token ids of a part of this width."""
         return self.index * width + jnp.arange(width)[None]

@@ -24,6 +24,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 MASKED = -1e30
 LONG_ROW = 1024
 QUERY_CHUNK = 512
+PAGED_BLOCK = 64  # positions of pages that are attended to together
 # Splash attention takes whole tiles of 128 tokens; its default block of one tile is small.
 SPLASH_TILE, SPLASH_BLOCK = 128, 512
 SPLASH_RESIDUALS = "splash_residuals"
@@ -177,12 +178,12 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """The same against keys and values in pages, page by page in the order of the table, up to the
-    last one that a query of any row looks at.
+    """The same against keys and values in pages, block by block in the order of the table, up to
+    the last one that a query of any row looks at. A block is one page, or several small ones.
 
     Args:
       q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
-      read: numbers [B] -> pages with k, v [B,N,S,K] and k_scale, v_scale [B,N,S] or None.
+      read: numbers [B,M] -> pages with k, v [B,M,N,S,K] and k_scale, v_scale [B,M,N,S] or None.
       table_bp: [B,P] int32 pages of each row in order.
       index_bt: [B,T] int32 place of each query among the positions of its pages; it looks at those
         up to its own. What lies beyond a row's last place has no influence, NaN included.
@@ -190,37 +191,40 @@ def paged_attention(
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
     b, t, h, k = q_bthk.shape
-    n, size = jax.eval_shape(read, table_bp[:, 0]).k.shape[1:3]
+    n, size = jax.eval_shape(read, table_bp).k.shape[2:4]
+    count = min(max(PAGED_BLOCK // size, 1), table_bp.shape[1])
+    table_bp = jnp.pad(table_bp, ((0, 0), (0, -table_bp.shape[1] % count)))
     q_btngk = q_bthk.reshape(b, t, n, h // n, k)
     last_b = jnp.max(index_bt, axis=1)
     cast = lambda x: x.astype(q_bthk.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def page(i, carry):
+    def block(i, carry):
         top_bntg, total_bntg, out_bntgk = carry
-        kv = read(jax.lax.dynamic_index_in_dim(table_bp, i, axis=1, keepdims=False))
-        place_s = i * size + jnp.arange(size)
-        # With S ahead of the queries, XLA reads the page as it lies on CPU.
-        scores = product("bnsk,btngk->bnstg", cast(kv.k), q_btngk) * k**-0.5
+        pages = read(jax.lax.dynamic_slice_in_dim(table_bp, i * count, count, axis=1))
+        side_by_side = lambda x: jnp.moveaxis(x, 1, 2).reshape(b, n, -1, *x.shape[4:])
+        kv = jax.tree.map(side_by_side, pages)
+        place_s = i * count * size + jnp.arange(count * size)
+        scores = product("btngk,bnsk->bntgs", q_btngk, cast(kv.k)) * k**-0.5
         if kv.k_scale is not None:
-            scores = scores * kv.k_scale[..., None, None]
-        is_seen_bst = place_s[None, :, None] <= index_bt[:, None]
-        scores = jnp.where(is_seen_bst[:, None, ..., None], scores, MASKED)
-        new_top = jnp.maximum(top_bntg, jnp.max(scores, axis=2))
-        probs = jnp.exp(scores - new_top[:, :, None])
+            scores = scores * kv.k_scale[:, :, None, None]
+        is_seen_bts = place_s[None, None] <= index_bt[..., None]
+        scores = jnp.where(is_seen_bts[:, None, :, None], scores, MASKED)
+        new_top = jnp.maximum(top_bntg, jnp.max(scores, axis=-1))
+        probs = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top_bntg - new_top)
-        total_bntg = total_bntg * shrink + jnp.sum(probs, axis=2)
+        total_bntg = total_bntg * shrink + jnp.sum(probs, axis=-1)
         is_live = (place_s[None] <= last_b[:, None])[:, None, :, None]
         v_bnsk = jnp.where(is_live, cast(kv.v), 0)
         if kv.v_scale is not None:
             scale = jnp.where(is_live[..., 0], kv.v_scale, 0)
-            probs = probs * scale[..., None, None]
-        new = product("bnstg,bnsk->bntgk", cast(probs), v_bnsk)
+            probs = probs * scale[:, :, None, None]
+        new = product("bntgs,bnsk->bntgk", cast(probs), v_bnsk)
         return new_top, total_bntg, out_bntgk * shrink[..., None] + new
 
     shape = b, n, t, h // n
     carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k))
-    pages = jnp.max(last_b) // size + 1
-    _, total_bntg, out_bntgk = jax.lax.fori_loop(0, pages, page, carry)
+    blocks = jnp.max(last_b) // (count * size) + 1
+    _, total_bntg, out_bntgk = jax.lax.fori_loop(0, blocks, block, carry)
     out_bntgk = out_bntgk / total_bntg[..., None]
     return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))

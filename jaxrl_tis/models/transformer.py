@@ -188,8 +188,11 @@ def _rotation(config: ModelConfig, positions_bt: jax.Array):
 
 
 def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
+    halves = x_bthk.astype(jnp.float32).reshape(*x_bthk.shape[:-1], 2, -1)
+    a, b = halves[..., 0, :], halves[..., 1, :]
+    # Stacked, not concatenated: XLA on CPU reads and writes whole halves.
+    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-2)
+    return rotated.reshape(x_bthk.shape).astype(x_bthk.dtype)
 
 
 @functools.cache

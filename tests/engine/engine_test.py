@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -301,6 +302,21 @@ def test_new_parameters_draw_the_next_tokens():
     np.testing.assert_allclose(t.logp_raw[:3], old_logp[:3], atol=1e-4)
     np.testing.assert_allclose(t.logp_raw[3:], new_logp[3:], atol=1e-4)
     assert np.abs(old_logp - new_logp)[3:].min() > 1e-3
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(unroll=False, layout=sharding.layout((2, 1, 2), sharding.SERVE_RULES), penalties=True),
+])
+def test_a_program_is_compiled_once(options):
+    """The state that a call returns has the types and places of the one it was given."""
+    fresh = Engine(CONFIG, slots=4, max_length=16, steps=2, prefill_batch=2, **options)
+    scheduler = Scheduler(fresh, fresh.load(params_of(0)))
+    for i in range(3):
+        scheduler.add(Request(str(i), np.arange(4, dtype=np.int32) + i, i, SamplingParams()))
+        scheduler.step()
+        scheduler.pause("retract" if i else "abort")
+    programs = {name: fn._cache_size() for name, (fn, _) in fresh.programs().items()}
+    assert programs == dict(load=1, prefill=1, insert=1, decode=1)
 
 
 def test_a_stop_token_ends_the_sequence_and_belongs_to_it():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
+from jaxrl_tis.engine import cache
 from jaxrl_tis.models import attention, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
@@ -44,6 +45,23 @@ def test_grouped_queries_equal_numpy(h, n):
     out = attend(q, k, v, mask)
     assert out.shape == q.shape and out.dtype == jnp.float32
     np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 24, 64, 100])
+def test_pages_in_blocks_equal_numpy(size):
+    """Blocks of four pages, two, one and one; the last block of the table is not whole."""
+    pages, places = 5, np.array([[5 * size - 1, 0], [size, 2 * size + 3], [7, 8]])
+    q, k, v = arrays(3, 2, pages * size, 4, 2, 8)
+    table = 1 + RNG.permutation(3 * pages).reshape(3, pages)
+    pool = np.full((2, 1 + 3 * pages, 2, size, 8), np.nan, np.float32)
+    for row, last in enumerate(places.max(axis=1)):
+        for i, x in enumerate((k, v)):
+            kept = np.where(np.arange(pages * size)[:, None, None] <= last, x[row], np.nan)
+            pool[i, table[row]] = np.swapaxes(kept.reshape(pages, size, 2, 8), 1, 2)
+    read = lambda numbers: cache.KV(*jnp.asarray(pool), None, None).read(numbers)
+    attend = lambda q: attention.paged_attention(q, read, jnp.asarray(table), jnp.asarray(places))
+    mask = np.arange(pages * size) <= places[..., None]
+    np.testing.assert_allclose(jax.jit(attend)(q), reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
 def test_row_mask_by_hand():
