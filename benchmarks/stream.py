@@ -38,7 +38,7 @@ class Stream:
     def __init__(self, engine: Engine, weights: list, seed: int):
         self.rng, self.engine, self.weights = random.Random(seed), engine, weights
         drafts = Drafts(engine.slots, 3, free_rows=64)
-        self.scheduler = Scheduler(engine, weights[0], 0, divide=12, max_bypass=20, drafts=drafts)
+        self.scheduler = Scheduler(engine, weights[0], 0, divide=25, max_bypass=20, drafts=drafts)
         self.requests: dict[str, Request] = {}
         self.done: dict[str, Trajectory] = {}
         self.events = collections.Counter()
@@ -50,7 +50,7 @@ class Stream:
         ]
 
     def run(self, count: int) -> None:
-        kinds = {"add": 40, "step": 40, "update": 6, "abort": 3, "pause": 1}
+        kinds = {"add": 40, "step": 40, "update": 3, "abort": 3, "pause": 1}
         while len(self.requests) < count or self.scheduler.pending:
             (kind,) = self.rng.choices(list(kinds), kinds.values())
             if kind == "add" and len(self.requests) == count:
@@ -141,7 +141,7 @@ def engines(dtype: str) -> tuple[Engine, Engine, list]:
         max_length=LENGTH, dtype=dtype, cache_dtype=dtype, numerics="invariant", unroll=False,
         num_kept=8,
     )
-    stream = Engine(model, slots=24, num_pages=40, steps=3, prefill_batch=4, prefill_chunk=32,
+    stream = Engine(model, slots=24, num_pages=20, steps=8, prefill_batch=4, prefill_chunk=32,
                     **options)
     replay = Engine(model, slots=1, steps=1, prefill_batch=1, prefill_chunk=16, **options)
     weights = []
