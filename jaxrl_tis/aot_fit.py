@@ -1,8 +1,9 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
 Training: rows of a micro-batch for each mesh split and remat policy; serving: decode slots for each
-tensor split, with pages for all of them at full length. Rows and slots double until a program does not fit; everything else stays as the
-config has it. A compilation takes 10 to 60 seconds and more, so their number is capped.
+tensor split, with pages for all of them at full length. Rows and slots double until a program does
+not fit; everything else stays as the config has it. A compilation takes 10 to 60 seconds and more, so
+their number is capped.
 """
 
 import itertools

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ ENGINES = {
     "chunked": dict(prefill_chunk=8),
     "crowded": dict(num_pages=18),  # of 33 that four slots can ask for
 }
+ENGINE_PROGRAMS = {"_prefill_rows", "_insert_rows", "_decode"}
 FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -304,19 +306,26 @@ def test_new_parameters_draw_the_next_tokens():
     assert np.abs(old_logp - new_logp)[3:].min() > 1e-3
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(unroll=False, layout=sharding.layout((2, 1, 2), sharding.SERVE_RULES), penalties=True),
+@pytest.mark.parametrize("mesh, options", [
+    ((1, 1, 1), {}), ((2, 1, 2), dict(unroll=False, penalties=True)),
 ])
-def test_a_program_is_compiled_once(options):
+def test_a_program_is_compiled_once(mesh, options, caplog):
     """The state that a call returns has the types and places of the one it was given."""
-    fresh = Engine(CONFIG, slots=4, max_length=16, steps=2, prefill_batch=2, **options)
+    layout = sharding.layout(mesh, sharding.SERVE_RULES)
+    fresh = Engine(
+        CONFIG, slots=4, max_length=16, steps=2, prefill_batch=2, layout=layout, **options
+    )
     scheduler = Scheduler(fresh, fresh.load(params_of(0)))
-    for i in range(3):
-        scheduler.add(Request(str(i), np.arange(4, dtype=np.int32) + i, i, SamplingParams()))
-        scheduler.step()
-        scheduler.pause("retract" if i else "abort")
-    programs = {name: fn._cache_size() for name, (fn, _) in fresh.programs().items()}
-    assert programs == dict(load=1, prefill=1, insert=1, decode=1)
+    with jax.log_compiles():
+        for i in range(4):
+            sampling = SamplingParams(max_tokens=6)
+            scheduler.add(Request(str(i), np.arange(4, dtype=np.int32) + i, i, sampling))
+            for _ in range(i):
+                scheduler.step()
+            scheduler.pause("retract" if i == 2 else "abort")
+    compiled = re.findall(r"Compiling jit\((_\w+)\)", caplog.text)
+    assert sorted(set(compiled) & ENGINE_PROGRAMS) == sorted(ENGINE_PROGRAMS)
+    assert len(compiled) == len(set(compiled)), compiled
 
 
 def test_a_stop_token_ends_the_sequence_and_belongs_to_it():
