@@ -208,7 +208,8 @@ def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
     assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for count in (2, 4) if mode in ("token-mean", "seq-mean-token-mean") else (4,):
         split, split_metrics = updated(chosen, with_nan_padding(data), count)
-        assert_trees_close(split, whole, atol=1e-6 * max(1, scale))
+        # Sums in another order: some CPUs are off by 2e-6 of the largest.
+        assert_trees_close(split, whole, atol=4e-6 * max(1, scale))
         for name in metrics:
             assert split_metrics[name] == pytest.approx(metrics[name], abs=1e-5, rel=1e-5), name
 
