@@ -33,9 +33,10 @@ class Search:
         self._config, self._shapes, self._topology = config, shapes, topology
         self._layers, self._limit = layers, limit
         model = aot_programs.model_of(config, shapes)
-        heads = math.gcd(model.num_heads, model.num_kv_heads)
         devices = len(topology.devices())
-        self._tensor = [n for n in range(1, heads + 1) if heads % n == devices % n == 0]
+        widths = model.num_heads, model.num_kv_heads, model.vocab_size, model.mlp_dim, devices
+        common = math.gcd(*widths)
+        self._tensor = [n for n in range(1, common + 1) if common % n == 0]
         self._devices = devices
         self.rows: list[dict[str, Any]] = []
 

@@ -243,13 +243,17 @@ def test_the_search_doubles_until_it_does_not_fit():
     with mock.patch.object(aot_fit.Search, "_entry", entry):
         rows = aot_fit.Search(small("quickstart"), SHAPES, topology).run()
         capped = aot_fit.Search(small("quickstart"), SHAPES, topology, limit=3).run()
+        other = aot_fit.Search(small("gsm8k_qwen25_0p5b:grpo"), SHAPES, topology).run()
     tried = lambda **which: [
         (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
     ]
     until = [(4, True), (8, True), (16, True), (32, False)]
     assert tried(program="train", mesh=(1, 4, 1), remat="full") == until
-    assert tried(program="train", mesh=(1, 2, 2), remat="none") == [(2, True), *until]
     assert tried(program="decode", mesh=(4, 1, 1)) == until
+    assert {r["mesh"] for r in rows} == {(1, 4, 1), (4, 1, 1)}  # 19 tokens cannot be cut
+    assert {r["mesh"] for r in other} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
+    two_shards = [r for r in other if r["mesh"] == (1, 2, 2) and r["remat"] == "none"]
+    assert [r["size"] for r in two_shards] == [2, 4, 8, 16]  # divide an update of 80 sequences
     assert len(capped) == 3
     assert "94%" in aot_fit.table(rows) and "does not fit" in aot_fit.table(rows)
 
