@@ -44,7 +44,10 @@ def main(argv):
     topology = Topology.parse(TOPOLOGY.value or TOPOLOGIES[path.stem], NUM_SLICES.value)
     if FIT.value:
         search = aot_fit.Search(CONFIG.value, shapes, topology, LAYERS.value)
-        return print(aot_fit.table(search.run(lambda row: print(row, flush=True))))
+        print(aot_fit.HEADER, flush=True)
+        rows = search.run(lambda row: print(aot_fit.line(row), flush=True))
+        print(f"\nlargest that fits\n{aot_fit.advice(rows)}")
+        sys.exit(0 if len(aot_fit.largest(rows)) == 2 else 1)
     setup = aot_programs.setup_for(CONFIG.value, shapes, topology, LAYERS.value)
     print(aot_report.title(setup, topology), flush=True)
     result = aot_programs.report(

@@ -1,26 +1,26 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
-Training: rows of a micro-batch for each mesh split and remat policy; serving: decode slots for each
-tensor split, with pages for all of them at full length. Rows and slots double until a program does
-not fit; everything else stays as the config has it. A compilation takes 10 to 60 seconds and more, so
-their number is capped.
+Serving: decode slots for each tensor split, with pages for all of them at full length; training: rows
+of a micro-batch for each mesh split and remat policy. Everything else stays as the config has it.
+A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
+the largest that fits is bisected, and the number of compilations is capped.
 """
 
 import itertools
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import ml_collections
 
-from jaxrl_tis import aot_programs, aot_report
+from jaxrl_tis import aot_programs, aot_report, sharding
 from jaxrl_tis.chips import Topology
 from jaxrl_tis.libtpu_flags import FLAGS
 from jaxrl_tis.models import transformer
 
 MAX_COMPILATIONS = 40
-COLUMNS = ("program", "mesh", "remat", "rows or slots", "HBM use", "HBM of")
+_LINE = "{:8} {:10} {:6} {:>13}  {:>9}  {}"
+HEADER = _LINE.format("program", "mesh", "remat", "rows or slots", "HBM use", "of")
 
 
 class Search:
@@ -32,54 +32,62 @@ class Search:
     ):
         self._config, self._shapes, self._topology = config, shapes, topology
         self._layers, self._limit = layers, limit
-        model = aot_programs.model_of(config, shapes)
-        devices = len(topology.devices())
-        widths = model.num_heads, model.num_kv_heads, model.vocab_size, model.mlp_dim, devices
-        common = math.gcd(*widths)
-        self._tensor = [n for n in range(1, common + 1) if common % n == 0]
-        self._devices = devices
+        self._model = aot_programs.model_of(config, shapes)
+        self._devices = topology.devices()
         self.rows: list[dict[str, Any]] = []
 
     def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
-        """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes}, each shown to `on_row`;
+        """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in}, each shown to `on_row`;
         sizes that the batch cannot be cut into are not tried."""
         self._on_row = on_row
         config = self._config
-        per_update = config.rollout.prompts * config.rollout.group_size // config.train.minibatches
-        for tensor, remat in itertools.product(self._tensor, reversed(transformer.REMAT)):
-            shards = self._devices // tensor
-            sizes = [n for n in _doubled(shards, per_update) if per_update % n == 0]
-            mesh = (1, shards, tensor)
-            self._grow("train", mesh, remat, sizes, lambda c, size: c.update({
+        samples = config.rollout.prompts * config.rollout.group_size
+        per_update = samples // config.train.minibatches
+        count = len(self._devices)
+        shards = [n for n in range(count, 0, -1) if count % n == 0]
+        serving = self._legal([(n, 1, count // n) for n in shards], sharding.SERVE_RULES)
+        for mesh in serving:
+            sizes = _doubled(mesh[0], max(samples, mesh[0]))
+            self._bisect("decode", mesh, "", sizes, lambda c, size: c.update({
+                "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
+            }))
+        training = self._legal([(1, n, count // n) for n in shards], sharding.TRAIN_RULES)
+        for mesh, remat in itertools.product(training, reversed(transformer.REMAT)):
+            sizes = [n for n in _doubled(mesh[1], per_update) if per_update % n == 0]
+            self._bisect("train", mesh, remat, sizes, lambda c, size: c.update({
                 "mesh": {"train": mesh}, "model": {"remat": remat},
                 "train": {"microbatch_rows": size},
             }))
-        for tensor in self._tensor:
-            shards = self._devices // tensor
-            mesh = (shards, 1, tensor)
-            limit = max(config.rollout.prompts * config.rollout.group_size, shards)
-            self._grow("decode", mesh, "", _doubled(shards, limit), lambda c, size: c.update({
-                "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
-            }))
         return self.rows
 
-    def _grow(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
-        for size in sizes:
-            if len(self.rows) == self._limit:
-                return
+    def _legal(self, splits: list[tuple], rules: dict) -> list[tuple]:
+        """Those that cut every parameter into equal parts."""
+        legal = []
+        for mesh in splits:
+            try:
+                sharding.layout(mesh, rules, self._devices).params(self._model)
+            except ValueError:
+                continue
+            legal.append(mesh)
+        return legal
+
+    def _bisect(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
+        """Compiles the sizes that it takes to know the largest that fits."""
+        fitting, failing = -1, len(sizes)
+        while failing - fitting > 1 and len(self.rows) < self._limit:
+            middle = (fitting + failing) // 2
             config = self._config.copy_and_resolve_references()
             with config.unlocked():
-                change(config, size)
+                change(config, sizes[middle])
             entry = self._entry(name, config)
             memory = entry["memory"]
             self.rows.append({
-                "program": name, "mesh": mesh, "remat": remat, "size": size,
+                "program": name, "mesh": mesh, "remat": remat, "size": sizes[middle],
                 "fits": entry["fits"], "use_bytes": memory["peak_bytes"] + memory["beside_bytes"],
-                "hbm_bytes": memory["hbm_bytes"],
+                "hbm_bytes": memory["hbm_bytes"], "over_in": entry["over_in"],
             })
             self._on_row(self.rows[-1])
-            if not entry["fits"]:
-                return
+            fitting, failing = (middle, failing) if entry["fits"] else (fitting, middle)
 
     def _entry(self, name: str, config: ml_collections.ConfigDict) -> dict[str, Any]:
         setup = aot_programs.setup_for(config, self._shapes, self._topology, self._layers)
@@ -93,15 +101,44 @@ def _doubled(start: int, limit: int) -> list[int]:
     return [start * 2**i for i in range(1 + (limit // start).bit_length()) if start * 2**i <= limit]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each compilation; the last that fits of a group is the largest that does."""
-    lines = [COLUMNS] + [
-        (r["program"], "x".join(map(str, r["mesh"])), r["remat"], str(r["size"]),
-         f"{r['use_bytes'] / r['hbm_bytes']:.0%}" + ("" if r["fits"] else " does not fit"),
-         aot_report.gib(r["hbm_bytes"]))
-        for r in rows
-    ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines
+def line(row: dict[str, Any]) -> str:
+    """Of the table under HEADER: what one compilation showed."""
+    mesh, use = "x".join(map(str, row["mesh"])), row["use_bytes"] / row["hbm_bytes"]
+    return _LINE.format(
+        row["program"], mesh, row["remat"], row["size"], f"{use:.1%}",
+        aot_report.gib(row["hbm_bytes"]) + ("" if row["fits"] else f"  does not fit in {row['over_in']}"),
     )
+
+
+def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By program, the entry of most rows or slots that fit: of equals the one that recomputes least,
+    then the one of least tensor parallelism, which stands first. A program that never fits is absent.
+    """
+    found = {}
+    for row in (r for r in rows if r["fits"]):
+        best = found.get(row["program"])
+        if best is None or _rank(row) > _rank(best):
+            found[row["program"]] = row
+    return found
+
+
+def _rank(row: dict[str, Any]) -> tuple[int, int]:
+    remat = list(transformer.REMAT)
+    return row["size"], -remat.index(row["remat"]) if row["remat"] else 0
+
+
+def advice(rows: list[dict[str, Any]]) -> str:
+    """The largest settings as options of a command, or that none fits; a line for each program."""
+    best, lines = largest(rows), []
+    for name in dict.fromkeys(row["program"] for row in rows):
+        row = best.get(name)
+        if row is None:
+            lines.append(f"{name}: nothing that was tried fits")
+            continue
+        mesh = ",".join(map(str, row["mesh"]))
+        lines.append(f"{name}: " + (
+            f"--config.mesh.train='({mesh})' --config.model.remat={row['remat']} "
+            f"--config.train.microbatch_rows={row['size']}" if name == "train" else
+            f"--config.mesh.serve='({mesh})' --config.engine.slots={row['size']}"
+        ))
+    return "\n".join(lines)

@@ -48,15 +48,15 @@ def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> 
         },
     }
     if made.module is None:
-        memory = _refused(made, beside, hbm)
+        memory, over, where = _refused(made, beside, hbm)
         found |= {"refusal": made.refusal[:2000]}
     else:
-        memory = _memory(made.memory, beside, hbm)
+        memory, where = _memory(made.memory, beside, hbm), "hbm"
+        over = memory["peak_bytes"] + beside - hbm
         found |= _hlo(setup, topology, made, work)
-    over = memory["peak_bytes"] + memory["beside_bytes"] - hbm
     return found | {
-        "memory": memory, "fits": made.module is not None and over <= 0,
-        "over_bytes": max(0, over), "largest": largest(made),
+        "memory": memory, "fits": over <= 0, "over_bytes": max(0, over), "over_in": where,
+        "largest": largest(made),
     }
 
 
@@ -96,20 +96,26 @@ def _memory(memory: Any, beside: int, hbm: int) -> dict[str, int]:
     }
 
 
-def _refused(made: Any, beside: int, hbm: int) -> dict[str, int | None]:
-    """The compiler refuses with its own sum, which stands for the peak."""
+def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
+    """The memory; bytes too many; of which memory space. Where HBM is too small, the compiler's own
+    sum stands for the peak; where another is (smem, vmem), only the arguments are known."""
     unit = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
-    sizes = [
-        float(n) * unit[u]
-        for n, u in re.findall(r"(?:Used|temporaries \(|usage >=) ?([\d.]+)([KMGT]?)", made.refusal)
+    number = r" ?([\d.]+)([KMGT]?)"
+    said = lambda words: [
+        int(float(n) * unit[u]) for n, u in re.findall(words + number, made.refusal)
     ]
     arguments = device_bytes(made.args)
-    temporaries = "temporaries" in made.refusal
-    peak = int(max(sizes, default=0)) + (arguments if temporaries else 0)
-    return {
+    space = re.search(r"memory space (\w+)", made.refusal)
+    where = space.group(1) if space else "hbm"
+    memory = {
         "argument_bytes": arguments, "output_bytes": None, "alias_bytes": None,
-        "temp_bytes": None, "peak_bytes": peak, "beside_bytes": beside, "hbm_bytes": hbm,
+        "temp_bytes": None, "peak_bytes": arguments, "beside_bytes": beside, "hbm_bytes": hbm,
     }
+    if where != "hbm":
+        return memory, max(said(r"capacity by"), default=1), where
+    used = max(said(r"(?:Used|temporaries \(|usage >=)"), default=hbm + 1)
+    memory["peak_bytes"] = used + (arguments if "temporaries" in made.refusal else 0)
+    return memory, memory["peak_bytes"] + beside - hbm, where
 
 
 def largest(made: Any) -> list[dict[str, Any]]:
@@ -234,7 +240,10 @@ def text(entry: dict[str, Any]) -> str:
         f"{gib(memory['hbm_bytes'])}"
     ]
     if not entry["fits"]:
-        lines.append(f"  DOES NOT FIT: {gib(entry['over_bytes'])} too much; largest arrays:")
+        lines.append(
+            f"  DOES NOT FIT in {entry['over_in']}: {_bytes(entry['over_bytes'])} too much; "
+            "largest arrays:"
+        )
         lines += [
             f"    {gib(x['bytes'])}  {x['shape']}  {x['what']}" for x in entry["largest"]
         ]
@@ -296,6 +305,10 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 def gib(n_bytes: float | None) -> str:
     return "" if n_bytes is None else f"{n_bytes / GIB:.2f} GiB"
+
+
+def _bytes(n: int) -> str:
+    return gib(n) if n >= GIB // 100 else f"{n / 2**10:.0f} KiB"
 
 
 def _seconds(value: float) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis import aot_fit, aot_model, aot_report, build, train
+from jaxrl_tis import aot_fit, aot_model, aot_report, build, sharding, train
 from jaxrl_tis import aot_programs as aot
 from jaxrl_tis.aot_model import Work
 from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
@@ -195,13 +195,25 @@ def test_a_refusal_is_read():
     )
     x = jax.ShapeDtypeStruct((2**28,), jnp.float32)
     refused = aot.Compiled("train", ({"weights": x},), 1.0, refusal=refusal)
-    memory = aot_report._refused(refused, beside=5, hbm=16 * GIB)
+    memory, over, where = aot_report._refused(refused, beside=5, hbm=16 * GIB)
     assert memory["peak_bytes"] == int(20.5 * GIB) and memory["argument_bytes"] == GIB
+    assert (over, where) == (int(4.5 * GIB) + 5, "hbm")
     first, second = aot_report.largest(refused)
     assert first == {
         "bytes": 8 * GIB, "what": "jit(f)/dot", "shape": "bf16[65536,65536]"
     }
     assert second["what"] == "argument[0]['weights']"
+
+
+def test_a_refusal_of_another_memory_is_no_peak_of_hbm():
+    refusal = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space smem. Used 1.02M of 1.00M smem. "
+        "Exceeded smem capacity by 18.1K.\n"
+    )
+    x = jax.ShapeDtypeStruct((2**28,), jnp.float32)
+    refused = aot.Compiled("decode", (x,), 1.0, refusal=refusal)
+    memory, over, where = aot_report._refused(refused, beside=5, hbm=16 * GIB)
+    assert (memory["peak_bytes"], over, where) == (GIB, int(18.1 * 2**10), "smem")
 
 
 def test_a_model_of_unknown_shape_says_where_to_put_it(tmp_path):
@@ -230,7 +242,7 @@ def test_what_stays_beside_a_program():
 # The search
 
 
-def test_the_search_doubles_until_it_does_not_fit():
+def test_the_search_finds_the_largest_that_fits():
     """Rows are multiples of the data shards that divide an update's 64 * 8 sequences."""
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2")
@@ -238,7 +250,7 @@ def test_the_search_doubles_until_it_does_not_fit():
     def entry(self, name, config):
         size = config.train.microbatch_rows if name == "train" else config.engine.slots
         memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
-        return {"memory": memory, "fits": size <= 16}
+        return {"memory": memory, "fits": size <= 16, "over_in": "hbm"}
 
     with mock.patch.object(aot_fit.Search, "_entry", entry):
         rows = aot_fit.Search(small("quickstart"), SHAPES, topology).run()
@@ -247,15 +259,40 @@ def test_the_search_doubles_until_it_does_not_fit():
     tried = lambda **which: [
         (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
     ]
-    until = [(4, True), (8, True), (16, True), (32, False)]
+    until = [(32, False), (8, True), (16, True)]  # of 4, 8, ... 512
     assert tried(program="train", mesh=(1, 4, 1), remat="full") == until
     assert tried(program="decode", mesh=(4, 1, 1)) == until
     assert {r["mesh"] for r in rows} == {(1, 4, 1), (4, 1, 1)}  # 19 tokens cannot be cut
     assert {r["mesh"] for r in other} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
     two_shards = [r for r in other if r["mesh"] == (1, 2, 2) and r["remat"] == "none"]
-    assert [r["size"] for r in two_shards] == [2, 4, 8, 16]  # divide an update of 80 sequences
+    assert [r["size"] for r in two_shards] == [4, 8, 16]  # of 2, 4, 8, 16: divide 80 sequences
     assert len(capped) == 3
-    assert "94%" in aot_fit.table(rows) and "does not fit" in aot_fit.table(rows)
+    assert "100.0%" in aot_fit.line(rows[2]) and "does not fit in hbm" in aot_fit.line(rows[0])
+
+
+def test_the_search_tries_no_split_that_the_layout_refuses():
+    """The quickstart's width of 128 is no multiple of three shards; nor are its heads."""
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+    search = aot_fit.Search(small("quickstart"), SHAPES, topology)
+    search._devices = search._devices[:3]
+    assert search._legal([(1, 3, 1), (1, 1, 3), (1, 1, 1)], sharding.TRAIN_RULES) == [(1, 1, 1)]
+
+
+def test_of_equal_rows_the_setting_that_recomputes_least_is_advised():
+    row = lambda program, mesh, remat, size, fits=True: {
+        "program": program, "mesh": mesh, "remat": remat, "size": size, "fits": fits,
+    }
+    rows = [
+        row("decode", (4, 1, 1), "", 64, fits=False),
+        row("train", (1, 4, 1), "full", 16), row("train", (1, 4, 1), "none", 8),
+        row("train", (1, 2, 2), "dots", 16), row("train", (1, 2, 2), "none", 32, fits=False),
+    ]
+    assert aot_fit.advice(rows) == (
+        "decode: nothing that was tried fits\n"
+        "train: --config.mesh.train='(1,2,2)' --config.model.remat=dots "
+        "--config.train.microbatch_rows=16"
+    )
 
 
 # The programs are the run's

@@ -73,10 +73,13 @@ def decode_attention(
     )
     in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    scalars = layer.reshape(1), index_b, page_b, table_bp
+    # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
+    scalars = layer.reshape(1), index_b, page_b, table_bp.reshape(-1)
     first = len(scalars) + len(rows)
     out_bngc, *pools = pl.pallas_call(
-        functools.partial(_kernel, softmax_scale=k**-0.5, parts=len(pools)),
+        functools.partial(
+            _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1]
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, b // cores),
@@ -121,7 +124,9 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
     return ref.at[(*lead, *index)]
 
 
-def _kernel(layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts):
+def _kernel(
+    layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts, columns
+):
     """One slot. Each of the `parts` of the cache (values; scales of int8 values) has its pages in
     HBM and two blocks in VMEM. The running softmax lives in scratch, as does `turn`: how many
     blocks this core took before, which says where the next one goes."""
@@ -145,7 +150,7 @@ def _kernel(layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_sca
         def page(m, _):
             for pool, ref, axis in zip(pools, blocks, axes):
                 target = _positions(ref, (buffer,), axis, m * size, size)
-                source = pool.at[layer, table_ref[slot, first + m]]
+                source = pool.at[layer, table_ref[slot * columns + first + m]]
                 act(pltpu.make_async_copy(source, target, fetched.at[buffer]))
 
         count = jnp.minimum(_div(index_ref[slot], size) + 1 - first, pages)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import hlo, sharding
 from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.kernels import decode_attention
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
@@ -332,6 +333,21 @@ def kernel_runs(program):
 def test_attention_is_the_decode_kernel(kv):
     assert kernel_runs(compiled("decode", kv=kv)) == [STEPS * 2]
     assert kernel_runs(attention_by_gathers()) == []
+
+
+def test_thousands_of_slots_of_a_device_have_room_for_their_tables():
+    """Scalar memory is one MiB; rows of a table that were padded to 128 lanes would fill it."""
+    slots, columns = 4096, 6
+    mesh = jax.sharding.Mesh(tpu.devices("v5e:2x4")[:1], ("one",))
+    sharding = jax.sharding.NamedSharding(mesh, P())
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    tokens = lambda *shape: of((slots, *shape), jnp.int32)
+    program = jax.jit(decode_attention.decode_attention, donate_argnums=3).lower(
+        of((slots, 1, 7, 64), jnp.bfloat16), of((slots, 1, 128), jnp.bfloat16), None,
+        of((1, 8192, 1, PAGE, 128), jnp.bfloat16), None, of((), jnp.int32), tokens(), tokens(),
+        tokens(columns),
+    ).compile()
+    assert kernel_runs(program) == [1]
 
 
 def test_nothing_goes_to_the_host_inside_decode():
