@@ -113,12 +113,15 @@ class Checkpoints:
                              "a new workdir, or delete them to train again from the beginning")
         return newest
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, abstract_state: Any, step: int | None = None, is_part: bool = False,
+                ) -> tuple[Any, dict[str, Any]]:
         """Returns (state, meta) of the newest intact step, or of `step` and no other.
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on any mesh.
           step: None falls back to older steps when newer ones are damaged.
+          is_part: abstract_state is a part of what was saved, nested dicts in place of classes;
+            nothing else is read into arrays.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not the one asked for.
@@ -128,11 +131,16 @@ class Checkpoints:
         step = self._intact(step)
         self._manager.reload()
         saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        check_leaves(saved["meta"]["leaves"], describe_leaves(abstract_state),
-                     self._directory / str(step))
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
-        return restored["state"], saved["meta"]["meta"]
+        wanted, leaves = describe_leaves(abstract_state), saved["meta"]["leaves"]
+        if is_part:
+            leaves = {name: leaf for name, leaf in leaves.items() if name in wanted}
+        path = self._directory / str(step)
+        check_leaves(leaves, wanted, path)
+        restored = ocp.args.PyTreeRestore(
+            abstract_state, partial_restore=is_part,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract_state))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(path / "state", restored), saved["meta"]["meta"]
 
     def close(self) -> None:
         """Finishes the save in the background and frees the threads."""

@@ -86,6 +86,20 @@ def test_keeps_the_newest_and_restores_an_asked_step(tmp_path):
             checkpoints.restore(abstract(make_state(0)), step=2)
 
 
+def test_a_part_is_restored_alone(tmp_path):
+    save_steps(tmp_path, [1])
+    whole = abstract(make_state(0))
+    name = next(iter(whole))
+    with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
+        state, meta = checkpoints.restore({name: whole[name]}, is_part=True)
+        assert list(state) == [name] and meta["step"] == 1
+        assert_same(state[name], make_state(1)[name])
+        with pytest.raises(ValueError, match="absent in the checkpoint"):
+            checkpoints.restore({"other": whole[name]}, is_part=True)
+        with pytest.raises(ValueError, match="absent in this program"):
+            checkpoints.restore({name: whole[name]})
+
+
 def test_state_may_be_donated_after_save(tmp_path):
     overwrite = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)
     with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:

@@ -5,11 +5,14 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 from starlette.applications import Starlette
 
 from jaxrl_tis import models
 from jaxrl_tis.build import Setup, abstract_state, initial_params, initial_state
 from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.request import Limits
 from jaxrl_tis.serve.worker import Worker
@@ -41,7 +44,8 @@ def read_params(setup: Setup, path: str) -> Any:
     """
     if (pathlib.Path(path) / "checkpoints").is_dir():
         with Checkpoints(path, keep=1) as checkpoints:
-            return checkpoints.restore(abstract_state(setup))[0]["policy"].params
+            wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
+            return checkpoints.restore(wanted, is_part=True)[0]["policy"]["params"]
     found = models.read_config(path)
     if found != setup.model:
         raise ValueError(f"{path} holds another model: {found}, but {setup.model} is served")
@@ -58,17 +62,28 @@ def load(setup: Setup, path: str | None) -> Any:
     return jax.block_until_ready(setup.engine.load(params))
 
 
+def warm_up(scheduler: Scheduler) -> None:
+    """Draws a token, so that the programs are compiled before somebody waits for them; those of
+    longer prompts are compiled when the first one comes."""
+    prompt = np.zeros(1, np.int32)
+    scheduler.add(Request("warm-up", prompt, 0, SamplingParams(max_tokens=1)))
+    while scheduler.pending:
+        scheduler.step()
+
+
 def make_app(
     setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str
 ) -> Starlette:
-    """The application that serves `params` at an address.
+    """The application that serves `params` at an address, its programs compiled.
 
     Raises ValueError where others reach the address and there is no token.
     """
     scheduler = setup.scheduler(
         setup.engine, params, 0, max_pending=max_pending, decode=setup.tokenizer.decode
     )
-    return app.make(app.Served(
+    application = app.make(app.Served(
         Worker(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
         load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
     ))
+    warm_up(scheduler)
+    return application
