@@ -73,6 +73,9 @@ def get_config() -> ConfigDict:
     c.engine.cache_dtype = "float32"  # of keys and values: float32, bfloat16 or int8
     c.engine.page_size = 16  # positions of a page of the cache
     c.engine.num_pages = 0  # pages of each data shard; 0: every slot can hold the longest sequence
+    # Pages that a sequence keeps beside the one it fills, (first, last); (0, 0): all. The learner
+    # then attends to what was kept, too.
+    c.engine.retention = (0, 0)
     # none, int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8)
     c.engine.quantization = "w8a8"
     c.engine.unquantized = ()  # projections left as they are, of q, k, v, o, gate, up and down

@@ -8,18 +8,22 @@ import numpy as np
 from jaxrl_tis.engine.records import Trajectory
 
 
-def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
+def rows(
+    trajectories: list[Trajectory], length: int, has_evictions: bool = False
+) -> dict[str, np.ndarray]:
     """One sequence per row: prompt, response, padding.
 
     Args:
       trajectories: N records of sampled sequences.
       length: T; ValueError when a sequence is longer.
+      has_evictions: the sampler drops keys, so that the learner has to.
 
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids`
       (1 on the sequence, 0 on padding), `mask` (True on tokens that the policy chose),
       `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response),
       `temperature`, and, where the sampler recorded them, `logits_behav` [N,T,V] and `kept`
-      [N,T,K] (see Trajectory; -1 where the learner's distribution is the whole one).
+      [N,T,K] (see Trajectory; -1 where the learner's distribution is the whole one); with
+      has_evictions `evict_step`, the position from which on no query saw the token, T if all did.
     """
     shape = (len(trajectories), length)
     out = {
@@ -39,6 +43,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
     num_kept = max(t.kept.shape[-1] for t in trajectories)
     if num_kept:
         out["kept"] = np.full((*shape, num_kept), -1, np.int32)
+    if has_evictions:
+        out["evict_step"] = np.full(shape, length, np.int32)
     for row, trajectory in enumerate(trajectories):
         p, n = len(trajectory.prompt), len(trajectory.tokens)
         if p + n > length:
@@ -59,6 +65,8 @@ def rows(trajectories: list[Trajectory], length: int) -> dict[str, np.ndarray]:
             out["logits_behav"][row, response] = trajectory.logits
         if num_kept and n:
             out["kept"][row, response] = trajectory.kept
+        if len(trajectory.evict_step):
+            out["evict_step"][row, : p + n] = np.minimum(trajectory.evict_step, length)
     return out
 
 
@@ -116,8 +124,8 @@ FORWARD = ("tokens", "positions", "segment_ids", "mask", "temperature")  # what 
 
 
 def forward_fields(rows: dict) -> dict:
-    """The fields that a log-prob takes, the kept sets included where there are any."""
-    return {name: rows[name] for name in (*FORWARD, "kept") if name in rows}
+    """The fields that a log-prob takes; kept sets and evictions where they are recorded."""
+    return {name: rows[name] for name in (*FORWARD, "kept", "evict_step") if name in rows}
 
 
 @dataclasses.dataclass(frozen=True)

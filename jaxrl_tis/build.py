@@ -17,7 +17,7 @@ from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.scheduler import Retention, Scheduler
 from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
@@ -53,6 +53,16 @@ class Setup:
     def row_length(self) -> int:
         return self.engine.max_length
 
+    @property
+    def retention(self) -> Retention | None:
+        """Pages that the sequences of `engine` keep; None if all."""
+        sinks, window = self.config.engine.retention
+        return Retention(sinks, window) if window else None
+
+    def rows(self, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
+        """Records of `engine` as rows, see batch.rows."""
+        return batching.rows(trajectories, self.row_length, self.retention is not None)
+
     def micro_batches(self, rows: dict[str, np.ndarray]):
         """(what a log-prob takes, in micro-batches of the learner's layout; function from results
         [M,R,T,...] to rows [N,T,...])."""
@@ -70,11 +80,13 @@ class Setup:
     def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Of one of the engines, with these serving parameters; see Scheduler for more options."""
         config, drafts = self.config.engine, None
+        retention = self.retention if engine is self.engine else None
         if config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_rows)
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
-            prefill_calls=config.prefill_calls, divide=config.divide, drafts=drafts, **options,
+            prefill_calls=config.prefill_calls, divide=config.divide, retention=retention,
+            drafts=drafts, **options,
         )
 
     @property
@@ -232,7 +244,7 @@ def abstract_rows(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
         kept=np.zeros((0, setup.engine.num_kept), np.int32),
     )
     count = setup.config.rollout.prompts * setup.config.rollout.group_size
-    rows = batching.rows([trajectory], setup.row_length)
+    rows = setup.rows([trajectory])
     return {n: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for n, x in rows.items()}
 
 

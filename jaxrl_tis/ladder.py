@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import batch as batching
 from jaxrl_tis import sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup
@@ -170,7 +169,7 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
       params: the learner's parameters, those that sampled.
       trajectories: N whole micro-batches of records of `setup.engine`.
     """
-    rows = batching.rows(trajectories, setup.row_length)
+    rows = setup.rows(trajectories)
     micro, flat = setup.micro_batches(rows)
     settings = learner_settings(setup)
     before = flat(score(setup, settings, params, micro))
@@ -182,7 +181,7 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
         rungs.append(Rung(cause, before, after, is_same))
         settings, before = following, after
     behav, is_biased = rows["logp_behav"], _is_biased(setup, rows)
-    decoded = np.where(is_biased, _raw(trajectories, setup.row_length), behav)
+    decoded = np.where(is_biased, _raw(setup, trajectories), behav)
     rungs.append(Rung("decode", before, decoded, False))
     rungs.append(Rung("filter", decoded, behav, not is_biased.any()))
     return rungs
@@ -198,10 +197,10 @@ def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
     return rows["mask"] & np.all(rows["kept"] < 0, axis=-1)
 
 
-def _raw(trajectories: list[Trajectory], length: int) -> np.ndarray:
+def _raw(setup: Setup, trajectories: list[Trajectory]) -> np.ndarray:
     """logp_raw [N,T] as `batch.rows` lays out logp_behav."""
     unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
-    return batching.rows(unfiltered, length)["logp_behav"]
+    return setup.rows(unfiltered)["logp_behav"]
 
 
 def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[str, float]:

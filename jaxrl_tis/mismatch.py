@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import batch as batching
 from jaxrl_tis import ladder, rollouts
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import MAX_LOGITS, Setup
@@ -103,7 +102,7 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
 def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
     """The report on these records of `setup.engine` with these parameters, see docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
-    rows = batching.rows(trajectories, setup.row_length)
+    rows = setup.rows(trajectories)
     mask = rows["mask"]
     total = ladder.gap(rungs[0].before, rungs[-1].after, mask)
     described = [

@@ -164,6 +164,8 @@ class Collector:
         stats = scheduler.stats.since(before)
         metrics["rollout/occupancy"] = stats.occupancy
         metrics["rollout/preempted"] = stats.preempted
+        if any(self._config.engine.retention):
+            metrics["rollout/evicted"] = stats.evicted
         if self._config.engine.max_draft:
             metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
         prompts = stats.prefilled + stats.shared

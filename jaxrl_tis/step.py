@@ -65,7 +65,7 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
     """
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
-        batch["tokens"], batch["positions"], batch["segment_ids"],
+        batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
     )
     gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
@@ -120,7 +120,7 @@ def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
     """Logits [B,T,V] over the temperature that each masked token was drawn from; 0 elsewhere."""
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
-        batch["tokens"], batch["positions"], batch["segment_ids"],
+        batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
     )
     logits_btv = transformer.head_logits(params, learner.program, x_btd)
     before_btv = jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]
@@ -133,7 +133,7 @@ def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
     """Critic's value [B,T] of the prefix before each token, float32."""
     x_btd = transformer.rows_hidden(
         params["decoder"], learner.config, learner.program,
-        batch["tokens"], batch["positions"], batch["segment_ids"],
+        batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
     )
     values_bt = jnp.einsum("btd,d->bt", x_btd.astype(jnp.float32), params["value"])
     return jnp.pad(values_bt, ((0, 0), (1, 0)))[:, :-1]

@@ -96,7 +96,7 @@ class Trainer:
     def score(self, state: dict[str, Any], samples: list[rollouts.Sample]) -> dict[str, np.ndarray]:
         """The rollout batch [N,T] with everything the learner computes at the weights that
         sampled."""
-        rows = batching.rows([s.trajectory for s in samples], self.setup.row_length)
+        rows = self.setup.rows([s.trajectory for s in samples])
         needs, policy = self.setup.correction.needs, state["policy"].params
         micro, flat = self.setup.micro_batches(rows)
         scored = self._score(policy, micro)

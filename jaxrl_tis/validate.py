@@ -102,6 +102,12 @@ def _counts(config):
     for field in not_negative:
         if _read(config, field) < 0:
             yield f"{field} is {_read(config, field)}; it must not be below 0"
+    sinks, window = config.engine.retention
+    if min(sinks, window) < 0 or sinks and not window:
+        yield (
+            f"engine.retention is {config.engine.retention}; it needs (first pages, last pages) of "
+            "a sequence, at least one last page, or (0, 0) to keep all"
+        )
     draft = config.engine.max_draft
     if draft > 0 and draft & (draft + 1):
         yield f"engine.max_draft is {draft}; it must be 0, 1, 3, 7, ... (2^n - 1)"
@@ -310,6 +316,10 @@ def _numerics(config):
                 f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
                 f"model.{name} is {learner!r}: set both alike"
             )
+    if any(config.engine.retention):
+        yield (
+            "model.numerics is 'invariant' and attends to all keys: set engine.retention to (0, 0)"
+        )
     if config.engine.page_size != invariant.PAGE:
         yield (
             f"model.numerics is 'invariant' with pages of {invariant.PAGE} positions, but "

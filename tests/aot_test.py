@@ -304,7 +304,8 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("overrides", [
     {}, {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
-    {"correction__kl_coeff": 0.1, "train__minibatches": 1}, {"train__pack_length": 100},
+    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
+    {"train__pack_length": 100, "engine__retention": (1, 1)},
 ])
 def test_the_minibatch_is_that_of_a_run(overrides, tmp_path, quick_compilation):
     """Names, shapes and dtypes of what the run hands to its first update, where it is stopped."""

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from configs import default
+from jaxrl_tis.models import invariant
 from jaxrl_tis.validate import validate
 from tests import tiny
 
@@ -105,6 +106,10 @@ def test_measures_are_positive(name):
     (dict(rollout__kept_set=4, rollout__top_k=5), ["kept_set = 4 can never hold", "top_k = 5"]),
     (dict(rollout__kept_set=8, rollout__top_k=5, correction__weight="none",
           correction__masks="trm(trm_delta=0.1)"), ["whole distribution", "rollout.kept_set to 0"]),
+    (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
+    (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
+    (dict(engine__retention=(1, 2), model__numerics="invariant", engine__quantization="none",
+          engine__page_size=invariant.PAGE), ["'invariant'", "engine.retention to (0, 0)"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):

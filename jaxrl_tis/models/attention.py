@@ -32,14 +32,19 @@ SPLASH_RESIDUALS = "splash_residuals"
 
 def row_mask(segment_ids_bt: jax.Array) -> jax.Array:
     """[B,T,T] bool: token t may look at s <= t of its own segment; segment 0 is padding."""
-    return _causal_mask(segment_ids_bt, segment_ids_bt, 0)
+    return _causal_mask(segment_ids_bt, segment_ids_bt, None, 0)
 
 
-def _causal_mask(segments_bt: jax.Array, segments_bs: jax.Array, first: jax.Array) -> jax.Array:
+def _causal_mask(
+    segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None, first: jax.Array
+) -> jax.Array:
     """[B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens."""
     same = segments_bt[:, :, None] == segments_bs[:, None, :]
     position_t = first + jnp.arange(segments_bt.shape[1])
-    return same & (position_t[:, None] >= jnp.arange(segments_bs.shape[1])[None])[None]
+    mask_bts = same & (position_t[:, None] >= jnp.arange(segments_bs.shape[1])[None])[None]
+    if unseen_bs is not None:
+        mask_bts &= position_t[None, :, None] < unseen_bs[:, None, :]
+    return mask_bts
 
 
 def row_attention(
@@ -48,6 +53,7 @@ def row_attention(
     v_btnk: jax.Array,
     segment_ids_bt: jax.Array,
     layout: Any = None,
+    unseen_bt: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of every token to itself and the earlier tokens of its segment in the row.
 
@@ -56,37 +62,45 @@ def row_attention(
       segment_ids_bt: [B,T] int32. Padding may be a segment of its own, such as 0.
       layout: `sharding.Layout` of the arrays; None on one device. The mesh must divide the logical
         axes "batch", "heads", "kv_heads" and "length" of the arrays.
+      unseen_bt: [B,T] int32, the place in the row from which on nobody looks at the token; None
+        if all do. TPU's kernel has no such limit: rows then take the path of other platforms.
 
     Returns: [B,T,H,K] in q's dtype.
     """
     length = q_bthk.shape[1]
+    splash = _splash_kernel if unseen_bt is None else lambda length, shards: None
     if layout is None or layout.mesh.size == 1:
-        kernel = _splash_kernel(length, 1)
-        return _attend(q_bthk, k_btnk, v_btnk, segment_ids_bt, segment_ids_bt, 0, kernel)
+        segments = segment_ids_bt, segment_ids_bt
+        return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, splash(length, 1))
     axis = layout.rules["length"]
-    kernel = _splash_kernel(length, layout.mesh.shape[axis] if axis else 1)
+    kernel = splash(length, layout.mesh.shape[axis] if axis else 1)
 
-    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, kernel):
+    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, unseen_bt, kernel):
         if axis is None:
-            return _attend(q_bthk, k_btnk, v_btnk, segments_bt, segments_bt, 0, kernel)
-        whole = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
+            segments = segments_bt, segments_bt
+            return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernel)
+        gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
         first = jax.lax.axis_index(axis) * q_bthk.shape[1]
-        k_bsnk, v_bsnk, segments_bs = whole(k_btnk), whole(v_btnk), whole(segments_bt)
-        return _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel)
+        keys = k_btnk, v_btnk, segments_bt, unseen_bt
+        k_bsnk, v_bsnk, segments_bs, unseen_bs = jax.tree.map(gather, keys)
+        return _attend(
+            q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel
+        )
 
     queries = layout.sharding(("batch", "length", "heads", None)).spec
     keys = layout.sharding(("batch", "length", "kv_heads", None)).spec
     segments = layout.sharding(("batch", "length")).spec
     blocks = kernel and kernel.manual_sharding_spec(layout.sharding((None, "length")))
     return jax.shard_map(
-        attend_locally, mesh=layout.mesh, in_specs=(queries, keys, keys, segments, blocks),
-        out_specs=queries, check_vma=False,
-    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, kernel)
+        attend_locally, mesh=layout.mesh,
+        in_specs=(queries, keys, keys, segments, segments, blocks), out_specs=queries,
+        check_vma=False,
+    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernel)
 
 
-def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
+def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
     """The T queries from position `first` on, of rows of S tokens, on one device."""
-    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel)
+    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel)
     if kernel is None:
         return _scores_attention(*arrays)
     return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
@@ -112,8 +126,8 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
         )
 
 
-def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
-    """`first` is in the kernel's mask."""
+def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
+    """`first` is in the kernel's mask, `unseen_bs` is None."""
     heads_first = lambda x: jnp.swapaxes(x, 1, 2)
     scaled = (q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5).astype(q_bthk.dtype)
     segments = splash_attention.SegmentIds(segments_bt, segments_bs)
@@ -123,11 +137,11 @@ def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
     return heads_first(out)
 
 
-def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, first, kernel):
+def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
     """All scores of a short row, a chunk's scores at a time of a long one."""
 
     def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
-        mask_bts = _causal_mask(segments_bt, segments_bs, first)
+        mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first)
         return attention(q_bthk, k_bsnk, v_bsnk, mask_bts)
 
     length = q_bthk.shape[1]

@@ -93,9 +93,13 @@ class Program:
             return invariant.rotate(x_bthk, cos, sin, self.layout, _rotate)
         return _rotate(x_bthk, cos, sin)
 
-    def row_attention(self, q, k, v, segment_ids_bt) -> jax.Array:
-        module = invariant if self.is_invariant else attention
-        return module.row_attention(q, k, v, segment_ids_bt, self.layout)
+    def row_attention(self, q, k, v, segment_ids_bt, unseen_bt) -> jax.Array:
+        """ValueError for keys that become unseen, in invariant numerics."""
+        if not self.is_invariant:
+            return attention.row_attention(q, k, v, segment_ids_bt, self.layout, unseen_bt)
+        if unseen_bt is not None:
+            raise ValueError("numerics='invariant' attends to all keys, none can be evicted")
+        return invariant.row_attention(q, k, v, segment_ids_bt, self.layout)
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Pins an activation with these logical axes to the mesh."""
@@ -286,13 +290,19 @@ def hidden(
     return program.rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
 
 
-def rows_hidden(params, config, program, tokens_bt, positions_bt, segment_ids_bt) -> jax.Array:
-    """[B,T,D] of whole rows; tokens attend within their segment."""
+def rows_hidden(
+    params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None
+) -> jax.Array:
+    """[B,T,D] of whole rows; tokens attend within their segment, and where `evict_step_bt` is given
+    to those of which it is above their own position."""
+    unseen_bt = None
+    if evict_step_bt is not None:
+        unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
 
     def attend(q, k, v, _):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
-        return program.row_attention(q, k, v, segment_ids_bt), None
+        return program.row_attention(q, k, v, segment_ids_bt, unseen_bt), None
 
     return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
 

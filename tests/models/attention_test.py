@@ -131,7 +131,8 @@ def segmentation(rows, length):
     return out
 
 
-def row_reference(q, k, v, segment_ids, cotangent, *, with_segments=True, causal=True):
+def row_reference(q, k, v, segment_ids, cotangent, *, with_segments=True, causal=True,
+                  unseen=None):
     """(out, dq, dk, dv) in float64, by the formulas of a softmax's gradient."""
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     q, do = (np.swapaxes(x.astype(np.float64), 1, 2) for x in (q, cotangent))
@@ -141,6 +142,8 @@ def row_reference(q, k, v, segment_ids, cotangent, *, with_segments=True, causal
         mask &= (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     if causal:
         mask &= np.tri(q.shape[2], dtype=bool)
+    if unseen is not None:
+        mask &= (np.arange(q.shape[2])[:, None] < unseen[:, None])[:, None]
     scores = np.where(mask, q @ np.swapaxes(k, 2, 3) * scale, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -192,6 +195,23 @@ def check_rows(length, h, n, k):
 
 def test_short_rows_equal_numpy():
     check_rows(48, 6, 2, 8)
+
+
+@pytest.mark.parametrize("length", [48, 80])
+def test_keys_that_become_unseen_equal_numpy(length, chunks_of_32):
+    """In one piece and in chunks; the last row's padding is a segment of its own."""
+    arrays_qkv = arrays(2, length, length, 4, 2, 8)
+    segment_ids = segmentation(2, length)
+    unseen = np.arange(length) + RNG.integers(1, 20, (2, length))
+    cotangent = RNG.normal(size=arrays_qkv[0].shape).astype(np.float32)
+    attend = lambda *x: attention.row_attention(*x, unseen_bt=jnp.asarray(unseen))
+    results = value_and_gradients(*arrays_qkv, segment_ids, cotangent, attend)
+    reference = functools.partial(row_reference, *arrays_qkv, segment_ids, cotangent)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    for ours, expected, unexpected in zip(results, reference(unseen=unseen), reference()):
+        close(ours, expected)
+        with pytest.raises(AssertionError):
+            close(ours, unexpected)
 
 
 def test_chunked_rows_equal_numpy(chunks_of_32):

@@ -74,6 +74,22 @@ def test_scores():
     check_context(32, 4)
 
 
+def test_keys_that_become_unseen_in_another_shard():
+    """Tokens of the first half are unseen from two places after them on; the others stay."""
+    length = 32
+    normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
+    q, k, v = normal(4), normal(2), normal(2)
+    place = np.arange(length)
+    unseen = np.broadcast_to(np.where(place < 16, place + 10, length), (2, length))
+    mask = attention.row_mask(crossing(length)) & (place[:, None] < unseen[:, None])
+    of_row = lambda *x: attention.row_attention(
+        *x, crossing(length), train_layout(1, 1, 2, 4), unseen
+    )
+    expected = value_and_gradients(lambda *x: attention.attention(*x, mask), q, k, v)
+    for a, b in zip(value_and_gradients(of_row, q, k, v), expected):
+        close(a, b)
+
+
 def test_chunks_of_queries(monkeypatch):
     monkeypatch.setattr(attention, "LONG_ROW", 32)
     monkeypatch.setattr(attention, "QUERY_CHUNK", 12)
