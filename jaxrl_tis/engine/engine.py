@@ -129,6 +129,8 @@ class Engine:
         )
         if self.program.is_invariant:
             self._check_invariant()
+        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
+        self._is_transposed = unroll and on_cpu and not self.program.is_invariant
         options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
@@ -169,10 +171,12 @@ class Engine:
         scale = lambda axes: self.layout.sharding((*axes[:-2], None, axes[-1]))
 
         def place(path, axes):
-            sharding, is_layer = self.layout.sharding(axes), path[0].key == "layers"
-            if is_layer and self.recipe.covers(path[-1].key):
-                return quant.QuantArray(sharding, scale(axes), scheme=self.recipe.scheme)
-            return sharding
+            name, is_layer = path[-1].key, path[0].key == "layers"
+            is_transposed = is_layer and name in quant.QUANTIZED and self._is_transposed
+            sharding = self.layout.sharding(axes[::-1] if is_transposed else axes)
+            if is_layer and self.recipe.covers(name):
+                sharding = quant.QuantArray(sharding, scale(axes), scheme=self.recipe.scheme)
+            return quant.Transposed(sharding) if is_transposed else sharding
 
         is_axes = lambda x: isinstance(x, tuple)
         axes = transformer.logical_axes(self.config)
@@ -191,9 +195,17 @@ class Engine:
             params = transforms.add_noise(params, noise)
         if self.unroll:
             params = quant.quantize_params(params, self.recipe)
-            return transformer.unstack(serve(params)) | self._outer(params)
+            layers = transformer.unstack(serve(params))["layers"]
+            if self._is_transposed:
+                layers = tuple(map(self._transposed, layers))
+            return self._outer(params) | {"layers": layers}
         layer = lambda w: serve(quant.quantize_params({"layers": w}, self.recipe)["layers"])
         return self._outer(params) | {"layers": jax.lax.map(layer, params["layers"])}
+
+    @staticmethod
+    def _transposed(layer):
+        is_projection = lambda name: name in quant.QUANTIZED
+        return {n: quant.transposed(w) if is_projection(n) else w for n, w in layer.items()}
 
     def _outer(self, params):
         """The parameters outside the layers, cast; a float32 head multiplies float32 weights."""

@@ -99,6 +99,22 @@ class Master:
     scheme: str = dataclasses.field(metadata=dict(static=True))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A weight that is stored [out, in], its QuantArray likewise: XLA on CPU has to rearrange a
+    matrix for every product, and this way it takes less time."""
+
+    w: jax.Array | QuantArray
+
+
+def transposed(w: jax.Array | QuantArray) -> Transposed:
+    """The same weight [in, out], stored the other way; scales stay as they are."""
+    if isinstance(w, QuantArray):
+        return Transposed(dataclasses.replace(w, q=w.q.T))
+    return Transposed(w.T)
+
+
 def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array, jax.Array]:
     """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
     low, high, bound = LIMITS[dtype]
@@ -127,18 +143,22 @@ def quantize_weight(w: jax.Array, scheme: str) -> QuantArray:
     return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype), scheme=scheme)
 
 
-def dot(x: jax.Array, w: jax.Array | QuantArray | Master) -> jax.Array:
+def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Array:
     """x [..., i] @ w [i, o] -> [..., o] in x's dtype; sums in float32, of s8 x s8 in int32."""
     if isinstance(w, Master):
         return _straight_through(x, w.w, w.scheme)
+    matmul = functools.partial(_matmul, in_axis=int(isinstance(w, Transposed)))
+    if isinstance(w, Transposed):
+        # Else XLA transposes it back before a loop, which is what this saves.
+        x, w = jax.lax.optimization_barrier((x, w.w))
     if not isinstance(w, QuantArray):
-        return _matmul(x, w.astype(x.dtype), jnp.float32).astype(x.dtype)
+        return matmul(x, w.astype(x.dtype), jnp.float32).astype(x.dtype)
     scheme = SCHEMES[w.scheme]
     if not scheme.has_activations:
-        return (_matmul(x, w.q.astype(x.dtype), jnp.float32) * _rows(w.scale, x)).astype(x.dtype)
+        return (matmul(x, w.q.astype(x.dtype), jnp.float32) * _rows(w.scale, x)).astype(x.dtype)
     x_q, x_scale = quantize(x, -1, scheme.dtype)
     accumulator = jnp.int32 if scheme.dtype == jnp.int8 else jnp.float32
-    product = _matmul(x_q, w.q, accumulator).astype(jnp.float32)
+    product = matmul(x_q, w.q, accumulator).astype(jnp.float32)
     return (product * x_scale * _rows(w.scale, x)).astype(x.dtype)
 
 
@@ -160,8 +180,8 @@ def _straight_through_bwd(scheme, operands, gradient):
 _straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
-def _matmul(x: jax.Array, w: jax.Array, accumulate) -> jax.Array:
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
+def _matmul(x: jax.Array, w: jax.Array, accumulate, in_axis: int) -> jax.Array:
+    dims = (((x.ndim - 1,), (in_axis,)), ((), ()))
     return jax.lax.dot_general(x, w, dims, preferred_element_type=accumulate)
 
 

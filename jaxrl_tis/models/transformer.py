@@ -272,7 +272,7 @@ def hidden(
 
     if program.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[program.remat])
-    x_btd = jnp.take(params["embed"], tokens_bt, axis=0).astype(program.dtype)
+    x_btd = _embedded(params["embed"], tokens_bt).astype(program.dtype)
     x_btd = program.constrain(x_btd, ("batch", "length", None))
     layers = params["layers"]
     if isinstance(layers, tuple):
@@ -288,6 +288,35 @@ def hidden(
         index_l = jnp.arange(config.num_layers)
         (x_btd, carried), _ = jax.lax.scan(step, (x_btd, cache), (layers, index_l))
     return program.rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
+
+
+def _embedded(table_vd: jax.Array, tokens: jax.Array) -> jax.Array:
+    """[..., D] rows of the table. XLA on CPU converts a whole table of bfloat16 to float32 to take
+    some rows of it, and does not when it sees only their bits."""
+    take = functools.partial(jnp.take, axis=0)
+    if table_vd.dtype != jnp.bfloat16:
+        return take(table_vd, tokens)
+    return jax.lax.platform_dependent(table_vd, tokens, cpu=_taken_bits, default=take)
+
+
+@jax.custom_vjp
+def _taken_bits(table_vd: jax.Array, tokens: jax.Array) -> jax.Array:
+    # Together, so that no loop is left without them: the bits of a whole table would be a copy.
+    table_vd, tokens = jax.lax.optimization_barrier((table_vd, tokens))
+    bits = jax.lax.bitcast_convert_type(table_vd, jnp.uint16)
+    return jax.lax.bitcast_convert_type(jnp.take(bits, tokens, axis=0), table_vd.dtype)
+
+
+def _taken_bits_fwd(table_vd, tokens):
+    return _taken_bits(table_vd, tokens), (table_vd, tokens)
+
+
+def _taken_bits_bwd(operands, gradient):
+    table_vd, tokens = operands
+    return jax.vjp(lambda table: jnp.take(table, tokens, axis=0), table_vd)[1](gradient)[0], None
+
+
+_taken_bits.defvjp(_taken_bits_fwd, _taken_bits_bwd)
 
 
 def rows_hidden(

@@ -233,11 +233,13 @@ def test_greedy_takes_the_most_likely_token():
 def test_layout_chunks_and_lost_pages_change_no_token(name, like):
     requests = mixed_requests()
     got, expected = run(name, requests), run(like, requests)
+    # The order of sums differs, and a key on a half step is then stored as its other neighbour.
+    atol = 5e-3 if like == "kv8" else 2e-5
     for r in requests:
         np.testing.assert_array_equal(got[r.id].tokens, expected[r.id].tokens)
         for field in FIELDS[1:]:
             np.testing.assert_allclose(
-                getattr(got[r.id], field), getattr(expected[r.id], field), atol=2e-5)
+                getattr(got[r.id], field), getattr(expected[r.id], field), atol=atol)
 
 
 def test_int8_keys_and_values_are_near_float32_and_not_equal():
@@ -272,11 +274,13 @@ def test_loaded_projections_are_the_quantised_ones_and_the_rest_is_float32(name)
             w = np.asarray(source["layers"][key][i])
             scale = np.abs(w).max(axis=0, keepdims=True) / np.float32(127.5)
             q = np.clip(np.round(w / scale), -128, 127)
-            assert isinstance(layer[key], quant.QuantArray) and layer[key].q.dtype == jnp.int8
-            np.testing.assert_allclose(layer[key].scale, scale, rtol=2e-7)
+            assert isinstance(layer[key], quant.Transposed)  # unrolled, on CPU
+            found = layer[key].w
+            assert isinstance(found, quant.QuantArray) and found.q.dtype == jnp.int8
+            np.testing.assert_allclose(found.scale, scale, rtol=2e-7)
             # Compiled division may be one ulp off and move an exact half: -127.5 to -127.
-            assert np.abs(np.asarray(layer[key].q, int) - q).max() <= 1
-            assert (np.asarray(layer[key].q) != q).mean() < 0.02
+            assert np.abs(np.asarray(found.q, int).T - q).max() <= 1
+            assert (np.asarray(found.q).T != q).mean() < 0.02
         np.testing.assert_array_equal(layer["q_norm"], source["layers"]["q_norm"][i])
     for key in ("embed", "head", "final_norm"):
         np.testing.assert_array_equal(loaded[key], source[key])
