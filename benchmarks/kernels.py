@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936, help="of token_logprob")
     parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
     args = parser.parse_args()
+    if args.head_tokens < 8 or args.head_tokens % 8:
+        parser.error("--head_tokens is a multiple of 8")
     device = jax.devices()[0]
     has_kernels = device.platform == "tpu"
     print(f"{device.device_kind}, jax {jax.__version__}, {args.rows} rows of {args.length} tokens "
@@ -114,13 +116,15 @@ def main() -> None:
         print("no kernel runs here: times are those of the references")
     cases = segment_cases(args.rows, args.length, args.segments)
     cases |= logprob_cases(args.head_tokens, 896, args.vocab)
-    copied = jnp.ones((4 * args.rows, args.length))
+    names = [name for name in cases if name.startswith(tuple(args.only.split(",")))]
+    if not names:
+        parser.error(f"--only={args.only} begins none of {', '.join(cases)}")
+    copied = jnp.ones((args.rows, args.length))
     took, moved = seconds(lambda x: x + 1.0, (copied,), args.rounds)
     copy_rate = moved / took
     print(f"{'copy':28s} {took * 1e3:9.3f} ms {copy_rate / 1e9:8.1f} GB/s")
-    for name, (function, arguments) in cases.items():
-        if not name.startswith(tuple(args.only.split(","))):
-            continue
+    for name in names:
+        function, arguments = cases[name]
         took, moved = seconds(function, arguments, args.rounds)
         line = f"{name:28s} {took * 1e3:9.3f} ms {moved / took / 1e9:8.1f} GB/s"
         line += f" {moved / took / copy_rate:6.2f} of a copy"

@@ -41,12 +41,18 @@ def main(argv):
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold these programs
     path = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     shapes = path.parent / "shapes"
-    topology = Topology.parse(TOPOLOGY.value or TOPOLOGIES[path.stem], NUM_SLICES.value)
+    name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
+    if name is None:
+        raise app.UsageError(f"{path} has no slice of its own: give --topology, as in v5e:2x4")
+    if JSON.value and not pathlib.Path(JSON.value).absolute().parent.is_dir():
+        raise app.UsageError(f"--json={JSON.value}: there is no such folder")
+    topology = Topology.parse(name, NUM_SLICES.value)
     if FIT.value:
         search = aot_fit.Search(CONFIG.value, shapes, topology, LAYERS.value)
         print(aot_fit.HEADER, flush=True)
         rows = search.run(lambda row: print(aot_fit.line(row), flush=True))
-        print(f"\nlargest that fits\n{aot_fit.advice(rows)}")
+        part = "" if search.is_whole else f" of the first {len(rows)} settings; there are more"
+        print(f"\nlargest that fits{part}\n{aot_fit.advice(rows)}")
         sys.exit(0 if len(aot_fit.largest(rows)) == 2 else 1)
     setup = aot_programs.setup_for(CONFIG.value, shapes, topology, LAYERS.value)
     print(aot_report.title(setup, topology), flush=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_tis import aot_programs, aot_report, sharding
+from jaxrl_tis import aot_programs, aot_report
+from jaxrl_tis.build import Setup
 from jaxrl_tis.chips import Topology
 from jaxrl_tis.libtpu_flags import FLAGS
 from jaxrl_tis.models import transformer
@@ -24,7 +25,12 @@ HEADER = _LINE.format("program", "mesh", "remat", "rows or slots", "HBM use", "o
 
 
 class Search:
-    """Compiles one setting after the other; `rows` is the table."""
+    """Compiles one setting after the other.
+
+    Attributes:
+      rows: the table.
+      is_whole: whether the number of compilations allowed for all settings.
+    """
 
     def __init__(
         self, config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
@@ -32,54 +38,50 @@ class Search:
     ):
         self._config, self._shapes, self._topology = config, shapes, topology
         self._layers, self._limit = layers, limit
-        self._model = aot_programs.model_of(config, shapes)
-        self._devices = topology.devices()
         self.rows: list[dict[str, Any]] = []
+        self.is_whole = True
+        self._refusal: ValueError | None = None
 
     def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
         """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in}, each shown to `on_row`;
-        sizes that the batch cannot be cut into are not tried."""
+        sizes that the batch cannot be cut into are not tried. ValueError where no split is legal."""
         self._on_row = on_row
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
         per_update = samples // config.train.minibatches
-        count = len(self._devices)
+        count = len(self._topology.devices())
         shards = [n for n in range(count, 0, -1) if count % n == 0]
-        serving = self._legal([(n, 1, count // n) for n in shards], sharding.SERVE_RULES)
-        for mesh in serving:
+        for mesh in [(n, 1, count // n) for n in shards]:
             sizes = _doubled(mesh[0], max(samples, mesh[0]))
-            self._bisect("decode", mesh, "", sizes, lambda c, size: c.update({
+            self._bisect("decode", mesh, "", sizes, lambda size: {
                 "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
-            }))
-        training = self._legal([(1, n, count // n) for n in shards], sharding.TRAIN_RULES)
+            })
+        training = [(1, n, count // n) for n in shards]
         for mesh, remat in itertools.product(training, reversed(transformer.REMAT)):
             sizes = [n for n in _doubled(mesh[1], per_update) if per_update % n == 0]
-            self._bisect("train", mesh, remat, sizes, lambda c, size: c.update({
+            self._bisect("train", mesh, remat, sizes, lambda size: {
                 "mesh": {"train": mesh}, "model": {"remat": remat},
                 "train": {"microbatch_rows": size},
-            }))
+            })
+        if not self.rows:
+            raise self._refusal
         return self.rows
 
-    def _legal(self, splits: list[tuple], rules: dict) -> list[tuple]:
-        """Those that cut every parameter into equal parts."""
-        legal = []
-        for mesh in splits:
-            try:
-                sharding.layout(mesh, rules, self._devices).params(self._model)
-            except ValueError:
-                continue
-            legal.append(mesh)
-        return legal
-
     def _bisect(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
-        """Compiles the sizes that it takes to know the largest that fits."""
+        """Compiles the sizes that it takes to know the largest that fits; none where the run itself
+        would refuse the split."""
         fitting, failing = -1, len(sizes)
-        while failing - fitting > 1 and len(self.rows) < self._limit:
+        while failing - fitting > 1:
+            if len(self.rows) == self._limit:
+                self.is_whole = False
+                return
             middle = (fitting + failing) // 2
-            config = self._config.copy_and_resolve_references()
-            with config.unlocked():
-                change(config, sizes[middle])
-            entry = self._entry(name, config)
+            try:
+                setup = self._setup(change(sizes[middle]))
+            except ValueError as error:
+                self._refusal = error
+                return
+            entry = self._entry(name, setup)
             memory = entry["memory"]
             self.rows.append({
                 "program": name, "mesh": mesh, "remat": remat, "size": sizes[middle],
@@ -89,8 +91,17 @@ class Search:
             self._on_row(self.rows[-1])
             fitting, failing = (middle, failing) if entry["fits"] else (fitting, middle)
 
-    def _entry(self, name: str, config: ml_collections.ConfigDict) -> dict[str, Any]:
+    def _setup(self, changes: dict[str, dict]) -> Setup:
+        """With these fields of the config; ValueError where they contradict it."""
+        config = self._config.copy_and_resolve_references()
+        with config.unlocked():
+            config.update(changes)
         setup = aot_programs.setup_for(config, self._shapes, self._topology, self._layers)
+        for layout in (setup.layout, setup.engine.layout):
+            layout.params(setup.model)
+        return setup
+
+    def _entry(self, name: str, setup: Setup) -> dict[str, Any]:
         made = aot_programs.compiled(
             name, *aot_programs.programs(setup)[name], FLAGS[self._topology.kind]
         )

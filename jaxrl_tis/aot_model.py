@@ -12,6 +12,7 @@ import jax
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.chips import Chip
+from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.models.config import ModelConfig
 
@@ -74,19 +75,26 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
     return SPLASH_PRODUCTS[splash[1]] * math.prod(rows) * heads * length**2 * width
 
 
+def kernel_passes(call: CustomCall, setup: Setup) -> int:
+    """Of the products of a kernel: those with a float32 head take several."""
+    is_head = "token_logprob" in call.op_name
+    return PASSES["highest"] if is_head and setup.learner.program.highest_head else 1
+
+
 def work(name: str, setup: Setup, args: tuple) -> Work:
     """What the program `name` of `aot_programs.programs`, with these arguments, has to do."""
     if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
+    if name.startswith("eval_"):
+        return _sampling(name.removeprefix("eval_"), setup.model, setup.learner_engine, args)
     if name in ("prefill", "insert", "decode", "verify"):
-        return _sampling(name, setup, args)
+        return _sampling(name, setup.model, setup.engine, args)
     return _learning(name, setup, args)
 
 
-def _sampling(name: str, setup: Setup, args: tuple) -> Work:
+def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
     """Prefill writes the first chunk of its prompts; insert copies a page for each slot; a decode
     step reads the keys and values of every slot at max_length, for each token that it verifies."""
-    c, engine = setup.model, setup.engine
     state = args[0] if name == "insert" else args[1]
     position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
     slots = engine.slots // engine.shards
@@ -96,8 +104,10 @@ def _sampling(name: str, setup: Setup, args: tuple) -> Work:
     weights = device_bytes(args[0])
     if name == "prefill":
         rows, length = args[2].shape
-        written = rows // engine.shards * length * position
-        return Work(forward_flops(c, rows, length, 0), weights, written)
+        tokens = rows // engine.shards * length
+        inputs = tokens * c.embed_dim * c.num_layers * jax.numpy.dtype(engine.dtype).itemsize
+        layers = device_bytes(args[0]["layers"])
+        return Work(forward_flops(c, rows, length, 0), layers, tokens * position, inputs)
     steps, tokens = (1, args[2].shape[1] + 1) if name == "verify" else (engine.steps, 1)
     flops = steps * decode_flops(c, engine.slots * tokens, engine.max_length)
     kv = slots * engine.max_length * position * tokens

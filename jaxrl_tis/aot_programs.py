@@ -19,8 +19,8 @@ from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.validate import validate
 
 PROGRAMS = (
-    "train", "critic", "score", "values", "quantize", "reshard", "prefill", "insert", "decode",
-    "verify",
+    "train", "critic", "score", "values", "quantize", "prefill", "insert", "decode", "verify",
+    *aot_report.EVALUATION,
 )
 
 
@@ -79,13 +79,15 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     params = state["policy"].params
     micro, mini = build.abstract_microbatches(setup), build.abstract_minibatch(setup)
     learner, sampling = setup.update_learner, setup.engine.programs(params)
+    evaluating = setup.learner_engine.programs(params)
     update = step.make_train_step(learner, setup.correction, setup.optimizer)
     found = {
         "train": (update, (state["policy"], mini)),
         "score": (step.make_score(learner), (params, micro)),
         "quantize": sampling["load"],
-        "reshard": setup.learner_engine.programs(params)["load"],
+        "reshard": evaluating["load"],
         **{name: sampling[name] for name in sampling if name != "load"},
+        **{f"eval_{name}": evaluating[name] for name in ("prefill", "insert", "decode")},
     }
     if setup.has_critic:
         clip = setup.config.critic.value_clip
@@ -111,7 +113,8 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
 
 
 def resident(setup: build.Setup) -> dict[str, Any]:
-    """Abstract arrays that a run keeps on its devices from step to step, by name."""
+    """Abstract arrays that a run keeps on its devices from step to step, by name; the decode state
+    is given back while it evaluates."""
     state = build.abstract_state(setup)
     params, decode_state = setup.engine.programs(state["policy"].params)["decode"][1][:2]
     kept = {name: state[name] for name in state if name != "controllers"}

@@ -11,7 +11,10 @@ from jaxrl_tis.aot_model import device_bytes
 from jaxrl_tis.build import Setup
 from jaxrl_tis.chips import GIB, Topology
 from jaxrl_tis.hlo import MOSAIC, Module
+from jaxrl_tis.sharding import MESH_AXES
 
+# Programs of an evaluation, see aot_programs.
+EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
 LARGEST = 8  # arrays named of a program
 LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
@@ -38,6 +41,8 @@ def header(setup: Setup, topology: Topology, kept: dict[str, Any]) -> dict[str, 
 def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> dict[str, Any]:
     """Of one `aot_programs.Compiled`; all bytes are those of one device."""
     hbm, work = _hbm(setup, topology), aot_model.work(made.name, setup, made.args)
+    if made.name in EVALUATION:
+        kept = {name: tree for name, tree in kept.items() if name != "decode state"}
     beside = _beside(made.args, kept)
     found = {
         "name": made.name, "compile_seconds": round(made.seconds, 2),
@@ -54,8 +59,9 @@ def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> 
         memory, where = _memory(made.memory, beside, hbm), "hbm"
         over = memory["peak_bytes"] + beside - hbm
         found |= _hlo(setup, topology, made, work)
+    fits = made.module is not None and over <= 0
     return found | {
-        "memory": memory, "fits": over <= 0, "over_bytes": max(0, over), "over_in": where,
+        "memory": memory, "fits": fits, "over_bytes": max(0, over), "over_in": where,
         "largest": largest(made),
     }
 
@@ -113,9 +119,8 @@ def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], i
     }
     if where != "hbm":
         return memory, max(said(r"capacity by"), default=1), where
-    used = max(said(r"(?:Used|temporaries \(|usage >=)"), default=hbm + 1)
-    memory["peak_bytes"] = used + (arguments if "temporaries" in made.refusal else 0)
-    return memory, memory["peak_bytes"] + beside - hbm, where
+    memory["peak_bytes"] = max(said(r"(?:Used|temporaries \(|usage >=)"), default=hbm + 1)
+    return memory, max(memory["peak_bytes"] + beside - hbm, 1), where
 
 
 def largest(made: Any) -> list[dict[str, Any]]:
@@ -164,9 +169,10 @@ def _hlo(setup: Setup, topology: Topology, made: Any, work: aot_model.Work) -> d
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
     flops_of = {k.name: aot_model.kernel_flops(k, setup) for k in kernels}
     kernel_flops = sum(flops_of[k.name] * k.runs for k in kernels)
+    passes = sum(flops_of[k.name] * k.runs * aot_model.kernel_passes(k, setup) for k in kernels)
     flops = (module.flops() + kernel_flops) * layout.mesh.size
     limits = aot_model.roofline(
-        topology.chip, _devices_per_chip(setup, topology), dots, collectives, kernel_flops, work
+        topology.chip, _devices_per_chip(setup, topology), dots, collectives, passes, work
     )
     return {
         "hlo_flops": flops,
@@ -226,7 +232,7 @@ def title(setup: Setup, topology: Topology) -> str:
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
-        f"({topology.product_name}), {setup.model.num_layers} layers; mesh data x fsdp x tensor: "
+        f"({topology.product_name}), {setup.model.num_layers} layers; mesh {' x '.join(MESH_AXES)}: "
         f"{train} to train, {serve} to serve"
     )
 

@@ -151,17 +151,22 @@ class Packer:
 
     def num_microbatches(self, count: int) -> int:
         """Micro-batches that hold `count` sequences of any length: a row that first-fit closes
-        holds at least length // max_length of them."""
-        return -(-count // (self.length // self.max_length * self.microbatch_rows))
+        holds at least length // max_length of them, or max_segments."""
+        per_row = min(self.length // self.max_length, self.max_segments)
+        return -(-count // (per_row * self.microbatch_rows))
 
     @classmethod
-    def of(cls, length: int, max_length: int, microbatch_rows: int, shards: int) -> "Packer":
-        """Rows of `length` tokens or what is missing to a whole block."""
-        return cls(max_length, -(-length // BLOCK) * BLOCK, microbatch_rows, shards, MAX_SEGMENTS)
+    def of(
+        cls, length: int, max_length: int, microbatch_rows: int, shards: int, context: int = 1
+    ) -> "Packer":
+        """Rows of `length` tokens or what is missing to a whole block for each context shard."""
+        whole = BLOCK * context
+        length = -(-length // whole) * whole
+        return cls(max_length, length, microbatch_rows, shards, MAX_SEGMENTS)
 
     def plan(self, lengths: np.ndarray) -> "Packing":
-        """First-fit decreasing, then rows dealt out so that every shard gets about as many tokens
-        as the others.
+        """First-fit decreasing, then whole rows dealt out, the fullest first, so that the shards get
+        about equally many tokens where each gets several rows.
 
         Args:
           lengths: [N] tokens of each sequence; ValueError for one that exceeds max_length.

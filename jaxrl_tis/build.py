@@ -143,7 +143,8 @@ def assemble(
     packer = None
     if config.train.pack_length:
         packer = batching.Packer.of(
-            config.train.pack_length, max_length, config.train.microbatch_rows, layout.shards
+            config.train.pack_length, max_length, config.train.microbatch_rows, layout.shards,
+            layout.mesh.shape["context"],
         )
         # Rows of one sequence are max_length wide, which packed rows do not know.
         chosen = dataclasses.replace(chosen, scale=chosen.scale or float(max_length))

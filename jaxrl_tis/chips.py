@@ -18,7 +18,7 @@ class Chip:
     """Rates of one chip, in bytes, operations or bytes per second.
 
     Attributes:
-      hbm_bytes, hbm_rate: memory and its bandwidth.
+      hbm_bytes, hbm_rate: memory that programs may take, and its bandwidth.
       bf16_rate, int8_rate: dense matrix products.
       ici_rate: all links of the chip to its slice in one direction; half the published
         bidirectional figure.
@@ -36,8 +36,9 @@ class Chip:
 CHIPS = {
     # ICI: 6 links of 50 GB/s each way (arXiv:2304.01433).
     "v4": Chip(32 * GIB, 1.2e12, 275e12, 275e12, 300e9, 2),
-    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways.
-    "v5e": Chip(16 * GIB, 819e9, 197e12, 393e12, 200e9, 1),
+    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways. libtpu keeps a quarter of a
+    # GiB: a program may take 15.75.
+    "v5e": Chip(63 * GIB // 4, 819e9, 197e12, 393e12, 200e9, 1),
     # 95 GiB, 2765 GBps, 459 TFLOPs, ICI 1200 GBps both ways; 918 int8 TOPs from the announcement
     # (cloud.google.com/blog, "Introducing Cloud TPU v5p", December 2023).
     "v5p": Chip(95 * GIB, 2765e9, 459e12, 918e12, 600e9, 2),
@@ -50,7 +51,6 @@ CHIPS = {
 
 # Name of a file in configs/ -> the slice that it is meant for.
 TOPOLOGIES = {
-    "default": "v5e:2x2",
     "quickstart": "v5e:2x2",
     "smollm2_135m": "v5e:2x2",
     "gsm8k_qwen25_0p5b": "v5e:2x4",

@@ -184,7 +184,7 @@ class Module:
             return [(name, count) for key in ("body", "condition") for name in line.names(key)]
         keys = {
             "fusion": ("calls",), "async-start": ("calls", "called_computation"),
-            "call": ("to_apply",),
+            "call": ("to_apply",), "call-start": ("to_apply",),
             "conditional": ("branch_computations", "true_computation", "false_computation"),
         }
         return [(name, 1) for key in keys.get(line.opcode, ()) for name in line.names(key)]

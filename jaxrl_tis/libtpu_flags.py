@@ -2,8 +2,9 @@
 
     export LIBTPU_INIT_ARGS="$(python -m jaxrl_tis.libtpu_flags v5e)"
 
-Only flags that libtpu accepts and that change the program of a shipped config are here; the tests
-check both. None was timed on a TPU.
+Export them in the shell of a run: jaxrl_tis.aot compiles with them. Only flags that libtpu accepts
+and that change the program of a shipped config are here; the tests check both. None was timed on a
+TPU.
 """
 
 import sys
@@ -13,7 +14,7 @@ import sys
 # the scheduler overlaps with the layer before, and compiles in a fraction of the time.
 _WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
-FLAGS = {"v4": {}, "v5e": _WHOLE_GATHERS, "v5p": _WHOLE_GATHERS, "v6e": {}, "tpu7x": {}}
+FLAGS = {"v4": {}, "v5e": _WHOLE_GATHERS, "v5p": {}, "v6e": {}, "tpu7x": {}}
 
 
 def init_args(chip: str) -> str:

@@ -47,10 +47,12 @@ def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
         tx, params, layout.params(setup.model), layout.replicated()
     )
     state = steps.TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
+    context = layout.mesh.shape["context"]
+    length = -(-setup.row_length // context) * context
     with metrics.Progress(config.warmup.steps, "warm-up") as progress:
         for index in range(1, config.warmup.steps + 1):
             pairs = [(prompter.ids(r), _target(setup, r)) for r in next(batches)]
-            rows = batching.supervised_rows(pairs, setup.row_length)
+            rows = batching.supervised_rows(pairs, length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
             loss = float(values["supervised/ce_loss"])
@@ -307,6 +309,8 @@ class Run:
         """Held-out accuracy of the learner itself: its weights and numerics, not the sampler's."""
         start = time.monotonic()
         engine = self.setup.learner_engine
+        if self._scheduler is not None:
+            self._scheduler.rest()  # there is room for one cache
         params = engine.load(self.state["policy"].params)
         scheduler = self.setup.scheduler(engine, params, step)
         total = 2 * self.setup.config.eval.prompts

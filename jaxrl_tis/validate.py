@@ -5,7 +5,7 @@ import math
 
 import ml_collections
 
-from jaxrl_tis import control, correction, optimizer
+from jaxrl_tis import batch, control, correction, optimizer
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tasks import TASKS
 from jaxrl_tis.engine.policies import POLICIES
@@ -147,10 +147,10 @@ def _batches(config):
             f"train.microbatch_rows = {train.microbatch_rows}"
         )
     context = math.prod(config.mesh.train[3:])
-    if (train.pack_length or length) % context:
+    if not train.pack_length and length % context:
         yield (
-            f"rows of {train.pack_length or length} tokens cannot be cut into the {context} "
-            "context shards of mesh.train: set train.pack_length to a multiple"
+            f"rows of {length} tokens cannot be cut into the {context} context shards of "
+            "mesh.train: set train.pack_length"
         )
     shards = math.prod(config.mesh.train[:2])
     if shards > 0 and train.microbatch_rows % shards:
@@ -240,7 +240,8 @@ def _is_whole(config) -> bool:
     rollout, train = config.rollout, config.train
     per_row = 1
     if train.pack_length:
-        per_row = train.pack_length // (config.task.max_prompt_tokens + rollout.max_new_tokens)
+        length = config.task.max_prompt_tokens + rollout.max_new_tokens
+        per_row = min(train.pack_length // length, batch.MAX_SEGMENTS)
     is_one_update = train.minibatches == 1
     return is_one_update and train.microbatch_rows * per_row >= rollout.prompts * rollout.group_size
 

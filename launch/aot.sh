@@ -11,6 +11,7 @@ for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b; do
   file=configs/${config%%:*}.py
   [[ $config == *:* ]] && file+=:${config#*:}
   echo "== $config (log in $out/$config.log)"
-  "$PY" -m jaxrl_tis.aot --config="$file" --json="$out/$config.json" --markdown 2>/dev/null |
-    tee "$out/$config.log" | grep '^|'
+  "$PY" -m jaxrl_tis.aot --config="$file" --json="$out/$config.json" --markdown \
+    2>"$out/$config.err" | tee "$out/$config.log" | grep '^|' ||
+    { tail "$out/$config.err" >&2; exit 1; }
 done

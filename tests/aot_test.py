@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis import aot_fit, aot_model, aot_report, build, sharding, train
+from jaxrl_tis import aot_fit, aot_model, aot_report, build, train
 from jaxrl_tis import aot_programs as aot
 from jaxrl_tis.aot_model import Work
 from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
@@ -47,7 +47,7 @@ SMALL = {
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
 LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
 COMPILED = {
-    "quickstart": ("decode", "verify"),
+    "quickstart": ("decode", "verify", "eval_prefill", "eval_insert", "eval_decode"),
     "smollm2_135m": ("reshard", "prefill", "insert"),
     "gsm8k_qwen25_0p5b:grpo": ("score", "quantize"),
     "gsm8k_qwen25_0p5b:ppo": ("critic", "values"),
@@ -205,6 +205,17 @@ def test_a_refusal_is_read():
     assert second["what"] == "argument[0]['weights']"
 
 
+def test_what_a_refusal_calls_temporaries_holds_the_arguments():
+    """An update in place of 20 GiB, refused before memory is laid out."""
+    tpu.devices("v5e:2x2")
+    device = jax.sharding.SingleDeviceSharding(Topology.parse("v5e:2x2").devices()[0])
+    x = jax.ShapeDtypeStruct((20 * 2**15, 2**13), jnp.float32, sharding=device)
+    write = jax.jit(lambda x: x.at[0, 0].set(1.0), donate_argnums=0)
+    refused = aot.compiled("insert", write, (x,), {})
+    memory, over, where = aot_report._refused(refused, beside=0, hbm=CHIPS["v5e"].hbm_bytes)
+    assert memory["peak_bytes"] == 20 * GIB and (over, where) == (int(4.25 * GIB), "hbm")
+
+
 def test_a_refusal_of_another_memory_is_no_peak_of_hbm():
     refusal = (
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space smem. Used 1.02M of 1.00M smem. "
@@ -247,15 +258,17 @@ def test_the_search_finds_the_largest_that_fits():
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2")
 
-    def entry(self, name, config):
+    def entry(self, name, setup):
+        config = setup.config
         size = config.train.microbatch_rows if name == "train" else config.engine.slots
         memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
         return {"memory": memory, "fits": size <= 16, "over_in": "hbm"}
 
     with mock.patch.object(aot_fit.Search, "_entry", entry):
         rows = aot_fit.Search(small("quickstart"), SHAPES, topology).run()
-        capped = aot_fit.Search(small("quickstart"), SHAPES, topology, limit=3).run()
+        capped = aot_fit.Search(small("quickstart"), SHAPES, topology, limit=3)
         other = aot_fit.Search(small("gsm8k_qwen25_0p5b:grpo"), SHAPES, topology).run()
+        capped.run()
     tried = lambda **which: [
         (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
     ]
@@ -266,17 +279,27 @@ def test_the_search_finds_the_largest_that_fits():
     assert {r["mesh"] for r in other} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
     two_shards = [r for r in other if r["mesh"] == (1, 2, 2) and r["remat"] == "none"]
     assert [r["size"] for r in two_shards] == [4, 8, 16]  # of 2, 4, 8, 16: divide 80 sequences
-    assert len(capped) == 3
+    assert len(capped.rows) == 3 and not capped.is_whole
     assert "100.0%" in aot_fit.line(rows[2]) and "does not fit in hbm" in aot_fit.line(rows[0])
 
 
-def test_the_search_tries_no_split_that_the_layout_refuses():
-    """The quickstart's width of 128 is no multiple of three shards; nor are its heads."""
-    tpu.devices("v5e:2x2")
-    topology = Topology.parse("v5e:2x2")
-    search = aot_fit.Search(small("quickstart"), SHAPES, topology)
-    search._devices = search._devices[:3]
-    assert search._legal([(1, 3, 1), (1, 1, 3), (1, 1, 1)], sharding.TRAIN_RULES) == [(1, 1, 1)]
+def test_the_search_tries_no_split_that_a_run_refuses():
+    """Prefills of 32 prompts cannot be cut into 64 shards, nor 8 key/value heads into 16."""
+    tpu.devices("v5p:4x4x4")
+    memory = {"peak_bytes": 1, "beside_bytes": 1, "hbm_bytes": 17}
+    fits = lambda self, name, setup: {"memory": memory, "fits": True, "over_in": "hbm"}
+    with mock.patch.object(aot_fit.Search, "_entry", fits):
+        search = aot_fit.Search(
+            configured("dapo_qwen25_32b").lock(), SHAPES, Topology.parse("v5p:4x4x4"), limit=60
+        )
+        rows = search.run()
+    serving = {r["mesh"] for r in rows if r["program"] == "decode"}
+    assert serving == {(32, 1, 2), (16, 1, 4), (8, 1, 8)} and search.is_whole
+    training = {r["mesh"] for r in rows if r["program"] == "train"}
+    assert training == {(1, 64, 1), (1, 32, 2), (1, 16, 4), (1, 8, 8)}
+    with pytest.raises(ValueError, match="nonesuch"):
+        config = small("quickstart", engine__quantization="nonesuch")
+        aot_fit.Search(config, SHAPES, Topology.parse("v5e:2x2")).run()
 
 
 def test_of_equal_rows_the_setting_that_recomputes_least_is_advised():

@@ -35,7 +35,7 @@ def test_a_name_of_nothing_is_refused(name):
 
 def test_every_config_has_a_topology():
     folder = pathlib.Path(__file__).parents[1] / "configs"
-    assert TOPOLOGIES.keys() == {p.stem for p in folder.glob("*.py")} - {"__init__"}
+    assert TOPOLOGIES.keys() == {p.stem for p in folder.glob("*.py")} - {"__init__", "default"}
     for name in TOPOLOGIES.values():
         Topology.parse(name)
 

@@ -109,6 +109,15 @@ def test_a_sequence_longer_than_planned_is_refused_with_both_numbers():
 def test_rows_are_whole_blocks():
     packer = batching.Packer.of(length=130, max_length=100, microbatch_rows=4, shards=2)
     assert packer.length == 256 and packer.num_microbatches(9) == 2
+    # Over four context shards each has whole blocks.
+    assert batching.Packer.of(130, 100, 4, 2, context=4).length == 512
+
+
+def test_a_row_holds_no_more_sequences_than_it_has_numbers_for():
+    packer = batching.Packer.of(length=1024, max_length=8, microbatch_rows=1, shards=1)
+    packing = packer.plan(np.full(128, 8))
+    assert packing.shape == (2, 1, 1024)
+    assert np.bincount(packing.row).tolist() == [64, 64] and packing.segment.max() == 64
 
 
 def test_tokens_are_balanced_over_shards_and_minibatches():
@@ -267,7 +276,6 @@ def test_what_packing_refuses():
         (dict(train__pack_length=7), "train.pack_length = 7 is shorter than a sequence: .* = 8"),
         (dict(train__pack_length=40, train__minibatches=3), "16 sequences cannot be cut into"),
         (dict(train__pack_length=40, correction__advantage="opob"), "set train.pack_length to 0"),
-        (dict(train__pack_length=42, mesh__train=(1, 1, 1, 4)), "rows of 42 tokens .* the 4 c"),
     ):
         with pytest.raises(ValueError, match=message):
             validate(tiny.config(**changes))

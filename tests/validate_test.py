@@ -63,6 +63,7 @@ def test_measures_are_positive(name):
     # 4 prompts * 4 samples = 16 rows
     (dict(train__minibatches=3), ["= 16 rows", "train.minibatches = 3", "microbatch_rows = 4"]),
     (dict(train__microbatch_rows=6), ["= 16 rows", "microbatch_rows = 6"]),
+    (dict(mesh__train=(1, 1, 1, 3)), ["rows of 8 tokens", "3 context shards", "pack_length"]),
     (dict(mesh__train=(2, 4, 1)), ["train.microbatch_rows = 4", "8 data shards"]),
     (dict(model__num_heads=3, model__num_kv_heads=2), ["num_heads = 3", "num_kv_heads = 2"]),
     (dict(rollout__overlong_buffer=4), ["overlong_buffer = 4", "max_new_tokens = 3"]),

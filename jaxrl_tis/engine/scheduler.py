@@ -121,7 +121,7 @@ class Scheduler:
         decode: Callable[[np.ndarray], str] | None = None,
     ):
         self._engine = engine
-        self._state = engine.init_state()
+        self._state = None
         self._params, self._version = params, version
         self._policy = policy or FirstCome()
         self._max_pending = max_pending
@@ -207,6 +207,8 @@ class Scheduler:
     def step(self) -> list[Trajectory]:
         """Admits, prefills, generates once, and returns the trajectories that ended."""
         start = time.perf_counter()
+        if self._state is None:
+            self._state = self._engine.init_state()
         self._admit()
         self._fill()
         width, drafts = self._propose()
@@ -216,6 +218,14 @@ class Scheduler:
         finished = self._returned()
         self.stats.seconds += time.perf_counter() - start
         return finished
+
+    def rest(self) -> None:
+        """Gives the memory of slots and pages back until the next step; ValueError while requests
+        are pending."""
+        if self.pending:
+            raise ValueError(f"{self.pending} requests are pending; step until there are none")
+        self._prefixes.forget()
+        self._state, self._left = None, set()
 
     # Requests
 

@@ -89,7 +89,7 @@ class Tiling:
         return pl.pallas_call(
             functools.partial(kernel, self),
             grid=grid, in_specs=in_specs, out_specs=out_specs, out_shape=out_shape,
-            scratch_shapes=scratch_shapes, cost_estimate=cost,
+            scratch_shapes=scratch_shapes, cost_estimate=cost, name="token_logprob",
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),

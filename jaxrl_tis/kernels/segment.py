@@ -85,6 +85,8 @@ def segment_reduce(
 
     The gradient of a maximum or minimum is shared among the tokens that attain it.
     """
+    if op not in (*segment_reference.NEUTRAL, "mean", "count", "logsumexp"):
+        raise ValueError(f"segment_reduce has no op {op!r}.")
     xs = x if isinstance(x, tuple) else (x,)
     chex.assert_equal_shape([*xs, seg])
     return _unwrap(x, _reduce(op, num_segments, rows, xs, seg))
@@ -128,7 +130,10 @@ def segment_scan(
     """
     if decay is not None and op != "sum":
         raise ValueError(f"segment_scan has a decay for op 'sum' alone, not for {op!r}.")
+    if op not in segment_reference.NEUTRAL:
+        raise ValueError(f"segment_scan has no op {op!r}.")
     xs = x if isinstance(x, tuple) else (x,)
+    xs = tuple(x if jnp.issubdtype(x.dtype, jnp.floating) else as_float(x) for x in xs)
     chex.assert_equal_shape([*xs, seg] if decay is None else [*xs, seg, decay])
     if seg.dtype == bool:
         return _unwrap(x, _scan(op, reverse, rows, xs, _begins(seg, reverse), decay))

@@ -36,13 +36,13 @@ def expm1(x: jax.Array) -> jax.Array:
 
 def _log_add_exp(x, y):
     top = jnp.maximum(x, y)
-    finite = jnp.where(top > -jnp.inf, top, 0.0)
+    finite = jnp.where(jnp.abs(top) < jnp.inf, top, 0.0)
     return finite + jnp.log(jnp.exp(x - finite) + jnp.exp(y - finite))
 
 
 def _log_sum_exp(x):
     top = jnp.max(x, axis=1, keepdims=True)
-    finite = jnp.where(top > -jnp.inf, top, 0.0)
+    finite = jnp.where(jnp.abs(top) < jnp.inf, top, 0.0)
     return finite + jnp.log(jnp.sum(jnp.exp(x - finite), axis=1, keepdims=True))
 
 

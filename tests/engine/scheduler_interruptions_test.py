@@ -1,6 +1,7 @@
 """Aborts, pauses, new weights, divided rollouts, stop strings and evictions."""
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -424,6 +425,34 @@ def test_a_sequence_that_starts_again_forgets_what_was_found_in_its_old_text():
 def test_a_retention_that_keeps_nothing_is_refused(sinks, window):
     with pytest.raises(ValueError, match="keep at least one page of the window"):
         Retention(sinks, window)
+
+
+# Memory between two phases of a run
+
+
+def test_a_scheduler_at_rest_holds_no_cache_and_goes_on():
+    class Counted(Engine):
+        made = 0
+
+        def init_state(self):
+            self.made += 1
+            return super().init_state()
+
+    engine, requests = Counted(slots=2), [request(i, max_tokens=6) for i in "abc"]
+    scheduler = started(engine, requests)
+    with pytest.raises(ValueError, match="3 requests are pending"):
+        scheduler.rest()
+    drain(scheduler)
+    state = weakref.ref(scheduler._state)
+    scheduler.rest()
+    assert state() is None and engine.made == 1
+    assert all(pages.free == engine.num_pages - 1 for pages in scheduler.pages)
+    again = [request(i, max_tokens=6) for i in "ad"]
+    for r in again:
+        scheduler.add(r)
+    for t in drain(scheduler):
+        assert_replays(t, next(r for r in again if r.id == t.id))
+    assert engine.made == 2
 
 
 # Statistics

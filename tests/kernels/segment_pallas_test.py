@@ -107,6 +107,87 @@ def test_means_and_their_gradient(seed):
     close(gradient, of_x)
 
 
+# Segmentations that hypothesis draws: how long each run of a row is, and of which segment.
+RUNS = st.lists(st.tuples(st.integers(1, 140), st.integers(0, 6)), min_size=1, max_size=8)
+OF_RUNS = hypothesis.settings(settings, max_examples=6)
+
+
+def of_runs(rows, seed):
+    """A batch [2, 200] of these runs, in which a segment may come back; 0 and 6 are padding."""
+    batch = loops.make(seed, (2, 200), 5)
+    seg = np.zeros((2, 200), np.int32)
+    for row, runs in zip(seg, rows):
+        ids = np.repeat([i for _, i in runs], [n for n, _ in runs])[:200]
+        row[: len(ids)] = ids
+    is_padding = (seg == 0) | (seg > 5)
+    x = np.where(is_padding, np.nan, np.nan_to_num(batch.x) + batch.weight_bt)
+    return batch._replace(seg=seg, x=x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled_reduction(op, x, seg, weight):
+    value, pull = jax.vjp(lambda x: segment.segment_reduce(x, seg, 5, op), x)
+    return value, pull(weight)[0]
+
+
+@OF_RUNS
+@hypothesis.given(st.tuples(RUNS, RUNS), SEED, st.sampled_from(["sum", "mean", *OPS[1:]]))
+def test_reductions_of_any_segments_and_their_gradients(rows, seed, op):
+    batch = of_runs(rows, seed)
+    arrays = batch.x.astype(np.float32), batch.seg, batch.weight_bs.astype(np.float32)
+    with interpreted():
+        found = jax.device_get(pulled_reduction(op, *arrays))
+    want = loops.reduce(batch.x, batch.seg, 5, op, batch.weight_bs)
+    for a, b in zip(found, want, strict=True):
+        close(a, b, err_msg=op)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def pulled_scan(op, reverse, x, seg, decay, weight):
+    scan = functools.partial(segment.segment_scan, reverse=reverse)
+    if op == "decay":
+        value, pull = jax.vjp(lambda x, decay: scan(x, seg, decay=decay), x, decay)
+    else:
+        value, pull = jax.vjp(lambda x: scan(x, seg, op), x)
+    return value, *pull(weight)
+
+
+@OF_RUNS
+@hypothesis.given(
+    st.tuples(RUNS, RUNS), SEED, st.sampled_from(["sum", "min", "max", "decay"]), st.booleans()
+)
+def test_scans_of_any_runs_and_their_gradients(rows, seed, op, reverse):
+    batch = of_runs(rows, seed)
+    batch = batch._replace(
+        seg=np.where(batch.seg > 5, 0, batch.seg), decay=np.minimum(batch.decay, 0.95)
+    )
+    arrays = (x.astype(np.float32) for x in (batch.x, batch.decay, batch.weight_bt))
+    x, decay, weight = arrays
+    with interpreted():
+        found = jax.device_get(pulled_scan(op, reverse, x, batch.seg, decay, weight))
+    want = loops.scan(batch.x, batch.seg, op, batch.decay, reverse, batch.weight_bt)
+    for a, b in zip(found, want):
+        close(a, b, rtol=1e-3, atol=1e-3, err_msg=op)
+
+
+def test_broadcasts_and_their_gradient():
+    batch = of_runs([[(30, 1), (100, 3), (20, 0), (50, 5)], [(200, 2)]], 3)
+    x, weight = batch.weight_bs.astype(np.float32), batch.weight_bt.astype(np.float32)
+    with on_two_cores():
+        value, pull = jax.vjp(lambda x: segment.segment_broadcast(x, batch.seg), x)
+        gradient = jax.block_until_ready(pull(weight)[0])
+    close(value, loops.broadcast(batch.weight_bs, batch.seg))
+    close(gradient, loops.reduce(batch.weight_bt, batch.seg, 5, "sum", batch.weight_bs)[0])
+
+
+def test_an_infinite_value_is_the_logsumexp_of_its_segment():
+    x = jnp.asarray([[0.0, jnp.inf, 1.0, -jnp.inf, -jnp.inf, 2.0]])
+    seg = jnp.asarray([[1, 1, 2, 2, 3, 4]])
+    with interpreted():
+        found = segment.segment_reduce(x, seg, 5, "logsumexp")
+    np.testing.assert_array_equal(found, [[jnp.inf, 1.0, -jnp.inf, 2.0, -jnp.inf]])
+
+
 @functools.partial(jax.jit, static_argnums=3)
 def decayed(x, seg, decay, reverse):
     return segment.segment_scan(x, seg, decay=decay, reverse=reverse)
