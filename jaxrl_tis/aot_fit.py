@@ -1,7 +1,7 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
-Serving: decode slots for each tensor split, with pages for all of them at full length; training: rows
-of a micro-batch for each mesh split and remat policy. Everything else stays as the config has it.
+Serving: decode slots for each tensor split, with pages for all of them at full length; training:
+rows of a micro-batch for each mesh split and remat policy. Everything else stays as the config has it.
 A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
 the largest that fits is bisected, and the number of compilations is capped.
 """
@@ -43,8 +43,9 @@ class Search:
         self._refusal: ValueError | None = None
 
     def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
-        """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in}, each shown to `on_row`;
-        sizes that the batch cannot be cut into are not tried. ValueError where no split is legal."""
+        """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in}, each shown to
+        `on_row`; sizes that the batch cannot be cut into are not tried. ValueError where no split is
+        legal."""
         self._on_row = on_row
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
@@ -115,16 +116,16 @@ def _doubled(start: int, limit: int) -> list[int]:
 def line(row: dict[str, Any]) -> str:
     """Of the table under HEADER: what one compilation showed."""
     mesh, use = "x".join(map(str, row["mesh"])), row["use_bytes"] / row["hbm_bytes"]
+    verdict = "" if row["fits"] else f"  does not fit in {row['over_in']}"
     return _LINE.format(
         row["program"], mesh, row["remat"], row["size"], f"{use:.1%}",
-        aot_report.gib(row["hbm_bytes"]) + ("" if row["fits"] else f"  does not fit in {row['over_in']}"),
+        aot_report.gib(row["hbm_bytes"]) + verdict,
     )
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By program, the entry of most rows or slots that fit: of equals the one that recomputes least,
-    then the one of least tensor parallelism, which stands first. A program that never fits is absent.
-    """
+    then that of least tensor parallelism, which stands first. One that never fits is absent."""
     found = {}
     for row in (r for r in rows if r["fits"]):
         best = found.get(row["program"])
