@@ -18,12 +18,15 @@ Args of every entry:
 token baselines are among them because a run has them; a direct call may leave them out for w = 1.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.estimators import baselines
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.kernels.segment import segment_scan
 
 
 def whiten(x: chex.Array, mask: chex.Array) -> chex.Array:
@@ -240,17 +243,15 @@ def _gae_recursion(rewards, mask, values, gamma, lam):
     rewards_bt = rewards_bt.astype(jnp.promote_types(rewards_bt.dtype, values_bt.dtype))
     values_bt = values_bt.astype(rewards_bt.dtype)
 
-    def step(carry, inputs):
-        next_value_b, next_adv_b = carry
-        reward_b, value_b, mask_b = inputs
-        delta_b = reward_b + gamma * next_value_b - value_b
-        adv_b = jnp.where(mask_b, delta_b + gamma * lam * next_adv_b, next_adv_b)
-        return (jnp.where(mask_b, value_b, next_value_b), adv_b), adv_b
-
-    zero_b = jnp.zeros_like(values_bt[:, 0])
-    inputs = (rewards_bt.T, values_bt.T, ratios.as_bool(mask).T)
-    _, adv_tb = jax.lax.scan(step, (zero_b, zero_b), inputs, reverse=True)
-    return jax.lax.stop_gradient((ratios.zero_padding(adv_tb.T, mask), values_bt))
+    is_valid_bt = ratios.as_bool(mask)
+    scan = functools.partial(segment_scan, seg=jnp.ones(mask.shape, jnp.int32), reverse=True)
+    keep_bt = lambda factor: jnp.where(is_valid_bt, factor, 1.0).astype(values_bt.dtype)
+    # From the right, the value of the token that comes first, and so of the next valid one.
+    first_bt = scan(values_bt, decay=keep_bt(0.0))
+    next_bt = jnp.pad(first_bt[:, 1:], ((0, 0), (0, 1)))
+    delta_bt = ratios.zero_padding(rewards_bt + gamma * next_bt - values_bt, mask)
+    adv_bt = scan(delta_bt, decay=keep_bt(gamma * lam))
+    return jax.lax.stop_gradient((ratios.zero_padding(adv_bt, mask), values_bt))
 
 
 def gae(
