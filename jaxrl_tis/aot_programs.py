@@ -113,14 +113,18 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
 
 
 def resident(setup: build.Setup) -> dict[str, Any]:
-    """Abstract arrays that a run keeps on its devices from step to step, by name; the decode state
-    is given back while it evaluates."""
+    """Abstract arrays that a run keeps on its devices from step to step, or through an evaluation,
+    by name."""
     state = build.abstract_state(setup)
-    params, decode_state = setup.engine.programs(state["policy"].params)["decode"][1][:2]
+    engines = setup.engine, setup.learner_engine
+    sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
     kept = {name: state[name] for name in state if name != "controllers"}
     if setup.config.correction.offload_reference:
         kept.pop("reference", None)
-    return kept | {"serving weights": params, "decode state": decode_state}
+    return kept | {
+        "serving weights": sampling[0], "decode state": sampling[1],
+        "evaluation weights": evaluating[0], "evaluation state": evaluating[1],
+    }
 
 
 def report(

@@ -15,6 +15,7 @@ from jaxrl_tis.sharding import MESH_AXES
 
 # Programs of an evaluation, see aot_programs.
 EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
+OF_EVALUATION = ("evaluation weights", "evaluation state")
 LARGEST = 8  # arrays named of a program
 LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
@@ -41,9 +42,7 @@ def header(setup: Setup, topology: Topology, kept: dict[str, Any]) -> dict[str, 
 def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> dict[str, Any]:
     """Of one `aot_programs.Compiled`; all bytes are those of one device."""
     hbm, work = _hbm(setup, topology), aot_model.work(made.name, setup, made.args)
-    if made.name in EVALUATION:
-        kept = {name: tree for name, tree in kept.items() if name != "decode state"}
-    beside = _beside(made.args, kept)
+    beside = _beside(made.args, _alive(made.name, kept))
     found = {
         "name": made.name, "compile_seconds": round(made.seconds, 2),
         "model_flops": work.flops,
@@ -75,6 +74,15 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 
 
 # Memory
+
+
+def _alive(program: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """What a run keeps while it is at this program: an evaluation has weights and a cache of its
+    own, from `reshard` on, and the sampler's cache is given back for that time."""
+    absent = {"decode state"} if program in EVALUATION else set(OF_EVALUATION)
+    if program == "reshard":
+        absent |= set(OF_EVALUATION)
+    return {name: tree for name, tree in kept.items() if name not in absent}
 
 
 def _beside(args: tuple, kept: dict[str, Any]) -> int:
