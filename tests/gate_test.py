@@ -141,9 +141,9 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch, quick_
     params, right = initial_params(setup), attention.row_attention
     trajectories = mismatch.sample(setup, params, 4)
 
-    def wrong(q, k, v, segment_ids, layout):
+    def wrong(q, k, v, segment_ids, layout, unseen):
         is_cut = layout.mesh.shape["context"] > 1
-        return right(q, k, v, segment_ids, layout) * (1.01 if is_cut else 1.0)
+        return right(q, k, v, segment_ids, layout, unseen) * (1.01 if is_cut else 1.0)
 
     monkeypatch.setattr(attention, "row_attention", wrong)
     rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
