@@ -234,7 +234,7 @@ def test_layout_chunks_and_lost_pages_change_no_token(name, like):
     requests = mixed_requests()
     got, expected = run(name, requests), run(like, requests)
     # The order of sums differs, and a key on a half step is then stored as its other neighbour.
-    atol = 2e-2 if like == "kv8" else 2e-5
+    atol = 5e-2 if like == "kv8" else 2e-5
     for r in requests:
         np.testing.assert_array_equal(got[r.id].tokens, expected[r.id].tokens)
         for field in FIELDS[1:]:
