@@ -75,7 +75,7 @@ def test_scores():
 
 
 def test_keys_that_become_unseen_in_another_shard():
-    """Tokens of the first half are unseen from two places after them on; the others stay."""
+    """Tokens of the first half are unseen from ten places after them on; the others stay."""
     length = 32
     normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
     q, k, v = normal(4), normal(2), normal(2)
