@@ -1,5 +1,6 @@
 """The update as a TPU program: what its HLO holds, and a program that breaks each claim."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,8 @@ from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
-L, B, T, V, D, F = 3, 8, 512, 2560, 256, 768  # a row of 512 tokens for each of 8 chips
+L, B, T, V, D, F = 15, 8, 512, 2560, 256, 768  # a row of 512 tokens for each of 8 chips
+DEEP = 27
 CONFIG = ModelConfig(
     family="llama", vocab_size=V, embed_dim=D, num_layers=L, num_heads=4, num_kv_heads=2,
     head_dim=64, mlp_dim=F, rope=RopeConfig("default", 10000.0), max_position=T, norm_eps=1e-6,
@@ -30,17 +32,21 @@ def layout(chips="v5e:2x4"):
     return sharding.layout((1, 8, 1), sharding.TRAIN_RULES, tpu.devices(chips))
 
 
-def learner(chips="v5e:2x4", remat="full"):
+def model(layers=L):
+    return dataclasses.replace(CONFIG, num_layers=layers)
+
+
+def learner(chips="v5e:2x4", remat="full", layers=L):
     program = transformer.Program("bfloat16", remat, True, layout(chips))
-    return step.Learner(CONFIG, program, max_targets=T, chunk=2048, max_segments=8)
+    return step.Learner(model(layers), program, max_targets=T, chunk=2048, max_segments=8)
 
 
-def abstract_state(chips="v5e:2x4"):
-    params = transformer.abstract_params(CONFIG)
+def abstract_state(chips="v5e:2x4", layers=L):
+    params = transformer.abstract_params(model(layers))
     place = lambda tree, where: jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
     )
-    shardings = layout(chips).params(CONFIG)
+    shardings = layout(chips).params(model(layers))
     moments = optimizer.state_shardings(TX, params, shardings, layout(chips).replicated())
     return step.TrainState(
         place(params, shardings), place(jax.eval_shape(TX.init, params), moments)
@@ -64,11 +70,11 @@ def minibatch(chips="v5e:2x4"):
 
 
 @functools.cache
-def update(remat="full", chips="v5e:2x4"):
+def update(remat="full", chips="v5e:2x4", layers=L):
     """(compiled update, its HLO)"""
     chosen = correction.parse(default.get_config().correction)
-    train_step = step.make_train_step(learner(chips, remat), chosen, TX)
-    lowered = train_step.lower(abstract_state(chips), minibatch(chips))
+    train_step = step.make_train_step(learner(chips, remat, layers), chosen, TX)
+    lowered = train_step.lower(abstract_state(chips, layers), minibatch(chips))
     compiled = lowered.compile(compiler_options=FLAGS[chips.partition(":")[0]])
     return compiled, Module(compiled.as_text())
 
@@ -174,11 +180,22 @@ def activations_by_layer(module):
     }
 
 
-def test_memory_grows_with_depth_by_what_remat_keeps():
+def test_arrays_of_every_layer_are_what_remat_keeps():
     """Of every layer the backward pass keeps the input, in the compute dtype."""
     assert activations_by_layer(update()[1]) == {("bf16", (L, T, D))}
     kept = activations_by_layer(update("none")[1])
     assert {("bf16", (L, T, D)), ("bf16", (L, T, F))} < kept
+
+
+def test_temporaries_grow_with_depth_by_no_more_than_what_remat_keeps():
+    def growth(remat):
+        sizes = [update(remat, layers=n)[0].memory_analysis() for n in (L, DEEP)]
+        shallow, deep = (size.temp_size_in_bytes for size in sizes)
+        return (deep - shallow) / (DEEP - L)
+
+    inputs = B * T * D * 2 / layout().mesh.size
+    assert growth("full") <= inputs
+    assert growth("none") > 20 * inputs
 
 
 def aliased_bytes(module):
