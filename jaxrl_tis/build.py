@@ -120,8 +120,9 @@ def assemble(
     not exist: see jaxrl_tis.aot. `sampler` are further arguments of the Engine that samples."""
     chosen = correction.parse(config.correction)
     _check_logits(config, chosen, model.vocab_size)
-    layout = sharding.layout(config.mesh.train, sharding.TRAIN_RULES, devices)
-    serving = sharding.layout(config.mesh.serve, sharding.SERVE_RULES, devices)
+    place = functools.partial(sharding.layout, devices=devices, vocab_size=model.vocab_size)
+    layout = place(config.mesh.train, sharding.TRAIN_RULES)
+    serving = place(config.mesh.serve, sharding.SERVE_RULES)
     for mesh in (layout.mesh, serving.mesh):
         sharding.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(

@@ -120,7 +120,8 @@ def _serving_layout(setup: Setup) -> sharding.Layout:
     degree = mesh.shape["tensor"]
     if degree == setup.layout.mesh.shape["tensor"]:
         return _of_whole_rows(setup.layout)
-    return sharding.layout((1, 1, degree), sharding.SERVE_RULES, list(mesh.devices.flat)[:degree])
+    devices = list(mesh.devices.flat)[:degree]
+    return sharding.layout((1, 1, degree), setup.engine.layout.rules, devices)
 
 
 def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe:

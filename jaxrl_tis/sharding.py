@@ -154,9 +154,14 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def layout(shape: tuple[int, ...], rules: dict, devices: list | None = None) -> Layout:
-    """ValueError where a context axis would shard nothing."""
+def layout(
+    shape: tuple[int, ...], rules: dict, devices: list | None = None, vocab_size: int = 0
+) -> Layout:
+    """The mesh under the rules; where its tensor shards do not divide a vocabulary of `vocab_size`
+    tokens, each holds all of it. ValueError where a context axis would shard nothing."""
     mesh = make_mesh(shape, devices)
+    if vocab_size % mesh.shape["tensor"]:
+        rules = rules | {"vocab": None}
     if mesh.shape["context"] > 1 and rules["length"] != "context":
         raise ValueError(
             f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which only "

@@ -81,6 +81,16 @@ def test_a_width_that_does_not_divide_is_refused_with_both_numbers():
         sharding.layout((1, 4, 2), sharding.TRAIN_RULES).params(config)
 
 
+def test_a_vocabulary_that_tensor_shards_do_not_divide_is_whole_on_each():
+    config = dataclasses.replace(CONFIG, vocab_size=19)
+    layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES, vocab_size=19)
+    placed = layout.params(config)
+    assert (placed["embed"].spec, placed["head"].spec) == (P(None, "fsdp"), P("fsdp", None))
+    assert placed["layers"]["q"].spec == P(None, "fsdp", "tensor")
+    divided = sharding.layout((1, 4, 2), sharding.TRAIN_RULES, vocab_size=24)
+    assert divided == sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
+
+
 @functools.cache
 def params():
     return jax.device_get(transformer.init(CONFIG, jax.random.key(0)))
@@ -142,16 +152,20 @@ def test_the_cache_is_split_over_slots_and_heads():
 
 # The same two updates on one device and on eight
 
-@pytest.fixture(scope="module")
-def fields(tmp_path_factory):
-    """Overrides of the tiny config: a checkpoint of CONFIG on disk, a critic and a reference."""
-    folder = tmp_path_factory.mktemp("model") / "qwen2"
-    models.save(folder, CONFIG, params())
+def overrides(folder, vocab_size):
+    """Of the tiny config: a checkpoint of CONFIG's kind on disk, a critic and a reference."""
+    config = dataclasses.replace(CONFIG, vocab_size=vocab_size)
+    models.save(folder, config, jax.device_get(transformer.init(config, jax.random.key(0))))
     return dict(
         model__path=str(folder), engine__quantization="none", train__microbatch_rows=8,
         train__minibatches=1, train__epochs=2, correction__kl_coeff=0.1,
         correction__advantage="gae",
     )
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+    return overrides(tmp_path_factory.mktemp("model") / "qwen2", CONFIG.vocab_size)
 
 
 SPREAD = dict(mesh__train=(1, 4, 2), mesh__serve=(4, 1, 2))
@@ -183,7 +197,9 @@ def two_updates(setup):
     return out, state
 
 
-def test_eight_devices_give_the_numbers_of_one(fields):
+@pytest.mark.parametrize("vocab_size", [24, 25])  # the tensor shards do not divide 25
+def test_eight_devices_give_the_numbers_of_one(vocab_size, tmp_path):
+    fields = overrides(tmp_path / "qwen2", vocab_size)
     spread, spread_state = two_updates(train.build(tiny.config(**fields, **SPREAD)))
     single, single_state = two_updates(tiny.setup(**fields))
     assert len(spread_state["policy"].params["layers"]["q"].sharding.device_set) == 8

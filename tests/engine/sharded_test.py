@@ -25,13 +25,14 @@ KINDS = [
 FIELDS = ("logp_behav", "logp_raw", "entropy")
 
 
-# A block of 128 tokens spans all parts of 24; 304 / 2 and 304 / 8 cut blocks; 512 / 2 does not.
+# A block of 128 tokens spans all parts of 24; 304 / 2 and 304 / 8 cut blocks; 512 / 2 does not; 301
+# is not divided.
 @pytest.mark.parametrize("v, shape", [
-    (24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8)), (512, (2, 2, 2)),
+    (24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8)), (512, (2, 2, 2)), (301, (4, 1, 2)),
 ])
 @pytest.mark.parametrize("kinds", [KINDS[:2], KINDS], ids=["plain", "filtered"])
 def test_a_split_vocabulary_draws_what_the_whole_one_draws(v, shape, kinds):
-    layout = sharding.layout(shape, sharding.SERVE_RULES)
+    layout = sharding.layout(shape, sharding.SERVE_RULES, vocab_size=v)
     rows = SamplingRows.of([kinds[i % len(kinds)] for i in range(ROWS)])
     ids = np.arange(ROWS, dtype=np.uint32)
     args = logits(v), rows, sampling.row_keys(ids, ids + 7), ids.astype(np.int32)

@@ -14,6 +14,7 @@ from jaxrl_tis.kernels.logprob import Head
 from tests import tpu
 from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
 
+WHOLE_VOCABULARY = sharding.TRAIN_RULES | {"vocab": None}
 POSITIONS_CUT = sharding.TRAIN_RULES | {"batch": "data", "length": "fsdp"}
 
 
@@ -24,6 +25,7 @@ POSITIONS_CUT = sharding.TRAIN_RULES | {"batch": "data", "length": "fsdp"}
         ((1, 2, 4), sharding.TRAIN_RULES, dict(b=3, d=8, v=100, vocab_axis=1)),  # a row is added
         ((2, 1, 4), sharding.SERVE_RULES, dict(b=2, d=7, v=100, vocab_axis=0, kept_size=5)),
         ((2, 2, 2), POSITIONS_CUT, dict(b=2, d=8, v=98, kept_size=5)),
+        ((1, 2, 4), WHOLE_VOCABULARY, dict(b=2, d=8, v=97)),
     ],
 )
 @pytest.mark.parametrize("chunk", [9, 1000])
