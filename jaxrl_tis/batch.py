@@ -165,8 +165,11 @@ class Packer:
         return cls(max_length, length, microbatch_rows, shards, MAX_SEGMENTS)
 
     def plan(self, lengths: np.ndarray) -> "Packing":
-        """First-fit decreasing, then whole rows dealt out, the fullest first, so that the shards get
-        about equally many tokens where each gets several rows.
+        """As few micro-batches as first-fit decreasing needs, their rows filled evenly.
+
+        The longest sequence first, each goes to the emptiest row of those micro-batches; where that
+        leaves one without a place, all stay where first-fit has them. Then the rows are dealt out
+        to the shards, the fullest first.
 
         Args:
           lengths: [N] tokens of each sequence; ValueError for one that exceeds max_length.
@@ -176,8 +179,15 @@ class Packer:
                 f"a sequence has {lengths.max()} tokens, packed rows are planned for at most "
                 f"{self.max_length}"
             )
-        order, row_of = self._first_fit(lengths)
+        order = np.argsort(-lengths, kind="stable")
+        first = lambda fits, free: np.argmax(fits)
+        emptiest = lambda fits, free: np.argmax(np.where(fits, free, -1))
+        row_of = self._place(lengths[order], len(lengths), first)
         num_rows = row_of.max(initial=-1) + 1
+        whole = -(-num_rows // self.microbatch_rows) * self.microbatch_rows
+        even = self._place(lengths[order], whole, emptiest)
+        if (even >= 0).all():
+            row_of, num_rows = even, whole
         filled = np.bincount(row_of, weights=lengths[order], minlength=num_rows)
         place = np.empty(num_rows, np.int64)
         place[np.argsort(-filled, kind="stable")] = self._deal(num_rows)
@@ -192,17 +202,19 @@ class Packer:
         shape = (self.num_microbatches(len(lengths)), self.microbatch_rows, self.length)
         return Packing(lengths, row, offset, segment, shape)
 
-    def _first_fit(self, lengths):
-        """(sequences from the longest down, the row of each)."""
-        order = np.argsort(-lengths, kind="stable")
-        free = np.full(len(lengths), self.length)
-        room = np.full(len(lengths), self.max_segments)
-        row_of = np.empty(len(lengths), np.int64)
-        for i, sequence in enumerate(order):
-            row_of[i] = np.argmax((free >= lengths[sequence]) & (room > 0))
-            free[row_of[i]] -= lengths[sequence]
+    def _place(self, lengths, num_rows, choose):
+        """[N] the row that is chosen for each sequence in turn; -1 from the first without one on."""
+        free = np.full(num_rows, self.length)
+        room = np.full(num_rows, self.max_segments)
+        row_of = np.full(len(lengths), -1)
+        for i, length in enumerate(lengths):
+            fits = (free >= length) & (room > 0)
+            if not fits.any():
+                break
+            row_of[i] = choose(fits, free)
+            free[row_of[i]] -= length
             room[row_of[i]] -= 1
-        return order, row_of
+        return row_of
 
     def _deal(self, num_rows):
         """Places of rows from the fullest down: one to each shard, to and fro."""
@@ -264,10 +276,11 @@ class Packing:
         return rows
 
     def metrics(self, shards: int) -> dict[str, float]:
-        """Rows in use, how full they are, and the tokens of the fullest shard over the mean."""
+        """Rows of the micro-batches in use, how full they are, and the tokens of the fullest shard
+        over the mean."""
         shard = self.row % self.shape[1] // (self.shape[1] // shards)
         tokens = np.bincount(shard, weights=self.lengths, minlength=shards)
-        num_rows = len(np.unique(self.row))
+        num_rows = (self.row.max() // self.shape[1] + 1) * self.shape[1]
         return {
             "packing/rows": num_rows,
             "packing/fill_ratio": self.lengths.sum() / (num_rows * self.shape[2]),
