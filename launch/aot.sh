@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the TPU configs at full size, without a TPU: ./launch/aot.sh [folder for logs and JSON]
-# About 20 minutes on two cores; the tables of docs/tpu.md are its output.
+# About 6 minutes on two cores; the tables of docs/tpu.md are its output.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
