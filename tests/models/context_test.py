@@ -96,6 +96,21 @@ def test_chunks_of_queries(monkeypatch):
     check_context(80, 4)  # 20 queries in a shard: a whole chunk and a part of one
 
 
+def test_a_row_of_32k_tokens():
+    """Beside float64 sums for queries at the edges of all shards and segments."""
+    length, shards = 32_768, 8
+    q, k, v = (RNG.normal(0, 1, (1, length, 1, 8)).astype(np.float32) for _ in range(3))
+    segment_ids, layout = crossing(length)[1:], train_layout(1, 1, 1, shards)
+    run = jax.jit(lambda *x: attention.row_attention(*x, segment_ids, layout))
+    out = np.asarray(run(q, k, v))
+    edges = np.r_[np.arange(shards) * (length // shards), np.flatnonzero(np.diff(segment_ids[0])) + 1]
+    for t in np.unique(np.r_[edges, edges - 1, length - 1] % length):
+        seen = np.flatnonzero(segment_ids[0, : t + 1] == segment_ids[0, t])
+        scores = k[0, seen, 0].astype(np.float64) @ q[0, t, 0] * 8**-0.5
+        probs = np.exp(scores - scores.max())
+        close(out[0, t, 0], probs @ v[0, seen, 0] / probs.sum(), err_msg=str(t))
+
+
 def test_splash(monkeypatch):
     """A TPU's program, its kernels interpreted; each shard has its own part of the causal mask."""
     kernel = attention._splash_kernel
