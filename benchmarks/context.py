@@ -1,0 +1,245 @@
+"""Attention over the mesh axis "context": gathered keys and values, and a ring, compiled for v5p.
+
+    python -m benchmarks.context [--model=32b] [--shards=2,4,8] [--length=32768] [--layers=3]
+
+First the ring's numbers and gradients are compared with `row_attention` on one CPU device. Then the
+forms are compiled, in a scan over layers of projections and attention that keeps only their inputs,
+and the compiler's figures for one device printed. A ring's steps are either unrolled, so that the
+next keys may travel while a kernel runs, or a loop, which holds fewer arrays. Nothing runs on a TPU
+and nothing is timed but the compiler. The ring calls private functions of jax's splash attention.
+
+All forms sum the gradients of the weights by `all-reduce`, the gathered one those of its keys too.
+Collectives count whole arrays: the result of a gather, the operand of a sum.
+"""
+
+import argparse
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+from jaxrl_tis import sharding
+from jaxrl_tis.chips import Topology
+from jaxrl_tis.hlo import Module
+from jaxrl_tis.models.attention import SPLASH_BLOCK, row_attention
+
+# Embedding, query heads, key/value heads, head size.
+MODELS = {"32b": (5120, 40, 8, 128), "0.5b": (896, 14, 2, 64)}
+TENSOR = 2
+# Context shards -> a slice of TENSOR times as many chips.
+TOPOLOGIES = {2: "v5p:2x2x1", 4: "v5p:2x2x2", 8: "v5p:2x2x4", 16: "v5p:2x4x4"}
+MIB = 2**20
+
+
+@functools.cache
+def splash_kernel(length: int, is_causal: bool, interpret: bool):
+    """Of the queries and the keys of one shard each; gives (output, (log-sum-exp,))."""
+    block = math.gcd(length, SPLASH_BLOCK)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    mask = splash_attention.CausalMask if is_causal else splash_attention.FullMask
+    with jax.ensure_compile_time_eval():
+        return splash_attention.make_splash_mha(
+            splash_attention.MultiHeadMask([mask((length, length))]),
+            block_sizes=splash_attention.BlockSizes(**{f"block_{name}": block for name in names}),
+            head_shards=1, q_seq_shards=1, save_residuals=True, interpret=interpret,
+        )
+
+
+def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
+    """Attention of a device's queries to its own keys and, as they come around, to those of earlier
+    shards; arrays of its rows with heads first, gradients summed in float32.
+
+    In step s device i has the keys of shard i - s; where that is negative they are later ones. Each
+    query sees itself in step 0, so the log-sum-exp is finite from there on, and against it the
+    weight of a shard that has nothing of the query's segment is zero, forward and backward.
+    """
+    pairs = [(i, (i + 1) % shards) for i in range(shards)]
+    turned = lambda tree: jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)
+    float32 = lambda x: x.astype(jnp.float32)
+    repeat = functools.partial(jax.lax.fori_loop, 1, shards, unroll=unroll)
+
+    def merged(so_far, q, keys, segments):
+        (out, lse), (k, v, segments_k) = so_far, keys
+        ids = splash_attention.SegmentIds(segments, segments_k)
+        new_out, (new_lse,) = jax.vmap(full)(q, k, v, ids)
+        total = jnp.logaddexp(lse, new_lse)
+        share, new_share = (jnp.exp(x - total)[..., None] for x in (lse, new_lse))
+        return out * share + float32(new_out) * new_share, total
+
+    def forward(q, k, v, segments):
+        place, keys = jax.lax.axis_index(axis), (k, v, segments)
+        ids = splash_attention.SegmentIds(segments, segments)
+        out, (lse,) = jax.vmap(causal)(q, k, v, ids)
+
+        def one(step, carry):
+            so_far, keys = carry[0], turned(carry[1])
+            skip = lambda so_far, *_: so_far
+            return jax.lax.cond(place >= step, merged, skip, so_far, q, keys, segments), keys
+
+        (out, lse), _ = repeat(one, ((float32(out), lse), keys))
+        out = out.astype(q.dtype)
+        return out, (q, k, v, segments, out, lse)
+
+    def gradients(kernel, kept, keys, dout):
+        """Of a step, for q, k and v, with the output and the log-sum-exp of all steps."""
+
+        def of_row(q, segments, out, lse, dout, k, v, segments_k):
+            ids = splash_attention.SegmentIds(segments, segments_k)
+            kept = q, k, v, ids, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info
+            return splash_attention_kernel._splash_attention_bwd(
+                **kernel.kwargs, res=kept, do=dout
+            )[3:6]
+
+        q, _, _, segments, out, lse = kept
+        return jax.vmap(of_row)(q, segments, out, lse, dout, *keys)
+
+    def backward(kept, dout):
+        q, k, v, segments = kept[:4]
+        place, keys = jax.lax.axis_index(axis), (k, v, segments)
+        dq, dk, dv = gradients(causal, kept, keys, dout)
+        total = tuple(map(float32, (dq, dk, dv)))
+
+        def added(total, keys):
+            return tuple(a + float32(b) for a, b in zip(total, gradients(full, kept, keys, dout)))
+
+        def one(step, carry):
+            (dq, *dkv), keys = carry
+            total, keys = (dq, *turned(dkv)), turned(keys)
+            return jax.lax.cond(place >= step, added, lambda total, _: total, total, keys), keys
+
+        total, _ = repeat(one, (total, keys))
+        total = total[0], *turned(total[1:])
+        return *(t.astype(x.dtype) for t, x in zip(total, (q, k, v))), None
+
+    attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def ring_attention(q_bthk, k_btnk, v_btnk, segments_bt, layout, unroll: bool) -> jax.Array:
+    """`row_attention` where the keys and values of a row are never whole on a device."""
+    shards = layout.mesh.shape["context"]
+    interpret = layout.mesh.devices.flat[0].platform == "cpu"
+    length = q_bthk.shape[1] // shards
+    causal, full = (splash_kernel(length, x, interpret) for x in (True, False))
+    attend = ring("context", shards, causal, full, unroll)
+
+    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt):
+        heads_first = lambda x: jnp.swapaxes(x, 1, 2)
+        scaled = (q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5).astype(q_bthk.dtype)
+        return heads_first(attend(*map(heads_first, (scaled, k_btnk, v_btnk)), segments_bt))
+
+    spec = lambda *axes: layout.sharding(axes).spec
+    queries = spec("batch", "length", "heads", None)
+    keys = spec("batch", "length", "kv_heads", None)
+    return jax.shard_map(
+        attend_locally, mesh=layout.mesh, in_specs=(queries, keys, keys, spec("batch", "length")),
+        out_specs=queries, check_vma=False,
+    )(q_bthk, k_btnk, v_btnk, segments_bt)
+
+
+def largest_differences(shards: int, unroll: bool, length: int = 1024) -> dict[str, float]:
+    """Of the ring on CPU devices from `row_attention` on one, float32; AssertionError over 2e-5."""
+    rng = np.random.default_rng(0)
+    draw = lambda heads: rng.normal(0, 1, (2, length, heads, 128)).astype(np.float32)
+    q, k, v, weights = draw(4), draw(2), draw(2), draw(4)
+    ends = np.array([[0.1, 0.3, 0.62, 0.9], [0.2, 0.26, 0.85, 1.0]]) * length
+    segments = 1 + np.sum(np.arange(length)[None, :, None] >= ends[:, None], axis=2)
+    segments = np.where(segments == 5, 0, segments).astype(np.int32)  # what is left is padding
+    layout = sharding.layout((1, 1, 1, shards), sharding.TRAIN_RULES)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values(attend, *arrays):
+        out, pull = jax.vjp(lambda *x: attend(*x, segments), *arrays)
+        return out, *pull(jnp.asarray(weights))
+
+    found = values(lambda *x: ring_attention(*x, layout, unroll), q, k, v)
+    expected = values(row_attention, q, k, v)
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    names = ("output", "dq", "dk", "dv")
+    return {n: float(np.max(np.abs(a - b))) for n, a, b in zip(names, found, expected)}
+
+
+def lowered(attend: Callable, layout, model: str, length: int, layers: int) -> jax.stages.Lowered:
+    """Loss and gradients of layers of attention, one row of bfloat16."""
+    embed, heads, kv_heads, size = MODELS[model]
+
+    def struct(shape, *axes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(axes))
+
+    project = lambda n, axis: struct((layers, embed, n, size), "layers", "embed", axis, None)
+    weights = {
+        "q": project(heads, "heads"), "k": project(kv_heads, "kv_heads"),
+        "v": project(kv_heads, "kv_heads"),
+        "o": struct((layers, heads, size, embed), "layers", "heads", None, "embed"),
+    }
+
+    def loss(weights, x_btd, segments_bt):
+        @jax.checkpoint
+        def layer(x_btd, w):
+            q, k, v = (jnp.einsum("btd,dhk->bthk", x_btd, w[name]) for name in "qkv")
+            out_bthk = attend(q, k, v, segments_bt, layout)
+            out_btd = x_btd + jnp.einsum("bthk,hkd->btd", out_bthk, w["o"])
+            return layout.constrain(out_btd, ("batch", "length", None)), None
+
+        x_btd, _ = jax.lax.scan(layer, x_btd, weights)
+        return jnp.mean(jnp.square(x_btd.astype(jnp.float32)))
+
+    return jax.jit(jax.value_and_grad(loss)).lower(
+        weights, struct((1, length, embed), "batch", "length", None),
+        struct((1, length), "batch", "length", dtype=jnp.int32),
+    )
+
+
+def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> None:
+    start = time.perf_counter()
+    compiled = program.compile()
+    seconds = time.perf_counter() - start
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    counts, moved = Counter(), Counter()
+    for c in module.collectives(mesh):
+        if "context" in c.axes:
+            counts[c.kind] += c.runs
+            moved[c.kind] += c.runs * c.bytes
+    print(
+        f"{shards:6d}  {name:13s}  {memory.temp_size_in_bytes / MIB:8.1f}  "
+        f"{memory.peak_memory_in_bytes / MIB:8.1f}  {memory.argument_size_in_bytes / MIB:8.1f}  "
+        f"{seconds:7.1f}  "
+        + ", ".join(f"{counts[k]} {k} {moved[k] / MIB:.0f}" for k in sorted(counts)), flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, default="32b")
+    parser.add_argument("--shards", default="2,4,8", help="of the context axis")
+    parser.add_argument("--length", type=int, default=32_768)
+    parser.add_argument("--layers", type=int, default=3)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
+    jax.config.update("jax_num_cpu_devices", 4)
+    forms = {"gathered": row_attention}
+    for name, unroll in (("unrolled ring", True), ("looped ring", False)):
+        forms[name] = functools.partial(ring_attention, unroll=unroll)
+        found = ", ".join(f"{k} {v:.1e}" for k, v in largest_differences(4, unroll).items())
+        print(f"{name}, largest differences: {found}")
+    print(f"{args.model}, a row of {args.length} tokens, {args.layers} layers; MiB on a device")
+    print(f"shards  {'form':13s}      temp      peak  argument  seconds  over context: count, MiB")
+    for shards in map(int, args.shards.split(",")):
+        devices = Topology.parse(TOPOLOGIES[shards]).devices()
+        layout = sharding.layout((1, 1, TENSOR, shards), sharding.TRAIN_RULES, devices)
+        for name, attend in forms.items():
+            program = lowered(attend, layout, args.model, args.length, args.layers)
+            report(name, shards, program, dict(layout.mesh.shape))
+
+
+if __name__ == "__main__":
+    main()
