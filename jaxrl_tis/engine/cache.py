@@ -234,6 +234,9 @@ def append(
 ):
     """For T new tokens of every slot, at places index_bt of its pages; a token whose key is there
     already, or that nobody waits for (is_written False), writes to page 0."""
+    paged = PAGED[numerics]
+    if numerics == "fast" and layout.mesh.devices.flat[0].platform == "cpu":
+        paged = attention.paged_attention_by_length
 
     def step(q_bthk, k_btnk, v_btnk, cache, index_bt, is_written_bt, table_bp):
         page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)
@@ -244,7 +247,7 @@ def append(
             new = cache.append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
             )
-            return PAGED[numerics](q_bthk, new.read, table_bp, index_bt), new
+            return paged(q_bthk, new.read, table_bp, index_bt), new
 
         args = q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp
         has_kernel = numerics == "fast" and decode_attention.is_supported(cache.size)

@@ -64,6 +64,23 @@ def test_pages_in_blocks_equal_numpy(size):
     np.testing.assert_allclose(jax.jit(attend)(q), reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("b", [16, 17, 37])
+def test_rows_by_length_equal_numpy(b):
+    """Of any lengths in any order, in one group, in one and a row, in two and five rows."""
+    pages, size = 9, 8
+    places = np.stack([RNG.permutation(np.arange(b) * 71 // b), RNG.integers(0, 72, b)], axis=1)
+    q, k, v = arrays(b, 2, pages * size, 2, 1, 4)
+    table = 1 + RNG.permutation(b * pages).reshape(b, pages)
+    pool = np.full((2, 1 + b * pages, 1, size, 4), np.nan, np.float32)
+    for i, x in enumerate((k, v)):
+        pool[i, table] = np.swapaxes(x.reshape(b, pages, size, 1, 4), 2, 3)
+    read = cache.KV(*jnp.asarray(pool), None, None).read
+    attend = lambda *rows: attention.paged_attention_by_length(rows[0], read, *rows[1:])
+    out = jax.jit(attend)(q, jnp.asarray(table), jnp.asarray(places))
+    mask = np.arange(pages * size) <= places[..., None]
+    np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+
+
 def test_row_mask_by_hand():
     # Two segments and padding: causal within the segment, never across.
     mask = np.asarray(attention.row_mask(jnp.array([[1, 1, 2, 2, 0]])))[0]
