@@ -1,8 +1,10 @@
 """The programs of a run from shapes alone, compiled for devices that need not exist."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +32,8 @@ class Compiled:
 
     Attributes:
       args: abstract arguments.
-      memory: the compiler's byte counts on one device; module: its HLO. None where it refused.
+      memory: the compiler's byte counts on one device; None where it refused.
+      module: its HLO; of a refused program if the refusal names no array, else None.
       refusal: what the compiler said.
     """
 
@@ -106,10 +109,22 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(name, args, time.monotonic() - start, refusal=str(error))
+        seconds = time.monotonic() - start
+        module = None if "Size: " in str(error) else _refused_module(lowered, options)
+        return Compiled(name, args, seconds, module=module, refusal=str(error))
     seconds = time.monotonic() - start
     module = Module(executable.as_text())
     return Compiled(name, args, seconds, executable.memory_analysis(), module)
+
+
+def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Module | None:
+    """What the compiler had made when it gave up; None if it wrote nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options=options | dump)
+        files = sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
+        return Module(files[-1].read_text(encoding="utf-8")) if files else None
 
 
 def resident(setup: build.Setup) -> dict[str, Any]:

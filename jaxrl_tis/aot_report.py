@@ -51,14 +51,14 @@ def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> 
             "activations": work.activation_bytes,
         },
     }
-    if made.module is None:
+    if made.refusal:
         memory, over, where = _refused(made, beside, hbm)
         found |= {"refusal": made.refusal[:2000]}
     else:
         memory, where = _memory(made.memory, beside, hbm), "hbm"
         over = memory["peak_bytes"] + beside - hbm
         found |= _hlo(setup, topology, made, work)
-    fits = made.module is not None and over <= 0
+    fits = not made.refusal and over <= 0
     return found | {
         "memory": memory, "fits": fits, "over_bytes": max(0, over), "over_in": where,
         "largest": largest(made),
