@@ -25,7 +25,7 @@ MASKED = -1e30
 LONG_ROW = 1024
 QUERY_CHUNK = 512
 PAGED_BLOCK = 64  # positions of pages that are attended to together
-ROW_GROUP = 16  # rows of about the same length that are attended to together
+HALVED_FROM = 32  # rows, of which the shorter half need not wait for the longer one
 # Splash attention takes whole tiles of 128 tokens; its default block of one tile is small.
 SPLASH_TILE, SPLASH_BLOCK = 128, 512
 SPLASH_RESIDUALS = "splash_residuals"
@@ -248,15 +248,14 @@ def paged_attention(
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """`paged_attention` of rows of any lengths, ROW_GROUP at a time from the shortest up, so that
-    few of them wait for the blocks of a longer one: for CPU, where wide operations gain little."""
+    """`paged_attention` of rows of any lengths, first of the shorter half of them and then of the
+    longer half: for CPU, where smaller operations cost little more than their share."""
     b = len(q_bthk)
-    if b <= ROW_GROUP:
+    if b < HALVED_FROM:
         return paged_attention(q_bthk, read, table_bp, index_bt)
     order_b = jnp.argsort(jnp.max(index_bt, axis=1))
-    count = -(-b // ROW_GROUP)
-    # The longest row again and again fills the last group.
-    taken = order_b[jnp.minimum(jnp.arange(count * ROW_GROUP), b - 1)].reshape(count, ROW_GROUP)
-    group = lambda rows: paged_attention(q_bthk[rows], read, table_bp[rows], index_bt[rows])
-    out = jax.lax.map(group, taken).reshape(-1, *q_bthk.shape[1:])
+    # Of an odd number the longest row comes twice.
+    halves = order_b[jnp.minimum(jnp.arange(b + b % 2), b - 1)].reshape(2, -1)
+    attend = lambda rows: paged_attention(q_bthk[rows], read, table_bp[rows], index_bt[rows])
+    out = jax.lax.map(attend, halves).reshape(-1, *q_bthk.shape[1:])
     return out[jnp.argsort(order_b)]
