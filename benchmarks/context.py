@@ -14,7 +14,6 @@ Collectives count whole arrays: the result of a gather, the operand of a sum.
 
 import argparse
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jaxrl_tis import sharding
 from jaxrl_tis.chips import Topology
 from jaxrl_tis.hlo import Module
-from jaxrl_tis.models.attention import SPLASH_BLOCK, row_attention
+from jaxrl_tis.models.attention import row_attention, splash_blocks
 
 # Embedding, query heads, key/value heads, head size.
 MODELS = {"32b": (5120, 40, 8, 128), "0.5b": (896, 14, 2, 64)}
@@ -41,14 +40,12 @@ MIB = 2**20
 @functools.cache
 def splash_kernel(length: int, is_causal: bool, interpret: bool):
     """Of the queries and the keys of one shard each; gives (output, (log-sum-exp,))."""
-    block = math.gcd(length, SPLASH_BLOCK)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     mask = splash_attention.CausalMask if is_causal else splash_attention.FullMask
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([mask((length, length))]),
-            block_sizes=splash_attention.BlockSizes(**{f"block_{name}": block for name in names}),
-            head_shards=1, q_seq_shards=1, save_residuals=True, interpret=interpret,
+            block_sizes=splash_blocks(length), head_shards=1, q_seq_shards=1,
+            save_residuals=True, interpret=interpret,
         )
 
 
@@ -126,7 +123,7 @@ def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
 def ring_attention(q_bthk, k_btnk, v_btnk, segments_bt, layout, unroll: bool) -> jax.Array:
     """`row_attention` where the keys and values of a row are never whole on a device."""
     shards = layout.mesh.shape["context"]
-    interpret = layout.mesh.devices.flat[0].platform == "cpu"
+    interpret = layout.platform == "cpu"
     length = q_bthk.shape[1] // shards
     causal, full = (splash_kernel(length, x, interpret) for x in (True, False))
     attend = ring("context", shards, causal, full, unroll)

@@ -111,6 +111,11 @@ class Layout:
         """Parts that the rows of a batch are cut into."""
         return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
+    @property
+    def platform(self) -> str:
+        """Of its devices, such as "cpu"."""
+        return self.mesh.devices.flat[0].platform
+
     def sharding(self, axes: tuple) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(axes, self.rules))
 

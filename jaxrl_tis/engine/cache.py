@@ -235,7 +235,7 @@ def append(
     """For T new tokens of every slot, at places index_bt of its pages; a token whose key is there
     already, or that nobody waits for (is_written False), writes to page 0."""
     paged = PAGED[numerics]
-    if numerics == "fast" and layout.mesh.devices.flat[0].platform == "cpu":
+    if numerics == "fast" and layout.platform == "cpu":
         paged = attention.paged_attention_by_length
 
     def step(q_bthk, k_btnk, v_btnk, cache, index_bt, is_written_bt, table_bp):

@@ -129,7 +129,7 @@ class Engine:
         )
         if self.program.is_invariant:
             self._check_invariant()
-        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = self.layout.platform == "cpu"
         self._is_transposed = unroll and on_cpu and not self.program.is_invariant
         options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()

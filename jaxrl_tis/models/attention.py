@@ -107,6 +107,13 @@ def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
     return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
 
 
+def splash_blocks(length: int) -> splash_attention.BlockSizes:
+    """For queries of a device, `length` tokens in whole tiles."""
+    block = math.gcd(length, SPLASH_BLOCK)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    return splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
+
+
 @functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
 def _splash_kernel(length: int, shards: int, interpret: bool = False):
     """Causal splash attention of rows whose queries are cut into shards; None where it cannot be.
@@ -115,15 +122,13 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
     """
     if length % (shards * SPLASH_TILE):
         return None
-    block = math.gcd(length // shards, SPLASH_BLOCK)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes = splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
     # One mask serves all heads.
     mask = splash_attention.CausalMask((length, length))
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
-            splash_attention.MultiHeadMask([mask]), block_sizes=sizes, head_shards=1,
-            q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS, interpret=interpret,
+            splash_attention.MultiHeadMask([mask]), block_sizes=splash_blocks(length // shards),
+            head_shards=1, q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS,
+            interpret=interpret,
         )
 
 
