@@ -1,6 +1,6 @@
 """Attention over the mesh axis "context": gathered keys and values, and a ring, compiled for v5p.
 
-    python -m benchmarks.context [--model=32b] [--shards=2,4,8] [--length=32768] [--layers=3]
+    python -m benchmarks.context [--model=32b] [--shards=2,4,8,16] [--length=32768] [--layers=3]
 
 First the ring's numbers and gradients are compared with `row_attention` on one CPU device. Then the
 forms are compiled, in a scan over layers of projections and attention that keeps only their inputs,
@@ -217,7 +217,7 @@ def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> N
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, default="32b")
-    parser.add_argument("--shards", default="2,4,8", help="of the context axis")
+    parser.add_argument("--shards", default="2,4,8,16", help="of the context axis")
     parser.add_argument("--length", type=int, default=32_768)
     parser.add_argument("--layers", type=int, default=3)
     args = parser.parse_args()

@@ -163,7 +163,7 @@ def layout(
     shape: tuple[int, ...], rules: dict, devices: list | None = None, vocab_size: int = 0
 ) -> Layout:
     """The mesh under the rules; where its tensor shards do not divide a vocabulary of `vocab_size`
-    tokens, each holds all of it. ValueError where a context axis would shard nothing."""
+    tokens, each stores all of it. ValueError where a context axis would shard nothing."""
     mesh = make_mesh(shape, devices)
     if vocab_size % mesh.shape["tensor"]:
         rules = rules | {"vocab": None}

@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Mesh axes over which rows, positions, the vocabulary and the width are cut; none without a
-    mesh."""
+    mesh. What an axis does not divide is filled up here, never where it is stored."""
 
     mesh: Mesh | None = None
     rows: tuple[str, ...] = ()
@@ -51,8 +51,7 @@ class Cut:
     width: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, layout: Any, vocab_size: int) -> "Cut":
-        """ValueError for a vocabulary that the mesh does not divide."""
+    def of(cls, layout: Any) -> "Cut":
         if layout is None or layout.mesh.size == 1:
             return cls()
 
@@ -60,12 +59,9 @@ class Cut:
             (entry,) = layout.sharding((name,)).spec
             return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
-        cut = cls(layout.mesh, *map(axes, ("batch", "length", "vocab", "embed")))
-        if vocab_size % cut.count(cut.vocab):
-            raise ValueError(
-                f"a vocabulary of {vocab_size} cannot be cut into {cut.count(cut.vocab)} shards "
-                f"over {cut.vocab}; choose another mesh"
-            )
+        # Devices that each store the whole vocabulary, as heads cannot be, share its columns still.
+        vocab = axes("vocab") or axes("mlp")
+        cut = cls(layout.mesh, axes("batch"), axes("length"), vocab, axes("embed"))
         if not set(cut.width) <= set(cut.tokens):
             raise ValueError(f"the width is cut over {cut.width}, tokens only over {cut.tokens}")
         return cut
@@ -84,6 +80,13 @@ class Cut:
         missing = -x.shape[0] % self.count(self.rows), -x.shape[1] % self.count(self.positions)
         width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
         return jnp.pad(x, width, constant_values=value)
+
+    def fill_head(self, head: Head) -> Head:
+        """With as many columns on each device; the last ones, of zeros, are no tokens."""
+        missing = -head.vocab_size % self.count(self.vocab) if self.vocab else 0
+        width = ((0, missing), (0, 0))
+        weight = jnp.pad(head.weight, width if head.vocab_axis == 0 else width[::-1])
+        return dataclasses.replace(head, weight=weight)
 
     def head_spec(self, head: Head) -> PartitionSpec:
         cuts = (self.vocab, self.width)
@@ -114,25 +117,33 @@ class Cut:
         rest = tuple(a for a in self.tokens if a not in self.width)
         return jax.lax.psum(weight_bar, rest) if rest else weight_bar
 
-    def local_ids(self, ids: jax.Array, vocab_size: int) -> jax.Array:
+    def local_size(self, vocab_size: int, columns: int) -> jax.Array | int:
+        """How many of this device's columns are tokens."""
+        if not self.vocab or columns * self.count(self.vocab) == vocab_size:
+            return columns
+        return jnp.clip(vocab_size - jax.lax.axis_index(self.vocab) * columns, 0, columns)
+
+    def local_ids(self, ids: jax.Array, columns: int) -> jax.Array:
         """Token ids counted from the first of this device's; ELSEWHERE for other devices'."""
         if not self.vocab:
             return ids
-        local = ids - jax.lax.axis_index(self.vocab) * vocab_size
-        return jnp.where((local >= 0) & (local < vocab_size), local, ELSEWHERE)
+        local = ids - jax.lax.axis_index(self.vocab) * columns
+        return jnp.where((local >= 0) & (local < columns), local, ELSEWHERE)
 
-    def local_kept(self, kept: Kept | None, vocab_size: int) -> Kept | None:
+    def local_kept(self, kept: Kept | None, columns: int) -> Kept | None:
         if kept is None:
             return None
-        return kept._replace(ids_bnk=self.local_ids(kept.ids_bnk, vocab_size))
+        return kept._replace(ids_bnk=self.local_ids(kept.ids_bnk, columns))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How scores are computed: which body, and arguments of `token_logprob`."""
+    """How scores are computed: which body, tokens of the vocabulary, arguments of
+    `token_logprob`."""
 
     body: str
     cut: Cut
+    vocab_size: int
     chunk: int
     with_entropy: bool
     with_collision: bool
@@ -168,14 +179,15 @@ def token_logprob(
       chunk: positions per chunk outside TPU, summed over the rows of a device.
       kept: sets that the distributions are restricted to; chunked on every platform.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
-        "length", the head over those for "vocab" and "embed". None is one device.
+        "length", the head over those for "vocab" and "embed". None is one device. No axis need
+        divide anything but the width.
       numerics: "invariant" gives the sampler's bits on every platform, see models/invariant.py.
     """
     b, n = targets_bn.shape
-    cut = Cut.of(layout, head.vocab_size)
-    inputs = head, cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    cut = Cut.of(layout)
+    inputs = cut.fill_head(head), cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
     run = lambda body: functools.partial(
-        scores, Plan(body, cut, chunk, with_entropy, with_collision)
+        scores, Plan(body, cut, head.vocab_size, chunk, with_entropy, with_collision)
     )
     if kept is not None:
         kept = Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn))
@@ -199,7 +211,7 @@ def scores(
     temperature_bn: jax.Array,
     kept: Kept | None,
 ) -> Scores:
-    """`token_logprob` as planned, of rows and positions that the mesh divides."""
+    """`token_logprob` as planned, of rows, positions and a head that the mesh divides."""
     return _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept)[0]
 
 
@@ -208,9 +220,10 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept):
 
     def body(head, x, targets, temperature, kept):
         head = cut.whole_width(head, x)
-        v = head.vocab_size
+        columns = head.vocab_size
         inputs = (
-            head, x, cut.local_ids(targets, v), temperature, cut.local_kept(kept, v),
+            head, x, cut.local_ids(targets, columns), temperature,
+            cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
             plan.chunk, plan.with_entropy, plan.with_collision,
         )
         if plan.body == "invariant":
@@ -257,10 +270,11 @@ def _backward(plan, saved, cotangents: Scores):
 
     def body(head, x, fields, kept, logits):
         local = cut.whole_width(head, x)
-        v = local.vocab_size
+        columns = local.vocab_size
         x_bar, weight_bar = BODIES[plan.body].gradients(
-            local, x, fields._replace(targets=cut.local_ids(fields.targets, v)),
-            cut.local_kept(kept, v), logits, plan.chunk, plan.with_entropy,
+            local, x, fields._replace(targets=cut.local_ids(fields.targets, columns)),
+            cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
+            logits, plan.chunk, plan.with_entropy,
         )
         x_bar = jax.lax.psum(x_bar, cut.vocab) if cut.vocab else x_bar
         weight_bar = cut.sum_over_tokens(weight_bar, 1 - head.vocab_axis)

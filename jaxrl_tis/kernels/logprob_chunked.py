@@ -105,14 +105,17 @@ class Fields(NamedTuple):
         return (self.g_logp != 0) | (self.g_entropy != 0)
 
 
-def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision):
-    """(Moments, logits [1,B,N,V] of a single chunk or None); arguments as in `token_logprob`."""
+def moments(
+    head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision
+):
+    """(Moments, logits [1,B,N,V] of a single chunk or None); the first `size` columns of the head
+    are tokens, the other arguments as in `token_logprob`."""
     split, join = chunks(targets_bn.shape, chunk)
     head = head.cast(x_bnd)[0]
 
     def body(carry, inputs):
         x, targets, temperature, kept = inputs
-        logits = restrict(head.logits(x) / temperature[..., None], kept)
+        logits = restrict(head.logits(x) / temperature[..., None], kept, size)
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top)
         zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -129,7 +132,7 @@ def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, 
     return Moments(*map(join, found)), logits
 
 
-def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
+def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
     """Gradients of x and, in float32, of the head's weight."""
     split, join = chunks(fields.targets.shape, chunk)
     head = head.cast(x_bnd)[0]
@@ -140,7 +143,7 @@ def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
         x = jnp.where(is_live, x, 0)
         inverse = 1 / f.temperature[..., None]
         if logits is None:
-            logits = restrict(head.logits(x) * inverse, kept)
+            logits = restrict(head.logits(x) * inverse, kept, size)
         logp = logits - f.normaliser[..., None]
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
         factor = f.g_logp[..., None]
@@ -158,11 +161,15 @@ def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
     return join(x_bar), weight_bar
 
 
-def restrict(logits: jax.Array, kept: Kept | None) -> jax.Array:
-    """The logits with everything outside the kept sets excluded; other shards' ids are dropped."""
+def restrict(logits: jax.Array, kept: Kept | None, size: jax.Array | int) -> jax.Array:
+    """The logits without what is outside the kept sets or beyond the first `size`; other shards'
+    ids are dropped."""
+    vocab = logits.shape[-1]
+    if not isinstance(size, int):
+        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        logits = jnp.where(ids < size, logits, EXCLUDED)
     if kept is None:
         return logits
-    vocab = logits.shape[-1]
     in_range = (kept.ids_bnk >= 0) & (kept.ids_bnk < vocab)
     b, c, _ = (jnp.arange(n).reshape(shape) for n, shape in zip(
         logits.shape, ((-1, 1, 1), (1, -1, 1), (1, 1, -1))

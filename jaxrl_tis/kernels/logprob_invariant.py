@@ -10,7 +10,7 @@ gradients = logprob_chunked.gradients
 
 
 def finished(
-    head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision,
+    head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision,
     axes: tuple, count: int,
 ):
     """(logp, entropy, collision), normaliser [B,N] of the whole vocabulary, of which each of
@@ -19,7 +19,7 @@ def finished(
 
     def part(inputs):
         x_bcd, targets_bc, temperature_bc, kept = inputs
-        logits_bcv = logprob_chunked.restrict(invariant.local_logits(x_bcd, head), kept)
+        logits_bcv = logprob_chunked.restrict(invariant.local_logits(x_bcd, head), kept, size)
         v = logits_bcv.shape[-1]
         rows = logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1)
         plan = with_entropy, with_collision, axes, count

@@ -96,12 +96,14 @@ class Tiling:
         )
 
 
-def moments(head, x_bnd, targets_bn, temperature_bn, kept, chunk, with_entropy, with_collision):
+def moments(
+    head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision
+):
     """(Moments, None); the interface of `logprob_chunked.moments`, kept sets apart."""
     del kept, chunk
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, targets_bn.size)
-    fields_tf = t.columns(targets_bn, 1 / temperature_bn)
+    fields_tf = t.columns(targets_bn, 1 / temperature_bn, jnp.full(targets_bn.shape, size))
     count = len(Moments._fields)
     found_tf = t.call(
         functools.partial(_moments_kernel, with_entropy, with_collision),
@@ -123,10 +125,10 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
         lane = jax.lax.broadcasted_iota(jnp.int32, out_ref.shape, 1)
         out_ref[...] = jnp.where(lane == 0, EXCLUDED, 0.0)
 
-    targets, inverse = fields_ref[:, 0:1].astype(jnp.int32), fields_ref[:, 1:2]
+    targets, inverse, size = (fields_ref[:, i : i + 1] for i in range(3))
     logits = t.logits(x_ref[...], w_ref[...], inverse)
     ids = t.ids(tile, logits.shape, 1)
-    logits = jnp.where(ids < t.vocab, logits, EXCLUDED)
+    logits = jnp.where(ids < size.astype(jnp.int32), logits, EXCLUDED)
     old_top, old_total = out_ref[:, 0:1], out_ref[:, 1:2]
     top = jnp.maximum(old_top, jnp.max(logits, axis=1, keepdims=True))
     down = old_top - top
@@ -140,10 +142,10 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
         out_ref[:, 2:3] = old_dot + add(weights * (logits - top))
     if with_collision:
         out_ref[:, 3:4] = scale * scale * out_ref[:, 3:4] + add(weights * weights)
-    out_ref[:, 4:5] += add(jnp.where(ids == targets, logits, 0.0))
+    out_ref[:, 4:5] += add(jnp.where(ids == targets.astype(jnp.int32), logits, 0.0))
 
 
-def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
+def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
     """Gradients of x and, in float32, of the head's weight."""
     del kept, logits, chunk
     dtype, is_live = x_bnd.dtype, fields.is_live()
@@ -152,7 +154,8 @@ def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, fields.targets.size)
     inverse = jnp.where(is_live, 1 / fields.temperature, 0)
-    fields_tf = t.columns(*fields._replace(temperature=inverse))
+    size_bn = jnp.full(inverse.shape, size)
+    fields_tf = t.columns(*fields._replace(temperature=inverse), size_bn)
     x_td = t.rows(x_bnd)
     grid = pl.cdiv(t.tokens, t.token_tile), pl.cdiv(t.vocab, t.vocab_tile)
     tokens_specs = lambda axis: [
@@ -178,8 +181,8 @@ def gradients(head, x_bnd, fields: Fields, kept, logits, chunk, with_entropy):
 
 def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):
     """[tokens, vocabulary] of a tile in the dtype of x."""
-    targets, inverse, normaliser, entropy, g_logp, g_entropy = (
-        fields_ref[:, i : i + 1] for i in range(len(Fields._fields))
+    targets, inverse, normaliser, entropy, g_logp, g_entropy, size = (
+        fields_ref[:, i : i + 1] for i in range(len(Fields._fields) + 1)
     )
     logp = t.logits(x, weight, inverse) - normaliser
     # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
@@ -187,7 +190,7 @@ def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):
     ids = t.ids(tile, logp.shape, 1)
     one_hot = jnp.where(ids == targets.astype(jnp.int32), g_logp, 0.0)
     gradient = (one_hot - jnp.exp(logp) * factor) * inverse
-    return jnp.where(ids < t.vocab, gradient, 0.0).astype(x.dtype)
+    return jnp.where(ids < size.astype(jnp.int32), gradient, 0.0).astype(x.dtype)
 
 
 def _x_kernel(with_entropy, t, fields_ref, x_ref, w_ref, x_bar_ref, sum_ref):

@@ -9,7 +9,9 @@ A row of T tokens packs several sequences, told apart by segment ids. `row_atten
 
 On a mesh each device attends for its own rows and heads. Where a mesh axis shards T, a device keeps
 its own queries and gathers the keys and values of its rows: with grouped queries these are small.
-The shards are contiguous, so the last of n does (2n - 1) / n times the mean work.
+Over many shards they are larger than the device's queries; then one head's are gathered at a time,
+and again in the backward pass. Where a device has several key/value heads, either compiles smaller
+than a ring (benchmarks/context.py). The shards are contiguous, so the last of n does (2n - 1) / n times the mean work.
 """
 
 import functools
@@ -82,11 +84,18 @@ def row_attention(
             return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernel)
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
         first = jax.lax.axis_index(axis) * q_bthk.shape[1]
-        keys = k_btnk, v_btnk, segments_bt, unseen_bt
-        k_bsnk, v_bsnk, segments_bs, unseen_bs = jax.tree.map(gather, keys)
-        return _attend(
-            q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel
-        )
+        segments_bs, unseen_bs = jax.tree.map(gather, (segments_bt, unseen_bt))
+
+        def attend(heads):
+            q_bthk, k_btnk, v_btnk = heads
+            return _attend(
+                q_bthk, gather(k_btnk), gather(v_btnk), segments_bt, segments_bs, unseen_bs,
+                first, kernel,
+            )
+
+        if k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size:
+            return attend((q_bthk, k_btnk, v_btnk))
+        return _by_kv_head(attend, q_bthk, k_btnk, v_btnk)
 
     queries = layout.sharding(("batch", "length", "heads", None)).spec
     keys = layout.sharding(("batch", "length", "kv_heads", None)).spec
@@ -97,6 +106,18 @@ def row_attention(
         in_specs=(queries, keys, keys, segments, segments, blocks), out_specs=queries,
         check_vma=False,
     )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernel)
+
+
+def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
+    """`attend` for one key/value head and its queries at a time; the backward pass does again what
+    splash attention does not keep."""
+    n = k_btnk.shape[2]
+    one = jax.checkpoint(
+        attend, policy=jax.checkpoint_policies.save_only_these_names(SPLASH_RESIDUALS)
+    )
+    split = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], n, -1, x.shape[3]), 2, 0)
+    out_nbtgk = jax.lax.map(one, (split(q_bthk), split(k_btnk), split(v_btnk)))
+    return jnp.moveaxis(out_nbtgk, 0, 2).reshape(q_bthk.shape)
 
 
 def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):

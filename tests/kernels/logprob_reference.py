@@ -2,6 +2,7 @@
 logits."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -109,5 +110,9 @@ def scored(chunk: int = 1000, **options):
 
 def scored_by(body: str, cut: logprob.Cut = logprob.Cut(), chunk: int = 1000):
     """The same by a given body, whatever the platform."""
-    plan = logprob.Plan(body, cut, chunk, with_entropy=True, with_collision=True)
-    return lambda *inputs: logprob.scores(plan, *inputs)
+    plan = functools.partial(
+        logprob.Plan, body, cut, chunk=chunk, with_entropy=True, with_collision=True
+    )
+    return lambda head, *inputs: logprob.scores(
+        plan(head.vocab_size), cut.fill_head(head), *inputs
+    )

@@ -52,16 +52,16 @@ def value_and_gradients(attend, q, k, v):
     return run(q, k, v)
 
 
-def check_context(length, shards):
+def check_context(length, shards, tensor=2):
     """Equal to all scores on one device; unequal where segments end with the shard, which is what
     one knows without the keys of the others."""
     normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
     q, k, v = normal(4), normal(2), normal(2)
-    segment_ids, layout = crossing(length), train_layout(1, 1, 2, shards)
+    segment_ids, layout = crossing(length), train_layout(1, 1, tensor, shards)
     of_row = lambda *x: attention.row_attention(*x, segment_ids, layout)
     of_scores = lambda ids: lambda *x: attention.attention(*x, attention.row_mask(ids))
     sharded = value_and_gradients(of_row, q, k, v)
-    assert sharded[0].sharding.shard_shape(q.shape) == (2, length // shards, 2, 8)
+    assert sharded[0].sharding.shard_shape(q.shape) == (2, length // shards, 4 // tensor, 8)
     for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), q, k, v)):
         close(ours, expected)
     cut = segment_ids + 10 * (np.arange(length) // (length // shards))[None]
@@ -70,8 +70,10 @@ def check_context(length, shards):
             close(ours, unexpected)
 
 
-def test_scores():
-    check_context(32, 4)
+# Two shards gather all keys of a device at once, four those of one of its heads at a time.
+@pytest.mark.parametrize("shards, tensor", [(2, 2), (4, 2), (4, 1)])
+def test_scores(shards, tensor):
+    check_context(32, shards, tensor)
 
 
 def test_keys_that_become_unseen_in_another_shard():
@@ -111,12 +113,13 @@ def test_a_row_of_32k_tokens():
         close(out[0, t, 0], probs @ v[0, seen, 0] / probs.sum(), err_msg=str(t))
 
 
-def test_splash(monkeypatch):
+@pytest.mark.parametrize("length, shards, tensor", [(256, 2, 2), (512, 4, 1)])
+def test_splash(monkeypatch, length, shards, tensor):
     """A TPU's program, its kernels interpreted; each shard has its own part of the causal mask."""
     kernel = attention._splash_kernel
     monkeypatch.setattr(attention, "_splash_kernel", lambda *a: kernel(*a, interpret=True))
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, default: tpu(*arrays))
-    check_context(256, 2)
+    check_context(length, shards, tensor)
 
 
 # The learner
