@@ -11,7 +11,8 @@ On a mesh each device attends for its own rows and heads. Where a mesh axis shar
 its own queries and gathers the keys and values of its rows: with grouped queries these are small.
 Over many shards they are larger than the device's queries; then one head's are gathered at a time,
 and again in the backward pass. Where a device has several key/value heads, either compiles smaller
-than a ring (benchmarks/context.py). The shards are contiguous, so the last of n does (2n - 1) / n times the mean work.
+than a ring (benchmarks/context.py). The shards are contiguous, so the last of n does (2n - 1) / n
+times the mean work.
 """
 
 import functools
