@@ -188,7 +188,9 @@ def _rotation(config: ModelConfig, positions_bt: jax.Array):
     angles = positions_bt[..., None, None].astype(jnp.float32) * jnp.asarray(
         inv_freq, jnp.float32
     ).reshape(1, 1, 1, -1)
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    # As one array, or XLA on CPU computes them again for every layer and head.
+    cos, sin = jax.lax.optimization_barrier(jnp.stack([jnp.cos(angles), jnp.sin(angles)]))
+    return cos * scale, sin * scale
 
 
 def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
