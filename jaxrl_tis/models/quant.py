@@ -147,19 +147,28 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
     """x [..., i] @ w [i, o] -> [..., o] in x's dtype; sums in float32, of s8 x s8 in int32."""
     if isinstance(w, Master):
         return _straight_through(x, w.w, w.scheme)
-    matmul = functools.partial(_matmul, in_axis=int(isinstance(w, Transposed)))
-    if isinstance(w, Transposed):
-        # Else XLA transposes it back before a loop, which is what this saves.
-        x, w = jax.lax.optimization_barrier((x, w.w))
+    is_transposed = isinstance(w, Transposed)
+    w = w.w if is_transposed else w
+
+    def product(x, values, accumulator):
+        if is_transposed:
+            # Else XLA transposes it back before a loop, which is what this saves.
+            x, values = jax.lax.optimization_barrier((x, values))
+        dims = (((x.ndim - 1,), (int(is_transposed),)), ((), ()))
+        return jax.lax.dot_general(
+            x, values.astype(x.dtype), dims, preferred_element_type=accumulator
+        )
+
     if not isinstance(w, QuantArray):
-        return matmul(x, w.astype(x.dtype), jnp.float32).astype(x.dtype)
+        return product(x, w, jnp.float32).astype(x.dtype)
+    scale = w.scale.reshape((1,) * (x.ndim - 1) + (-1,))
     scheme = SCHEMES[w.scheme]
     if not scheme.has_activations:
-        return (matmul(x, w.q.astype(x.dtype), jnp.float32) * _rows(w.scale, x)).astype(x.dtype)
+        return (product(x, w.q, jnp.float32) * scale).astype(x.dtype)
     x_q, x_scale = quantize(x, -1, scheme.dtype)
     accumulator = jnp.int32 if scheme.dtype == jnp.int8 else jnp.float32
-    product = matmul(x_q, w.q, accumulator).astype(jnp.float32)
-    return (product * x_scale * _rows(w.scale, x)).astype(x.dtype)
+    exact = product(x_q, w.q, accumulator).astype(jnp.float32)
+    return (exact * x_scale * scale).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -178,15 +187,6 @@ def _straight_through_bwd(scheme, operands, gradient):
 
 
 _straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
-
-
-def _matmul(x: jax.Array, w: jax.Array, accumulate, in_axis: int) -> jax.Array:
-    dims = (((x.ndim - 1,), (in_axis,)), ((), ()))
-    return jax.lax.dot_general(x, w, dims, preferred_element_type=accumulate)
-
-
-def _rows(scale: jax.Array, x: jax.Array) -> jax.Array:
-    return scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def quantize_params(params: dict, recipe: Recipe) -> dict:
