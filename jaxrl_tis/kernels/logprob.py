@@ -59,7 +59,7 @@ class Cut:
             (entry,) = layout.sharding((name,)).spec
             return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
-        # Devices that each store the whole vocabulary, as heads cannot be, share its columns still.
+        # A vocabulary that is stored whole, as `sharding.layout` has it, is shared out all the same.
         vocab = axes("vocab") or axes("mlp")
         cut = cls(layout.mesh, axes("batch"), axes("length"), vocab, axes("embed"))
         if not set(cut.width) <= set(cut.tokens):
@@ -179,8 +179,8 @@ def token_logprob(
       chunk: positions per chunk outside TPU, summed over the rows of a device.
       kept: sets that the distributions are restricted to; chunked on every platform.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
-        "length", the head over those for "vocab" and "embed". None is one device. No axis need
-        divide anything but the width.
+        "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed".
+        None is one device.
       numerics: "invariant" gives the sampler's bits on every platform, see models/invariant.py.
     """
     b, n = targets_bn.shape
