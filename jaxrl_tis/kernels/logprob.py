@@ -42,7 +42,8 @@ class Scores(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Mesh axes over which rows, positions, the vocabulary and the width are cut; none without a
-    mesh. What an axis does not divide is filled up here, never where it is stored."""
+    mesh. Rows, positions and a vocabulary that these do not divide are filled up, never where
+    they are stored."""
 
     mesh: Mesh | None = None
     rows: tuple[str, ...] = ()

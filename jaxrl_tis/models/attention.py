@@ -9,10 +9,10 @@ A row of T tokens packs several sequences, told apart by segment ids. `row_atten
 
 On a mesh each device attends for its own rows and heads. Where a mesh axis shards T, a device keeps
 its own queries and gathers the keys and values of its rows: with grouped queries these are small.
-Over many shards they are larger than the device's queries; then one head's are gathered at a time,
-and again in the backward pass. Where a device has several key/value heads, either compiles smaller
-than a ring (benchmarks/context.py). The shards are contiguous, so the last of n does (2n - 1) / n
-times the mean work.
+Over many shards they are larger than the device's queries; then those of one of its heads are
+gathered at a time, and again in the backward pass. With several key/value heads on a device either
+compiles smaller than a ring (benchmarks/context.py). The shards are contiguous, so the last of n
+does (2n - 1) / n times the mean work.
 """
 
 import functools
@@ -94,7 +94,8 @@ def row_attention(
                 first, kernel,
             )
 
-        if k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size:
+        is_small = k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size
+        if is_small or k_btnk.shape[2] == 1:
             return attend((q_bthk, k_btnk, v_btnk))
         return _by_kv_head(attend, q_bthk, k_btnk, v_btnk)
 

@@ -1,6 +1,7 @@
 """Heads cut over a mesh: the same numbers on eight devices as on one, and what a TPU exchanges."""
 
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis import sharding
-from jaxrl_tis.kernels import logprob
+from jaxrl_tis.kernels import logprob, logprob_pallas
 from jaxrl_tis.kernels.logprob import Head
 from tests import tpu
 from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
@@ -37,11 +38,16 @@ def test_values_and_gradients_equal_float64(mesh, rules, fields, chunk):
     case.check(case.run(scored(chunk, layout=layout), compiler_options=QUICK))
 
 
-@pytest.mark.parametrize("v, vocab_axis", [(98, 0), (97, 0), (97, 1)])
-def test_kernels_of_a_mesh_equal_float64(v, vocab_axis):
+@pytest.mark.parametrize("mesh, v, vocab_axis", [
+    ((1, 2, 2), 98, 0), ((1, 2, 2), 97, 0), ((1, 2, 2), 97, 1),
+    ((1, 1, 4), 517, 0),  # tiles of 128 and 2 tokens, of which the last shard has 127
+    ((1, 1, 8), 9, 1),  # shards without a token
+])
+def test_kernels_of_a_mesh_equal_float64(mesh, v, vocab_axis):
     case = Case(2, 5, 8, v, vocab_axis)
-    layout = sharding.layout((1, 2, 2), TRAIN_RULES, vocab_size=v)
-    with pltpu.force_tpu_interpret_mode():
+    layout = sharding.layout(mesh, TRAIN_RULES, vocab_size=v)
+    tiles = mock.patch.object(logprob_pallas, "LARGEST_TILE", 128)
+    with tiles, pltpu.force_tpu_interpret_mode():
         score = scored_by("pallas", logprob.Cut.of(layout))
         case.check(case.run(score, compiler_options=QUICK))
 

@@ -1,6 +1,7 @@
 """Rows cut over the mesh axis "context": the numbers of one device, with segments across shards."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,12 @@ def value_and_gradients(attend, q, k, v):
 
 
 def check_context(length, shards, tensor=2):
+    with mock.patch.object(attention, "_by_kv_head", wraps=attention._by_kv_head) as by_kv_head:
+        check_equal(length, shards, tensor)
+    assert by_kv_head.called == (shards == 4 and tensor == 1)
+
+
+def check_equal(length, shards, tensor):
     """Equal to all scores on one device; unequal where segments end with the shard, which is what
     one knows without the keys of the others."""
     normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
@@ -70,7 +77,7 @@ def check_context(length, shards, tensor=2):
             close(ours, unexpected)
 
 
-# Two shards gather all keys of a device at once, four those of one of its heads at a time.
+# Two shards gather all keys of a device at once, four those of one of its two heads at a time.
 @pytest.mark.parametrize("shards, tensor", [(2, 2), (4, 2), (4, 1)])
 def test_scores(shards, tensor):
     check_context(32, shards, tensor)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,13 @@ def test_unrolled_layers_equal_scanned_ones(name):
         np.testing.assert_array_equal(unstacked["layers"][i]["up"], params["layers"]["up"][i])
     scanned = logits(params, CONFIGS[name], TOKENS)
     np.testing.assert_allclose(logits(unstacked, CONFIGS[name], TOKENS), scanned, atol=1e-5)
+
+
+def test_layers_share_the_cosines_of_a_rotation():
+    forward = jax.jit(transformer.logits, static_argnames="config")
+    params = transformer.unstack(params_of("llama"))
+    text = forward.lower(params, CONFIG, TOKENS).compile().as_text()
+    assert len(re.findall(r" = f32\S* cosine\(", text)) == 1
 
 
 def loss(params, program):
