@@ -60,7 +60,7 @@ class Cut:
             (entry,) = layout.sharding((name,)).spec
             return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
-        # A vocabulary that is stored whole, as `sharding.layout` has it, is shared out all the same.
+        # A vocabulary that `sharding.layout` stores whole is shared out here all the same.
         vocab = axes("vocab") or axes("mlp")
         cut = cls(layout.mesh, axes("batch"), axes("length"), vocab, axes("embed"))
         if not set(cut.width) <= set(cut.tokens):

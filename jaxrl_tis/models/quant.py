@@ -167,8 +167,8 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
         return (product(x, w.q, jnp.float32) * scale).astype(x.dtype)
     x_q, x_scale = quantize(x, -1, scheme.dtype)
     accumulator = jnp.int32 if scheme.dtype == jnp.int8 else jnp.float32
-    exact = product(x_q, w.q, accumulator).astype(jnp.float32)
-    return (exact * x_scale * scale).astype(x.dtype)
+    y = product(x_q, w.q, accumulator).astype(jnp.float32)
+    return (y * x_scale * scale).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -2,7 +2,6 @@
 logits."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +109,11 @@ def scored(chunk: int = 1000, **options):
 
 def scored_by(body: str, cut: logprob.Cut = logprob.Cut(), chunk: int = 1000):
     """The same by a given body, whatever the platform."""
-    plan = functools.partial(
-        logprob.Plan, body, cut, chunk=chunk, with_entropy=True, with_collision=True
-    )
-    return lambda head, *inputs: logprob.scores(
-        plan(head.vocab_size), cut.fill_head(head), *inputs
-    )
+
+    def score(head, *inputs):
+        plan = logprob.Plan(
+            body, cut, head.vocab_size, chunk, with_entropy=True, with_collision=True
+        )
+        return logprob.scores(plan, cut.fill_head(head), *inputs)
+
+    return score
