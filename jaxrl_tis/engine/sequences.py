@@ -28,11 +28,10 @@ class Drawn:
     kv_version: int
     segment: int
 
-    def field(self, name: str) -> np.ndarray:
-        if name in OF_RUN:
-            return np.full(self.count, getattr(self, name), np.int32)
+    def field(self, name: str) -> np.ndarray | None:
+        """Of each token; None if that was not recorded."""
         values = getattr(self.result, name)
-        return np.zeros((self.count, 0)) if values is None else values[: self.count, self.slot]
+        return None if values is None else values[: self.count, self.slot]
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,10 +93,19 @@ class Sequence:
 
     def field(self, name: str) -> np.ndarray:
         """What it drew so far."""
-        read = lambda piece: piece.field(name) if isinstance(piece, Drawn) else getattr(piece, name)
-        empty = np.zeros((0, 0) if name in WIDE else 0)
-        pieces = [read(piece) for piece in self.pieces] or [empty]
-        return np.concatenate(pieces).astype(DTYPES[name] if name in DTYPES else np.float32)
+        dtype = DTYPES[name] if name in DTYPES else np.float32
+        if not self.pieces:
+            return np.zeros((0, 0) if name in WIDE else 0, dtype)
+        parts = [getattr(p, name) for p in self.pieces[:1] if isinstance(p, Trajectory)]
+        drawn = self.pieces[len(parts):]
+        if name in OF_RUN:
+            runs = np.array([(getattr(p, name), p.count) for p in drawn], np.int32).reshape(-1, 2)
+            parts.append(np.repeat(*runs.T))
+        elif drawn and drawn[0].field(name) is None:
+            parts.append(np.zeros((sum(p.count for p in drawn), 0)))
+        else:
+            parts += [p.field(name) for p in drawn]
+        return np.concatenate(parts).astype(dtype)
 
     def tokens(self) -> np.ndarray:
         """Prompt and drawn tokens."""

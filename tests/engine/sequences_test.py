@@ -51,6 +51,8 @@ def test_a_resumed_request_has_the_tokens_and_the_segment_of_its_partial():
     r = request("a", (1, 2), partial=sequence().trajectory("abort", "", 5))
     s = Sequence.of(r, order=9, admitted_after=4)
     assert (s.order, s.admitted_after, s.count, s.segment, s.key) == (9, 4, 5, 1, b"")
+    assert s.field("logits")[:, 0].tolist() == [-110, -111, -20, -21, -22]
+    assert s.field("kept").shape == (5, 0) and s.field("kept").dtype == np.int32
     s.filled(version=9)
     s.pieces.append(Drawn(result(30), 0, 1, 9, s.kv_version, s.segment))
     t = s.trajectory("length", "", 6)

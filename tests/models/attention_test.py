@@ -65,20 +65,33 @@ def test_pages_in_blocks_equal_numpy(size):
 
 
 @pytest.mark.parametrize("b", [31, 32, 37])
-def test_rows_by_length_equal_numpy(b):
-    """Of any lengths in any order, as a whole, in equal halves and in unequal ones."""
-    pages, size = 9, 8
-    places = np.stack([RNG.permutation(np.arange(b) * 71 // b), RNG.integers(0, 72, b)], axis=1)
+@pytest.mark.parametrize("shortest", [0, 280], ids=["uneven", "even"])
+def test_rows_by_length_equal_numpy(b, shortest):
+    """Of any lengths in any order, all together and in groups, the last of which may lack rows."""
+    pages, size = 9, 32
+    end = pages * size
+    places = shortest + np.stack(
+        [RNG.permutation(np.arange(b) * (end - shortest) // b), RNG.integers(0, 8, b)], axis=1
+    )
     q, k, v = arrays(b, 2, pages * size, 2, 1, 4)
     table = 1 + RNG.permutation(b * pages).reshape(b, pages)
     pool = np.full((2, 1 + b * pages, 1, size, 4), np.nan, np.float32)
     for i, x in enumerate((k, v)):
         pool[i, table] = np.swapaxes(x.reshape(b, pages, size, 1, 4), 2, 3)
-    read = cache.KV(*jnp.asarray(pool), None, None).read
+    kv, count = cache.KV(*jnp.asarray(pool), None, None), []
+
+    def read(numbers):
+        jax.debug.callback(lambda x: count.append(x.size), numbers)
+        return kv.read(numbers)
+
     attend = lambda *rows: attention.paged_attention_by_length(rows[0], read, *rows[1:])
     out = jax.jit(attend)(q, jnp.asarray(table), jnp.asarray(places))
-    mask = np.arange(pages * size) <= places[..., None]
+    mask = np.arange(end) <= places[..., None]
     np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    jax.effects_barrier()
+    blocks = places.max(axis=1) // attention.PAGED_BLOCK + 1
+    saved = 1 - sum(count) * size / attention.PAGED_BLOCK / (b * blocks.max())
+    assert saved > 0.2 if b >= 32 and not shortest else saved == 0
 
 
 def test_row_mask_by_hand():
