@@ -19,6 +19,7 @@ from jaxrl_tis.engine.protocol import Chunk, Insertion, ResultTokens
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.sampling import Sample, SamplingRows
 from jaxrl_tis.engine.shards import Shards
+from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import invariant, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
@@ -129,14 +130,10 @@ class Engine:
         )
         if self.program.is_invariant:
             self._check_invariant()
-        on_cpu = self.layout.platform == "cpu"
-        self._is_transposed = unroll and on_cpu and not self.program.is_invariant
+        self._weights = Weights(config, self.recipe, self.program, unroll)
         options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
-        self._load = jax.jit(
-            self._serving_params, out_shardings=self._params_shardings(), **options
-        )
         rows, row = self.layout.sharding(("batch", None)), self.layout.sharding(("batch",))
         self._prefill = jax.jit(
             self._prefill_rows, in_shardings=(None, None, rows, row, row, rows),
@@ -146,75 +143,11 @@ class Engine:
         self._generate = jax.jit(self._decode, donate_argnums=(1,), **options)
         self._verify = jax.jit(self._decode_drafts, donate_argnums=(1,), **options)
 
-    # Weights
-
     def load(
         self, params: transformer.Params, noise: transforms.Noise | None = None
     ) -> transformer.Params:
-        """Learner's parameters -> serving parameters: noise added to the norms, quantised once,
-        cast, laid out to serve."""
-        if not self._holds(params):
-            params = self.layout.put_params(params, self.config)
-        return self._load(params, noise)
-
-    def _holds(self, params) -> bool:
-        """Whether the parameters lie on this mesh's devices, in whatever layout."""
-        devices = tuple(self.layout.mesh.devices.flat)
-        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-        return all(
-            isinstance(s, jax.sharding.NamedSharding) and tuple(s.mesh.devices.flat) == devices
-            for s in shardings
-        )
-
-    def _params_shardings(self):
-        """Shardings of the parameters that `load` returns; a scale has no input axis to split."""
-        scale = lambda axes: self.layout.sharding((*axes[:-2], None, axes[-1]))
-
-        def place(path, axes):
-            name, is_layer = path[-1].key, path[0].key == "layers"
-            is_transposed = is_layer and name in quant.QUANTIZED and self._is_transposed
-            sharding = self.layout.sharding(axes[::-1] if is_transposed else axes)
-            if is_layer and self.recipe.covers(name):
-                sharding = quant.QuantArray(sharding, scale(axes), scheme=self.recipe.scheme)
-            return quant.Transposed(sharding) if is_transposed else sharding
-
-        is_axes = lambda x: isinstance(x, tuple)
-        axes = transformer.logical_axes(self.config)
-        if self.unroll:
-            layer = {name: axes[1:] for name, axes in axes["layers"].items()}
-            axes["layers"] = [layer] * self.config.num_layers
-        placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
-        return placed | {"layers": tuple(placed["layers"])} if self.unroll else placed
-
-    def _serving_params(self, params, noise=None):
-        """Casts or quantises on the learner's shards, then moves the result, layer by layer."""
-        is_quant = lambda w: isinstance(w, quant.QuantArray)
-        cast = lambda w: w if is_quant(w) else w.astype(self.dtype)
-        serve = lambda tree: jax.tree.map(cast, tree, is_leaf=is_quant)
-        if noise is not None:
-            params = transforms.add_noise(params, noise)
-        if self.unroll:
-            params = quant.quantize_params(params, self.recipe)
-            layers = transformer.unstack(serve(params))["layers"]
-            if self._is_transposed:
-                layers = tuple(map(self._transposed, layers))
-            return self._outer(params) | {"layers": layers}
-        layer = lambda w: serve(quant.quantize_params({"layers": w}, self.recipe)["layers"])
-        return self._outer(params) | {"layers": jax.lax.map(layer, params["layers"])}
-
-    @staticmethod
-    def _transposed(layer):
-        is_projection = lambda name: name in quant.QUANTIZED
-        return {n: quant.transposed(w) if is_projection(n) else w for n, w in layer.items()}
-
-    def _outer(self, params):
-        """The parameters outside the layers, cast; a float32 head multiplies float32 weights."""
-        head = "head" if "head" in params else "embed"
-        is_kept = lambda name: name == head and self.program.highest_head
-        return {
-            name: w.astype("float32" if is_kept(name) else self.dtype)
-            for name, w in params.items() if name != "layers"
-        }
+        """Learner's parameters -> serving parameters, see weights.Weights."""
+        return self._weights.load(params, noise)
 
     def _check_sizes(self) -> None:
         for name, count in (("slots", self.slots), ("prefill_batch", self.prefill_batch)):
@@ -523,7 +456,8 @@ class Engine:
             params = _abstract(
                 transformer.abstract_params(self.config), self.layout.params(self.config)
             )
-        serving = _abstract(jax.eval_shape(self._load, params), self._params_shardings())
+        load = self._weights.loader(params)
+        serving = _abstract(jax.eval_shape(load, params), self._weights.shardings)
         state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
@@ -531,7 +465,7 @@ class Engine:
         pages = host(self.slots, *table), host(self.slots)
         drafts = host(self.slots, self.max_draft), host(self.slots)
         found = {
-            "load": (self._load, (params,)),
+            "load": (load, (params,)),
             "prefill": (self._prefill, (serving, state, *chunk)),
             "insert": (self._insert, (state, *self._insertion({}))),
             "decode": (self._generate, (serving, state, *pages)),

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
@@ -55,8 +57,8 @@ def params_of(seed):
     return jax.tree_util.tree_map_with_path(leaf, transformer.abstract_params(CONFIG))
 
 
-class AsScanned(Engine):
-    """Weights [in, out], as scanned layers have them: products then add up in the same order."""
+class AsScanned(Weights):
+    """Matrices [in, out], as scanned layers have them: products then add up in the same order."""
 
     _is_transposed = property(lambda self: False, lambda self, value: None)
 
@@ -64,8 +66,9 @@ class AsScanned(Engine):
 @functools.cache
 def engine(name):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
-    kind = AsScanned if name.endswith("_as_scanned") else Engine
-    return kind(CONFIG, **sizes, **ENGINES[name])
+    weights = AsScanned if name.endswith("_as_scanned") else Weights
+    with mock.patch("jaxrl_tis.engine.engine.Weights", weights):
+        return Engine(CONFIG, **sizes, **ENGINES[name])
 
 
 @functools.cache

@@ -1,0 +1,133 @@
+"""The learner's parameters in the form that the engine serves: cast or quantised, then moved."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_tis.models import quant, transformer, transforms
+from jaxrl_tis.models.config import ModelConfig
+
+
+class Weights:
+    """Makes serving parameters for one engine.
+
+    Attributes:
+      shardings: of the serving parameters, in their tree.
+    """
+
+    def __init__(
+        self, config: ModelConfig, recipe: quant.Recipe, program: transformer.Program, unroll: bool
+    ):
+        self._config, self._recipe, self._program = config, recipe, program
+        self._layout, self._unroll = program.layout, unroll
+        on_cpu = self._layout.platform == "cpu"
+        self._is_transposed = unroll and on_cpu and not program.is_invariant
+        self._axes = transformer.logical_axes(config)
+        rules = self._layout.rules
+        self._by_column = dataclasses.replace(
+            self._layout, rules_items=tuple((rules | {"embed": rules["batch"]}).items())
+        )
+        self.shardings = self._serving_shardings()
+        self._loader = functools.cache(self._load_from)
+
+    def load(
+        self, params: transformer.Params, noise: transforms.Noise | None = None
+    ) -> transformer.Params:
+        """Adds noise to the norms, casts and quantises once where parameters lie, and moves only
+        the result. What lies on no mesh is laid out to serve first."""
+        if not _homes(params):
+            params = self._layout.put_params(params, self._config)
+        homes = _homes(params)
+        served = self._loader(homes)(params, noise)
+        if self._holds(homes):
+            return served
+        return jax.device_put(served, self.shardings)
+
+    def loader(self, params: transformer.Params) -> Any:
+        """The jitted function of `load` for parameters, maybe abstract, with these shardings."""
+        return self._loader(_homes(params))
+
+    def _load_from(self, homes: tuple[NamedSharding, ...]) -> Any:
+        return jax.jit(
+            functools.partial(self._serve, homes),
+            out_shardings=self.shardings if self._holds(homes) else None,
+            compiler_options=self._program.compiler_options,
+        )
+
+    def _holds(self, homes: tuple[NamedSharding, ...]) -> bool:
+        """Whether what lies so is on the devices of the serving mesh, in whatever layout."""
+        devices = tuple(self._layout.mesh.devices.flat)
+        return all(tuple(s.mesh.devices.flat) == devices for s in homes)
+
+    def _serving_shardings(self):
+        """A scale has no input axis to split."""
+        scale = lambda axes: self._layout.sharding((*axes[:-2], None, axes[-1]))
+
+        def place(path, axes):
+            name, is_layer = path[-1].key, path[0].key == "layers"
+            is_transposed = is_layer and name in quant.QUANTIZED and self._is_transposed
+            sharding = self._layout.sharding(axes[::-1] if is_transposed else axes)
+            if is_layer and self._recipe.covers(name):
+                sharding = quant.QuantArray(sharding, scale(axes), scheme=self._recipe.scheme)
+            return quant.Transposed(sharding) if is_transposed else sharding
+
+        is_axes = lambda x: isinstance(x, tuple)
+        axes = self._axes
+        if self._unroll:
+            layer = {name: axes[1:] for name, axes in axes["layers"].items()}
+            axes = axes | {"layers": [layer] * self._config.num_layers}
+        placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
+        return placed | {"layers": tuple(placed["layers"])} if self._unroll else placed
+
+    def _serve(self, homes, params, noise=None):
+        homes = jax.tree.unflatten(jax.tree.structure(params), homes)
+        if noise is not None:
+            params = transforms.add_noise(params, noise)
+        outer = {n: self._outer(n, w, homes[n]) for n, w in params.items() if n != "layers"}
+        if self._unroll:
+            stacked = self._layers(params["layers"], homes["layers"])
+            layers = transformer.unstack({"layers": stacked})["layers"]
+            if self._is_transposed:
+                layers = tuple(map(self._transposed, layers))
+            return outer | {"layers": layers}
+        of_layer = lambda s: NamedSharding(s.mesh, PartitionSpec(*s.spec[1:]))
+        serve = functools.partial(self._layers, homes=jax.tree.map(of_layer, homes["layers"]))
+        return outer | {"layers": jax.lax.map(serve, params["layers"])}
+
+    def _outer(self, name, w, home):
+        """A parameter outside the layers; a float32 head multiplies float32 weights. Devices first
+        exchange parts of their own columns: in one step from the learner's layout XLA would move
+        the whole table to each of them."""
+        head = "embed" if self._config.tie_embeddings else "head"
+        is_kept = name == head and self._program.highest_head
+        w = w.astype("float32" if is_kept else self._program.dtype)
+        w = jax.lax.with_sharding_constraint(w, home)
+        is_cut = "embed" in self._axes[name] and self._config.embed_dim % self._layout.shards == 0
+        if is_cut and self._holds((home,)):
+            w = jax.lax.with_sharding_constraint(w, self._by_column.sharding(self._axes[name]))
+        return w
+
+    def _layers(self, layers, homes):
+        """One layer, or all of them stacked."""
+        quantized = quant.quantize_params({"layers": layers}, self._recipe)["layers"]
+
+        def stay(w, home):
+            if isinstance(w, quant.QuantArray):
+                return dataclasses.replace(w, q=jax.lax.with_sharding_constraint(w.q, home))
+            return jax.lax.with_sharding_constraint(w.astype(self._program.dtype), home)
+
+        return {name: stay(w, homes[name]) for name, w in quantized.items()}
+
+    @staticmethod
+    def _transposed(layer):
+        is_projection = lambda name: name in quant.QUANTIZED
+        return {n: quant.transposed(w) if is_projection(n) else w for n, w in layer.items()}
+
+
+def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
+    """Of each parameter, in the order of the tree; none if one of them lies on no mesh."""
+    found = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
+    return found if all(isinstance(s, NamedSharding) for s in found) else ()

@@ -1,0 +1,96 @@
+"""What the sampler is given: the head's dtype, what is moved between meshes, and whose it is."""
+
+import collections
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis import hlo, sharding
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=50, embed_dim=32, num_layers=1, num_heads=2, num_kv_heads=1,
+    head_dim=16, mlp_dim=48, rope=RopeConfig(kind="default", theta=10000.0), max_position=16,
+    norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+)
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_float32_head_has_the_learners_weights(is_tied, unroll, quantization):
+    config = dataclasses.replace(CONFIG, tie_embeddings=is_tied)
+    params = transformer.init(config, jax.random.key(0))
+    head = "embed" if is_tied else "head"
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 32)), jnp.bfloat16)
+    program = transformer.Program(dtype="bfloat16", highest_head=True)
+    expected = transformer.head_logits(params, program, x)
+    for highest in (True, False):
+        engine = Engine(
+            config, slots=2, max_length=16, dtype="bfloat16", highest_head=highest, unroll=unroll,
+            quantization=quantization,
+        )
+        loaded = engine.load(params)
+        dtypes = {name: w.dtype for name, w in loaded.items() if name != "layers"}
+        rest = dict.fromkeys(dtypes, jnp.bfloat16)
+        assert dtypes == (rest | {head: jnp.float32} if highest else rest)
+        gap = np.abs(transformer.head_logits(loaded, engine.program, x) - expected).max()
+        assert gap == 0 if highest else gap > 1e-4
+
+
+MESHED = dataclasses.replace(
+    CONFIG, vocab_size=72, embed_dim=128, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8,
+    mlp_dim=64,
+)
+
+
+def learner_params(shape):
+    layout = sharding.layout(shape, sharding.TRAIN_RULES)
+    return layout.put_params(transformer.init(MESHED, jax.random.key(0)), MESHED)
+
+
+def engine(shape, **fields):
+    layout = sharding.layout(shape, sharding.SERVE_RULES)
+    return Engine(MESHED, slots=8, max_length=16, layout=layout, **fields)
+
+
+def equal(tree, other):
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 8), (4, 1, 2)])
+def test_eight_bit_values_are_moved(shape, unroll):
+    served = engine(shape, quantization="w8a8", unroll=unroll, dtype="bfloat16")
+    load, args = served.programs(learner_params((1, 8, 1)))["load"]
+    elements = collections.Counter()
+    for c in hlo.Module(load.lower(*args).compile().as_text()).collectives():
+        for array in c.shapes:
+            is_table = MESHED.vocab_size // shape[2] in array.dims
+            elements["table" if is_table else array.dtype] += c.runs * math.prod(array.dims)
+    weights = 2 * 7 * MESHED.embed_dim * 64
+    assert elements["s8"] >= weights / 8
+    assert elements["f32"] < weights / 16  # scales and norms
+    assert 0 < elements.pop("table") <= 2 * MESHED.vocab_size * MESHED.embed_dim / shape[2]
+    assert set(elements) == {"s8", "f32"}
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2), (4, 1, 2)])
+def test_served_parameters_outlive_the_learners_on_the_same_and_on_fewer_devices(
+    shape, quantization
+):
+    served = engine(shape, quantization=quantization, dtype="float32")
+    expected = jax.tree.map(np.array, served.load(transformer.init(MESHED, jax.random.key(0))))
+    params = learner_params((1, 8, 1))
+    found = served.load(params)
+    jax.block_until_ready(found)
+    jax.tree.map(lambda x: x.delete(), params)
+    equal(found, expected)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(found)} == {math.prod(shape)}
