@@ -28,7 +28,7 @@ MASKED = -1e30
 LONG_ROW = 1024
 QUERY_CHUNK = 512
 PAGED_BLOCK = 64  # positions of pages that are attended to together
-# Of so many rows, those of a group need not wait for longer ones.
+# Of so many rows, with room for more than two blocks, a group need not wait for longer ones.
 GROUPED_FROM, GROUP = 32, 8
 # Splash attention takes whole tiles of 128 tokens; its default block of one tile is small.
 SPLASH_TILE, SPLASH_BLOCK = 128, 512
@@ -277,25 +277,15 @@ def paged_attention(
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """`paged_attention` of rows of any lengths: where it saves a fifth or more of the blocks, of a
-    few rows of about the same length at a time. For CPU, where smaller operations cost little more
-    than their share."""
-    b = len(q_bthk)
-    if b < GROUPED_FROM:
+    """`paged_attention` of rows of any lengths, a few rows of about the same length at a time: for
+    CPU, where smaller operations cost little more than their share. How it computes depends on
+    shapes alone, so that no row changes with its company."""
+    b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
+    if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
         return paged_attention(q_bthk, read, table_bp, index_bt)
-    blocks_b = jnp.max(index_bt, axis=1) // PAGED_BLOCK + 1
-    order_b = jnp.argsort(blocks_b)
+    order_b = jnp.argsort(jnp.max(index_bt, axis=1))
     # The longest row fills up the last group.
     groups = order_b[jnp.minimum(jnp.arange(b + -b % GROUP), b - 1)].reshape(-1, GROUP)
-
-    def together(q_bthk, table_bp, index_bt):
-        return paged_attention(q_bthk, read, table_bp, index_bt)
-
-    def by_group(*arrays):
-        attend = lambda rows: together(*(x[rows] for x in arrays))
-        out = jax.lax.map(attend, groups).reshape(-1, *q_bthk.shape[1:])
-        return out[jnp.argsort(order_b)]
-
-    of_groups = GROUP * jnp.sum(blocks_b[groups[:, -1]])
-    is_uneven = of_groups < 0.8 * b * jnp.max(blocks_b)
-    return jax.lax.cond(is_uneven, by_group, together, q_bthk, table_bp, index_bt)
+    attend = lambda rows: paged_attention(q_bthk[rows], read, table_bp[rows], index_bt[rows])
+    out = jax.lax.map(attend, groups).reshape(-1, *q_bthk.shape[1:])
+    return out[jnp.argsort(order_b)]
