@@ -13,23 +13,32 @@ class Prefix:
     """Tokens in pages of a shard.
 
     Attributes:
-      filled: tokens whose keys are there.
+      filled: tokens whose keys are there, or in the pages of `base`.
+      base: the prefix of its first tokens, whose pages it shares and which is to be filled first.
       waiters: sequences with a slot that start from it once it is filled.
+      followers: prefixes whose base it is.
     """
 
     tokens: np.ndarray
     shard: int
     pages: list[int]
     filled: int = 0
+    base: "Prefix | None" = None
     waiters: list[Sequence] = dataclasses.field(default_factory=list)
+    followers: int = 0
 
     @property
     def is_filled(self) -> bool:
         return self.filled == len(self.tokens)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiters and not self.followers
+
 
 class Prefixes:
-    """At most one prefix of the same tokens in each shard.
+    """At most one prefix of the same tokens in each shard. A sequence that drew tokens before its
+    pages were lost has a prefix of its own, which follows that of the prompt's full pages.
 
     Args:
       pages: of each shard.
@@ -44,8 +53,11 @@ class Prefixes:
         return self._prefixes.get((key, shard))
 
     def unfilled(self) -> list[Prefix]:
-        """Those that somebody waits for."""
-        return [p for p in self._prefixes.values() if p.waiters and not p.is_filled]
+        """Those that somebody waits for and that can be filled now."""
+        return [
+            p for p in self._prefixes.values()
+            if not (p.is_idle or p.is_filled) and (p.base is None or p.base.is_filled)
+        ]
 
     def filled(self) -> list[Prefix]:
         """Those that somebody waits for."""
@@ -54,43 +66,66 @@ class Prefixes:
     def new_pages(self, sequence: Sequence, shard: int) -> int:
         """How many pages `join` takes."""
         full, rest = divmod(sequence.length, self._size)
-        is_new = self.find(sequence.key, shard) is None
-        return is_new * (full + (rest > 0)) + (rest > 0)
+        if self.find(sequence.key, shard):
+            return int(rest > 0)
+        return full - self.shared(sequence, shard) // self._size + 2 * (rest > 0)
 
-    def join(self, sequence: Sequence, shard: int) -> int:
+    def shared(self, sequence: Sequence, shard: int) -> int:
+        """How many tokens the sequence would take over from others."""
+        prefixes = (self.find(key, shard) for key in (sequence.key, sequence.base_key))
+        return next((len(prefix.tokens) for prefix in prefixes if prefix), 0)
+
+    def join(self, sequence: Sequence, shard: int) -> None:
         """Gives the sequence the pages of its tokens, of which the last, unless it is full, will
-        be its own copy; returns how many tokens it takes over from others."""
+        be its own copy."""
         full, rest = divmod(sequence.length, self._size)
-        pages, prefix = self._pages[shard], self.find(sequence.key, shard)
-        taken_over = 0 if prefix is None else sequence.length
-        if prefix is None:
-            prefix = Prefix(sequence.tokens(), shard, pages.allocate(full + (rest > 0)))
-            self._prefixes[sequence.key, shard] = prefix
+        pages, tokens = self._pages[shard], sequence.tokens()
+        base = None
+        if sequence.base_key and self.find(sequence.key, shard) is None:
+            count = len(sequence.request.prompt) // self._size * self._size
+            base = self._prefix(sequence.base_key, tokens[:count], shard)
+        prefix = self._prefix(sequence.key, tokens, shard, base)
         sequence.shard = shard
         sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
-        return taken_over
+
+    def _prefix(self, key, tokens, shard, base=None) -> Prefix:
+        """The one of these tokens, or a new one."""
+        if self.find(key, shard) is None:
+            pages, shared = self._pages[shard], base.pages if base else []
+            own = pages.allocate(-(-len(tokens) // self._size) - len(shared))
+            filled = len(base.tokens) if base else 0
+            new = Prefix(tokens, shard, pages.share(shared) + own, filled, base)
+            self._prefixes[key, shard] = new
+            if base:
+                base.followers += 1
+        return self._prefixes[key, shard]
+
+    def following(self) -> list[Sequence]:
+        """Sequences that wait for the prefix of another's pages."""
+        return [s for prefix in self._prefixes.values() if prefix.base for s in prefix.waiters]
 
     def forget(self) -> None:
-        """New weights: all are to be filled anew, in other pages where somebody may read them."""
-        for prefix in list(self._prefixes.values()):
+        """New weights: all are to be filled anew, in other pages where somebody may read them. No
+        sequence may be `following`."""
+        for prefix in reversed(list(self._prefixes.values())):
             prefix.filled = 0
-            if not prefix.waiters:
+            if prefix.is_idle:
                 self._drop(prefix)
 
     def drop(self, key: bytes) -> None:
         """Those of these tokens that nobody waits for."""
         for shard in range(len(self._pages)):
             prefix = self.find(key, shard)
-            if prefix and not prefix.waiters:
+            if prefix and prefix.is_idle:
                 self._drop(prefix)
 
-    def reclaim(self, shard: int, keep: bytes | None) -> bool:
+    def reclaim(self, shard: int, keep: tuple[bytes, ...]) -> bool:
         """Drops one that nobody waits for, but not of the tokens `keep`; False if there is none."""
         idle = [
             prefix for (key, s), prefix in self._prefixes.items()
-            if s == shard and key != keep and not prefix.waiters
+            if s == shard and key not in keep and prefix.is_idle
         ]
         if idle:
             self._drop(idle[0])
@@ -99,3 +134,5 @@ class Prefixes:
     def _drop(self, prefix: Prefix) -> None:
         self._pages[prefix.shard].release(prefix.pages)
         del self._prefixes[prefix.tokens.tobytes(), prefix.shard]
+        if prefix.base:
+            prefix.base.followers -= 1

@@ -3,7 +3,8 @@
 1. `add` checks it and queues it.
 2. `step` admits waiting requests, in the order of the policy, to free slots for which there are
    pages. Requests with the same prompt (a group) share its pages and its one prefill; each gets its
-   own copy of the last page only, if the prompt does not fill it.
+   own copy of the last page only, if the prompt does not fill it. Those that drew tokens and then
+   lost their pages share those that the prompt fills.
 3. `step` prefills at most `prefill_calls` chunks while others decode, and puts requests whose
    prompt is filled into their slots.
 4. `step` proposes drafts, if it is to, and gives running sequences the pages that the next tokens
@@ -128,7 +129,7 @@ class Scheduler:
         self._prefill_calls, self._divide, self._retention = prefill_calls, divide, retention
         self._drafts = drafts or NoDrafts()
         self._decode, self._texts = decode, ThreadPoolExecutor(1)
-        self._waiting = Waiting(self._policy, max_bypass)
+        self._waiting = Waiting(self._policy, max_bypass, engine.page_size)
         self._slots: dict[int, Sequence] = {}
         self._left: set[int] = set()  # slots that are free here and still count in the engine
         self._ended: list[Trajectory] = []
@@ -153,6 +154,8 @@ class Scheduler:
         weights wrote (`kv_version` says so), while prompts are filled anew: in other pages where
         running sequences may read the old ones."""
         self._params, self._version = params, version
+        for sequence in self._prefixes.following():
+            self._retract(sequence)
         self._prefixes.forget()
         self._drafts.forget()
 
@@ -295,7 +298,7 @@ class Scheduler:
         if sequence.pages:
             self.pages[sequence.shard].release(sequence.pages)
         sequence.pages, sequence.page_numbers = [], []
-        self._drop_idle(sequence.key)
+        self._drop_idle(sequence)
 
     def _retract(self, sequence: Sequence) -> None:
         """Back to the waiting ones, without pages."""
@@ -346,11 +349,12 @@ class Scheduler:
 
     def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
         """Pages for what it has so far in one of the shards, best where others have them."""
-        is_new = lambda s: self._prefixes.find(sequence.key, s) is None
-        preference = lambda s: (is_new(s), -self.pages[s].free, s)
+        shared = lambda shard: self._prefixes.shared(sequence, shard)
+        preference = lambda shard: (-shared(shard), -self.pages[shard].free, shard)
         for shard in sorted(shards, key=preference):
             if self._has_room(sequence, shard):
-                self.stats.shared += self._prefixes.join(sequence, shard)
+                self.stats.shared += shared(shard)
+                self._prefixes.join(sequence, shard)
                 return True
         return False
 
@@ -358,19 +362,19 @@ class Scheduler:
         sequence.slot, sequence.is_running, sequence.since_admission = slot, is_running, 0
         self._slots[slot] = sequence
         self._waiting.admit(sequence)
-        self._drop_idle(sequence.key)
+        self._drop_idle(sequence)
 
     def _has_room(self, sequence: Sequence, shard: int) -> bool:
         """Whether its pages are free, and one more for each running sequence to grow into; makes
         them free, but not those it would share, if only waiting sequences are in the way."""
         running, needed = len(self._running(shard)), self._prefixes.new_pages(sequence, shard)
         while self.pages[shard].free < needed + running:
-            if not self._reclaim(shard, sequence.key):
+            if not self._reclaim(shard, (sequence.key, sequence.base_key)):
                 return False
         return True
 
-    def _reclaim(self, shard: int, keep: bytes | None = None) -> bool:
-        """Frees pages that no slot needs: of a prompt, other than `keep`, that waits for more of
+    def _reclaim(self, shard: int, keep: tuple[bytes, ...] = ()) -> bool:
+        """Frees pages that no slot needs: of a prompt, not one of `keep`, that waits for more of
         its samples, or of the youngest sequence that made way."""
         if self._prefixes.reclaim(shard, keep):
             return True
@@ -379,10 +383,11 @@ class Scheduler:
             self._retract(max(parked, key=lambda s: s.order))
         return bool(parked)
 
-    def _drop_idle(self, key: bytes) -> None:
-        """Lets shared pages of these tokens go that nobody will ask for."""
-        if not self._waiting.has(key):
-            self._prefixes.drop(key)
+    def _drop_idle(self, sequence: Sequence) -> None:
+        """Lets shared pages of its tokens go that nobody will ask for."""
+        for key in (sequence.key, sequence.base_key):
+            if not self._waiting.has(key):
+                self._prefixes.drop(key)
 
     # Prefill
 
@@ -423,8 +428,8 @@ class Scheduler:
                 sequence.filled(self._version)
             prefix.waiters = []
         self._insert(rows)
-        for prefix in filled:
-            self._drop_idle(prefix.tokens.tobytes())
+        for sequence in rows:
+            self._drop_idle(sequence)
 
     def _insert(self, rows: dict[Sequence, tuple[int, tuple[int, int]]]) -> None:
         """Puts sequences into their slots, with the number of positions that their pages hold and

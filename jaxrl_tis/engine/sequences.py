@@ -41,6 +41,8 @@ class Sequence:
     Attributes:
       order: number of its arrival; admitted_after: admissions before it began to wait.
       key: bytes of its tokens when it began to wait; those of equal keys share a Prefix.
+      base_key: of the full pages of its prompt if it drew tokens already, which the others of its
+        group have not; b"" otherwise.
       pieces: what it drew, in order; count: how many tokens those are.
       slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
       is_running: its slot decodes; false while its pages are being filled.
@@ -57,6 +59,7 @@ class Sequence:
     pieces: list[Drawn | Trajectory]
     count: int
     key: bytes = b""
+    base_key: bytes = b""
     segment: int = 0
     is_running: bool = False
     slot: int = -1
@@ -113,10 +116,11 @@ class Sequence:
 
     def forget(self) -> None:
         """Its pages are gone; what it drew stays, unless some of it saw evicted keys: that cannot
-        be rebuilt by a prefill, so it starts again."""
+        be rebuilt by a prefill, so it starts again as it came."""
         if self.shift:
-            self.shift, self.evict_step, self.pieces, self.count = 0, None, [], 0
-            self.segment, self.stop = 0, None
+            new = Sequence.of(self.request, self.order, self.admitted_after)
+            self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
+            self.shift, self.evict_step, self.stop = 0, None, None
 
     def filled(self, version: int) -> None:
         """Weights of this version wrote the keys of all that it has so far."""

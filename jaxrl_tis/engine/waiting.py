@@ -14,10 +14,11 @@ class Waiting:
       policy: see policies.POLICIES.
       max_bypass: a request that has seen so many admissions since it began to wait goes first;
         None sets no bound.
+      page_size: positions of a page.
     """
 
-    def __init__(self, policy: Policy, max_bypass: int | None):
-        self._policy, self._max_bypass = policy, max_bypass
+    def __init__(self, policy: Policy, max_bypass: int | None, page_size: int):
+        self._policy, self._max_bypass, self._size = policy, max_bypass, page_size
         self._sequences: dict[str, Sequence] = {}
         self._keys = collections.Counter[bytes]()
         self.admissions = 0
@@ -27,22 +28,25 @@ class Waiting:
         return iter(self._sequences.values())
 
     def add(self, sequence: Sequence) -> None:
-        sequence.key = sequence.tokens().tobytes()
+        prompt = sequence.request.prompt
+        base = prompt[: len(prompt) // self._size * self._size] if sequence.count else prompt[:0]
+        sequence.key, sequence.base_key = sequence.tokens().tobytes(), base.tobytes()
         self._sequences[sequence.request.id] = sequence
-        self._keys[sequence.key] += 1
+        self._keys.update((sequence.key, sequence.base_key))
 
     def remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.id]
-        self._keys[sequence.key] -= 1
-        if not self._keys[sequence.key]:
-            del self._keys[sequence.key]
+        for key in (sequence.key, sequence.base_key):
+            self._keys[key] -= 1
+            if not self._keys[key]:
+                del self._keys[key]
 
     def admit(self, sequence: Sequence) -> None:
         self.remove(sequence)
         self.admissions += 1
 
     def has(self, key: bytes) -> bool:
-        """Whether one waits with these tokens."""
+        """Whether one waits that would start from these tokens."""
         return key in self._keys
 
     def in_order(self) -> Iterator[Sequence]:

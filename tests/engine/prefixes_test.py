@@ -1,19 +1,32 @@
 """Pages that samples of one prompt share: who takes how many, and when they are free again."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from jaxrl_tis.engine.pages import Pages
+from jaxrl_tis.engine.policies import FirstCome
 from jaxrl_tis.engine.prefixes import Prefixes
 from jaxrl_tis.engine.sequences import Sequence
+from jaxrl_tis.engine.waiting import Waiting
 from tests import arithmetic
 
 SIZE = 4
 
 
-def sequence(id, length):
-    request = arithmetic.request(id, prompt=range(1, length + 1))
-    s = Sequence.of(request, order=0, admitted_after=0)
-    s.key = s.tokens().tobytes()
+def sequence(id, length, drawn=()):
+    """One that waits, after it drew some tokens."""
+    prompt = np.arange(1, length + 1, dtype=np.int32)
+    partial = None
+    if drawn:
+        ended = Sequence.of(arithmetic.request(id, prompt), 0, 0).trajectory("abort", "", 0)
+        count = len(drawn)
+        partial = dataclasses.replace(
+            ended, tokens=np.array(drawn, np.int32), segment=np.zeros(count, np.int32)
+        )
+    s = Sequence.of(arithmetic.request(id, prompt, partial=partial), 0, 0)
+    Waiting(FirstCome(), None, SIZE).add(s)
     return s
 
 
@@ -27,12 +40,39 @@ def test_samples_share_full_pages_and_own_a_copy_of_the_last(length, first, next
     (pages,), prefixes = books()
     a, b = sequence("a", length), sequence("b", length)
     assert prefixes.new_pages(a, 0) == first
-    assert prefixes.join(a, 0) == 0 and pages.used == first
-    assert prefixes.new_pages(b, 0) == next
-    assert prefixes.join(b, 0) == length and pages.used == first + next
+    assert prefixes.shared(a, 0) == 0
+    prefixes.join(a, 0)
+    assert pages.used == first
+    assert (prefixes.new_pages(b, 0), prefixes.shared(b, 0)) == (next, length)
+    prefixes.join(b, 0)
+    assert pages.used == first + next
     full = length // SIZE
     assert a.pages[:full] == b.pages[:full] and len(a.pages) == len(b.pages) == -(-length // SIZE)
     assert not set(a.pages[full:]) & set(b.pages[full:])
+
+
+def test_sequences_that_drew_tokens_follow_the_full_pages_of_their_prompt():
+    (pages,), prefixes = books(pages=20)
+    a, b = sequence("a", 9, (50,)), sequence("b", 9, (51, 52, 53, 54))
+    # 10 and 13 tokens: 2 pages of the prompt, then 1 and its copy, and 2 and a copy.
+    assert (prefixes.new_pages(a, 0), prefixes.shared(a, 0)) == (4, 0)
+    prefixes.join(a, 0)
+    assert (prefixes.new_pages(b, 0), prefixes.shared(b, 0), pages.used) == (3, 8, 4)
+    prefixes.join(b, 0)
+    assert pages.used == 7 and a.pages[:2] == b.pages[:2] and len(b.pages) == 4
+    assert prefixes.following() == [a, b]
+    (base,) = prefixes.unfilled()
+    assert base.tokens.tolist() == list(range(1, 9)) and not prefixes.reclaim(0, ())
+    base.filled = 8
+    assert [p.filled for p in prefixes.unfilled()] == [8, 8]
+    for s in (a, b):
+        prefixes.find(s.key, 0).waiters = []
+        prefixes.drop(s.key)
+    assert base.is_idle
+    prefixes.forget()
+    for s in (a, b):
+        pages.release(s.pages)
+    assert pages.used == 0
 
 
 def test_a_prefix_is_filled_when_all_of_its_tokens_are():
@@ -52,10 +92,10 @@ def test_a_prefix_goes_when_nobody_waits_for_it():
     a = sequence("a", 5)
     prefixes.join(a, 0)
     prefixes.drop(a.key)
-    assert prefixes.find(a.key, 0) and not prefixes.reclaim(0, None)
+    assert prefixes.find(a.key, 0) and not prefixes.reclaim(0, ())
     prefixes.find(a.key, 0).waiters = []
-    assert not prefixes.reclaim(0, keep=a.key)
-    assert prefixes.reclaim(0, None) and prefixes.find(a.key, 0) is None
+    assert not prefixes.reclaim(0, keep=(b"", a.key))
+    assert prefixes.reclaim(0, ()) and prefixes.find(a.key, 0) is None
     assert pages.used == 2  # its own: the full one, still shared, and the copy
     pages.release(a.pages)
     assert pages.used == 0
@@ -75,5 +115,7 @@ def test_new_weights_fill_anew_what_somebody_waits_for():
 def test_shards_have_prefixes_of_their_own():
     pools, prefixes = books(shards=2)
     a, b = sequence("a", 4), sequence("b", 4)
-    assert (prefixes.join(a, 0), prefixes.join(b, 1)) == (0, 0)
+    prefixes.join(a, 0)
+    assert prefixes.shared(b, 1) == 0
+    prefixes.join(b, 1)
     assert [p.used for p in pools] == [1, 1] and (a.shard, b.shard) == (0, 1)

@@ -11,7 +11,7 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.scheduler import Full, Retention, Scheduler
 from tests import arithmetic
 
-RUNS, EVENTS = 12, 900
+RUNS, EVENTS = 16, 900
 PROMPTS = [(1,), (2,), (1, 2), (0, 0, 3), (4, 4, 4, 4), tuple(range(7)), tuple(range(12)),
            tuple(range(3, 20))]
 

@@ -114,6 +114,47 @@ def test_resumed_requests_draw_the_tokens_of_no_interruption(steps):
         assert t.segment.tolist() == [0] * n + [1] * (len(t.tokens) - n)
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+@pytest.mark.parametrize("length, full", [(16, 16), (18, 16), (3, 0)])
+def test_an_interrupted_group_shares_the_full_pages_of_its_prompt_again(length, full, mode):
+    group = [request(f"g{i}", np.arange(length), seed=i, max_tokens=6) for i in range(4)]
+    scheduler = started(Engine(slots=4, steps=2), group)
+    scheduler.step()
+    partials = {t.id: t for t in scheduler.pause(mode)}
+    assert len(partials) == (4 if mode == "abort" else 0) and scheduler.pages[0].used == 0
+    for r in group:
+        if mode == "abort":
+            scheduler.add(resumed(r, partials[r.id]))
+    before = dataclasses.replace(scheduler.stats)
+    assert_as_alone(drain(scheduler), group)
+    stats = scheduler.stats.since(before)
+    assert stats.prefilled == full + 4 * (length + 2 - full) and stats.shared == 3 * full
+    # A last page, and a copy of it, of each beside the shared ones.
+    most = max(-(-(length + 2) // 4) - full // 4 + 1, -(-(length + 6) // 4) - full // 4)
+    assert scheduler.pages[0].used == 0 and scheduler.pages[0].peak <= full // 4 + 4 * most
+
+
+def test_new_weights_leave_the_pages_that_are_read_while_a_follower_is_filled():
+    fresh, cut, other = [request(id, np.arange(8), seed=i, max_tokens=9)
+                         for i, id in enumerate(["fresh", "cut", "other"])]
+    scheduler = started(Engine(slots=1), [cut])
+    scheduler.step()
+    (partial,) = scheduler.pause("abort")
+    engine = Engine(slots=3, steps=1, prefill_batch=1, prefill_chunk=4)
+    scheduler = started(engine, [other], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(fresh)
+    scheduler.add(resumed(cut, partial))
+    while "fresh" not in {id for rows in engine.inserted for id in rows.values()}:
+        scheduler.step()
+    assert "cut" not in {id for rows in engine.inserted for id in rows.values()}
+    scheduler.set_params(1, 1)
+    out = {t.id: t for t in drain(scheduler)}
+    for r in (fresh, cut, other):
+        assert_replays(out[r.id], r)
+    assert out["fresh"].kv_version.tolist() == [0] * 9 and out["cut"].kv_version[-1] == 1
+
+
 def test_a_request_may_be_interrupted_many_times():
     r = request("a", max_tokens=9)
     scheduler = Scheduler(Engine(slots=1, steps=2), 0)

@@ -92,6 +92,17 @@ def test_only_a_sequence_that_saw_evicted_keys_starts_again():
     assert (s.count, s.pieces, s.shift, s.evict_step, s.segment) == (0, [], 0, None, 0)
 
 
+def test_a_resumed_sequence_starts_again_from_its_partial():
+    r = request("a", (1, 2), partial=sequence().trajectory("abort", "", 5))
+    s = Sequence.of(r, 0, 0)
+    s.filled(version=9)
+    s.pieces.append(Drawn(result(30), 0, 1, 9, s.kv_version, s.segment))
+    s.count, s.pages, s.page_numbers = 6, [31, 32, 33], [0, 1, 2]
+    s.evict(0, size=2, capacity=9)
+    s.forget()
+    assert (s.count, s.pieces, s.segment, s.shift) == (5, [r.partial], 1, 0)
+
+
 @pytest.mark.parametrize("text, known, stops, count", [
     ("hello", 0, ("l",), 3), ("hello", 0, ("ll",), 4), ("hello", 0, ("lo", "ell"), 4),
     ("hello", 0, ("x",), None), ("", 0, ("x",), None), ("hello", 3, ("lo",), 5),

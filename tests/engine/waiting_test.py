@@ -18,7 +18,7 @@ def ids(waiting):
 
 @pytest.mark.parametrize("policy, expected", [(FirstCome, "abc"), (ShortestPrompt, "cab")])
 def test_the_order_is_the_policys_then_that_of_arrival(policy, expected):
-    waiting = Waiting(policy(), None)
+    waiting = Waiting(policy(), None, 4)
     for id, length, order in (("b", 4, 1), ("c", 2, 2), ("a", 4, 0)):
         waiting.add(sequence(id, length, order))
     assert ids(waiting) == list(expected)
@@ -26,7 +26,7 @@ def test_the_order_is_the_policys_then_that_of_arrival(policy, expected):
 
 @pytest.mark.parametrize("admissions, expected", [(2, "cba"), (3, "acb"), (4, "abc")])
 def test_who_was_passed_over_too_often_goes_first(admissions, expected):
-    waiting = Waiting(ShortestPrompt(), max_bypass=3)
+    waiting = Waiting(ShortestPrompt(), max_bypass=3, page_size=4)
     for order, (id, length, since) in enumerate([("a", 5, 0), ("b", 4, 1), ("c", 2, 2)]):
         waiting.add(sequence(id, length, order, since))
     waiting.admissions = admissions
@@ -34,7 +34,7 @@ def test_who_was_passed_over_too_often_goes_first(admissions, expected):
 
 
 def test_tokens_are_awaited_as_long_as_one_waits_with_them():
-    waiting = Waiting(FirstCome(), None)
+    waiting = Waiting(FirstCome(), None, 4)
     a, b = sequence("a", 3, 0), sequence("b", 3, 1)
     waiting.add(a)
     waiting.add(b)
