@@ -96,7 +96,9 @@ class Engine:
     """Parameters are an integer. A state is dead once it is passed on, as a donated one is."""
 
     max_stop_ids = 2
-    num_penalised = 0
+    vocab_size = 1000
+    num_penalised = top_n = num_kept = 0
+    num_logits = 2
     quant_id = "arithmetic"
 
     def __init__(

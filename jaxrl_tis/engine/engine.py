@@ -121,6 +121,7 @@ class Engine:
         self.num_pages = whole if num_pages is None else num_pages
         self.prefill_chunk = -(-min(prefill_chunk, max_length) // page_size) * page_size
         self.top_n, self.num_kept = top_n, num_kept
+        self.vocab_size = config.vocab_size
         self.num_penalised = config.vocab_size if penalties else 0
         self._check_sizes()
         self.num_logits = config.vocab_size if records_logits else 0

@@ -1,25 +1,31 @@
 """Who of the waiting requests runs next: the smallest key first, ties in the order of arrival."""
 
+import collections
+import dataclasses
 from typing import Protocol
 
 from jaxrl_tis.engine.records import Request
 
 
 class Policy(Protocol):
-    """`key` of a waiting request that has drawn `drawn` tokens; `finished` hears of every request
-    that ended by itself, with the tokens it drew."""
+    """`key` of a waiting request that has drawn `drawn` tokens. `added` and `removed` hear of every
+    request once, the latter with the tokens it drew, or None if it did not end by itself."""
 
+    def added(self, request: Request) -> None: ...
     def key(self, request: Request, drawn: int) -> tuple: ...
-    def finished(self, request: Request, drawn: int) -> None: ...
+    def removed(self, request: Request, drawn: int | None) -> None: ...
 
 
 class FirstCome:
     """In the order of arrival."""
 
+    def added(self, request: Request) -> None:
+        pass
+
     def key(self, request: Request, drawn: int) -> tuple:
         return ()
 
-    def finished(self, request: Request, drawn: int) -> None:
+    def removed(self, request: Request, drawn: int | None) -> None:
         pass
 
 
@@ -37,26 +43,47 @@ class LongestFirst(FirstCome):
         return (drawn - request.sampling.max_tokens,)
 
 
+@dataclasses.dataclass
+class Group:
+    """`live` samples of one prompt; `longest` of those that finished."""
+
+    live: int = 0
+    probe: str | None = None
+    longest: int | None = None
+
+
 class GroupLongestFirst:
     """Seer (arXiv:2511.14617): one request of each group, the samples of one prompt, is its probe.
     Probes run first, those with the fewest tokens ahead. A group is estimated as long as its
     longest finished sample, or at its limit before there is one; the longest estimates go first.
+    A group is forgotten with the last of its requests.
     """
 
     def __init__(self):
-        self._probes: dict[bytes, str] = {}
-        self._longest: dict[bytes, int] = {}
+        self._groups = collections.defaultdict[bytes, Group](Group)
+
+    def added(self, request: Request) -> None:
+        self._groups[request.prompt.tobytes()].live += 1
 
     def key(self, request: Request, drawn: int) -> tuple:
-        group = request.prompt.tobytes()
-        if self._probes.setdefault(group, request.id) == request.id:
+        group = self._groups[request.prompt.tobytes()]
+        group.probe = group.probe or request.id
+        if group.probe == request.id:
             return (0, drawn)
-        length = self._longest.get(group, request.sampling.max_tokens)
-        return (1, drawn - min(length, request.sampling.max_tokens))
+        length = request.sampling.max_tokens
+        if group.longest is not None:
+            length = min(length, group.longest)
+        return (1, drawn - length)
 
-    def finished(self, request: Request, drawn: int) -> None:
-        group = request.prompt.tobytes()
-        self._longest[group] = max(self._longest.get(group, 0), drawn)
+    def removed(self, request: Request, drawn: int | None) -> None:
+        group = self._groups[request.prompt.tobytes()]
+        group.live -= 1
+        if drawn is not None:
+            group.longest = max(group.longest or 0, drawn)
+        elif group.probe == request.id:
+            group.probe = None
+        if not group.live:
+            del self._groups[request.prompt.tobytes()]
 
 
 POLICIES = {

@@ -61,14 +61,19 @@ class EngineProtocol(Protocol):
     Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
     one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many
     of its positions were evicted. Requests may change the logits of the first `num_penalised`
-    tokens, all or none.
+    tokens, all or none. Results hold `num_logits`, `top_n` and `num_kept` numbers of a draw beside
+    its token.
     """
 
     slots: int
     shards: int
     max_length: int
     max_stop_ids: int
+    vocab_size: int
     num_penalised: int
+    num_logits: int
+    top_n: int
+    num_kept: int
     steps: int
     page_size: int
     num_pages: int

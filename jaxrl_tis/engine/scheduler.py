@@ -14,8 +14,8 @@
    slots of finished requests and returns their trajectories.
 """
 
+import collections
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -166,21 +166,19 @@ class Scheduler:
         if self._max_pending is not None and self.pending >= self._max_pending:
             raise Full(f"{self.pending} requests are pending, at most {self._max_pending} may be")
         self._live.add(request.id)
-        # Prompts are compared by their bytes.
-        prompt = np.ascontiguousarray(request.prompt, np.int32)
-        request = dataclasses.replace(request, prompt=prompt)
         self._waiting.add(Sequence.of(request, self._arrivals, self._waiting.admissions))
         self._arrivals += 1
+        self._policy.added(request)
         self._drafts.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next step returns what it has, with stop_reason "abort" unless a
-        stop string is in it."""
+        stop string is in it. KeyError where none of this id is pending."""
+        if request_id not in self._live:
+            raise KeyError(f"no live request has the id {request_id!r}")
         for sequence in self._sequences():
             if sequence.request.id == request_id:
                 self._abort(sequence)
-                return
-        raise KeyError(f"no live request has the id {request_id!r}")
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
         """The tokens that these requests have drawn so far, of those that have not ended. Later
@@ -236,6 +234,8 @@ class Scheduler:
         prompt, sampling, engine = len(request.prompt), request.sampling, self._engine
         problems = {
             "the prompt is empty; give at least one token": prompt == 0,
+            f"the prompt has tokens beyond the vocabulary of {engine.vocab_size}":
+                max(request.prompt, default=0) >= engine.vocab_size,
             f"{prompt} prompt tokens + {sampling.max_tokens} new tokens exceed the cache of "
             f"{engine.max_length} positions; shorten the prompt or raise engine.max_length":
                 prompt + sampling.max_tokens > engine.max_length,
@@ -261,6 +261,18 @@ class Scheduler:
                 f"({sampling.max_tokens}) or more": len(partial.tokens) >= sampling.max_tokens,
                 "the partial trajectory saw evicted keys, which cannot be rebuilt; start it again":
                     len(partial.evict_step) > 0,
+            }
+        if request.partial is not None and len(request.partial.tokens):
+            # A record has one temperature, one quant_id and one width of each field.
+            widths = {"logits": engine.num_logits, "top_ids": engine.top_n, "kept": engine.num_kept}
+            has = {name: getattr(partial, name).shape[1] for name in widths}
+            problems |= {
+                f"the partial trajectory was drawn at temperature {partial.temperature}, not "
+                f"{sampling.temperature}": partial.temperature != sampling.temperature,
+                f"the partial trajectory was drawn by {partial.quant_id}, not {engine.quant_id}":
+                    partial.quant_id != engine.quant_id,
+                f"the partial trajectory records {has} numbers of a draw, this engine {widths}":
+                    has != widths,
             }
         for problem, is_so in problems.items():
             if is_so:
@@ -311,23 +323,22 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
-        """A parked sequence waits for its shard's slots; one without room for its pages lets
-        nobody pass."""
+        """A parked sequence waits for its shard's slots, unless too many passed it; one without
+        room for its pages lets nobody pass."""
         if self._divide:
             self._make_way()
         if len(self._slots) == self._engine.slots:
             return
-        free = {shard: [] for shard in range(self._engine.shards)}
-        for slot in range(self._engine.slots):
-            if slot not in self._slots:
-                free[slot * self._engine.shards // self._engine.slots].append(slot)
-        parked = {}
+        free, parked = self._free(), {}
         for sequence in self._waiting.in_order():
-            is_parked, shards = bool(sequence.pages), [s for s in free if free[s]]
+            shards = [s for s in free if free[s]]
             if not shards:
                 break
-            if is_parked and sequence.shard not in shards:
-                continue
+            if sequence.pages and sequence.shard not in shards:
+                if not self._waiting.is_overdue(sequence):
+                    continue
+                self._retract(sequence)
+            is_parked = bool(sequence.pages)
             if not is_parked and not self._find_pages(sequence, shards):
                 break
             self._take_slot(sequence, free[sequence.shard].pop(0), is_parked)
@@ -340,12 +351,29 @@ class Scheduler:
         them. Those with evicted keys stay: they cannot be rebuilt, should their pages be needed."""
         is_done = lambda s: s.since_admission >= self._divide and not s.shift
         done = sorted(filter(is_done, self._running()), key=self._waiting.priority, reverse=True)
-        free = self._engine.slots - len(self._slots)
-        for sequence, other in zip(done, itertools.islice(self._waiting.in_order(), free, None)):
+        free = collections.Counter({shard: len(slots) for shard, slots in self._free().items()})
+        for other in list(self._waiting.in_order()) if done else ():
+            is_home = lambda shard: not other.pages or shard == other.shard
+            shard, slots = max(((s, n) for s, n in free.items() if is_home(s)), key=lambda x: x[1])
+            if slots:
+                free[shard] -= 1
+                continue
+            sequence = next((s for s in done if is_home(s.shard)), None)
+            if sequence is None:
+                continue
             is_earlier = self._waiting.priority(other) < self._waiting.priority(sequence)
             if is_earlier or self._waiting.is_overdue(other):
+                done.remove(sequence)
                 self._leave_slot(sequence)
                 self._waiting.add(sequence)
+
+    def _free(self) -> dict[int, list[int]]:
+        """Free slots of each shard."""
+        free = {shard: [] for shard in range(self._engine.shards)}
+        for slot in range(self._engine.slots):
+            if slot not in self._slots:
+                free[slot * self._engine.shards // self._engine.slots].append(slot)
+        return free
 
     def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
         """Pages for what it has so far in one of the shards, best where others have them."""
@@ -564,8 +592,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
         self._leave(sequence)
-        if reason != "abort":
-            self._policy.finished(sequence.request, count)
+        self._policy.removed(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
 

@@ -6,9 +6,10 @@ def order(name, waiting, finished=()):
     """Ids in the order of a policy; `waiting` pairs requests with the tokens they have drawn."""
     policy = POLICIES[name]()
     for r, drawn in waiting:
+        policy.added(r)
         policy.key(r, drawn)
     for r, drawn in finished:
-        policy.finished(r, drawn)
+        policy.removed(r, drawn)
     key = lambda pair: policy.key(*pair)
     return "".join(r.id for r, _ in sorted(waiting, key=key))
 
@@ -62,3 +63,25 @@ def test_an_estimate_is_at_most_what_a_sample_may_draw():
     short = request("s", (7,), max_tokens=2)
     waiting = [(GROUP[0], 0), (OTHERS[0], 0), (short, 0), (OTHERS[1], 0)]
     assert order("group_longest_first", waiting, [(GROUP[0], 8)]) == "pxys"
+
+
+def test_a_probe_that_was_aborted_has_a_successor():
+    policy = POLICIES["group_longest_first"]()
+    for r in GROUP:
+        policy.added(r)
+    assert [policy.key(r, 0) for r in GROUP] == [(0, 0), (1, -8), (1, -8)]
+    policy.removed(GROUP[1], None)
+    assert policy.key(GROUP[2], 0) == (1, -8)
+    policy.removed(GROUP[0], None)
+    assert policy.key(GROUP[2], 0) == (0, 0)
+
+
+def test_a_group_that_comes_again_has_a_probe_again():
+    policy = POLICIES["group_longest_first"]()
+    for _ in range(2):
+        for r in GROUP:
+            policy.added(r)
+        assert [policy.key(r, 0) for r in GROUP] == [(0, 0), (1, -8), (1, -8)]
+        for r in GROUP:
+            policy.removed(r, 3)
+    assert not policy._groups

@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import LongestFirst
 from jaxrl_tis.engine.records import NEVER
 from jaxrl_tis.engine.scheduler import Retention, Scheduler
@@ -83,6 +84,14 @@ def test_abort_of_a_request_that_made_way_returns_what_it_has():
     assert_as_alone([second], [requests[1]])
 
 
+def test_a_second_abort_before_the_next_step_changes_nothing():
+    scheduler = started(Engine(), [request("a", max_tokens=9)])
+    scheduler.step()
+    scheduler.abort("a")
+    scheduler.abort("a")
+    assert [(t.id, t.stop_reason) for t in scheduler.step()] == [("a", "abort")]
+
+
 def test_abort_of_an_unknown_or_finished_request_names_it():
     scheduler = started(Engine(), [request("a", max_tokens=1)])
     scheduler.step()
@@ -112,6 +121,35 @@ def test_resumed_requests_draw_the_tokens_of_no_interruption(steps):
     for t in out:  # what was drawn after the cut belongs to rebuilt pages
         n = cut[t.id] if t.id in cut and cut[t.id] else len(t.tokens)
         assert t.segment.tolist() == [0] * n + [1] * (len(t.tokens) - n)
+
+
+def test_retract_takes_the_pages_of_those_that_made_way():
+    scheduler, requests = parked()
+    scheduler.pause("retract")
+    assert scheduler.pages[0].used == 0
+    out = {t.id: t for t in drain(scheduler)}
+    assert_as_alone(out.values(), requests)
+    assert out["a"].segment.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_retract_takes_the_pages_that_are_being_filled():
+    scheduler, _, _, long = being_filled(17, max_tokens=2)
+    scheduler.step()
+    scheduler.pause("retract")
+    assert scheduler.pages[0].used == 0
+    scheduler.set_params(1, 1)
+    (found,) = (t for t in drain(scheduler) if t.id == long.id)
+    assert_replays(found, long)
+    assert found.kv_version.tolist() == [1, 1] and found.segment.tolist() == [0, 0]
+
+
+def test_new_weights_make_acceptance_unknown():
+    drafts = Drafts(slots=1, max_length=3, free_rows=4)
+    scheduler = started(Engine(slots=1), [], drafts=drafts)
+    drafts.observe(3, 3, False)
+    assert drafts.acceptance > 0.5
+    scheduler.set_params(1, 1)
+    assert drafts.acceptance == 0.5
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])
@@ -255,6 +293,22 @@ def test_running_samples_do_not_notice_that_their_prompt_is_filled_under_new_wei
 
 
 # Divided rollouts
+
+
+def test_a_sequence_draws_its_share_each_time_it_gets_a_slot():
+    requests = [request(id, seed=i, max_tokens=6) for i, id in enumerate("ab")]
+    engine = Engine(slots=1, steps=1)
+    out = drain(started(engine, requests, policy=LongestFirst(), divide=2))
+    assert_as_alone(out, requests)
+    assert [id for rows in engine.inserted for id in rows.values()] == list("ababab")
+
+
+def test_a_sequence_makes_way_for_one_that_was_passed_over_too_often():
+    requests = [request("long", max_tokens=6), request("short", (2, 4), max_tokens=1)]
+    engine = Engine(slots=1, steps=1)
+    scheduler = started(engine, requests, policy=LongestFirst(), divide=2, max_bypass=0)
+    assert_as_alone(drain(scheduler), requests)
+    assert [id for rows in engine.inserted for id in rows.values()] == ["long", "short", "long"]
 
 
 @pytest.mark.parametrize("divide", [1, 2, 5])

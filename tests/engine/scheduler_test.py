@@ -1,14 +1,16 @@
 """The scheduler on an engine made of arithmetic, whose every token can be predicted by hand."""
 
+import collections
 import inspect
 
 import numpy as np
 import pytest
 
-from jaxrl_tis.engine.policies import POLICIES, ShortestPrompt
+from jaxrl_tis.engine.policies import POLICIES, LongestFirst, ShortestPrompt
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
+from jaxrl_tis.engine.waiting import Waiting
 from tests import arithmetic
 from tests.arithmetic import (
     Engine, alone, assert_as_alone, being_filled, drain, request, started,
@@ -123,7 +125,8 @@ def test_the_scheduler_calls_nothing_outside_the_protocol():
 
 PARTIAL = dict(
     tokens=np.array([0, 3]), mask=np.ones(2, bool), turn=np.zeros(2, int),
-    stop_reason="abort", seed=0, request=0, quant_id="", temperature=1.0,
+    stop_reason="abort", seed=0, request=0, quant_id="arithmetic", temperature=1.0,
+    logits=np.zeros((2, 2)),
     **{name: np.zeros(2) for name in ("logp_behav", "logp_raw", "entropy", "version")},
 )
 
@@ -144,6 +147,10 @@ def partial(id="p", prompt=(1, 2, 3), **changes):
     (request("p", partial=partial(stop_reason="stop")), ["ended by itself (stop)"]),
     (request("p", partial=partial(evict_step=np.zeros(5, np.int32))), ["evicted"]),
     (request("p", partial=partial(), max_tokens=2), ["2 tokens", "(2)"]),
+    (request("p", partial=partial(), temperature=0.5), ["temperature 1.0, not 0.5"]),
+    (request("p", partial=partial(quant_id="w8a8")), ["drawn by w8a8, not arithmetic"]),
+    (request("p", partial=partial(kept=np.zeros((2, 3), int))), ["'kept': 3", "'kept': 0"]),
+    (request("v", (3, 1000)), ["beyond the vocabulary of 1000"]),
 ])
 def test_requests_that_can_never_run_are_refused(bad, words):
     scheduler = started(Engine(max_length=40), [request("live", max_tokens=1)])
@@ -198,7 +205,7 @@ def test_probes_go_first_then_the_groups_whose_samples_were_longest():
     assert order_of(engine) == ["x0", "y0", "y1", "x1", "x2"]
 
 
-def test_an_aborted_request_is_no_estimate_of_its_group():
+def test_an_aborted_probe_is_no_estimate_and_has_a_successor():
     policy = POLICIES["group_longest_first"]()
     x = [request(f"x{i}", max_tokens=8) for i in range(2)]
     y = [request(f"y{i}", (1, 2), max_tokens=4) for i in range(2)]
@@ -207,7 +214,7 @@ def test_an_aborted_request_is_no_estimate_of_its_group():
     scheduler.step()
     scheduler.abort("x0")
     drain(scheduler)
-    assert order_of(engine) == ["x0", "y0", "x1", "y1"], "x is still taken to be 8 tokens long"
+    assert order_of(engine) == ["x0", "x1", "y0", "y1"]
 
 
 @pytest.mark.parametrize("slots, bound, place", [(1, 0, 0), (1, 2, 2), (3, 2, 2), (1, None, 6)])
@@ -221,6 +228,32 @@ def test_nobody_is_passed_over_more_often_than_max_bypass(slots, bound, place):
     ids = [id for rows in engine.inserted for _, id in sorted(rows.items())]
     first = ids.index("long") // slots
     assert first == place // slots and len(ids) == 7
+
+
+@pytest.mark.parametrize("divide", [1, 3])
+def test_the_bound_holds_over_shards_for_sequences_that_made_way(divide, monkeypatch):
+    """Sequences with pages in a shard whose slots stay taken."""
+    overtakes = collections.Counter()
+
+    def admit(waiting, sequence):
+        age = lambda s: (s.admitted_after, s.order)
+        passed = [s for s in waiting if age(s) < age(sequence)]
+        overtakes.update((seed, s.request.id, s.admitted_after) for s in passed)
+        plain(waiting, sequence)
+
+    plain = Waiting.admit
+    monkeypatch.setattr(Waiting, "admit", admit)
+    for seed in range(15):
+        rng = np.random.default_rng(seed)
+        engine = Engine(slots=4, shards=2, max_length=60, num_pages=20)
+        scheduler = started(engine, [], policy=LongestFirst(), max_bypass=3, divide=divide)
+        for i in range(120):
+            if rng.random() < 0.4:
+                prompt = rng.integers(20, size=rng.choice([1, 5, 20]))
+                scheduler.add(request(f"r{i}", prompt, max_tokens=int(rng.integers(1, 40))))
+            scheduler.step()
+        drain(scheduler)
+    assert max(overtakes.values()) == 3
 
 
 def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
@@ -319,6 +352,14 @@ def test_shards_have_their_own_slots_and_pages():
     assert [pages.used for pages in scheduler.pages] == [4, 4]
     assert_as_alone(drain(scheduler), requests + group)
     assert scheduler.stats.prefilled == 2 + 1 + 6 + 6 and scheduler.stats.shared == 6 + 6
+
+
+def test_a_group_goes_where_its_prompt_is():
+    engine = Engine(slots=6, shards=2, steps=1)
+    group = [request(f"g{i}", np.arange(8), seed=i, max_tokens=3) for i in range(3)]
+    scheduler = started(engine, group)
+    assert_as_alone(drain(scheduler), group)
+    assert scheduler.stats.prefilled == 8 and {s for r in engine.inserted for s in r} == {0, 1, 2}
 
 
 # Too few pages
