@@ -4,10 +4,10 @@
 
 Without any update: samples the config's prompts with its engine, scores the tokens with the
 learner's program, and climbs from one to the other (`ladder.py`). The exit code is 1 above one of
-the bounds `config.gate.max_*`. docs/gate.md explains the numbers and the keys of the JSON.
+the bounds `config.gate.max_*`, and where a log-prob is not finite. docs/gate.md explains the
+numbers and the keys of the JSON.
 """
 
-import json
 import pathlib
 import sys
 
@@ -36,8 +36,8 @@ def main(argv: list[str]) -> None:
     report = mismatch.measure(setup, params, prompts)
     print(mismatch.table(report))
     if JSON.value:
-        pathlib.Path(JSON.value).write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(bool(report["exceeded"]))
+        pathlib.Path(JSON.value).write_text(mismatch.to_json(report) + "\n")
+    sys.exit(bool(mismatch.failures(report)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ docs/gate.md explains the numbers; `python -m jaxrl_tis.gate` is the command.
 """
 
 import functools
+import json
 import math
 from typing import Any
 
@@ -104,7 +105,8 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
     rungs = ladder.climb(setup, params, trajectories)
     rows = setup.rows(trajectories)
     mask = rows["mask"]
-    total = ladder.gap(rungs[0].before, rungs[-1].after, mask)
+    logp_old, logp_behav = rungs[0].before, rungs[-1].after
+    total = ladder.gap(logp_old, logp_behav, mask)
     described = [
         {"cause": r.cause, "is_same": r.is_same}
         | ({} if r.is_same else ladder.gap(r.before, r.after, mask))
@@ -112,17 +114,23 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
     ]
     differing = [r for r in described if not r["is_same"]]
     bounds = {name: setup.config.gate[f"max_{name}"] for name in MEASURES}
+    bounds = {name: bound for name, bound in bounds.items() if bound < math.inf}
+    is_within = lambda name: math.isfinite(total[name]) and total[name] <= bounds[name]
+    non_finite = lambda logp: int(np.sum(~np.isfinite(logp) & mask))
     return {
         "config": setup.config.name,
         "sequences": len(trajectories),
         "tokens": int(mask.sum()),
         "total": total,
         "rungs": described,
-        "largest": max(differing, key=lambda r: r["d_mean"])["cause"],
+        # max() keeps its first element where a comparison with NaN is false.
+        "largest": max(
+            differing, key=lambda r: r["d_mean"] if math.isfinite(r["d_mean"]) else math.inf
+        )["cause"],
+        "non_finite": {"learner": non_finite(logp_old), "sampler": non_finite(logp_behav)},
         **support_agreement(setup, params, rows),
-        "budgets": {name: bound for name, bound in bounds.items() if bound < math.inf},
-        # A gap that is no number is above every bound.
-        "exceeded": [name for name, bound in bounds.items() if not total[name] <= bound],
+        "budgets": bounds,
+        "exceeded": [name for name in bounds if not is_within(name)],
     }
 
 
@@ -130,6 +138,24 @@ def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
     """The report on a fresh batch."""
     check_prompts(setup, prompts)
     return judge(setup, params, sample(setup, params, prompts))
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """Why the gate fails, one sentence each; none when it passes."""
+    counts, total, bounds = report["non_finite"], report["total"], report["budgets"]
+    return [
+        f"log-probs of the {side} that are not finite: {count}"
+        for side, count in counts.items() if count
+    ] + [
+        f"{name} {total[name]:.4g} is not within gate.max_{name} = {bounds[name]:.4g}"
+        for name in report["exceeded"]
+    ]
+
+
+def to_json(report: dict[str, Any]) -> str:
+    """The report as JSON, which has no NaN and no infinity: they are null."""
+    strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    return json.dumps(strict, indent=1, allow_nan=False)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -143,21 +169,15 @@ def table(report: dict[str, Any]) -> str:
     lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
     if agreed := [f"{name} {report[name]:.4f}" for name in AGREEMENT if report[name] is not None]:
         lines.append("  ".join(agreed))
-    for name in report["exceeded"]:
-        lines.append(f"{name} {total[name]:.4g} exceeds gate.max_{name}")
-    return "\n".join(lines)
+    return "\n".join(lines + failures(report))
 
 
 def require(setup: Setup, params: Any) -> None:
-    """Prints the gap at the start of a run; MismatchError above a bound of config.gate."""
+    """Prints the gap at the start of a run; MismatchError when the gate fails."""
     report = measure(setup, params, setup.config.rollout.prompts)
     print(table(report), flush=True)
-    if report["exceeded"]:
-        named = ", ".join(
-            f"{name} = {report['total'][name]:.4g} > {setup.config.gate[f'max_{name}']:.4g}"
-            for name in report["exceeded"]
-        )
+    if found := failures(report):
         raise MismatchError(
-            f"before step 0 the sampler is too far from the learner: {named}; the largest part is "
-            f"{report['largest']}. Change the engine, or raise gate.max_*"
+            f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "
+            f"largest part is {report['largest']}. Change the engine, or raise gate.max_*"
         )

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import jax
 import ml_collections
 
 from jaxrl_tis import batch, control, correction, optimizer
@@ -21,7 +22,7 @@ UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 
 def validate(config: ml_collections.ConfigDict) -> None:
     """ValueError listing every problem of the config, one a line."""
-    checks = (_names, _counts, _batches, _correction, _sampling, _numerics)
+    checks = (_finite, _names, _counts, _batches, _correction, _sampling, _numerics)
     problems = [problem for check in checks for problem in check(config)]
     problems = problems or list(_traced(config))
     if problems:
@@ -35,6 +36,15 @@ def _traced(config):
             check(chosen)
         except ValueError as error:
             yield f"correction: {error}"
+
+
+def _finite(config):
+    for path, value in jax.tree_util.tree_leaves_with_path(config.to_dict()):
+        field = jax.tree_util.keystr(path, simple=True, separator=".")
+        is_bound = field.startswith("gate.max_")
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if not is_finite and not (is_bound and value == math.inf):
+            yield f"{field} is {value}; it must be a finite number{' or inf' if is_bound else ''}"
 
 
 def _names(config):
@@ -317,6 +327,11 @@ def _numerics(config):
                 f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
                 f"model.{name} is {learner!r}: set both alike"
             )
+    if config.engine.noise_start > 0:
+        yield (
+            f"model.numerics is 'invariant', but engine.noise_start = {config.engine.noise_start} "
+            "puts noise on the sampler's norms alone: set it to 0"
+        )
     if any(config.engine.retention):
         yield (
             "model.numerics is 'invariant' and attends to all keys: set engine.retention to (0, 0)"

@@ -214,25 +214,67 @@ def test_noise_on_the_samplers_weights_is_seen_as_large_as_it_is(sampled):
     assert 7 < ratio("d_mean") < 14 and 60 < ratio("k3") < 160
 
 
+def with_first_logp(trajectories, value):
+    first, *rest = trajectories
+    logp = first.logp_behav.copy()
+    logp[0] = value
+    return [dataclasses.replace(first, logp_behav=logp), *rest]
+
+
 def test_a_wrong_log_prob_is_found_and_refused(sampled):
     setup, params, trajectories = sampled(**SAME)
-    first = trajectories[0]
-    wrong = first.logp_behav.copy()
-    wrong[0] -= 1.0
-    moved = dataclasses.replace(first, logp_behav=wrong)
-    report = mismatch.judge(setup, params, [moved, *trajectories[1:]])
+    wrong = with_first_logp(trajectories, trajectories[0].logp_behav[0] - 1)
+    report = mismatch.judge(setup, params, wrong)
     assert report["total"]["d_max"] == pytest.approx(1.0, abs=1e-4)
     # k3 of one of n tokens is exp(1) - 1 - 1
     assert report["total"]["k3"] == pytest.approx((np.e - 2) / report["tokens"], rel=1e-3)
     assert report["largest"] == "decode" and "k3" in report["exceeded"]
 
 
-def test_a_gap_that_is_no_number_is_refused(sampled):
+def bounded_k3(setup, bound):
+    """The setup with this bound of the gate and no other."""
+    config = setup.config.copy_and_resolve_references()
+    for name in mismatch.MEASURES:
+        config.gate[f"max_{name}"] = bound if name == "k3" else np.inf
+    return dataclasses.replace(setup, config=config)
+
+
+def no_number(literal):
+    raise AssertionError(f"{literal} is no number of JSON")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, value):
     setup, params, trajectories = sampled(**SAME)
-    broken = np.full_like(trajectories[0].logp_behav, np.nan)
-    moved = dataclasses.replace(trajectories[0], logp_behav=broken)
-    report = mismatch.judge(setup, params, [moved, *trajectories[1:]])
-    assert {"d_mean", "k3"} <= set(report["exceeded"])
+    records = with_first_logp(trajectories, value)
+    report = mismatch.judge(bounded_k3(setup, 1e9), params, records)
+    assert report["exceeded"] == ["k3"] and report["budgets"] == {"k3": 1e9}
+    assert report["largest"] == "decode"  # batch_shape, before it, is finite
+    assert report["non_finite"] == {"learner": 0, "sampler": 1}
+    said = "log-probs of the sampler that are not finite: 1"
+    k3 = report["total"]["k3"]
+    assert mismatch.failures(report) == [said, f"k3 {k3} is not within gate.max_k3 = 1e+09"]
+    assert said in mismatch.table(report)
+    written = json.loads(mismatch.to_json(report), parse_constant=no_number)
+    assert written["total"]["k3"] is written["total"]["d_max"] is None
+    assert written["rungs"][-2]["d_mean"] is None and written["tokens"] == report["tokens"]
+
+
+def test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    broken = with_first_logp(trajectories, -np.inf)
+    said = "log-probs of the sampler that are not finite: 1; the largest part is decode"
+    with (
+        mock.patch.object(mismatch, "sample", lambda *_: broken),
+        pytest.raises(mismatch.MismatchError, match=said),
+    ):
+        mismatch.require(bounded_k3(setup, np.inf), params)
+
+
+def test_a_learner_that_is_no_number_is_told_from_the_sampler(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    report = mismatch.judge(setup, noisy_gate.perturbed(params, np.nan), trajectories)
+    assert report["non_finite"] == {"learner": report["tokens"], "sampler": 0}
 
 
 def test_filters_cost_the_kept_mass(sampled):
@@ -289,7 +331,7 @@ def test_a_batch_that_is_no_whole_number_of_micro_batches_is_refused():
 
 
 def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
-    with pytest.raises(mismatch.MismatchError, match="d_mean = .* > 1e-06.*gate.max_"):
+    with pytest.raises(mismatch.MismatchError, match="d_mean .* not within gate.max_.* = 1e-06"):
         tiny.run(tmp_path, gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
 
@@ -306,7 +348,7 @@ def test_a_run_within_the_bounds_is_the_run_without_the_gate(
 # The command
 
 
-def test_the_command_exits_with_1_above_a_bound_and_writes_what_the_page_documents(tmp_path):
+def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documents(tmp_path):
     small = [f"--config.{field}" for field in (
         "model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=32", "task.params.size=64",
         "rollout.prompts=4", "rollout.group_size=2", "train.microbatch_rows=8", "engine.slots=8",
@@ -314,22 +356,28 @@ def test_the_command_exits_with_1_above_a_bound_and_writes_what_the_page_documen
     environment = os.environ | {
         "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
-    def start(name, module, *arguments):
+    def start(name, module, *flags, noise=()):
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments, "--config=configs/quickstart.py", *small,
-             f"--json={tmp_path / name}"],
+            [sys.executable, "-m", module, *noise, "--config=configs/quickstart.py", *small,
+             *flags, f"--json={tmp_path / name}"],
             cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-    refused = start("refused", "tests.noisy_gate", "0.5")
+    refused = start("refused", "tests.noisy_gate", noise=["0.5"])
+    unbounded = [f"--config.gate.max_{name}=inf" for name in mismatch.MEASURES]
+    broken = start("broken", "tests.noisy_gate", *unbounded, noise=["nan"])
     accepted = start("accepted", "jaxrl_tis.gate", "--prompts=8")
     output = refused.communicate(timeout=300)[0]
-    assert refused.returncode == 1 and "exceeds gate.max_d_mean" in output, output[-1500:]
+    assert refused.returncode == 1 and "not within gate.max_d_mean" in output, output[-1500:]
     report = json.loads((tmp_path / "refused").read_text())
     assert "d_mean" in report["exceeded"] and report["sequences"] == 8
     page = (ROOT / "docs" / "gate.md").read_text()
     names = {*report, *report["total"], *(key for rung in report["rungs"] for key in rung)}
     names |= {rung["cause"] for rung in report["rungs"]}
     assert not [name for name in names if f"`{name}`" not in page]
+    output = broken.communicate(timeout=300)[0]
+    assert broken.returncode == 1 and "sampler that are not finite" in output, output[-1500:]
+    report = json.loads((tmp_path / "broken").read_text(), parse_constant=no_number)
+    assert report["exceeded"] == [] and report["total"]["d_mean"] is None
     output = accepted.communicate(timeout=300)[0]
     assert accepted.returncode == 0, output[-1500:]
     assert json.loads((tmp_path / "accepted").read_text())["sequences"] == 16

@@ -111,6 +111,9 @@ def test_measures_are_positive(name):
     (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
     (dict(engine__retention=(1, 2), model__numerics="invariant", engine__quantization="none",
           engine__page_size=invariant.PAGE), ["'invariant'", "engine.retention to (0, 0)"]),
+    (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
+          engine__page_size=invariant.PAGE),
+     ["'invariant'", "engine.noise_start = 0.1", "norms", "set it to 0"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):
@@ -152,6 +155,24 @@ def test_what_is_no_contradiction(changes):
 def test_values_that_no_run_can_mean(changes, word):
     [problem] = problems(**changes)
     assert word in problem
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [
+    "rollout.temperature", "model.uaq_scale", "engine.noise_start", "optimizer.lr",
+    "reward.on_error", "correction.entropy_coeff", "task.params.scale",
+])
+def test_numbers_are_finite(name, value):
+    changes = {name.replace(".", "__"): value}
+    assert problems(**changes) == [f"- {name} is {value}; it must be a finite number"]
+
+
+@pytest.mark.parametrize("name", ["d_mean", "d_p99", "d_max", "dp_max", "k3"])
+def test_a_bound_of_the_gate_may_be_infinite_but_is_a_number(name):
+    validate(tiny.config(**{f"gate__max_{name}": float("inf")}))
+    assert problems(**{f"gate__max_{name}": float("nan")}) == [
+        f"- gate.max_{name} is nan; it must be a finite number or inf"
+    ]
 
 
 def test_all_problems_at_once():

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.serve.request import Completion
-from jaxrl_tis.serve.text import cut
+from jaxrl_tis.serve.text import cut, offsets, utf8
 
 Json = dict[str, Any]
 
@@ -21,10 +21,6 @@ class Answer:
 
     def whole(self, trajectories: list[Trajectory]) -> Json:
         """Of all choices, in their order."""
-        prompt, sampled = len(self._completion.prompt), sum(len(t.tokens) for t in trajectories)
-        usage = {
-            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled
-        }
         choices = []
         for index, trajectory in enumerate(trajectories):
             text = self.text(trajectory)
@@ -32,6 +28,7 @@ class Answer:
             if self._completion.is_chat:
                 content = {"message": {"role": "assistant", "content": text}}
             choices.append({"index": index} | content | self._end(trajectory))
+        usage = self._usage(sum(len(t.tokens) for t in trajectories))
         return self._envelope("chat.completion", choices) | {"usage": usage}
 
     def first(self, index: int) -> Json:
@@ -48,12 +45,23 @@ class Answer:
         content = {"delta": {}} if self._completion.is_chat else {"text": ""}
         return self._chunk(index, content, self._end(trajectory))
 
+    def end(self, num_tokens: int) -> Json:
+        """The chunk after all others: how many tokens were sampled."""
+        return self._envelope("chat.completion.chunk", []) | {"usage": self._usage(num_tokens)}
+
     def text(self, trajectory: Trajectory) -> str:
         return cut(self._tokenizer.decode(trajectory.tokens), self._completion.stops)
 
     def _chunk(self, index: int, content: Json, end: Json | None = None) -> Json:
         end = end or {"finish_reason": None, "logprobs": None}
-        return self._envelope("chat.completion.chunk", [{"index": index} | content | end])
+        usage = {"usage": None} if self._completion.includes_usage else {}
+        return self._envelope("chat.completion.chunk", [{"index": index} | content | end]) | usage
+
+    def _usage(self, sampled: int) -> Json:
+        prompt = len(self._completion.prompt)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled
+        }
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -79,9 +87,10 @@ class Answer:
         if not self._completion.is_chat:
             return {
                 "tokens": tokens, "token_ids": t.tokens.tolist(), "token_logprobs": behav,
-                "raw_logprobs": raw, "top_logprobs": [dict(row) for row in top],
+                "raw_logprobs": raw, "text_offset": offsets(t.tokens, self._tokenizer.decode),
+                "top_logprobs": list(map(_by_text, top)),
             }
-        entry = lambda token, logp: {"token": token, "logprob": logp, "bytes": None}
+        entry = lambda token, logp: {"token": token, "logprob": logp, "bytes": utf8(token)}
         return {"content": [
             entry(token, logp) | {
                 "raw_logprob": raw_logp, "top_logprobs": [entry(*pair) for pair in row]
@@ -96,6 +105,14 @@ class Answer:
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token])
+
+
+def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
+    """The log-prob of each text, that of the likeliest of its tokens, which comes first."""
+    by_text = {}
+    for text, logp in row:
+        by_text.setdefault(text, logp)
+    return by_text
 
 
 def _finite(value: float) -> float | None:

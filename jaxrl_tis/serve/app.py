@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -199,6 +199,7 @@ class Server:
         event = lambda data: f"data: {json.dumps(data)}\n\n"
         stops, decode = job.completion.stops, self._served.tokenizer.decode
         sent = [0] * len(job.completion.choices)
+        num_tokens = 0
         if job.completion.is_chat:
             for i in range(len(sent)):
                 yield event(answer.first(i))
@@ -210,7 +211,10 @@ class Server:
                     yield event(answer.more(i, text[sent[i] :]))
                     sent[i] = len(text)
                 if has_ended:
-                    yield event(answer.last(i, news))
+                    num_tokens += len(news.tokens)
+                    yield event(await asyncio.to_thread(answer.last, i, news))
+            if job.completion.includes_usage:
+                yield event(answer.end(num_tokens))
         except Exception as error:
             yield event(_described(500, str(error)))
         yield "data: [DONE]\n\n"
@@ -228,6 +232,8 @@ class Server:
                         raise HTTPException(413, f"the body has more than {limit} bytes")
         except TimeoutError:
             raise HTTPException(408, "the body did not come in time") from None
+        except ClientDisconnect:
+            raise HTTPException(CLIENT_CLOSED, "the client has left") from None
         return bytes(body)
 
     def _check_open(self, request: Request) -> None:

@@ -1,7 +1,8 @@
 """The JSON of a completion request -> checked requests for the scheduler.
 
 Every field is that of the OpenAI API, but for top_k, min_p and repetition_penalty, which it lacks.
-A field that is unknown here is refused, since ignoring it would give another answer than asked for.
+What is not served here, a field or one of its values, is refused: ignoring it would give another
+answer than asked for.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 MAX_SEED = 2**32 - 1
 MAX_NUMBER = 100.0  # of a temperature, penalty or bias
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # two names of one field
 
 # What a field may be, and its value when it is absent or null; see `_field`.
 COMMON = {
@@ -25,10 +27,16 @@ COMMON = {
     "seed": (int, None), "max_tokens": (int, None), "temperature": (float, 1.0),
     "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0), "stop": ((str, list), []),
     "logit_bias": (dict, {}), "presence_penalty": (float, 0.0), "frequency_penalty": (float, 0.0),
-    "repetition_penalty": (float, 1.0),
+    "repetition_penalty": (float, 1.0), "stream_options": (dict, {}),
 }
-TEXT = COMMON | {"prompt": ((str, list), None), "logprobs": (int, None)}
-CHAT = COMMON | {"messages": (list, None), "logprobs": (bool, False), "top_logprobs": (int, 0)}
+TEXT = COMMON | {
+    "prompt": ((str, list), None), "logprobs": (int, None), "echo": (bool, False),
+    "best_of": (int, None), "suffix": (str, None),
+}
+CHAT = COMMON | {
+    "messages": (list, None), "logprobs": (bool, False), "top_logprobs": (int, 0),
+    "max_completion_tokens": (int, None),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +73,14 @@ class Choice(Request):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A request as it came in; `logprobs` None asks for none."""
+    """A request as it came in; `logprobs` None asks for none, and `includes_usage` for a last chunk
+    that counts the tokens."""
 
     id: str
     choices: list[Choice]
     is_chat: bool
     is_streamed: bool
+    includes_usage: bool
     logprobs: int | None
 
     @property
@@ -97,6 +107,7 @@ def parse(
     values = _values(object_of(body), CHAT if is_chat else TEXT)
     if values["model"] not in (None, model):
         raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
+    _check_unserved(values)
     prompt = _prompt(values, is_chat, tokenizer)
     if not 1 <= len(prompt) <= limits.prompt_tokens:
         raise ValueError(
@@ -106,20 +117,23 @@ def parse(
     if not all(0 <= token < vocab_size for token in prompt):
         raise ValueError(f"the prompt has tokens outside the vocabulary, 0 to {vocab_size - 1}")
     for name, low, high in (
-        ("n", 1, limits.choices), ("seed", 0, MAX_SEED), ("max_tokens", 1, limits.max_tokens),
+        ("n", 1, limits.choices), ("seed", 0, MAX_SEED),
+        *[(name, 1, limits.max_tokens) for name in MAX_TOKENS],
         ("top_k", 0, vocab_size), ("temperature", 0, MAX_NUMBER),
         *[(name, -MAX_NUMBER, MAX_NUMBER) for name in PENALTIES],
     ):
-        if values[name] is not None and not low <= values[name] <= high:
-            where = " (config.rollout.max_new_tokens)" if name == "max_tokens" else ""
-            raise ValueError(f"{name} is {values[name]!r}; give {low} to {high}{where}")
+        value = values.get(name)
+        if value is not None and not low <= value <= high:
+            where = " (config.rollout.max_new_tokens)" if name in MAX_TOKENS else ""
+            raise ValueError(f"{name} is {value!r}; give {low} to {high}{where}")
     sampling = _sampling(values, tokenizer, limits)
     seed = secrets.randbelow(MAX_SEED + 1) if values["seed"] is None else values["seed"]
     id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     prompt = np.array(prompt, np.int32)
     return Completion(
         id, [Choice(f"{id}/{i}", prompt, seed, sampling, index=i) for i in range(values["n"])],
-        is_chat, values["stream"], _logprobs(values, is_chat, limits),
+        is_chat, values["stream"], bool(values["stream_options"].get("include_usage")),
+        _logprobs(values, is_chat, limits),
     )
 
 
@@ -163,6 +177,20 @@ def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
+def _check_unserved(values: dict[str, Any]) -> None:
+    """ValueError for values that the API has, but not this server."""
+    if values.get("echo"):
+        raise ValueError("echo is True; the prompt is not repeated here")
+    if values.get("suffix") is not None:
+        raise ValueError(f"suffix is {values['suffix']!r}; nothing is inserted before a text here")
+    if values.get("best_of") not in (None, 1, values["n"]):
+        raise ValueError(f"best_of is {values['best_of']}; all choices are returned: give 1 or n")
+    options = values["stream_options"]
+    is_flag = isinstance(options.get("include_usage"), bool | None)
+    if not options.keys() <= {"include_usage"} or not is_flag:
+        raise ValueError(f"stream_options is {options}; give {{'include_usage': True or False}}")
+
+
 def _prompt(values: dict[str, Any], is_chat: bool, tokenizer: Tokenizer) -> list[int]:
     if is_chat:
         messages = values["messages"] or []
@@ -188,10 +216,13 @@ def _sampling(values: dict[str, Any], tokenizer: Tokenizer, limits: Limits) -> S
             f"stop must be a text or at most {MAX_STOPS} of them, each of 1 to {MAX_STOP_LENGTH} "
             "characters"
         )
+    asked = {values[name] for name in MAX_TOKENS if values.get(name) is not None}
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(MAX_TOKENS)} are one field by two names: give one")
     names = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
     return SamplingParams(
         stop_ids=tuple(tokenizer.eos_ids), stop_strings=tuple(stops),
-        max_tokens=limits.max_tokens if values["max_tokens"] is None else values["max_tokens"],
+        max_tokens=max(asked, default=limits.max_tokens),
         logit_bias=tuple(_bias(*item) for item in values["logit_bias"].items()),
         **{name: values[name] for name in names},
     )

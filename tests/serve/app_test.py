@@ -1,6 +1,7 @@
 """The routes, on a scheduler whose engine is made of arithmetic."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -38,13 +39,14 @@ class Broken(arithmetic.Engine):
         raise RuntimeError("out of memory")
 
 
-def application(engine=None, max_pending=8, seconds=20.0, **served):
+def application(engine=None, max_pending=8, seconds=20.0, logprobs=2, **served):
     """An app of weights 0; weights are loaded from paths that are numbers."""
     scheduler = Scheduler(
         engine or arithmetic.Engine(), 0, max_pending=max_pending, decode=TOKENIZER.decode
     )
     limits = Limits(
-        body_bytes=500, prompt_tokens=10, max_tokens=20, choices=4, logprobs=2, seconds=seconds
+        body_bytes=500, prompt_tokens=10, max_tokens=20, choices=4, logprobs=logprobs,
+        seconds=seconds,
     )
     return serve_app.make(serve_app.Served(
         Worker(scheduler), TOKENIZER, "m", arithmetic.VOCAB, limits, load=int, **served
@@ -107,12 +109,32 @@ def test_log_probs_are_the_record_s():
     logprobs = reply["choices"][0]["logprobs"]
     ids = logprobs["token_ids"]
     assert "".join(logprobs["tokens"]) == reply["choices"][0]["text"] == TOKENIZER.decode(ids)
+    assert logprobs["text_offset"] == [0, 1, 2]
     total = sum(arithmetic.key(token, s, 0) for s, token in enumerate(PROMPT)) + 5 * SEED + 3 * 4
     assert logprobs["token_logprobs"][0] == -total
     assert logprobs["raw_logprobs"][0] == -total - 0.5
     body = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "max_tokens": 2}
     content = ask(body, CHAT).json["choices"][0]["logprobs"]["content"]
     assert [c["raw_logprob"] - c["logprob"] for c in content] == [-0.5] * 2
+    assert [c["bytes"] for c in content] == [list(c["token"].encode()) for c in content]
+    assert all(content[0]["bytes"])
+
+
+def test_of_likeliest_tokens_with_the_same_text_the_likeliest_is_kept():
+    """0, 1 and 2 (padding, start and end) have no text."""
+
+    class Top(arithmetic.Engine):
+        def generate(self, *args):
+            state, result = super().generate(*args)
+            shape = result.tokens.shape
+            top_ids = np.broadcast_to(np.array([0, 3, 1], np.int32), (*shape, 3))
+            top_logps = np.broadcast_to(np.array([-0.5, -1.0, -2.0], np.float32), (*shape, 3))
+            return state, dataclasses.replace(result, top_ids=top_ids, top_logps=top_logps)
+
+    body = {"prompt": "abc", "max_tokens": 1, "logprobs": 3, "seed": SEED}
+    reply = run(application(Top(), logprobs=3), lambda app: call(app, TEXT, body))
+    (top,) = reply.json["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(top.items()) == [("", -0.5), ("a", -1.0)]
 
 
 def joined(events, field):
@@ -143,6 +165,19 @@ def test_a_stream_says_what_the_whole_answer_says(extra):
     for choice in whole.json["choices"]:
         assert texts[choice["index"]] == choice["text"]
         assert last[choice["index"]] == choice | {"text": ""}
+
+
+@pytest.mark.parametrize("path, prompt", [
+    (TEXT, {"prompt": "abc"}), (CHAT, {"messages": [{"role": "user", "content": "abc"}]}),
+])
+def test_a_stream_counts_its_tokens_when_it_is_asked_to(path, prompt):
+    body = prompt | {"seed": SEED, "n": 2, "max_tokens": 3}
+    usage = ask(body, path).json["usage"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    *events, last = ask(body, path).events
+    assert last["choices"] == [] and last["usage"] == usage and usage["completion_tokens"] == 6
+    assert events and all(event["choices"] and event["usage"] is None for event in events)
+    assert last["id"] == events[0]["id"] and last["object"] == events[0]["object"]
 
 
 def test_a_stop_string_is_never_shown():
@@ -242,6 +277,17 @@ def test_past_its_time_a_request_ends_with_what_it_has(is_streamed):
 
 def test_a_body_that_does_not_come():
     assert ask([b"{", None], seconds=0.1).status == 408
+
+
+def test_a_client_that_leaves_while_it_sends_its_body():
+    async def script(app):
+        leave = asyncio.Event()
+        leave.set()
+        gone = await call(app, TEXT, [b'{"prompt"', None], leave=leave)
+        return gone, (await call(app, "/health")).json["pending"]
+
+    reply, pending = run(application(), script)
+    assert (reply.status, pending) == (serve_app.CLIENT_CLOSED, 0)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

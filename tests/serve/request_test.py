@@ -42,6 +42,22 @@ def test_every_field_arrives():
     assert c.prompt.tolist() == [3, 0, 22] and c.seed == 7 and c.is_streamed and c.logprobs == 2
 
 
+@pytest.mark.parametrize("extra", [
+    {"echo": False}, {"suffix": None}, {"best_of": 1}, {"n": 2, "best_of": 2}, {"best_of": None},
+    {"stream_options": None}, {"stream_options": {}}, {"stream_options": {"include_usage": False}},
+])
+def test_what_changes_nothing_is_taken(extra):
+    plain, same = of({"prompt": "ab"}), of({"prompt": "ab"} | extra)
+    assert same.choices[0].sampling == plain.choices[0].sampling and not same.includes_usage
+
+
+def test_the_two_names_of_max_tokens_in_a_chat():
+    for fields in ({"max_tokens": 3}, {"max_completion_tokens": 3},
+                   {"max_tokens": 3, "max_completion_tokens": 3}):
+        c = of({"messages": HI} | fields, is_chat=True)
+        assert c.choices[0].sampling.max_tokens == 3
+
+
 def test_the_noise_is_of_the_seed_and_the_index_alone():
     first, second = (of({"prompt": "a", "n": 3, "seed": 1}) for _ in range(2))
     assert [c.hash for c in first.choices] == [c.hash for c in second.choices] == [0, 1, 2]
@@ -64,7 +80,14 @@ def test_chat():
     ({"prompt": [True]}, "token ids"), ({"prompt": []}, "0 prompt tokens; give 1 to 8"),
     ({"prompt": "abcdefgh"}, "9 prompt tokens; give 1 to 8"), ({"prompt": "A"}, "alphabet"),
     ({"prompt": [23]}, "0 to 22"), ({"prompt": [-1]}, "0 to 22"),
-    ({"prompt": "a", "echo": True}, "unknown field 'echo'"),
+    ({"prompt": "a", "logit_bias_": {}}, "unknown field 'logit_bias_'"),
+    ({"prompt": "a", "max_completion_tokens": 2}, "unknown field 'max_completion_tokens'"),
+    ({"prompt": "a", "echo": True}, "echo is True"), ({"prompt": "a", "echo": 0}, "echo is a int"),
+    ({"prompt": "a", "suffix": ""}, "suffix is ''"),
+    ({"prompt": "a", "best_of": 3, "n": 2}, "best_of is 3"),
+    ({"prompt": "a", "best_of": 0}, "best_of is 0"),
+    ({"prompt": "a", "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+    ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options is"),
     ({"prompt": "a", "n": 0}, "n is 0; give 1 to 3"), ({"prompt": "a", "n": 4}, "n is 4"),
     ({"prompt": "a", "n": True}, "n is a bool"), ({"prompt": "a", "n": 1.0}, "n is a float"),
     ({"prompt": "a", "seed": 2**32}, "seed is"), ({"prompt": "a", "seed": -1}, "seed is"),
@@ -98,6 +121,8 @@ def test_what_is_wrong_is_said(body, words):
     ({"messages": HI, "top_logprobs": 1}, "needs logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 3}, "give 0 to 2"),
     ({"messages": HI, "prompt": "a"}, "unknown field 'prompt'"),
+    ({"messages": HI, "max_completion_tokens": 21}, "max_completion_tokens is 21; give 1 to 20"),
+    ({"messages": HI, "max_completion_tokens": 2, "max_tokens": 3}, "give one"),
 ])
 def test_what_is_wrong_with_a_chat_is_said(body, words):
     with pytest.raises(ValueError, match=words):

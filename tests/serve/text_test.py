@@ -1,8 +1,9 @@
 import itertools
 
+import numpy as np
 import pytest
 
-from jaxrl_tis.serve.text import cut, settled
+from jaxrl_tis.serve.text import cut, offsets, settled, utf8
 
 
 @pytest.mark.parametrize("text, stops, expected", [
@@ -47,3 +48,14 @@ def test_a_character_is_shown_once_all_its_bytes_are_there():
     data = text.encode()
     shown = [settled(data[:n].decode("utf-8", "replace"), ()) for n in range(len(data) + 1)]
     assert shown == [text[:n] for n in (0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5)]
+
+
+def test_where_tokens_begin_when_one_is_a_part_of_a_character():
+    data = "a\u00e9\u20ac!".encode()
+    decode = lambda ids: bytes(ids).decode("utf-8", "replace")
+    assert offsets(np.frombuffer(data, np.uint8), decode) == [0, 1, 1, 2, 2, 2, 3]
+
+
+def test_bytes_of_a_token():
+    assert utf8("a\u20ac") == [0x61, 0xE2, 0x82, 0xAC] and utf8("") == []
+    assert utf8("a\ufffd") is None
