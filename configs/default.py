@@ -87,6 +87,7 @@ def get_config() -> ConfigDict:
     c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call
     c.engine.prefill_calls = 4  # prefill calls between two calls that decode
     c.engine.policy = "first_come"  # who runs next: jaxrl_tis/engine/policies.py
+    c.engine.max_bypass = 0  # admissions after which a waiting sequence goes first; 0: no bound
     c.engine.divide = 0  # tokens after which a sequence makes room for a waiting one; 0: never
     c.engine.max_draft = 0  # tokens of a speculative draft (n-grams), 2^n - 1; 0: no speculation
     c.engine.free_rows = 128  # slots * (draft + 1) that a pass computes at the price of one

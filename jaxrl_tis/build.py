@@ -85,8 +85,8 @@ class Setup:
             drafts = Drafts(engine.slots, config.max_draft, config.free_rows)
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
-            prefill_calls=config.prefill_calls, divide=config.divide, retention=retention,
-            drafts=drafts, **options,
+            max_bypass=config.max_bypass or None, prefill_calls=config.prefill_calls,
+            divide=config.divide, retention=retention, drafts=drafts, **options,
         )
 
     @property

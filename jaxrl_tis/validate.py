@@ -101,8 +101,8 @@ def _counts(config):
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
     not_negative = [
-        "engine.num_pages", "engine.divide", "engine.max_draft", "engine.noise_start",
-        "warmup.steps",
+        "engine.num_pages", "engine.max_bypass", "engine.divide", "engine.max_draft",
+        "engine.noise_start", "warmup.steps",
         "train.pack_length", "rollout.top_k",
         "rollout.kept_set", "rollout.overlong_buffer", "correction.kl_coeff",
         "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",

@@ -61,6 +61,16 @@ def keys(count, seed=0, request=0):
     return sampling.row_keys(column(seed), column(request))
 
 
+EDGE = 1 - 2.0**-23  # the largest number that jax.random.uniform gives
+
+
+def short_cumsum(x, axis, cumsum=jnp.cumsum):
+    """Rounded down but for its last entry, as a sum in the order of a tree may be."""
+    is_end = jnp.arange(x.shape[-1]) == x.shape[-1] - 1
+    scale = jnp.where(is_end, 1.0, 1 - 1e-6)
+    return cumsum(x, axis=axis) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
 def is_drawn_from(tokens, p):
     """Pearson's statistic has mean df and variance 2 df; cells below 5 expected are pooled."""
     observed = np.bincount(tokens, minlength=len(p)).astype(float)

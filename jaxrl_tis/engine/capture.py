@@ -8,18 +8,18 @@ from jaxrl_tis.engine.shards import Shards
 BLOCK = 128
 
 
-def top(logp_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Array]:
-    """Ids [B,n] of the n most likely tokens, the lower id first among equals, and their
-    log-probabilities [B,n]; id -1 and -inf where fewer are possible.
+def top(scores_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Array]:
+    """Ids [B,n] of the n tokens with the highest scores, the lower id first among equals, and these
+    scores [B,n]; id -1 and -inf where fewer are possible.
 
-    `logp_bv` are those of this part's tokens, at least n of them, -inf outside the support.
+    `scores_bv` are those of this part's tokens, at least n of them, -inf outside the support.
     """
-    logp_bn, local_bn = jax.lax.top_k(logp_bv, n)
-    parts = shards.gather(logp_bn), shards.gather(local_bn + shards.index * logp_bv.shape[1])
-    logp, ids = (jnp.moveaxis(x, 0, 1).reshape(len(logp_bv), -1) for x in parts)
-    logp, place = jax.lax.top_k(logp, n)
+    scores_bn, local_bn = jax.lax.top_k(scores_bv, n)
+    parts = shards.gather(scores_bn), shards.gather(local_bn + shards.index * scores_bv.shape[1])
+    scores, ids = (jnp.moveaxis(x, 0, 1).reshape(len(scores_bv), -1) for x in parts)
+    scores, place = jax.lax.top_k(scores, n)
     ids = jnp.take_along_axis(ids, place, axis=1)
-    return jnp.where(logp == -jnp.inf, -1, ids), logp
+    return jnp.where(scores == -jnp.inf, -1, ids), scores
 
 
 def support(is_in_bv: jax.Array, n: int, shards: Shards) -> jax.Array:

@@ -83,6 +83,8 @@ class Drafts(NoDrafts):
     """
 
     def __init__(self, slots: int, max_length: int, free_rows: int):
+        if max_length < 1:
+            raise ValueError(f"max_length of drafts is {max_length}; give at least 1")
         self._slots, self._free_rows = slots, free_rows
         self._lengths = [2**i - 1 for i in range(1, (max_length + 1).bit_length())]
         self._groups: dict[bytes, Group] = {}

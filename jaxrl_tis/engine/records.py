@@ -2,12 +2,23 @@
 
 import dataclasses
 import hashlib
-import math
+import numbers
 
 import numpy as np
 
 MAX_BIAS = 16  # tokens that a request may add something to
 NEVER = 2**31 - 1  # evict_step of a key that stayed
+MAX_INT, MAX_SEED = 2**31 - 1, 2**32 - 1
+# Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
+TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+def _is_float(x) -> bool:
+    return x == 0 or TINY <= abs(x) <= MAX_FLOAT
+
+
+def _is_int(x, least: int = 0) -> bool:
+    return isinstance(x, numbers.Integral) and least <= x <= MAX_INT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +53,41 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
-        ids = [token for token, _ in self.logit_bias]
-        added = (self.presence_penalty, self.frequency_penalty, *(b for _, b in self.logit_bias))
+        ids, biases = [token for token, _ in self.logit_bias], [b for _, b in self.logit_bias]
+        has_reciprocal = lambda x: TINY <= x <= 1 / TINY
+        is_text = lambda x: isinstance(x, str) and len(x) > 0
+        number = f"0 or a float32 of a magnitude from {TINY:.3g} to {MAX_FLOAT:.3g}"
         bounds = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite"),
+            "temperature": (
+                self.temperature == 0 or has_reciprocal(self.temperature),
+                f"0 or from {TINY:.3g} to {1 / TINY:.3g}",
+            ),
+            "top_k": (_is_int(self.top_k), f"an integer from 0 to {MAX_INT}"),
+            "top_p": (TINY <= self.top_p <= 1, f"from {TINY:.3g} to 1"),
+            "min_p": (
+                self.min_p == 0 or TINY <= self.min_p < 1, f"0 or at least {TINY:.3g} and below 1"
+            ),
+            "stop_ids": (all(map(_is_int, self.stop_ids)), "token ids"),
+            "stop_strings": (
+                not isinstance(self.stop_strings, str) and all(map(is_text, self.stop_strings)),
+                "a tuple of texts, none of them empty",
+            ),
+            "max_tokens": (_is_int(self.max_tokens, 1), f"an integer from 1 to {MAX_INT}"),
+            "repetition_penalty": (
+                has_reciprocal(self.repetition_penalty), f"from {TINY:.3g} to {1 / TINY:.3g}"
+            ),
+            "presence_penalty": (_is_float(self.presence_penalty), number),
+            "frequency_penalty": (_is_float(self.frequency_penalty), number),
             "logit_bias": (
-                len(set(ids)) == len(ids) <= MAX_BIAS and min(ids, default=0) >= 0,
-                f"of at most {MAX_BIAS} different tokens",
+                len(set(ids)) == len(ids) <= MAX_BIAS and all(map(_is_int, ids))
+                and all(map(_is_float, biases)),
+                f"of at most {MAX_BIAS} different token ids, each {number}",
             ),
         }
         bad = [
-            f"{name}={getattr(self, name)} must be {rule}"
+            f"{name}={getattr(self, name)!r} must be {rule}"
             for name, (is_met, rule) in bounds.items() if not is_met
         ]
-        if not all(map(math.isfinite, added)):
-            bad.append(f"{', '.join(map(str, added))}: penalties and biases must be finite")
         if bad:
             raise ValueError(f"sampling parameters out of range: {'; '.join(bad)}")
 
@@ -124,7 +150,8 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sequence to be sampled. `id` is unique among live requests and seeds its noise.
+    """One sequence to be sampled. `id` is unique among live requests and seeds its noise with
+    `seed`, 32 bits. `prompt` is any sequence of token ids, held as int32.
 
     `partial` is the aborted trajectory of the same request, which goes on where it was cut:
     sampling.max_tokens counts its tokens too.
@@ -135,6 +162,30 @@ class Request:
     seed: int
     sampling: SamplingParams
     partial: Trajectory | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.id, str):
+            raise ValueError(f"request id {self.id!r} is a {type(self.id).__name__}; give a text")
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(
+                f"request {self.id}: seed {self.seed!r}; give an integer from 0 to {MAX_SEED}"
+            )
+        object.__setattr__(self, "prompt", self._token_ids())
+
+    def _token_ids(self) -> np.ndarray:
+        """The prompt as int32 [n]."""
+        ids = np.asarray(self.prompt)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError(
+                f"request {self.id}: the prompt is {ids.dtype} of shape {ids.shape}; give a "
+                "sequence of token ids"
+            )
+        if ids.size and not 0 <= ids.min() <= ids.max() <= MAX_INT:
+            raise ValueError(
+                f"request {self.id}: prompt ids from {ids.min()} to {ids.max()}; token ids are "
+                f"0 to {MAX_INT}"
+            )
+        return np.ascontiguousarray(ids, np.int32)
 
     @property
     def hash(self) -> int:

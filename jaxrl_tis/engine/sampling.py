@@ -128,7 +128,7 @@ def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Suppo
     needed = jnp.where(top_p >= 1, jnp.inf, top_p * kept_mass)
     p_edge = _largest(lambda edge: mass(key_bv < edge) < needed, shape)
     p_ties = jnp.ceil((needed - mass(key_bv < p_edge)) / weight(p_edge))
-    p_ties = jnp.minimum(p_ties, all_tokens).astype(jnp.int32)
+    p_ties = jnp.clip(p_ties, 1, all_tokens).astype(jnp.int32)
 
     edge = jnp.minimum(k_edge, p_edge)
     fits = lambda ties, its_edge: jnp.where(its_edge == edge, ties, all_tokens)
@@ -190,11 +190,8 @@ def distribution(
     scaled_bv = _scaled(logits_bv if penalties is None else penalties.apply(logits_bv, WHOLE), rows)
     support = _support(scaled_bv, rows, *_asked(rows))
     weights_bv = _weights(scaled_bv, support, WHOLE.ids(scaled_bv.shape[1]))
-    return _logs(scaled_bv, weights_bv, jnp.sum(weights_bv, axis=-1))
-
-
-def _logs(scaled_bv, weights_bv, total_b) -> jax.Array:
-    return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b)[:, None], -jnp.inf)
+    total_b1 = jnp.sum(weights_bv, axis=-1, keepdims=True)
+    return jnp.where(weights_bv > 0, scaled_bv - jnp.log(total_b1), -jnp.inf)
 
 
 def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
@@ -216,6 +213,16 @@ def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array
     return grid.reshape(b, n, BLOCK), first
 
 
+def _is_reached(weights_bn, cumulative_bn, target_b, has_last_b1=True) -> jax.Array:
+    """[B,n] where the weight is positive and the cumulative weight exceeds the target. The last of
+    positive weight does in any case: a cumulative sum may round to less there than at the end."""
+    place_1n = jnp.arange(weights_bn.shape[1])[None]
+    is_possible = weights_bn > 0
+    last_b1 = jnp.max(jnp.where(is_possible, place_1n, -1), axis=-1, keepdims=True)
+    is_last = (place_1n == last_b1) & has_last_b1
+    return is_possible & ((cumulative_bn > target_b[:, None]) | is_last)
+
+
 def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax.Array:
     """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each; a token
     of weight zero is never drawn."""
@@ -231,7 +238,7 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
     within = shards.sum(jnp.where(is_here_b[:, None], within, 0.0))
     cumulative = jnp.cumsum(within, axis=-1)
     target = _target(u_b2[:, 1], cumulative[:, -1])
-    index = jnp.argmax((cumulative > target[:, None]) & (within > 0), axis=-1)
+    index = jnp.argmax(_is_reached(within, cumulative, target), axis=-1)
     return (block_b * BLOCK + index).astype(jnp.int32)
 
 
@@ -244,14 +251,16 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
     for total_b in pieces[:, 0]:
         ends.append(ends[-1] + total_b)
     cumulative = cumulative + jnp.stack(ends)[shards.index][:, None]
+    part = jnp.arange(shards.count)
+    is_later = (part > shards.index)[:, None]
+    has_last_b1 = ~jnp.any(is_later & (pieces[:, 0] > 0), axis=0)[:, None]
     if shards.count > 1:
-        part = jnp.arange(shards.count)
         last = ((shards.index + 1) * width - 1) // BLOCK
-        is_rest = (part > shards.index) & (part * width // BLOCK == last)
-        rest_b = jnp.sum(jnp.where(is_rest[:, None], pieces[:, 1], 0.0), axis=0)
+        is_rest = is_later & (part * width // BLOCK == last)[:, None]
+        rest_b = jnp.sum(jnp.where(is_rest, pieces[:, 1], 0.0), axis=0)
         is_last_1n = (first + jnp.arange(sums_bn.shape[1]) == last)[None]
         cumulative = cumulative + jnp.where(is_last_1n, rest_b[:, None], 0.0)
-    is_found = (cumulative > _target(u_b, ends[-1])[:, None]) & (sums_bn > 0)
+    is_found = _is_reached(sums_bn, cumulative, _target(u_b, ends[-1]), has_last_b1)
     block_b = jnp.where(jnp.any(is_found, axis=-1), first + jnp.argmax(is_found, axis=-1), MAX_INT)
     block_b = shards.min(block_b)
     return jnp.where(block_b == MAX_INT, 0, block_b)
@@ -261,8 +270,8 @@ def _draw_whole_block(sums_bn: jax.Array, u_b: jax.Array, shards: Shards) -> jax
     """The same where every part holds whole blocks, from the sums of all blocks on each device."""
     sums_bn = jnp.moveaxis(shards.gather(sums_bn), 0, 1).reshape(len(u_b), -1)
     cumulative = jnp.cumsum(sums_bn, axis=-1)
-    target_b1 = _target(u_b, cumulative[:, -1])[:, None]
-    return jnp.argmax((cumulative > target_b1) & (sums_bn > 0), axis=-1)
+    target_b = _target(u_b, cumulative[:, -1])
+    return jnp.argmax(_is_reached(sums_bn, cumulative, target_b), axis=-1)
 
 
 def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
@@ -336,7 +345,10 @@ def _sample(
     scaled, raw = shards.at(scaled_bv, token), shards.at(raw_bv, token)
     top_ids = top_logps = None
     if top_n:
-        top_ids, top_logps = capture.top(_logs(scaled_bv, weights_bv, total), top_n, shards)
+        # What is subtracted from the whole vocabulary XLA may fuse with the scaling.
+        possible_bv = jnp.where(weights_bv > 0, scaled_bv, -jnp.inf)
+        top_ids, top_bn = capture.top(possible_bv, top_n, shards)
+        top_logps = jnp.where(top_ids < 0, -jnp.inf, top_bn - jnp.log(total)[:, None])
     return Sample(
         token=token,
         logp_behav=scaled - jnp.log(total),

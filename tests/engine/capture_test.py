@@ -13,7 +13,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.shards import WHOLE
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import invariant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests.drawn import keys, logits
 
@@ -81,6 +81,27 @@ def test_a_split_vocabulary_records_what_the_whole_one_records(v, shape):
     for field in ("token", "kept", "top_ids"):
         np.testing.assert_array_equal(getattr(split, field), getattr(one, field))
     np.testing.assert_allclose(split.top_logps, one.top_logps, atol=2e-6)
+
+
+@functools.cache
+def sampled_alike(shape=None):
+    """In invariant numerics."""
+    layout = sharding.layout(shape, sharding.SERVE_RULES, vocab_size=1024) if shape else None
+    kinds = [SamplingParams(temperature=t, top_k=k) for t in (0.3, 0.7, 1.3) for k in (0, 7, 50)]
+    rows = SamplingRows.of([kinds[i % len(kinds)] for i in range(64)])
+    ids = np.arange(64, dtype=np.uint32)
+    record = dict(layout=layout, top_n=5, num_kept=8, numerics="invariant")
+    draw = jax.jit(
+        functools.partial(sampling.sample, **record), compiler_options=invariant.COMPILER_OPTIONS
+    )
+    values = np.random.default_rng(0).normal(0, 3, (64, 1024)).astype(np.float32)
+    return draw(values, rows, keys(64, ids, ids), ids.astype(np.int32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 4), (1, 1, 8)])
+def test_in_invariant_numerics_every_mesh_records_the_same_bits(shape):
+    for field, value in vars(sampled_alike()).items():
+        np.testing.assert_array_equal(getattr(sampled_alike(shape), field), value, field)
 
 
 def test_recording_changes_no_bit_of_the_draw():

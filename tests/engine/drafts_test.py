@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from jaxrl_tis import sharding
-from jaxrl_tis.engine.drafts import Drafts
+from jaxrl_tis.engine.drafts import Drafts, Group
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -69,6 +69,11 @@ def test_a_draft_leaves_room_for_the_token_after_it():
     drafts = made()
     sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 5, 6), (7,), max_tokens=3)
     assert drafts.propose([sequence])[1] == {sequence: [8]}
+
+
+def test_drafts_of_no_token_are_refused():
+    with pytest.raises(ValueError, match="max_length of drafts is 0; give at least 1"):
+        Drafts(1, 0, 1000)
 
 
 # How far
@@ -135,6 +140,48 @@ def test_tokens_are_those_without_drafts(shards, steps):
     stats = scheduler.stats
     assert 0 < stats.accepted < stats.drafted == sum(map(sum, engine.verified))
     assert stats.busy < stats.tokens and 0 < stats.occupancy <= 1
+    assert_empty(drafts)
+
+
+def assert_empty(drafts):
+    assert not drafts._groups and not drafts._tokens
+
+
+def test_nothing_is_kept_of_requests_that_ended():
+    drafts = made(slots=3)
+    requests = [arithmetic.request(f"r{i}", (i // 2, 4), max_tokens=8) for i in range(6)]
+    scheduler = arithmetic.started(arithmetic.Engine(), requests, drafts=drafts)
+    scheduler.step()
+    assert len(drafts._groups) == len(drafts._tokens) == 3  # a group waits, and has drawn nothing
+    scheduler.abort("r0")
+    scheduler.step()
+    scheduler.pause("abort")
+    assert not scheduler.pending
+    assert_empty(drafts)
+
+
+@pytest.mark.parametrize("is_right, slots, free_rows, lengths", [
+    # A draft of 3 costs 40 rows, of 1 costs 35. At acceptance 1/2 they give 1.875 and 1.5 tokens,
+    # at 1/3 and below at most 1.481 and 1.333.
+    (False, 10, 35, [3] + 6 * [1]),
+    # A draft of 3 costs 6 rows, of 7 costs 8. At 1/2 they give 1.875 and 1.992, at 4/5 2.952 and
+    # 4.161.
+    (True, 1, 6, [3, 7]),
+])
+def test_the_length_follows_what_the_scheduler_saw(
+    is_right, slots, free_rows, lengths, monkeypatch
+):
+    request = arithmetic.request("a", max_tokens=sum(n * is_right + 1 for n in lengths) + 1)
+    known = [*request.prompt.tolist(), *arithmetic.alone(request)[0]]
+    change = 0 if is_right else 1
+    guess = lambda group, tokens, n: [
+        (x + change) % arithmetic.VOCAB for x in known[len(tokens) : len(tokens) + n]
+    ]
+    monkeypatch.setattr(Group, "guess", guess)
+    engine = arithmetic.Engine(slots=slots)
+    scheduler = arithmetic.started(engine, [request], drafts=made(slots, 7, free_rows))
+    arithmetic.assert_as_alone(arithmetic.drain(scheduler), [request])
+    assert [max(counts) for counts in engine.verified] == lengths
 
 
 # With a real engine

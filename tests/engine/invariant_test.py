@@ -4,14 +4,16 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from jaxrl_tis import sharding
+from configs import default
+from jaxrl_tis import correction, sharding
 from jaxrl_tis import step as steps
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import invariant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
 
@@ -163,6 +165,48 @@ def test_a_sampler_that_could_not_agree_is_refused():
         engine("float32", cache_dtype="int8")
     with pytest.raises(ValueError, match="'fp8_w8a16' sums floats of 8 bits"):
         engine("float32", scheme="fp8_w8a16")
+
+
+TINY = ModelConfig(
+    family="llama", vocab_size=16, embed_dim=8, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=8, mlp_dim=8, rope=RopeConfig("default", 10000.0), max_position=16, norm_eps=1e-6,
+    qkv_bias=False, qk_norm=False, tie_embeddings=True,
+)
+
+
+def tiny_programs(numerics):
+    """{name: (jitted function, abstract arguments)} of a sampler and a learner."""
+    sampler = Engine(
+        TINY, slots=1, max_length=16, steps=1, max_draft=1, prefill_batch=1, numerics=numerics
+    )
+    learner = steps.Learner(TINY, transformer.Program(numerics=numerics), 4, 4)
+    weights = transformer.abstract_params(TINY)
+    floats = "logp_old", "logp_behav", "logp_prox", "logp_learner", "adv", "weights", "temperature"
+    kinds = {name: np.float32 for name in floats} | {"mask": bool}
+    kinds |= {name: np.int32 for name in ("tokens", "positions", "segment_ids")}
+    rows = {name: np.zeros((1, 1, 8), kind) for name, kind in kinds.items()}
+    chosen, sgd = correction.parse(default.get_config().correction), optax.sgd(1.0)
+    state = steps.TrainState(weights, jax.eval_shape(sgd.init, weights))
+    found = sampler.programs()
+    del found["insert"]  # computes no floats
+    return found | {
+        "score": (steps.make_score(learner), (weights, rows)),
+        "update": (steps.make_train_step(learner, chosen, sgd), (state, rows)),
+    }
+
+
+@pytest.mark.parametrize("name", ["load", "prefill", "decode", "verify", "score", "update"])
+def test_programs_are_compiled_with_the_options_of_their_numerics(
+    name, monkeypatch, quick_compilation
+):
+    """XLA refuses an option that it does not know, so an error shows that it was given."""
+    assert invariant.COMPILER_OPTIONS == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(invariant, "COMPILER_OPTIONS", {"xla_no_such_option": True})
+    program, arguments = tiny_programs("invariant")[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        program.lower(*arguments).compile()
+    program, arguments = tiny_programs("fast")[name]
+    program.lower(*arguments).compile()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from tests.drawn import ROWS, logits
+from tests.drawn import EDGE, ROWS, keys, logits, short_cumsum
 
 KINDS = [
     SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_k=5),
@@ -46,12 +46,36 @@ def test_a_split_vocabulary_draws_what_the_whole_one_draws(v, shape, kinds):
     assert (np.asarray(other.token) != np.asarray(whole.token)).mean() > 0.5
 
 
-def test_rows_of_nan_draw_a_token_of_the_vocabulary():
-    layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
-    rows, ids = SamplingRows.of([SamplingParams()] * 8), np.arange(8, dtype=np.uint32)
-    args = jnp.full((8, 304), jnp.nan), rows, sampling.row_keys(ids, ids), ids.astype(np.int32)
+@pytest.mark.parametrize("v, shape, numerics", [
+    (304, (4, 1, 2), "fast"), (304, (1, 1, 8), "fast"), (24, (1, 1, 8), "fast"),
+    (1024, (2, 1, 4), "invariant"), (1024, (1, 1, 8), "invariant"),
+])
+def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, monkeypatch):
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, EDGE))
+    monkeypatch.setattr(jnp, "cumsum", short_cumsum)
+    layout = sharding.layout(shape, sharding.SERVE_RULES, vocab_size=v)
+    supports = [0], [v - 1], [0, v - 1], [1, 2, v // 2], [0, v // 2 - 1], [v // 8, v // 8 + 1]
+    supports += [v // 2, v - 4], range(0, v - 5, 3)
+    values = np.full((8, v), -np.inf, np.float32)
+    for row, support in zip(values, supports, strict=True):
+        row[list(support)] = 0.0
+    rows = SamplingRows.of([SamplingParams()] * 8)
     for place in (None, layout):
-        drawn = jax.jit(functools.partial(sampling.sample, layout=place))(*args)
+        edge = jax.jit(lambda *args: sampling.sample(*args, place, numerics=numerics))
+        drawn = edge(values, rows, keys(8), np.arange(8, dtype=np.int32))
+        np.testing.assert_array_equal(drawn.token, [max(support) for support in supports])
+
+
+@pytest.mark.parametrize("v, shape, numerics", [
+    (304, (4, 1, 2), "fast"), (1024, (4, 1, 2), "invariant"),
+])
+def test_rows_of_nan_draw_a_token_of_the_vocabulary(v, shape, numerics):
+    layout = sharding.layout(shape, sharding.SERVE_RULES)
+    rows, ids = SamplingRows.of([SamplingParams()] * 8), np.arange(8, dtype=np.uint32)
+    args = jnp.full((8, v), jnp.nan), rows, sampling.row_keys(ids, ids), ids.astype(np.int32)
+    for place in (None, layout):
+        draw = functools.partial(sampling.sample, layout=place, numerics=numerics)
+        drawn = jax.jit(draw)(*args)
         assert not drawn.token.any() and np.isnan(drawn.logp_behav).all()
 
 
