@@ -38,9 +38,10 @@ class Weights:
     ) -> transformer.Params:
         """Adds noise to the norms, casts and quantises once where parameters lie, and moves only
         the result. What lies on no mesh is laid out to serve first."""
-        if not _homes(params):
-            params = self._layout.put_params(params, self._config)
         homes = _homes(params)
+        if not homes:
+            params = self._layout.put_params(params, self._config)
+            homes = tuple(jax.tree.leaves(self._layout.params(self._config)))
         served = self._loader(homes)(params, noise)
         if self._holds(homes):
             return served
