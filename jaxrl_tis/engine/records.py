@@ -113,13 +113,13 @@ class Trajectory:
     Arrays have one entry per sampled token: `tokens` int32, `mask` bool (True: the policy chose
     it), `turn` int32, `logp_behav` (of what it was drawn from: penalised, filtered, renormalised),
     `logp_raw` (of the model's logits at the temperature, 1 if greedy), `entropy` (nats) float32,
-    `version` int32 (weights that drew the token), `kv_version` int32 (the oldest weights that wrote
-    keys it looked at), `segment` int32 (how often the sequence's cache had been rebuilt before it),
-    and `logits` [n,V] float32, log-probs of the distribution it was drawn from, V = 0 unless
-    recorded. `top_ids` int32 and `top_logps` float32 [n,k] are the k likeliest tokens of that
-    distribution, -1 and -inf where fewer were possible. `kept` [n,K] int32 are the tokens that
-    could be drawn, ascending, then -1; a row of nothing but -1 says that more than K could. k and K
-    are 0 unless recorded.
+    `version` int32 (weights that drew the token), `kv_version` int32 (weights that filled the cache
+    when its segment began: none of the keys it looked at are of older ones), `segment` int32 (how
+    often the sequence's cache had been rebuilt before it), and `logits` [n,V] float32, log-probs of
+    the distribution it was drawn from, V = 0 unless recorded. `top_ids` int32 and `top_logps`
+    float32 [n,k] are the k likeliest tokens of that distribution, -1 and -inf where fewer were
+    possible. `kept` [n,K] int32 are the tokens that could be drawn, ascending, then -1; a row of
+    nothing but -1 says that more than K could. k and K are 0 unless recorded.
     `evict_step` [prompt + n] int32: a query at position t saw position s iff
     s <= t < evict_step[s]; empty where nothing is ever evicted.
     `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
