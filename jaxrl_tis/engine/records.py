@@ -8,7 +8,7 @@ import numpy as np
 
 MAX_BIAS = 16  # tokens that a request may add something to
 NEVER = 2**31 - 1  # evict_step of a key that stayed
-MAX_INT, MAX_SEED = 2**31 - 1, 2**32 - 1
+MAX_INT = 2**31 - 1
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
 TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
 
@@ -151,7 +151,7 @@ class Trajectory:
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One sequence to be sampled. `id` is unique among live requests and seeds its noise with
-    `seed`, 32 bits. `prompt` is any sequence of token ids, held as int32.
+    the low 32 bits of `seed`. `prompt` is any sequence of token ids, held as int32.
 
     `partial` is the aborted trajectory of the same request, which goes on where it was cut:
     sampling.max_tokens counts its tokens too.
@@ -166,10 +166,8 @@ class Request:
     def __post_init__(self):
         if not isinstance(self.id, str):
             raise ValueError(f"request id {self.id!r} is a {type(self.id).__name__}; give a text")
-        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(
-                f"request {self.id}: seed {self.seed!r}; give an integer from 0 to {MAX_SEED}"
-            )
+        if not isinstance(self.seed, int):
+            raise ValueError(f"request {self.id}: seed {self.seed!r}; give an int")
         object.__setattr__(self, "prompt", self._token_ids())
 
     def _token_ids(self) -> np.ndarray:
