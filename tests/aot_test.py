@@ -20,6 +20,8 @@ from jaxrl_tis.hlo_text import Shape
 from jaxrl_tis.libtpu_flags import FLAGS
 from tests import tiny, tpu
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
+
 ROOT = pathlib.Path(__file__).parents[1]
 SHAPES = ROOT / "configs" / "shapes"
 
@@ -343,7 +345,7 @@ class Reached(Exception):
     {"correction__kl_coeff": 0.1, "train__minibatches": 1},
     {"train__pack_length": 100, "engine__retention": (1, 1)},
 ])
-def test_the_minibatch_is_that_of_a_run(overrides, tmp_path, quick_compilation):
+def test_the_minibatch_is_that_of_a_run(overrides, tmp_path):
     """Names, shapes and dtypes of what the run hands to its first update, where it is stopped."""
     def stopping(*_):
         def update(state, minibatch):

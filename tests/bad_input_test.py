@@ -21,6 +21,11 @@ from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tiny
 from tests.resume_test import Cut, assert_same_run, cut_at
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
 MODEL = ModelConfig(
     family="llama", vocab_size=24, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1,
     head_dim=8, mlp_dim=24, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,

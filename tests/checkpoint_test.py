@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_tis import checkpoint
 
+pytestmark = pytest.mark.by_jax("orbax and the layout of arrays")
+
 META = {"step": 2, "data": {"index": 64, "fingerprint": "gsm8k-7473"}, "weight_version": 2}
 
 

@@ -14,6 +14,8 @@ from matplotlib import pyplot as plt
 from jaxrl_tis.estimators import kl, masks, objectives, weights
 from jaxrl_tis.experiments import frontier
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("the notebook's calls of jax")]
+
 FOLDER = pathlib.Path(__file__).parents[1] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"), key=lambda path: path.name)
 LONGEST_S = 120.0

@@ -1,4 +1,4 @@
-"""Programs that run a few times on tiny batches: XLA need not optimise them."""
+"""Programs compiled as in a run; those of tests are not optimised, see conftest.py."""
 
 import contextlib
 
@@ -6,9 +6,9 @@ import jax
 
 
 @contextlib.contextmanager
-def quick():
+def optimized():
     before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield
     finally:

@@ -1,6 +1,12 @@
-"""Every test sees eight simulated CPU devices; rank promotion is an error."""
+"""Every test sees eight simulated CPU devices; rank promotion is an error.
+
+Programs here run a few times on tiny arrays: XLA need not optimise them, and equal ones are
+compiled once for all processes, in the cache that launch/venv.sh names. OPTIMIZED=1 compiles as a
+run does; what is proven bit by bit is compiled so always, by `compilation.optimized`.
+"""
 
 import os
+import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Eight devices share the cores with the other worker: one may be late for a collective by more
@@ -13,24 +19,38 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+if "OPTIMIZED" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
 import jax  # noqa: E402  (the environment above must be set first)
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from tests import compilation  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_enable_compilation_cache", False)
+
+
+def pytest_collection_modifyitems(items):
+    """Files that compile come first, so that no long one is left to a single process at the end."""
+    heavy = {item.path for item in items if item.get_closest_marker("compiles")}
+    items.sort(key=lambda item: item.path not in heavy)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _room_for_programs():
+def _programs(request):
     """Every program on CPU maps memory, of which a process may have 65,530 pieces; then the
-    compiler crashes."""
+    compiler crashes. The compiler of TPU programs cannot read what it wrote into the cache."""
+    jax.config.update("jax_enable_compilation_cache", not hasattr(request.module, "tpu"))
+    compilation_cache.reset_cache()
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
-def quick_compilation():
-    with compilation.quick():
+def optimized():
+    with compilation.optimized():
         yield

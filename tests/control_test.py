@@ -9,6 +9,8 @@ import pytest
 from jaxrl_tis import control, correction
 from tests.step_test import fields
 
+pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
+
 
 def chosen(controllers, **changes):
     return correction.parse(fields(controllers=controllers, **changes))

@@ -19,6 +19,8 @@ from tests import tiny
 from tests.estimators import samples
 from tests.step_test import CAP, CONFIG, LEARNER, SGD, B, T, batch, fields, params, start
 
+pytestmark = pytest.mark.compiles
+
 
 @functools.cache
 def rollout():

@@ -18,7 +18,8 @@ from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.models import attention
 from tests import noisy_gate, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 ROOT = pathlib.Path(__file__).parents[1]
 SAME = dict(engine__quantization="none")
 BFLOAT16 = dict(engine__dtype="bfloat16", engine__cache_dtype="bfloat16")
@@ -133,7 +134,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     assert meshes == [(1, 1, 1, 2)] * 4 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
 
 
-def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch, quick_compilation):
+def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     """A fault in the attention of cut rows is found in the rung where they become whole."""
     setup = even_setup(
         **SAME, mesh__serve=(1, 1, 2), mesh__train=(1, 1, 1, 2), model__num_kv_heads=2
@@ -153,7 +154,7 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch, quick_
     assert cut > 1e-4 and 0 < min(rest) and max(rest) < 1e-5
 
 
-def test_what_depends_on_the_batch_has_a_rung_of_its_own(monkeypatch, quick_compilation):
+def test_what_depends_on_the_batch_has_a_rung_of_its_own(monkeypatch):
     setup, right = tiny.setup(**SAME), attention.row_attention
     params = initial_params(setup)
     trajectories = mismatch.sample(setup, params, 4)
@@ -336,9 +337,7 @@ def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
 
 
-def test_a_run_within_the_bounds_is_the_run_without_the_gate(
-    tmp_path, capsys, quick_compilation
-):
+def test_a_run_within_the_bounds_is_the_run_without_the_gate(tmp_path, capsys):
     tiny.run(tmp_path, gate__required=True, **SAME, steps=1)
     assert "largest: decode" in capsys.readouterr().out
     first = lambda folder: next(r for r in tiny.lines(folder) if r["phase"] == "train")

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxrl_tis import hlo, hlo_groups
 from tests import tpu
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("the text of HLO")]
+
 MESH = {"data": 4, "tensor": 2}
 
 

@@ -3,9 +3,15 @@
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from jaxrl_tis import train
 from tests import tiny
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
 
 INVARIANT = dict(
     model__numerics="invariant", model__dtype="bfloat16", engine__dtype="bfloat16",

@@ -15,7 +15,8 @@ from jaxrl_tis.models import transformer
 from tests import tiny
 from tests.drawn import reference
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 FILTERED = dict(
     rollout__top_p=0.8, rollout__top_k=9, rollout__kept_set=9, engine__quantization="none",
     rollout__max_new_tokens=6,

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.by_jax("what jax prints")
+
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = "--config=configs/quickstart.py"
 COMMANDS = {

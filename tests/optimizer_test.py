@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_tis import optimizer, sharding
 
+pytestmark = pytest.mark.by_jax("optax has a version for each jax")
+
 
 def fields(**changes):
     defaults = dict(lr=0.1, schedule="constant", warmup=0, b1=0.9, b2=0.999, eps=1e-8,

@@ -7,6 +7,11 @@ import pytest
 from jaxrl_tis.build import initial_params, initial_state
 from tests import tiny
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
 W8A8 = dict(engine__quantization="w8a8", model__quantization="w8a8")
 SHORT = dict(steps=4, train__epochs=1, train__minibatches=1, eval__every=4)
 

@@ -15,6 +15,11 @@ import pytest
 from jaxrl_tis import checkpoint, rollouts, train
 from tests import tiny
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
 ROOT = pathlib.Path(__file__).parents[1]
 CRITIC = dict(
     correction__advantage="gae", correction__kl_coeff=0.05,

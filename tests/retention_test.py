@@ -13,7 +13,8 @@ from jaxrl_tis.engine.records import NEVER, Request
 from jaxrl_tis.engine.scheduler import Retention
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 DROPPED = dict(
     engine__retention=(1, 1), engine__page_size=2, engine__quantization="none",
     rollout__max_new_tokens=12, train__pack_length=40,

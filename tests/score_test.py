@@ -7,6 +7,8 @@ import pytest
 
 from jaxrl_tis import score
 
+pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
+
 GOLDEN = pathlib.Path(__file__).parent / "models" / "golden" / "llama_linear"
 
 

@@ -9,7 +9,6 @@ from unittest import mock
 
 from configs import default
 from jaxrl_tis import report, train
-from tests import compilation
 
 STEPS = 5
 _build, _trainer = train.build, train.Trainer
@@ -78,7 +77,6 @@ def one_device():
     """Programs of the tiny config on one device, compiled quickly and once per config (they hold
     no state), and no report, whose plots take seconds."""
     with (
-        compilation.quick(),
         mock.patch.object(train, "build", _shared_build),
         mock.patch.object(train, "Trainer", _shared_trainer),
         mock.patch.object(report, "write", lambda *_, **__: None),

@@ -16,7 +16,11 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.models import transformer
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
 _score = train.Trainer.score
 
 

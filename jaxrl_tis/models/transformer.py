@@ -214,6 +214,7 @@ def _values(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(config: ModelConfig, key: jax.Array) -> Params:
     """Random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
     outer_key, layers_key = jax.random.split(key)

@@ -5,6 +5,8 @@ import pytest
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.tasks import TASKS
 
+pytestmark = pytest.mark.by_jax("grain")
+
 
 @pytest.fixture
 def path(tmp_path):

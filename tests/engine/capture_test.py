@@ -17,6 +17,11 @@ from jaxrl_tis.models import invariant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests.drawn import keys, logits
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("the partitioner places the arrays and XLA compiles the programs"),
+]
+
 KINDS = [
     SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.8), SamplingParams(top_k=17),
     SamplingParams(min_p=0.1), SamplingParams(temperature=0.0), SamplingParams(top_k=16),

@@ -18,6 +18,8 @@ from jaxrl_tis.models import transformer
 from tests import arithmetic
 from tests.engine import engine_test
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 
 def begun(drafts, id, prompt, drawn=(), max_tokens=30):
     request = arithmetic.request(id, prompt, max_tokens=max_tokens)

@@ -21,6 +21,8 @@ from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 LENGTH = 64
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=150, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -17,6 +17,12 @@ from jaxrl_tis.models import invariant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("bits depend on what XLA makes of the programs"),
+    pytest.mark.usefixtures("optimized"),
+]
+
 # On eight devices: one key/value head of 32 columns, 64 rows of o and down, a block of 128 tokens.
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=1024, embed_dim=192, num_layers=2, num_heads=16, num_kv_heads=8,
@@ -126,17 +132,21 @@ def check_same(found, expected):
             np.testing.assert_array_equal(getattr(t, field), getattr(expected[id], field))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tensor, chunk", [(1, 48), (2, 48), (4, 16), (8, 48)])
+@pytest.mark.parametrize("dtype, tensor, chunk", [
+    ("float32", 1, 48), ("float32", 2, 48), ("float32", 8, 48), ("bfloat16", 1, 48),
+    ("bfloat16", 4, 16),
+])
 def test_a_sequence_is_sampled_alike_on_every_mesh_in_every_batch(dtype, tensor, chunk):
     """Slots are given in the order of arrival, so that each batch puts a sequence elsewhere."""
     sampler, expected = engine(dtype, tensor, chunk), reference(dtype)
-    for count in (16, 8, 3, 2, 1):
+    for count in (16, 8, 3, 2, 1) if tensor == 1 else (16, 3):
         check_same(sampled(sampler, reversed(range(count))), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4), (1, 1, 8)])
+@pytest.mark.parametrize("dtype, mesh", [
+    ("float32", (1, 1, 1)), ("float32", (2, 2, 2)), ("float32", (1, 1, 8)),
+    ("bfloat16", (1, 1, 1)), ("bfloat16", (1, 2, 4)),
+])
 def test_the_learner_scores_as_the_sampler_drew(dtype, mesh):
     trajectories = list(reference(dtype).values())
     assert differing(scored(learner(dtype, mesh), trajectories), trajectories) == 0
@@ -196,9 +206,7 @@ def tiny_programs(numerics):
 
 
 @pytest.mark.parametrize("name", ["load", "prefill", "decode", "verify", "score", "update"])
-def test_programs_are_compiled_with_the_options_of_their_numerics(
-    name, monkeypatch, quick_compilation
-):
+def test_programs_are_compiled_with_the_options_of_their_numerics(name, monkeypatch):
     """XLA refuses an option that it does not know, so an error shows that it was given."""
     assert invariant.COMPILER_OPTIONS == {"xla_allow_excess_precision": False}
     monkeypatch.setattr(invariant, "COMPILER_OPTIONS", {"xla_no_such_option": True})

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -13,6 +14,8 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import invariant
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
+
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
 TENSOR, STEPS, LAYERS, SLOTS, EMBED, MLP = 4, 3, 2, 16, 192, 512
 LEVELS = TENSOR.bit_length() - 1  # of the tree that lie across devices

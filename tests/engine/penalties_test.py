@@ -19,6 +19,8 @@ from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests.drawn import is_drawn_from, keys, penalised, reference
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 SINGLE = sharding.single_device()
 COUNT = 100_000
 LOGITS = np.random.default_rng(7).normal(0, 1.5, 24).astype(np.float32)

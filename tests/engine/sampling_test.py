@@ -14,6 +14,8 @@ from tests.drawn import (
     EDGE, assert_chi_square, is_drawn_from, keys, reference, short_cumsum,
 )
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 GREEDY = SamplingParams(temperature=0.0)
 COUNT = 4096
 draw = jax.jit(sampling.sample)

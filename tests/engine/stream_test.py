@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import stream
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 COUNT = 50
 
 

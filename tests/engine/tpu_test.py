@@ -15,6 +15,8 @@ from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
+
 MESH = (4, 1, 2)
 STEPS, SLOTS, ROWS, LENGTH, PAGE = 3, 512, 128, 4096, 128
 EMBED, VOCAB, MLP = 256, 2000, 768

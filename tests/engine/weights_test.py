@@ -14,6 +14,11 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("the partitioner places the arrays and XLA compiles the programs"),
+]
+
 CONFIG = ModelConfig(
     family="llama", vocab_size=50, embed_dim=32, num_layers=1, num_heads=2, num_kv_heads=1,
     head_dim=16, mlp_dim=48, rope=RopeConfig(kind="default", theta=10000.0), max_position=16,

@@ -10,6 +10,8 @@ import pytest
 from jaxrl_tis.estimators import attribution
 from jaxrl_tis.estimators import divergences
 
+pytestmark = pytest.mark.compiles
+
 NAN = float("nan")
 
 capped_ratio = jax.jit(attribution.capped_ratio, static_argnames="level")

@@ -7,6 +7,10 @@ import pytest
 
 from jaxrl_tis.estimators import methods, presets
 
+pytestmark = [
+    pytest.mark.by_jax("one pass over every entry: jax.numpy's rules of types and gradients"),
+]
+
 # Published name: entries by table.
 PUBLISHED = {
     "TIS": [("weight", "token_tis"), ("weight", "seq_tis"), ("weight", "geo_tis")],

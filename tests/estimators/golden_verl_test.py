@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_tis.estimators import advantages
 from jaxrl_tis.estimators import batch_metrics
@@ -22,6 +23,8 @@ from jaxrl_tis.estimators import weights
 from tests.estimators import golden_verl
 from tests.estimators.golden_verl import BATCHES, LEVELS, assert_close, assert_metrics, bounds
 from tests.estimators.golden_verl import drift, inputs, inputs_of_case
+
+pytestmark = pytest.mark.compiles
 
 name, run = golden_verl.name, golden_verl.run
 

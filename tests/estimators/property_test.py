@@ -10,10 +10,16 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from tests.estimators import samples
 from tests.estimators.samples import ADVANTAGES, ENTRIES, LOSSES, SCALARS, VOCAB, WIDTH
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("one pass over every entry: jax.numpy's rules of types and gradients"),
+]
 
 NUM_ROWS = len(samples.LENGTHS)
 SHAPE = (NUM_ROWS, WIDTH)

@@ -9,10 +9,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_tis.estimators import ratios
 from tests.estimators import samples
 from tests.estimators.samples import ADVANTAGES, ENTRIES
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("one pass over every entry: jax.numpy's rules of types and gradients"),
+]
 
 # Objectives whose on-policy gradient is not -A: the factor, by the formula of each.
 ON_POLICY_FACTOR = {

@@ -15,6 +15,8 @@ from jaxrl_tis.experiments import group_bias
 from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments.group_bias import Step
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("float64 and enumeration under jit")]
+
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 POLICY = exact.random_logits(3, 3, np.random.default_rng(0))
 NOISY = exact.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))

@@ -16,6 +16,8 @@ from jaxrl_tis.kernels import decode_attention
 from jaxrl_tis.models import attention
 from tests import races
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
+
 LAYER, LAYERS, HEADS, GROUP, SIZE, PAGES = 1, 2, 2, 3, 128, 16
 # First and last places of pages, blocks of two pages, and a table; tiles of values and of scales.
 INDEX = np.array([0, 127, 128, 255, 256, 4 * SIZE - 1, 0, 300], np.int32)

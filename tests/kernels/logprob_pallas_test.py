@@ -17,6 +17,8 @@ from jaxrl_tis.kernels.logprob import Head
 from tests import races, tpu
 from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
+
 
 def interpreted(case: Case, **params):
     """In tiles of 128; memory that nothing wrote and what lies past an array's end read as NaN."""

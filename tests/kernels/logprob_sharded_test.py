@@ -15,6 +15,8 @@ from jaxrl_tis.kernels.logprob import Head
 from tests import tpu
 from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
+
 TRAIN_RULES = sharding.TRAIN_RULES
 WHOLE_VOCABULARY = TRAIN_RULES | {"vocab": None}  # where it is stored
 POSITIONS_CUT = TRAIN_RULES | {"batch": "data", "length": "fsdp"}

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from jaxrl_tis.kernels.logprob import Head, Kept, token_logprob
 from tests.kernels.logprob_reference import QUICK, Case, scored
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(

@@ -17,6 +17,8 @@ from jaxrl_tis.kernels import segment, segment_pallas
 from tests import races, tpu
 from tests.kernels import segment_loops as loops
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
+
 SHAPE, OFFSET, NUM_SEGMENTS = (9, 300), 124, 132  # ids on both sides of lane 128
 OPS = ("sum", "max", "min", "logsumexp")
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)

@@ -10,6 +10,8 @@ from jaxrl_tis.estimators import diagnostics, divergences, masks, ratios, weight
 from jaxrl_tis.kernels import segment, segment_reference
 from tests.kernels import segment_loops as loops
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
+
 REDUCTIONS = ("sum", "mean", "max", "min", "logsumexp", "count")
 
 

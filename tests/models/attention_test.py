@@ -13,6 +13,8 @@ from jaxrl_tis.models import attention, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
+
 RNG = np.random.default_rng(0)
 # Tests of values and gradients need no fast programs, and compiling dominates here.
 QUICK = {"xla_backend_optimization_level": 0}

@@ -12,6 +12,11 @@ from jaxrl_tis import sharding, step
 from jaxrl_tis.models import attention, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("the partitioner places the arrays and XLA compiles the programs"),
+]
+
 RNG = np.random.default_rng(0)
 CONFIG = ModelConfig(
     family="qwen2", vocab_size=24, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -105,9 +110,9 @@ def test_chunks_of_queries(monkeypatch):
     check_context(80, 4)  # 20 queries in a shard: a whole chunk and a part of one
 
 
-def test_a_row_of_32k_tokens():
-    """Beside float64 sums for queries at the edges of all shards and segments."""
-    length, shards = 32_768, 8
+def test_a_row_of_8k_tokens():
+    """Two chunks of queries a shard, beside float64 sums at the edges of all shards and segments."""
+    length, shards = 8192, 8
     q, k, v = (RNG.normal(0, 1, (1, length, 1, 8)).astype(np.float32) for _ in range(3))
     segment_ids, layout = crossing(length)[1:], train_layout(1, 1, 1, shards)
     run = jax.jit(lambda *x: attention.row_attention(*x, segment_ids, layout))

@@ -16,6 +16,8 @@ import pytest
 from jaxrl_tis import models
 from jaxrl_tis.models import transformer
 
+pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 

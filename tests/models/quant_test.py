@@ -9,6 +9,8 @@ import pytest
 from jaxrl_tis.models import quant
 from jaxrl_tis.models.quant import QuantArray, Recipe
 
+pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
+
 E4M3 = ml_dtypes.float8_e4m3fn
 
 RNG = np.random.default_rng(0)

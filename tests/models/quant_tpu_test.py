@@ -9,6 +9,8 @@ from jaxrl_tis import hlo
 from jaxrl_tis.models import quant
 from tests import tpu
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
+
 READ = {
     "none": ({"bf16"}, "f32"),
     "w8a16": ({"s8", "bf16"}, "f32"),

@@ -8,6 +8,8 @@ import qwix
 
 from jaxrl_tis.models import quant
 
+pytestmark = pytest.mark.by_jax("qwix has a version for each jax")
+
 RNG = np.random.default_rng(0)
 SCHEMES = [scheme for scheme in quant.SCHEMES if scheme != "none"]
 quantize = jax.jit(quant.quantize, static_argnums=(1, 2))

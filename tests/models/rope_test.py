@@ -10,6 +10,8 @@ import pytest
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.rope import rope_frequencies
 
+pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
+
 RECORDS = json.loads((pathlib.Path(__file__).parent / "golden" / "rope.json").read_text())
 
 

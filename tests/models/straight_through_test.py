@@ -13,6 +13,8 @@ from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Master, Recipe
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 RNG = np.random.default_rng(0)
 I, O = 96, 40
 CONFIG = ModelConfig(

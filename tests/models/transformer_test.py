@@ -12,6 +12,8 @@ import pytest
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
 CONFIG = ModelConfig(
     family="llama", vocab_size=61, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, mlp_dim=48, rope=RopeConfig(kind="default", theta=10000.0), max_position=64,

@@ -11,6 +11,8 @@ import pytest
 from jaxrl_tis.models import quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
+pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
+
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=50, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=16, mlp_dim=96, rope=RopeConfig(kind="default", theta=10000.0), max_position=16,

@@ -27,7 +27,11 @@ from tests import tiny
 from tests.asgi import call, run
 from tests.serve import app_test
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
 
 TEXT = "/v1/completions"
 ROOT = pathlib.Path(__file__).parents[2]
