@@ -73,7 +73,8 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
     report = mismatch.judge(*sampled())
     by_cause = {r["cause"]: r for r in report["rungs"]}
     assert report["largest"] in ("weights", "activations")
-    assert min(by_cause[c]["d_mean"] for c in ("weights", "activations")) > 1e-3
+    smallest = min(by_cause[c]["d_mean"] for c in ("weights", "activations"))
+    assert smallest > 1e-3 and by_cause["decode"]["d_mean"] < 0.02 * smallest
     assert all(by_cause[c]["is_same"] for c in ("dtype", "tensor_parallel", "kv_dtype", "filter"))
 
 
@@ -182,11 +183,11 @@ def test_float32_has_no_excess_precision(sampled):
 
 def test_all_rungs_together_stand_where_the_sampler_does(sampled):
     """Rows in the sampler's settings and the engine differ by less than any setting does: by the
-    noise of float32, and where that carries a key over a half step, by what one of its values is."""
+    noise of float32, and where that by chance carries a key over a half step, by one code."""
     overrides = dict(engine__quantization="w8a16", engine__cache_dtype="int8")
     rungs, rows = climbed(sampled, **overrides)
     mean = {r.cause: np.abs(r.difference[rows["mask"]]).mean() for r in rungs}
-    assert mean["decode"] < 0.2 * min(mean["weights"], mean["kv_dtype"])
+    assert mean["decode"] < 0.01 * min(mean["weights"], mean["kv_dtype"])
 
 
 def test_a_float_cache_of_fewer_bits_is_seen():

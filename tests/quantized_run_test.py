@@ -23,9 +23,11 @@ def gaps(**overrides):
 
 
 def test_a_learner_with_the_samplers_products_agrees_with_it():
-    """But for activations that the rounding of attention's floats moves across a half step."""
+    """To the noise of float32, but for an activation that by chance lies so near to the middle of
+    two codes that the noise moves it."""
     apart, alike = gaps(engine__quantization="w8a8"), gaps(**W8A8)
-    assert min(apart) > 5e-4 and np.mean(alike) < 0.1 * np.mean(apart)
+    assert min(apart) > 5e-4
+    assert np.median(alike) < 2e-6 and np.mean(alike) < 0.02 * np.mean(apart)
 
 
 def test_a_quantised_learner_learns():

@@ -5,7 +5,7 @@ A sequence is a row of a page table: its positions i*S .. i*S+S-1 lie in page ta
 layers have a `KV` each. Scanned layers share one `StackedKV`, every value beside its key, which
 goes through the scan and is written in place.
 
-int8 pools hold round(x / scale) with scale = absmax / 127.5 of a token's key (or value) of a head.
+int8 pools hold round(x / scale) with scale = absmax / 127 of a token's key (or value) of a head.
 """
 
 import dataclasses

@@ -276,6 +276,6 @@ def _for_segments(ids, num_segments, body, initial):
 def _lane_of(s, rows):
     """Where segment s is in a row of results: a window of lanes, and its lane there [R, 128]."""
     index = s - 1
-    place = jax.lax.rem(index, LANES)
+    place = jax.lax.rem(index, jnp.int32(LANES))
     window = pl.ds(pl.multiple_of(index - place, LANES), LANES)
     return window, jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) == place

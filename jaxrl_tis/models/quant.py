@@ -1,9 +1,10 @@
 """Eight-bit weights as leaf types, and the one matrix product that accepts every kind of weight.
 
 The schemes are symmetric: scale = absmax / bound per output channel (weights) or per token
-(activations), q = x (1 / scale), rounded half to even and clipped to the format. int8 has the bound
-127.5, whose last half step is clipped, float8_e4m3fn its largest number, 448; a channel of zeros
-has scale 1 (as in Qwix). With "a16" the activations keep their own dtype; with "a8" they are
+(activations), q = x (1 / scale), rounded half to even and clipped to +-bound. The bound is the
+format's largest number, 127 or 448 (float8_e4m3fn), so that the largest magnitude of a channel lies
+on a code and not between two, where the last bit of a float would decide; int8 has no code -128. A
+channel of zeros has scale 1. With "a16" the activations keep their own dtype; with "a8" they are
 quantised at run time, and the product is one of two 8-bit matrices: s8 x s8 -> s32, which is
 associative and therefore exact in any order, or f8 x f8 -> f32, whose sums depend on their order
 like any float's.
@@ -33,8 +34,7 @@ SCHEMES = {
     "fp8_w8a8": Scheme(jnp.float8_e4m3fn, True),
 }
 QUANTIZED = ("q", "k", "v", "o", "gate", "up", "down")
-# Smallest and largest number, and what the largest of a channel is scaled to.
-LIMITS = {jnp.int8: (-128, 127, 127.5), jnp.float8_e4m3fn: (-448.0, 448.0, 448.0)}
+BOUND = {jnp.int8: 127, jnp.float8_e4m3fn: 448}  # what the largest of a channel is scaled to
 # Channels with a smaller scale count as zeros: products of two scales then never underflow.
 MIN_SCALE = float(jnp.finfo(jnp.float32).tiny) ** 0.5
 
@@ -117,7 +117,7 @@ def transposed(w: jax.Array | QuantArray) -> Transposed:
 
 def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array, jax.Array]:
     """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
-    low, high, bound = LIMITS[dtype]
+    bound = BOUND[dtype]
     x = x.astype(jnp.float32)
     # XLA replaces a division by the product with the reciprocal in some programs and not in others,
     # which moves values that lie half-way: both reciprocals are written out.
@@ -125,7 +125,7 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
     scale = jnp.where(scale < MIN_SCALE, 1.0, scale)
     x = x * (1 / scale)
     x = jnp.round(x) if dtype == jnp.int8 else x  # the conversion to a float type rounds by itself
-    return jnp.clip(x, low, high).astype(dtype), scale
+    return jnp.clip(x, -bound, bound).astype(dtype), scale
 
 
 def stored(x: jax.Array, dtype: str) -> jax.Array:

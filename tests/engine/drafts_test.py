@@ -248,13 +248,12 @@ def test_in_invariant_numerics_drafts_change_no_bit():
             np.testing.assert_array_equal(getattr(drafted, name), getattr(plain, name), name)
 
 
-def check_close(pairs, tolerance):
-    for plain, drafted in pairs:
-        np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-        np.testing.assert_array_equal(drafted.kept, plain.kept)
-        for name in ("logp_behav", "logp_raw", "entropy"):
-            ours, theirs = getattr(drafted, name), getattr(plain, name)
-            np.testing.assert_allclose(ours, theirs, atol=tolerance, err_msg=name)
+def distance(plain, drafted):
+    """The largest difference of two trajectories of the same tokens and sets."""
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    np.testing.assert_array_equal(drafted.kept, plain.kept)
+    values = lambda t: np.stack([t.logp_behav, t.logp_raw, t.entropy])
+    return np.abs(values(drafted) - values(plain)).max()
 
 
 def test_in_fast_numerics_on_a_mesh_drafts_change_rounding_alone():
@@ -262,11 +261,13 @@ def test_in_fast_numerics_on_a_mesh_drafts_change_rounding_alone():
         engine_test.CONFIG, layout=sharding.layout((2, 1, 2), sharding.SERVE_RULES), unroll=False,
         penalties=True, num_kept=8, **SIZES,
     )
-    check_close(both(engine, temperature=0.7, top_k=8, presence_penalty=0.5), 2e-5)
+    pairs = both(engine, temperature=0.7, top_k=8, presence_penalty=0.5)
+    assert max(distance(*pair) for pair in pairs) < 2e-5
 
 
-def test_eight_bit_keys_may_round_another_way():
-    check_close(both(engine_test.engine("kv8"), temperature=0.7), 0.02)
+def test_eight_bit_keys_round_alike_but_for_one_beside_the_middle_of_two_codes():
+    distances = sorted(distance(*p) for p in both(engine_test.engine("kv8"), temperature=0.7))
+    assert distances[-2] < 2e-5 and distances[-1] < 0.02
 
 
 def test_n_grams_of_what_was_drawn_are_accepted():

@@ -20,6 +20,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests import float64_decoder
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -264,6 +265,22 @@ def test_int8_keys_and_values_are_near_float32_and_not_equal():
     assert 1e-4 < gaps.mean() < 0.1
 
 
+@pytest.mark.parametrize("name, scheme", [
+    ("f32", {}), ("w8a8", dict(is_w8a8=True)), ("kv8", dict(is_kv8=True)),
+    ("kv8_scanned", dict(is_kv8=True)),
+])
+def test_eight_bit_engines_are_near_a_float64_decoder_that_rounds_as_they_do(name, scheme):
+    """No value lies on the edge of two codes by construction. One sequence may have one beside it
+    by chance, which the rounding of a processor moves."""
+    gaps = []
+    for t in run(name, [request(f"q{n}", n, max_tokens=8) for n in (1, 4, 9, 16)]).values():
+        sequence, first = np.concatenate([t.prompt, t.tokens]), len(t.prompt) - 1
+        expected = float64_decoder.logits(params_of(0), CONFIG, sequence, **scheme)
+        logp = log_softmax(expected[first:-1])[np.arange(8), t.tokens]
+        gaps.append(np.abs(t.logp_raw - logp).max())
+    assert sorted(gaps)[-2] < 2e-5
+
+
 @pytest.mark.parametrize("name", ["w8a16", "w8a8"])
 def test_int8_is_near_float32_and_not_equal(name):
     requests = [request(f"q{n}", n, max_tokens=8) for n in (1, 4, 9, 16)]
@@ -283,15 +300,15 @@ def test_loaded_projections_are_the_quantised_ones_and_the_rest_is_float32(name)
     for i, layer in enumerate(loaded["layers"]):
         for key in ("q", "k", "v", "o", "gate", "up", "down"):
             w = np.asarray(source["layers"][key][i])
-            scale = np.abs(w).max(axis=0, keepdims=True) / np.float32(127.5)
-            q = np.clip(np.round(w / scale), -128, 127)
+            scale = np.abs(w).max(axis=0, keepdims=True) / np.float32(127)
+            q = np.round(w / scale)
             assert isinstance(layer[key], quant.Transposed)  # unrolled, on CPU
             found = layer[key].w
             assert isinstance(found, quant.QuantArray) and found.q.dtype == jnp.int8
             np.testing.assert_allclose(found.scale, scale, rtol=2e-7)
-            # Compiled division may be one ulp off and move an exact half: -127.5 to -127.
+            # A division may be one ulp off the product and move a value beside a half step.
             assert np.abs(np.asarray(found.q, int).T - q).max() <= 1
-            assert (np.asarray(found.q).T != q).mean() < 0.02
+            assert (np.asarray(found.q).T != q).mean() < 1e-3
         np.testing.assert_array_equal(layer["q_norm"], source["layers"]["q_norm"][i])
     for key in ("embed", "head", "final_norm"):
         np.testing.assert_array_equal(loaded[key], source[key])

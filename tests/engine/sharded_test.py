@@ -109,15 +109,15 @@ def trajectories(quantization, layout):
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_scanned_layers_on_eight_devices_draw_what_one_device_draws(quantization):
-    """In int8 an activation on the edge of two values may fall to either side, as sums over devices
-    round differently: log-probs then move a little from that token on, and seldom a draw."""
+    """In int8 an activation may by chance lie so near to the middle of two codes that sums over
+    devices, which round differently, move it: its sequence changes from that token on."""
     single = trajectories(quantization, None)
     spread = trajectories(quantization, sharding.layout((4, 1, 2), sharding.SERVE_RULES))
     assert len(single) == len(spread) == 20
-    same = [id for id, t in single.items() if np.array_equal(spread[id].tokens, t.tokens)]
-    assert len(same) >= (20 if quantization == "none" else 18)
-    for field in FIELDS:
-        values = lambda found: np.concatenate([getattr(found[id], field) for id in same])
-        gap = np.abs(values(spread) - values(single))
-        assert np.quantile(gap, 0.8) < 1e-5 and gap.mean() < 5e-3, field
-        assert gap.max() < (1e-4 if quantization == "none" else 0.1), field
+
+    def is_near(a, b):
+        gaps = (getattr(a, field) - getattr(b, field) for field in FIELDS)
+        return np.array_equal(a.tokens, b.tokens) and max(np.abs(g).max() for g in gaps) < 2e-5
+
+    near = [id for id, t in single.items() if is_near(t, spread[id])]
+    assert len(near) >= (20 if quantization == "none" else 19)

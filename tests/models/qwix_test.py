@@ -1,4 +1,5 @@
-"""Our schemes against Qwix, which has the same bounds, 127.5 and 448, and the same rounding."""
+"""Our schemes against Qwix, which has the same rounding. Its bounds are 127.5 and 448; its absmax
+calibration takes a factor, and 127.5 / 127 makes the scale absmax / 127."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,14 @@ pytestmark = pytest.mark.by_jax("qwix has a version for each jax")
 
 RNG = np.random.default_rng(0)
 SCHEMES = [scheme for scheme in quant.SCHEMES if scheme != "none"]
+CALIBRATION = {jnp.int8: f"absmax,{127.5 / 127!r}", jnp.float8_e4m3fn: "absmax"}
 quantize = jax.jit(quant.quantize, static_argnums=(1, 2))
+
+
+def qwix_quantize(x, dtype, kept):
+    return qwix.quantize(
+        x, dtype, channelwise_axes=kept, calibration_method=CALIBRATION[jnp.dtype(dtype).type]
+    )
 
 
 def numbers(array):
@@ -31,7 +39,7 @@ def matrix(*shape):
 def test_values_and_scales_are_those_of_qwix(dtype, axis, kept):
     x = matrix(3, 40, 50)
     ours, scale = quantize(x, axis, dtype)
-    theirs = qwix.quantize(x, dtype, channelwise_axes=kept)
+    theirs = qwix_quantize(x, dtype, kept)
     np.testing.assert_allclose(scale, theirs.scale, rtol=2e-7)
     # It divides where we multiply by the reciprocal, which moves the few values that are half-way
     # between two of the format by one.
@@ -48,7 +56,7 @@ def test_products_are_those_of_qwix(scheme, dtype):
     w = quant.quantize_weight(matrix(64, 24), scheme)
     theirs_x = x
     if quant.SCHEMES[scheme].has_activations:
-        theirs_x = qwix.quantize(x.astype(jnp.float32), w.q.dtype, channelwise_axes=(0,))
+        theirs_x = qwix_quantize(x.astype(jnp.float32), w.q.dtype, (0,))
     expected = qwix.dot(theirs_x, qwix.QArray(w.q, w.scale))
     found = jax.jit(quant.dot)(x, w)
     rtol = 2e-6 if dtype == "float32" else 0.01
