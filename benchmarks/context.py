@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from jaxrl_tis import sharding
+from jaxrl_tis import cli, sharding
 from jaxrl_tis.chips import Topology
 from jaxrl_tis.hlo import Module
 from jaxrl_tis.models.attention import row_attention, splash_blocks
@@ -221,6 +221,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32_768)
     parser.add_argument("--layers", type=int, default=3)
     args = parser.parse_args()
+    counts = args.shards.split(",")
+    if not set(counts) <= set(map(str, TOPOLOGIES)):
+        parser.error(f"--shards={args.shards}: choose of {', '.join(map(str, TOPOLOGIES))}")
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
     jax.config.update("jax_num_cpu_devices", 4)
     forms = {"gathered": row_attention}
@@ -230,7 +233,7 @@ def main() -> None:
         print(f"{name}, largest differences: {found}")
     print(f"{args.model}, a row of {args.length} tokens, {args.layers} layers; MiB on a device")
     print(f"shards  {'form':13s}      temp      peak  argument  seconds  over context: count, MiB")
-    for shards in map(int, args.shards.split(",")):
+    for shards in map(int, counts):
         devices = Topology.parse(TOPOLOGIES[shards]).devices()
         layout = sharding.layout((1, 1, TENSOR, shards), sharding.TRAIN_RULES, devices)
         for name, attend in forms.items():
@@ -239,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis import cli
 from jaxrl_tis.estimators import diagnostics, divergences, methods, selection
 from jaxrl_tis.estimators import ratios
 
@@ -140,6 +141,8 @@ def main() -> None:
     batch = make_batch(args.rows, args.length)
     chosen = programs()
     names = args.only.split(",") if args.only else list(chosen)
+    if unknown := set(names) - set(chosen):
+        parser.error(f"--only: {', '.join(sorted(unknown))} are none of {', '.join(chosen)}")
     print(f"{int(batch['mask'].sum()):,} tokens in {int(batch['seg'].max(1).sum()):,} responses")
     read = None
     for name in dict.fromkeys(["read", *names]):
@@ -160,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

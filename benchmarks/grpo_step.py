@@ -12,6 +12,7 @@ import time
 import jax
 
 from benchmarks import model
+from jaxrl_tis import cli
 from jaxrl_tis.batch import update_fields
 
 
@@ -48,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

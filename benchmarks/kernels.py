@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis import cli
 from jaxrl_tis.kernels import segment
 from jaxrl_tis.kernels.logprob import Head, token_logprob
 
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

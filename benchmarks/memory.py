@@ -9,7 +9,7 @@ take rows * tokens * vocabulary * 4 bytes; that product is printed beside them.
 import jax
 
 from benchmarks import model
-from jaxrl_tis import build, step
+from jaxrl_tis import build, cli, step
 
 
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from jaxrl_tis import build, rollouts, train
+from jaxrl_tis import build, cli, rollouts, train
 from jaxrl_tis.engine.engine import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
@@ -125,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -32,6 +32,8 @@ import subprocess
 import sys
 import time
 
+from jaxrl_tis import cli
+
 SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
 SMALL = dict(vocab=4096, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=1024)
 MODELS = {"small": SMALL, "smollm2": SHAPE}
@@ -312,7 +314,10 @@ def main() -> None:
             return serve_ours(OURS[name], *sizes)
         return serve_transformers(THEIRS[name], *sizes)
     out = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    for part in args.parts.split(","):
+    parts = args.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts={args.parts}: choose of {', '.join(PARTS)}")
+    for part in parts:
         out[part] = PARTS[part](args)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
@@ -320,4 +325,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from jaxrl_tis import build
+from jaxrl_tis import build, cli
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args()
     engine, alone, weights = engines(args.dtype)
     start = time.monotonic()
@@ -197,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

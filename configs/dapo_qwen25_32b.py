@@ -27,6 +27,7 @@ def get_config():
     c.task.chat = True
     c.task.max_prompt_tokens = 2048
     c.reward.name = "boxed"
+    c.warmup.params = {}
     c.eval.params = {"path": "data/dapo/aime2024.jsonl"}
     c.eval.prompts = 30
     c.eval.every = 10

@@ -33,9 +33,11 @@ def get_config() -> ConfigDict:
 
     c.task = ConfigDict()
     c.task.name = "arithmetic"  # a name in jaxrl_tis.data.tasks.TASKS
-    c.task.params = ConfigDict({"size": 10_000})  # arguments of that task
+    # Arguments of that task; a command line that names another task gives those of that one.
+    c.task.params = ConfigDict({"size": 10_000})
     c.task.params.unlock()
-    c.task.tokenizer = ""  # "char", a folder or a .gguf file; "" takes model.path
+    # "char", a folder or a .gguf file; "" takes model.path, as where a command line names that
+    c.task.tokenizer = ""
     c.task.template = "{prompt}"  # the user's text
     c.task.chat = False  # wrap it in the model's chat template
     c.task.system = ""  # system message of the chat, "" for the template's own
@@ -143,7 +145,7 @@ def get_config() -> ConfigDict:
     c.eval = ConfigDict()
     c.eval.every = 25  # steps; also before the first and after the last
     c.eval.prompts = 512
-    c.eval.params = ConfigDict({"split": "eval"})  # replace fields of task.params
+    c.eval.params = ConfigDict({"split": "eval"})  # replace fields of task.params, at least one
     c.eval.params.unlock()
 
     c.checkpoint = ConfigDict()

@@ -29,6 +29,7 @@ def get_config(variant: str = "grpo"):
     c.task.chat = True
     c.task.max_prompt_tokens = 512
     c.reward.name = "last_number"
+    c.warmup.params = {}
     c.eval.params = {"path": "data/gsm8k/test.jsonl"}
     c.eval.prompts = 1319
     c.eval.every = 20

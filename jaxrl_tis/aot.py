@@ -14,38 +14,39 @@ import pathlib
 import sys
 
 import jax
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_tis import aot_fit, aot_programs, aot_report
+from jaxrl_tis import aot_fit, aot_programs, aot_report, cli, cli_flags
 from jaxrl_tis.chips import TOPOLOGIES, Topology
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
+CONFIG = cli_flags.define_config()
 TOPOLOGY = flags.DEFINE_string(
     "topology", None, "Chip and shape, as in v5e:4x4 or v5p:4x4x4; default: the config's."
 )
-NUM_SLICES = flags.DEFINE_integer("num_slices", 1, "Slices of that shape, over the DCN.")
+NUM_SLICES = flags.DEFINE_integer(
+    "num_slices", 1, "Slices of that shape, over the DCN.", lower_bound=1
+)
 NAMES = flags.DEFINE_list(
     "programs", None, f"Of {', '.join(aot_programs.PROGRAMS)}; default: all of the run's."
 )
-LAYERS = flags.DEFINE_integer("layers", None, "Compile a model of this depth instead of its own.")
+LAYERS = flags.DEFINE_integer(
+    "layers", None, "Compile a model of this depth instead of its own.", lower_bound=1
+)
 JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the tables as Markdown.")
 FIT = flags.DEFINE_bool("fit", False, "Search the largest batch and slots that fit.")
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold these programs
     path = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     shapes = path.parent / "shapes"
     name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
     if name is None:
-        raise app.UsageError(f"{path} has no slice of its own: give --topology, as in v5e:2x4")
-    if JSON.value and not pathlib.Path(JSON.value).absolute().parent.is_dir():
-        raise app.UsageError(f"--json={JSON.value}: there is no such folder")
+        raise ValueError(f"{path} has no slice of its own: give --topology, as in v5e:2x4")
+    cli.check_folder("json", JSON.value)
     topology = Topology.parse(name, NUM_SLICES.value)
     if FIT.value:
         search = aot_fit.Search(CONFIG.value, shapes, topology, LAYERS.value)
@@ -67,5 +68,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config"])
-    app.run(main)
+    cli_flags.run(main, required=["config"])

@@ -315,12 +315,15 @@ def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any]
       ignore: dotted names of fields that may differ, such as "train.steps".
 
     Raises:
-      ValueError: fields differ; each is listed as "name: old -> new".
+      ValueError: fields differ, each is listed as "name: old -> new"; or the file is broken.
     """
     path = pathlib.Path(workdir) / "config.json"
     if not path.exists():
         return
-    old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
+    try:
+        old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not what a run writes: {error!r}") from error
     new = _flat(json.loads(json.dumps(_plain(config_dict))))
     changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)
                if name not in ignore]

@@ -94,6 +94,7 @@ class Topology:
 
         Raises:
           ModuleNotFoundError: libtpu, which holds the compiler, is not installed.
+          ValueError: it knows no such topology.
         """
         if importlib.util.find_spec("libtpu") is None:
             raise ModuleNotFoundError(
@@ -101,9 +102,15 @@ class Topology:
             )
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server on other machines
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs, nothing to lock
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # else libtpu tells that they
+        os.environ.setdefault("TPU_HOST_BOUNDS", "1,1,1")  # are missing; the topology is its own
+        import jax
         from jax.experimental import topologies
 
         more = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
-        return list(topologies.get_topology_desc(
-            platform="tpu", topology_name=self.name, **more
-        ).devices)
+        try:
+            return list(topologies.get_topology_desc(
+                platform="tpu", topology_name=self.name, **more
+            ).devices)
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"libtpu makes no topology {self.name!r}: {error}") from error

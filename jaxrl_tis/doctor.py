@@ -34,11 +34,10 @@ import json
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_tis import metrics
+from jaxrl_tis import cli, metrics
 from jaxrl_tis.doctor_case import FACTS, FLIPS, OPS, THRESHOLDS, Case, Clause, Finding
 from jaxrl_tis.doctor_trees import CAUSES, SETUP
 
@@ -359,15 +358,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"replaces one of {', '.join(THRESHOLDS)}",
     )
     args = parser.parse_args(argv)
-    try:
-        diagnosis = diagnose(args.workdir, dict(args.threshold))
-        if args.json:
-            content = json.dumps(_strict(diagnosis), indent=2, allow_nan=False)
-            pathlib.Path(args.json).write_text(content + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:
-        sys.exit(f"doctor: {error}")
+    diagnosis = diagnose(args.workdir, dict(args.threshold))
+    if args.json:
+        content = json.dumps(_strict(diagnosis), indent=2, allow_nan=False)
+        pathlib.Path(args.json).write_text(content + "\n", encoding="utf-8")
     print(describe(diagnosis))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -24,7 +24,7 @@ class Evaluator:
         if len(source) < config.eval.prompts:
             raise ValueError(
                 f"the held-out split has {len(source)} examples, config.eval.prompts is "
-                f"{config.eval.prompts}"
+                f"{config.eval.prompts}; lower that"
             )
         self._records = [source[i] for i in range(config.eval.prompts)]
         self._prompts = [prompter.ids(record) for record in self._records]

@@ -11,24 +11,20 @@ numbers and the keys of the JSON.
 import pathlib
 import sys
 
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
 
-from jaxrl_tis import mismatch
+from jaxrl_tis import cli, cli_flags, mismatch
 from jaxrl_tis.build import build, initial_params, initial_state
 
-CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file; fields are overridden by --config.field=value.", lock_config=True
-)
+CONFIG = cli_flags.define_config()
 PROMPTS = flags.DEFINE_integer(
     "prompts", None, "Prompts of the batch; default: config.rollout.prompts."
 )
 JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+def main() -> None:
+    cli.check_folder("json", JSON.value)
     setup = build(CONFIG.value)
     prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
     mismatch.check_prompts(setup, prompts)
@@ -41,5 +37,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config"])
-    app.run(main)
+    cli_flags.run(main, required=["config"])

@@ -7,7 +7,9 @@ and that change the program of a shipped config are here; the tests check both. 
 TPU.
 """
 
-import sys
+import argparse
+
+from jaxrl_tis import cli
 
 # A product with a gathered weight stays one product behind one gather, instead of a ring of partial
 # products with the weight's shards: an FSDP layer then has one collective for each weight, which
@@ -22,5 +24,15 @@ def init_args(chip: str) -> str:
     return " ".join(f"--{name}={value}" for name, value in FLAGS[chip].items())
 
 
+def main() -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_tis.libtpu_flags",
+        description="The value of LIBTPU_INIT_ARGS for a chip.",
+    )
+    parser.add_argument("chip", choices=FLAGS)
+    print(init_args(parser.parse_args().chip))
+
+
 if __name__ == "__main__":
-    print(init_args(*sys.argv[1:]))
+    cli.run(main)

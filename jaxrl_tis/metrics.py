@@ -51,6 +51,8 @@ def encode(step: int, phase: str, values: Mapping[str, Any]) -> str:
 def decode(line: str) -> dict[str, Any]:
     """Returns the record of one line, with "nan", "inf" and "-inf" turned back into floats."""
     record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__} instead of an object")
     return {name: NON_FINITE[value] if name != "phase" and value in NON_FINITE else value
             for name, value in record.items()}
 
@@ -60,7 +62,7 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the folder has no metrics.jsonl.
-      ValueError: a line other than the last is not JSON.
+      ValueError: a line other than the last is no JSON object.
     """
     path = pathlib.Path(workdir) / FILE_NAME
     if not path.exists():
@@ -70,7 +72,7 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             records.append(decode(line))
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
     return records

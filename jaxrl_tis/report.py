@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib import colors
 
-from jaxrl_tis import metrics, plots
+from jaxrl_tis import cli, metrics, plots
 from jaxrl_tis.plots import Run
 
 
@@ -25,7 +25,7 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
     """Reads the runs; labels are folder names, or whole paths where names repeat.
 
     Raises:
-      ValueError: no workdir is given.
+      ValueError: no workdir is given, or a file of one is broken.
       FileNotFoundError: a workdir has no metrics.jsonl.
     """
     if not workdirs:
@@ -38,10 +38,17 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
     runs = []
     for path, color in zip(paths, palette):
         label = path.name if names.count(path.name) == 1 else str(path)
-        config = path / "config.json"
-        runs.append(Run(label, color, metrics.read(path),
-                        json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}))
+        runs.append(Run(label, color, metrics.read(path), _read_config(path / "config.json")))
     return runs
+
+
+def _read_config(path: pathlib.Path) -> dict:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def _percent(run: Run, key: str, index: int) -> str:
@@ -158,4 +165,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

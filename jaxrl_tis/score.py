@@ -8,9 +8,9 @@ Reads int tokens [B,T], writes float32 logits [B,T,V]; row by row, so memory hol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from jaxrl_tis import models
+from jaxrl_tis import cli_flags, models
 from jaxrl_tis.models import transformer
 
 MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.", required=True)
@@ -46,11 +46,20 @@ def _check_tokens(tokens_bt: np.ndarray, vocab_size: int) -> None:
             f"{vocab_size - 1}.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}.")
-    score(MODEL.value, np.load(TOKENS.value, allow_pickle=False), OUT.value)
+def read_tokens(path: str) -> np.ndarray:
+    """The array in a .npy file; FileNotFoundError or ValueError where there is none."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{path} holds several arrays; a .npy file holds one")
+    return found
+
+
+def main() -> None:
+    score(MODEL.value, read_tokens(TOKENS.value), OUT.value)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli_flags.run(main)

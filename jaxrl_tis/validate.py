@@ -8,7 +8,7 @@ import ml_collections
 
 from jaxrl_tis import batch, control, correction, optimizer
 from jaxrl_tis.data.rewards import REWARDS
-from jaxrl_tis.data.tasks import TASKS
+from jaxrl_tis.data import tasks
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, methods, presets, reduce
 from jaxrl_tis.models import invariant, quant, transformer
@@ -22,8 +22,9 @@ UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 
 def validate(config: ml_collections.ConfigDict) -> None:
     """ValueError listing every problem of the config, one a line."""
-    checks = (_finite, _names, _counts, _batches, _correction, _sampling, _numerics)
-    problems = [problem for check in checks for problem in check(config)]
+    checks = (_finite, _names, _counts, _batches, _task, _correction, _sampling, _numerics)
+    problems = list(_tuples(config))
+    problems = problems or [problem for check in checks for problem in check(config)]
     problems = problems or list(_traced(config))
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
@@ -47,6 +48,50 @@ def _finite(config):
             yield f"{field} is {value}; it must be a finite number{' or inf' if is_bound else ''}"
 
 
+def _tuples(config):
+    """What the command line can put into a tuple."""
+    kinds = {
+        "mesh.train": int, "mesh.serve": int, "engine.retention": int,
+        "engine.unquantized": str, "model.unquantized": str,
+    }
+    for field, kind in kinds.items():
+        value = _read(config, field)
+        if not all(isinstance(entry, kind) for entry in value):
+            yield f"{field} is {value}; its entries must be {kind.__name__}"
+    if len(config.engine.retention) != 2:
+        yield f"engine.retention is {config.engine.retention}; it needs (first pages, last pages)"
+
+
+def _task(config):
+    """Each split has the parameters of its task."""
+    if config.task.name not in tasks.TASKS:
+        return  # reported by _names
+    splits = {"task": {}, "eval": config.eval.params}
+    if config.warmup.steps > 0:
+        splits["warmup"] = config.warmup.params
+    problems = {}
+    for section, params in splits.items():
+        try:
+            tasks.check(config.task.name, {**config.task.params, **params})
+        except ValueError as error:
+            problems.setdefault(str(error), f"{section}.params: {error}")
+    yield from problems.values()
+    if not config.eval.params:
+        yield (
+            "eval.params is empty, so that held-out examples would be those of the training: name "
+            "others, as in --config.eval.params.path=heldout.jsonl"
+        )
+    try:
+        has_prompt = "\0" in config.task.template.format(prompt="\0")
+    except (KeyError, IndexError, ValueError):
+        has_prompt = False
+    if not has_prompt:
+        yield (
+            f"task.template is {config.task.template!r}; it must hold {{prompt}}, and other braces "
+            "doubled"
+        )
+
+
 def _names(config):
     c = config.correction
     allowed_values = {
@@ -65,7 +110,7 @@ def _names(config):
         "model.remat": (config.model.remat, transformer.REMAT),
         "optimizer.schedule": (config.optimizer.schedule, optimizer.SCHEDULES),
         "critic.schedule": (config.critic.schedule, optimizer.SCHEDULES),
-        "task.name": (config.task.name, TASKS),
+        "task.name": (config.task.name, tasks.TASKS),
     }
     for field, (value, allowed) in allowed_values.items():
         if value not in allowed:

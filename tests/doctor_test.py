@@ -225,13 +225,11 @@ def test_thresholds_are_set_by_name(tmp_path, capsys):
     assert "watch: between healthy and broken" in capsys.readouterr().out
     doctor.main([str(tmp_path), "--threshold", "window=5", "--threshold", "min_steps=5"])
     assert "steps 116-120 of 1-120): A" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit_:
+    message = "unknown threshold 'pearson'; choose one of window, min_steps, pearson_healthy"
+    with pytest.raises(ValueError, match=message):
         doctor.main([str(tmp_path), "--threshold", "pearson=0.9"])
-    assert str(exit_.value).startswith(
-        "doctor: unknown threshold 'pearson'; choose one of window, min_steps, pearson_healthy"
-    )
 
 
 def test_the_command_ends_with_the_error(tmp_path):
-    with pytest.raises(SystemExit, match="doctor: .*metrics.jsonl not found"):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl not found"):
         doctor.main([str(tmp_path)])

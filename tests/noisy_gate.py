@@ -8,9 +8,8 @@ from typing import Any
 from unittest import mock
 
 import jax
-from absl import app
 
-from jaxrl_tis import mismatch
+from jaxrl_tis import cli_flags, mismatch
 
 _sample = mismatch.sample
 
@@ -32,4 +31,4 @@ if __name__ == "__main__":
 
     noise = float(sys.argv.pop(1))
     with mock.patch.object(mismatch, "sample", lambda *args: sample(noise, *args)):
-        app.run(gate.main)
+        cli_flags.run(gate.main, required=["config"])

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import subprocess
 import sys
@@ -13,11 +14,15 @@ GOLDEN = pathlib.Path(__file__).parent / "models" / "golden" / "llama_linear"
 
 
 def test_command_writes_the_golden_logits(tmp_path):
+    """And nothing else: not on the terminal either, where libtpu is installed without a TPU."""
     out = tmp_path / "logits.npy"
-    subprocess.run(
+    environment = {n: v for n, v in os.environ.items() if n not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
         [sys.executable, "-m", "jaxrl_tis.score", "--model", GOLDEN, "--tokens",
-         GOLDEN / "tokens.npy", "--out", out], check=True, timeout=120,
-        cwd=pathlib.Path(__file__).parents[1])
+         GOLDEN / "tokens.npy", "--out", out], check=True, timeout=120, env=environment,
+        cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True)
+    for words in ("Unable to initialize backend", "TPU", "InitGoogle"):
+        assert words not in done.stdout + done.stderr
     logits, expected = np.load(out), np.load(GOLDEN / "logits.npy")
     assert logits.shape == expected.shape and logits.dtype == np.float32
     assert np.abs(logits - expected).max() <= 2e-4 * expected.std()

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import random
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -271,21 +272,45 @@ TASKS = {
 }
 
 
-def make(task: str, params: Mapping[str, Any]) -> Source:
-    """The source that a config names; ValueError for a task or a parameter that does not exist."""
+def parameters(task: str) -> dict[str, inspect.Parameter]:
+    """The named parameters of a task."""
+    found = inspect.signature(TASKS[task]).parameters
+    return {n: p for n, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def check(task: str, params: Mapping[str, Any]) -> None:
+    """ValueError for a task or a parameter that does not exist, is missing or of another type."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
-    known = inspect.signature(TASKS[task]).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    for name in params:
-        if name not in known and not takes_any:
+    known = parameters(task)
+    takes_any = len(known) < len(inspect.signature(TASKS[task]).parameters)
+    for name, value in params.items():
+        if name not in known:
+            if takes_any:
+                continue
             near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? It has" if near else "it has"
             raise ValueError(
-                f"task {task!r} has no parameter {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}")
+                f"task {task!r} has no parameter {name!r}; {hint} {', '.join(known)}"
             )
-    missing = [n for n, p in known.items() if p.default is p.empty and n not in params
-               and p.kind is inspect.Parameter.KEYWORD_ONLY]
+        kinds = typing.get_args(known[name].annotation) or (known[name].annotation,)
+        if not isinstance(value, tuple(typing.get_origin(kind) or kind for kind in kinds)):
+            wanted = " or ".join((typing.get_origin(kind) or kind).__name__ for kind in kinds)
+            raise ValueError(
+                f"task {task!r}: the parameter {name} is {value!r}; it must be {wanted}"
+            )
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in params]
     if missing:
-        raise ValueError(f"task {task!r} needs the parameters {', '.join(missing)}")
+        raise ValueError(
+            f"task {task!r} needs the parameters {', '.join(missing)}; it has {', '.join(known)}"
+        )
+
+
+def make(task: str, params: Mapping[str, Any]) -> Source:
+    """The source that a config names.
+
+    Raises:
+        ValueError: see `check`; or the task refuses the parameters.
+    """
+    check(task, params)
     return TASKS[task](**params)

@@ -105,7 +105,7 @@ class HFTokenizer:
             ValueError: there is no template, or the template refuses these messages.
         """
         if self.template is None:
-            raise ValueError(f"{self.source} has no chat template; give the prompts as plain text")
+            raise ValueError(f"{self.source} has no chat template; set task.chat to False")
         names = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
         tokens = {
             name: "" if index is None else self.backend.id_to_token(index)

@@ -12,7 +12,15 @@ objectives of one response do to it (`sequence_bias`). From Python, `exact.Probl
 import argparse
 from collections.abc import Sequence
 
+from jaxrl_tis import cli
 from jaxrl_tis.experiments import frontier, group_bias, sequence_bias
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
+    return count
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--drift", type=float, default=0.1, help="deviation of the logits' noise")
     parser.add_argument("--reward", default="last", choices=list(frontier.REWARDS))
-    parser.add_argument("--horizons", type=int, nargs="+", default=list(frontier.HORIZONS))
-    parser.add_argument("--batch", type=int, default=1, help="responses that a step averages")
+    parser.add_argument("--horizons", type=_count, nargs="+", default=list(frontier.HORIZONS))
+    parser.add_argument("--batch", type=_count, default=1, help="responses that a step averages")
     parser.add_argument("--samples", type=int, default=5000, help="for the sampled methods")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", help="draw bias against variance here")
     parser.add_argument("--groups", action="store_true", help="steps that look at a group instead")
     parser.add_argument(
         "--sequences",
-        type=int,
+        type=_count,
         nargs=2,
         metavar=("VOCAB", "HORIZON"),
         help="every weight and objective on one response instead",
@@ -54,4 +62,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -7,16 +7,14 @@ every request needs the token; on this machine only a change of weights does.
 """
 
 import uvicorn
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import flags
 
+from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.serve.request import Limits
 from jaxrl_tis.serve.setup import is_loopback, load, make_app, read_token
 
-CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file; fields are overridden by --config.field=value.", lock_config=True
-)
+CONFIG = cli_flags.define_config()
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder of a run whose newest checkpoint is served; default: the weights that "
     "the config starts from."
@@ -32,13 +30,10 @@ MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Of a request.", lower_bo
 LOGPROBS = 5  # likeliest tokens that are recorded of each draw
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
+def main() -> None:
     token = read_token(TOKEN_FILE.value)
     if token is None and not is_loopback(HOST.value):
-        raise app.UsageError(f"--host={HOST.value} is reached from elsewhere: give --token_file")
+        raise ValueError(f"--host={HOST.value} is reached from elsewhere: give --token_file")
     setup = build(CONFIG.value, penalties=True, top_n=LOGPROBS)
     limits = Limits(
         MAX_BODY_BYTES.value, setup.config.task.max_prompt_tokens,
@@ -53,5 +48,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config"])
-    app.run(main)
+    cli_flags.run(main, required=["config"])

@@ -1,0 +1,80 @@
+"""How every command starts and ends.
+
+A command ends with the message alone and exit code 2 where its user can mend it: a flag or a field
+that does not exist, a config that is refused, a file that is missing, broken or cannot be written.
+It ends with the message alone and 1 where a run cannot go on: a loss is not finite, the gate fails.
+A mistake in the code keeps its traceback, and exits with 1.
+"""
+
+import contextlib
+import glob
+import importlib.util
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+PACKAGE = pathlib.Path(__file__).parent
+# What a machine with a TPU, an NVIDIA or an AMD GPU has one of, bare, in a container or in WSL.
+DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+TPU_VARIABLES = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
+REFUSALS = (ValueError, OSError, ImportError)
+FAILURES = (FloatingPointError, RuntimeError)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """2 for an error that the user can mend, 1 for a run that cannot go on, None for a bug.
+
+    A `raise` statement of this package is a sentence for the user. What Python, JAX or another
+    library raised, however deep inside, is a bug of ours, but for a file that cannot be used.
+    """
+    if isinstance(error, OSError) and error.filename is not None:
+        return 2
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if PACKAGE not in pathlib.Path(last.filename).parents or not last.line.startswith("raise "):
+        return None
+    if isinstance(error, REFUSALS) or isinstance(error.__cause__, OSError):
+        return 2
+    return 1 if isinstance(error, FAILURES) else None
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
+    """Turns errors whose message says it all into that message and an exit."""
+    try:
+        yield
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(code)
+
+
+def check_folder(flag: str, path: str | None) -> None:
+    """FileNotFoundError, before hours of work, where the file that a flag names cannot be made."""
+    if path and not pathlib.Path(path).absolute().parent.is_dir():
+        raise FileNotFoundError(f"--{flag}={path}: there is no such folder")
+
+
+def leave_out_missing_tpu() -> None:
+    """Keeps JAX from loading libtpu on a machine without any accelerator.
+
+    There libtpu, installed for its compiler, only costs time and writes errors to the terminal.
+    JAX_PLATFORMS, or JAX itself where it sees a TPU, decides before this.
+    """
+    has_hint = any(name in os.environ for name in TPU_VARIABLES)
+    has_device = any(glob.glob(pattern) for pattern in DEVICES)
+    if importlib.util.find_spec("libtpu") is None or has_hint or has_device:
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for a JAX that is imported later
+    if "jax" in sys.modules and sys.modules["jax"].config.jax_platforms is None:
+        sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+def run(main: Callable[[], object]) -> None:
+    """Runs a command; see the top of the file. `main` parses its own arguments."""
+    leave_out_missing_tpu()
+    with messages():
+        main()

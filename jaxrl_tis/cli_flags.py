@@ -1,0 +1,149 @@
+"""Commands that take absl flags, and their flag --config.
+
+What a command line names in place of the config's own choice replaces all that belongs to it:
+
+- another `task.name` drops the parameters of the config's task; a split stays where the new task
+  has one. Any parameter can be given, `--config.task.params.path=data.jsonl`.
+- another `model.path` drops `task.tokenizer`: the model brings its own.
+"""
+
+import difflib
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+from ml_collections.config_dict import placeholder
+
+from jaxrl_tis import cli
+from jaxrl_tis.data import tasks
+
+FREE = ("task.params", "warmup.params", "eval.params")  # arguments of a task
+
+
+def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines --config; its value is the locked ConfigDict with all that the command line sets."""
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "Config file; fields are overridden by --config.field=value.", values,
+        lock_config=True,
+    )
+    values["config"].parser = _ConfigParser(values["config"].parser)
+    return holder
+
+
+def run(main: Callable[[], object], required: Sequence[str] = ()) -> None:
+    """Runs a command whose flags are defined with absl; see jaxrl_tis.cli."""
+    flags.mark_flags_as_required(required)
+    app.run(lambda argv: cli.run(main), flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_refused(str(error)))
+    if len(rest) > 1:
+        sys.exit(_refused(f"unexpected arguments {' '.join(rest[1:])}; a flag is --name=value"))
+    if flags.FLAGS["verbosity"].using_default_value:
+        flags.FLAGS.verbosity = logging.WARNING  # Orbax and JAX tell much on INFO
+    return rest
+
+
+def _refused(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+class _ConfigParser(flags.ArgumentParser):
+    """Loads a config and makes it ready for the command line's fields.
+
+    Raises flags.Error, which absl passes on as it is.
+    """
+
+    def __init__(self, inner: flags.ArgumentParser):
+        self._inner = inner
+
+    def parse(self, argument: str) -> ml_collections.ConfigDict:
+        path = argument.partition(":")[0]
+        if not pathlib.Path(path).is_file():
+            raise flags.Error(f"--config={argument}: there is no file {path!r}")
+        try:
+            config = self._inner.parse(argument)
+        except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+            raise flags.Error(_told(error, path)) from error
+        adapt(config, overrides(flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)))
+        return config
+
+    def flag_type(self) -> str:
+        return self._inner.flag_type()
+
+
+def _told(error: Exception, path: str) -> str:
+    """What went wrong in which line of the config file."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}"
+    if isinstance(error, (TypeError, ValueError)):
+        error = error.__context__ or error  # ml_collections wraps it in one with the traceback
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    while isinstance(error, (AttributeError, KeyError)) and error.args:
+        error = error.args[0]  # ml_collections wraps one in the other
+    return f"{path}:{lines[-1] if lines else 1}: {error}"
+
+
+def overrides(argv: Sequence[str]) -> dict[str, str]:
+    """{dotted field: its text} of the --config.field=text, or two words, of a command line."""
+    found = {}
+    for word, following in zip(argv, [*argv[1:], ""]):
+        if match := re.fullmatch(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):
+            found[match[1]] = following if match[2] is None else match[2]
+    return found
+
+
+def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
+    """Makes room in a locked config for what the command line gives; see the top of the file.
+
+    Raises:
+      flags.Error: a field does not exist; it names the nearest one.
+    """
+    task = given["task.name"] if "task.name" in given else config.task.name
+    if task != config.task.name:
+        for field in FREE:
+            section = field.partition(".")[0]
+            has_split = task in tasks.TASKS and "split" in tasks.parameters(task)
+            kept = {"split": section} if has_split and section in tasks.SPLITS else {}
+            _replace(config[section].params, kept)
+    if "model.path" in given and given["model.path"] != config.model.path:
+        config.task.tokenizer = ""
+    for field in given:
+        group, _, name = field.rpartition(".")
+        if group in FREE and name.isidentifier():
+            params = config[group.partition(".")[0]].params
+            if name not in params:
+                _replace(params, {**params, name: placeholder(object)})
+        else:
+            _check_field(config, field)
+
+
+def _replace(params: ml_collections.ConfigDict, new: Mapping[str, object]) -> None:
+    with params.unlocked():
+        for name in set(params) - set(new):
+            del params[name]
+        for name in set(new) - set(params):
+            params[name] = new[name]
+
+
+def _check_field(config: ml_collections.ConfigDict, field: str) -> None:
+    node, path = config, "config"
+    for name in field.split("."):
+        if not isinstance(node, ml_collections.ConfigDict) or name not in node:
+            names = list(node) if isinstance(node, ml_collections.ConfigDict) else []
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names) or 'none'}"
+            raise flags.Error(f"{path} has no field {name!r}; {hint}")
+        node, path = node[name], f"{path}.{name}"
+    if isinstance(node, ml_collections.ConfigDict) and field not in FREE:
+        raise flags.Error(f"{path} is a group of fields: set one of {', '.join(node)}")

@@ -1,0 +1,175 @@
+"""--config and its fields: any model, data and reward on any shipped config, mistakes named."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+from absl import flags
+
+from jaxrl_tis import cli_flags, train
+from jaxrl_tis.data import tasks
+from jaxrl_tis.data.rewards import RewardWorker
+from jaxrl_tis.rollouts import Prompter
+from jaxrl_tis.validate import validate
+from tests.configs_test import QWEN, write_checkpoint
+
+ROOT = pathlib.Path(__file__).parents[1]
+SHIPPED = (
+    "quickstart.py", "quickstart.py:off", "quickstart.py:f32", "smollm2_135m.py",
+    "gsm8k_qwen25_0p5b.py:grpo", "gsm8k_qwen25_0p5b.py:ppo", "dapo_qwen25_32b.py",
+)
+SMALL = QWEN | {
+    "eos_token_id": 258, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 264,
+    "max_position_embeddings": 32768, "num_attention_heads": 8, "num_hidden_layers": 1,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}
+SUMS = {"train": [(2, 3), (4, 1)], "heldout": [(1, 1)]}
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """(flags after --config) -> the config that a command gets; `path` may have a variant."""
+    def call(path, *fields):
+        argv = ["main", f"--config={path}", *(f"--config.{field}" for field in fields)]
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.delitem(sys.modules, "config_config", raising=False)  # of the file before
+        values = flags.FlagValues()
+        holder = cli_flags.define_config(values)
+        values(argv)
+        return holder.value
+    return call
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Fields that name a file of sums to train on and one to hold out."""
+    for name, pairs in SUMS.items():
+        rows = [{"q": f"{a}+{b}=", "a": a + b} for a, b in pairs]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [
+        "task.name=jsonl", f"task.params.path={tmp_path}/train.jsonl", "task.params.prompt_field=q",
+        "task.params.answer_field=a", "task.params.id_field=None",
+        f"eval.params.path={tmp_path}/heldout.jsonl", "eval.prompts=1",
+    ]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_own_data_on_every_shipped_config(read, sums, name):
+    config = read(ROOT / "configs" / name, *sums)
+    validate(config)
+    params = {**config.task.params}
+    [example, _] = tasks.make(config.task.name, params)
+    assert (example["prompt"], example["answer"]) == ("2+3=", "5")
+    [held_out] = tasks.make(config.task.name, params | {**config.eval.params})
+    assert held_out["prompt"] == "1+1="
+    assert set(config.eval.params) == {"path"} and not config.warmup.params
+    assert config.is_locked and config.task.params.is_locked
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"smollm2_135m.py"}))
+def test_another_task_keeps_its_splits_apart(read, name):
+    config = read(ROOT / "configs" / name, "task.name=reasoning_gym", "task.params.size=8",
+                  "task.params.name=chain_sum", "task.params.max_terms=3",
+                  "eval.params.min_terms=3")
+    assert config.task.params.to_dict() == {"size": 8, "name": "chain_sum", "max_terms": 3}
+    assert config.eval.params.to_dict() == {"split": "eval", "min_terms": 3}
+    assert config.warmup.params.to_dict() == {"split": "warmup"}
+    validate(config)
+
+
+def test_the_configs_own_task_keeps_its_parameters(read):
+    config = read(ROOT / "configs/smollm2_135m.py", "task.name=reasoning_gym",
+                  "task.params.max_terms=3", "task.params.allow_negation=true")
+    assert config.task.params.to_dict() == {
+        "name": "chain_sum", "size": 20_000, "min_terms": 2, "max_terms": 3, "min_digits": 1,
+        "max_digits": 2, "allow_negation": True,
+    }
+    assert config.eval.params.to_dict() == {"split": "eval", "min_digits": 2}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_own_model_and_reward_on_every_shipped_config(read, sums, tmp_path, monkeypatch, name):
+    write_checkpoint(tmp_path / "model", SMALL)
+    (tmp_path / "my_reward.py").write_text("def score(text, record):\n    return len(text)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = read(ROOT / "configs" / name, *sums, f"model.path={tmp_path}/model",
+                  "reward.name=my_reward:score", "task.max_prompt_tokens=128")
+    setup = train.build(config)
+    assert setup.model.embed_dim == 64 and setup.tokenizer.vocab_size == 259
+    prompter = Prompter(setup.tokenizer, config.task)
+    prompter.check(tasks.make("jsonl", config.task.params))
+    if name == "quickstart.py":
+        with RewardWorker(config.reward.name, timeout=60.0, on_error=0.0) as rewards:
+            assert rewards.score(["three"], [{}]) == [5.0]
+
+
+def test_a_tokenizer_that_is_given_beside_a_model_is_taken(read):
+    path = ROOT / "configs/quickstart.py"
+    assert read(path, "model.path=m").task.tokenizer == ""
+    assert read(path, "model.path=m", "task.tokenizer=t").task.tokenizer == "t"
+    assert read(path, "task.tokenizer=t", "model.path=m").task.tokenizer == "t"
+    assert read(path, "model.num_layers=2").task.tokenizer == "char"
+
+
+@pytest.mark.parametrize("fields, message", [
+    (["task.name=jsonl"], "task 'jsonl' needs the parameters path; it has path, prompt_field"),
+    (["task.name=jsonl", "task.params.path=a"], "eval.params is empty, .*config.eval.params.path"),
+    (["task.name=jsonl", "task.params.path=a", "eval.params.pth=b"],
+     "eval.params: task 'jsonl' has no parameter 'pth'; did you mean 'path'. It has path, prompt"),
+    (["task.name=jsonl", "task.params.path=5", "eval.params.path=b"],
+     "the parameter path is 5; it must be str or PathLike or Sequence"),
+    (["task.params.path=a"], "task 'arithmetic' has no parameter 'path'; it has size, split, seed"),
+    (["task.params.digits=2", "task.params.seed=x"], "the parameter seed is 'x'; it must be int"),
+    (["task.name=sums"], "task.name is 'sums'; choose one of arithmetic, gsm8k_jsonl"),
+    (["mesh.train=abc"], "mesh.train is .'abc',.; its entries must be int"),
+    (["task.template={question}?"], "task.template is '{question}.'; it must hold {prompt}"),
+    (["task.template=a set {}"], "it must hold {prompt}, and other braces doubled"),
+    (["task.template=Answer:"], "task.template is 'Answer:'; it must hold {prompt}"),
+    (["engine.retention=4"], "engine.retention is .4,.; it needs"),
+])
+def test_parameters_that_do_not_fit_the_task_are_named(read, fields, message):
+    with pytest.raises(ValueError, match=message):
+        validate(read(ROOT / "configs/quickstart.py", *fields))
+
+
+@pytest.mark.parametrize("field, message", [
+    ("optimizer.lrr=1", "config.optimizer has no field 'lrr'; did you mean 'lr'?"),
+    ("optimiser.lr=1", "config has no field 'optimiser'; did you mean 'optimizer'?"),
+    ("task.param.path=a", "config.task has no field 'param'; did you mean 'params'?"),
+    ("gate.zzz=1", "config.gate has no field 'zzz'; it has max_d_max, max_d_mean, max_d_p99, "
+     "max_dp_max, max_k3, required"),
+    ("steps.many=1", "config.steps has no field 'many'; it has none"),
+    ("mesh.train[0]=2", "config.mesh has no field 'train[0]'; did you mean 'train'?"),
+    ("checkpoint=1", "config.checkpoint is a group of fields: set one of every, keep"),
+    ("steps=abc", "flag --config.steps=abc: invalid literal for int() with base 10: 'abc'"),
+])
+def test_a_mistyped_field_is_named_with_the_nearest(read, field, message):
+    with pytest.raises(flags.Error) as error:
+        read(ROOT / "configs/quickstart.py", field)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "--config={path}: there is no file '{path}'"),
+    ("def get_config(:", "{path}:1: invalid syntax"),
+    ("\nsteps = 1", "{path}:1: module 'config_config' has no attribute 'get_config'"),
+    ("def get_config():\n    raise ValueError('no such variant')", "{path}:2: no such variant"),
+    ("from configs import default\ndef get_config():\n    c = default.get_config().lock()\n"
+     "    c.step = 3\n    return c",
+     '{path}:4: Key "step" does not exist and cannot be added since the config is locked.'),
+    ("from configs import default\ndef get_config():\n    return default.get_config().optimiser",
+     '{path}:3: \'optimiser\'\nDid you mean "optimizer" instead of "optimiser"?'),
+])
+def test_a_config_file_with_a_mistake_is_named_with_its_line(read, tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(flags.Error) as error:
+        read(path)
+    assert str(error.value).startswith(message.format(path=path))
+
+
+def test_fields_of_a_command_line():
+    argv = ["main", "--config=a.py", "--config.a.b=1=2", "-config.c", "x", "--noconfig.d", "--e=1"]
+    assert cli_flags.overrides(argv) == {"a.b": "1=2", "c": "x", "d": "--e=1"}
