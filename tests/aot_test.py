@@ -3,8 +3,6 @@
 import importlib
 import json
 import pathlib
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -18,7 +16,7 @@ from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.hlo_text import Shape
 from jaxrl_tis.libtpu_flags import FLAGS
-from tests import tiny, tpu
+from tests import commands, tiny, tpu
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
@@ -176,16 +174,22 @@ def test_two_slices():
 # What does not fit
 
 
-def test_a_decode_state_that_is_too_large_is_named():
+def test_a_decode_state_that_is_too_large_is_named(capsys):
     tpu.devices("v5e:2x2")
-    run = subprocess.run(
-        [sys.executable, "-m", "jaxrl_tis.aot", "--config=configs/quickstart.py",
-         "--config.engine.slots=3000000", "--programs=decode", "--layers=1"],
-        cwd=ROOT, capture_output=True, text=True,
-    )
-    assert run.returncode == 1, run.stderr
-    assert "DOES NOT FIT" in run.stdout and "too much" in run.stdout
-    assert "argument[1].cache" in run.stdout
+    command = commands.load("aot")
+    config = small("quickstart", engine__slots=3_000_000)
+    with (
+        mock.patch.object(command.config_flags, "get_config_filename", lambda _: "a.py"),
+        mock.patch.object(command.flags, "FLAGS", {"config": None}),
+        commands.exits(
+            command, CONFIG=config, NAMES=["decode"], LAYERS=1, JSON=None, MARKDOWN=False,
+            FIT=False, TOPOLOGY="v5e:2x2", NUM_SLICES=1,
+        ) as exited,
+    ):
+        command.main()
+    out = capsys.readouterr().out
+    assert exited.value.code == 1
+    assert "DOES NOT FIT" in out and "too much" in out and "argument[1].cache" in out
 
 
 def test_a_refusal_is_read():

@@ -1,11 +1,9 @@
 """The gap of sampler and learner at the same weights, found, attributed and refused."""
 
 import dataclasses
+import functools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from unittest import mock
 
 import numpy as np
@@ -16,7 +14,7 @@ from jaxrl_tis import step as steps
 from jaxrl_tis.build import initial_params
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.models import attention
-from tests import noisy_gate, tiny
+from tests import commands, noisy_gate, tiny
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -348,36 +346,31 @@ def test_a_run_within_the_bounds_is_the_run_without_the_gate(tmp_path, capsys):
 # The command
 
 
-def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documents(tmp_path):
-    small = [f"--config.{field}" for field in (
-        "model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=32", "task.params.size=64",
-        "rollout.prompts=4", "rollout.group_size=2", "train.microbatch_rows=8", "engine.slots=8",
-        "engine.prefill_batch=4")]
-    environment = os.environ | {
-        "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+def command(config, path, noise=0.0, prompts=None):
+    """Exit code and report of jaxrl_tis.gate with a sampler whose weights are off by `noise`."""
+    gate = commands.load("gate")
+    sample = functools.partial(noisy_gate.sample, noise) if noise else mismatch.sample
+    with (
+        mock.patch.object(mismatch, "sample", sample),
+        commands.exits(gate, CONFIG=config, JSON=path, PROMPTS=prompts) as exited,
+    ):
+        gate.main()
+    return exited.value.code, json.loads(path.read_text(), parse_constant=no_number)
 
-    def start(name, module, *flags, noise=()):
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *noise, "--config=configs/quickstart.py", *small,
-             *flags, f"--json={tmp_path / name}"],
-            cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-    refused = start("refused", "tests.noisy_gate", noise=["0.5"])
-    unbounded = [f"--config.gate.max_{name}=inf" for name in mismatch.MEASURES]
-    broken = start("broken", "tests.noisy_gate", *unbounded, noise=["nan"])
-    accepted = start("accepted", "jaxrl_tis.gate", "--prompts=8")
-    output = refused.communicate(timeout=300)[0]
-    assert refused.returncode == 1 and "not within gate.max_d_mean" in output, output[-1500:]
-    report = json.loads((tmp_path / "refused").read_text())
-    assert "d_mean" in report["exceeded"] and report["sequences"] == 8
+def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documents(
+    tmp_path, capsys
+):
+    code, report = command(tiny.config(**SAME), tmp_path / "refused", noise=0.5)
+    assert code == 1 and "not within gate.max_d_mean" in capsys.readouterr().out
+    assert "d_mean" in report["exceeded"] and report["sequences"] == 16
     page = (ROOT / "docs" / "gate.md").read_text()
     names = {*report, *report["total"], *(key for rung in report["rungs"] for key in rung)}
     names |= {rung["cause"] for rung in report["rungs"]}
     assert not [name for name in names if f"`{name}`" not in page]
-    output = broken.communicate(timeout=300)[0]
-    assert broken.returncode == 1 and "sampler that are not finite" in output, output[-1500:]
-    report = json.loads((tmp_path / "broken").read_text(), parse_constant=no_number)
+    unbounded = {f"gate__max_{name}": np.inf for name in mismatch.MEASURES}
+    code, report = command(tiny.config(**SAME, **unbounded), tmp_path / "broken", noise=np.nan)
+    assert code == 1 and "sampler that are not finite" in capsys.readouterr().out
     assert report["exceeded"] == [] and report["total"]["d_mean"] is None
-    output = accepted.communicate(timeout=300)[0]
-    assert accepted.returncode == 0, output[-1500:]
-    assert json.loads((tmp_path / "accepted").read_text())["sequences"] == 16
+    code, report = command(tiny.config(**SAME), tmp_path / "accepted", prompts=8)
+    assert code == 0 and report["sequences"] == 32
