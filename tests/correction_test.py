@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import correction, step
+from jaxrl_tis import correction
 from jaxrl_tis.batch import update_fields
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.validate import validate
 from tests import tiny
 from tests.estimators import samples
-from tests.step_test import CAP, CONFIG, LEARNER, SGD, B, T, batch, fields, params, start
+from tests.step_test import CAP, CONFIG, B, T, batch, fields
 
 pytestmark = pytest.mark.compiles
 
@@ -249,13 +249,12 @@ def test_every_method_is_reachable_from_a_config(names):
     rows = whole_batch()
     prepared, _ = jax.eval_shape(correction.make_prepare(c), rows)
     rows = rows | prepared | {"group": jax.ShapeDtypeStruct((B, T), np.int32)}
-    minibatch = {
-        field: jax.ShapeDtypeStruct((2, B // 2, *x.shape[1:]), x.dtype) for field, x in rows.items()
-    }
-    state = jax.eval_shape(lambda: start(params(), SGD))
-    after, metrics = jax.eval_shape(step.make_train_step(LEARNER, c, SGD), state, minibatch)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    assert metrics["actor/pg_loss"].shape == ()
+    rows["st_ppo_norm"] = jax.ShapeDtypeStruct((), np.float32)  # measured by the update
+    loss, metrics = jax.eval_shape(
+        lambda rows: correction.policy_loss(c, rows["logp_old"], rows["entropy"], rows, 1.0, 1.0),
+        rows,
+    )
+    assert loss.shape == metrics["actor/pg_loss"].shape == ()
 
 
 def test_the_configs_above_hold_every_entry():

@@ -99,8 +99,8 @@ def test_rows_hold_the_samples_in_order(recorded):
 # Several minibatches and epochs
 
 
-def fake_samples(count=16):
-    """Random trajectories with random rewards, at the log-probs the learner will recompute."""
+def fake_samples(count=16, vocab_size=0):
+    """Random trajectories with random rewards, drawn from all tokens alike."""
     rng, out = np.random.default_rng(0), []
     for i in range(count):
         n = 1 + i % 3
@@ -108,8 +108,11 @@ def fake_samples(count=16):
         trajectory = Trajectory(
             str(i), np.array([1, 4, 13, 5, 15], np.int32), rng.integers(3, 13, n).astype(np.int32),
             np.ones(n, bool), zeros.astype(np.int32), zeros - 2, zeros, zeros,
-            zeros.astype(np.int32), "stop", 0, i, "none", 1.0)
-        out.append(rollouts.Sample(trajectory, {}, "", 0.0, float(rng.random()), i // 4))
+            zeros.astype(np.int32), "stop", 0, i, "none", 1.0,
+            logits=np.full((n, vocab_size), -2, np.float32))
+        reward = float(rng.random())
+        parts = {"closeness": reward + 0.1 * i, "length": -0.1 * i}
+        out.append(rollouts.Sample(trajectory, {}, "", 0.0, reward, i // 4, parts, 0.5))
     return out
 
 
@@ -120,7 +123,8 @@ def one_update(**changes):
     state = train.initial_state(setup, train.initial_params(setup))
     # A copy on the device: a NumPy view of a buffer would keep it from being donated.
     before = jax.tree.map(jnp.copy, state["policy"].params)
-    rows = trainer.score(state, fake_samples())
+    num_logits = setup.model.vocab_size if "logits_behav" in setup.correction.needs else 0
+    rows = trainer.score(state, fake_samples(vocab_size=num_logits))
     state, metrics = trainer.update(state, rows, 1)
     return before, state, rows, metrics, trainer
 
@@ -304,8 +308,7 @@ def test_an_infinite_divergence_does_not_stop_a_run():
 @pytest.mark.parametrize("changes", [
     dict(correction__advantage="remax", correction__masks="seq_mean_k3(upper=0.5) & veto"),
     dict(correction__mode="bypass", correction__objective="clip_cov", correction__weight="none",
-         correction__advantage="gdpo", reward__name="tests.tiny_rewards:parts",
-         rollout__overlong_buffer=2),
+         correction__advantage="gdpo", reward__name="tests.tiny_rewards:parts"),
     dict(correction__advantage="opob", correction__masks="trm(trm_delta=10.0)",
          correction__kl="exact_reverse", correction__kl_coeff=0.1),
     dict(correction__mode="bypass", correction__masks="trm(trm_delta=10.0)",
@@ -313,24 +316,30 @@ def test_an_infinite_divergence_does_not_stop_a_run():
          correction__kl_placement="reward", correction__advantage="tir_otb",
          correction__objective="st_ppo"),
 ])
-def test_methods_that_ask_for_more_than_the_usual(tmp_path, changes):
-    tiny.run(tmp_path, steps=1, warmup__steps=1, metrics__percentile_every=1, **changes)
-    [record] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
+def test_methods_that_ask_for_more_than_the_usual(changes):
+    _, _, rows, record, _ = one_update(metrics__percentile_every=1, **changes)
     assert np.isfinite(record["actor/pg_loss"]) and record["actor/grad_norm"] > 0
     assert 0 <= record["mismatch/dp_p95/mean"] <= record["mismatch/dp_p99/max"] <= 1
     # Three positions, from 0, 1 and 2 on.
     shares = [record[f"mismatch/position_{p}/token_fraction"] for p in (0, 1, 2)]
     assert sum(shares) == pytest.approx(1, abs=1e-5) and shares[0] >= shares[2]
+    # Of tokens drawn by version 0 before the first step.
     assert record["training/off_policy/trajectory_staleness/max"] == 0
     shares = [record[f"mismatch/{f}/share"] for f in ("engine", "staleness", "trust_region")]
     assert sum(shares) == pytest.approx(1, abs=1e-4)
     assert ("rollout_corr/rollout_rs_masked_fraction" in record) == ("correction__masks" in changes)
-    if "reward__name" in changes:
-        names = ("closeness", "length", "overlong")
-        parts = [record[f"reward/component/{name}"] for name in names]
-        assert sum(parts) == pytest.approx(record["reward/mean"], abs=1e-5) and parts[2] < 0
     has_otb = changes.get("correction__advantage") == "tir_otb"
     assert ("variance_proxy/expected_w" in record) == has_otb
+
+
+def test_components_of_the_rewards_are_recorded(tmp_path):
+    tiny.run(
+        tmp_path, steps=1, warmup__steps=1, correction__advantage="gdpo",
+        reward__name="tests.tiny_rewards:parts", rollout__overlong_buffer=2,
+    )
+    [record] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
+    parts = [record[f"reward/component/{name}"] for name in ("closeness", "length", "overlong")]
+    assert sum(parts) == pytest.approx(record["reward/mean"], abs=1e-5) and parts[2] < 0
 
 
 def test_logits_of_a_large_batch_are_refused_before_anything_is_made():
