@@ -20,8 +20,8 @@ from jaxrl_tis.models.quant import Recipe
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.by_jax("bits depend on what XLA makes of the programs"),
-    pytest.mark.usefixtures("optimized"),
 ]
+OPTIMIZED = pytest.mark.usefixtures("optimized")
 
 # On eight devices: one key/value head of 32 columns, 64 rows of o and down, a block of 128 tokens.
 CONFIG = ModelConfig(
@@ -132,6 +132,7 @@ def check_same(found, expected):
             np.testing.assert_array_equal(getattr(t, field), getattr(expected[id], field))
 
 
+@OPTIMIZED
 @pytest.mark.parametrize("dtype, tensor, chunk", [
     ("float32", 1, 48), ("float32", 2, 48), ("float32", 8, 48), ("bfloat16", 1, 48),
     ("bfloat16", 4, 16),
@@ -143,6 +144,7 @@ def test_a_sequence_is_sampled_alike_on_every_mesh_in_every_batch(dtype, tensor,
         check_same(sampled(sampler, reversed(range(count))), expected)
 
 
+@OPTIMIZED
 @pytest.mark.parametrize("dtype, mesh", [
     ("float32", (1, 1, 1)), ("float32", (2, 2, 2)), ("float32", (1, 1, 8)),
     ("bfloat16", (1, 1, 1)), ("bfloat16", (1, 2, 4)),
