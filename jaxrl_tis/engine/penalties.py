@@ -78,6 +78,10 @@ class Penalties:
         add = layout.shard(functools.partial(_add, shards=shards), specs, spec(BY_TOKEN))
         return dataclasses.replace(self, drawn=add(self.drawn, token_b, is_drawn_b))
 
+    def filled(self, fill) -> "Penalties":
+        """With `fill` of what has an entry for every token."""
+        return dataclasses.replace(self, in_prompt=fill(self.in_prompt), drawn=fill(self.drawn))
+
     def specs(self, layout: Layout) -> "Penalties":
         return Penalties.places(lambda axes: layout.sharding(axes).spec)
 

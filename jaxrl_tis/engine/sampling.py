@@ -76,7 +76,8 @@ def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) ->
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     logits_bv = logits_bv.astype(jnp.float32)
     top_b1 = shards.max(jnp.max(logits_bv, axis=-1, keepdims=True))
-    return (logits_bv - top_b1) / temperature[:, None]
+    scale = invariant.scaled if shards.is_invariant else jnp.divide
+    return scale(logits_bv - top_b1, temperature[:, None])
 
 
 def _largest(is_low: Callable[[jax.Array], jax.Array], shape: tuple) -> jax.Array:
@@ -228,7 +229,7 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
     of weight zero is never drawn."""
     blocks, first = _blocks(weights_bv, shards)
     if shards.is_invariant:
-        block_b = _draw_whole_block(invariant.tree_sum(blocks), u_b2[:, 0], shards)
+        block_b = _draw_invariant_block(weights_bv, u_b2[:, 0], shards)
     else:
         sums_bn, width = jnp.sum(blocks, axis=-1), weights_bv.shape[1]
         block_b = _draw_block(sums_bn, first, u_b2[:, 0], width, shards)
@@ -266,9 +267,14 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
     return jnp.where(block_b == MAX_INT, 0, block_b)
 
 
-def _draw_whole_block(sums_bn: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
-    """The same where every part holds whole blocks, from the sums of all blocks on each device."""
-    sums_bn = jnp.moveaxis(shards.gather(sums_bn), 0, 1).reshape(len(u_b), -1)
+def _draw_invariant_block(weights_bv: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
+    """The same from the sums of all blocks on each device; every part holds whole runs of COLUMNS
+    tokens, of which a block has several."""
+    b, run = len(u_b), invariant.COLUMNS
+    if shards.count == 1:
+        weights_bv = invariant.fill(weights_bv, 1, invariant.VOCAB_UNIT)
+    runs = shards.gather(invariant.tree_sum(weights_bv.reshape(b, -1, run)))
+    sums_bn = invariant.tree_sum(jnp.moveaxis(runs, 0, 1).reshape(b, -1, BLOCK // run))
     cumulative = jnp.cumsum(sums_bn, axis=-1)
     target_b = _target(u_b, cumulative[:, -1])
     return jnp.argmax(_is_reached(sums_bn, cumulative, target_b), axis=-1)
@@ -304,9 +310,13 @@ def sample(
       num_kept: record supports of at most so many tokens.
       numerics: "invariant" draws and scores the same on every mesh, bit by bit.
     """
+    shards, is_invariant = Shards.of(layout), numerics == "invariant"
+    if is_invariant and shards.count > 1:
+        fill = functools.partial(invariant.fill, axis=1, multiple=invariant.VOCAB_UNIT)
+        logits_bv = fill(logits_bv, value=-jnp.inf)
+        penalties = None if penalties is None else penalties.filled(fill)
     draw = functools.partial(
-        _sample_tiles if numerics == "invariant" else _sample,
-        shards=Shards.of(layout), top_n=top_n, num_kept=num_kept,
+        _sample_tiles if is_invariant else _sample, shards=shards, top_n=top_n, num_kept=num_kept
     )
     if layout is not None and layout.mesh.size > 1:
         by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl_tis.kernels import narrow
+
 MASKED = -1e30
 LANES = 128
 BLOCK_BYTES = 2**20  # of the pages that are fetched together; two such blocks lie in VMEM
@@ -76,7 +78,7 @@ def decode_attention(
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
     scalars = layer.reshape(1), index_b, page_b, table_bp.reshape(-1)
     first = len(scalars) + len(rows)
-    out_bngc, *pools = pl.pallas_call(
+    out_bngc, *pools = narrow.pallas_call(
         functools.partial(
             _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1]
         ),

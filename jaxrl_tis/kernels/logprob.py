@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_tis.kernels import logprob_chunked, logprob_invariant, logprob_pallas
 from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Fields, Head, Kept, Moments
+from jaxrl_tis.models import invariant
 
 BODIES = {
     "chunked": logprob_chunked, "pallas": logprob_pallas, "invariant": logprob_invariant,
@@ -82,12 +83,11 @@ class Cut:
         width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
         return jnp.pad(x, width, constant_values=value)
 
-    def fill_head(self, head: Head) -> Head:
+    def fill_head(self, head: Head, numerics: str) -> Head:
         """With as many columns on each device; the last ones, of zeros, are no tokens."""
-        missing = -head.vocab_size % self.count(self.vocab) if self.vocab else 0
-        width = ((0, missing), (0, 0))
-        weight = jnp.pad(head.weight, width if head.vocab_axis == 0 else width[::-1])
-        return dataclasses.replace(head, weight=weight)
+        count = self.count(self.vocab) if self.vocab else 1
+        unit = invariant.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
+        return dataclasses.replace(head, weight=invariant.fill(head.weight, head.vocab_axis, unit))
 
     def head_spec(self, head: Head) -> PartitionSpec:
         cuts = (self.vocab, self.width)
@@ -186,7 +186,7 @@ def token_logprob(
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout)
-    inputs = cut.fill_head(head), cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    inputs = cut.fill_head(head, numerics), cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
     run = lambda body: functools.partial(
         scores, Plan(body, cut, head.vocab_size, chunk, with_entropy, with_collision)
     )

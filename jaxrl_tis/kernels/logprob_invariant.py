@@ -36,7 +36,7 @@ def _tile(logits_rv, targets_r, temperature_r, with_entropy, with_collision, axe
     """As in engine/sampling.py: the largest logit is taken off before the temperature divides."""
     top_r = jnp.max(logits_rv, axis=-1)
     top_r = jax.lax.pmax(top_r, axes) if axes else top_r
-    scaled_rv = (logits_rv - top_r[:, None]) / temperature_r[:, None]
+    scaled_rv = invariant.scaled(logits_rv - top_r[:, None], temperature_r[:, None])
     weights_rv = jnp.exp(scaled_rv)
     add = lambda x_rv: invariant.vocabulary_sum(x_rv, axes, count)
     is_target_rv = jnp.arange(logits_rv.shape[1])[None] == targets_r[:, None]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl_tis.kernels import narrow
 from jaxrl_tis.kernels.logprob_chunked import EXCLUDED, Fields, Head, Moments
 
 TILE_BYTES = 4 * 2**20  # of a tile of tokens or vocabulary in its full width
@@ -86,7 +87,7 @@ class Tiling:
             flops=2 * products * size * self.width, transcendentals=size,
             bytes_accessed=4 * (self.tokens + self.vocab) * self.width,
         )
-        return pl.pallas_call(
+        return narrow.pallas_call(
             functools.partial(kernel, self),
             grid=grid, in_specs=in_specs, out_specs=out_specs, out_shape=out_shape,
             scratch_shapes=scratch_shapes, cost_estimate=cost, name="token_logprob",

@@ -243,7 +243,11 @@ def _choose(kernel: Callable, reference: Callable, num_results, num_segments, ro
         is_bounded = 1 < num_segments < ids.shape[1]
         if is_double or not is_bounded or not segment_pallas.fits(num_results, num_segments):
             return reference(*arrays)
-        tpu = segment_pallas.on_mesh(kernel, rows)
+        # Integers of 64 bits, which no kernel has, are numbers of the compute dtype as any others.
+        narrow = lambda x: as_float(x) if x.dtype.itemsize == 8 else x
+        tpu = segment_pallas.on_mesh(
+            lambda ids, *xs: kernel(ids.astype(jnp.int32), *map(narrow, xs)), rows
+        )
         return jax.lax.platform_dependent(*arrays, tpu=tpu, default=reference)
 
     return call

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_tis.kernels import segment_reference
+from jaxrl_tis.kernels import narrow, segment_reference
 
 LANES = 128
 REDUCE_TILE = 2048  # tokens that are copied to the chip at a time, split into chunks
@@ -80,7 +80,7 @@ def reduce(
     rows, tile = _block(inputs, shape[1], REDUCE_TILE)
     kernel = functools.partial(_reduce_kernel, terms, ops, shape, num_segments)
     tokens = pl.BlockSpec((rows, tile), lambda i, t: (i, t))
-    call = pl.pallas_call(
+    call = narrow.pallas_call(
         kernel,
         grid=(pl.cdiv(shape[0], rows), pl.cdiv(shape[1], tile)),
         in_specs=[tokens] * (1 + len(inputs)),
@@ -124,7 +124,7 @@ def broadcast(
     shape, width = ids.shape, _round_up(num_segments, LANES)
     rows, tile = _block((), shape[1], REDUCE_TILE)
     tokens = pl.BlockSpec((rows, tile), lambda i, t: (i, t))
-    call = pl.pallas_call(
+    call = narrow.pallas_call(
         functools.partial(_broadcast_kernel, shape, num_segments),
         grid=(pl.cdiv(shape[0], rows), pl.cdiv(shape[1], tile)),
         in_specs=[tokens] + [pl.BlockSpec((rows, width), lambda i, t: (i, 0))] * len(inputs),
@@ -178,7 +178,7 @@ def scan(
     num_tiles = pl.cdiv(shape[1], tile)
     place = (lambda i, t: (i, num_tiles - 1 - t)) if reverse else (lambda i, t: (i, t))
     tokens = pl.BlockSpec((rows, tile), place)
-    call = pl.pallas_call(
+    call = narrow.pallas_call(
         functools.partial(_scan_kernel, op, decay is not None, reverse),
         grid=(pl.cdiv(shape[0], rows), num_tiles),
         in_specs=[tokens] * (1 + len(arrays)),
@@ -276,6 +276,6 @@ def _for_segments(ids, num_segments, body, initial):
 def _lane_of(s, rows):
     """Where segment s is in a row of results: a window of lanes, and its lane there [R, 128]."""
     index = s - 1
-    place = jax.lax.rem(index, jnp.int32(LANES))
+    place = jax.lax.rem(index, LANES)
     window = pl.ds(pl.multiple_of(index - place, LANES), LANES)
     return window, jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) == place

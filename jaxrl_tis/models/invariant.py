@@ -8,7 +8,9 @@ that a layer is cut over (batch invariance; TBIK, arXiv:2511.17826):
 * a product multiplies tiles [ROWS, K_TILE] x [K_TILE, COLUMNS], whose sums are added pairwise; the
   upper part of that tree lies across the devices that hold the tiles, as a butterfly;
 * a token attends to pages of PAGE keys in order, whether they lie in a cache or in a row;
-* sums over the vocabulary are pairwise too, in whole blocks of VOCAB_BLOCK tokens.
+* sums over the vocabulary are pairwise too, of as many numbers as VOCAB_UNIT divides: up to
+  VOCAB_PARTS devices hold whole nodes of the tree and whole COLUMNS. Where a head is cut over
+  devices, columns of zeros that are no tokens fill it up inside the program.
 
 Programs of both sides are compiled with COMPILER_OPTIONS. A compiler may contract a product and a
 sum into one rounding; it does so alike in equal loop bodies, and nowhere else does a product meet a
@@ -28,7 +30,8 @@ import jax.numpy as jnp
 from jaxrl_tis.models import attention, quant
 from jaxrl_tis.models.config import ModelConfig
 
-ROWS, K_TILE, COLUMNS, PAGE, VOCAB_BLOCK = 16, 64, 32, 16, 128
+ROWS, K_TILE, COLUMNS, PAGE, VOCAB_PARTS = 16, 64, 32, 16, 32
+VOCAB_UNIT = VOCAB_PARTS * COLUMNS
 SCHEMES = ("none", "w8a16", "w8a8")
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 # Numbers that are added one by one, and in pairs, without a loop: more take long to compile.
@@ -87,10 +90,11 @@ def by_rows(f: Callable, *arrays: Any) -> Any:
 # Products
 
 
-def _fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+def fill(x: jax.Array, axis: int, multiple: int, value: float = 0) -> jax.Array:
+    """x with the axis filled up to a multiple."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, width)
+    return jnp.pad(x, width, constant_values=value)
 
 
 def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> jax.Array:
@@ -98,8 +102,8 @@ def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> 
     columns, used = w.shape[1 - in_axis], -(-w.shape[in_axis] // K_TILE)
     # A batch of one tile would be another kind of product: a tile of zeros goes with it.
     tiles = max(2, used)
-    x_ri = _fill(x_ri, 1, tiles * K_TILE)
-    w = _fill(_fill(w, in_axis, tiles * K_TILE), 1 - in_axis, COLUMNS)
+    x_ri = fill(x_ri, 1, tiles * K_TILE)
+    w = fill(fill(w, in_axis, tiles * K_TILE), 1 - in_axis, COLUMNS)
     dims = (((2,), (1,)), ((0,), (0,))) if in_axis == 0 else (((2,), (2,)), ((0,), (1,)))
 
     def block(start):
@@ -376,9 +380,13 @@ def _attend(q_bthk: jax.Array, index_bt: jax.Array, source_m: jax.Array, read: C
 def logits(x: jax.Array, head: Any, layout: Any) -> jax.Array:
     """`head.logits` of x [B,D] or [B,T,D] in float32, cut over devices by vocabulary."""
     lead = ("batch", "length")[: x.ndim - 1]
-    weight = (None, "vocab") if head.vocab_axis == 1 else ("vocab", None)
+    axes = (None, "vocab") if head.vocab_axis == 1 else ("vocab", None)
     local = lambda x, w: local_logits(x, dataclasses.replace(head, weight=w))
-    return _on(layout, local, ((*lead, None), weight), (*lead, "vocab"))(x, head.weight)
+    weight = head.weight
+    if _tensor(layout)[1] > 1 and layout.rules["vocab"]:
+        weight = fill(weight, head.vocab_axis, VOCAB_UNIT)
+    y = _on(layout, local, ((*lead, None), axes), (*lead, "vocab"))(x, weight)
+    return y[..., : head.vocab_size]
 
 
 def local_logits(x: jax.Array, head: Any) -> jax.Array:
@@ -389,10 +397,27 @@ def local_logits(x: jax.Array, head: Any) -> jax.Array:
     return y_rv.reshape(*x.shape[:-1], -1)
 
 
+def apart(x: jax.Array) -> jax.Array:
+    """x, whose last operation may be a product, that of exp too, and is not contracted with what
+    follows: a compiler would where both are in one loop, and not where, on another mesh, they are
+    in two. The choice stands between them."""
+    return jnp.where(x != 0, x, 0.0)
+
+
+def scaled(logits_rv: jax.Array, temperature_r1: jax.Array) -> jax.Array:
+    """The quotient by way of the reciprocal, which XLA takes in some programs and not in others."""
+    return apart(logits_rv * (1 / temperature_r1))
+
+
 def vocabulary_sum(x_rv: jax.Array, axis: Any, count: int) -> jax.Array:
     """Sum [R] of numbers over the whole vocabulary, of which each of `count` devices along a mesh
-    axis holds a part."""
-    return butterfly(tree_sum(_fill(x_rv, 1, VOCAB_BLOCK)), axis, count)
+    axis holds a part, all of them together a multiple of VOCAB_UNIT."""
+    x_rv = apart(x_rv)
+    if count == 1:
+        # The rest of a unit is zeros, which change no sum: half of one has the sum of the whole.
+        size = x_rv.shape[1]
+        x_rv = fill(x_rv, 1, min(VOCAB_UNIT, 1 << (size - 1).bit_length()))
+    return butterfly(tree_sum(x_rv), axis, count)
 
 
 # Set-up
@@ -406,14 +431,13 @@ def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
         "columns of q": (q, COLUMNS), "columns of k and v": (kv, COLUMNS),
         "columns of gate and up": (config.mlp_dim, COLUMNS), "rows of o": (q, K_TILE),
         "rows of down": (config.mlp_dim, K_TILE),
-        "the vocabulary": (config.vocab_size, VOCAB_BLOCK),
     }
     problems = [
         f"{name}, {size}, cannot be cut into {parts} parts of whole tiles of {tile}"
         for name, (size, tile) in sizes.items() if parts > 1 and size % (parts * tile)
     ]
-    if parts & (parts - 1):
-        problems.append(f"{parts} tensor shards are no power of two")
+    if parts & (parts - 1) or parts > VOCAB_PARTS:
+        problems.append(f"{parts} tensor shards are no power of two up to {VOCAB_PARTS}")
     if mesh_shape["context"] > 1:
         problems.append(f"rows are cut into {mesh_shape['context']} context shards; use 1")
     if scheme not in SCHEMES:

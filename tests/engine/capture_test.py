@@ -1,5 +1,6 @@
 """Recorded supports and likeliest tokens against numpy, over devices, and in the record."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import capture, sampling
 from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -89,24 +91,36 @@ def test_a_split_vocabulary_records_what_the_whole_one_records(v, shape):
 
 
 @functools.cache
-def sampled_alike(shape=None):
-    """In invariant numerics."""
-    layout = sharding.layout(shape, sharding.SERVE_RULES, vocab_size=1024) if shape else None
+def sampled_alike(v, shape=None):
+    """In invariant numerics; some rows have penalties."""
+    layout = sharding.layout(shape, sharding.SERVE_RULES, vocab_size=v) if shape else None
     kinds = [SamplingParams(temperature=t, top_k=k) for t in (0.3, 0.7, 1.3) for k in (0, 7, 50)]
+    kinds += [SamplingParams(top_p=0.8, frequency_penalty=0.5, logit_bias=((v - 1, 3.0),)),
+              SamplingParams(min_p=0.05, repetition_penalty=1.4), SamplingParams(temperature=0.0)]
     rows = SamplingRows.of([kinds[i % len(kinds)] for i in range(64)])
     ids = np.arange(64, dtype=np.uint32)
-    record = dict(layout=layout, top_n=5, num_kept=8, numerics="invariant")
+    rng = np.random.default_rng(0)
+    penalties = dataclasses.replace(
+        Penalties.of([kinds[i % len(kinds)] for i in range(64)]),
+        in_prompt=rng.random((64, v)) < 0.1, drawn=rng.poisson(0.1, (64, v)).astype(np.int32),
+    )
+    record = dict(layout=layout, top_n=3, num_kept=8, numerics="invariant")
     draw = jax.jit(
         functools.partial(sampling.sample, **record), compiler_options=invariant.COMPILER_OPTIONS
     )
-    values = np.random.default_rng(0).normal(0, 3, (64, 1024)).astype(np.float32)
-    return draw(values, rows, keys(64, ids, ids), ids.astype(np.int32))
+    values = rng.normal(0, 3, (64, v)).astype(np.float32)
+    return draw(values, rows, keys(64, ids, ids), ids.astype(np.int32), penalties=penalties)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 4), (1, 1, 8)])
-def test_in_invariant_numerics_every_mesh_records_the_same_bits(shape):
-    for field, value in vars(sampled_alike()).items():
-        np.testing.assert_array_equal(getattr(sampled_alike(shape), field), value, field)
+# 300 and 24 tokens are fewer than a unit, so that some parts are empty; 1,028 are a few more than
+# one; 8 do not divide 300, which each part has whole.
+@pytest.mark.parametrize("v, shape", [
+    (1024, (1, 1, 2)), (1024, (1, 1, 8)), (300, (1, 1, 2)), (300, (1, 1, 4)), (300, (1, 1, 8)),
+    (24, (1, 1, 8)), (1028, (2, 1, 4)),
+])
+def test_in_invariant_numerics_every_mesh_records_the_same_bits(v, shape):
+    for field, value in vars(sampled_alike(v)).items():
+        np.testing.assert_array_equal(getattr(sampled_alike(v, shape), field), value, field)
 
 
 def test_recording_changes_no_bit_of_the_draw():

@@ -1,6 +1,8 @@
 """Sampler and learner give one log-prob to a token, bit by bit, on every mesh, batch and chunk."""
 
+import dataclasses
 import functools
+import sys
 
 import jax
 import numpy as np
@@ -168,6 +170,19 @@ def test_eight_bit_products_are_the_learners_too(scheme, tensor, unroll):
     trajectories = list(sampled(sampler, range(5)).values())
     scores = scored(learner("bfloat16", scheme=scheme), trajectories)
     assert differing(scores, trajectories) == 0
+
+
+def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch, quick_compilation):
+    """300 tokens: a sampler that holds them in two parts of 150, a learner in four of 75."""
+    here = sys.modules[__name__]
+    small = dataclasses.replace(CONFIG, vocab_size=300, num_layers=1, embed_dim=64, mlp_dim=256)
+    weights = jax.tree.map(lambda x: 2 * x, transformer.init(small, jax.random.key(0)))
+    monkeypatch.setattr(here, "CONFIG", small)
+    monkeypatch.setattr(here, "params", lambda: weights)
+    expected = sampled(engine.__wrapped__("bfloat16"), range(4))
+    check_same(sampled(engine.__wrapped__("bfloat16", 2), reversed(range(4))), expected)
+    trajectories = list(expected.values())
+    assert differing(scored(learner("bfloat16", (1, 1, 4)), trajectories), trajectories) == 0
 
 
 def test_a_sampler_that_could_not_agree_is_refused():

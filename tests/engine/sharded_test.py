@@ -53,7 +53,7 @@ def test_a_split_vocabulary_draws_what_the_whole_one_draws(v, shape, kinds):
 
 @pytest.mark.parametrize("v, shape, numerics", [
     (304, (4, 1, 2), "fast"), (304, (1, 1, 8), "fast"), (24, (1, 1, 8), "fast"),
-    (1024, (2, 1, 4), "invariant"), (1024, (1, 1, 8), "invariant"),
+    (1024, (2, 1, 4), "invariant"), (300, (2, 1, 4), "invariant"), (24, (1, 1, 8), "invariant"),
 ])
 def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, monkeypatch):
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, EDGE))
@@ -72,7 +72,7 @@ def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, m
 
 
 @pytest.mark.parametrize("v, shape, numerics", [
-    (304, (4, 1, 2), "fast"), (1024, (4, 1, 2), "invariant"),
+    (304, (4, 1, 2), "fast"), (1024, (4, 1, 2), "invariant"), (300, (4, 1, 2), "invariant"),
 ])
 def test_rows_of_nan_draw_a_token_of_the_vocabulary(v, shape, numerics):
     layout = sharding.layout(shape, sharding.SERVE_RULES)

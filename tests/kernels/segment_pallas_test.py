@@ -242,8 +242,11 @@ def test_expm1_near_zero_and_far():
     np.testing.assert_allclose(got, np.expm1(x), rtol=2e-6)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_kernels_compile_for_rows_on_four_chips(topology):
+@pytest.mark.parametrize("topology, is_wide", [
+    ("v5e:2x2", False), ("v5p:2x2x1", False), ("v5e:2x2", True),
+])
+def test_kernels_compile_for_rows_on_four_chips(topology, is_wide):
+    """In a program with 64-bit types too."""
     mesh = Mesh(np.array(tpu.devices(topology)).reshape(4), "d", axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("d"))
     array = lambda dtype: jax.ShapeDtypeStruct((36, 1000), dtype, sharding=rows)
@@ -259,6 +262,7 @@ def test_kernels_compile_for_rows_on_four_chips(topology):
         )
 
     arrays = array(jnp.float32), array(jnp.bfloat16), array(jnp.int32)
-    text = jax.jit(program).lower(*arrays).compile().as_text()
+    with jax.enable_x64(is_wide):
+        text = jax.jit(program).lower(*arrays).compile().as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 6
     assert "scatter(" not in text and "all-gather" not in text

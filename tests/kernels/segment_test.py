@@ -10,8 +10,12 @@ from jaxrl_tis.estimators import diagnostics, divergences, masks, ratios, weight
 from jaxrl_tis.kernels import segment, segment_reference
 from tests.kernels import segment_loops as loops
 
+<<<<<<< HEAD
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
+=======
+QUICK = {"xla_backend_optimization_level": 0}
+>>>>>>> int8
 REDUCTIONS = ("sum", "mean", "max", "min", "logsumexp", "count")
 
 
@@ -38,6 +42,42 @@ def test_reductions(op):
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, want, rtol=1e-12)
     np.testing.assert_allclose(gradient, want_gradient, rtol=1e-12, atol=1e-15)
+
+
+SCANS = {"sum": [1, 1, 0, 1, 2, 0, 0, 1], "max": [1, 1, 0, 1, 1, 0, 0, 1],
+         "min": [1, 0, 0, 1, 1, 0, 0, 0]}
+
+
+def every_operation(x, seg):
+    return (
+        {op: segment.segment_reduce(x, seg, 3, op) for op in REDUCTIONS},
+        {op: segment.segment_scan(x, seg, op) for op in SCANS},
+        {"": segment.segment_broadcast(x[:, :3], seg)},
+        segment.log_ratio_stats(x, seg > 0, seg, 3)._asdict(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["float32", "bool", "float64", "int32", "int64"])
+def test_programs_with_64_bit_types_take_every_kind_of_operand(kind):
+    """Kernels, which have 32 bits alone, are traced on every platform."""
+    x, seg = np.array([[1, 0, 1, 1, 1, 0, 0, 1]], kind), np.array([[1, 1, 0, 2, 2, 3, 3, 3]])
+    dtype = "float64" if kind == "float64" else "float32"
+    with jax.enable_x64(True):
+        for ids in ("int32", "int64"):
+            found = jax.eval_shape(every_operation, x, seg.astype(ids))
+            assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+        if kind != "int64":
+            return
+        found = jax.device_get(jax.jit(every_operation, compiler_options=QUICK)(x, seg))
+    totals, running, spread, stats = found
+    want = {"sum": [1, 2, 1], "mean": [1 / 2, 1, 1 / 3], "max": [1, 1, 1], "min": [0, 1, 0],
+            "count": [2, 2, 3], "logsumexp": np.log([1 + np.e, 2 * np.e, 2 + np.e])}
+    for op in REDUCTIONS:
+        np.testing.assert_allclose(totals[op][0], want[op], rtol=1e-6, err_msg=op)
+    for op in SCANS:
+        np.testing.assert_array_equal(running[op][0], SCANS[op], err_msg=op)
+    np.testing.assert_array_equal(spread[""][0], [1, 1, 0, 0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(stats["log_ratio_sum"][0], want["sum"])
 
 
 def test_several_inputs_are_reduced_like_each_of_them():

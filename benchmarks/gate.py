@@ -1,0 +1,88 @@
+"""What the gate says of the quickstart's samplers and of wrong ones, as in docs/gate.md.
+
+    python -m benchmarks.gate [--prompts=64]
+
+Every sampler beside the quickstart's float32 learner, with the random weights that a run starts
+from and with those after its warm-up.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from configs import quickstart
+from jaxrl_tis import build, mismatch, train
+
+FLOATS = dict(quantization="none")
+SAMPLERS = {
+    "float32": FLOATS,
+    "float32, int8 cache": FLOATS | dict(cache_dtype="int8"),
+    "bfloat16": FLOATS | dict(dtype="bfloat16", cache_dtype="bfloat16"),
+    "W8A16": dict(quantization="w8a16"),
+    "W8A8": dict(quantization="w8a8"),
+    "bfloat16, W8A8, int8 cache": dict(
+        quantization="w8a8", dtype="bfloat16", cache_dtype="int8"
+    ),
+}
+MEASURES = ("d_mean", "d_p99", "dp_max", "k3")
+
+
+def setup(engine: dict, temperature: float = 1.0) -> build.Setup:
+    config = quickstart.get_config()
+    config.engine.update(engine)
+    config.rollout.temperature = temperature
+    return build.build(config.lock())
+
+
+def perturbed(params: Any, noise: float) -> Any:
+    """Every weight times 1 + noise * N(0, 1)."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    factor = lambda x, key: 1 + noise * jax.random.normal(key, x.shape, x.dtype)
+    return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys)])
+
+
+def reports(prompts: int) -> dict[str, Callable]:
+    """Sampler -> the gate's report of parameters."""
+    exact, colder = setup(FLOATS), setup(FLOATS, temperature=0.9)
+    measure = lambda engine: lambda params: mismatch.measure(setup(engine), params, prompts)
+
+    def off_by(noise):
+        sample = lambda params: mismatch.sample(exact, perturbed(params, noise), prompts)
+        return lambda params: mismatch.judge(exact, params, sample(params))
+
+    def wrong_temperature(params):
+        found = mismatch.sample(colder, params, prompts)
+        recorded = [dataclasses.replace(t, temperature=1.0) for t in found]
+        return mismatch.judge(exact, params, recorded)
+
+    return {name: measure(engine) for name, engine in SAMPLERS.items()} | {
+        "float32, weights off by 1 %": off_by(0.01), "float32, weights off by 3 %": off_by(0.03),
+        "float32, temperature 0.9 recorded for 1": wrong_temperature,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=64)
+    prompts = parser.parse_args().prompts
+    exact, no_record = setup(FLOATS), SimpleNamespace(write=lambda *_: None)
+    taught = train.warm_up(exact, build.initial_params(exact), no_record)
+    states = build.initial_params(exact), taught
+    for name, report in reports(prompts).items():
+        found = [report(params) for params in states]
+        columns = [" / ".join(f"{r['total'][m]:.2g}" for r in found) for m in MEASURES]
+        causes = [
+            " / ".join(f"{rung['cause']} {rung['d_mean']:.2g}" for rung in r["rungs"]
+                       if not rung["is_same"]) for r in found
+        ]
+        print(f"| {name} | " + " | ".join([*columns, *(r["largest"] for r in found)]) + " |")
+        print(*(f"    {line}" for line in causes), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

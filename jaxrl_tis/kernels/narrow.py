@@ -1,0 +1,20 @@
+"""Pallas calls in programs that may have 64-bit types."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+
+def pallas_call(*args, **kwargs) -> Callable:
+    """`pl.pallas_call`, traced without 64-bit types: a TPU kernel has none, and with
+    JAX_ENABLE_X64 every Python int of an index map or a loop would be one. int64 arguments, ids of
+    something, become int32."""
+    call = pl.pallas_call(*args, **kwargs)
+
+    def run(*arrays: jax.Array):
+        with jax.enable_x64(False):
+            return call(*(x.astype(jnp.int32) if x.dtype == jnp.int64 else x for x in arrays))
+
+    return run
