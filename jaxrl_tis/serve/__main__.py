@@ -11,8 +11,10 @@ from absl import flags
 
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
+from jaxrl_tis.serve import connection
+from jaxrl_tis.serve.guard import is_loopback
 from jaxrl_tis.serve.request import Limits
-from jaxrl_tis.serve.setup import is_loopback, load, make_app, read_token
+from jaxrl_tis.serve.setup import load, make_app, read_token
 
 CONFIG = cli_flags.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -21,6 +23,10 @@ WORKDIR = flags.DEFINE_string(
 )
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 PORT = flags.DEFINE_integer("port", 8000, "Port to listen on.", lower_bound=0, upper_bound=65535)
+HOSTS = flags.DEFINE_list(
+    "hosts", [], "Names in the Host of requests, beside localhost and its addresses; a server that "
+    "needs the token takes any name unless some are given."
+)
 TOKEN_FILE = flags.DEFINE_string("token_file", None, "File that holds the bearer token.")
 MAX_PENDING = flags.DEFINE_integer("max_pending", 64, "Choices in work or queued.", lower_bound=1)
 MAX_CHOICES = flags.DEFINE_integer("max_choices", 16, "Largest n of a request.", lower_bound=1)
@@ -40,11 +46,8 @@ def main() -> None:
         setup.config.rollout.max_new_tokens, MAX_CHOICES.value, LOGPROBS, MAX_SECONDS.value,
     )
     params = load(setup, WORKDIR.value)
-    application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value)
-    uvicorn.run(
-        application, host=HOST.value, port=PORT.value, timeout_graceful_shutdown=10,
-        server_header=False,
-    )
+    application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value, HOSTS.value)
+    uvicorn.run(application, host=HOST.value, port=PORT.value, **connection.OPTIONS)
 
 
 if __name__ == "__main__":

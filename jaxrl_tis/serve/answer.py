@@ -118,3 +118,9 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
 def _finite(value: float) -> float | None:
     """JSON has no infinity and no NaN, which a diverged model gives."""
     return float(value) if math.isfinite(value) else None
+
+
+def described(status: int, message: str) -> Json:
+    """What is wrong, as the API says it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "code": status}}

@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -24,7 +25,8 @@ from starlette.routing import Route
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
-from jaxrl_tis.serve.answer import Answer
+from jaxrl_tis.serve.answer import Answer, described
+from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
 from jaxrl_tis.serve.text import settled
 from jaxrl_tis.serve.worker import Worker
@@ -42,6 +44,8 @@ class Served:
       load: reads the weights at a path, into serving parameters.
       token: the bearer token that changes weights; None turns that route off.
       is_closed: the token is needed for every route but /health.
+      hosts: names by which the server is asked, beside those of the loopback; a closed server
+        without any is asked by every name.
     """
 
     worker: Worker
@@ -52,6 +56,7 @@ class Served:
     load: Callable[[str], Any]
     token: str | None = None
     is_closed: bool = False
+    hosts: Collection[str] = ()
 
 
 class Inbox:
@@ -216,7 +221,7 @@ class Server:
             if job.completion.includes_usage:
                 yield event(answer.end(num_tokens))
         except Exception as error:
-            yield event(_described(500, str(error)))
+            yield event(described(500, str(error)))
         yield "data: [DONE]\n\n"
 
     def _deadline(self) -> float:
@@ -263,22 +268,17 @@ async def _unless_gone(request: Request, answer) -> Response:
     return done.pop().result()
 
 
-def _described(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "code": status}}
-
-
 def _refusal(status: int):
     """Turns an exception into an answer."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return JSONResponse(_described(status, str(error)), status_code=status)
+        return JSONResponse(described(status, str(error)), status_code=status)
 
     return answer
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
-    body = _described(error.status_code, error.detail)
+    body = described(error.status_code, error.detail)
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
@@ -308,4 +308,7 @@ def make(served: Served) -> Starlette:
     ]
     handlers = {error: _refusal(status) for error, status in REFUSALS.items()}
     handlers[HTTPException] = _refused
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    guard = Middleware(Guard, hosts=served.hosts or (None if served.is_closed else ()))
+    return Starlette(
+        routes=routes, middleware=[guard], lifespan=lifespan, exception_handlers=handlers
+    )

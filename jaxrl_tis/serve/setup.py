@@ -1,7 +1,7 @@
 """From a config to the application of `python -m jaxrl_tis.serve`: weights, token, address."""
 
-import ipaddress
 import pathlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,16 +14,9 @@ from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.serve import app
+from jaxrl_tis.serve.guard import is_loopback
 from jaxrl_tis.serve.request import Limits
 from jaxrl_tis.serve.worker import Worker
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; a name other than localhost may be any."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_token(path: str | None) -> str | None:
@@ -72,9 +65,11 @@ def warm_up(scheduler: Scheduler) -> None:
 
 
 def make_app(
-    setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str
+    setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str,
+    hosts: Collection[str] = (),
 ) -> Starlette:
-    """The application that serves `params` at an address, its programs compiled.
+    """The application that serves `params` at an address, its programs compiled; `hosts` are more
+    names of that address.
 
     Raises ValueError where others reach the address and there is no token.
     """
@@ -84,6 +79,7 @@ def make_app(
     application = app.make(app.Served(
         Worker(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
         load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
+        hosts=hosts,
     ))
     warm_up(scheduler)
     return application

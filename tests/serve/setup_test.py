@@ -1,6 +1,5 @@
 """Token, address and weights; then a real engine behind the routes, and a real socket."""
 
-import contextlib
 import dataclasses
 import functools
 import http.client
@@ -9,13 +8,11 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 import time
 
 import jax
 import numpy as np
 import pytest
-import uvicorn
 
 from jaxrl_tis import models, rollouts
 from jaxrl_tis.build import build, initial_params, initial_state
@@ -24,7 +21,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.serve import setup as serving
 from jaxrl_tis.serve.request import Limits
 from tests import tiny
-from tests.asgi import call, run
+from tests.asgi import HEADERS, call, listening, run
 from tests.serve import app_test
 
 pytestmark = [
@@ -148,20 +145,6 @@ def test_a_real_engine(folder):
     assert choice("after")["logprobs"] != choice("greedy")["logprobs"]
 
 
-@contextlib.contextmanager
-def listening(app):
-    """The port of a server in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join(5)
-    assert not thread.is_alive()
-
-
 def test_a_socket_a_stream_and_a_client_that_hangs_up():
     engine = app_test.Held(steps=2)
     body = {"prompt": "abc", "seed": app_test.SEED, "stream": True}
@@ -182,7 +165,7 @@ def test_a_socket_a_stream_and_a_client_that_hangs_up():
 
 def fetch(port, path, body=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("POST" if body else "GET", path, body, {"Connection": "close"})
+    connection.request("POST" if body else "GET", path, body, HEADERS | {"Connection": "close"})
     return connection.getresponse()
 
 

@@ -1,0 +1,51 @@
+"""A connection of the server, and the server's options for uvicorn."""
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class Connection(H11Protocol):
+    """Closes when its client does not say in time what it wants: uvicorn itself waits for ever for
+    the first byte, the rest of a head, and the rest of a body that was answered already. A body
+    that is not answered yet has the time of its request, see `app.Server`."""
+
+    seconds = 20.0  # from when a request can be sent until its head is there
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        """One time for all that is awaited: bytes that come one by one do not extend it."""
+        theirs, ours = self.conn.their_state, self.conn.our_state
+        is_answered = theirs is h11.SEND_BODY and ours is h11.DONE
+        if theirs is not h11.IDLE and not is_answered:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+OPTIONS = dict(http=Connection, ws="none", server_header=False, timeout_graceful_shutdown=10)

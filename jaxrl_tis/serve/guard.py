@@ -1,0 +1,71 @@
+"""What no route answers: requests that a web page of somebody else could have sent, and requests
+whose end is in doubt.
+
+A page can have the browser of who looks at it send requests to this machine. It cannot make them
+JSON, or hide where it comes from (Origin), unless its own name leads to this machine (DNS
+rebinding): then that name is the Host.
+"""
+
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxrl_tis.serve.answer import described
+
+JSON = "application/json"
+SAFE = ("GET", "HEAD", "OPTIONS")  # methods without a body
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; a name other than localhost may be any."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Guard:
+    """Middleware; `hosts` are names of this server beside those of the loopback, None takes any."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
+        self._app = app
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = scope["type"] == "http" and refusal(scope, self._hosts)
+        if not refused:
+            return await self._app(scope, receive, send)
+        status, words = refused
+        # The next request would begin where the body of this one may not have ended.
+        headers = {"connection": "close"} if status == 400 else None
+        await JSONResponse(described(status, words), status, headers)(scope, receive, send)
+
+
+def refusal(scope: Scope, hosts: Collection[str] | None) -> tuple[int, str] | None:
+    """(status, words) for what is not answered."""
+    headers = Headers(scope=scope)
+    if "transfer-encoding" in headers and (
+        "content-length" in headers or scope["http_version"] == "1.0"
+    ):  # RFC 9112, 6.1
+        return 400, "the length of the body is in doubt: Transfer-Encoding beside Content-Length"
+    host, origin = headers.get("host", "").lower(), headers.get("origin")
+    if hosts is not None and not (is_loopback(name := _name(host)) or name in hosts):
+        return 421, f"this server is not {name!r}; start it with --hosts if that is its name"
+    if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
+        return 403, f"pages of {origin} may not ask this server"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if scope["method"] not in SAFE and kind != JSON:
+        return 415, f"the body is {kind or 'of no type'}; send Content-Type: {JSON}"
+    return None
+
+
+def _name(host: str) -> str:
+    """Of a Host header, without port and brackets; "" if it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
