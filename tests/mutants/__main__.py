@@ -108,12 +108,11 @@ class Session:
 
 
 def row(verdict: runner.Verdict) -> str:
-    m = verdict.mutant
-    state = "killed" if verdict.killer else "UNJUDGED" if verdict.how else "SURVIVED"
-    how = f"  ({verdict.how})" if verdict.how else ""
-    return (f"{state:<9}{verdict.seconds:6.1f} s  {m.source}: {m.name}"
-            + (f"\n{'':19}by {verdict.killer.removeprefix('tests/')}" if verdict.killer else "")
-            + how)
+    m, killer = verdict.mutant, verdict.killer.removeprefix("tests/")
+    state = "killed" if killer else "UNJUDGED" if verdict.how else "SURVIVED"
+    lines = [f"{state:<9}{verdict.seconds:6.1f} s  {m.source}: {m.name}"]
+    lines += [f"{'':19}{line}" for line in (killer, verdict.how) if line]
+    return "\n".join(lines)
 
 
 def main() -> int:

@@ -119,8 +119,9 @@ MUTANTS = [
         ("the temperature is inverted",
          "(logits_bv - top_b1) / temperature[:, None]",
          "(logits_bv - top_b1) * temperature[:, None]"),
-        ("top-k keeps one more",
-         "count(key_bv < edge) < top_k", "count(key_bv < edge) <= top_k"),
+        ("all equals of the k-th token are kept",
+         "jnp.minimum(top_k - count(key_bv < k_edge), count(key_bv == k_edge))",
+         "count(key_bv == k_edge)"),
         ("top-p is a share of all tokens and not of the top k",
          "top_p * kept_mass)", "top_p * add(raw_bv))"),
         ("min-p keeps a token at its bound out",
@@ -205,7 +206,7 @@ MUTANTS = [
          "is_kept = name == head and self._program.highest_head", "is_kept = False"),
         ("what is quantised is rounded first",
          'quant.quantize_params({"layers": layers}, self._recipe)',
-         'quant.quantize_params({"layers": jax.tree.map(lambda w: w.astype(jnp.bfloat16), layers)},'
+         'quant.quantize_params({"layers": jax.tree.map(lambda w: w.astype("bfloat16"), layers)},'
          ' self._recipe)',
          "engine/engine_test.py::"
          "test_loaded_projections_are_the_quantised_ones_and_the_rest_is_float32"),

@@ -1,7 +1,7 @@
 """What pytest has to do beside testing when a mutant is in the sources; its plugin by -p.
 
 It sees to it that the copy's sources are the ones imported, writes down which test is running and
-which have failed, and lets programs that a mutant leaves as they were come from a compilation
+which have failed and how, and lets programs that a mutant leaves as they were come from a compilation
 cache, which the suite itself does without.
 """
 
@@ -26,9 +26,9 @@ def pytest_sessionstart(session):  # after tests/conftest.py was imported
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def _note(what: str, test: str) -> None:
+def _note(*words: str) -> None:
     with open(os.environ[RECORD], "a", encoding="utf-8") as file:
-        file.write(f"{what} {test}\n")
+        file.write("\t".join(words) + "\n")
 
 
 def pytest_runtest_logstart(nodeid, location):
@@ -37,4 +37,6 @@ def pytest_runtest_logstart(nodeid, location):
 
 def pytest_runtest_logreport(report):
     if report.failed:
-        _note("failed", report.nodeid)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash else str(report.longrepr)
+        _note("failed", report.nodeid, " ".join(message.split())[:100])

@@ -22,7 +22,7 @@ class Run:
     """One run of pytest. `status` is None where it ran out of time, negative for a signal."""
 
     status: int | None
-    failed: tuple[str, ...]
+    failed: dict[str, str]  # the tests and how they failed, the first of them first
     last: str  # the test that was started last
     seconds: float
     output: str
@@ -30,7 +30,8 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`killer` is the test that found the mutant, empty if none did; `how` says more."""
+    """`killer` is the test that found the mutant, empty if none did; `how` it failed, or why there
+    is no verdict."""
 
     mutant: Mutant
     killer: str
@@ -78,9 +79,9 @@ class Copy:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, status = process.communicate()[0], None
-        notes = [line.split(" ", 1) for line in self._record.read_text().splitlines()]
-        failed = tuple(test for what, test in notes if what == "failed")
-        started = [test for what, test in notes if what == "started"]
+        notes = [line.split("\t") for line in self._record.read_text().splitlines()]
+        failed = {test: how for what, test, *message in notes for how in message}
+        started = [test for what, test, *_ in notes if what == "started"]
         seconds = time.monotonic() - start
         return Run(status, failed, started[-1] if started else "", seconds, output)
 
@@ -114,18 +115,18 @@ class Copy:
             if killer or how:
                 break
         if killer and mutant.first_try and not is_alone:
-            how = f"not by {mutant.first_try}" + (f"; {how}" if how else "")
+            how = f"{how}; not by {mutant.first_try}"
         return Verdict(mutant, killer, how, time.monotonic() - start)
 
 
 def _reading(run: Run) -> tuple[str, str]:
-    """(the test that found the mutant, what is to be said of it); ("", "") where none did."""
+    """(the test that found the mutant, how); ("", "") where none did."""
     if run.status is None:
         return run.last or "the import", f"hung, stopped after {run.seconds:.0f} s"
     if run.status < 0 and run.last:
         return run.last, f"ended by signal {-run.status}"
     if run.status == FAILED and run.failed:
-        return run.failed[0], ""
+        return next(iter(run.failed.items()))
     if run.status == PASSED:
         return "", ""
     return "", f"no tests ran (pytest's status {run.status}): {_last_lines(run.output)}"
