@@ -46,7 +46,7 @@ class Session:
             self._copies.put(runner.Copy(folder / str(i), cache))
         self._pool = concurrent.futures.ThreadPoolExecutor(processes)
         self._seconds: dict[str, float] = {}  # of a test or file on the sources as they are
-        self._files: dict[tuple[str, ...], bool] = {}
+        self._files: dict[tuple[str, ...], concurrent.futures.Future] = {}
         self._unknown: set[str] = set()  # killers that are no tests any more
         self._lock = threading.Lock()
 
@@ -97,14 +97,16 @@ class Session:
         return 60.0 + 5.0 * sum(self._seconds.get(test, runner.LIMIT_S / 5) for test in tests)
 
     def _is_sound(self, copy: runner.Copy, files: tuple[str, ...]) -> bool:
-        with self._lock:  # one at a time: several mutants may ask for the same files
-            if files not in self._files:
-                found = copy.pytest(list(files), runner.LIMIT_S)
-                self._files[files] = found.status == runner.PASSED
-                self._seconds |= dict.fromkeys(files, found.seconds / len(files))
-                print(f"  {found.seconds:6.1f} s  all of {' '.join(files)}"
-                      + "".join(f"\n    fails: {test}" for test in found.failed), flush=True)
-            return self._files[files]
+        with self._lock:
+            is_first = files not in self._files
+            sound = self._files.setdefault(files, concurrent.futures.Future())
+        if is_first:
+            found = copy.pytest(list(files), runner.LIMIT_S)
+            self._seconds |= dict.fromkeys(files, found.seconds / len(files))
+            print(f"  {found.seconds:6.1f} s  all of {' '.join(files)}"
+                  + "".join(f"\n    fails: {test}" for test in found.failed), flush=True)
+            sound.set_result(found.status == runner.PASSED)
+        return sound.result()
 
 
 def row(verdict: runner.Verdict) -> str:
