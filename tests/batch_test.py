@@ -82,6 +82,6 @@ def test_what_an_update_adds():
     added = batch.update_fields(3, step=5, seed=1)
     np.testing.assert_array_equal(added["current_version"], [[4], [4], [4]])
     assert added["draw"].dtype == np.uint32 and len(set(added["draw"].tolist())) == 3
-    again, other = batch.update_fields(3, 5, 1), batch.update_fields(3, 6, 1)
-    np.testing.assert_array_equal(again["draw"], added["draw"])
-    assert (other["draw"] != added["draw"]).all()
+    draw = lambda *step_and_seed: batch.update_fields(3, *step_and_seed)["draw"]
+    np.testing.assert_array_equal(draw(5, 1), added["draw"])
+    assert (draw(6, 1) != added["draw"]).all() and (draw(5, 2) != added["draw"]).all()

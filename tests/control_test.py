@@ -25,17 +25,20 @@ def rows():
     }
 
 
+def ess():
+    a, b = math.exp(0.25), math.exp(-1)
+    return (a + b) ** 2 / (2 * (a * a + b * b))
+
+
 def test_without_controllers_nothing_is_set():
     c = chosen("")
     assert control.init(c) == {} and control.begin(c, {}, rows()) == ({}, {})
 
 
 def test_ess_scales_the_learning_rate():
-    a, b = math.exp(0.25), math.exp(-1)
-    ess = (a + b) ** 2 / (2 * (a * a + b * b))
     states, settings = control.begin(chosen("ess_scale"), {}, rows())
     assert states == {} and set(settings) == {"lr_scale"}
-    assert settings["lr_scale"] == pytest.approx(math.sqrt(ess), rel=1e-5)
+    assert settings["lr_scale"] == pytest.approx(math.sqrt(ess()), rel=1e-5)
 
 
 def test_a_surge_multiplies_what_the_sample_size_left():
@@ -50,6 +53,16 @@ def test_a_surge_multiplies_what_the_sample_size_left():
     )
     states, settings = control.begin(c, {"length_surge": surge}, rows())
     assert settings["lr_scale"] == 0.25 and states["length_surge"].cooldown == 5
+    both = chosen("length_surge(surge_cooldown=5, surge_floor=0.1) & ess_scale")
+    _, settings = control.begin(both, {"length_surge": surge}, rows())
+    assert settings["lr_scale"] == pytest.approx(0.25 * math.sqrt(ess()), rel=1e-5)
+
+
+def test_empty_rows_do_not_shorten_the_mean_length():
+    c = chosen("length_surge(surge_cooldown=5, surge_floor=0.1)")
+    padded = {name: jnp.pad(x, ((0, 2), (0, 0))) for name, x in rows().items()}
+    states, _ = control.begin(c, control.init(c), padded)
+    assert states["length_surge"].lengths[0] == 1.5
 
 
 def test_the_kl_coefficient_follows_the_measured_kl():

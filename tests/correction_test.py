@@ -188,6 +188,20 @@ def test_kl_in_the_reward():
         np.mean([kl[b][mask[b]].mean() for b in range(B) if mask[b].any()]), rel=1e-4)
 
 
+def test_kl_in_the_loss_leaves_the_rewards_alone():
+    c = correction.parse(fields(kl="k1", kl_coeff=0.3, kl_placement="loss"))
+    data = rollout() | {"logp_ref": batch()["logp_ref"]}
+    np.testing.assert_array_equal(correction._rewards(c, data), data["rewards"])
+
+
+def test_a_selection_draws_with_the_key_of_its_step():
+    c = correction.parse(fields(masks="clip_cov"))
+    draws = [update_fields(2, step, seed=0)["draw"] for step in (1, 2)]
+    keys = [jax.random.key_data(correction.with_key(c, {"draw": draw})["key"]) for draw in draws]
+    assert not np.array_equal(*keys)
+    assert "key" not in correction.with_key(correction.parse(fields()), {"draw": draws[0]})
+
+
 def test_a_spelled_part_wins_over_the_preset():
     chosen = correction.parse(fields(preset="decoupled_geo_rs_seq_tis"))
     assert chosen.weight == ("token_tis", {"cap": CAP})

@@ -148,6 +148,14 @@ def test_shards_of_a_single_row_are_balanced_too(shards):
     assert metrics["packing/fill_ratio"] == lengths.sum() / (shards * 1024)
 
 
+def test_the_fullest_and_the_emptiest_row_go_to_one_shard():
+    # Four rows of one sequence each: 9 and 6 in one shard, 8 and 7 in the other.
+    packer = batching.Packer(max_length=9, length=10, microbatch_rows=4, shards=2, max_segments=4)
+    packing = packer.plan(np.array([9, 8, 7, 6]))
+    np.testing.assert_array_equal(packing.row, [0, 2, 3, 1])
+    assert packing.metrics(2)["packing/shard_imbalance"] == 1.0
+
+
 def test_first_fit_stays_where_even_rows_have_no_place_for_all():
     """Into two rows of 10: 6 4 | 5 3 2 by first-fit; evenly, 6 2 | 5 4 has no place for 3."""
     packer = batching.Packer(max_length=6, length=10, microbatch_rows=2, shards=2, max_segments=4)

@@ -192,6 +192,25 @@ def test_a_repeated_example_within_a_batch_does_not_repeat_its_noise():
     scheduler = FakeScheduler()
     c.collect(scheduler, 1, Timer())
     assert len({r.hash for r in scheduler.requests}) == 6
+    # Nor does one that comes again when its equal group was put aside.
+    config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
+    c = rollouts.Collector(config, rollouts.Prompter(TOKENIZER, config.task), same,
+                           FakeRewards(lambda *_: 0.0))
+    c.collect(scheduler, 2, Timer())
+    assert len({r.hash for r in scheduler.requests}) == 6 + 2 * 6
+
+
+def test_the_mass_that_sets_too_wide_to_record_have_dropped():
+    # Two draws: a set of one token that kept 0.9 of the mass, and one too wide that kept 0.6.
+    request = Request("3", np.array([3]), 0, SamplingParams())
+    drawn = dataclasses.replace(
+        FakeScheduler()._trajectory(request), tokens=np.array([3, 4], np.int32),
+        kept=np.array([[3, -1], [-1, -1]], np.int32),
+        logp_raw=np.log([0.9, 0.6]), logp_behav=np.zeros(2),
+    )
+    found = rollouts.kept_metrics([drawn])
+    assert found == {"rollout/kept_overflow": 0.5,
+                     "rollout/kept_overflow_mass": pytest.approx(0.4 / 2)}
 
 
 # Dynamic sampling

@@ -94,6 +94,13 @@ def test_filters_act_in_the_order_top_k_top_p_min_p():
     np.testing.assert_allclose(p(temperature=0.5, top_p=0.8), [16 / 25, 9 / 25, 0, 0], rtol=1e-6)
 
 
+def test_a_token_as_likely_as_min_p_asks_for_is_kept():
+    logits = jnp.array([[0.0, -1.0, -2.0]])
+    bound = float(jnp.exp(logits)[0, 1])
+    logp = sampling.distribution(logits, SamplingParams(min_p=bound))
+    np.testing.assert_array_equal(logp > -jnp.inf, [[True, True, False]])
+
+
 def test_filtered_logprobs_are_reported():
     # 0.5, 0.3, 0.2 with top_p 0.75 is sampled 62.5 % to 37.5 %, and that is what is recorded.
     logits = np.log([0.5, 0.3, 0.2])

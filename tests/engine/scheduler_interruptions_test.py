@@ -345,6 +345,25 @@ def test_a_sequence_that_made_way_loses_its_pages_to_one_that_needs_them():
     assert got["a"].segment.tolist() == [0] * 7 + [1] * 2
 
 
+def test_of_those_that_made_way_the_youngest_loses_its_pages():
+    # 6 pages. `a` makes way for `b` and `b` for `c`, with a page each. `c` takes the other four
+    # and, with 6 tokens, a fifth: that of `b`. Then `a` goes on from its own and makes way again;
+    # now its pages go, the only ones, when `c` is rebuilt.
+    requests = [
+        request("a", max_tokens=5), request("b", (4, 5, 6), max_tokens=4),
+        request("c", np.arange(12), max_tokens=9),
+    ]
+    scheduler = started(
+        Engine(slots=1, steps=2, max_length=24, num_pages=7), [], policy=LongestFirst(), divide=1
+    )
+    for r in requests:
+        scheduler.add(r)
+        scheduler.step()
+    got = {t.id: t for t in drain(scheduler)}
+    assert_as_alone(got.values(), requests)
+    assert [got[id].segment.tolist() for id in "ab"] == [[0, 0, 0, 0, 1], [0, 0, 1, 1]]
+
+
 def test_no_prompt_is_kept_for_a_sequence_that_made_way():
     # `a` makes way when its tokens are 1, 2, 3, 0, 3, which are the prompt of `b`.
     # They take turns; at the end of its second `a` waits under another key.

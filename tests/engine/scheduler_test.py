@@ -365,6 +365,16 @@ def test_a_group_goes_where_its_prompt_is():
 # Too few pages
 
 
+def test_a_request_leaves_a_page_to_each_of_those_that_run():
+    # 3 pages. `a` holds one and needs another for its third token, `b` needs two.
+    a, b = request("a", max_tokens=5), request("b", np.arange(8), max_tokens=1)
+    scheduler = started(Engine(slots=2, steps=2, num_pages=4), [a])
+    scheduler.step()
+    scheduler.add(b)
+    assert_as_alone(drain(scheduler), [a, b])
+    assert scheduler.stats.preempted == 0
+
+
 def test_the_youngest_loses_its_pages_and_the_oldest_never_does():
     # 9 pages; each of the three needs 1 + ceil(19 / 4) = 6 in the end.
     engine = Engine(slots=3, steps=4, max_length=24, num_pages=10)

@@ -106,6 +106,7 @@ def test_a_resumed_sequence_starts_again_from_its_partial():
 @pytest.mark.parametrize("text, known, stops, count", [
     ("hello", 0, ("l",), 3), ("hello", 0, ("ll",), 4), ("hello", 0, ("lo", "ell"), 4),
     ("hello", 0, ("x",), None), ("", 0, ("x",), None), ("hello", 3, ("lo",), 5),
+    ("hello", 4, ("lo",), 5), ("hello", 2, ("l",), 3),
 ])
 def test_the_first_token_that_completes_a_stop_string(text, known, stops, count):
     tokens = np.frombuffer(text.encode(), np.uint8)

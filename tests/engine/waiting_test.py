@@ -1,5 +1,8 @@
 """Who comes next: the policy's choice, unless somebody was passed over too often."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from jaxrl_tis.engine.policies import FirstCome, ShortestPrompt
@@ -42,3 +45,19 @@ def test_tokens_are_awaited_as_long_as_one_waits_with_them():
     assert waiting.has(b.key) and waiting.admissions == 1
     waiting.remove(b)
     assert not waiting.has(b.key) and waiting.admissions == 1 and not list(waiting)
+
+
+def test_a_sequence_with_tokens_also_awaits_the_full_pages_of_its_prompt():
+    waiting = Waiting(FirstCome(), None, 4)
+    prompt = np.array([1, 2, 3, 4, 5, 6], np.int32)
+    new = Sequence.of(arithmetic.request("a", prompt), 0, 0)
+    partial = dataclasses.replace(
+        new.trajectory("abort", "", 0), tokens=np.array([9], np.int32),
+        segment=np.zeros(1, np.int32),
+    )
+    drew = Sequence.of(arithmetic.request("b", prompt, partial=partial), 1, 0)
+    for s in (new, drew):
+        waiting.add(s)
+    assert (new.key, new.base_key) == (prompt.tobytes(), b"")
+    assert drew.key == np.append(prompt, np.int32(9)).tobytes()
+    assert drew.base_key == prompt[:4].tobytes() and waiting.has(drew.base_key)

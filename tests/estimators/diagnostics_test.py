@@ -105,6 +105,17 @@ def test_weight_metrics_of_verl(is_packed):
     assert_metrics(metrics, ICEPOP, prefix)
 
 
+def test_truncation_counts_ratios_below_the_inverse_of_its_cap_as_low():
+    # Of the ratios 0.4, 0.6, 1 and 3 one is below 1 / 2 and one above 2; their mean is 1.25.
+    log_ratio = jnp.log(jnp.array([[0.4, 0.6, 1.0, 3.0]]))
+    w = jnp.array([[0.4, 0.6, 1.0, 2.0]])
+    found = weight_metrics(w, log_ratio, jnp.ones((1, 4)), level="token", upper=2.0)
+    fractions = ("ratio_fraction_low", "ratio_fraction_high", "seq_fraction_low")
+    values = [float(found[f"rollout_corr/rollout_is_{name}"]) for name in fractions]
+    assert values == [0.25, 0.25, 0.0]
+    assert "rollout_corr/rollout_is_oob_ratio" not in found
+
+
 def test_empty_rows_do_not_count_in_the_weight_metrics():
     log_ratio = jnp.concatenate([OLD - BEHAV, jnp.full((5, 4), NAN)])
     mask = jnp.concatenate([MASK, jnp.zeros((5, 4), int)])

@@ -59,6 +59,20 @@ def test_kl_and_entropy_terms():
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
 
 
+def test_the_denominators_of_the_full_batch_are_handed_on():
+    """The micro-batch has 5 tokens in 2 sequences and rows of 3; the batch four times as many."""
+    parts = {"weight": TIS, "objective": PPO}
+    for mode, whole in (
+        ("token-mean", {"num_tokens": 20.0}),
+        ("seq-mean-token-mean", {"num_seqs": 8.0}),
+        ("seq-mean-token-sum", {"num_seqs": 8.0}),
+        ("seq-mean-token-sum-norm", {"scale": 12.0}),
+    ):
+        own, _ = losses.policy_loss(LOGP, BATCH, aggregation=mode, **parts)
+        part, _ = losses.policy_loss(LOGP, BATCH, aggregation=mode, **parts, **whole)
+        np.testing.assert_allclose(4.0 * part, own, rtol=1e-6, err_msg=mode)
+
+
 def test_bypass_counts_the_whole_drift_once():
     bypass = BATCH | {"logp_old": BATCH["logp_behav"]}
     parts = {"objective": ("ppo", {"clip_low": 0.9, "clip_high": 9.0}), "aggregation": "token-sum"}

@@ -1,0 +1,64 @@
+"""Deliberate mistakes, each of which a test has to find: see `__main__`."""
+
+import dataclasses
+import pathlib
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of one source.
+
+    `source` is relative to jaxrl_tis/; `old` stands in it exactly once; `tests` are the files that
+    have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
+    "name" in the first of the files or as "file::name".
+    """
+
+    name: str
+    source: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    killer: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"jaxrl_tis/{self.source}"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The test files from the repository's root."""
+        return tuple(f"tests/{file}" for file in self.tests)
+
+    @property
+    def first_try(self) -> str:
+        """Node id of the killer; empty without one."""
+        if not self.killer:
+            return ""
+        return f"tests/{self.killer}" if "::" in self.killer else f"{self.files[0]}::{self.killer}"
+
+    def problem(self, root: pathlib.Path) -> str:
+        """Why the mutant cannot be applied to the sources under root; empty if it can."""
+        path = root / self.path
+        count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else -1
+        missing = [file for file in self.files if not (root / file).is_file()]
+        if missing:
+            return f"{', '.join(missing)} is missing"
+        if self.old == self.new:
+            return "the new text is the old one"
+        found = {-1: f"{self.path} is missing", 0: "text not found", 1: ""}
+        return found.get(count, f"text found {count} times")
+
+
+def of(source: str, *rows: tuple[str, ...], tests: str = "") -> list[Mutant]:
+    """Mutants of one source from rows (name, old, new[, killer]).
+
+    `tests` are its test files, separated by blanks; by default the one that mirrors the source. The
+    file of a killer is one of them.
+    """
+    files = tests.split() or [source.removesuffix(".py") + "_test.py"]
+    found = []
+    for name, old, new, *rest in rows:
+        killer = rest[0] if rest else ""
+        own = [killer.partition("::")[0]] if "::" in killer else []
+        found.append(Mutant(name, source, old, new, tuple(dict.fromkeys(files + own)), killer))
+    return found

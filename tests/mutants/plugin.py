@@ -1,0 +1,42 @@
+"""What pytest has to do beside testing when a mutant is in the sources; its plugin by -p.
+
+It sees to it that the copy's sources are the ones imported, writes down which test is running and
+which have failed and how, and lets programs that a mutant leaves as they were come from a compilation
+cache, which the suite itself does without.
+"""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+RECORD, CACHE = "MUTANTS_RECORD", "MUTANTS_CACHE"
+WRONG_SOURCES = 99  # exit status
+
+
+def pytest_sessionstart(session):  # after tests/conftest.py was imported
+    import jaxrl_tis
+
+    root = pathlib.Path.cwd()
+    if not pathlib.Path(jaxrl_tis.__file__).is_relative_to(root):
+        pytest.exit(f"{jaxrl_tis.__file__} is imported, not {root}", WRONG_SOURCES)
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _note(*words: str) -> None:
+    with open(os.environ[RECORD], "a", encoding="utf-8") as file:
+        file.write("\t".join(words) + "\n")
+
+
+def pytest_runtest_logstart(nodeid, location):
+    _note("started", nodeid)
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash else str(report.longrepr)
+        _note("failed", report.nodeid, " ".join(message.split())[:100])

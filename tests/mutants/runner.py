@@ -1,0 +1,136 @@
+"""Copies of the repository in which mutants are applied and tested, one at a time."""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from tests.mutants import Mutant, plugin
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PASSED, FAILED, NOTHING = 0, 1, 5  # exit statuses of pytest
+LIMIT_S = 900.0  # of a run on the sources as they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of pytest. `status` is None where it ran out of time, negative for a signal."""
+
+    status: int | None
+    failed: dict[str, str]  # the tests and how they failed, the first of them first
+    last: str  # the test that was started last
+    seconds: float
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """`killer` is the test that found the mutant, empty if none did; `how` it failed, or why there
+    is no verdict."""
+
+    mutant: Mutant
+    killer: str
+    how: str
+    seconds: float
+
+
+class Copy:
+    """The tracked and the new files of the repository in a folder of their own."""
+
+    def __init__(self, folder: pathlib.Path, cache: pathlib.Path):
+        self.root, self._cache = folder / "repository", cache
+        self._record = folder / "record"
+        # Whole seconds that no file of the copy has yet: byte code is taken for that of a source
+        # with the same size and second.
+        self._times = itertools.count(int(time.time()) + 10)
+        listed = subprocess.run(
+            ["git", "-C", str(ROOT), "ls-files", "-coz", "--exclude-standard"],
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():
+                target = self.root / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+
+    def pytest(self, tests: list[str], limit_s: float, *options: str) -> Run:
+        """A run of the tests, given as files or node ids."""
+        self._record.write_text("")
+        environment = os.environ | {
+            "PYTHONPATH": str(self.root), plugin.RECORD: str(self._record),
+            plugin.CACHE: str(self._cache),
+        }
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p",
+            "tests.mutants.plugin", *options, *tests,
+        ]
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=self.root, env=environment, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+        try:
+            output, status = process.communicate(timeout=limit_s)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, status = process.communicate()[0], None
+        notes = [line.split("\t") for line in self._record.read_text().splitlines()]
+        failed = {test: how for what, test, *message in notes for how in message}
+        started = [test for what, test, *_ in notes if what == "started"]
+        seconds = time.monotonic() - start
+        return Run(status, failed, started[-1] if started else "", seconds, output)
+
+    def write(self, path: str, text: str) -> None:
+        """A source's text, at a time of its own."""
+        file, stamp = self.root / path, next(self._times)
+        file.write_text(text, encoding="utf-8")
+        os.utime(file, (stamp, stamp))
+
+    def judge(self, mutant: Mutant, limit_s, is_sound) -> Verdict:
+        """Applies the mutant, runs its killer and, if that does not fail, all tests of its files.
+
+        `limit_s(tests)` gives the seconds of a run, `is_sound(copy, files)` whether the files pass
+        without the mutant; they are asked where the killer alone did not find it.
+        """
+        start = time.monotonic()
+        original = (self.root / mutant.path).read_text(encoding="utf-8")
+        attempts = [[mutant.first_try]] if mutant.first_try else []
+        attempts.append(list(mutant.files))
+        killer = how = ""
+        for tests in attempts:
+            is_alone = tests == [mutant.first_try]
+            if not is_alone and not is_sound(self, mutant.files):
+                how = "its test files fail without it"
+                break
+            self.write(mutant.path, original.replace(mutant.old, mutant.new))
+            try:
+                killer, how = _reading(self.pytest(tests, limit_s(tests), "-x"))
+            finally:
+                self.write(mutant.path, original)
+            if killer or how:
+                break
+        if killer and mutant.first_try and not is_alone:
+            how = f"{how}; not by {mutant.first_try}"
+        return Verdict(mutant, killer, how, time.monotonic() - start)
+
+
+def _reading(run: Run) -> tuple[str, str]:
+    """(the test that found the mutant, how); ("", "") where none did."""
+    if run.status is None:
+        return run.last or "the import", f"hung, stopped after {run.seconds:.0f} s"
+    if run.status < 0 and run.last:
+        return run.last, f"ended by signal {-run.status}"
+    if run.status == FAILED and run.failed:
+        return next(iter(run.failed.items()))
+    if run.status == PASSED:
+        return "", ""
+    return "", f"no tests ran (pytest's status {run.status}): {_last_lines(run.output)}"
+
+
+def _last_lines(output: str) -> str:
+    return " | ".join(output.strip().splitlines()[-3:])
