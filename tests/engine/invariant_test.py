@@ -172,7 +172,7 @@ def test_eight_bit_products_are_the_learners_too(scheme, tensor, unroll):
     assert differing(scores, trajectories) == 0
 
 
-def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch, quick_compilation):
+def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch):
     """300 tokens: a sampler that holds them in two parts of 150, a learner in four of 75."""
     here = sys.modules[__name__]
     small = dataclasses.replace(CONFIG, vocab_size=300, num_layers=1, embed_dim=64, mlp_dim=256)

@@ -10,12 +10,8 @@ from jaxrl_tis.estimators import diagnostics, divergences, masks, ratios, weight
 from jaxrl_tis.kernels import segment, segment_reference
 from tests.kernels import segment_loops as loops
 
-<<<<<<< HEAD
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
-
-=======
 QUICK = {"xla_backend_optimization_level": 0}
->>>>>>> int8
 REDUCTIONS = ("sum", "mean", "max", "min", "logsumexp", "count")
 
 
