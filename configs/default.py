@@ -103,7 +103,9 @@ def get_config() -> ConfigDict:
     c.correction.masks = placeholder(str)  # joined by &: "seq_mean_k3(upper=0.01) & veto"; or ""
     c.correction.objective = placeholder(str)  # e.g. "ppo(clip_low=0.2, clip_high=0.28)"
     c.correction.batch_normalize = False  # divide the weights by their batch mean
-    c.correction.counts_rejected = False  # rejected tokens stay in denominators (bypass: always)
+    # Rejected tokens stay in the denominators. Those that masks reject at an update always do: all
+    # of bypass mode, and opsm, trm, trm_k3, m2po, clip_cov, which judge the policy of the update.
+    c.correction.counts_rejected = False
     c.correction.advantage = "grpo"  # a name in jaxrl_tis.estimators.advantages.ADVANTAGES
     c.correction.aggregation = "token-mean"  # one of jaxrl_tis.estimators.reduce.MODES
     c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length

@@ -59,8 +59,9 @@ has values of required parameters and `universal_test.py` tests all entries. The
 bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; those marked † are
 for small configs: the logits of the whole vocabulary at every token, or a backward pass for every
 row; an objective with `logp_behav` holds the weight itself and goes with weight `none`. Rejected
-tokens leave the denominators of the loss unless `counts_rejected` is set; in bypass mode, where
-masks are judged together with the gradient, they stay. Controllers are small state machines beside
+tokens leave the denominators of the loss unless `counts_rejected` is set; where masks are judged
+together with the gradient, at every update, they stay: in bypass mode, and in decoupled mode those
+that judge the policy of the update and not the sampler's gap ({at_update}). Controllers are small state machines beside
 the update, without a gradient; `correction.controllers` names them, joined by `&`, and their state
 is part of the checkpoint.
 
@@ -133,7 +134,9 @@ def controller_row(name: str) -> list[str]:
 
 def page() -> str:
     header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
-    text = HEAD + "".join(section(KINDS[k][0], header, method_rows(k)) for k in KINDS)
+    at_update = ", ".join(f"`{name}`" for name in masks.MASKS if name in masks.AT_UPDATE)
+    text = HEAD.format(at_update=at_update)
+    text += "".join(section(KINDS[k][0], header, method_rows(k)) for k in KINDS)
     header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]
     text += section("Controllers", header, map(controller_row, controllers.CONTROLLERS))
     bundles = [[name, *preset.values()] for name, preset in presets.PRESETS.items()]

@@ -270,7 +270,8 @@ def abstract_minibatch(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
     rows |= {n: struct(x.dtype, *x.shape[1:]) for n, x in batching.update_fields(1, 1, 0).items()}
     rows |= jax.eval_shape(correction.make_prepare(setup.correction), rows)[0]
     rows["group"] = struct("int32", length)
-    kept = {name: x for name, x in rows.items() if name not in batching.OF_SEQUENCES}
+    left_out = (*setup.correction.not_in_update, *batching.OF_SEQUENCES)
+    kept = {name: x for name, x in rows.items() if name not in left_out}
     return _in_rows(setup, kept, setup.config.train.minibatches)
 
 

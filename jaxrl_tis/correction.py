@@ -53,6 +53,18 @@ class Correction:
     controllers: tuple[Method, ...]
 
     @property
+    def masks_at_update(self) -> tuple[Method, ...]:
+        """The masks that are judged at every update, and not once for the rollout batch."""
+        return loss.split(self.masks, self.mode)[1]
+
+    @property
+    def not_in_update(self) -> tuple[str, ...]:
+        """Large fields that an update does not take from the rollout batch: it computes logits by
+        itself, and needs those of the sampler for a mask only."""
+        needed = {field for name, _ in self.masks_at_update for field in methods.needs("mask", name)}
+        return ("logits", *({"logits_behav"} - needed))
+
+    @property
     def needs(self) -> dict[str, str]:
         """Field -> the method that needs it, for every field beyond the usual arguments."""
         chosen = [("weight", self.weight), ("advantage", self.advantage),
@@ -113,7 +125,7 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     The batch holds mask, logp_behav, logp_learner (recomputed at the weights that sampled), rewards
     [N], group [N], version, current_version, and what the methods need. Both modes measure the gap;
     in bypass mode the sampler's log-probs become logp_old, and masks and weights are left to the
-    loss.
+    loss. So are, in decoupled mode, the masks that judge the policy of each update.
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:
@@ -145,7 +157,8 @@ def _judge(c: Correction, batch: Batch) -> _Judged:
     adv = advantages.ADVANTAGES[name](
         rewards, mask, batch["group"], **loss.needed("advantage", name, batch), **parameters
     )
-    keep = loss.accepted(log_ratio, batch | {"adv": adv}, c.masks)
+    now = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
+    keep = loss.accepted(log_ratio, batch | {"adv": adv}, now)
     return _Judged(log_ratio, w, factor, rewards, adv, keep)
 
 
@@ -211,7 +224,8 @@ def policy_loss(
     entropy and, for an exact KL, `logits`.
 
     In decoupled mode the drift by factor is that of the tokens that the masks kept: the others have
-    no logp. In bypass mode the masks are judged here, and num_tokens counts what they reject.
+    no logp. What masks reject here, see `Correction.masks_at_update`, stays in every denominator:
+    how much it is becomes known with the gradient.
     """
     now, learner, prox = controlled(c, batch), batch["logp_old"], batch["logp_prox"]
     if c.mode == "bypass":
@@ -220,7 +234,7 @@ def policy_loss(
     value, metrics = loss.policy_loss(
         logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
         mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
-        counts_rejected=c.counts_rejected, kl=c.kl if c.kl_placement == "loss" else None,
+        counts_rejected=c.counts_rejected or c.mode == "bypass", kl=c.kl if c.kl_placement == "loss" else None,
         kl_coeff=now.kl_coeff, entropy=entropy, entropy_coeff=c.entropy_coeff,
         num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,
     )

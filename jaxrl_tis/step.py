@@ -2,7 +2,7 @@
 
 A minibatch has leading axes [accumulation, rows]; gradients of its micro-batches are summed with
 denominators of the whole minibatch, so the split changes nothing but memory; unless a method ranks
-the tokens of a call, as the masks `m2po`, `clip_cov` and `top_entropy` do in bypass mode.
+the tokens of a call, as the masks `m2po` and `clip_cov` do, and `top_entropy` in bypass mode.
 Rows hold one sequence each or, with `Learner.max_segments`, several; micro-batches without a token
 of any sequence are then skipped.
 """

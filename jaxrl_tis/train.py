@@ -4,6 +4,7 @@ import functools
 import math
 import pathlib
 import signal
+import sys
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxrl_tis import batch as batching
 from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, mismatch, optimizer
-from jaxrl_tis import report, rollouts
+from jaxrl_tis import report, rollouts, validate
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
@@ -21,8 +22,6 @@ from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import attribution, batch_metrics
 from jaxrl_tis.models import transforms
-
-LOGITS = ("logits", "logits_behav")  # of every token of a batch, for the methods that need them
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -153,9 +152,8 @@ class Trainer:
             measured |= self._profile(rows, bool(rows["turn"].any()))
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         updated = dict(rows, group=np.broadcast_to(rows["group"][:, None], rows["mask"].shape))
-        judged = ("logits",) if self.setup.correction.mode == "bypass" else LOGITS
-        for name in (*judged, *batching.OF_SEQUENCES):
-            updated.pop(name, None)  # the update has its own logits, and advantages
+        for name in (*self.setup.correction.not_in_update, *batching.OF_SEQUENCES):
+            updated.pop(name, None)
         collected = []
         for epoch in range(config.train.epochs):
             for minibatch, packing in self._minibatches(updated, (config.seed, step, epoch)):
@@ -342,6 +340,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
     """
     workdir = pathlib.Path(workdir)
     setup = build(config)
+    for doubt in validate.doubts(config):
+        print(f"warning: {doubt}", file=sys.stderr, flush=True)
     checkpoint.check_same_config(workdir, config.to_dict(), ignore=("steps",))
     with (
         checkpoint.Checkpoints(workdir, config.checkpoint.keep) as checkpoints,

@@ -18,6 +18,15 @@ UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one 
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
+# Objectives whose own treatment of the drift a weight would undo: truncation of what has A < 0
+# alone, and a regression that has no importance weights.
+UNWEIGHTED = ("topr", "oapl")
+# What tells versions of the weights apart. In a synchronous run all tokens are of one version and
+# the proximal policy is the one that sampled, so these would do something else than their names say.
+OF_VERSIONS = {"preset": ("async", "async_moe"), "objective": ("a3po", "decoupled"),
+               "mask": ("staleness",)}
+OF_EXPERTS = ("moe", "async_moe")  # presets
+RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -28,6 +37,24 @@ def validate(config: ml_collections.ConfigDict) -> None:
     problems = problems or list(_traced(config))
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def doubts(config: ml_collections.ConfigDict) -> list[str]:
+    """A line for each setting of a valid config that is likely not what its user means."""
+    c, found = correction.parse(config.correction), []
+    if c.kl is None:
+        return found
+    if c.kl_placement == "reward" and c.kl[0] != "k1":
+        found.append(
+            f"correction.kl is {c.kl[0]!r} in the reward, where only k1 has the gradient of the KL: "
+            "set correction.kl to k1"
+        )
+    if c.kl_placement == "loss" and config.train.epochs > 1 and c.kl[0] not in RATIOED_KL:
+        found.append(
+            f"correction.kl is {c.kl[0]!r} in the loss of {config.train.epochs} epochs: after the "
+            "first the samples are another policy's, which clipped_is_k2 and is_k3 account for"
+        )
+    return found
 
 
 def _traced(config):
@@ -244,6 +271,26 @@ def _methods(c: correction.Correction, config):
         yield (
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a "
             "group; use at least 2"
+        )
+    preset = config.correction.preset
+    named = {"preset": [preset], "objective": [objective], "mask": [name for name, _ in c.masks]}
+    for kind, names in named.items():
+        for name in set(names) & set(OF_VERSIONS[kind]):
+            yield (
+                f"{kind} {name!r} is for runs whose samples are of several versions of the weights; "
+                "in this one all are of the version before the step"
+            )
+    if preset in OF_EXPERTS:
+        yield f"preset {preset!r} is for mixtures of experts, which no model here is"
+    if weight != "none" and objective in UNWEIGHTED:
+        yield (
+            f"objective {objective!r} has no importance weights beside its own form, and the weight "
+            f"{weight!r} would add them: set correction.weight to 'none'"
+        )
+    if c.kl is not None and c.kl_placement == "loss" and c.kl[0] == "k1":
+        yield (
+            "correction.kl is 'k1' in the loss, where its gradient is 0 in expectation: set "
+            "correction.kl to k2 or 'k1+', or correction.kl_placement to 'reward'"
         )
     if objective in WHOLE_GROUPS and not is_whole:
         yield (

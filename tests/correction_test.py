@@ -8,12 +8,13 @@ import itertools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis import correction
 from jaxrl_tis.batch import update_fields
-from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators import methods, ratios
 from jaxrl_tis.validate import validate
 from tests import tiny
 from tests.estimators import samples
@@ -168,6 +169,50 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected, rel=1e-5)
     name = "rollout_corr/rollout_rs_token_k1_fraction_high"
     assert metrics[name] == pytest.approx((z < -np.log(1.3)).sum() / mask.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation, expected", [
+    ("token-mean", 0.9 / 4), ("token-sum", 0.9), ("seq-mean-token-sum", 0.9 / 2),
+    ("seq-mean-token-sum-norm", 0.9 / 2 / 3), ("seq-mean-token-mean", 0.9 / 3 / 2),
+])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("counts_rejected", [False, True])
+def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
+    aggregation, expected, is_packed, counts_rejected
+):
+    """-A log pi is 0.3, 0.6 and 0.9 | 0.5 at log pi = -1; the third token and the other sequence,
+    e from the sampler, are rejected."""
+    adv = np.array([[0.3, 0.6, 0.9], [0.5, 9.0, 9.0]], np.float32)
+    mask = np.array([[1, 1, 1], [1, 0, 0]], bool)
+    far = np.array([[0, 0, 1], [1, 0, 0]], np.float32)
+    logp = np.full((2, 3), -1, np.float32)
+    data = {"adv": adv, "mask": mask, "logp_behav": logp - far, "logp_learner": logp}
+    if is_packed:
+        packed = lambda x: np.concatenate([x[0], x[1, :1]])[None]
+        data, logp = {name: packed(x) for name, x in data.items()}, packed(logp)
+        data["seg"] = ratios.Segments(jnp.array([[1, 1, 1, 2]]), 2)
+    data |= {"logp_old": data["logp_behav"], "logp_prox": data["logp_behav"]}
+    c = correction.parse(fields(
+        mode="bypass", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
+        aggregation=aggregation, scale=3.0, counts_rejected=counts_rejected,
+    ))
+    value, metrics = correction.policy_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert metrics["actor/rejected_fraction"] == pytest.approx(0.5)
+
+
+def test_masks_of_the_policy_are_left_to_the_update():
+    c = correction.parse(fields(masks="token_k1(upper=1.3) & opsm(opsm_delta=-9.0)"))
+    assert c.masks_at_update == (("opsm", {"opsm_delta": -9.0}),)
+    assert c.not_in_update == ("logits", "logits_behav")
+    out, metrics = prepared(masks="token_k1(upper=1.3) & opsm(opsm_delta=-9.0)")
+    alone, expected = prepared(masks="token_k1(upper=1.3)")
+    np.testing.assert_array_equal(out["mask"], alone["mask"])
+    name = "rollout_corr/rollout_rs_masked_fraction"
+    assert metrics[name] == expected[name] > 0
+    kept = correction.parse(fields(masks="trm(trm_delta=1.0)"))
+    assert kept.not_in_update == ("logits",)
+    assert correction.parse(fields(masks="veto")).masks_at_update == ()
 
 
 def test_kl_in_the_reward():

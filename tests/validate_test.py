@@ -7,7 +7,7 @@ import pytest
 
 from configs import default
 from jaxrl_tis.models import invariant
-from jaxrl_tis.validate import validate
+from jaxrl_tis.validate import doubts, validate
 from tests import tiny
 
 
@@ -76,7 +76,21 @@ def test_measures_are_positive(name):
     (dict(correction__weight="token_mis(upper=0.9)"), ["[0.5, 0.9]"]),
     (dict(correction__masks="seq_mean_k1(upper=0.9)"), ["0.9]", "'seq_mean_k1'"]),
     (dict(correction__objective="dual_clip(dual_clip=1.0)"), ["dual_clip is 1.0"]),
-    (dict(correction__objective="decoupled"), ["'decoupled'", "'token_tis'", "twice", "'none'"]),
+    (dict(correction__objective="acr"), ["'acr'", "'token_tis'", "twice", "'none'"]),
+    (dict(correction__preset="async"), ["preset 'async'", "several versions"]),
+    (dict(correction__preset="async_moe", correction__objective="ppo"), ["mixtures of experts"]),
+    (dict(correction__preset="moe"), ["preset 'moe'", "mixtures of experts"]),
+    (dict(correction__objective="a3po", correction__weight="none"),
+     ["objective 'a3po'", "several versions"]),
+    (dict(correction__objective="decoupled", correction__weight="none"),
+     ["objective 'decoupled'", "several versions"]),
+    (dict(correction__masks="veto & staleness(staleness_max=2)"),
+     ["mask 'staleness'", "several versions"]),
+    (dict(correction__objective="topr"), ["'topr'", "'token_tis'", "correction.weight to 'none'"]),
+    (dict(correction__objective="oapl(oapl_beta=0.1)", correction__weight="seq_tis"),
+     ["'oapl'", "'seq_tis'", "correction.weight to 'none'"]),
+    (dict(correction__kl="k1", correction__kl_coeff=0.1),
+     ["'k1' in the loss", "gradient is 0", "k2", "'reward'"]),
     (dict(correction__controllers="ess_scale & ess_scale"), ["names one twice"]),
     (dict(correction__controllers="adaptive_kl"), ["'adaptive_kl'", "correction.kl_coeff above 0"]),
     (dict(correction__controllers="r2vpo_dual(r2vpo_bound=0.1, r2vpo_step=1.0)"),
@@ -135,9 +149,27 @@ def test_each_contradiction(changes, words):
     dict(correction__masks="seq_sum_k2(upper=0.5) & token_k3(upper=0.01)"),  # bounds on a distance
     dict(task__tokenizer="", model__path="some/folder"),
     dict(mesh__train=(1, -1, 1)),
+    dict(correction__objective="topr", correction__weight="none"),
+    dict(correction__kl="k1", correction__kl_coeff=0.1, correction__kl_placement="reward"),
+    dict(correction__kl="k1", correction__kl_coeff=0.0),
 ])
 def test_what_is_no_contradiction(changes):
     validate(tiny.config(**changes))
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(correction__kl="k3", correction__kl_placement="reward"), ["'k3'", "in the reward", "k1"]),
+    (dict(correction__kl="k3", train__epochs=3), ["'k3'", "3 epochs", "clipped_is_k2"]),
+    (dict(correction__kl="k3", train__epochs=1), []),
+    (dict(correction__kl="is_k3", train__epochs=3), []),
+    (dict(correction__kl="k1", correction__kl_placement="reward"), []),
+    (dict(correction__kl="k3", correction__kl_placement="reward", correction__kl_coeff=0.0), []),
+])
+def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
+    found = doubts(tiny.config(**{"correction__kl_coeff": 0.1} | changes))
+    assert len(found) == bool(words) and not any("\n" in line for line in found)
+    for word in words:
+        assert word in found[0]
 
 
 @pytest.mark.parametrize("changes, word", [

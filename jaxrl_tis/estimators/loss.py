@@ -5,7 +5,8 @@ two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
 logp - logp_old is the staleness; masks and weight judge the sampler's gap logp_old - logp_behav,
-once for the rollout batch.
+once for the rollout batch. Masks in `masks.AT_UPDATE` hold the policy that is trained: they judge
+logp - logp_behav, at every update.
 
 Bypass: the caller sets logp_old = logp_behav, so the objective's ratio counts the whole drift,
 once. Masks and weight judge the drift so far, logp - logp_behav, at every update.
@@ -81,18 +82,32 @@ def accepted(
     return rejection.all_of(masks, log_ratio, batch["mask"], seg, **fields)
 
 
+def split(
+    masks: tuple[Method, ...], mode: str
+) -> tuple[tuple[Method, ...], tuple[Method, ...]]:
+    """(masks that are judged once for a rollout batch, masks that are judged at every update)."""
+    is_live = lambda m: mode == "bypass" or m[0] in rejection.AT_UPDATE
+    return tuple(m for m in masks if not is_live(m)), tuple(m for m in masks if is_live(m))
+
+
 def _corrected(batch, weight, masks, mode, is_batch_normalized):
-    """(weights, kept tokens) [B,T]: those of the batch if it brings them, else judged here."""
-    mask = ratios.as_bool(batch["mask"])
-    if "weights" in batch:
-        return batch["weights"], mask
-    if not masks and weight[0] == "none":
-        return mask, mask
-    learner = batch["logp"] if mode == "bypass" else batch["logp_old"]
-    behav = _field(batch, "logp_behav", weight[0])
-    log_ratio_bt = ratios.safe_log_ratio(learner, behav, batch["mask"])
-    w_bt, _ = importance_weights(log_ratio_bt, batch, weight, is_batch_normalized)
-    return w_bt, accepted(log_ratio_bt, batch, masks)
+    """(weights, kept tokens) [B,T], judged here; but where the batch brings its weights they and
+    the masks that are judged once were before."""
+    mask, (once, live) = ratios.as_bool(batch["mask"]), split(masks, mode)
+    has_weights = "weights" in batch
+    if not live and (has_weights or not masks and weight[0] == "none"):
+        return batch["weights"] if has_weights else mask, mask
+    behav = _field(batch, "logp_behav", live[0][0] if live else weight[0])
+
+    def log_ratio(learner):
+        return ratios.safe_log_ratio(learner, behav, batch["mask"])
+
+    keep_bt = accepted(log_ratio(batch["logp"]), batch, live)
+    if has_weights:
+        return batch["weights"], keep_bt
+    gap_bt = log_ratio(batch["logp"] if mode == "bypass" else batch["logp_old"])
+    w_bt, _ = importance_weights(gap_bt, batch, weight, is_batch_normalized)
+    return w_bt, keep_bt & accepted(gap_bt, batch, once)
 
 
 def policy_loss(
@@ -121,8 +136,8 @@ def policy_loss(
         gradient flows through it (and through entropy).
       batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
         with masks or a weight, unless `weights` holds weights that were computed once for the whole
-        rollout batch, whose mask then holds the kept tokens; `logp_ref` with kl; and what the
-        methods need, see `methods.needs`.
+        rollout batch, whose mask then holds the kept tokens, and no mask is of `masks.AT_UPDATE`;
+        `logp_ref` with kl; and what the methods need, see `methods.needs`.
       objective: name in `objectives.OBJECTIVES` and its parameters.
       weight: name in `weights.WEIGHTS` and its parameters; multiplies the objective, detached.
       masks: names in `masks.MASKS` and their parameters; a token counts if all of them keep it.
@@ -130,7 +145,9 @@ def policy_loss(
       aggregation: one of `reduce.MODES`, used for all terms.
       is_batch_normalized: divide the weights by their mean over the batch at hand.
       counts_rejected: rejected tokens have weight 0 but stay in the denominators; otherwise they
-        leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not given.
+        leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not given, as
+        they do within their sequence in "seq-mean-token-mean". What is rejected beside `weights` of
+        the batch always stays.
       kl: name in `kl.KL` and its parameters, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
@@ -139,14 +156,16 @@ def policy_loss(
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
     micro-batches add up to those of the full batch; the other metrics are means over the tokens at
-    hand. KeyError when the batch lacks a field, by name.
+    hand; with masks that are judged here, actor/rejected_fraction is what they reject. KeyError when
+    the batch lacks a field, by name.
     """
     name, parameters = objective
     logp_old, adv, mask = (_field(batch, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
     w_bt, keep_bt = _corrected(batch, weight, masks, mode, is_batch_normalized)
-    if counts_rejected:
+    rejected = ratios.masked_mean(~keep_bt, mask)
+    if counts_rejected or "weights" in batch:
         w_bt = jnp.where(keep_bt, w_bt, 0.0)
     else:
         mask = keep_bt
@@ -164,6 +183,8 @@ def policy_loss(
         loss_bt = batch["weights"] * loss_bt
     loss = aggregate(loss_bt)
     metrics = metrics | {"actor/pg_loss": loss}
+    if split(masks, mode)[1]:
+        metrics |= {"actor/rejected_fraction": rejected}
     if kl is not None:
         kl_loss = aggregate(kl_term(logp, batch | {"mask": mask}, kl))
         loss = loss + kl_coeff * kl_loss

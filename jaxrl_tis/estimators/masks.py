@@ -357,8 +357,8 @@ def opsm(
 ) -> chex.Array:
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556 eqs 8-9).
 
-    A run judges at every update in bypass mode, and so counts staleness; in decoupled mode once, at
-    the weights that sampled. The paper keeps dropped tokens in the denominator.
+    A run judges it at every update, so that staleness counts too. The paper keeps dropped tokens in
+    the denominator.
 
     Unit: sequence (gap), token (sign of A). Trust region: mean_t log(mu / pi) <= opsm_delta where A
     < 0. Use: beside a clipped loss, against bad responses unlike the learner's; good ones always
@@ -456,6 +456,10 @@ MASKS = {
     "clip_cov": selection.clip_cov,
     "top_entropy": selection.top_entropy,
 }
+
+# Their statistic holds the policy that is trained, so they are judged at every update, with
+# log_ratio = logp - logp_behav. The others judge the sampler's gap, once for a rollout batch.
+AT_UPDATE = frozenset(("trm", "trm_k3", "opsm", "m2po", "clip_cov"))
 
 NEEDS = {
     "trm": ("logits_behav", "logits"),

@@ -89,6 +89,61 @@ def test_bypass_counts_the_whole_drift_once():
     np.testing.assert_allclose(decoupled, expected, rtol=1e-5)
 
 
+def test_bypass_judges_the_learner_as_it_is_now():
+    # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7, so the ratios are 1.649, 0.819, 1.105 | 1.221,
+    # 2.014. The mask drops what is above 1.55, where logp_old - logp_behav (0.4, -0.1, 0 | 0, 0.6)
+    # would leave the first; the cap of 1.2 holds the third and the fourth. -A log pi is then
+    # 0.819 * 1.1 + 1.2 * 0.4 - 1.2 * 0.5 * 0.8 = 0.9006.
+    parts = {
+        "weight": ("token_tis", {"cap": 1.2}), "masks": (("token_ratio", {"upper": 1.55}),),
+        "objective": ("reinforce", {}), "mode": "bypass",
+    }
+    value, metrics = losses.policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
+    np.testing.assert_allclose(value, np.exp(-0.2) * 1.1 + 1.2 * (0.4 - 0.4), rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
+    # Three tokens are left of five.
+    kept, _ = losses.policy_loss(LOGP, BATCH, aggregation="token-mean", **parts)
+    stays, _ = losses.policy_loss(
+        LOGP, BATCH, aggregation="token-mean", counts_rejected=True, **parts
+    )
+    np.testing.assert_allclose((kept, stays), (value / 3, value / 5), rtol=1e-5)
+
+
+OPSM = (("opsm", {"opsm_delta": 0.05}),)
+
+
+@pytest.mark.parametrize("brings_weights", [False, True])
+def test_decoupled_judges_a_mask_of_the_policy_at_every_update(brings_weights):
+    """The second sequence has A < 0. mean log(mu / pi) is -0.3 at the old policy, 0.1 at the moved
+    one, above 0.05; its tokens then have weight 0 and stay among the five."""
+    moved = LOGP.at[1].set(BATCH["logp_behav"][1] - 0.1)
+    fields = BATCH | ({"weights": jnp.full((2, 3), 2.0)} if brings_weights else {})
+    parts = {
+        "objective": ("reinforce", {}), "masks": OPSM, "aggregation": "token-mean",
+        "counts_rejected": not brings_weights,
+    }
+    at_old, metrics = losses.policy_loss(BATCH["logp_old"], fields, **parts)
+    weight = 2.0 if brings_weights else 1.0
+    # -A log pi: 1 + 1 + 0.5 - 0.5 (1 + 2)
+    np.testing.assert_allclose(at_old, weight * (2.5 - 1.5) / 5, rtol=1e-5)
+    assert metrics["actor/rejected_fraction"] == 0.0
+    value, metrics = losses.policy_loss(moved, fields, **parts)
+    np.testing.assert_allclose(value, weight * (0.9 + 1.1 + 0.4) / 5, rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
+
+
+def test_a_mask_of_the_gap_is_judged_with_the_weights():
+    """With the weights of a batch it was judged before, and nothing is rejected any more."""
+    masks = (("token_ratio", {"upper": 1.55}),)
+    parts = {"objective": ("reinforce", {}), "masks": masks, "aggregation": "token-sum"}
+    judged, metrics = losses.policy_loss(LOGP, BATCH, **parts)
+    # logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: the last token goes.
+    np.testing.assert_allclose(judged, 0.9 + 1.1 + 0.4 - 0.5 * 0.8, rtol=1e-5)
+    assert "actor/rejected_fraction" not in metrics
+    given, _ = losses.policy_loss(LOGP, BATCH | {"weights": jnp.ones((2, 3))}, **parts)
+    np.testing.assert_allclose(given, 0.9 + 1.1 + 0.4 - 0.5 * (0.8 + 1.9), rtol=1e-5)
+
+
 def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
     """A sampler gap of e^1 leaves the gradient alone; the learner's own move of e^1 stops it."""
     x = jnp.array([[-1.0]])
