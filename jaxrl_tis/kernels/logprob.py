@@ -83,7 +83,7 @@ class Cut:
         width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
         return jnp.pad(x, width, constant_values=value)
 
-    def fill_head(self, head: Head, numerics: str) -> Head:
+    def fill_head(self, head: Head, numerics: str = "fast") -> Head:
         """With as many columns on each device; the last ones, of zeros, are no tokens."""
         count = self.count(self.vocab) if self.vocab else 1
         unit = invariant.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
