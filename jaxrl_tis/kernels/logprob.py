@@ -186,7 +186,8 @@ def token_logprob(
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout)
-    inputs = cut.fill_head(head, numerics), cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    rows = cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    inputs = cut.fill_head(head, numerics), *rows
     run = lambda body: functools.partial(
         scores, Plan(body, cut, head.vocab_size, chunk, with_entropy, with_collision)
     )
