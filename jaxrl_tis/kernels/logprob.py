@@ -83,7 +83,7 @@ class Cut:
         width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
         return jnp.pad(x, width, constant_values=value)
 
-    def fill_head(self, head: Head, numerics: str) -> Head:
+    def fill_head(self, head: Head, numerics: str = "fast") -> Head:
         """With as many columns on each device; the last ones, of zeros, are no tokens."""
         count = self.count(self.vocab) if self.vocab else 1
         unit = invariant.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
@@ -186,7 +186,8 @@ def token_logprob(
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout)
-    inputs = cut.fill_head(head, numerics), cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    rows = cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    inputs = cut.fill_head(head, numerics), *rows
     run = lambda body: functools.partial(
         scores, Plan(body, cut, head.vocab_size, chunk, with_entropy, with_collision)
     )

@@ -112,11 +112,9 @@ def sampled_alike(v, shape=None):
     return draw(values, rows, keys(64, ids, ids), ids.astype(np.int32), penalties=penalties)
 
 
-# 300 and 24 tokens are fewer than a unit, so that some parts are empty; 1,028 are a few more than
-# one; 8 do not divide 300, which each part has whole.
+# 300 tokens are fewer than a unit, so that some parts are empty; 1,028 are a few more than one.
 @pytest.mark.parametrize("v, shape", [
-    (1024, (1, 1, 2)), (1024, (1, 1, 8)), (300, (1, 1, 2)), (300, (1, 1, 4)), (300, (1, 1, 8)),
-    (24, (1, 1, 8)), (1028, (2, 1, 4)),
+    (1024, (1, 1, 8)), (300, (1, 1, 4)), (1028, (2, 1, 4)),
 ])
 def test_in_invariant_numerics_every_mesh_records_the_same_bits(v, shape):
     for field, value in vars(sampled_alike(v)).items():
