@@ -128,6 +128,9 @@ def test_measures_are_positive(name):
     (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
           engine__page_size=invariant.PAGE),
      ["'invariant'", "engine.noise_start = 0.1", "norms", "set it to 0"]),
+    (dict(model__numerics="invariant", engine__page_size=invariant.PAGE),
+     ["engine.quantization is 'w8a8' and model.quantization is 'none'", "both alike"]),
+    (dict(engine__max_draft=5), ["engine.max_draft is 5", "0, 1, 3, 7"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):

@@ -28,6 +28,14 @@ def test_bfloat16_hidden_states_with_a_float32_head():
     case.check(case.run(scored(9), compiler_options=QUICK), tolerance=5e-3)
 
 
+@pytest.mark.parametrize("highest, logit", [(True, 1 + 2.0**-9), (False, 1.0)])
+def test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16(highest, logit):
+    head = Head(jnp.array([[0.0], [1 + 2.0**-9]]), vocab_axis=0, highest=highest)
+    x, targets = jnp.ones((1, 1, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.int32)
+    found = token_logprob(head, x, targets, jnp.ones((1, 1)), 8).logp
+    np.testing.assert_allclose(found, [[-np.log1p(np.exp(-logit))]], rtol=1e-6)
+
+
 def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32():
     # 2,000 tokens each add -1/2 * 2^-9 to one entry; a bfloat16 sum would stop at 2^-9 * 2^8 = 1/2.
     n = 2000

@@ -39,7 +39,7 @@ MUTANTS = [
         "kernels/segment_pallas.py",
         ("a run is open over the start before it",
          "jnp.where(is_inside, is_open * shifted(is_open), is_open)", "is_open",
-         "test_scans_of_any_runs_and_their_gradients"),
+         "test_scans_of_minima"),
         ("decays do not multiply up",
          "jnp.where(joins, decay * shifted(decay), decay)", "decay", "test_scans_with_a_decay"),
         ("the last segment of a chunk is left out",
@@ -52,7 +52,7 @@ MUTANTS = [
          "test_expm1_near_zero_and_far"),
         ("the sum of a run is lost between tiles",
          "jnp.where(is_open > 0, JOIN[op](y, scaled(state[:, :1])), y)", "y",
-         "test_scans_of_any_runs_and_their_gradients"),
+         "test_scans_of_minima"),
     ),
     *of(
         "kernels/logprob.py",
@@ -75,10 +75,10 @@ MUTANTS = [
     *of(
         "kernels/logprob_chunked.py",
         ("the gradient of the entropy lacks the entropy",
-         "(logp + f.entropy[..., None])", "logp", "kernels/logprob_test.py::test_by_hand"),
+         "(logp + f.entropy[..., None])", "logp", "kernels/logprob_test.py::test_values_and_gradients_equal_float64"),
         ("the gradient ignores the temperature",
          "jnp.where(is_live, gradient * inverse, 0.0)", "jnp.where(is_live, gradient, 0.0)",
-         "kernels/logprob_test.py::test_by_hand"),
+         "kernels/logprob_test.py::test_values_and_gradients_equal_float64"),
         ("a set that was too wide keeps what was recorded",
          "jnp.broadcast_to(kept.overflow_bn[..., None], logits.shape)",
          "jnp.broadcast_to(kept.overflow_bn[..., None] & False, logits.shape)",
@@ -88,7 +88,8 @@ MUTANTS = [
          "kernels/logprob_test.py::test_a_kept_set_by_hand"),
         ("the head is multiplied in the precision of the rest",
          "jnp.float32 if self.highest else x.dtype", "x.dtype",
-         "kernels/logprob_test.py::test_bfloat16_hidden_states_with_a_float32_head"),
+         "kernels/logprob_test.py::"
+         "test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16"),
         tests="kernels/logprob_test.py",
     ),
     *of(

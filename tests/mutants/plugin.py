@@ -8,6 +8,7 @@ cache, which the suite itself does without.
 import os
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 
@@ -21,6 +22,10 @@ def pytest_sessionstart(session):  # after tests/conftest.py was imported
     root = pathlib.Path.cwd()
     if not pathlib.Path(jaxrl_tis.__file__).is_relative_to(root):
         pytest.exit(f"{jaxrl_tis.__file__} is imported, not {root}", WRONG_SOURCES)
+    # The first example that fails is enough, the smallest takes minutes.
+    phases = set(hypothesis.Phase) - {hypothesis.Phase.shrink, hypothesis.Phase.explain}
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

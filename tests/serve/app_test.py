@@ -84,6 +84,10 @@ def test_a_completion():
     assert (body["object"], body["model"], body["seed"]) == ("text_completion", "m", SEED)
 
 
+def test_a_body_may_be_as_large_as_the_limit():
+    assert ask(json.dumps({"prompt": "abc", "max_tokens": 1}).ljust(500).encode()).status == 200
+
+
 def test_token_ids_and_an_end_token():
     ends = next(s for s in range(999) if expected([5, 6], seed=s)[1] == "stop")
     reply = ask({"prompt": [5, 6], "seed": ends}).json
@@ -135,6 +139,8 @@ def test_of_likeliest_tokens_with_the_same_text_the_likeliest_is_kept():
     reply = run(application(Top(), logprobs=3), lambda app: call(app, TEXT, body))
     (top,) = reply.json["choices"][0]["logprobs"]["top_logprobs"]
     assert list(top.items()) == [("", -0.5), ("a", -1.0)]
+    fewer = run(application(Top(), logprobs=3), lambda app: call(app, TEXT, body | {"logprobs": 1}))
+    assert fewer.json["choices"][0]["logprobs"]["top_logprobs"] == [{"": -0.5}]
 
 
 def joined(events, field):

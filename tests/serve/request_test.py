@@ -27,6 +27,10 @@ def test_what_is_absent_or_null_has_its_default():
         assert not c.is_streamed and c.logprobs is None
 
 
+def test_a_prompt_may_be_as_long_as_the_limit():
+    assert len(of({"prompt": "abcdefg"}).prompt) == LIMITS.prompt_tokens
+
+
 def test_every_field_arrives():
     c = of({
         "model": "m", "user": "u", "prompt": [3, 0, 22], "stream": True, "n": 2, "seed": 7,

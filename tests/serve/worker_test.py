@@ -58,6 +58,31 @@ def test_all_requests_are_added_or_none(worker):
     }
 
 
+def test_of_a_refused_request_no_sample_draws_a_token():
+    scheduler = Scheduler(Engine(), 0, max_pending=3)
+    worker = Worker(scheduler)
+    refused = worker.submit([request(f"r{i}", max_tokens=3) for i in range(4)], Ear(), False)
+    worker.start()
+    with pytest.raises(Full):
+        refused.result(5)
+    worker.stop()  # after a step of what was left
+    assert scheduler.stats.tokens == 0
+
+
+def test_an_engine_that_failed_is_not_asked_again():
+    class Broken(Engine):
+        def generate(self, *args):
+            raise MemoryError("no pages")
+
+    worker, ear = Worker(Scheduler(Broken(), 0)), Ear()
+    worker.start()
+    worker.submit([request("a")], ear, False).result(5)
+    assert "no pages" in str(ear.wait()["a"][0])
+    with pytest.raises(RuntimeError, match="the engine has failed.*no pages"):
+        worker.submit([request("b")], ear, False).result(5)
+    worker.stop()
+
+
 def test_abort_ends_what_is_there_and_nothing_else(worker):
     ear = Ear()
     worker.abort(["unknown"])
