@@ -41,6 +41,8 @@ def make_batch(rows: int, length: int) -> dict[str, jax.Array]:
     gap = 0.05 * rng.standard_normal(seg.shape, np.float32)
     batch = {
         "logp": old + 0.05 * rng.standard_normal(seg.shape, np.float32),
+        "logp_prox": old,
+        "logp_learner": old,
         "logp_old": old,
         "logp_behav": old - gap,
         "mask": seg > 0,

@@ -45,6 +45,9 @@ config spells out wins:
 --config.correction.kl=k2 --config.correction.kl_coeff=0.001
 ```
 
+Where a survey describes another form of a method than its authors' code, both are there:
+`form=survey`, as in `kl_cov(form=survey)`, chooses the survey's; the docstring has the formulas.
+
 To add a method: one function in `jaxrl_tis/estimators/`, with the labels of its neighbours'
 docstrings; one line in the dict at the end of the file, and in `NEEDS` if it takes more from the
 batch; one test in `tests/estimators/`, where `coverage_test.py` lists what there is, `samples.py`

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis.estimators import advantages, attribution, batch_metrics, diagnostics, divergences
-from jaxrl_tis.estimators import loss, methods, presets, ratios
+from jaxrl_tis.estimators import factor_weights, loss, methods, presets, ratios
 from jaxrl_tis.estimators import kl as kl_estimators
 from jaxrl_tis.estimators.methods import Method
 
@@ -18,8 +18,8 @@ Metrics = dict[str, jax.Array]
 
 # What the learner records of every token, besides the arguments that all methods share.
 RECORDED = frozenset(
-    ("logp", "logp_old", "logp_prox", "logp_behav", "weights", "adv", "entropy", "turn", "version",
-     "current_version", "group", "key")
+    ("logp", "logp_old", "logp_prox", "logp_learner", "logp_behav", "weights", "adv", "entropy",
+     "turn", "version", "current_version", "group", "key")
 )
 # What it records where a method asks for it: the critic's values, the reference's log-probs, the
 # parts of each reward, the reward of a greedy answer to each prompt, sum(pi^2) over the vocabulary,
@@ -230,7 +230,11 @@ def policy_loss(
     now, learner, prox = controlled(c, batch), batch["logp_old"], batch["logp_prox"]
     if c.mode == "bypass":
         learner = prox = batch["logp_learner"]
-    drift = attribution.factor_metrics(logp, prox, learner, batch["logp_behav"], batch["mask"])
+    chain = logp, prox, learner, batch["logp_behav"], batch["mask"]
+    drift = attribution.factor_metrics(*chain)
+    if c.mode == "bypass" and c.weight[0] in factor_weights.WEIGHTS:
+        batch = batch | {"logp_prox": prox}  # of the weight alone: beside it no objective takes one
+        drift |= _capped_fractions(c, *chain, batch["seg"] if "seg" in batch else None)
     value, metrics = loss.policy_loss(
         logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
         mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
@@ -287,7 +291,7 @@ def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch)
     parameters = c.weight[1]
     upper = parameters.get("cap", parameters.get("upper", 2.0))
     snis, ess = diagnostics.snis_reward(batch["rewards"], log_ratio, mask)
-    return (
+    return _capped_fractions(c, learner, learner, learner, behav, mask) | (
         diagnostics.offpolicy_metrics(learner, behav, mask)
         | diagnostics.probability_metrics(learner, behav, mask)
         | diagnostics.importance_weight_metrics(
@@ -298,6 +302,14 @@ def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch)
         | divergences.response_metrics(learner, behav, mask)
         | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
     )
+
+
+def _capped_fractions(c: Correction, *chain: jax.Array) -> Metrics:
+    """How often each cap of a weight with a cap per factor acts; {} for any other weight."""
+    name, caps = c.weight
+    if name not in factor_weights.WEIGHTS:
+        return {}
+    return attribution.capped_fractions(*chain, level=loss.weight_level(name), **caps)
 
 
 def rejection_metrics(

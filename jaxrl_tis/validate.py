@@ -292,7 +292,10 @@ def _methods(c: correction.Correction, config):
             "correction.kl is 'k1' in the loss, where its gradient is 0 in expectation: set "
             "correction.kl to k2 or 'k1+', or correction.kl_placement to 'reward'"
         )
-    if objective in WHOLE_GROUPS and not is_whole:
+    is_grouped = objective in WHOLE_GROUPS or (objective, c.objective[1].get("form")) == (
+        "r2vpo", "survey"
+    )
+    if is_grouped and not is_whole:
         yield (
             f"objective {objective!r} needs all samples of a prompt at once: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
@@ -365,9 +368,10 @@ def _controllers(c):
 
 def _bounds(name, parameters):
     """Bounds that reject or truncate even where the two policies agree."""
-    cap, low, high = (parameters.get(key) for key in ("cap", "lower", "upper"))
-    if cap is not None and cap < 1:
-        yield f"cap is {cap} in {name!r}; a cap below 1 truncates even where the policies agree"
+    for key, cap in parameters.items():
+        if (key == "cap" or key.startswith("cap_")) and cap < 1:
+            yield f"{key} is {cap} in {name!r}; a cap below 1 truncates even where policies agree"
+    low, high = (parameters.get(key) for key in ("lower", "upper"))
     if not name.endswith(("_k2", "_k3")) and high is not None:
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:

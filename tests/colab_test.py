@@ -52,7 +52,7 @@ def check_weights(figure):
     expected = {  # all 8 tokens at a log-ratio of 1; turns of 4
         "none": 1.0, "token_vanilla": E, "token_tis": 2.0, "token_mis": 0.0, "token_icepop": E,
         "seq_vanilla": E**8, "geo_icepop": E, "turn_geo": 2.0, "prefix_minpro": E * E,
-        "prefix_ctpo": math.exp(0.05 * math.sqrt(8)),
+        "prefix_ctpo": math.exp(0.05 * math.sqrt(8)), "capped_ratio": 2.0, "seq_capped_ratio": 2.0,
     }
     for name, value in expected.items():
         np.testing.assert_allclose(at(lines[name], 1.0), value, rtol=1e-3, err_msg=name)
@@ -76,7 +76,8 @@ def check_masks(figure):
 def check_objectives(figure):
     drawn = panels(figure)
     assert list(drawn) == list(objectives.OBJECTIVES)
-    other = {"espo": 8 / 12, "fusion_shaped": 0.1 / 1.1**2}  # n / (K size); gamma / (1 + gamma)^2
+    # n / (K size); gamma / (1 + gamma)^2; the loss of the response on each of its n tokens.
+    other = {"espo": 8 / 12, "fusion_shaped": 0.1 / 1.1**2, "seq_ppo": 8.0}
     for name, (good, bad) in drawn.items():
         start = other[name] if name in other else 1.0
         np.testing.assert_allclose([at(good, 0), at(bad, 0)], [start, -start], rtol=1e-5,

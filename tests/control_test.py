@@ -94,5 +94,5 @@ def test_settings_replace_those_of_the_config():
     }
     now = correction.controlled(c, data)
     assert now.kl_coeff == np.float32(0.7)
-    assert now.objective == ("r2vpo", {"r2vpo_lambda": np.float32(0.9)})
+    assert now.objective[1] == c.objective[1] | {"r2vpo_lambda": np.float32(0.9)}
     assert correction.controlled(c, {}) == c

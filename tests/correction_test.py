@@ -81,8 +81,10 @@ def test_group_advantages(advantage):
     np.testing.assert_allclose(out["adv"], expected[:, None] * data["mask"], atol=1e-5)
 
 
-@pytest.mark.parametrize("weight, band", [("seq_tis(cap=1.2)", None), ("token_mis", (0.5, 2.0)),
-                                          ("seq_icepop", (0.5, 5.0)), ("none", None)])
+@pytest.mark.parametrize("weight, band", [
+    ("seq_tis(cap=1.2)", None), ("token_mis(lower=0.5)", (0.5, 2.0)), ("token_mis", (0.0, 2.0)),
+    ("seq_icepop", (0.5, 5.0)), ("none", None),
+])
 def test_other_weights(weight, band):
     out, _ = prepared(weight=weight)
     mask, z = rollout()["mask"], log_ratio()
@@ -94,6 +96,33 @@ def test_other_weights(weight, band):
     else:
         expected = np.where((raw >= band[0]) & (raw <= band[1]), raw, 0)
     np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-4, atol=1e-7)
+
+
+def test_a_cap_per_factor_is_judged_once_or_at_every_update():
+    caps = "cap_engine=1.2, cap_trust_region=1.1"
+    data, z = rollout(), log_ratio()
+    out, metrics = prepared(weight=f"capped_ratio({caps})")  # nothing has moved: the engine's alone
+    engine = np.minimum(np.exp(z), 1.2)
+    np.testing.assert_allclose(out["weights"], engine * data["mask"], rtol=1e-5)
+    share = (np.exp(z) > 1.2)[data["mask"]].mean()
+    assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
+    assert metrics["mismatch/trust_region/fraction_capped"] == 0.0
+    changes = dict(mode="bypass", objective="reinforce", weight=f"capped_ratio({caps})")
+    c = correction.parse(fields(**changes))
+    rows = data | prepared(**changes)[0] | {"draw": np.zeros(B, np.uint32)}
+    logp = np.where(np.arange(T) % 2, 0.2, -0.3) + data["logp_learner"]  # moves of the update
+
+    def value(logp):
+        return correction.policy_loss(c, logp, None, rows, 1.0, 1.0)
+
+    gradient, metrics = jax.grad(value, has_aux=True)(logp.astype(np.float32))
+    drift = np.minimum(np.exp(np.where(np.arange(T) % 2, 0.2, -0.3)), 1.1)
+    expected = -engine * drift * rows["adv"] * data["mask"]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
+    is_odd = np.broadcast_to(np.arange(T) % 2, z.shape)[data["mask"]]
+    assert metrics["mismatch/trust_region/fraction_capped"] == pytest.approx(is_odd.mean())
+    assert "mismatch/product/fraction_capped" not in prepared()[1]
 
 
 def test_batch_normalised_weights_have_mean_one():

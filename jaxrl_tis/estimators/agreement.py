@@ -16,7 +16,8 @@ def route_metrics(
 ) -> dict[str, chex.Array]:
     """How often the routers of a mixture-of-experts model choose other experts in the learner.
 
-    The order of the chosen experts does not count.
+    The order of the chosen experts does not count. For runs of such models, once rollouts record
+    their routes.
 
     Args:
       routes_old: [B, T, L, k] int, the k different experts of each of L routers, learner.

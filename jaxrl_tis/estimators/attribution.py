@@ -4,11 +4,7 @@ Every function is pure, works under jit and carries no gradient. Metrics are sca
 mismatch/<metric>. An empty mask, bucket or row gives 0 and never NaN; log-ratios are clamped to
 +-20 before exp, a sequence's after summing.
 
-The full ratio of the trained policy to the sampler has three factors:
-
-  engine        logp_old  - logp_behav   same weights, other program, precision or sampling filter
-  staleness     logp_prox - logp_old     weights moved between sampling and this training step
-  trust_region  logp      - logp_prox    weights moved within this step, what PPO clips
+The full ratio of the trained policy to the sampler has three factors, see `factor_weights`.
 """
 
 from collections.abc import Sequence
@@ -19,34 +15,11 @@ import jax.numpy as jnp
 
 from jaxrl_tis.estimators import diagnostics
 from jaxrl_tis.estimators import divergences
+from jaxrl_tis.estimators import factor_weights
 from jaxrl_tis.estimators import ratios
 
-FACTORS = ("engine", "staleness", "trust_region")
-
-
-def split_ratio(
-    logp: chex.Array,
-    logp_prox: chex.Array,
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-) -> dict[str, chex.Array]:
-    """The log of each factor of pi / mu, [B, T] each, 0 at padding; their sum is logp - logp_behav.
-
-    Args:
-      logp: [B, T] the policy that is trained, nats.
-      logp_prox: [B, T] the centre of the trust region; pass logp_old where nothing was stale.
-      logp_old: [B, T] the learner at the weights that sampled.
-      logp_behav: [B, T] the sampler.
-      mask: [B, T] valid tokens.
-
-    Returns {"engine", "staleness", "trust_region"} in nats.
-    """
-    chain = (logp_behav, logp_old, logp_prox, logp)
-    return {
-        factor: jax.lax.stop_gradient(ratios.safe_log_ratio(chain[i + 1], chain[i], mask))
-        for i, factor in enumerate(FACTORS)
-    }
+FACTORS = factor_weights.FACTORS
+split_ratio = factor_weights.split_ratio
 
 
 def factor_metrics(
@@ -97,9 +70,8 @@ def capped_ratio(
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """min(prod_f min(rho_f, cap_f), cap) over the three factors, and what each of them does.
 
-    A cap per factor bounds one source of mismatch and leaves the others alone; a cap on the product
-    lets the factors cancel first. Without any cap the product is the full ratio pi / mu, clamped to
-    exp(+-20).
+    The weight is `factor_weights.capped_ratio` or, at level "seq", `seq_capped_ratio`. Without any
+    cap the product is the full ratio pi / mu, clamped to exp(+-20).
 
     Args:
       logp, logp_prox, logp_old, logp_behav: [B, T] nats, see `split_ratio`.
@@ -119,7 +91,7 @@ def capped_ratio(
     """
     if level not in ("token", "seq"):
         raise ValueError(f"Unknown level {level!r} of the capped ratio; choose token or seq.")
-    caps = {"engine": cap_engine, "staleness": cap_staleness, "trust_region": cap_trust_region}
+    log_caps = factor_weights.log_caps(cap_engine, cap_staleness, cap_trust_region)
     log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
     sum_bs = {factor: ratios.sequence_sum(log_bt[factor], mask, seg) for factor in FACTORS}
     log_bt["product"] = sum(log_bt[factor] for factor in FACTORS)
@@ -127,10 +99,9 @@ def capped_ratio(
     is_sequence_bs = ratios.sequence_count(logp, mask, seg) > 0
     unit, is_valid = (log_bt, mask) if level == "token" else (sum_bs, is_sequence_bs)
 
-    log_w = sum(jnp.minimum(unit[factor], jnp.log(caps[factor])) for factor in FACTORS)
-    raw = ratios.bounded_exp(log_w)
-    is_capped = {factor: unit[factor] > jnp.log(caps[factor]) for factor in FACTORS}
-    is_capped["product"] = raw > cap
+    is_capped = {factor: unit[factor] > log_caps[factor] for factor in FACTORS}
+    log_w = factor_weights.log_product(unit, log_caps)
+    is_capped["product"] = log_w > ratios.log_bound(cap)
     metrics = {}
     for factor in (*FACTORS, "product"):
         statistics = divergences.ratio_statistics(
@@ -140,9 +111,15 @@ def capped_ratio(
         statistics["fraction_capped"] = ratios.masked_mean(is_capped[factor], is_valid)
         metrics |= diagnostics.detached(statistics, f"mismatch/{factor}/")
     metrics |= shares(factor_metrics(logp, logp_prox, logp_old, logp_behav, mask))
-    w = jnp.minimum(raw, cap)
+    w = jnp.minimum(jnp.exp(log_w), cap)
     w_bt = w if level == "token" else ratios.to_tokens(w, seg, mask.shape[1])
-    return jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask)), metrics
+    return ratios.zero_padding(w_bt, mask), metrics
+
+
+def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Array]:
+    """mismatch/<factor>/fraction_capped alone, of `capped_ratio` with the same arguments."""
+    _, metrics = capped_ratio(*log_probs, **parameters)
+    return {name: x for name, x in metrics.items() if name.endswith("/fraction_capped")}
 
 
 def bucket_statistics(
@@ -285,6 +262,9 @@ def after_tool_metrics(
     num_buckets: int = 16,
 ) -> dict[str, chex.Array]:
     """Mismatch by distance from the last tool token, in buckets 1, 2-3, 4-7, ...
+
+    A run profiles it where its rollouts hold turns: for environments with tools, once rollouts
+    record what the policy did not choose.
 
     Arguments as in `position_metrics`; what a tool token is: `tool_distances`.
 

@@ -181,21 +181,28 @@ def opob(
     return on_tokens(_minus_weighted_mean(scores_b, power_b, group), mask)
 
 
-def _path_power(mask, logp_old, sum_pi_squared, weights):
-    """W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 over valid tokens, [B, T], 0 at padding.
+def _path_power(mask, logp_old, sum_pi_squared, weights, form):
+    """W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 over valid tokens, [B, T], 0 at padding;
+    forms with the weights outside of the sum in `otb`.
 
     The term is the squared norm of the score with respect to the logits, so it is at least 0;
     rounding below that is cut off.
     """
+    ratios.check_choice("form", form, ("paper", "survey", "survey_mean"))
     chex.assert_equal_shape([logp_old, sum_pi_squared, mask])
     p_bt = jnp.exp(ratios.zero_padding(logp_old, mask))
     squares_bt = ratios.zero_padding(sum_pi_squared, mask)
     power_bt = jnp.maximum(1.0 - 2.0 * p_bt + squares_bt, 0.0)
+    power_bt, square_bt = ratios.zero_padding(power_bt, mask), jnp.ones((), power_bt.dtype)
     if weights is not None:
         chex.assert_equal_shape([weights, mask])
-        power_bt = power_bt * jnp.square(ratios.zero_padding(weights, mask))
-    power_bt = jnp.cumsum(ratios.zero_padding(power_bt, mask), axis=1)
-    return ratios.zero_padding(power_bt, mask)
+        square_bt = jnp.square(ratios.zero_padding(weights, mask))
+    if form == "paper":
+        return ratios.zero_padding(jnp.cumsum(power_bt * square_bt, axis=1), mask)
+    if form == "survey_mean" and weights is not None:
+        count_bt = jnp.cumsum(ratios.as_bool(mask), axis=1, dtype=square_bt.dtype)
+        square_bt = ratios.safe_divide(jnp.cumsum(square_bt, axis=1), count_bt)
+    return ratios.zero_padding(jnp.cumsum(power_bt, axis=1) * square_bt, mask)
 
 
 def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
@@ -227,6 +234,7 @@ def otb(
     sum_pi_squared: chex.Array,
     weights: chex.Array | None = None,
     otb_zero_tail: bool = True,
+    form: str = "paper",
 ) -> chex.Array:
     """Optimal token baseline (arXiv:2602.07078), A_t = G_t - sum_i G_it W_it / sum_i W_it.
 
@@ -251,14 +259,17 @@ def otb(
       logp_old: [B, T] log-probs of the tokens under the policy whose gradient is estimated, nats.
       sum_pi_squared: [B, T] sum over the vocabulary of pi^2 at the token's position.
       weights: [B, T] importance weights that multiply the loss; None is w = 1, the form without
-        correction. They enter inside the sum over j, as in verl's code; its documentation has w_t^2
-        outside, which is the same for sequence weights.
+        correction.
       otb_zero_tail: verl's handle_zero_tail, True there.
+      form: where the weights enter W_t; the same for sequence weights. "paper": w_j^2 inside the
+        sum over j, as in verl's code. "survey": w_t^2 times the sum of the scores, as a survey and
+        verl's documentation write it. "survey_mean": the mean of w_j^2 over j <= t times that sum,
+        the survey's bar over the ratio read as a mean.
 
     Returns adv [B, T].
     """
     returns_bt = rewards_to_go(rewards, mask)
-    power_bt = _path_power(mask, logp_old, sum_pi_squared, weights)
+    power_bt = _path_power(mask, logp_old, sum_pi_squared, weights, form)
     return _minus_token_baseline(returns_bt, power_bt, mask, group, otb_zero_tail)
 
 
@@ -271,6 +282,7 @@ def tir_otb(
     sum_pi_squared: chex.Array,
     weights: chex.Array | None = None,
     otb_zero_tail: bool = True,
+    form: str = "paper",
 ) -> chex.Array:
     """`otb` of multi-turn responses (arXiv:2602.07078): positions count generated tokens only.
 
@@ -299,5 +311,6 @@ def tir_otb(
         sum_pi_squared=compact(sum_pi_squared),
         weights=None if weights is None else compact(weights),
         otb_zero_tail=otb_zero_tail,
+        form=form,
     )
     return ratios.zero_padding(jnp.take_along_axis(adv_bt, place_bt, axis=1), mask)

@@ -170,8 +170,8 @@ def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, uppe
     chex.assert_equal_shape([logp, logp_prox, logp_behav])
     log_ratio_bt, adv_bt = token_inputs(logp, logp_prox, adv, mask)
     loss_bt, metrics = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
-    w_bt = ratios.bounded_exp(ratios.safe_log_ratio(logp_prox, logp_behav, mask))
-    w_bt = jax.lax.stop_gradient(jnp.where(w_bt <= upper, w_bt, 0.0))
+    log_w_bt = ratios.detached_log_ratio(ratios.safe_log_ratio(logp_prox, logp_behav, mask), mask)
+    w_bt = jnp.where(log_w_bt <= ratios.log_bound(upper), jnp.exp(log_w_bt), 0.0)
     return w_bt * loss_bt, metrics
 
 
@@ -414,28 +414,37 @@ def kl_cov(
     *,
     kl_cov_ratio: chex.Numeric = 2e-3,
     kl_cov_coeff: chex.Numeric = 1.0,
+    form: str = "paper",
 ) -> Loss:
     """KL-Cov (arXiv:2505.22617), l = -r A, plus kl_cov_coeff |log r| on the tokens of highest
     covariance.
 
-    The tokens are those of `selection.kl_cov`, ranked in the call. The paper's penalty is a KL
-    divergence; |log r| is its code. Aggregation: token-mean.
+    The tokens are those of `selection.kl_cov`, ranked in the call. Aggregation: token-mean.
 
     Unit: token (ratio), batch (ranking). Trust region: soft on the selected tokens, kl_cov_coeff
-    |log r|; none on the others. Gradient: through r and |log r|, the latter 0 at r = 1. Use: as
-    `clip_cov`, without losing tokens; nothing is clipped, so make few updates.
+    |log r| or KL(pi_old || pi); none on the others. Gradient: through r and the penalty, the latter
+    0 at r = 1. Use: as `clip_cov`, without losing tokens; nothing is clipped, so make few updates.
 
     Args:
       kl_cov_ratio: share of the valid tokens that is penalised, at least one token; 2e-3 for a 7B
         model in the authors' recipe, 2e-4 for 32B.
       kl_cov_coeff: weight of the penalty per nat; 1 in the authors' recipe, 0.1 in verl's config.
+      form: the penalty, "paper" for |log r|, which is what the authors' code and verl compute, or
+        "survey" for KL(pi_old || pi), which a survey and the paper's eq. 14 write; of the sampled
+        token that is r - 1 - log r (k3), with the KL and its gradient as its means under pi_old.
 
-    Returns loss_bt; the one metric, "actor/ppo_kl", is the mean of |log r| as in verl.
+    Returns loss_bt; the one metric, "actor/ppo_kl", is the mean of |log r|, as in verl, or of the
+    sampled KL over all tokens.
     """
     del seg
+    ratios.check_choice("form", form, ("paper", "survey"))
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
     is_penalised_bt = selection.kl_cov(logp, adv, mask, kl_cov_ratio=kl_cov_ratio)
-    size_bt = jax.lax.stop_gradient(jnp.sign(log_ratio_bt)) * log_ratio_bt
+    if form == "paper":
+        size_bt = jax.lax.stop_gradient(jnp.sign(log_ratio_bt)) * log_ratio_bt
+    else:
+        bounded_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+        size_bt = jnp.expm1(bounded_bt) - bounded_bt
     loss_bt = -adv_bt * ratios.bounded_exp(log_ratio_bt)
     loss_bt = loss_bt + kl_cov_coeff * jnp.where(is_penalised_bt, size_bt, 0.0)
     return loss_bt, {"actor/ppo_kl": jax.lax.stop_gradient(ratios.masked_mean(size_bt, mask))}

@@ -45,13 +45,13 @@ def ess_scale(
       seg: [B, T] sequence ids of packed rows, or None.
       vcpo_ess_target: e_0, the share at which the learning rate is still full; 1 in the authors'
         code.
-      vcpo_rule: "sqrt", the authors' default, or "linear" for the power 1.
+      vcpo_rule: "sqrt", the authors' default, or "linear" for the power 1: their option, and what a
+        survey means by a rate that falls proportionally.
 
     Returns (factor in [0, 1], e); both 0 for an empty mask, as an empty batch should change
     nothing.
     """
-    if vcpo_rule not in ESS_POWERS:
-        raise ValueError(f"Unknown vcpo_rule {vcpo_rule!r}; choose {' or '.join(ESS_POWERS)}.")
+    ratios.check_choice("vcpo_rule", vcpo_rule, ESS_POWERS)
     if vcpo_ess_target <= 0.0:
         raise ValueError(f"vcpo_ess_target is {vcpo_ess_target}; a share must be above 0.")
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)

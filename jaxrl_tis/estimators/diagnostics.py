@@ -150,8 +150,8 @@ def importance_weight_metrics(
     """Distribution of the importance weights, as truncated and as they were before.
 
     At level "seq" the extremes and the fractions are those of the sequences' untruncated ratios:
-    the extremes clamped to exp(+-20), the fractions compared as logarithms. At any other level they
-    are taken over tokens: extremes of w, fractions of the untruncated weights.
+    the extremes clamped to exp(+-20). At any other level they are taken over tokens: extremes of w,
+    fractions of the untruncated weights. Fractions are compared as logarithms.
 
     Args:
       w: [B, T] weights from `weights.WEIGHTS`, before any batch normalisation.
@@ -168,18 +168,17 @@ def importance_weight_metrics(
     if level not in weights.RAW:
         raise ValueError(f"Unknown weight level {level!r}; choose one of {sorted(weights.RAW)}.")
     w_bt = ratios.zero_padding(w, mask)
-    raw_bt = weights.RAW[level](log_ratio, mask, seg)
+    log_bt = weights.log_raw(level, log_ratio, mask, seg)
     bounded_bt = ratios.clamp(w_bt, 0.0, upper)
     low = 1.0 / upper if lower is None else lower
+    log_low, log_high = ratios.log_bound(low), ratios.log_bound(upper)
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
     is_sequence_bs = stats.count > 0
     if level == "seq":
         sum_bs = stats.log_ratio_sum
-        extremes_of, is_valid = ratios.bounded_exp(sum_bs), is_sequence_bs
-        is_high, is_low = sum_bs > masks.log_bound(upper), sum_bs < masks.log_bound(low)
+        extremes_of, log_raw, is_valid = ratios.bounded_exp(sum_bs), sum_bs, is_sequence_bs
     else:
-        extremes_of, is_valid = w_bt, mask
-        is_high, is_low = raw_bt > upper, raw_bt < low
+        extremes_of, log_raw, is_valid = w_bt, log_bt, mask
     mean_bs = ratios.sequence_mean(w_bt, mask, seg)
     if level == "token":
         raw_mean_bs = ratios.safe_divide(stats.ratio_sum, stats.count)
@@ -192,15 +191,15 @@ def importance_weight_metrics(
         "max": ratios.masked_max(extremes_of, is_valid),
         "min": ratios.masked_min(extremes_of, is_valid),
         "std": ratios.masked_std(bounded_bt, mask),
-        "ratio_fraction_high": ratios.masked_mean(is_high, is_valid),
-        "ratio_fraction_low": ratios.masked_mean(is_low, is_valid),
+        "ratio_fraction_high": ratios.masked_mean(log_raw > log_high, is_valid),
+        "ratio_fraction_low": ratios.masked_mean(log_raw < log_low, is_valid),
         "eff_sample_size": effective_sample_size(bounded_bt, mask),
         "seq_fraction_high": ratios.masked_mean(raw_mean_bs > upper, is_sequence_bs),
         "seq_fraction_low": ratios.masked_mean(raw_mean_bs < low, is_sequence_bs),
     }
     metrics |= _sequence_statistics(mean_bs, is_sequence_bs, centre=1.0)
     if lower is not None:
-        metrics["oob_ratio"] = ratios.masked_mean((raw_bt < lower) | (raw_bt > upper), mask)
+        metrics["oob_ratio"] = ratios.masked_mean(~ratios.is_inside(log_bt, lower, upper), mask)
     return detached(metrics, "rollout_corr/rollout_is_")
 
 
@@ -250,8 +249,8 @@ def rejection_metrics(
     level, _, estimator = option.rpartition("_")
     is_band = estimator == "k1"
     if is_band:
-        high = masks.log_bound(upper)
-        low = -high if lower is None else masks.log_bound(lower)
+        high = ratios.log_bound(upper)
+        low = -high if lower is None else ratios.log_bound(lower)
     else:
         high, low = upper, -jnp.inf
 

@@ -53,13 +53,15 @@ def aspo(
     dual_clip: float = 3.0,
     aspo_wide: chex.Numeric = 0.4,
     aspo_quantile: chex.Numeric = 0.8,
+    form: str = "paper",
 ) -> clipped.Loss:
     """ASPO (arXiv:2510.06062): the ratio of good tokens is flipped, l = -A c / sg(c)^2 with c =
     min(r, 1 + clip_high); for A < 0, l = -A c with c = max(r, 1 - clip_low).
 
     A weight above dual_clip is replaced by dual_clip: l = -A dual_clip log pi. Tokens whose entropy
     is above the quantile of their response have the wider bound. The authors also apply their KL
-    term to the other tokens only. Aggregation: token-mean.
+    term to the other tokens only. A survey has no bound on good tokens, which overstates what the
+    authors' code does. Aggregation: token-mean.
 
     Unit: token. Trust region: r <= 1 + clip_high where A >= 0, r >= 1 - clip_low where A < 0
     (aspo_wide at high entropy); weight <= dual_clip. Gradient: through r, with the detached weight
@@ -74,12 +76,14 @@ def aspo(
       dual_clip: largest weight, > 1; 3.0 as in the authors' code.
       aspo_wide: both widths of tokens of high entropy; 0.4 as in the authors' code.
       aspo_quantile: where high entropy begins; 0.8 as in the authors' code.
+      form: "paper", the authors' code, or "survey": r is not bounded where A >= 0, so that c = r.
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens without gradient and
     actor/pg_clipfrac_lower of those held at dual_clip.
     """
     if dual_clip <= 1.0:
         raise ValueError(f"dual_clip is {dual_clip}; it bounds weights from above: give it > 1.")
+    ratios.check_choice("form", form, ("paper", "survey"))
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
     entropy_bt = ratios.zero_padding(entropy, mask)
     is_high_bt = entropy_bt > entropy_quantile(entropy, mask, seg, aspo_quantile)
@@ -87,6 +91,8 @@ def aspo(
     ratio_bt = jnp.exp(log_ratio_bt)
     low_bt = 1.0 - jnp.where(is_high_bt, aspo_wide, clip_low)
     high_bt = 1.0 + jnp.where(is_high_bt, aspo_wide, clip_high)
+    if form == "survey":
+        high_bt = jnp.inf
     c_bt = jnp.where(
         adv_bt < 0, ratios.clamp(ratio_bt, low_bt, jnp.inf), ratios.clamp(ratio_bt, 0.0, high_bt)
     )

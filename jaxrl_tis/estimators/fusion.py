@@ -28,6 +28,8 @@ def fusion_alpha(
 ) -> chex.Array:
     """The teacher's share alpha = fusion_alpha_start max(0, 1 - step / fusion_steps) difficulty.
 
+    For the same sampler as `fused_log_probs`.
+
     Args:
       step: training step, from 0.
       fusion_alpha_start: share at step 0; 0.5 as in the authors' config.
@@ -43,6 +45,9 @@ def fused_log_probs(
     logits: chex.Array, logits_teacher: chex.Array, alpha: chex.Numeric
 ) -> chex.Array:
     """log pi_mix [..., V] in nats, the normalised log of pi_teacher^alpha pi_student^(1 - alpha).
+
+    For a sampler that draws from it, once rollouts can be mixed with a teacher; the log-probs that
+    it records are then the `logp_behav` of the losses below.
 
     Args:
       logits: [..., V] finite logits of the student.

@@ -28,8 +28,6 @@ Args of every entry:
     1 / upper, as a single number is in verl.
 """
 
-import math
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -37,6 +35,7 @@ import jax.numpy as jnp
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import selection
 from jaxrl_tis.estimators import weights
+
 
 def statistic(
     name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
@@ -72,20 +71,16 @@ def _at_most(name, log_ratio, mask, seg, upper):
     return ratios.as_bool(mask) & (statistic(name, log_ratio, mask, seg) <= upper)
 
 
-def log_bound(x: chex.Numeric) -> chex.Numeric:
-    """log; of a Python number in double precision, so that a bound hit exactly is kept."""
-    return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
-
-
 def _inside_k1(name, log_ratio, mask, seg, lower, upper):
     k1_bt = statistic(name, log_ratio, mask, seg)
-    log_lower = -log_bound(upper) if lower is None else log_bound(lower)
-    return ratios.as_bool(mask) & (k1_bt >= log_lower) & (k1_bt <= log_bound(upper))
+    log_upper = ratios.log_bound(upper)
+    log_lower = -log_upper if lower is None else ratios.log_bound(lower)
+    return ratios.as_bool(mask) & (k1_bt >= log_lower) & (k1_bt <= log_upper)
 
 
 def _inside_ratio(level, log_ratio, mask, seg, lower, upper):
-    ratio_bt = weights.RAW[level](log_ratio, mask, seg)
-    return ratios.as_bool(mask) & (ratio_bt >= lower) & (ratio_bt <= upper)
+    log_w_bt = weights.log_raw(level, log_ratio, mask, seg)
+    return ratios.as_bool(mask) & ratios.is_inside(log_w_bt, lower, upper)
 
 
 def _whole_sequences(is_good, mask, seg):
@@ -292,8 +287,9 @@ def veto(
       log_ratio, mask, seg: see the module.
       veto_ratio: smallest ratio that is tolerated, inclusive; 1e-4 is slime's example.
     """
-    lowest_bs = ratios.bounded_exp(-ratios.log_ratio_stats(log_ratio, mask, seg).k1_max)
-    return ratios.as_bool(mask) & (ratios.to_tokens(lowest_bs, seg, mask.shape[1]) >= veto_ratio)
+    lowest_bs = -ratios.log_ratio_stats(log_ratio, mask, seg).k1_max
+    lowest_bt = ratios.to_tokens(lowest_bs, seg, mask.shape[1])
+    return ratios.as_bool(mask) & (lowest_bt >= ratios.log_bound(veto_ratio))
 
 
 def trm(

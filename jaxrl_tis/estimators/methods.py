@@ -50,7 +50,7 @@ def parameters(kind: str, name: str) -> dict[str, Any]:
 def parse(kind: str, text: str) -> Method:
     """"name" or "name(key=value, ...)" -> (name, every parameter with its value).
 
-    A value is a Python literal or inf.
+    A value is a Python literal or inf; a text needs no quotes, as in "r2vpo(form=survey, ...)".
 
     Raises ValueError for an unknown name or parameter, a missing one, or text that is no such call.
     """
@@ -96,7 +96,7 @@ def _method(kind, text, node) -> Method:
                 f"{_nearest(str(keyword.arg), known)}"
             )
         try:
-            given[keyword.arg] = _value(keyword.value)
+            given[keyword.arg] = _value(keyword.value, isinstance(known[keyword.arg], str))
         except ValueError:
             raise _malformed(kind, text) from None
         if isinstance(given[keyword.arg], str) != isinstance(known[keyword.arg], str):
@@ -114,7 +114,9 @@ def _method(kind, text, node) -> Method:
     return call.id, values
 
 
-def _value(node):
+def _value(node, is_text):
+    if isinstance(node, ast.Name) and is_text:
+        return node.id
     is_inf = isinstance(node, ast.Name) and node.id == "inf"
     return math.inf if is_inf else ast.literal_eval(node)
 

@@ -11,6 +11,9 @@ is False wherever seg is 0. `seg=None` means one sequence per row. Per-sequence 
 for it and states a smaller S; only then do reductions run in the kernels of `segment` on a TPU.
 """
 
+import math
+from collections.abc import Iterable
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -87,6 +90,26 @@ def clamp(x: chex.Array, low: chex.Numeric, high: chex.Numeric) -> chex.Array:
 def bounded_exp(x: chex.Array) -> chex.Array:
     """exp(clamp(x, +-20)): a ratio from a log-ratio; no gradient outside the bounds."""
     return jnp.exp(clamp(x, -LOG_BOUND, LOG_BOUND))
+
+
+def log_bound(x: chex.Numeric) -> chex.Numeric:
+    """log; of a Python number in double precision.
+
+    Bounds of a ratio are compared with its logarithm, which is what a batch holds: exp would round
+    a ratio that hits its bound to one side of it.
+    """
+    return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
+
+
+def is_inside(log_ratio: chex.Array, lower: chex.Numeric, upper: chex.Numeric) -> chex.Array:
+    """Whether lower <= exp(log_ratio) <= upper, both inclusive; compared as logarithms."""
+    return (log_ratio >= log_bound(lower)) & (log_ratio <= log_bound(upper))
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """ValueError, naming the choices, for a value that is none of them."""
+    if value not in choices:
+        raise ValueError(f"Unknown {name} {value!r}; choose {' or '.join(choices)}.")
 
 
 def safe_log_ratio(logp: chex.Array, logp_base: chex.Array, mask: chex.Array) -> chex.Array:

@@ -52,9 +52,48 @@ def _mean_on_tokens(x_bt, mask, seg):
     return ratios.to_tokens(ratios.sequence_mean(x_bt, mask, seg), seg, x_bt.shape[1])
 
 
+def _sum_on_tokens(x_bt, mask, seg):
+    """The sum of x over the valid tokens of each token's sequence, [B, T]."""
+    return ratios.to_tokens(ratios.sequence_sum(x_bt, mask, seg), seg, x_bt.shape[1])
+
+
 def _local(log_ratio_bt):
     """0 in value, and a gradient of 1 with respect to the token's own log-prob."""
     return log_ratio_bt - jax.lax.stop_gradient(log_ratio_bt)
+
+
+def seq_ppo(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 0.2,
+    clip_high: chex.Numeric = 0.2,
+) -> clipped.Loss:
+    """PPO-clip (arXiv:1707.06347) with the whole response as one action, l = max(-R A, -clip(R, 1 -
+    clip_low, 1 + clip_high) A) with R = prod_t r_t, on each of its tokens.
+
+    The ratio that a reward per response asks for; `gspo` takes its n-th root instead. With the
+    aggregation seq-mean-token-mean, one loss per response, the gradient is -R A on each token
+    inside the band.
+
+    Unit: sequence. Trust region: R = prod_t r_t within [1 - clip_low, 1 + clip_high], on the side
+    that A pushes to. Gradient: through R to all tokens of the response; 0 for the whole response
+    where it is clipped. Use: short responses, as the exact ratio; the product spreads with the
+    length, so that long responses are clipped after one small step.
+
+    Args:
+      clip_low: width of the band below 1; 0.2 as in the paper, whose actions are single.
+      clip_high: width of the band above 1; likewise.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = _bounded_ratio(_sum_on_tokens(log_ratio_bt, mask, seg))
+    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gspo(
@@ -286,32 +325,47 @@ def st_ppo(
     st_ppo_norm: chex.Numeric,
     clip_low: chex.Numeric = 0.2,
     clip_high: chex.Numeric = 0.2,
+    form: str = "paper",
 ) -> clipped.Loss:
     """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
 
     C is the gradient of `turn_clipping_bias`, 0 where nothing is clipped; the caller measures its
     norm over the whole minibatch. The scale changes no direction. With a turn per token it is
     S-PPO. The normaliser was not read in the paper and notes on it contradict each other, so it is
-    required.
+    required. A survey has another stabiliser: where a turn is clipped, its weights are normalised
+    anew within it (form="survey").
 
     Unit: turn. Trust region: that of `turn_ppo`; the step is divided by max(1, |C|), C the gradient
-    that clipping leaves out. Gradient: that of `turn_ppo`, scaled; C is detached. Use: `turn_ppo`
-    where clipping makes it unstable; C costs a second backward pass, and its form is not confirmed
-    by the paper.
+    that clipping leaves out. Gradient: that of `turn_ppo`, scaled, C detached; in the survey's form
+    through r on a clipped turn's tokens. Use: `turn_ppo` where clipping makes it unstable; C costs
+    a second backward pass, and its form is not confirmed by the paper.
 
     Args:
       turn: [B, T] int, the turn of each token, counted from 0.
       st_ppo_norm: scalar, the L2 norm of C over the parameters.
       clip_low: width of the band below 1; 0.2 as in the paper.
       clip_high: width of the band above 1; 0.2 as in the paper.
+      form: "paper", or "survey": nothing is divided by |C|, which is not used. The token of a
+        clipped turn has l = -b r_t / sg(mean of r in the turn) A, b the end of the band: its
+        weights average b, and no token loses its gradient. The survey says so in words; the formula
+        is ours.
 
     Returns loss_bt and the metrics of `turn_ppo`.
     """
-    loss_bt, metrics = turn_ppo(
-        logp, logp_old, adv, mask, seg, turn=turn, clip_low=clip_low, clip_high=clip_high
+    ratios.check_choice("form", form, ("paper", "survey"))
+    loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt = _turn_surrogate(
+        logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
     )
-    divisor = jax.lax.stop_gradient(jnp.maximum(jnp.asarray(st_ppo_norm, loss_bt.dtype), 1.0))
-    return loss_bt / divisor, metrics
+    metrics = clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    if form == "paper":
+        divisor = jax.lax.stop_gradient(jnp.maximum(jnp.asarray(st_ppo_norm, loss_bt.dtype), 1.0))
+        return loss_bt / divisor, metrics
+    own_bt = ratios.bounded_exp(log_ratio_bt)
+    mean_bt = _mean_on_tokens(own_bt, mask, prefix_weights.turn_ids(turn, mask, seg))
+    bound_bt = jnp.clip(ratio_bt, 1.0 - clip_low, 1.0 + clip_high)
+    mean_bt, bound_bt = jax.lax.stop_gradient((mean_bt, bound_bt))
+    renormalised_bt = -adv_bt * bound_bt * ratios.safe_divide(own_bt, mean_bt)
+    return jnp.where(is_clipped_bt, renormalised_bt, loss_bt), metrics
 
 
 def espo(
@@ -430,6 +484,7 @@ def ctpo(
 
 
 OBJECTIVES = {
+    "seq_ppo": seq_ppo,
     "gspo": gspo,
     "gspo_token": gspo_token,
     "gmpo": gmpo,

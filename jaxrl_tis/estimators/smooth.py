@@ -4,7 +4,7 @@ regressions of the log-ratio on the advantage.
 What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
 r = exp(logp - logp_old), with the log-ratio clamped to +-20 first, and the gradient flows through
 r; the regressions (`oapl`, `dro`) take the log-ratio as it is. Nothing is clipped, so
-actor/pg_clipfrac is 0.
+actor/pg_clipfrac is 0, but for a survey's form of `r2vpo`.
 """
 
 import chex
@@ -61,6 +61,27 @@ def sapo(
     return -gate_bt * adv_bt, _drift(log_ratio_bt, mask)
 
 
+def _sequence_group(group, mask, seg):
+    """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
+    chex.assert_equal_shape([group, mask])
+    here = ratios.segments(seg, mask)
+    return segment_reference.reduce(group, here.ids, here.num_segments, "max")
+
+
+def _group_variance(x_bt, group, mask, seg):
+    """Variance of x [B, T] over the valid tokens of each token's group, [B, T], no gradient."""
+    ids_n = baselines.group_ids(_sequence_group(group, mask, seg).reshape(-1))
+    count_bs = ratios.sequence_count(x_bt, mask, seg)
+    count_n = baselines.group_sum(count_bs.reshape(-1), ids_n)
+
+    def group_mean(y_bt):
+        sum_bs = ratios.sequence_sum(jax.lax.stop_gradient(y_bt), mask, seg)
+        mean_n = ratios.safe_divide(baselines.group_sum(sum_bs.reshape(-1), ids_n), count_n)
+        return ratios.to_tokens(mean_n.reshape(count_bs.shape), seg, mask.shape[1])
+
+    return group_mean(jnp.square(x_bt - group_mean(x_bt)))
+
+
 def r2vpo(
     logp: chex.Array,
     logp_old: chex.Array,
@@ -69,6 +90,9 @@ def r2vpo(
     seg: chex.Array | None = None,
     *,
     r2vpo_lambda: chex.Numeric,
+    group: chex.Array | None = None,
+    form: str = "paper",
+    r2vpo_clip: chex.Numeric = 0.2,
 ) -> clipped.Loss:
     """R2VPO (arXiv:2601.03320), l = -(r A - r2vpo_lambda (r - 1)^2).
 
@@ -76,7 +100,8 @@ def r2vpo(
     without a clip. `controllers.r2vpo_dual` moves lambda from step to step. The paper's abstract
     and notes on it state the constraint and the primal-dual method; constants and granularity were
     not read: r is per token here, and lambda is required. Aggregation: token-mean, the expectation
-    of the constraint.
+    of the constraint. A survey describes another method, a clip that is tighter in groups whose
+    ratios vary more, against the paper's abstract (no clip): form="survey".
 
     Unit: token. Trust region: soft, r2vpo_lambda (r - 1)^2; a token rests at r = 1 + A / (2
     lambda). Gradient: through r, -r (A - 2 lambda (r - 1)) per log pi; lambda is detached. Use: a
@@ -85,16 +110,29 @@ def r2vpo(
 
     Args:
       r2vpo_lambda: multiplier of the constraint, >= 0, without gradient; a third party fixes 0.04.
+      group: [B, T] int, equal for the samples of one prompt; for the survey's form, whose call must
+        hold all of them.
+      form: "paper", or "survey": PPO-clip with the widths r2vpo_clip / (1 + r2vpo_lambda V), V the
+        variance of r over the group's tokens, detached. The survey says so in words; the formula is
+        ours, and lambda = 0 makes it `ppo`.
+      r2vpo_clip: width of the survey's band on both sides where V = 0; 0.2 as in PPO.
 
-    Returns loss_bt; "actor/ratio_variance" is the mean of (r - 1)^2, which the dual takes.
+    Returns loss_bt; "actor/ratio_variance" is the mean of (r - 1)^2, which the dual takes. In the
+    survey's form actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
-    del seg
+    ratios.check_choice("form", form, ("paper", "survey"))
     log_ratio_bt, adv_bt = _inputs(logp, logp_old, adv, mask)
     ratio_bt = jnp.exp(log_ratio_bt)
-    penalty_bt = jax.lax.stop_gradient(r2vpo_lambda) * jnp.square(ratio_bt - 1.0)
-    variance = controllers.ratio_variance(logp, logp_old, mask)
-    metrics = _drift(log_ratio_bt, mask) | {"actor/ratio_variance": variance}
-    return penalty_bt - ratio_bt * adv_bt, metrics
+    variance = {"actor/ratio_variance": controllers.ratio_variance(logp, logp_old, mask)}
+    r2vpo_lambda = jax.lax.stop_gradient(r2vpo_lambda)
+    if form == "paper":
+        penalty_bt = r2vpo_lambda * jnp.square(ratio_bt - 1.0)
+        return penalty_bt - ratio_bt * adv_bt, _drift(log_ratio_bt, mask) | variance
+    if group is None:
+        raise ValueError("r2vpo(form='survey') compares the samples of a prompt: pass group.")
+    width_bt = r2vpo_clip / (1.0 + r2vpo_lambda * _group_variance(ratio_bt, group, mask, seg))
+    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
+    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask) | variance
 
 
 def _tilt_divergence(excess_b, count_b, ids, weight_b):
@@ -165,13 +203,6 @@ def quatro_multiplier(
     low_b = jnp.full_like(high_b, jnp.log(quatro_floor))
     _, high_b = jax.lax.fori_loop(0, 50, halve, (low_b, high_b))
     return jnp.maximum(jnp.exp(high_b), quatro_floor)
-
-
-def _sequence_group(group, mask, seg):
-    """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
-    chex.assert_equal_shape([group, mask])
-    here = ratios.segments(seg, mask)
-    return segment_reference.reduce(group, here.ids, here.num_segments, "max")
 
 
 def quatro(
@@ -296,4 +327,4 @@ def dro(
 
 OBJECTIVES = {"sapo": sapo, "r2vpo": r2vpo, "quatro": quatro, "oapl": oapl, "dro": dro}
 
-NEEDS = {"quatro": ("group",), "oapl": ("logp_behav",)}
+NEEDS = {"r2vpo": ("group",), "quatro": ("group",), "oapl": ("logp_behav",)}

@@ -15,8 +15,9 @@ With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of its
   prefix  the tokens up to t, see `prefix_weights`
 
 and the second what becomes of it: vanilla keeps it, tis truncates it from above, clip bounds it on
-both sides, mis and icepop set it to 0 outside a band. A rejected token has weight 0 and stays in
-the denominator of the loss; rejection that changes the mask is in `masks`.
+both sides, mis and icepop set it to 0 outside a band, which holds its ends. `capped_ratio`, of the
+token, has a cap for each factor of the ratio, see `factor_weights`. A rejected token has weight 0
+and stays in the denominator of the loss; rejection that changes the mask is in `masks`.
 
 Args of every entry:
   log_ratio: [B, T] nats, logp_old - logp_behav; what stands at padding is ignored.
@@ -30,6 +31,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.estimators import factor_weights
 from jaxrl_tis.estimators import prefix_weights
 from jaxrl_tis.estimators import ratios
 
@@ -37,10 +39,7 @@ from jaxrl_tis.estimators import ratios
 def raw_token(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
     """Untruncated token ratios exp(clamp(log_ratio, +-20)), 0 at padding, without gradient."""
     del seg
-    chex.assert_rank([log_ratio, mask], 2)
-    chex.assert_equal_shape([log_ratio, mask])
-    w_bt = ratios.bounded_exp(ratios.zero_padding(log_ratio, mask))
-    return jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))
+    return ratios.zero_padding(jnp.exp(ratios.detached_log_ratio(log_ratio, mask)), mask)
 
 
 def raw_seq(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
@@ -73,14 +72,39 @@ def _on_tokens(log_w_bs, mask, seg):
 RAW = {"token": raw_token, "seq": raw_seq, "geo": raw_geo}
 
 
+def log_raw(
+    level: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """Logarithm of the raw weight of each token, clamped to +-20, without gradient, [B, T]; what
+    stands at padding has no meaning.
+
+    Args:
+      level: a key of `RAW`.
+      log_ratio, mask, seg: see the module.
+    """
+    if level == "token":
+        return ratios.detached_log_ratio(log_ratio, mask)
+    log_w_bs = ratios.clamp(
+        sequence_log_ratio(level, log_ratio, mask, seg), -ratios.LOG_BOUND, ratios.LOG_BOUND
+    )
+    return jax.lax.stop_gradient(ratios.to_tokens(log_w_bs, seg, mask.shape[1]))
+
+
 def truncate(raw: chex.Array, cap: chex.Numeric) -> chex.Array:
     """min(raw, cap)."""
     return jnp.minimum(raw, cap)
 
 
-def keep_band(raw: chex.Array, lower: chex.Numeric, upper: chex.Numeric) -> chex.Array:
-    """raw where lower <= raw <= upper (both inclusive), 0 elsewhere."""
-    return jnp.where((raw >= lower) & (raw <= upper), raw, 0.0)
+def keep_band(
+    raw: chex.Array, log_raw: chex.Array, lower: chex.Numeric, upper: chex.Numeric
+) -> chex.Array:
+    """raw where lower <= exp(log_raw) <= upper (both inclusive), 0 elsewhere."""
+    return jnp.where(ratios.is_inside(log_raw, lower, upper), raw, 0.0)
+
+
+def _masked(level, log_ratio, mask, seg, lower, upper):
+    raw_bt = RAW[level](log_ratio, mask, seg)
+    return keep_band(raw_bt, log_raw(level, log_ratio, mask, seg), lower, upper)
 
 
 def clip_both(
@@ -255,12 +279,12 @@ def token_mis(
     mask: chex.Array,
     seg: chex.Array | None = None,
     *,
-    lower: chex.Numeric = 0.5,
+    lower: chex.Numeric = 0.0,
     upper: chex.Numeric = 2.0,
 ) -> chex.Array:
     """Token masked importance sampling, w_t = rho_t 1[lower <= rho_t <= upper].
 
-    Liu et al. 2025, "When Speed Kills Stability".
+    Liu et al. 2025, "When Speed Kills Stability", whose band has an upper end only.
 
     Unit: token. Trust region: w = 0 outside [lower, upper]. Use: a severe gap, whose largest ratios
     are artefacts to drop rather than signal to scale; what is dropped is bias, so watch how much it
@@ -268,10 +292,10 @@ def token_mis(
 
     Args:
       log_ratio, mask, seg: see the module.
-      lower: smallest ratio kept, inclusive; 0.5 is slime's example.
+      lower: smallest ratio kept, inclusive; none as in the source, 0.5 in slime's example.
       upper: largest ratio kept, inclusive; 2.0 is slime's example.
     """
-    return keep_band(raw_token(log_ratio, mask, seg), lower, upper)
+    return _masked("token", log_ratio, mask, seg, lower, upper)
 
 
 def seq_mis(
@@ -292,10 +316,10 @@ def seq_mis(
 
     Args:
       log_ratio, mask, seg: see the module.
-      lower: smallest ratio kept, inclusive; no lower bound is TRL's default.
+      lower: smallest ratio kept, inclusive; none as in the source and in TRL.
       upper: largest ratio kept, inclusive; 3.0 is TRL's default.
     """
-    return keep_band(raw_seq(log_ratio, mask, seg), lower, upper)
+    return _masked("seq", log_ratio, mask, seg, lower, upper)
 
 
 def geo_mis(
@@ -308,7 +332,8 @@ def geo_mis(
 ) -> chex.Array:
     """Geometric masked importance sampling, w = g 1[lower <= g <= upper], g = exp(mean log rho).
 
-    Source as `token_mis`. A mean over hundreds of tokens is close to 1, and so are its bounds.
+    Source as `token_mis`; this level is slime's, whose band has both ends: a mean over hundreds of
+    tokens is close to 1, and so are its bounds.
 
     Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: as `seq_mis`, by a criterion
     that does not grow with the length; the default band is tight, so watch how much it drops.
@@ -318,7 +343,7 @@ def geo_mis(
       lower: smallest mean kept, inclusive; about 0.9999 in slime's example.
       upper: largest mean kept, inclusive; about 1.0001 in slime's example.
     """
-    return keep_band(raw_geo(log_ratio, mask, seg), lower, upper)
+    return _masked("geo", log_ratio, mask, seg, lower, upper)
 
 
 def token_icepop(
@@ -340,7 +365,7 @@ def token_icepop(
       lower: alpha of the paper, inclusive, 0.5 there.
       upper: beta of the paper, inclusive, 5.0 there.
     """
-    return keep_band(raw_token(log_ratio, mask, seg), lower, upper)
+    return _masked("token", log_ratio, mask, seg, lower, upper)
 
 
 def seq_icepop(
@@ -358,7 +383,7 @@ def seq_icepop(
     Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: short responses; over hundreds
     of tokens products leave a fixed band unless the gap is tiny.
     """
-    return keep_band(raw_seq(log_ratio, mask, seg), lower, upper)
+    return _masked("seq", log_ratio, mask, seg, lower, upper)
 
 
 def geo_icepop(
@@ -376,7 +401,7 @@ def geo_icepop(
     Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: comparison with the other
     levels; a mean over hundreds of tokens hardly leaves a band this wide.
     """
-    return keep_band(raw_geo(log_ratio, mask, seg), lower, upper)
+    return _masked("geo", log_ratio, mask, seg, lower, upper)
 
 
 def seq_mask_tis(
@@ -400,8 +425,7 @@ def seq_mask_tis(
       lower: smallest geometric mean kept, inclusive; 0.999 is the default of both.
       upper: largest geometric mean kept, inclusive; 1.002 is the default of both.
     """
-    geo_bt = raw_geo(log_ratio, mask, seg)
-    is_kept_bt = (geo_bt >= lower) & (geo_bt <= upper)
+    is_kept_bt = ratios.is_inside(log_raw("geo", log_ratio, mask, seg), lower, upper)
     return jnp.where(is_kept_bt, raw_token(log_ratio, mask, seg), 0.0)
 
 
@@ -455,6 +479,7 @@ WEIGHTS = {
     "turn_geo": prefix_weights.turn_geo,
     "prefix_minpro": prefix_weights.prefix_minpro,
     "prefix_ctpo": prefix_weights.prefix_ctpo,
+    **factor_weights.WEIGHTS,
 }
 
-NEEDS = {"turn_tis": ("turn",), "turn_geo": ("turn",)}
+NEEDS = {"turn_tis": ("turn",), "turn_geo": ("turn",), **factor_weights.NEEDS}

@@ -14,7 +14,7 @@ from jaxrl_tis.experiments import group_bias
 from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments.group_bias import Row, Step
 
-WEIGHTS = tuple(name for name in methods.TABLES["weight"][0] if "turn" not in name)
+WEIGHTS = tuple(n for n in methods.TABLES["weight"][0] if not methods.needs("weight", n))
 OBJECTIVES = (
     "ppo",
     "two_sided",

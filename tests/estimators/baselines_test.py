@@ -9,7 +9,7 @@ from jaxrl_tis.estimators import baselines
 
 NAN = float("nan")
 TOKEN_BASELINES = {
-    name: jax.jit(function, static_argnames="otb_zero_tail")
+    name: jax.jit(function, static_argnames=("otb_zero_tail", "form"))
     for name, function in (("otb", baselines.otb), ("tir_otb", baselines.tir_otb))
 }
 
@@ -162,6 +162,30 @@ def test_weights_enter_inside_the_sum():
     expected = [[1 - 0.990099, 1 - 0.346821, 1.0], [-0.990099, -0.346821, 0.0]]
     np.testing.assert_allclose(adv, expected, rtol=1e-4)
     np.testing.assert_array_equal(otb(**PUBLISHED, weights=jnp.ones((2, 3))), otb(**PUBLISHED))
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_weights_outside_of_the_sum(name):
+    w = jnp.array([[2.0, 1.0, 1.0], [1.0, 3.0, NAN]])
+    # The sums of the scores are 0.5, 0.9, 1.3 and 0.02, 0.52. Times w_t^2: 2, 0.9 and 0.02, 4.68,
+    # so B is 2 / 2.02 and 0.9 / 5.58. Times the mean of w^2 so far, (4, 5/2) and (1, 5): 2, 2.25
+    # and 0.02, 2.6, so B is 2 / 2.02 and 2.25 / 4.85. The third position has one response.
+    entry = TOKEN_BASELINES[name]
+    for form, second in (("survey", 0.9 / 5.58), ("survey_mean", 2.25 / 4.85)):
+        adv = entry(**PUBLISHED, weights=w, form=form)
+        expected = [[1 - 2 / 2.02, 1 - second, 1.0], [-2 / 2.02, -second, 0.0]]
+        np.testing.assert_allclose(adv, expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
+        entry(**PUBLISHED, form="code")
+
+
+def test_weights_of_sequences_enter_alike_in_every_form():
+    w = jnp.array([[2.0, 2.0, 2.0], [1.0, 1.0, NAN]])
+    forms = ("paper", "survey", "survey_mean")
+    adv = [TOKEN_BASELINES["otb"](**PUBLISHED, weights=w, form=form) for form in forms]
+    np.testing.assert_allclose(adv[1:], [adv[0]] * 2, rtol=1e-6)
+    plain = TOKEN_BASELINES["otb"](**PUBLISHED, form="survey_mean")
+    np.testing.assert_array_equal(plain, TOKEN_BASELINES["otb"](**PUBLISHED))
 
 
 def test_equal_scores_give_the_mean_of_the_live_returns():

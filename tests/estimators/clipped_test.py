@@ -59,6 +59,8 @@ def make_batch(spread=0.4):
         "dual_clip",
         "two_sided_delta",
         "a3po_linear",
+        "upper",
+        "form",
     ),
 )
 def evaluate(name, batch, seg=None, **parameters):
@@ -217,6 +219,18 @@ def test_a_ratio_on_the_edge_of_the_band_keeps_its_gradient():
         np.testing.assert_array_equal(gradient, [[-2.0, 2.0]])
 
 
+def test_a_ratio_at_its_bound_counts_as_inside():
+    # r = 1 in a band of width 0, and a cap on exactly the loss that is there: max(-r A, -2 A) = 2.
+    for name in ("ppo", "dual_clip", "two_sided"):
+        _, metrics, _ = row(name, [0.0, 0.0], [2.0, -2.0], clip_low=0.0, clip_high=0.0)
+        assert metrics["actor/pg_clipfrac"] == 0.0
+    at_the_bound = {"clip_low": -1.0, "clip_high": 2.0, "dual_clip": 2.0}
+    loss, metrics, _ = row("dual_clip", [0.0], [-1.0], **at_the_bound)
+    assert loss == 2.0 and metrics["actor/pg_clipfrac_lower"] == 0.0
+    _, metrics, _ = row("dual_clip", [0.0], [-1.0], **at_the_bound | {"dual_clip": 1.99})
+    assert metrics["actor/pg_clipfrac_lower"] == 1.0
+
+
 def test_bounds_that_are_none_are_refused():
     with pytest.raises(ValueError, match="dual_clip is 1.0"):
         row("dual_clip", [0.0], [1.0], dual_clip=1.0)
@@ -262,6 +276,11 @@ def test_decoupled_drops_weights_above_the_cap():
     fields["logp_behav"] = prox  # w = 1 exactly
     loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=1.0, **fields)
     np.testing.assert_array_equal(loss, [[-1.0, -1.0, -1.0]])
+    # In float32 exp puts the logarithm of 2.8 above 2.8: it is compared as a logarithm.
+    fields["logp_behav"] = prox = jnp.zeros((1, 3)).at[0, 0].set(-np.log(np.float32(2.8)))
+    fields |= {"logp_prox": jnp.zeros((1, 3)), "logp": jnp.zeros((1, 3))}
+    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=2.8, **fields)
+    np.testing.assert_allclose(loss, [[-2.8, -1.0, -1.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
@@ -389,6 +408,8 @@ def test_clip_cov_drops_the_candidates():
     for band in ({"clip_cov_upper": 4.0}, {"clip_cov_lower": 4.0}):
         loss, _, _ = evaluate("clip_cov", batch, clip_cov_ratio=0.5, **band)
         np.testing.assert_array_equal(loss, [[-2.0, 0.0, 2.0, 0.0, 0.0]])
+    loss, _, _ = evaluate("clip_cov", batch, clip_cov_ratio=0.5, clip_low=0.0, clip_high=0.0)
+    np.testing.assert_array_equal(loss, np.zeros((1, 5)))  # r = 1 is the end of that band, not out
     # A token that PPO has clipped is no candidate: r = e^0.5 at A = 2 stays at -1.2 A.
     batch = covariance_batch([0.5, 0.0, 0.0, 0.0])
     loss, _, _ = evaluate("clip_cov", batch, clip_cov_ratio=0.5)
@@ -420,10 +441,43 @@ def test_kl_cov_penalises_the_highest_covariances():
     np.testing.assert_allclose(loss[0, :4], base + np.array([0.5, 0, 0, 0]), rtol=1e-5)
 
 
-def test_kl_cov_on_policy_is_reinforce():
-    adv = jnp.array([[3.0, 0.0, -2.0, -1.0, jnp.nan]])  # |log r| has gradient 0 at r = 1
-    _, _, gradient = evaluate("kl_cov", covariance_batch([0.0] * 4, adv), kl_cov_ratio=1.0)
+def test_kl_cov_by_the_sampled_divergence():
+    # The same tokens with k3 = r - 1 - log r: e^0.5 - 1.5 = 0.148721 with slope e^0.5 - 1, and
+    # e^-0.25 - 0.75 = 0.028801 with slope e^-0.25 - 1 = -0.221199.
+    adv = jnp.array([[3.0, 0.0, -2.0, -1.0, jnp.nan]])
+    log_ratio = np.array([0.5, -0.5, -0.25, 1.0])
+    base = -np.exp(log_ratio) * np.array([3.0, 0.0, -2.0, -1.0])
+    parameters = {"kl_cov_ratio": 0.5, "kl_cov_coeff": 0.1, "form": "survey"}
+    loss, metrics, gradient = evaluate("kl_cov", covariance_batch(log_ratio, adv), **parameters)
+    penalty = 0.1 * np.array([0.148721, 0, 0.028801, 0])
+    np.testing.assert_allclose(loss[0, :4], base + penalty, rtol=1e-5)
+    slope = 0.1 * np.array([0.648721, 0, -0.221199, 0])
+    np.testing.assert_allclose(gradient[0, :4], base + slope, rtol=1e-5)
+    assert loss[0, 4] == 0.0 and gradient[0, 4] == 0.0
+    # Of all four tokens: 0.148721 + (e^-0.5 - 0.5) + 0.028801 + (e - 2) = 1.002335.
+    np.testing.assert_allclose(metrics["actor/ppo_kl"], 1.002335 / 4, rtol=1e-5)
+
+
+def test_the_mean_of_the_sampled_penalty_is_the_divergence():
+    # Two tokens with pi_old = (0.6, 0.4) and pi = (0.3, 0.7), each counted by its probability:
+    # KL(pi_old || pi) = 0.6 log 2 + 0.4 log(4 / 7) = 0.192042. kl_cov penalises both, A = 0.
+    old, logp = jnp.log(jnp.array([[0.6, 0.4]])), jnp.log(jnp.array([[0.3, 0.7]]))
+    batch = {"logp": logp, "logp_old": old, "adv": jnp.zeros((1, 2)), "mask": jnp.ones((1, 2))}
+    loss, _, _ = evaluate("kl_cov", batch, kl_cov_ratio=1.0, form="survey")
+    np.testing.assert_allclose(jnp.sum(jnp.exp(old) * loss), 0.192042, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["paper", "survey"])
+def test_kl_cov_on_policy_is_reinforce(form):
+    adv = jnp.array([[3.0, 0.0, -2.0, -1.0, jnp.nan]])  # either penalty has gradient 0 at r = 1
+    batch = covariance_batch([0.0] * 4, adv)
+    _, _, gradient = evaluate("kl_cov", batch, kl_cov_ratio=1.0, form=form)
     np.testing.assert_array_equal(gradient, [[-3.0, 0.0, 2.0, 1.0, 0.0]])
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
+        evaluate("kl_cov", covariance_batch([0.0] * 4), form="code")
 
 
 # verl 0.9.1 on old = [[-1] * 3, [-2] * 3], logp = [[-.5, -1, -3], [-2, -1, -25]], A = +1 and -1,

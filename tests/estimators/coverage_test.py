@@ -39,6 +39,7 @@ PUBLISHED = {
     "two-sided clip": [("objective", "two_sided")],
     "decoupled PPO": [("objective", "decoupled")],
     "A-3PO": [("objective", "a3po")],
+    "PPO on sequences": [("objective", "seq_ppo")],
     "GSPO": [("objective", "gspo"), ("objective", "gspo_token")],
     "GMPO": [("objective", "gmpo")],
     "CTPO": [("objective", "ctpo")],
@@ -88,7 +89,8 @@ SOURCE = re.compile(
 ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
 TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
 # Entries that are no publication's.
-WITHOUT_SOURCE = {("weight", "none"), ("controller", "fixed_kl")}
+WITHOUT_SOURCE = {("weight", "none"), ("weight", "capped_ratio"), ("weight", "seq_capped_ratio"),
+                  ("controller", "fixed_kl")}
 
 
 def test_nothing_is_missing_and_nothing_is_unlisted():

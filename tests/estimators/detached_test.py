@@ -292,6 +292,36 @@ def test_dppo_with_an_open_trust_region_is_truncated_importance_sampling(name):
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
 
+def test_dppo_keeps_a_token_at_the_end_of_its_region():
+    # exp(-200) is 0 in float32: the probability moves by exactly 1, up and down.
+    old, logp = np.array([[-200.0], [0.0]], np.float32), np.array([[0.0], [-200.0]], np.float32)
+    _, batch = tokens([0.0, 0.0], [1.0, -1.0])
+    batch |= {"logp_old": old}
+    for width, share in ((1.0, 0.0), (0.999, 1.0)):
+        widths = {"dppo_tv_low": width, "dppo_tv_high": width}
+        assert run("dppo_tv", logp, batch, **widths)[1]["actor/pg_clipfrac"] == share
+    # D is 1 log(1 / e^-2) = 2 from p_o = 1 for A < 0, and log(1 / 1) = 0 from 0 to 1e-30 for A > 0.
+    batch |= {"logp_old": np.array([[-200.0], [0.0]], np.float32)}
+    logp = np.array([[-69.0], [-2.0]], np.float32)
+    for low, high, share in ((2.0, 0.0, 0.0), (1.999, 0.0, 0.5), (2.0, -1e-9, 0.5)):
+        widths = {"dppo_kl_low": low, "dppo_kl_high": high}
+        assert run("dppo_kl", logp, batch, **widths)[1]["actor/pg_clipfrac"] == share
+
+
+def test_a_weight_at_its_bound_is_not_counted_as_bounded():
+    logp, batch = tokens([0.0, 0.0], [1.0, -1.0])  # r = 1
+    zero = dict.fromkeys(("cispo_mask_low", "cispo_mask_high", "clip_low", "clip_high"), 0.0)
+    widths = {f"dispo_{end}_{sign}": 0.0 for end in ("low", "high") for sign in ("pos", "neg")}
+    cases = {"cispo": zero, "dispo": widths, "minpro": {"cap": 1.0}, "topr": {"cap": 1.0},
+             "topr_token": {}, "topr_geo": {}, "fusion_cap": {"cap": 1.0}}
+    for name, parameters in cases.items():
+        _, metrics, gradient = run(name, logp, batch, **parameters)
+        assert metrics["actor/pg_clipfrac"] == 0.0, name
+        np.testing.assert_allclose(gradient[:, 0], [-1.0, 1.0], rtol=1e-6, err_msg=name)
+    for name in ("dppo_tv", "dppo_kl"):
+        assert run(name, logp, batch, cap=1.0)[1]["actor/pg_clipfrac_lower"] == 0.0
+
+
 def test_dppo_kl_at_a_certain_token():
     # p_o = 0.5, p = 1: 0.5 log 0.5 + 0.5 log(0.5 / 1e-8) = -0.347 + 8.864 = 8.52.
     # A log-prob that rounding has put above 0 counts as p = 1.

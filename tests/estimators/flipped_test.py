@@ -11,7 +11,7 @@ import pytest
 from jaxrl_tis.estimators import flipped
 
 
-@functools.partial(jax.jit, static_argnames="dual_clip")
+@functools.partial(jax.jit, static_argnames=("dual_clip", "form"))
 def run(log_ratio, adv, entropy, dual_clip=3.0, **parameters):
     """(loss, metrics, gradient of the sum) of one sequence, logp_old = -3 everywhere."""
     log_ratio, entropy = jnp.array([log_ratio]), jnp.array([entropy])
@@ -51,6 +51,21 @@ def test_uncertain_tokens_have_a_wider_band():
     np.testing.assert_array_equal(gradient, np.zeros((1, 5)))
     _, _, gradient = run(high, 1.0, entropy, clip_high=0.3001)
     np.testing.assert_allclose(gradient, np.full((1, 5), -1 / 1.3), rtol=1e-5)
+
+
+def test_the_survey_does_not_bound_good_tokens():
+    # A = 1: r = e, e^0.1 and e^-1.5 with weights 1 / r, the last held at 3; A = -1 as in the paper.
+    log_ratio, entropy = [1.0, 0.1, -1.5], [1.0, 3.0, 2.0]
+    loss_bt, metrics, gradient = run(log_ratio, 1.0, entropy, form="survey")
+    held = -3 * (-3.0 - 1.5)
+    np.testing.assert_allclose(loss_bt, [[-np.exp(-1.0), -np.exp(-0.1), held]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[-np.exp(-1.0), -np.exp(-0.1), -3.0]], rtol=1e-5)
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    np.testing.assert_allclose(run(log_ratio, 1.0, entropy)[2][0, 0], 0.0)
+    bad, same = (run(log_ratio, -1.0, entropy, form=form) for form in ("survey", "paper"))
+    jax.tree.map(np.testing.assert_array_equal, bad, same)
+    with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
+        run([0.0], 1.0, [1.0], form="code")
 
 
 def test_the_quantile_is_that_of_numpy():

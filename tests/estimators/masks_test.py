@@ -257,6 +257,36 @@ def test_the_upper_end_of_k2_k3_and_the_veto_is_kept():
     assert np.all(masks.veto(jnp.zeros((1, 2)), mask, veto_ratio=1.0))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_ratio_bands_and_the_veto_keep_their_bounds(dtype):
+    """As the weights of the same bands: exp would put log(1.3) below 1.3, or log(0.1) below 0.1."""
+    step = 2e-6 if dtype == np.float32 else 1e-14
+    pairs = {"token_ratio": "token_mis", "seq_sum_ratio": "seq_mis", "seq_mean_ratio": "geo_mis"}
+    bounds = (0.1, 1.3, 2.0)
+    mask = np.ones((3, 1))
+
+    @jax.jit
+    def kept(log_ratio):
+        """[below, at, above] of each bound"""
+        found = {("veto", x): masks.veto(log_ratio[x], mask, veto_ratio=x) for x in bounds}
+        for name, weight in pairs.items():
+            for x in bounds:
+                for band in ({"lower": x, "upper": 9.0}, {"lower": 0.0, "upper": x}):
+                    is_kept = masks.MASKS[name](log_ratio[x], mask, **band)
+                    w = weights.WEIGHTS[weight](log_ratio[x], mask, **band)
+                    is_lower = band["lower"] > 0
+                    found[name, x, is_lower] = is_kept
+                    found[weight, x, is_lower] = w > 0
+        return found
+
+    with jax.enable_x64(dtype == np.float64):
+        near = np.array([[-step], [0.0], [step]])
+        found = kept({x: jnp.array(np.log(x) + near, dtype) for x in bounds})
+    for (name, x, *is_lower), is_kept in found.items():
+        expected = [False, True, True] if name == "veto" or is_lower[0] else [True, True, False]
+        np.testing.assert_array_equal(is_kept[:, 0], expected, err_msg=f"{name} {x} {is_lower}")
+
+
 def test_sums_of_k1_clamp_each_token_and_sums_of_ratios_the_whole():
     # k1: -20 + 20 = 0. The product of the ratios is e^(30 - 25) = 148.
     log_ratio, mask = jnp.array([[30.0, -25.0]]), jnp.ones((1, 2))
@@ -364,6 +394,9 @@ def test_off_policy_sequence_mask_by_hand():
     np.testing.assert_array_equal(is_kept(0.0 * adv, 0.5), mask)
     np.testing.assert_array_equal(is_kept(adv, jnp.inf), mask)
     np.testing.assert_array_equal(is_kept(adv, 0.61), mask)
+    logp = behav - 0.5  # exact in binary: the bound itself is kept
+    np.testing.assert_array_equal(is_kept(adv, 0.5), mask)
+    np.testing.assert_array_equal(is_kept(adv, 0.499), [[0, 1, 0]] * 2)
 
 
 def test_staleness_counts_the_oldest_token():

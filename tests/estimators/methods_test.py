@@ -19,6 +19,14 @@ def test_infinity_is_a_value():
     assert methods.parse("weight", "token_tis(cap=inf)") == ("token_tis", {"cap": float("inf")})
 
 
+def test_a_text_needs_no_quotes():
+    for text in ("kl_cov(form=survey)", "kl_cov(form='survey')"):
+        assert methods.parse("objective", text)[1]["form"] == "survey"
+    assert methods.parse("objective", "kl_cov")[1]["form"] == "paper"
+    _, parameters = methods.parse("controller", "ess_scale(vcpo_rule=linear)")
+    assert parameters["vcpo_rule"] == "linear"
+
+
 def test_a_name_that_is_no_python_name():
     assert methods.parse("kl", "k1+") == ("k1+", {})
 
@@ -42,6 +50,8 @@ def test_masks_are_joined_by_and_in_order():
     ("weight", "token_tis(2.0)", ["neither a name nor name(key=value, ...)"]),
     ("weight", "token_tis(cap=", ["neither a name"]),
     ("weight", "token_tis(cap=open('x'))", ["neither a name"]),
+    ("weight", "token_tis(cap=large)", ["neither a name"]),
+    ("objective", "kl_cov(form=2)", ["'kl_cov' takes a text as form, not 2"]),
     ("mask", "veto | veto", ["neither a name"]),
     ("objective", "", ["neither a name"]),
 ])

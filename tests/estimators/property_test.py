@@ -25,7 +25,8 @@ NUM_ROWS = len(samples.LENGTHS)
 SHAPE = (NUM_ROWS, WIDTH)
 PACKED_SHAPE = (NUM_ROWS - 1, 2 * WIDTH + 3)
 # Methods that look at the whole batch, so that micro-batches do not add up.
-COUPLED = ("clip_cov", "kl_cov", "m2po", "top_entropy", "quatro", "espo")
+COUPLED = ("clip_cov", "kl_cov", "kl_cov(form=survey)", "m2po", "top_entropy", "quatro", "espo",
+           "r2vpo(form=survey)")
 # A method whose random choice depends on the layout of the batch.
 RANDOM = ("clip_cov",)
 
@@ -65,6 +66,7 @@ def make_batch(lengths, sizes, seed):
     near = lambda x: x + rng.choice([0.0, 0.3, 3.0], (NUM_ROWS, 1, 1)) * rng.normal(size=x.shape)
     floats = {
         "logp_old": old,
+        "logp_learner": old,
         "logp_behav": old - engine,
         "logp_prox": old - prox,
         "logp_ref": old - ref,

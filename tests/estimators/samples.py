@@ -22,11 +22,17 @@ REQUIRED = {
     "r2vpo_lambda": 0.04, "quatro_delta": 0.1, "quatro_floor": 1e-3, "oapl_beta": 0.5,
     "oapl_beta_value": 0.5, "dro_beta": 0.1,
 }
+# Entries once more in another form than that of their default.
+FORMS = {
+    "objective": tuple(f"{name}(form=survey)" for name in ("kl_cov", "aspo", "st_ppo", "r2vpo")),
+    "advantage": ("otb(form=survey)", "otb(form=survey_mean)", "tir_otb(form=survey)"),
+}
 
 
 def method(kind, name):
-    """(name, parameters), the published defaults where there are any."""
-    values = methods.parameters(kind, name)
+    """(name, parameters), the published defaults where there are any, of "name" or a form of it."""
+    name, _, form = name.rstrip(")").partition("(form=")
+    values = methods.parameters(kind, name) | ({"form": form} if form else {})
     is_missing = lambda value: value is inspect.Parameter.empty
     return name, {k: REQUIRED[k] if is_missing(v) else v for k, v in values.items()}
 
@@ -47,6 +53,7 @@ def make(is_on_policy=False):
     batch = {
         "logp_old": old,
         "logp_prox": near(0.6 * spread),
+        "logp_learner": old,
         "logp_behav": near(spread),
         "logp_ref": near(0.5),
         "adv": np.array([1.2, -0.7, 0.4, -1.1, 0.9, 0.3])[:, None] * np.ones(shape),
@@ -78,7 +85,7 @@ def token_fields(batch):
 
 
 def weights(logp, batch, name):
-    del logp
+    batch = batch | {"logp": logp}
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
     return losses.importance_weights(log_ratio_bt, batch, method("weight", name))[0]
 
@@ -91,7 +98,7 @@ def kept(logp, batch, name):
 
 
 def objective(logp, batch, name):
-    _, parameters = method("objective", name)
+    name, parameters = method("objective", name)
     batch = batch | {"weights": weights(logp, batch, "token_tis")}
     fields = [batch[field] for field in ("logp_old", "adv", "mask")]
     seg = batch["seg"] if "seg" in batch else None
@@ -115,7 +122,7 @@ def loss(logp, batch, mode):
 
 FUNCTIONS = {"weight": weights, "mask": kept, "objective": objective, "kl": kl, "loss": loss}
 ENTRIES = [(kind, name) for kind in ("weight", "mask", "objective", "kl")
-           for name in methods.TABLES[kind][0]]
+           for name in (*methods.TABLES[kind][0], *FORMS.get(kind, ()))]
 LOSSES = [("loss", mode) for mode in ("token-mean", "seq-mean-token-mean")]  # one per count
 
 
@@ -146,12 +153,12 @@ def results(logp, batch):
 
 # Advantages
 
-ADVANTAGES = tuple(methods.TABLES["advantage"][0])
+ADVANTAGES = (*methods.TABLES["advantage"][0], *FORMS["advantage"])
 
 
 def advantage(name, inputs):
     """The advantages [B, T] of an entry; its fields are among the inputs."""
-    _, parameters = method("advantage", name)
+    name, parameters = method("advantage", name)
     needed = {field: inputs[field] for field in methods.needs("advantage", name)}
     function = methods.function("advantage", name)
     return function(inputs["rewards"], inputs["mask"], inputs["group"], **needed, **parameters)

@@ -16,6 +16,7 @@ FIELDS = ("logp", "logp_old", "adv", "entropy", "share")
 LENGTHS = (7, 3, 1, 5, 0)
 WIDTH = 7
 PARAMETERS = {"espo": {"vocab_size": 64}}
+STATIC = ("vocab_size", "espo_uses_old", "ctpo_geomean", "form")
 
 
 def make_batch(spread=0.4):
@@ -36,7 +37,7 @@ def make_batch(spread=0.4):
     return batch | {"turn": jnp.array(turn), "mask": jnp.array(mask), "st_ppo_norm": 2.5}
 
 
-@functools.partial(jax.jit, static_argnames=("name", "vocab_size", "espo_uses_old", "ctpo_geomean"))
+@functools.partial(jax.jit, static_argnames=("name", *STATIC))
 def evaluate(name, batch, seg=None, **parameters):
     """(loss_bt, metrics, gradient of sum_bt share * loss with respect to logp)."""
     needed = sequence_clipped.NEEDS[name] if name in sequence_clipped.NEEDS else ()
@@ -96,6 +97,13 @@ def gspo_loop(x, low=1 - 3e-4, high=1 + 4e-4):
     s = np.exp(np.mean(x["l"]))
     loss, slope, is_clipped = bands([s] * n, x["adv"], [low] * n, [high] * n)
     return loss, np.outer(slope, np.ones(n) / n), is_clipped
+
+
+def seq_ppo_loop(x):
+    n = len(x["l"])
+    product = np.exp(np.sum(x["l"]))
+    loss, slope, is_clipped = bands([product] * n, x["adv"], [0.8] * n, [1.2] * n)
+    return loss, np.outer(slope, np.ones(n)), is_clipped
 
 
 def gspo_token_loop(x):
@@ -167,6 +175,7 @@ def ctpo_loop(x):
 
 
 LOOPS = {
+    "seq_ppo": seq_ppo_loop,
     "gspo": gspo_loop,
     "gspo_token": gspo_token_loop,
     "gmpo": gmpo_loop,
@@ -219,7 +228,7 @@ def test_published_coefficients(name):
         np.testing.assert_allclose(-gradient, [[coefficient]], atol=6e-4)
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_token", "turn_ppo"])
+@pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token", "turn_ppo"])
 def test_one_token_is_ppo(name):
     for log_ratio, adv in POINTS:
         actual = row(name, [log_ratio], adv, turn=[[0]], clip_low=0.2, clip_high=0.2)
@@ -227,6 +236,31 @@ def test_one_token_is_ppo(name):
         expected = ppo_token(ratio, adv, 0.8, 1.2)
         np.testing.assert_allclose(actual[0], [[expected[0]]], rtol=1e-6)
         np.testing.assert_allclose(actual[2], [[expected[1]]], rtol=1e-6)
+
+
+def test_seq_ppo_clips_the_product():
+    # R = exp(0.3 - 0.1 + 0.2) = 1.4918 is outside 1.2 and inside 1.6, each r but the first is not.
+    mask = jnp.array([[1, 1, 1, 0]])
+    logp = jnp.array([[0.3, -0.1, 0.2, jnp.nan]])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logp, seg, clip_high):
+        loss_bt, _ = sequence_clipped.seq_ppo(
+            logp, jnp.zeros((1, 4)), 2.0 * mask, mask, seg, clip_high=clip_high
+        )
+        return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean", seg=seg)
+
+    value, gradient = loss(logp, None, 0.6)  # -R A on every token
+    np.testing.assert_allclose(value, -2 * 1.49182, rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[-2 * 1.49182] * 3 + [0.0]], rtol=1e-5)
+    value, gradient = loss(logp, None, 0.2)
+    np.testing.assert_allclose(value, -2 * 1.2, rtol=1e-5)
+    np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
+    # As two sequences: R = e^0.2 = 1.2214, clipped, and e^0.2 alone, clipped; each is one of two.
+    value, gradient = loss(logp, jnp.array([[1, 1, 2, 0]]), 0.25)
+    np.testing.assert_allclose(value, -2 * 1.22140, rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[-1.22140] * 3 + [0.0]], rtol=1e-5)
 
 
 def test_gspo_gradient_of_a_response():
@@ -265,7 +299,7 @@ def test_gspo_token_takes_the_advantage_of_each_token():
     np.testing.assert_allclose(gradient, [[-s, 2 * s, 0.0]], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_token", "turn_ppo", "ctpo"])
+@pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token", "turn_ppo", "ctpo"])
 def test_ratios_are_bounded_by_exp_10(name):
     loose = {"ctpo_low": 100.0, "ctpo_high": 100.0} if name == "ctpo" else {}
     for log_ratio, value in ((9.5, np.exp(9.5)), (12.0, np.exp(10.0)), (300.0, np.exp(10.0))):
@@ -308,6 +342,9 @@ def test_gmpo_limits():
     np.testing.assert_allclose(loss, [[-np.exp(-0.1)] * 3], rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0.0, -np.exp(-0.1), -np.exp(-0.1)]], rtol=1e-6)
     np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 2 / 3, rtol=1e-6)
+    loss, metrics, gradient = row("gmpo", [0.5, 0.5], 1.0, clip_high=0.5)  # at the end
+    np.testing.assert_allclose(gradient, [[-np.exp(0.5)] * 2], rtol=1e-6)
+    assert metrics["actor/pg_clipfrac"] == 0.0
     loss, metrics, gradient = row("gmpo", log_ratio, 0.0)
     np.testing.assert_array_equal(loss, np.zeros((1, 3)))
     np.testing.assert_array_equal(gradient, np.zeros((1, 3)))
@@ -379,6 +416,30 @@ def test_st_ppo_only_scales():
         lambda norm: row("st_ppo", [0.4], 1.0, turn=[[0]], st_ppo_norm=norm)[0].sum()
     )(2.0)
     assert gradient == 0.0
+
+
+def test_st_ppo_of_the_survey_renormalises_clipped_turns():
+    # Turns (0.4, 0.2) and (0.1,), A = 2: w = e^0.3 > 1.2 is clipped, e^0.1 is not. The clipped
+    # turn has r = (1.491825, 1.221403), mean 1.356614: weights 1.2 r / mean, which average 1.2.
+    up = np.array([1.2 * 1.491825 / 1.356614, 1.2 * 1.221403 / 1.356614, np.exp(0.1)])
+    fields = {"turn": [[0, 0, 1]], "st_ppo_norm": 7.0, "form": "survey"}
+    loss, metrics, gradient = row("st_ppo", [0.4, 0.2, 0.1], 2.0, **fields)
+    np.testing.assert_allclose(loss, [-2 * up], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [-2 * up], rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 2 / 3, rtol=1e-6)
+    # A = -1, l = (-0.5, -0.1): w = e^-0.3 < 0.8; r = (0.606531, 0.904837), mean 0.755684.
+    down = np.array([0.8 * 0.606531 / 0.755684, 0.8 * 0.904837 / 0.755684, np.exp(-0.1)])
+    loss, _, gradient = row("st_ppo", [-0.5, -0.1, -0.1], -1.0, **fields)
+    np.testing.assert_allclose(loss, [down], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [down], rtol=1e-5)
+    # Where nothing is clipped, at the end of the band too, it is Turn-PPO.
+    for log_ratio, width in (([0.1, 0.05, -0.1], 0.2), ([0.0, 0.0, 0.0], 0.0)):
+        bands = {"clip_low": width, "clip_high": width}
+        actual = row("st_ppo", log_ratio, [[1.0, -1.0, 2.0]], **fields, **bands)
+        expected = row("turn_ppo", log_ratio, [[1.0, -1.0, 2.0]], turn=[[0, 0, 1]], **bands)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
+        row("st_ppo", [0.0], 1.0, turn=[[0]], st_ppo_norm=1.0, form="code")
 
 
 def test_high_entropy_of_packed_sequences():

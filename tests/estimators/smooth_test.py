@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis.estimators import clipped
 from jaxrl_tis.estimators import controllers
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import smooth
@@ -32,7 +33,7 @@ COEFFICIENTS = {
     "dro": [1, -1, 0.970, -1.030, 1.030, -0.970, 0.850, -1.150, 1.150, -0.850],
 }
 LENGTHS = (5, 2, 1, 4, 3, 3)
-STATIC = ("name", "aggregation", "quatro_delta", "quatro_floor", "oapl_beta", "dro_beta")
+STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_beta", "dro_beta")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -143,6 +144,43 @@ def test_r2vpo_rests_where_gain_and_penalty_balance():
     np.testing.assert_allclose(loss_bt, [[0.5 * 0.25 - 1.5 * 0.5]], rtol=1e-5)
     _, _, gradient = run("r2vpo", logp, batch, r2vpo_lambda=0.0)
     np.testing.assert_allclose(gradient, [[-0.75]], rtol=1e-5)
+
+
+def test_r2vpo_of_the_survey_clips_each_group_by_its_variance():
+    # Group 0: r = 1.45 and 1.05, mean 1.25, V = 0.04: width 0.2 / (1 + 25 * 0.04) = 0.1.
+    # Group 1: r = 1.15 twice, V = 0: width 0.2. Group 2: r = 0.55 and 0.95, V = 0.04, A = -1.
+    ratio, adv = [1.45, 1.05, 1.15, 1.15, 0.55, 0.95], [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
+    logp, batch = tokens(np.log(ratio), adv)
+    parameters = {"r2vpo_lambda": 25.0, "form": "survey"}
+    loss_bt, metrics, gradient = run("r2vpo", logp, batch, **parameters)
+    expected = [-1.1, -1.05, -1.15, -1.15, 0.9, 0.95]
+    np.testing.assert_allclose(loss_bt[:, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient[:, 0], [0, -1.05, -1.15, -1.15, 0, 0.95], rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 2 / 6, rtol=1e-6)
+    variance = (0.45**2 + 0.05**2 + 2 * 0.15**2 + 0.45**2 + 0.05**2) / 6
+    np.testing.assert_allclose(metrics["actor/ratio_variance"], variance, rtol=1e-5)
+    # The same samples as two packed rows with a padding token: a group may span rows.
+    place = lambda x, fill: np.stack([[x[0], fill, x[2], x[1]], [x[3], x[5], fill, x[4]]])
+    packed = {name: place(x[:, 0], np.nan if x.dtype == np.float32 else 9)
+              for name, x in batch.items() if name != "mask"}
+    packed |= {"mask": place(np.ones(6, bool), False)}
+    packed |= {"seg": jnp.array([[1, 0, 2, 3], [1, 2, 0, 3]])}
+    dense = run("r2vpo", place(logp[:, 0], np.float32(np.nan)), packed, **parameters)
+    for actual, column in ((dense[0], loss_bt), (dense[2], gradient)):
+        np.testing.assert_allclose(actual, place(column[:, 0], 0.0), rtol=1e-5)
+
+
+def test_r2vpo_of_the_survey_without_a_price_is_ppo():
+    logp, batch = make_batch()
+    actual, _, gradient = run("r2vpo", logp, batch, r2vpo_lambda=0.0, form="survey")
+    fields = [batch[name] for name in ("logp_old", "adv", "mask")]
+    np.testing.assert_allclose(actual, clipped.ppo_clip(logp, *fields)[0], rtol=1e-5)
+    tight = run("r2vpo", logp, batch, r2vpo_lambda=0.0, form="survey", r2vpo_clip=0.01)[2]
+    assert np.sum(tight == 0.0) > np.sum(gradient == 0.0)
+    with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
+        run("r2vpo", logp, batch, r2vpo_lambda=0.0, form="code")
+    with pytest.raises(ValueError, match="pass group"):
+        smooth.r2vpo(logp, *fields, r2vpo_lambda=0.0, form="survey")
 
 
 def test_r2vpo_takes_the_dual_and_gives_it_its_measurement():

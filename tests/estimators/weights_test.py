@@ -36,6 +36,7 @@ PARAMETERS = {
     "seq_mask_tis": {"lower": 0.6, "upper": 1.5},
 }
 OF_PREFIXES = {"turn_tis", "turn_geo", "prefix_minpro", "prefix_ctpo"}  # in prefix_weights_test
+OF_FACTORS = {"capped_ratio", "seq_capped_ratio"}  # in factor_weights_test
 
 
 def oracle(name, log_ratio, mask, seg):
@@ -92,7 +93,7 @@ def example(is_packed):
 
 
 def test_every_entry_has_parameters_in_these_tests():
-    assert PARAMETERS.keys() | OF_PREFIXES == weights.WEIGHTS.keys()
+    assert PARAMETERS.keys() | OF_PREFIXES | OF_FACTORS == weights.WEIGHTS.keys()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -138,11 +139,13 @@ def test_five_ratios_by_hand():
         "token_vanilla": [0.3, 0.6, 1, 2.5, 6],
         "token_tis": [0.3, 0.6, 1, 2, 2],
         "token_clip": [0.5, 0.6, 1, 2, 2],
-        "token_mis": [0, 0.6, 1, 0, 0],
+        "token_mis": [0.3, 0.6, 1, 0, 0],
         "token_icepop": [0, 0.6, 1, 2.5, 0],
     }
     for name, row in expected.items():  # all with their default parameters
         np.testing.assert_allclose(weights.WEIGHTS[name](log_ratio, mask), [row], rtol=1e-6)
+    w = weights.token_mis(log_ratio, mask, lower=0.5)  # slime's example
+    np.testing.assert_allclose(w, [[0, 0.6, 1, 0, 0]], rtol=1e-6)
 
 
 def test_three_tokens_by_hand():
@@ -213,6 +216,31 @@ def test_both_ends_of_a_band_are_kept():
     for lower, upper in ((1.0, 3.0), (0.2, 1.0)):
         w = weights.seq_mask_tis(log_ratio, mask, lower=lower, upper=upper)
         np.testing.assert_array_equal(w, mask)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_ratio_that_is_its_bound_is_kept(dtype):
+    """exp would put log(1.3) below 1.3 in float64, and log(0.1) below 0.1 in float32."""
+    step = 2e-6 if dtype == np.float32 else 1e-14
+    names = ("token_mis", "seq_mis", "geo_mis", "seq_mask_tis")
+    cases = [(n, x, end) for n in names for x in (0.1, 1.3, 2.0) for end in ("lower", "upper")]
+
+    def log_ratios(bound):  # below, at and above it: one token each
+        return np.log(bound) + np.array([[-step], [0.0], [step]])
+
+    @jax.jit
+    def kept(log_ratio):
+        bands = [{"lower": 0.0, "upper": 9.0} | {end: x} for _, x, end in cases]
+        return [
+            weights.WEIGHTS[n](log_ratio[x], jnp.ones((3, 1)), **band)[:, 0] > 0
+            for (n, x, _), band in zip(cases, bands, strict=True)
+        ]
+
+    with jax.enable_x64(dtype == np.float64):
+        found = kept({x: jnp.array(log_ratios(x), dtype) for _, x, _ in cases})
+    for case, is_kept in zip(cases, found, strict=True):
+        expected = [False, True, True] if case[2] == "lower" else [True, True, False]
+        np.testing.assert_array_equal(is_kept, expected, err_msg=str(case))
 
 
 def test_the_bound_is_on_the_token_or_on_the_sum():

@@ -1,0 +1,138 @@
+"""Importance weights with a cap for each factor of the ratio, and the factors themselves.
+
+The full ratio of the trained policy to the sampler has three factors:
+
+  engine        logp_learner - logp_behav    same weights, other program, precision or filter
+  staleness     logp_prox - logp_learner     weights moved between sampling and this training step
+  trust_region  logp - logp_prox             weights moved within this step, what PPO clips
+
+The entries are part of `weights.WEIGHTS`, whose module states the arguments that all share, and
+`attribution.capped_ratio` measures what their caps do. They take the log-probs themselves, and
+log_ratio is not used: `logp_learner` is the learner at the weights that sampled, whatever logp_old
+holds (bypass mode puts the sampler there). Before the updates logp and logp_prox are the same as
+it, and the weight is the engine's factor; in bypass mode it is judged at every update, and what the
+update has moved is the trust region's factor.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+
+FACTORS = ("engine", "staleness", "trust_region")
+
+
+def split_ratio(
+    logp: chex.Array,
+    logp_prox: chex.Array,
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+) -> dict[str, chex.Array]:
+    """The log of each factor of pi / mu, [B, T] each, 0 at padding; their sum is logp - logp_behav.
+
+    Args:
+      logp: [B, T] the policy that is trained, nats.
+      logp_prox: [B, T] the centre of the trust region; pass logp_old where nothing was stale.
+      logp_old: [B, T] the learner at the weights that sampled.
+      logp_behav: [B, T] the sampler.
+      mask: [B, T] valid tokens.
+
+    Returns {"engine", "staleness", "trust_region"} in nats, without gradient.
+    """
+    chain = (logp_behav, logp_old, logp_prox, logp)
+    return {
+        factor: jax.lax.stop_gradient(ratios.safe_log_ratio(chain[i + 1], chain[i], mask))
+        for i, factor in enumerate(FACTORS)
+    }
+
+
+def log_caps(
+    cap_engine: chex.Numeric, cap_staleness: chex.Numeric, cap_trust_region: chex.Numeric
+) -> dict[str, chex.Numeric]:
+    """The logarithm of each factor's cap."""
+    caps = (cap_engine, cap_staleness, cap_trust_region)
+    return {factor: ratios.log_bound(c) for factor, c in zip(FACTORS, caps, strict=True)}
+
+
+def log_product(logs: dict[str, chex.Array], caps: dict[str, chex.Numeric]) -> chex.Array:
+    """clamp(sum_f min(logs_f, caps_f), +-20): log of the product of the capped factors."""
+    total = sum(jnp.minimum(logs[factor], caps[factor]) for factor in FACTORS)
+    return ratios.clamp(total, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+
+
+def capped_ratio(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp: chex.Array,
+    logp_prox: chex.Array,
+    logp_learner: chex.Array,
+    logp_behav: chex.Array,
+    cap: chex.Numeric = jnp.inf,
+    cap_engine: chex.Numeric = 2.0,
+    cap_staleness: chex.Numeric = jnp.inf,
+    cap_trust_region: chex.Numeric = jnp.inf,
+) -> chex.Array:
+    """Token ratio with a cap for each factor, w_t = min(prod_f min(rho_ft, cap_f), cap); no paper.
+
+    A survey of how corrections compose writes the ratio as these factors, each with a bound of its
+    own: a cap bounds one source of mismatch and leaves the others alone, where a cap on the product
+    lets the factors cancel first. With the engine's cap alone, and one update, it is `token_tis`.
+
+    Unit: token. Trust region: w <= cap, and each factor <= its cap. Use: bypass mode with
+    `reinforce`, to bound the engine's gap and the drift apart; between the factors nothing cancels
+    any more, so every cap biases by itself.
+
+    Args:
+      log_ratio: not used.
+      mask, seg: see `weights`.
+      logp: [B, T] log-probs of the policy that is trained, nats.
+      logp_prox: [B, T] log-probs of the centre of the trust region, nats.
+      logp_learner: [B, T] log-probs of the learner at the weights that sampled, nats.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      cap: upper bound of the product; none by default.
+      cap_engine: upper bound of the engine's factor; 2.0 as for `token_tis`.
+      cap_staleness, cap_trust_region: upper bounds of the other factors; none by default.
+    """
+    del log_ratio, seg
+    log_bt = split_ratio(logp, logp_prox, logp_learner, logp_behav, mask)
+    caps = log_caps(cap_engine, cap_staleness, cap_trust_region)
+    w_bt = jnp.minimum(jnp.exp(log_product(log_bt, caps)), cap)
+    return ratios.zero_padding(w_bt, mask)
+
+
+def seq_capped_ratio(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp: chex.Array,
+    logp_prox: chex.Array,
+    logp_learner: chex.Array,
+    logp_behav: chex.Array,
+    cap: chex.Numeric = jnp.inf,
+    cap_engine: chex.Numeric = 2.0,
+    cap_staleness: chex.Numeric = jnp.inf,
+    cap_trust_region: chex.Numeric = jnp.inf,
+) -> chex.Array:
+    """`capped_ratio` of sequences: each factor is its product over the sequence; no paper.
+
+    Arguments as `capped_ratio`. With the engine's cap alone, and one update, it is `seq_tis`.
+
+    Unit: sequence. Trust region: w <= cap, and each factor's product <= its cap. Use: short
+    responses, as `seq_tis`; over hundreds of tokens every factor sits at its cap or near 0.
+    """
+    del log_ratio
+    log_bt = split_ratio(logp, logp_prox, logp_learner, logp_behav, mask)
+    log_bs = {factor: ratios.sequence_sum(x_bt, mask, seg) for factor, x_bt in log_bt.items()}
+    caps = log_caps(cap_engine, cap_staleness, cap_trust_region)
+    w_bs = jnp.minimum(jnp.exp(log_product(log_bs, caps)), cap)
+    return ratios.zero_padding(ratios.to_tokens(w_bs, seg, mask.shape[1]), mask)
+
+
+WEIGHTS = {"capped_ratio": capped_ratio, "seq_capped_ratio": seq_capped_ratio}
+
+NEEDS = dict.fromkeys(WEIGHTS, ("logp", "logp_prox", "logp_learner", "logp_behav"))
