@@ -30,7 +30,8 @@ from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefixes import Prefix, Prefixes
 from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion, ResultTokens
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.sequences import Drawn, Sequence, first_stop
+from jaxrl_tis.engine.sequences import Drawn, Sequence
+from jaxrl_tis.engine.text import StopSearch
 from jaxrl_tis.engine.waiting import Waiting
 
 PAUSES = ("abort", "retract", "in_place")
@@ -558,7 +559,9 @@ class Scheduler:
             self.stats.tokens += count
             is_last = result.remaining[slot] == 0
             self._learn(sequence, result.tokens[:count, slot], drafts.get(sequence, []), is_last)
-            stop = self._stop(sequence, count, is_last) if sampling.stop_strings else None
+            stop = None
+            if sampling.stop_strings:
+                stop = self._stop(sequence, result.tokens[:count, slot].tolist(), is_last)
             if stop is not None:
                 self._finish(sequence, "stop", stop)
             elif is_last:
@@ -575,14 +578,16 @@ class Scheduler:
             self.stats.drafted += len(draft)
             self.stats.accepted += len(drawn) - 1
 
-    def _stop(self, sequence: Sequence, count: int, is_last: bool) -> int | None:
+    def _stop(self, sequence: Sequence, drawn: list[int], is_last: bool) -> int | None:
         """Tokens up to a stop string, found in the text of the calls before, and for the last one
         of this one too: the others are searched while the engine goes on."""
         stop = sequence.found_stop()
         if stop is None:
-            stops, tokens = sequence.sampling.stop_strings, sequence.field("tokens")
-            search = (first_stop, tokens, len(tokens) - count, stops, self._decode)
-            sequence.stop = self._texts.submit(*search)
+            if sequence.search is None:
+                before = sequence.field("tokens")[: sequence.count - len(drawn)].tolist()
+                stops = sequence.sampling.stop_strings
+                sequence.search = StopSearch(stops, self._decode, before)
+            sequence.stop = self._texts.submit(sequence.search, drawn)
         return sequence.found_stop() if is_last else stop
 
     def _abort(self, sequence: Sequence) -> None:
