@@ -9,11 +9,15 @@ from jaxrl_tis.engine.records import Request
 
 class Policy(Protocol):
     """`key` of a waiting request that has drawn `drawn` tokens. `added` and `removed` hear of every
-    request once, the latter with the tokens it drew, or None if it did not end by itself."""
+    request once, the latter with the tokens it drew, or None if it did not end by itself.
+
+    A key changes only where `removed` says so: it returns whether those of the other requests with
+    this prompt may be others now.
+    """
 
     def added(self, request: Request) -> None: ...
     def key(self, request: Request, drawn: int) -> tuple: ...
-    def removed(self, request: Request, drawn: int | None) -> None: ...
+    def removed(self, request: Request, drawn: int | None) -> bool: ...
 
 
 class FirstCome:
@@ -25,8 +29,8 @@ class FirstCome:
     def key(self, request: Request, drawn: int) -> tuple:
         return ()
 
-    def removed(self, request: Request, drawn: int | None) -> None:
-        pass
+    def removed(self, request: Request, drawn: int | None) -> bool:
+        return False
 
 
 class ShortestPrompt(FirstCome):
@@ -75,8 +79,9 @@ class GroupLongestFirst:
             length = min(length, group.longest)
         return (1, drawn - length)
 
-    def removed(self, request: Request, drawn: int | None) -> None:
+    def removed(self, request: Request, drawn: int | None) -> bool:
         group = self._groups[request.prompt.tobytes()]
+        before = group.probe, group.longest
         group.live -= 1
         if drawn is not None:
             group.longest = max(group.longest or 0, drawn)
@@ -84,6 +89,7 @@ class GroupLongestFirst:
             group.probe = None
         if not group.live:
             del self._groups[request.prompt.tobytes()]
+        return (group.probe, group.longest) != before
 
 
 POLICIES = {

@@ -30,7 +30,8 @@ from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefixes import Prefix, Prefixes
 from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion, ResultTokens
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.sequences import Drawn, Sequence, first_stop
+from jaxrl_tis.engine.sequences import Drawn, Sequence
+from jaxrl_tis.engine.text import StopSearch
 from jaxrl_tis.engine.waiting import Waiting
 
 PAUSES = ("abort", "retract", "in_place")
@@ -133,7 +134,7 @@ class Scheduler:
         self._slots: dict[int, Sequence] = {}
         self._left: set[int] = set()  # slots that are free here and still count in the engine
         self._ended: list[Trajectory] = []
-        self._live: set[str] = set()
+        self._live: dict[str, Sequence] = {}
         self._arrivals = 0
         per_slot = -(-engine.max_length // engine.page_size)
         self._table = np.zeros((engine.slots, per_slot), np.int32)
@@ -165,8 +166,9 @@ class Scheduler:
         self._check(request)
         if self._max_pending is not None and self.pending >= self._max_pending:
             raise Full(f"{self.pending} requests are pending, at most {self._max_pending} may be")
-        self._live.add(request.id)
-        self._waiting.add(Sequence.of(request, self._arrivals, self._waiting.admissions))
+        sequence = Sequence.of(request, self._arrivals, self._waiting.admissions)
+        self._live[request.id] = sequence
+        self._waiting.add(sequence)
         self._arrivals += 1
         self._policy.added(request)
         self._drafts.add(request)
@@ -176,18 +178,15 @@ class Scheduler:
         stop string is in it. KeyError where none of this id is pending."""
         if request_id not in self._live:
             raise KeyError(f"no live request has the id {request_id!r}")
-        for sequence in self._sequences():
-            if sequence.request.id == request_id:
-                self._abort(sequence)
+        if self._goes_on(self._live[request_id]):
+            self._abort(self._live[request_id])
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
         """The tokens that these requests have drawn so far, of those that have not ended. Later
         ones follow them; but a stop string may end the record before the last of them, and one
         that saw evicted keys may have to start again."""
-        return {
-            s.request.id: s.field("tokens")
-            for s in self._sequences() if s.request.id in request_ids
-        }
+        live = {id: self._live[id] for id in request_ids if id in self._live}
+        return {id: s.field("tokens") for id, s in live.items() if self._goes_on(s)}
 
     def pause(self, mode: str) -> list[Trajectory]:
         """Interrupts everything between two steps, as new weights do.
@@ -235,7 +234,7 @@ class Scheduler:
         problems = {
             "the prompt is empty; give at least one token": prompt == 0,
             f"the prompt has tokens beyond the vocabulary of {engine.vocab_size}":
-                max(request.prompt, default=0) >= engine.vocab_size,
+                request.prompt.max(initial=0) >= engine.vocab_size,
             f"{prompt} prompt tokens + {sampling.max_tokens} new tokens exceed the cache of "
             f"{engine.max_length} positions; shorten the prompt or raise engine.max_length":
                 prompt + sampling.max_tokens > engine.max_length,
@@ -278,6 +277,9 @@ class Scheduler:
             if is_so:
                 raise ValueError(f"request {request.id}: {problem}")
 
+    def _goes_on(self, sequence: Sequence) -> bool:
+        return sequence.slot >= 0 or sequence in self._waiting
+
     def _sequences(self) -> list[Sequence]:
         return sorted([*self._waiting, *self._slots.values()], key=lambda s: s.order)
 
@@ -288,7 +290,8 @@ class Scheduler:
 
     def _returned(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []
-        self._live -= {trajectory.id for trajectory in ended}
+        for trajectory in ended:
+            del self._live[trajectory.id]
         return ended
 
     def _leave_slot(self, sequence: Sequence) -> None:
@@ -350,22 +353,25 @@ class Scheduler:
         """Sequences that have drawn their share wait again, with their pages, if others come before
         them. Those with evicted keys stay: they cannot be rebuilt, should their pages be needed."""
         is_done = lambda s: s.since_admission >= self._divide and not s.shift
-        done = sorted(filter(is_done, self._running()), key=self._waiting.priority, reverse=True)
+        priority, left = self._waiting.priority, []
+        done = sorted(filter(is_done, self._running()), key=priority, reverse=True)
         free = collections.Counter({shard: len(slots) for shard, slots in self._free().items()})
-        for other in list(self._waiting.in_order()) if done else ():
+        for other in self._waiting.in_order() if done else ():
+            is_before = lambda s: self._waiting.is_overdue(other) or priority(other) < priority(s)
+            if not done or not is_before(done[0]):
+                break  # nor is any other
             is_home = lambda shard: not other.pages or shard == other.shard
             shard, slots = max(((s, n) for s, n in free.items() if is_home(s)), key=lambda x: x[1])
             if slots:
                 free[shard] -= 1
                 continue
             sequence = next((s for s in done if is_home(s.shard)), None)
-            if sequence is None:
-                continue
-            is_earlier = self._waiting.priority(other) < self._waiting.priority(sequence)
-            if is_earlier or self._waiting.is_overdue(other):
+            if sequence is not None and is_before(sequence):
                 done.remove(sequence)
-                self._leave_slot(sequence)
-                self._waiting.add(sequence)
+                left.append(sequence)
+        for sequence in left:
+            self._leave_slot(sequence)
+            self._waiting.add(sequence)
 
     def _free(self) -> dict[int, list[int]]:
         """Free slots of each shard."""
@@ -406,7 +412,7 @@ class Scheduler:
         its samples, or of the youngest sequence that made way."""
         if self._prefixes.reclaim(shard, keep):
             return True
-        parked = [s for s in self._waiting if s.pages and s.shard == shard]
+        parked = self._waiting.parked(shard)
         if parked:
             self._retract(max(parked, key=lambda s: s.order))
         return bool(parked)
@@ -558,7 +564,9 @@ class Scheduler:
             self.stats.tokens += count
             is_last = result.remaining[slot] == 0
             self._learn(sequence, result.tokens[:count, slot], drafts.get(sequence, []), is_last)
-            stop = self._stop(sequence, count, is_last) if sampling.stop_strings else None
+            stop = None
+            if sampling.stop_strings:
+                stop = self._stop(sequence, result.tokens[:count, slot].tolist(), is_last)
             if stop is not None:
                 self._finish(sequence, "stop", stop)
             elif is_last:
@@ -575,14 +583,16 @@ class Scheduler:
             self.stats.drafted += len(draft)
             self.stats.accepted += len(drawn) - 1
 
-    def _stop(self, sequence: Sequence, count: int, is_last: bool) -> int | None:
+    def _stop(self, sequence: Sequence, drawn: list[int], is_last: bool) -> int | None:
         """Tokens up to a stop string, found in the text of the calls before, and for the last one
         of this one too: the others are searched while the engine goes on."""
         stop = sequence.found_stop()
         if stop is None:
-            stops, tokens = sequence.sampling.stop_strings, sequence.field("tokens")
-            search = (first_stop, tokens, len(tokens) - count, stops, self._decode)
-            sequence.stop = self._texts.submit(*search)
+            if sequence.search is None:
+                before = sequence.field("tokens")[: sequence.count - len(drawn)].tolist()
+                stops = sequence.sampling.stop_strings
+                sequence.search = StopSearch(stops, self._decode, before)
+            sequence.stop = self._texts.submit(sequence.search, drawn)
         return sequence.found_stop() if is_last else stop
 
     def _abort(self, sequence: Sequence) -> None:
@@ -592,7 +602,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
         self._leave(sequence)
-        self._policy.removed(sequence.request, None if reason == "abort" else count)
+        self._waiting.ended(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
 

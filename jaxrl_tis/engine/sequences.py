@@ -1,13 +1,13 @@
 """What the scheduler knows of a live request."""
 
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
 
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.text import StopSearch
 
 FIELDS = (
     "tokens", "logp_behav", "logp_raw", "entropy", "logits", "top_ids", "top_logps", "kept"
@@ -50,7 +50,7 @@ class Sequence:
         left; evict_step: see Trajectory.
       segment: how often its pages were rebuilt; kv_version: of the oldest weights that filled them.
       since_admission: tokens drawn since it last got a slot.
-      stop: the search for its stop strings in the tokens drawn so far.
+      search: of its stop strings, in the tokens drawn so far; stop: its last result.
     """
 
     request: Request
@@ -70,6 +70,7 @@ class Sequence:
     evict_step: np.ndarray | None = None
     kv_version: int = 0
     since_admission: int = 0
+    search: StopSearch | None = None
     stop: Future | None = None
 
     @classmethod
@@ -120,7 +121,7 @@ class Sequence:
         if self.shift:
             new = Sequence.of(self.request, self.order, self.admitted_after)
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
-            self.shift, self.evict_step, self.stop = 0, None, None
+            self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
 
     def filled(self, version: int) -> None:
         """Weights of this version wrote the keys of all that it has so far."""
@@ -153,14 +154,3 @@ class Sequence:
             request=request.hash, quant_id=quant_id, evict_step=evict_step,
             temperature=request.sampling.temperature, **fields,
         )
-
-
-def first_stop(
-    tokens: np.ndarray, known: int, stops: tuple[str, ...], decode: Callable[[np.ndarray], str]
-) -> int | None:
-    """Number of tokens after which the text first holds one of `stops`; the first `known` are
-    known to hold none."""
-    holds = lambda count: any(stop in decode(tokens[:count]) for stop in stops)
-    if not holds(len(tokens)):
-        return None
-    return next(count for count in range(known + 1, len(tokens) + 1) if holds(count))

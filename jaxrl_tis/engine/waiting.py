@@ -1,14 +1,17 @@
 """Requests without a slot, and who of them comes next."""
 
 import collections
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from jaxrl_tis.engine.policies import Policy
+from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sequences import Sequence
 
 
 class Waiting:
-    """In the order of a policy, unless somebody was passed over too often.
+    """In the order of a policy, unless somebody was passed over too often. Both orders are kept
+    from call to call, so that who comes and goes costs a search, however many wait.
 
     Args:
       policy: see policies.POLICIES.
@@ -19,7 +22,15 @@ class Waiting:
 
     def __init__(self, policy: Policy, max_bypass: int | None, page_size: int):
         self._policy, self._max_bypass, self._size = policy, max_bypass, page_size
-        self._sequences: dict[str, Sequence] = {}
+        # By the number of their arrival, in the order of their coming: all, those with pages, those
+        # of each prompt, and those whose priority is to be found (again).
+        self._sequences: dict[int, Sequence] = {}
+        self._parked: dict[int, Sequence] = {}
+        self._of_prompt = collections.defaultdict[bytes, dict[int, Sequence]](dict)
+        self._unranked: dict[int, Sequence] = {}
+        self._priorities: dict[int, tuple] = {}
+        self._by_policy: list[tuple] = []  # (policy's key, arrival), sorted
+        self._by_age: list[tuple] = []  # (admissions before it began to wait, arrival), sorted
         self._keys = collections.Counter[bytes]()
         self.admissions = 0
 
@@ -27,15 +38,30 @@ class Waiting:
         """In the order of their coming."""
         return iter(self._sequences.values())
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.order in self._sequences
+
     def add(self, sequence: Sequence) -> None:
-        prompt = sequence.request.prompt
+        prompt, order = sequence.request.prompt, sequence.order
         base = prompt[: len(prompt) // self._size * self._size] if sequence.count else prompt[:0]
         sequence.key, sequence.base_key = sequence.tokens().tobytes(), base.tobytes()
-        self._sequences[sequence.request.id] = sequence
         self._keys.update((sequence.key, sequence.base_key))
+        self._sequences[order] = self._unranked[order] = sequence
+        self._of_prompt[prompt.tobytes()][order] = sequence
+        if sequence.pages:
+            self._parked[order] = sequence
+        insort(self._by_age, _age(sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request.id]
+        order, prompt = sequence.order, sequence.request.prompt.tobytes()
+        del self._sequences[order], self._of_prompt[prompt][order]
+        if not self._of_prompt[prompt]:
+            del self._of_prompt[prompt]
+        self._parked.pop(order, None)
+        self._unranked.pop(order, None)
+        _take(self._by_age, _age(sequence))
+        if order in self._priorities:
+            _take(self._by_policy, self._priorities.pop(order))
         for key in (sequence.key, sequence.base_key):
             self._keys[key] -= 1
             if not self._keys[key]:
@@ -45,25 +71,71 @@ class Waiting:
         self.remove(sequence)
         self.admissions += 1
 
+    def ended(self, request: Request, drawn: int | None) -> None:
+        """Tells the policy, see Policy.removed."""
+        if self._policy.removed(request, drawn):
+            for order, sequence in self._of_prompt.get(request.prompt.tobytes(), {}).items():
+                self._unranked.pop(order, None)  # to be ranked in the order of their coming
+                self._unranked[order] = sequence
+
     def has(self, key: bytes) -> bool:
         """Whether one waits that would start from these tokens."""
         return key in self._keys
 
+    def parked(self, shard: int) -> list[Sequence]:
+        """Those with pages there."""
+        return [s for s in self._parked.values() if s.shard == shard]
+
     def in_order(self) -> Iterator[Sequence]:
-        by_policy = sorted(self, key=self.priority, reverse=True)
-        by_age, seen = [], set()
-        if self._max_bypass is not None:
-            by_age = sorted(self, key=lambda s: (s.admitted_after, s.order), reverse=True)
-        while by_policy:
-            sequence = (by_age if by_age and self.is_overdue(by_age[-1]) else by_policy).pop()
-            if sequence not in seen:
-                seen.add(sequence)
-                yield sequence
+        """Each once, also if it leaves and comes back meanwhile; no other may come."""
+        seen = set()
+        by_policy = by_age = ()  # sorts before all
+        while True:
+            self._rank()
+            old = _after(self._by_age, by_age)
+            if old and self._is_over(old[0]):
+                by_age = entry = old
+            else:
+                by_policy = entry = _after(self._by_policy, by_policy)
+            if not entry:
+                return
+            order = entry[-1]
+            if order not in seen:
+                seen.add(order)
+                yield self._sequences[order]
+
+    def _rank(self) -> None:
+        for order, sequence in self._unranked.items():
+            old, new = self._priorities.get(order), self.priority(sequence)
+            if new != old:
+                if old:
+                    _take(self._by_policy, old)
+                insort(self._by_policy, new)
+                self._priorities[order] = new
+        self._unranked.clear()
 
     def priority(self, sequence: Sequence) -> tuple:
         """The smallest comes first."""
         return (self._policy.key(sequence.request, sequence.count), sequence.order)
 
     def is_overdue(self, sequence: Sequence) -> bool:
-        bypassed = self.admissions - sequence.admitted_after
+        return self._is_over(sequence.admitted_after)
+
+    def _is_over(self, admitted_after: int) -> bool:
+        bypassed = self.admissions - admitted_after
         return self._max_bypass is not None and bypassed >= self._max_bypass
+
+
+def _age(sequence: Sequence) -> tuple:
+    return (sequence.admitted_after, sequence.order)
+
+
+def _after(entries: list[tuple], last: tuple) -> tuple | None:
+    """The next of a sorted list."""
+    index = bisect_right(entries, last)
+    return entries[index] if index < len(entries) else None
+
+
+def _take(entries: list[tuple], entry: tuple) -> None:
+    """Out of a sorted list."""
+    del entries[bisect_left(entries, entry)]

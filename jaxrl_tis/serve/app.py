@@ -28,7 +28,7 @@ from jaxrl_tis.engine.scheduler import Full
 from jaxrl_tis.serve.answer import Answer, described
 from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
-from jaxrl_tis.serve.text import settled
+from jaxrl_tis.serve.text import Shown
 from jaxrl_tis.serve.worker import Worker
 
 CLIENT_CLOSED = 499  # nobody reads it
@@ -203,7 +203,8 @@ class Server:
     async def _events(self, job: Job, answer: Answer) -> AsyncIterator[str]:
         event = lambda data: f"data: {json.dumps(data)}\n\n"
         stops, decode = job.completion.stops, self._served.tokenizer.decode
-        sent = [0] * len(job.completion.choices)
+        shown = [Shown(stops, decode) for _ in job.completion.choices]
+        sent = [0] * len(shown)
         num_tokens = 0
         if job.completion.is_chat:
             for i in range(len(sent)):
@@ -211,7 +212,7 @@ class Server:
         try:
             async for i, news in job.follow():
                 has_ended = isinstance(news, Trajectory)
-                text = answer.text(news) if has_ended else settled(decode(news), stops)
+                text = answer.text(news) if has_ended else shown[i].of(news)
                 if len(text) > sent[i]:
                     yield event(answer.more(i, text[sent[i] :]))
                     sent[i] = len(text)

@@ -1,10 +1,10 @@
 """The text of an answer while it is being written: what can be shown and stays as it is."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import numpy as np
 
-INCOMPLETE = "\ufffd"  # decoders write it for the bytes of a character that has not ended
+from jaxrl_tis.engine.text import INCOMPLETE, Decode, Text
 
 
 def cut(text: str, stops: Collection[str]) -> str:
@@ -25,9 +25,26 @@ def settled(text: str, stops: Collection[str]) -> str:
     return text[: len(text) - max(begun, default=0)]
 
 
-def offsets(tokens: np.ndarray, decode: Callable[[np.ndarray], str]) -> list[int]:
+class Shown:
+    """The settled text of a choice while its tokens are drawn; decodes those that are new."""
+
+    def __init__(self, stops: Collection[str], decode: Decode):
+        self._stops, self._decode, self._text = stops, decode, Text(decode)
+
+    def of(self, tokens: np.ndarray) -> str:
+        """Of all tokens so far; not those of the call before if it had to start again."""
+        seen = len(self._text.tokens)
+        if not np.array_equal(tokens[:seen], self._text.tokens):
+            self._text, seen = Text(self._decode), 0
+        return settled(self._text.add(tokens[seen:].tolist()), self._stops)
+
+
+def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:
     """Where each token begins in the text of all; those of one character share where it begins."""
-    return [len(decode(tokens[:i]).rstrip(INCOMPLETE)) for i in range(len(tokens))]
+    text, ends = Text(decode), [0]
+    for token in tokens.tolist():
+        ends.append(len(text.add([token]).rstrip(INCOMPLETE)))
+    return ends[:-1]
 
 
 def utf8(piece: str) -> list[int] | None:

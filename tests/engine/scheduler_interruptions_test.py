@@ -440,6 +440,15 @@ def test_stop_strings_of_tokens_that_complete_nothing_end_nothing():
     assert_as_alone([t], [r])
 
 
+def test_a_step_decodes_what_is_new_of_a_long_sequence():
+    sizes = []
+    decode = lambda tokens: sizes.append(len(tokens)) or text_of(tokens)
+    r = request("a", stop_strings=("zz",), max_tokens=150)
+    (t,) = drain(started(Engine(slots=1, steps=2, max_length=160), [r], decode=decode))
+    assert len(t.tokens) == 150
+    assert max(sizes) <= 3 * 2  # two calls of context and the new one, of two tokens each
+
+
 @pytest.mark.parametrize("how", ["abort", "pause"])
 def test_a_stop_string_that_was_drawn_counts_more_than_the_abort(how):
     r = request("a", stop_strings=("d",), max_tokens=9)

@@ -268,6 +268,23 @@ def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
     assert order_of(engine) == ["a", "b", "a", "c"]
 
 
+@pytest.mark.parametrize("policy", [LongestFirst, POLICIES["group_longest_first"]])
+@pytest.mark.parametrize("divide", [0, 2])
+def test_a_step_asks_the_policy_about_few_of_those_who_wait(policy, divide, monkeypatch):
+    calls, plain = [], policy.key
+    monkeypatch.setattr(policy, "key", lambda *args: calls.append(1) or plain(*args))
+    requests = [request(f"r{i}", (i // 4 % 20, i // 80), max_tokens=1 + i % 7) for i in range(1500)]
+    scheduler = started(Engine(max_length=60), requests, policy=policy(), max_bypass=9,
+                        divide=divide)
+    scheduler.step()
+    assert len(calls) >= 1500  # all came
+    for _ in range(30):
+        calls.clear()
+        scheduler.step()
+        assert len(calls) < 60
+    assert scheduler.stats.tokens > 100
+
+
 # Prefill
 
 

@@ -1,9 +1,8 @@
 import numpy as np
-import pytest
 
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Trajectory
-from jaxrl_tis.engine.sequences import Drawn, Sequence, first_stop
+from jaxrl_tis.engine.sequences import Drawn, Sequence
 from tests.arithmetic import request
 
 
@@ -101,19 +100,3 @@ def test_a_resumed_sequence_starts_again_from_its_partial():
     s.evict(0, size=2, capacity=9)
     s.forget()
     assert (s.count, s.pieces, s.segment, s.shift) == (5, [r.partial], 1, 0)
-
-
-@pytest.mark.parametrize("text, known, stops, count", [
-    ("hello", 0, ("l",), 3), ("hello", 0, ("ll",), 4), ("hello", 0, ("lo", "ell"), 4),
-    ("hello", 0, ("x",), None), ("", 0, ("x",), None), ("hello", 3, ("lo",), 5),
-    ("hello", 4, ("lo",), 5), ("hello", 2, ("l",), 3),
-])
-def test_the_first_token_that_completes_a_stop_string(text, known, stops, count):
-    tokens = np.frombuffer(text.encode(), np.uint8)
-    assert first_stop(tokens, known, stops, lambda t: bytes(t).decode()) == count
-
-
-def test_the_text_is_decoded_once_if_nothing_stops_it():
-    calls = []
-    decode = lambda tokens: calls.append(len(tokens)) or "x" * len(tokens)
-    assert first_stop(np.arange(9), 4, ("y",), decode) is None and calls == [9]

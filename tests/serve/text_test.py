@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrl_tis.serve.text import cut, offsets, settled, utf8
+from jaxrl_tis.serve.text import Shown, cut, offsets, settled, utf8
 
 
 @pytest.mark.parametrize("text, stops, expected", [
@@ -50,9 +50,18 @@ def test_a_character_is_shown_once_all_its_bytes_are_there():
     assert shown == [text[:n] for n in (0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5)]
 
 
+def test_what_is_shown_while_tokens_come_is_what_is_settled_of_all():
+    decode = lambda ids: bytes(ids.tolist()).decode("utf-8", "replace")
+    data, other = (np.frombuffer(t.encode(), np.uint8) for t in ("a\u00e9\u20ac!b", "a\u20acxyz"))
+    shown = Shown(("!b",), decode)
+    # The second sequence has lost its pages and starts again.
+    for tokens in [data[:n] for n in (1, 2, 4, 7, 8)] + [other[:n] for n in (2, 5, 7)]:
+        assert shown.of(tokens) == settled(decode(tokens), ("!b",))
+
+
 def test_where_tokens_begin_when_one_is_a_part_of_a_character():
     data = "a\u00e9\u20ac!".encode()
-    decode = lambda ids: bytes(ids).decode("utf-8", "replace")
+    decode = lambda ids: bytes(ids.tolist()).decode("utf-8", "replace")
     assert offsets(np.frombuffer(data, np.uint8), decode) == [0, 1, 1, 2, 2, 2, 3]
 
 

@@ -1,0 +1,135 @@
+"""What a step of the scheduler takes on the host, beside an engine that takes no time.
+
+    python -m benchmarks.host
+
+Median milliseconds of a step of 64 slots, 8 tokens each: where 500 or 10,000 requests wait
+behind those that run, in each policy and with sequences that make way, and where the text of every
+sequence is searched for a stop string, by its length. The search runs in its thread while the
+engine goes on; here nothing goes on, so all of it is counted.
+"""
+
+import argparse
+import itertools
+import time
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxrl_tis.engine.policies import POLICIES
+from jaxrl_tis.engine.protocol import ResultTokens
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+
+SLOTS, STEPS, LENGTH, VOCAB = 64, 8, 4096, 256
+
+
+class Engine:
+    """Draws at random, at once."""
+
+    slots, steps, shards, max_length, page_size = SLOTS, STEPS, 1, LENGTH, 64
+    num_pages = SLOTS * LENGTH // page_size + 2
+    prefill_batch, prefill_chunk, quant_id, vocab_size = 64, 512, "none", VOCAB
+    max_stop_ids, num_penalised, num_logits, top_n, num_kept = 8, 0, 0, 0, 0
+
+    def __init__(self):
+        self.random, self.remaining = np.random.default_rng(0), np.zeros(SLOTS, np.int32)
+
+    def bucket(self, length):
+        return self.prefill_chunk
+
+    def init_state(self):
+        return 0
+
+    def prefill(self, params, state, chunks):
+        return 0
+
+    def insert(self, state, rows):
+        for slot, row in rows.items():
+            self.remaining[slot] = row.remaining
+        return 0
+
+    def release(self, state, slots):
+        self.remaining[slots] = 0
+        return 0
+
+    def generate(self, params, state, table, shift):
+        valid = np.arange(STEPS)[:, None] < self.remaining
+        tokens = self.random.integers(64, 90, valid.shape, np.int32)  # letters of `decoder`
+        self.remaining = np.maximum(self.remaining - STEPS, 0)
+        none = np.zeros(valid.shape, np.float32)
+        wide = np.zeros((*valid.shape, 0), np.float32)
+        return 0, ResultTokens(tokens, none, none, none, wide, valid, self.remaining.copy())
+
+
+def requests(count: int, lengths: tuple[int, int], group: int = 8, **sampling) -> list[Request]:
+    """Prompts of 64 tokens, each asked `group` times, for numbers of tokens between these."""
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, VOCAB, (-(-count // group), 64))
+    limits = rng.integers(*lengths, count, endpoint=True).tolist()
+    return [
+        Request(f"r{i}", prompts[i // group], i, SamplingParams(max_tokens=n, **sampling))
+        for i, n in enumerate(limits)
+    ]
+
+
+def step_ms(scheduler: Scheduler, steps: int) -> tuple[float, float]:
+    """Median and largest time of so many steps."""
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        scheduler.step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return float(np.median(times)), max(times)
+
+
+def queue(policy: str, divide: int, waiting: int, steps: int) -> tuple[float, float]:
+    scheduler = Scheduler(
+        Engine(), 0, policy=POLICIES[policy](), max_bypass=100, divide=divide
+    )
+    for request in requests(SLOTS + waiting, (1, 128)):
+        scheduler.add(request)
+    scheduler.step()
+    return step_ms(scheduler, steps)
+
+
+def decoder():
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=alphabet[0]))
+    backend.decoder = decoders.ByteLevel()
+    return lambda tokens: backend.decode([int(token) for token in tokens])
+
+
+def stops(lengths: list[int], steps: int) -> dict[int, tuple[float, float]]:
+    scheduler = Scheduler(Engine(), 0, decode=decoder())
+    for request in requests(SLOTS, (LENGTH - 64, LENGTH - 64), stop_strings=("\n\n", "END")):
+        scheduler.add(request)
+    found, drawn = {}, itertools.count(0, STEPS)
+    for length in lengths:
+        while next(drawn) < length:
+            scheduler.step()
+        found[length] = step_ms(scheduler, steps)
+        for _ in range(steps):
+            next(drawn)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--waiting", type=int, nargs="+", default=[500, 10_000])
+    parser.add_argument("--steps", type=int, default=30)
+    args = parser.parse_args()
+    show = lambda name, of: print(f"{name:56} {of[0]:8.2f} {of[1]:8.2f}")
+    print(f"{'ms a step':56} {'median':>8} {'largest':>8}")
+    for policy, divide, waiting in itertools.product(POLICIES, (0, 32), args.waiting):
+        way = f", divide {divide}" if divide else ""
+        name = f"{waiting} waiting, {policy}{way}"
+        show(name, queue(policy, divide, waiting, args.steps))
+    for length, of in stops([100, 500, 2000], args.steps).items():
+        show(f"stop strings at {length} tokens", of)
+
+
+if __name__ == "__main__":
+    main()

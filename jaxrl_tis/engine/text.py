@@ -1,0 +1,75 @@
+"""The text of tokens that come a few at a time, and the stop strings in it."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+INCOMPLETE = "\ufffd"  # decoders write it for the bytes of a character that has not ended
+
+Decode = Callable[[np.ndarray], str]
+
+
+class Text:
+    """`decode` of all tokens so far, which is asked for the newest and a few before them alone.
+
+    More tokens leave the text of a decoder as it is, but for INCOMPLETE at its end; and what they
+    add depends on a few tokens that have a text before them (the first token of all may lose its
+    space). Where the few show that it changed after all, as bytes do that turn out to be none of a
+    character, everything is decoded.
+
+    Attributes:
+      tokens: all so far.
+      same: characters at the beginning of the text that the newest tokens left as they were.
+    """
+
+    def __init__(self, decode: Decode, tokens: Sequence[int] = ()):
+        self.tokens, self.same = list(tokens), 0
+        self._decode = decode
+        self._start = self._end = 0  # tokens between them have the text `_context`
+        self._known = self._context = ""  # text of the tokens before `_end`, which stays
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text of all, with these."""
+        self.tokens += tokens
+        recent = self._of(self._start)
+        if not recent.startswith(self._context):
+            self._start = self._end = 0
+            self._known = self._context = ""
+            recent = self._of(0)
+        self.same = len(self._known)
+        text = self._known + recent[len(self._context) :]
+        if text and not text.endswith(INCOMPLETE):
+            newest = self._of(self._end)
+            self._start = self._end if newest else self._start
+            self._context, self._known = newest or recent, text
+            self._end = len(self.tokens)
+        return text
+
+    def _of(self, start: int) -> str:
+        return self._decode(np.array(self.tokens[start:], np.int32))
+
+
+class StopSearch:
+    """Where the text of a sequence first holds a stop string.
+
+    Args:
+      stops: the stop strings.
+      decode: tokens -> text.
+      tokens: those before the first call, which are known to end none.
+    """
+
+    def __init__(self, stops: tuple[str, ...], decode: Decode, tokens: Sequence[int] = ()):
+        self._stops, self._decode = stops, decode
+        self._text, self._overlap = Text(decode, tokens), max(map(len, stops)) - 1
+
+    def __call__(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens there are with the one, of these, that ends a stop string; None if there
+        is none in the text of all."""
+        known = len(self._text.tokens)
+        text = self._text.add(tokens)
+        start = max(0, self._text.same - self._overlap)
+        if not any(text.find(stop, start) >= 0 for stop in self._stops):
+            return None
+        everything = np.array(self._text.tokens, np.int32)
+        holds = lambda count: any(stop in self._decode(everything[:count]) for stop in self._stops)
+        return next(n for n in range(known + 1, len(everything) + 1) if holds(n))
