@@ -18,14 +18,13 @@ UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one 
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
-# Objectives whose own treatment of the drift a weight would undo: truncation of what has A < 0
-# alone, and a regression that has no importance weights.
-UNWEIGHTED = ("topr", "oapl")
-# What tells versions of the weights apart. In a synchronous run all tokens are of one version and
-# the proximal policy is the one that sampled, so these would do something else than their names say.
-OF_VERSIONS = {"preset": ("async", "async_moe"), "objective": ("a3po", "decoupled"),
-               "mask": ("staleness",)}
-OF_EXPERTS = ("moe", "async_moe")  # presets
+UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
+# In a synchronous run all tokens are of one version and the proximal policy is the one that sampled:
+# what tells versions apart would do something else than its name says.
+VERSIONS = "is for samples of several versions of the weights; here all are of one"
+EXPERTS = "is for mixtures of experts, which no model here is"
+PRESETS_REFUSED = {"async": VERSIONS, "async_moe": VERSIONS, "moe": EXPERTS}
+OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
 
 
@@ -273,19 +272,16 @@ def _methods(c: correction.Correction, config):
             "group; use at least 2"
         )
     preset = config.correction.preset
-    named = {"preset": [preset], "objective": [objective], "mask": [name for name, _ in c.masks]}
-    for kind, names in named.items():
-        for name in set(names) & set(OF_VERSIONS[kind]):
-            yield (
-                f"{kind} {name!r} is for runs whose samples are of several versions of the weights; "
-                "in this one all are of the version before the step"
-            )
-    if preset in OF_EXPERTS:
-        yield f"preset {preset!r} is for mixtures of experts, which no model here is"
+    if preset in PRESETS_REFUSED:
+        yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
+    else:
+        for name in (objective, *(name for name, _ in c.masks)):
+            if name in OF_VERSIONS:
+                yield f"{name!r} {VERSIONS}"
     if weight != "none" and objective in UNWEIGHTED:
         yield (
-            f"objective {objective!r} has no importance weights beside its own form, and the weight "
-            f"{weight!r} would add them: set correction.weight to 'none'"
+            f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
+            "would weigh them: set correction.weight to 'none'"
         )
     if c.kl is not None and c.kl_placement == "loss" and c.kl[0] == "k1":
         yield (

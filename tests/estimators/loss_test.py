@@ -92,14 +92,14 @@ def test_bypass_counts_the_whole_drift_once():
 def test_bypass_judges_the_learner_as_it_is_now():
     # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7, so the ratios are 1.649, 0.819, 1.105 | 1.221,
     # 2.014. The mask drops what is above 1.55, where logp_old - logp_behav (0.4, -0.1, 0 | 0, 0.6)
-    # would leave the first; the cap of 1.2 holds the third and the fourth. -A log pi is then
-    # 0.819 * 1.1 + 1.2 * 0.4 - 1.2 * 0.5 * 0.8 = 0.9006.
+    # would leave the first; the cap of 1.2 holds the fourth. -w A log pi is then
+    # 0.8187 * 1.1 + 1.1052 * 0.4 - 1.2 * 0.5 * 0.8 = 0.8627.
     parts = {
         "weight": ("token_tis", {"cap": 1.2}), "masks": (("token_ratio", {"upper": 1.55}),),
         "objective": ("reinforce", {}), "mode": "bypass",
     }
     value, metrics = losses.policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
-    np.testing.assert_allclose(value, np.exp(-0.2) * 1.1 + 1.2 * (0.4 - 0.4), rtol=1e-5)
+    np.testing.assert_allclose(value, 0.8627, atol=1e-4)
     np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
     # Three tokens are left of five.
     kept, _ = losses.policy_loss(LOGP, BATCH, aggregation="token-mean", **parts)
