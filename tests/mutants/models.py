@@ -70,6 +70,7 @@ MUTANTS = [
          "quantize(w, -2, SCHEMES", "quantize(w, -1, SCHEMES"),
         ("W8A8 is W8A16",
          "if not scheme.has_activations:", "if not scheme.has_activations or True:"),
+        ("the largest of a row lies between two codes", "jnp.int8: 127,", "jnp.int8: 127.5,"),
         ("codes are rounded down",
          "jnp.round(x) if dtype == jnp.int8", "jnp.floor(x) if dtype == jnp.int8"),
         ("exceptions are quantised",

@@ -182,7 +182,7 @@ MUTANTS = [
         ("the last of several stops ends the text",
          "text[: min([text.find", "text[: max([text.find"),
         ("half a character is a character",
-         "[len(decode(tokens[:i]).rstrip(INCOMPLETE))", "[len(decode(tokens[:i]))"),
+         "len(text.add([token]).rstrip(INCOMPLETE))", "len(text.add([token]))"),
     ),
     *of(
         "serve/worker.py",
