@@ -45,6 +45,11 @@ class Group:
         return draft
 
 
+def lengths(longest: int) -> list[int]:
+    """1, 3, 7, ..., so that few programs are compiled."""
+    return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
+
+
 class NoDrafts:
     """Never guesses; the engine decodes token by token."""
 
@@ -77,7 +82,7 @@ class Drafts(NoDrafts):
 
     Args:
       slots: rows of a pass without drafts.
-      max_length: longest draft; lengths are 1, 3, 7, ..., so that few programs are compiled.
+      max_length: longest draft, see `lengths`.
       free_rows: rows, slots * (length + 1), that a pass computes at the price of one. Below, it is
         bound by reading weights; above, its time grows with them.
     """
@@ -86,7 +91,7 @@ class Drafts(NoDrafts):
         if max_length < 1:
             raise ValueError(f"max_length of drafts is {max_length}; give at least 1")
         self._slots, self._free_rows = slots, free_rows
-        self._lengths = [2**i - 1 for i in range(1, (max_length + 1).bit_length())]
+        self._lengths = lengths(max_length)
         self._groups: dict[bytes, Group] = {}
         self._tokens: dict[str, list[int]] = {}
         self.forget()

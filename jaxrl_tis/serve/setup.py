@@ -5,14 +5,12 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
-import numpy as np
 from starlette.applications import Starlette
 
 from jaxrl_tis import models
 from jaxrl_tis.build import Setup, abstract_state, initial_params, initial_state
 from jaxrl_tis.checkpoint import Checkpoints
-from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.guard import is_loopback
 from jaxrl_tis.serve.request import Limits
@@ -55,20 +53,11 @@ def load(setup: Setup, path: str | None) -> Any:
     return jax.block_until_ready(setup.engine.load(params))
 
 
-def warm_up(scheduler: Scheduler) -> None:
-    """Draws a token, so that the programs are compiled before somebody waits for them; those of
-    longer prompts are compiled when the first one comes."""
-    prompt = np.zeros(1, np.int32)
-    scheduler.add(Request("warm-up", prompt, 0, SamplingParams(max_tokens=1)))
-    while scheduler.pending:
-        scheduler.step()
-
-
 def make_app(
     setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str,
     hosts: Collection[str] = (),
 ) -> Starlette:
-    """The application that serves `params` at an address, its programs compiled; `hosts` are more
+    """The application that serves `params` at an address, all programs compiled; `hosts` are more
     names of that address.
 
     Raises ValueError where others reach the address and there is no token.
@@ -81,5 +70,5 @@ def make_app(
         load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
         hosts=hosts,
     ))
-    warm_up(scheduler)
+    warm_up(setup.engine, params)
     return application

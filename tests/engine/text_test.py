@@ -107,7 +107,7 @@ def test_the_text_as_it_comes_is_that_of_all(known, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_strings_are_found_where_the_whole_text_has_them(known, name):
-    """Stops cut out of the text that comes, so that they begin and end within tokens, and others."""
+    """Stops cut out of the text that comes, so that they begin and end in tokens, and others."""
     decode, ids = known[name]
     found = 0
     for seed in range(150):

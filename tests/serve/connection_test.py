@@ -89,7 +89,8 @@ def test_so_it_does_after_an_answer(client):
 
 
 def test_the_rest_of_a_body_that_was_answered_is_not_awaited_for_long(client):
-    client.sendall(HEAD.replace(b"application/json", b"text/plain") + b"Content-Length: 999\r\n\r\n")
+    head = HEAD.replace(b"application/json", b"text/plain")
+    client.sendall(head + b"Content-Length: 999\r\n\r\n")
     assert reply(client)[0].startswith(b"HTTP/1.1 415")
     assert 0.2 < seconds_until_closed(client, b" " * 999) < 1.5
 

@@ -1,0 +1,39 @@
+"""Every program that requests can ask an engine for, compiled before the first one comes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis.engine import drafts
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.protocol import Chunk
+
+
+def prefill_lengths(engine: Engine) -> list[int]:
+    """Padded lengths of the chunks that a prefill call can have: those of prompts, and of sequences
+    that lost their pages, which may be of any length that leaves a token to draw."""
+    longest = min(engine.prefill_chunk, engine.max_length - 1)
+    return sorted({engine.bucket(length) for length in range(1, longest + 1)})
+
+
+def warm_up(engine: Engine, params: Any) -> None:
+    """Runs every program of the engine in every shape, on a state of its own whose slots are all
+    free: nothing is drawn, and what is prefilled goes to the page that nobody reads.
+
+    Args:
+      params: serving parameters; those of later weights have the same shapes.
+    """
+    state = engine.init_state()
+    table = np.zeros((engine.slots, engine.pages_per_slot), np.int32)
+    nothing = np.zeros(engine.slots, np.int32)
+    for length in prefill_lengths(engine):
+        chunk = Chunk(0, np.zeros(length, np.int32), 0, [])
+        state = engine.prefill(params, state, [chunk])
+    state = engine.insert(state, {})
+    state = engine.release(state, [])
+    state, _ = engine.generate(params, state, table, nothing)
+    for length in drafts.lengths(engine.max_draft):
+        guesses = np.zeros((engine.slots, length), np.int32)
+        state, _ = engine.verify(params, state, guesses, nothing, table, nothing)
+    jax.block_until_ready(state)
