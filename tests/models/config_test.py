@@ -143,6 +143,7 @@ def test_rope_settings_that_are_refused(rope, message):
     ("llama", "sliding_window", 4096),
     ("qwen3", "layer_types", ["sliding_attention"] * 28),
     ("qwen3", "layer_types", ["full_attention"] * 27),
+    ("qwen3", "layer_types", ["full_attention"] * 27 + ["sliding_attention"]),
     ("qwen2", "use_mrope", True),
     ("llama", "embedding_multiplier", 12.0),
     ("llama", "vocab_size", "49152"),

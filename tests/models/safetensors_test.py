@@ -254,6 +254,18 @@ def test_save_is_all_or_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+def test_an_export_is_not_seen_before_it_is_whole(tmp_path, monkeypatch):
+    write, seen = checkpoint._write_shards, []
+
+    def watched(*args):
+        write(*args)
+        seen.append((tmp_path / "m").exists())
+
+    monkeypatch.setattr(checkpoint, "_write_shards", watched)
+    saved(tmp_path / "m")
+    assert seen == [False] and [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 def test_save_refuses_other_parameters(tmp_path):
     params = random_params(UNTIED)
     with pytest.raises(ValueError, match="not those of the config"):

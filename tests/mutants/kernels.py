@@ -103,8 +103,8 @@ MUTANTS = [
         ("the last tile reads beyond the vocabulary",
          "jnp.where(ids < size.astype(jnp.int32), logits, EXCLUDED)", "logits",
          "test_tiles_that_divide_neither_tokens_nor_vocabulary"),
-        ("the head's gradient sees padding",
-         "jnp.where(ids < size.astype(jnp.int32), gradient, 0.0)", "gradient",
+        ("what lies behind the vocabulary is multiplied by 0",
+         "jnp.where(t.ids(tile, weight.shape, t.vocab_axis) < t.vocab, weight, 0)", "weight",
          "test_tiles_that_divide_neither_tokens_nor_vocabulary"),
     ),
     *of(
