@@ -179,6 +179,7 @@ def _result(case, finding, results):
 def _judge(case, clause):
     """The result of a clause."""
     is_fact = clause.metric in FACTS
+    clause = dataclasses.replace(clause, metric=case.source(clause.metric))
     if not is_fact and clause.metric not in case.series and clause.absent is not None:
         return Result(clause.absent)
     limit = clause.threshold

@@ -51,7 +51,8 @@ DP_MAX = "training/rollout_probs_diff_max"
 KL, K3, PPL = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio"
 MEAN_GAP = "rollout_corr/log_ppl_abs_diff"
 CHI2, CHI2_SEQ = "rollout_corr/chi2_token", "rollout_corr/chi2_seq"
-ESS = "rollout_corr/rollout_is_eff_sample_size"
+ESS = "rollout_corr/kept_eff_sample_size"
+WEIGHTS_ESS = "rollout_corr/rollout_is_eff_sample_size"  # before rejection
 REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 OUT_OF_BAND = "rollout_corr/rollout_is_oob_ratio"
 NOISE = "variance_proxy/proxy3_pure_noise"
@@ -59,6 +60,8 @@ CLIPPED, PPO_KL = "actor/pg_clipfrac", "actor/ppo_kl"
 LENGTH, TURNS = "response_length/mean", "num_turns/mean"
 LAG = "training/off_policy/trajectory_staleness_worst/mean"
 ENGINE_SHARE, FLIPS = "mismatch/engine/share", "mismatch/route_flip_token"
+
+FALLBACKS = {ESS: WEIGHTS_ESS}  # read where a record has too few values of the metric itself
 
 OPS = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq
@@ -86,6 +89,12 @@ class Case:
         end = self.last_step - before
         values = self.series[metric] if metric in self.series else {}
         return {step: v for step, v in values.items() if end - length < step <= end}
+
+    def source(self, metric: str) -> str:
+        """The metric, or its fallback where the window that is judged has too few of its values."""
+        fallback = FALLBACKS.get(metric)
+        few = len(self.recent(metric)) < self.thresholds["min_steps"]
+        return fallback if few and fallback in self.series else metric
 
     def recent(self, metric: str) -> list[float]:
         """The values of the window that is judged."""
