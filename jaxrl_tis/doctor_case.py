@@ -31,7 +31,8 @@ THRESHOLDS = {
     "chi2_high": 1.0,
     "chi2_toxic": 2.0,
     "chi2_systems": 4.0,
-    "chi2_seq": 10.0,  # sequences count for 1 / 11 of their number (ours)
+    "chi2_seq": 100.0,  # (ours) independent tokens of chi2_token 0.05 make it 130 in 100 tokens
+    "chi2_seq_product": 10.0,  # where that product weighs: 11 sequences count for one (ours)
     "ess_low": 0.5,
     "ess_broken": 0.3,
     "rejected_look": 0.01,  # (ours) IcePop rejects 1 to 2 tokens in 1,000 in its paper
@@ -39,6 +40,8 @@ THRESHOLDS = {
     "rejected_stop": 0.25,
     "rise": 1.2,  # of a mean, from one window to the next (ours)
     "clipped": 0.2,
+    "clipped_rise": 1.05,  # of the mean, from one window to the next (ours)
+    "clipped_sigma": 3.0,  # of the difference of the two means, in standard errors (ours)
     "clip_width": 0.1,  # narrower bands (GSPO: 4e-4) clip many tokens by design (ours)
     "clip_widest": 1.5,  # of the default; clip-higher (arXiv:2503.14476) takes 1.4 (ours)
     "surge": 1.2,
@@ -124,7 +127,8 @@ class Clause:
       metric: a key of metrics.jsonl or of `FACTS`.
       op: a key of `OPS`.
       threshold: a key of `THRESHOLDS`, or a number.
-      statistic: mean or max over the window; growth, the mean over that of the window before; or
+      statistic: mean or max over the window; growth, the mean over that of the window before;
+        sigma, the difference of those two means in standard errors, steps taken as independent; or
         surge, the mean of the last min_steps steps over that of surge_steps earlier.
       absent: the answer where the run does not record the metric; None leaves it open.
     """
@@ -140,8 +144,9 @@ class Clause:
 class Finding:
     """Holds if its parent does, all of `all_of`, one of `any_of` (if any) and none of `unless`.
 
-    `changes` maps fields of the config to values, or to functions of the case; `mistake` is the
-    usual wrong reaction.
+    Where one of `unless` is not decided, neither is the finding; one of `unless_known` that is not
+    decided does not count as holding. `changes` maps fields of the config to values, or to functions
+    of the case; `mistake` is the usual wrong reaction.
     """
 
     name: str
@@ -150,6 +155,7 @@ class Finding:
     all_of: tuple[Clause, ...] = ()
     any_of: tuple[Clause, ...] = ()
     unless: tuple[str, ...] = ()
+    unless_known: tuple[str, ...] = ()
     parent: str | None = None
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     mistake: str = ""

@@ -47,6 +47,12 @@ def _decoupled_ppo(case):
     return case.setting("correction.objective") if is_decoupled else "decoupled(upper=5.0)"
 
 
+def _token_weight(case):
+    """The weight, or the usual one for tokens instead of a weight for sequences."""
+    is_sequence = case.method("weight")[0].startswith("seq_")
+    return "token_tis(cap=2.0)" if is_sequence else case.setting("correction.weight")
+
+
 def _usual_clip(case):
     name, chosen = case.method("objective")
     usual = methods.parameters("objective", name)
@@ -93,13 +99,18 @@ GAP = (
     Clause(PPL, ">", "ppl_high"), Clause(PPL, "<", "ppl_low"),
     Clause(DP_MAX, ">", "dp_max", "max"),
 )
+HEAVY_TOKENS = (Clause(ESS, "<", "ess_low"), Clause(CHI2, ">", "chi2_high"))
+CLIPPING = (
+    Clause(CLIPPED, ">", "clipped", absent=False), Clause("config/clip_width", ">=", "clip_width"),
+)
 STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
-BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.length", "D.noise", "C", "E")
+BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
+NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F")
 
 CAUSES = (
     Finding(
@@ -210,12 +221,12 @@ CAUSES = (
     Finding(
         "D", "the variance of the importance weights blows up",
         "Filter outliers before reweighting them.",
-        any_of=(Clause(ESS, "<", "ess_low"), Clause(CHI2, ">", "chi2_high")),
+        any_of=(*HEAVY_TOKENS, Clause(CHI2_SEQ, ">", "chi2_seq")),
     ),
     Finding(
         "D.product", "the weight is a product over the whole sequence",
         "Reject by the geometric mean, which does not grow with the length, and weigh tokens.",
-        all_of=(_is("config/is_product"),), unless=ESCALATIONS, parent="D",
+        all_of=(_is("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS, parent="D",
         changes=GEO | TOKEN_TIS,
         mistake="keeping sequence weights for their principle at less than half the sample size",
     ),
@@ -223,20 +234,22 @@ CAUSES = (
         "D.tokens", "single tokens dominate",
         "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
         "to 25 %, reduce the gap itself.",
-        all_of=(_is_not("config/is_product"),), unless=ESCALATIONS, parent="D", changes=ICEPOP,
+        all_of=(_is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
+        parent="D", changes=ICEPOP,
     ),
     Finding(
         "D.length", "the length trap: the ratios of tokens are fine, their product is not",
         "A small bias per token grows exponentially with the length, and long responses are lost "
         "first. Reject by the geometric mean and weigh tokens.",
-        all_of=(_is("config/is_product"), Clause(CHI2_SEQ, ">", "chi2_seq")), unless=("D",),
-        changes=GEO | TOKEN_TIS,
+        unless=("D.product", "D.tokens", *ESCALATIONS), parent="D",
+        changes=GEO | {"correction.weight": _token_weight},
+        mistake="changing to sequence weights or sums, which put that product into the gradient",
     ),
     Finding(
         "D.noise", "the weights make the gradient noisier",
         "Reject outliers by the geometric mean instead of weighing them, or lower the cap.",
         all_of=(_is("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False)),
-        unless=("D", "D.length", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
+        unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
     ),
     Finding(
         "C", "moderate drift of the tokens",
@@ -259,13 +272,17 @@ CAUSES = (
         mistake="taking a low share of rejected tokens for health",
     ),
     Finding(
-        "E", "the clip is saturated",
+        "E", "the clip saturates: many tokens are clipped, and ever more",
         "Reduce drift or update pressure first; then change to an objective whose ratio does not "
         "grow with the length (GSPO, GMPO), or reject and drop the clip.",
         all_of=(
-            Clause(CLIPPED, ">", "clipped", absent=False),
-            Clause("config/clip_width", ">=", "clip_width"),
+            *CLIPPING, Clause(CLIPPED, ">", "clipped_rise", "growth"),
+            Clause(CLIPPED, ">", "clipped_sigma", "sigma"),
         ),
+    ),
+    Finding(
+        "clipped.many", "many tokens are clipped, and no more than before",
+        "Nothing to change while the share stays flat; watch it.", all_of=CLIPPING, unless=("E",),
     ),
     Finding(
         "E.bypass", "the clipped ratio contains the engine's gap",
@@ -295,13 +312,14 @@ CAUSES = (
     Finding(
         "healthy", "sampler and learner agree", "Nothing to correct; continue.",
         all_of=(Clause(PEARSON, ">=", "pearson_healthy"), Clause(KL, "<", "kl_fine")),
-        unless=BROKEN,
+        unless=BROKEN, unless_known=NOTED,
     ),
     Finding(
         "watch", "between healthy and broken",
         "No threshold asks for a change. Below kl_bug and chi2_moderate a run may need no "
         "correction; watch the trend.",
         all_of=(Clause(PEARSON, ">=", "pearson_broken"),), unless=(*BROKEN, "healthy"),
+        unless_known=NOTED,
     ),
 )
 

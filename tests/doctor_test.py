@@ -49,7 +49,7 @@ def test_steps_before_the_window_are_history(tmp_path):
 def test_a_surge_compares_with_a_hundred_steps_ago(tmp_path):
     # Mean of 111-120 over mean of 11-20: 130 / 100, whatever lies between.
     lengths = {LENGTH: lambda s: 100.0 if s <= 20 else 130.0}
-    [surge, _] = doctor.diagnose(write_run(tmp_path, lengths))["findings"]
+    [surge] = doctor.diagnose(write_run(tmp_path, lengths))["findings"]
     [evidence] = surge["evidence"]
     assert (evidence["value"], evidence["steps"]) == (pytest.approx(1.3), [111, 120])
     assert evidence["crossed"] is None
@@ -132,7 +132,7 @@ def test_without_a_config_the_symptoms_still_count(tmp_path):
 
 
 def test_a_field_that_the_config_lacks_is_not_guessed(tmp_path):
-    write_run(tmp_path, {CLIPPED: 0.3, CHI2: 0.5})
+    write_run(tmp_path, {CLIPPED: late(0.25, 0.3), CHI2: 0.5})
     content = json.loads((tmp_path / "config.json").read_text())
     correction = content["config"]["correction"]
     correction |= {"masks": "", "objective": "ppo"}

@@ -31,6 +31,9 @@ WIDE = {"correction.objective": "ppo(clip_high=0.4)"}
 W8A8_BOTH = {"engine.quantization": "w8a8", "model.quantization": "w8a8"}
 
 
+RISING = {CLIPPED: late(0.25, 0.3)}
+
+
 def clip(width):
     return {"correction.objective": f"ppo(clip_high={width})"}
 
@@ -42,7 +45,7 @@ CAUSE_CASES = {
     "healthy-filter": ({}, FILTER, {"healthy"}),
     "healthy-other-engine": ({}, BFLOAT16 | MESH, {"healthy"}),
     "healthy-below": ({KL: -0.015, CHI2: 0.2, CLIPPED: 0.15}, {}, {"healthy"}),
-    "healthy-long": ({CHI2_SEQ: 20.0}, {}, {"healthy"}),
+    "healthy-long": ({CHI2_SEQ: 90.0}, {}, {"healthy"}),
     "healthy-product": ({CHI2_SEQ: 8.0}, PRODUCT, {"healthy"}),
     "healthy-noise": ({NOISE: late(10.0, 11.0)}, {}, {"healthy"}),
     "healthy-silent": ({NOISE: 0.0}, {}, {"healthy"}),
@@ -57,9 +60,9 @@ CAUSE_CASES = {
         {OUT_OF_BAND: late(0.005, 0.008), K3: late(0.02, 0.03)}, BAND, {"healthy"}
     ),
     "healthy-wide": ({}, WIDE, {"healthy"}),
-    "healthy-narrow": ({CLIPPED: 0.3}, clip(0.08), {"healthy"}),
-    "healthy-gspo": ({CLIPPED: 0.3}, {"correction.objective": "gspo"}, {"healthy"}),
-    "healthy-unclipped": ({CLIPPED: 0.3}, {"correction.objective": "reinforce"}, {"healthy"}),
+    "healthy-narrow": (RISING, clip(0.08), {"healthy"}),
+    "healthy-gspo": (RISING, {"correction.objective": "gspo"}, {"healthy"}),
+    "healthy-unclipped": (RISING, {"correction.objective": "reinforce"}, {"healthy"}),
     "watch": ({KL: 0.03}, {}, {"watch"}),
     "watch-pearson": ({PEARSON: 0.97}, {}, {"watch"}),
     "watch-moe": ({KL: 0.09, PPL: 1.09, FLIPS: 0.1}, {}, {"watch"}),
@@ -112,7 +115,11 @@ CAUSE_CASES = {
     "D.product-mask": (
         {ESS: 0.45}, {"correction.masks": "seq_sum_k1(upper=2.0)"}, {"D", "D.product"}
     ),
-    "D.length": ({CHI2_SEQ: 20.0, NOISE: late(1.0, 1.3)}, PRODUCT, {"D.length"}),
+    "D.length": ({CHI2_SEQ: 20.0, NOISE: late(1.0, 1.3)}, PRODUCT, {"D", "D.length"}),
+    "D.length-tokens": ({CHI2_SEQ: 1e6}, {}, {"D", "D.length"}),
+    "D.length-unweighted": ({CHI2_SEQ: 1e6}, {"correction.weight": "none"}, {"D", "D.length"}),
+    "D.length-both": ({CHI2_SEQ: 1e6, CHI2: 1.5}, {}, {"D", "D.tokens"}),
+    "D.length-escalated": ({CHI2_SEQ: 1e6, REJECTED: 0.15}, {}, {"escalate.weights", "D"}),
     "D.noise": ({NOISE: late(1.0, 1.3)}, {}, {"D.noise"}),
     "D.noise-new": ({NOISE: late(0.0, 1.0)}, {}, {"D.noise"}),
     "escalate.weights": ({CHI2: 3.0}, PRODUCT, {"escalate.weights", "D"}),
@@ -129,20 +136,28 @@ CAUSE_CASES = {
     "escalate.ess-mask": (
         {ESS: 0.25, REJECTED: 0.05}, PRODUCT | {"correction.masks": "veto"}, {"escalate.ess", "D"}
     ),
-    "rejected.many": ({OUT_OF_BAND: 0.08}, BAND, {"rejected.many", "healthy"}),
-    "rejected.many-mask": ({REJECTED: 0.015}, {}, {"rejected.many", "healthy"}),
+    "rejected.many": ({OUT_OF_BAND: 0.08}, BAND, {"rejected.many"}),
+    "rejected.many-mask": ({REJECTED: 0.015}, {}, {"rejected.many"}),
     "rejected.blind": (
-        {OUT_OF_BAND: 0.005, K3: late(0.02, 0.03)}, BAND, {"rejected.blind", "healthy"}
+        {OUT_OF_BAND: 0.005, K3: late(0.02, 0.03)}, BAND, {"rejected.blind"}
     ),
-    "E.pressure": ({CLIPPED: 0.3}, clip(0.15), {"E", "E.pressure"}),
-    "E.pressure-higher": ({CLIPPED: 0.3}, clip(0.28), {"E", "E.pressure"}),
-    "E.bypass": ({CLIPPED: 0.3}, BYPASS, {"E", "E.bypass"}),
-    "E.widened": ({CLIPPED: 0.3}, WIDE, {"E", "E.pressure", "E.widened"}),
+    "clipped.many": ({CLIPPED: 0.3}, clip(0.15), {"clipped.many"}),
+    "clipped.many-fewer": ({CLIPPED: late(0.4, 0.3)}, {}, {"clipped.many"}),
+    "clipped.many-slightly": ({CLIPPED: late(0.3, 0.312)}, {}, {"clipped.many"}),  # by 4 %
+    # Means 0.28 and 0.3 of standard error 0.1 / sqrt(19) each: 0.02 / 0.0324 = 0.6.
+    "clipped.many-noise": (
+        {CLIPPED: lambda s: (0.28 if s <= 100 else 0.3) + 0.1 * (-1) ** s}, {}, {"clipped.many"}
+    ),
+    "E.pressure": (RISING, clip(0.15), {"E", "E.pressure"}),
+    "E.pressure-higher": (RISING, clip(0.28), {"E", "E.pressure"}),
+    "E.bypass": (RISING, BYPASS, {"E", "E.bypass"}),
+    "E.widened": (RISING, WIDE, {"E", "E.pressure", "E.widened"}),
     "E.widened-low": (
-        {CLIPPED: 0.3}, {"correction.objective": "dual_clip(clip_low=0.35)"},
+        RISING, {"correction.objective": "dual_clip(clip_low=0.35)"},
         {"E", "E.pressure", "E.widened"},
     ),
-    "F": ({LENGTH: lambda s: 100.0 if s <= 100 else 121.0}, {}, {"F", "healthy"}),
+    "F": ({LENGTH: lambda s: 100.0 if s <= 100 else 121.0}, {}, {"F"}),
+    "F-watch": ({LENGTH: late(100.0, 125.0), KL: 0.03}, {}, {"F"}),
 }
 ROUTED = {FLIPS: 0.05}
 KL_LOSS = {"correction.kl_coeff": 0.01}
@@ -236,7 +251,8 @@ def test_findings_name_only_earlier_findings_and_known_thresholds():
     seen = set()
     for finding in (*CAUSES, *SETUP):
         assert finding.name not in seen
-        assert {*finding.unless, *([finding.parent] if finding.parent else [])} <= seen
+        parents = [finding.parent] if finding.parent else []
+        assert {*finding.unless, *finding.unless_known, *parents} <= seen
         for clause in (*finding.all_of, *finding.any_of):
             assert clause.op in doctor_case.OPS
             is_number = isinstance(clause.threshold, (int, float))
@@ -315,7 +331,7 @@ def test_an_objective_that_corrects_the_gap_is_left_before_a_weight(tmp_path):
 
 def test_the_clip_returns_to_its_default_and_keeps_the_rest(tmp_path):
     changes = {"correction.objective": "dual_clip(clip_low=0.35, dual_clip=4.0)"}
-    findings = doctor.diagnose(write_run(tmp_path, {CLIPPED: 0.3}, changes))["findings"]
+    findings = doctor.diagnose(write_run(tmp_path, RISING, changes))["findings"]
     change = line(findings, "E.widened", "correction.objective")
     assert change["value"] == "dual_clip(dual_clip=4.0)"
 
@@ -330,6 +346,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
             | diagnostics.importance_weight_metrics(
                 x, x, mask, level="token", upper=2.0, lower=0.5
             )
+            | diagnostics.kept_sample_size(x, mask, mask)
             | diagnostics.rejected_fractions(mask, mask)
             | batch_metrics.variance_proxy_metrics(x, x, x, mask)
             | batch_metrics.staleness_metrics(ids[..., 0, 0], 0, mask)
@@ -344,7 +361,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
     read = {
         clause.metric for finding in (*CAUSES, *SETUP)
         for clause in (*finding.all_of, *finding.any_of) if clause.metric not in doctor_case.FACTS
-    } | {ENGINE_SHARE, MEAN_GAP, doctor.IS_VALID}
+    } | {ENGINE_SHARE, MEAN_GAP, doctor.IS_VALID, *doctor_case.FALLBACKS.values()}
     found = jax.eval_shape(measured)
     found |= attribution.shares({name: 1.0 for name in found})
     assert read <= set(found)
