@@ -21,7 +21,8 @@ cause is looked for.
                 is the one farthest in the direction of op; both null for growth, sigma and surge,
                 which compare two windows. Facts are named config/... or run/..., with steps null.
     changes     list of {field, value, now}: fields of configs/default.py, their new and present
-                value, a preset's where the config leaves the field to it
+                value, a preset's where the config leaves the field to it; no two findings
+                ask for two values of one field, the first in the order of the trees is heard
   undecided   list of {name, title, reason}
   setup       like findings, from the tree of configurations
   thresholds  name -> value used
@@ -252,14 +253,19 @@ def _sigma(values, earlier):
 # The report
 
 
-def _changes(case, finding):
-    """[{field, value, now}] of the fields of the run's config that would change."""
+def _changes(case, finding, asked):
+    """[{field, value, now}] of the fields of the run's config that would change.
+
+    `asked` holds what earlier findings ask for: they are nearer to the cause and keep their word.
+    """
     changes = []
     for field, value in finding.changes.items():
         try:
             value, now = value(case) if callable(value) else value, case.setting(field)
         except KeyError:
             continue  # no config.json, or one written by code without this field
+        if value is None or json.dumps(asked.setdefault(field, value)) != json.dumps(value):
+            continue
         if json.dumps(value) != json.dumps(now):
             changes.append({"field": field, "value": value, "now": now})
     return changes
@@ -275,19 +281,19 @@ def diagnose(
       ValueError: that file or config.json is broken, or a threshold has an unknown name.
     """
     case = load(workdir, thresholds or {})
-    results = walk(case)
+    results, asked = walk(case), {}
 
     def holding(findings):
         return [
             {
                 "name": f.name, "title": f.title, "parent": f.parent, "advice": f.advice,
                 "mistake": f.mistake, "evidence": list(results[f.name].evidence),
-                "changes": _changes(case, f),
+                "changes": _changes(case, f, asked),
             }
             for f in findings if results[f.name].status
         ]
 
-    findings = holding(CAUSES)
+    findings, setup = holding(CAUSES), holding(SETUP)
     steps = sorted({step for values in case.series.values() for step in values})
     judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
     return {
@@ -303,7 +309,7 @@ def diagnose(
             }
             for f in (*CAUSES, *SETUP) if results[f.name].status is None
         ],
-        "setup": holding(SETUP),
+        "setup": setup,
         "thresholds": case.thresholds,
     }
 

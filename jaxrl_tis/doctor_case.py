@@ -145,8 +145,8 @@ class Finding:
     """Holds if its parent does, all of `all_of`, one of `any_of` (if any) and none of `unless`.
 
     Where one of `unless` is not decided, neither is the finding; one of `unless_known` that is not
-    decided does not count as holding. `changes` maps fields of the config to values, or to functions
-    of the case; `mistake` is the usual wrong reaction.
+    decided does not count as holding. `changes` maps fields of the config to values, or to
+    functions of the case, None for no wish; `mistake` is the usual wrong reaction.
     """
 
     name: str

@@ -15,6 +15,7 @@ from jaxrl_tis.doctor_case import (
 )
 from jaxrl_tis.doctor_trees import CAUSES, SETUP
 from jaxrl_tis.estimators import agreement, attribution, batch_metrics, diagnostics, objectives
+from jaxrl_tis.estimators.presets import ICEPOP
 from jaxrl_tis.validate import validate
 from tests.doctor_runs import config_of, late, names, write_run
 
@@ -98,13 +99,13 @@ CAUSE_CASES = {
     "A.dtype": ({KL: 0.06}, BFLOAT16 | MESH, {"A", "A.dtype"}),
     "A.dtype-cache": ({KL: 0.06}, {"engine.cache_dtype": "bfloat16"}, {"A", "A.dtype"}),
     "A.parallel": ({KL: 0.06}, MESH, {"A", "A.parallel"}),
-    "B.lag": ({KL: 0.03} | STALE, {}, {"B.lag"}),
-    "B.lag-max": ({DP_MAX: lambda s: 0.6 if s == 110 else 0.1} | STALE, {}, {"B.lag"}),
-    "B.lag-record": ({PPL: 0.97} | STALE, {}, {"B.lag"}),
-    "B.lag-ppl": ({PPL: 1.06} | STALE, {}, {"B.lag"}),
-    "B.lag-negative": ({KL: -0.03} | STALE, {}, {"B.lag"}),
-    "B.lag-pearson": ({PEARSON: 0.9} | STALE, {}, {"B.lag"}),
-    "B.lag-chi2": ({CHI2: 0.5} | STALE, {}, {"B.lag", "C"}),
+    "B.lag": ({KL: 0.03} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-max": ({DP_MAX: lambda s: 0.6 if s == 110 else 0.1} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-record": ({PPL: 0.97} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-ppl": ({PPL: 1.06} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-negative": ({KL: -0.03} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-pearson": ({PEARSON: 0.9} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-chi2": ({CHI2: 0.5} | STALE, {}, {"B.lag", "B.correct", "C"}),
     "B.reuse": ({PPO_KL: 0.03}, {"train.epochs": 2}, {"B.reuse"}),
     "C": ({CHI2: 0.9}, {}, {"C"}),
     "D.tokens": ({CHI2: 1.5, NOISE: late(1.0, 1.3)}, {}, {"D", "D.tokens"}),
@@ -163,7 +164,9 @@ ROUTED = {FLIPS: 0.05}
 KL_LOSS = {"correction.kl_coeff": 0.01}
 SETUP_CASES = {
     "engine.corrected": ({KL: 0.03}, {}, ONCE),
-    "engine.corrected-async": ({}, {"correction.preset": "async"}, ONCE),
+    "engine.corrected-objective": (
+        {}, {"correction.weight": "none", "correction.objective": "qurl_acr"}, ONCE
+    ),
     "engine.corrected-masks": ({}, {"correction.preset": "decoupled_geo_rs"}, ONCE),
     "engine.same": ({DP_MAX: 0.0}, {}, ONCE - {"engine.corrected"} | {"engine.same"}),
     "engine.same-unweighted": (
@@ -173,7 +176,11 @@ SETUP_CASES = {
         {DP_MAX: 0.0, KL: 0.03}, BYPASS, ONCE - {"engine.corrected"} | {"engine.same"}
     ),
     "engine.uncorrected": (
-        {}, {"correction.weight": "none"}, ONCE - {"engine.corrected"} | {"engine.uncorrected"}
+        {KL: 0.03}, {"correction.weight": "none"},
+        ONCE - {"engine.corrected"} | {"engine.uncorrected"}
+    ),
+    "engine.tolerated": (
+        {}, {"correction.weight": "none"}, ONCE - {"engine.corrected"} | {"engine.tolerated"}
     ),
     "engine.folded": ({KL: 0.03}, BYPASS, ONCE - {"engine.corrected"} | {"engine.folded"}),
     "engine.bypass": ({}, BYPASS, ONCE - {"engine.corrected"} | {"engine.bypass"}),
@@ -260,18 +267,72 @@ def test_findings_name_only_earlier_findings_and_known_thresholds():
         seen.add(finding.name)
 
 
+REFUSED_BY_SYNCHRONOUS_RUNS = {"async", "async_moe", "moe", "a3po", "decoupled", "staleness"}
+
+
+def together(diagnosis):
+    """{field: value} of all advised lines; no two of them contradict each other."""
+    advised = {}
+    for finding in (*diagnosis["findings"], *diagnosis["setup"]):
+        for change in finding["changes"]:
+            field, value = change["field"], change["value"]
+            assert advised.setdefault(field, value) == value, (finding["name"], field)
+            assert change["now"] != value
+            is_method = field in ("correction.objective", "correction.masks", "correction.preset")
+            named = {part.split("(")[0] for part in value.split(" & ")} if is_method else set()
+            assert not named & REFUSED_BY_SYNCHRONOUS_RUNS
+    return advised
+
+
 @pytest.mark.parametrize("case", [*CAUSE_CASES, *SETUP_CASES])
 def test_the_config_accepts_the_advised_lines(case, tmp_path):
     values, changes, _ = (CAUSE_CASES | SETUP_CASES)[case]
     diagnosis = doctor.diagnose(write_run(tmp_path, values, changes))
     config = config_of(changes)
-    validate(config)
+    together(diagnosis)
     for finding in (*diagnosis["findings"], *diagnosis["setup"]):
         advised = {line["field"]: line["value"] for line in finding["changes"]}
         changed = config.copy_and_resolve_references()
         changed.update_from_flattened_dict(advised)
         validate(changed)
-        assert all(line["value"] != line["now"] for line in finding["changes"])
+
+
+MIXTURES = {
+    "lag, tokens": ({KL: 0.03, CHI2: 1.5} | STALE, {"correction.weight": "none"}),
+    "tokens, no weight": ({CHI2: 1.5}, {"correction.weight": "none"}),
+    "tokens, bypass": ({CHI2: 1.5} | RISING, BYPASS),
+    "band, bypass": ({CHI2: 1.5} | RISING, BYPASS | {"correction.weight": ICEPOP}),
+    "routes, product": ({FLIPS: 0.1, PPL: 1.2, ESS: 0.4}, PRODUCT),
+    "routes, noise": ({FLIPS: 0.1, PPL: 1.2, NOISE: late(1.0, 1.3)}, {}),
+    "routes, weights": ({FLIPS: 0.1, PPL: 1.2, CHI2: 3.0}, {"correction.weight": "none"}),
+    "noise, clip": ({NOISE: late(1.0, 1.3)} | RISING, BYPASS | {"correction.weight": "token_tis"}),
+    "wide, bypass": (RISING, BYPASS | WIDE),
+    "late, clip": ({LAG: 9.0, LENGTH: late(100.0, 130.0)} | RISING, {"train.epochs": 2}),
+    "stale objective": ({KL: 0.03} | STALE | RISING, {
+        "correction.weight": "none", "correction.objective": "decoupled(clip_high=0.5)",
+        "correction.masks": "staleness(staleness_max=4)",
+    }),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_the_advice_of_several_causes_is_one(case, tmp_path):
+    values, changes = MIXTURES[case]
+    diagnosis = doctor.diagnose(write_run(tmp_path, values, changes))
+    assert len(diagnosis["findings"]) > 1
+    advised = together(diagnosis)
+    assert advised
+    changed = config_of(changes)
+    changed.update_from_flattened_dict(advised)
+    validate(changed)
+
+
+def test_the_weight_of_a_cause_stands_before_that_of_a_set_up(tmp_path):
+    values, changes = MIXTURES["lag, tokens"]
+    diagnosis = doctor.diagnose(write_run(tmp_path, values, changes))
+    assert {"B.lag", "D.tokens"} <= names(diagnosis["findings"])
+    assert "B.correct" not in names(diagnosis["findings"])
+    assert together(diagnosis)["correction.weight"].startswith("token_icepop(")
 
 
 def line(findings, name, field):
@@ -325,8 +386,16 @@ def test_an_objective_that_corrects_the_gap_is_left_before_a_weight(tmp_path):
     }
     changes["correction.objective"] = "a3po(clip_high=0.3)"
     values = {KL: 0.03, LAG: 2.0, ENGINE_SHARE: 0.1}
-    [cause] = doctor.diagnose(write_run(tmp_path, values, changes))["findings"]
-    assert (cause["name"], cause["changes"]) == ("B.lag", [])
+    findings = doctor.diagnose(write_run(tmp_path, values, changes))["findings"]
+    assert line(findings, "B.correct", "correction.objective")["value"] == "ppo"
+    assert line(findings, "B.correct", "correction.weight")["value"] == "token_tis(cap=2.0)"
+
+
+def test_a_weight_that_is_there_stays_beside_stale_samples(tmp_path):
+    values = {KL: 0.03, LAG: 2.0, ENGINE_SHARE: 0.1}
+    diagnosis = doctor.diagnose(write_run(tmp_path, values, PRODUCT))
+    assert names(diagnosis["findings"]) == {"B.lag", "B.correct"}
+    assert together(diagnosis) == {}
 
 
 def test_the_clip_returns_to_its_default_and_keeps_the_rest(tmp_path):
