@@ -371,6 +371,7 @@ def test_the_geometric_band_is_as_wide_as_the_responses_need(tmp_path):
 @pytest.mark.parametrize("masks, kept", [
     ("veto", "veto & "), ("seq_mean_k1(upper=1.1) & veto & token_k2(upper=3.0)",
                           "veto & token_k2(upper=3.0) & "), ("seq_sum_k1(upper=2.0)", ""),
+    ("staleness(staleness_max=4) & veto", "veto & "),  # which a synchronous run refuses
 ])
 def test_other_masks_stay(masks, kept, tmp_path):
     run = write_run(tmp_path, {CHI2: 0.5}, {"correction.masks": masks})
@@ -403,6 +404,9 @@ def test_the_clip_returns_to_its_default_and_keeps_the_rest(tmp_path):
     findings = doctor.diagnose(write_run(tmp_path, RISING, changes))["findings"]
     change = line(findings, "E.widened", "correction.objective")
     assert change["value"] == "dual_clip(dual_clip=4.0)"
+    changes = {"correction.objective": "decoupled(clip_high=0.5)"}
+    findings = doctor.diagnose(write_run(tmp_path, RISING, changes))["findings"]
+    assert line(findings, "E.widened", "correction.objective")["value"] == "ppo"
 
 
 def test_the_metrics_it_reads_are_those_that_are_measured():
