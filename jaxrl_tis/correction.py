@@ -184,6 +184,7 @@ def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, fields: Batch
     mask, rewards = batch["mask"], judged.rewards
     metrics = gap_metrics(c, judged.w * judged.factor, judged.log_ratio, batch)
     metrics |= rejection_metrics(c, judged.log_ratio, mask, judged.keep)
+    metrics |= diagnostics.kept_sample_size(judged.w, judged.keep, mask)
     metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
     if c.is_batch_normalized:
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = judged.factor

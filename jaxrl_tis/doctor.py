@@ -18,10 +18,11 @@ cause is looked for.
     parent      name of the finding that it makes precise, or null
     evidence    list of {metric, statistic, value, op, threshold, steps: [first, last], crossed,
                 extreme_step}: crossed counts the steps that pass the threshold alone, extreme_step
-                is the one farthest in the direction of op; both null for growth and surge, which
-                compare two windows. Facts are named config/... or run/... and have steps null.
+                is the one farthest in the direction of op; both null for growth, sigma and surge,
+                which compare two windows. Facts are named config/... or run/..., with steps null.
     changes     list of {field, value, now}: fields of configs/default.py, their new and present
-                value, a preset's where the config leaves the field to it
+                value, a preset's where the config leaves the field to it; no two findings
+                ask for two values of one field, the first in the order of the trees is heard
   undecided   list of {name, title, reason}
   setup       like findings, from the tree of configurations
   thresholds  name -> value used
@@ -125,6 +126,8 @@ def _adapted(case):
     limits, adapted = case.thresholds, {}
     if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
         adapted["dp_max"] = limits["dp_max_quantized"]
+    if _judge(case, Clause("config/is_product", "==", 1)).status:
+        adapted["chi2_seq"] = limits["chi2_seq_product"]
     if FLIPS in case.series:
         adapted |= {"kl_bug": limits["kl_bug_moe"], "ppl_high": limits["ppl_high_moe"]}
     return adapted
@@ -161,6 +164,8 @@ def _any(answers):
 def _result(case, finding, results):
     if finding.parent is not None and not results[finding.parent].status:
         return Result(False)
+    if any(results[name].status for name in finding.unless_known):
+        return Result(False)
     all_of = [_judge(case, clause) for clause in finding.all_of]
     any_of = [_judge(case, clause) for clause in finding.any_of]
     excluded = _any([results[name].status for name in finding.unless])
@@ -179,6 +184,7 @@ def _result(case, finding, results):
 def _judge(case, clause):
     """The result of a clause."""
     is_fact = clause.metric in FACTS
+    clause = dataclasses.replace(clause, metric=case.source(clause.metric))
     if not is_fact and clause.metric not in case.series and clause.absent is not None:
         return Result(clause.absent)
     limit = clause.threshold
@@ -207,12 +213,12 @@ def _fact(case, clause):
 def _statistic(case, clause):
     """(value, {step: value} of the last steps); KeyError naming the values that are missing."""
     limits, metric = case.thresholds, clause.metric
-    is_surge, is_ratio = clause.statistic == "surge", clause.statistic in ("growth", "surge")
+    is_surge, compares = clause.statistic == "surge", clause.statistic not in ("mean", "max")
     width = limits["min_steps"] if is_surge else limits["window"]
     before = limits["surge_steps"] if is_surge else limits["window"]
     values = case.window(metric, width)
-    earlier = case.window(metric, width, before) if is_ratio else values
-    if is_ratio and case.last_step <= before:
+    earlier = case.window(metric, width, before) if compares else values
+    if compares and case.last_step <= before:
         raise KeyError(f"{before + limits['min_steps']:g} steps, the run has {case.last_step}")
     for found, end in ((values, 0), (earlier, before)):
         if len(found) < limits["min_steps"]:
@@ -223,24 +229,43 @@ def _statistic(case, clause):
     if clause.statistic == "max":
         return max(values.values()), values
     mean, reference = (math.fsum(x.values()) / len(x) for x in (values, earlier))
-    if not is_ratio:
+    if not compares:
         return mean, values
+    if clause.statistic == "sigma":
+        return _sigma(values, earlier), values
     if 0 < reference < math.inf:
         return mean / reference, values
     return (1.0 if mean == reference else math.inf), values
 
 
+def _sigma(values, earlier):
+    """How many standard errors the mean of `values` is above that of `earlier`."""
+    means, variances = [], []
+    for x in (list(values.values()), list(earlier.values())):
+        mean = math.fsum(x) / len(x)
+        squares = math.fsum((v - mean) * (v - mean) for v in x)
+        means.append(mean)
+        variances.append(squares / len(x) / max(len(x) - 1, 1))  # of the mean
+    rise, error = means[0] - means[1], math.sqrt(math.fsum(variances))
+    return rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
+
+
 # The report
 
 
-def _changes(case, finding):
-    """[{field, value, now}] of the fields of the run's config that would change."""
+def _changes(case, finding, asked):
+    """[{field, value, now}] of the fields of the run's config that would change.
+
+    `asked` holds what earlier findings ask for: they are nearer to the cause and keep their word.
+    """
     changes = []
     for field, value in finding.changes.items():
         try:
             value, now = value(case) if callable(value) else value, case.setting(field)
         except KeyError:
             continue  # no config.json, or one written by code without this field
+        if value is None or json.dumps(asked.setdefault(field, value)) != json.dumps(value):
+            continue
         if json.dumps(value) != json.dumps(now):
             changes.append({"field": field, "value": value, "now": now})
     return changes
@@ -256,19 +281,19 @@ def diagnose(
       ValueError: that file or config.json is broken, or a threshold has an unknown name.
     """
     case = load(workdir, thresholds or {})
-    results = walk(case)
+    results, asked = walk(case), {}
 
     def holding(findings):
         return [
             {
                 "name": f.name, "title": f.title, "parent": f.parent, "advice": f.advice,
                 "mistake": f.mistake, "evidence": list(results[f.name].evidence),
-                "changes": _changes(case, f),
+                "changes": _changes(case, f, asked),
             }
             for f in findings if results[f.name].status
         ]
 
-    findings = holding(CAUSES)
+    findings, setup = holding(CAUSES), holding(SETUP)
     steps = sorted({step for values in case.series.values() for step in values})
     judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
     return {
@@ -284,7 +309,7 @@ def diagnose(
             }
             for f in (*CAUSES, *SETUP) if results[f.name].status is None
         ],
-        "setup": holding(SETUP),
+        "setup": setup,
         "thresholds": case.thresholds,
     }
 

@@ -31,7 +31,8 @@ THRESHOLDS = {
     "chi2_high": 1.0,
     "chi2_toxic": 2.0,
     "chi2_systems": 4.0,
-    "chi2_seq": 10.0,  # sequences count for 1 / 11 of their number (ours)
+    "chi2_seq": 100.0,  # (ours) independent tokens of chi2_token 0.05 make it 130 in 100 tokens
+    "chi2_seq_product": 10.0,  # where that product weighs: 11 sequences count for one (ours)
     "ess_low": 0.5,
     "ess_broken": 0.3,
     "rejected_look": 0.01,  # (ours) IcePop rejects 1 to 2 tokens in 1,000 in its paper
@@ -39,6 +40,8 @@ THRESHOLDS = {
     "rejected_stop": 0.25,
     "rise": 1.2,  # of a mean, from one window to the next (ours)
     "clipped": 0.2,
+    "clipped_rise": 1.05,  # of the mean, from one window to the next (ours)
+    "clipped_sigma": 3.0,  # of the difference of the two means, in standard errors (ours)
     "clip_width": 0.1,  # narrower bands (GSPO: 4e-4) clip many tokens by design (ours)
     "clip_widest": 1.5,  # of the default; clip-higher (arXiv:2503.14476) takes 1.4 (ours)
     "surge": 1.2,
@@ -51,7 +54,8 @@ DP_MAX = "training/rollout_probs_diff_max"
 KL, K3, PPL = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio"
 MEAN_GAP = "rollout_corr/log_ppl_abs_diff"
 CHI2, CHI2_SEQ = "rollout_corr/chi2_token", "rollout_corr/chi2_seq"
-ESS = "rollout_corr/rollout_is_eff_sample_size"
+ESS = "rollout_corr/kept_eff_sample_size"
+WEIGHTS_ESS = "rollout_corr/rollout_is_eff_sample_size"  # before rejection
 REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 OUT_OF_BAND = "rollout_corr/rollout_is_oob_ratio"
 NOISE = "variance_proxy/proxy3_pure_noise"
@@ -59,6 +63,8 @@ CLIPPED, PPO_KL = "actor/pg_clipfrac", "actor/ppo_kl"
 LENGTH, TURNS = "response_length/mean", "num_turns/mean"
 LAG = "training/off_policy/trajectory_staleness_worst/mean"
 ENGINE_SHARE, FLIPS = "mismatch/engine/share", "mismatch/route_flip_token"
+
+FALLBACKS = {ESS: WEIGHTS_ESS}  # read where a record has too few values of the metric itself
 
 OPS = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq
@@ -86,6 +92,12 @@ class Case:
         end = self.last_step - before
         values = self.series[metric] if metric in self.series else {}
         return {step: v for step, v in values.items() if end - length < step <= end}
+
+    def source(self, metric: str) -> str:
+        """The metric, or its fallback where the window that is judged has too few of its values."""
+        fallback = FALLBACKS.get(metric)
+        few = len(self.recent(metric)) < self.thresholds["min_steps"]
+        return fallback if few and fallback in self.series else metric
 
     def recent(self, metric: str) -> list[float]:
         """The values of the window that is judged."""
@@ -115,7 +127,8 @@ class Clause:
       metric: a key of metrics.jsonl or of `FACTS`.
       op: a key of `OPS`.
       threshold: a key of `THRESHOLDS`, or a number.
-      statistic: mean or max over the window; growth, the mean over that of the window before; or
+      statistic: mean or max over the window; growth, the mean over that of the window before;
+        sigma, the difference of those two means in standard errors, steps taken as independent; or
         surge, the mean of the last min_steps steps over that of surge_steps earlier.
       absent: the answer where the run does not record the metric; None leaves it open.
     """
@@ -131,8 +144,9 @@ class Clause:
 class Finding:
     """Holds if its parent does, all of `all_of`, one of `any_of` (if any) and none of `unless`.
 
-    `changes` maps fields of the config to values, or to functions of the case; `mistake` is the
-    usual wrong reaction.
+    Where one of `unless` is not decided, neither is the finding; one of `unless_known` that is not
+    decided does not count as holding. `changes` maps fields of the config to values, or to
+    functions of the case, None for no wish; `mistake` is the usual wrong reaction.
     """
 
     name: str
@@ -141,6 +155,7 @@ class Finding:
     all_of: tuple[Clause, ...] = ()
     any_of: tuple[Clause, ...] = ()
     unless: tuple[str, ...] = ()
+    unless_known: tuple[str, ...] = ()
     parent: str | None = None
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     mistake: str = ""

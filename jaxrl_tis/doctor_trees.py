@@ -33,22 +33,29 @@ def _geo_mask(case):
     width = min(max(math.log(1.01), 2.0 * math.fsum(gaps) / len(gaps)), 1.0)
     band = f"seq_mean_ratio(lower={math.exp(-width):.4g}, upper={math.exp(width):.4g})"
     masks = [mask.strip() for mask in case.setting("correction.masks").split("&")]
-    replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_")
+    replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_", "staleness")
     return " & ".join([*(m for m in masks if m and not m.startswith(replaced)), band])
 
 
 def _weighable(case):
-    """The objective, or PPO for one that corrects the gap itself, where a weight would be twice."""
-    return "ppo" if has_own_weight(case) else case.setting("correction.objective")
+    """PPO instead of an objective that corrects the gap itself, where a weight would be twice."""
+    return "ppo" if has_own_weight(case) else None
 
 
-def _decoupled_ppo(case):
-    is_decoupled = case.method("objective")[0] in ("decoupled", "a3po")
-    return case.setting("correction.objective") if is_decoupled else "decoupled(upper=5.0)"
+def _weight(case):
+    """The usual weight where there is none."""
+    return TIS if case.method("weight")[0] == "none" else None
+
+
+def _token_weight(case):
+    """The usual weight where there is none, or one for sequences."""
+    return TIS if case.method("weight")[0].startswith("seq_") else _weight(case)
 
 
 def _usual_clip(case):
     name, chosen = case.method("objective")
+    if name in ASYNCHRONOUS:
+        return "ppo"
     usual = methods.parameters("objective", name)
     kept = {k: v for k, v in chosen.items() if not k.startswith("clip_") and v != usual[k]}
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in kept.items())})" if kept else name
@@ -58,14 +65,13 @@ def _serve_like_train(case):
     return (*case.setting("mesh.serve")[:2], case.setting("mesh.train")[2])
 
 
+TIS = "token_tis(cap=2.0)"
+ASYNCHRONOUS = ("decoupled", "a3po")  # objectives for stale samples, which no run here trains on
 GEO = {"correction.masks": _geo_mask}
 WEIGHABLE = {"correction.mode": "decoupled", "correction.objective": _weighable}
-TOKEN_TIS = WEIGHABLE | {"correction.weight": "token_tis(cap=2.0)"}
+WEIGHED = WEIGHABLE | {"correction.weight": _weight}
+TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}
 ICEPOP = WEIGHABLE | {"correction.weight": "token_icepop(lower=0.5, upper=5.0)"}
-DECOUPLED_PPO = {
-    "correction.mode": "decoupled", "correction.weight": "none",
-    "correction.objective": _decoupled_ppo,
-}
 SAME_DTYPE = {"engine.dtype": _of("model.dtype"), "engine.cache_dtype": _of("model.dtype")}
 SAME_QUANTIZATION = {f"engine.{f}": _of(f"model.{f}") for f in ("quantization", "unquantized")}
 SAME_ENGINE = SAME_QUANTIZATION | SAME_DTYPE
@@ -93,13 +99,18 @@ GAP = (
     Clause(PPL, ">", "ppl_high"), Clause(PPL, "<", "ppl_low"),
     Clause(DP_MAX, ">", "dp_max", "max"),
 )
+HEAVY_TOKENS = (Clause(ESS, "<", "ess_low"), Clause(CHI2, ">", "chi2_high"))
+CLIPPING = (
+    Clause(CLIPPED, ">", "clipped", absent=False), Clause("config/clip_width", ">=", "clip_width"),
+)
 STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
-BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.length", "D.noise", "C", "E")
+BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
+NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F")
 
 CAUSES = (
     Finding(
@@ -177,11 +188,9 @@ CAUSES = (
     ),
     Finding(
         "B.lag", "stale weights: the gap comes with the age of the samples",
-        "Sample with fresher weights first (a smaller bound on the lag), then correct the rest by "
-        "decoupled PPO; for long queues or responses also reject by the geometric mean.",
+        "Sample with fresher weights first (a smaller bound on the lag), then correct the rest.",
         all_of=(Clause("run/engine_share", "<", "engine_share"),),
         any_of=(*GAP, Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate")),
-        changes=DECOUPLED_PPO,
     ),
     Finding(
         "B.reuse", "stale samples: the policy moves far while it reuses a batch",
@@ -205,38 +214,46 @@ CAUSES = (
         "escalate.weights", "rejection alone is not enough",
         "Reject responses by their geometric mean, and weigh the tokens that stay by their ratio.",
         any_of=(Clause(CHI2, ">", "chi2_toxic"), *_rejected("rejected_high")),
-        unless=("escalate.system", "escalate.ess"), changes=GEO | TOKEN_TIS,
+        unless=("escalate.system", "escalate.ess"), changes=GEO | TOKENS_WEIGHED,
     ),
     Finding(
         "D", "the variance of the importance weights blows up",
         "Filter outliers before reweighting them.",
-        any_of=(Clause(ESS, "<", "ess_low"), Clause(CHI2, ">", "chi2_high")),
+        any_of=(*HEAVY_TOKENS, Clause(CHI2_SEQ, ">", "chi2_seq")),
     ),
     Finding(
         "D.product", "the weight is a product over the whole sequence",
         "Reject by the geometric mean, which does not grow with the length, and weigh tokens.",
-        all_of=(_is("config/is_product"),), unless=ESCALATIONS, parent="D",
-        changes=GEO | TOKEN_TIS,
+        all_of=(_is("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS, parent="D",
+        changes=GEO | TOKENS_WEIGHED,
         mistake="keeping sequence weights for their principle at less than half the sample size",
     ),
     Finding(
         "D.tokens", "single tokens dominate",
         "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
         "to 25 %, reduce the gap itself.",
-        all_of=(_is_not("config/is_product"),), unless=ESCALATIONS, parent="D", changes=ICEPOP,
+        all_of=(_is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
+        parent="D", changes=ICEPOP,
     ),
     Finding(
         "D.length", "the length trap: the ratios of tokens are fine, their product is not",
         "A small bias per token grows exponentially with the length, and long responses are lost "
         "first. Reject by the geometric mean and weigh tokens.",
-        all_of=(_is("config/is_product"), Clause(CHI2_SEQ, ">", "chi2_seq")), unless=("D",),
-        changes=GEO | TOKEN_TIS,
+        unless=("D.product", "D.tokens", *ESCALATIONS), parent="D",
+        changes=GEO | TOKENS_WEIGHED,
+        mistake="changing to sequence weights or sums, which put that product into the gradient",
+    ),
+    Finding(
+        "B.correct", "what fresher weights leave of the gap can be weighed",
+        "Recompute the log-probs for the clip, and weigh tokens by the rest of the ratio "
+        "(arXiv:2505.24298); for long queues or responses also reject by the geometric mean.",
+        unless=("D", *ESCALATIONS), parent="B.lag", changes=WEIGHED,
     ),
     Finding(
         "D.noise", "the weights make the gradient noisier",
         "Reject outliers by the geometric mean instead of weighing them, or lower the cap.",
         all_of=(_is("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False)),
-        unless=("D", "D.length", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
+        unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
     ),
     Finding(
         "C", "moderate drift of the tokens",
@@ -259,19 +276,23 @@ CAUSES = (
         mistake="taking a low share of rejected tokens for health",
     ),
     Finding(
-        "E", "the clip is saturated",
+        "E", "the clip saturates: many tokens are clipped, and ever more",
         "Reduce drift or update pressure first; then change to an objective whose ratio does not "
         "grow with the length (GSPO, GMPO), or reject and drop the clip.",
         all_of=(
-            Clause(CLIPPED, ">", "clipped", absent=False),
-            Clause("config/clip_width", ">=", "clip_width"),
+            *CLIPPING, Clause(CLIPPED, ">", "clipped_rise", "growth"),
+            Clause(CLIPPED, ">", "clipped_sigma", "sigma"),
         ),
+    ),
+    Finding(
+        "clipped.many", "many tokens are clipped, and no more than before",
+        "Nothing to change while the share stays flat; watch it.", all_of=CLIPPING, unless=("E",),
     ),
     Finding(
         "E.bypass", "the clipped ratio contains the engine's gap",
         "In bypass mode the ratio starts away from 1, and tokens are clipped before the policy has "
         "moved. Take the gap out of the ratio and into a weight.",
-        all_of=(_is("config/is_bypass"),), parent="E", changes=TOKEN_TIS,
+        all_of=(_is("config/is_bypass"),), parent="E", changes=WEIGHED,
     ),
     Finding(
         "E.pressure", "too much update per batch", "One epoch and half the learning rate.",
@@ -295,13 +316,14 @@ CAUSES = (
     Finding(
         "healthy", "sampler and learner agree", "Nothing to correct; continue.",
         all_of=(Clause(PEARSON, ">=", "pearson_healthy"), Clause(KL, "<", "kl_fine")),
-        unless=BROKEN,
+        unless=BROKEN, unless_known=NOTED,
     ),
     Finding(
         "watch", "between healthy and broken",
         "No threshold asks for a change. Below kl_bug and chi2_moderate a run may need no "
         "correction; watch the trend.",
         all_of=(Clause(PEARSON, ">=", "pearson_broken"),), unless=(*BROKEN, "healthy"),
+        unless_known=NOTED,
     ),
 )
 
@@ -319,12 +341,18 @@ SETUP = (
         "Recomputed log-probs keep the clip in place, but the samples still are the sampler's: add "
         "a truncated weight, unless the drift is below kl_bug and chi2_moderate.",
         all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected")),
-        changes=TOKEN_TIS,
+        unless=("healthy",), changes=WEIGHED,
+    ),
+    Finding(
+        "engine.tolerated", "another engine samples, and nothing corrects its small gap",
+        "Fine while the gap stays this small.",
+        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected")),
+        unless=("engine.uncorrected",),
     ),
     Finding(
         "engine.folded", "another engine samples, and the clipped ratio contains its gap",
         "The trust region assumes a ratio that starts at 1: separate the two.",
-        all_of=(DIFFERENT, _is("config/is_bypass")), unless=("healthy",), changes=TOKEN_TIS,
+        all_of=(DIFFERENT, _is("config/is_bypass")), unless=("healthy",), changes=WEIGHED,
     ),
     Finding(
         "engine.bypass", "another engine samples, and the clipped ratio contains its small gap",
@@ -341,14 +369,15 @@ SETUP = (
     ),
     Finding(
         "training.async", "asynchronous, within the bound on the lag",
-        "Keep the bound and decoupled PPO; neither is enough alone.",
-        all_of=(STALE, Clause(LAG, "<=", "lag")), changes=DECOUPLED_PPO,
+        "Keep the bound, and a weight beside a clip around recomputed log-probs; neither is enough "
+        "alone.",
+        all_of=(STALE, Clause(LAG, "<=", "lag")), changes=WEIGHED,
     ),
     Finding(
         "training.late", "asynchronous, samples older than the bound",
-        "Hold generation back until the lag is within 4 (code) to 8 (mathematics) versions, with "
-        "decoupled PPO (arXiv:2505.24298).",
-        all_of=(Clause(LAG, ">", "lag", absent=False),), changes=DECOUPLED_PPO,
+        "Hold generation back until the lag is within 4 (code) to 8 (mathematics) versions, and "
+        "weigh what is left (arXiv:2505.24298).",
+        all_of=(Clause(LAG, ">", "lag", absent=False),), changes=WEIGHED,
     ),
     Finding(
         "kl.reused", "a KL loss without a ratio, over several updates per batch",

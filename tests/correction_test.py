@@ -196,6 +196,10 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
         np.testing.assert_allclose(out["weights"], expected, rtol=1e-5)
     rejected = 1 - keep.sum() / mask.sum()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected, rel=1e-5)
+    kept = expected[mask]  # the rejected valid tokens are zeros among them
+    assert metrics["rollout_corr/kept_eff_sample_size"] == pytest.approx(
+        kept.mean() ** 2 / (kept**2).mean(), rel=1e-4
+    )
     name = "rollout_corr/rollout_rs_token_k1_fraction_high"
     assert metrics[name] == pytest.approx((z < -np.log(1.3)).sum() / mask.sum(), rel=1e-5)
 
@@ -242,6 +246,13 @@ def test_masks_of_the_policy_are_left_to_the_update():
     kept = correction.parse(fields(masks="trm(trm_delta=1.0)"))
     assert kept.not_in_update == ("logits",)
     assert correction.parse(fields(masks="veto")).masks_at_update == ()
+
+
+def test_a_batch_that_is_rejected_whole_has_no_sample_left():
+    _, metrics = prepared(weight="none", masks="seq_mean_k3(upper=1e-30)")
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0  # of the weights alone
+    assert metrics["rollout_corr/kept_eff_sample_size"] == 0.0
 
 
 def test_kl_in_the_reward():

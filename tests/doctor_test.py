@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_tis import doctor
 from jaxrl_tis.doctor_case import (
-    CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, KL, LAG, LENGTH, PEARSON, PPL,
+    CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
 )
 from tests.doctor_runs import late, names, write_run
 
@@ -49,7 +49,7 @@ def test_steps_before_the_window_are_history(tmp_path):
 def test_a_surge_compares_with_a_hundred_steps_ago(tmp_path):
     # Mean of 111-120 over mean of 11-20: 130 / 100, whatever lies between.
     lengths = {LENGTH: lambda s: 100.0 if s <= 20 else 130.0}
-    [surge, _] = doctor.diagnose(write_run(tmp_path, lengths))["findings"]
+    [surge] = doctor.diagnose(write_run(tmp_path, lengths))["findings"]
     [evidence] = surge["evidence"]
     assert (evidence["value"], evidence["steps"]) == (pytest.approx(1.3), [111, 120])
     assert evidence["crossed"] is None
@@ -60,6 +60,21 @@ def test_a_surge_compares_with_a_hundred_steps_ago(tmp_path):
 def test_infinite_values_are_evidence(tmp_path):
     diagnosis = doctor.diagnose(write_run(tmp_path, {CHI2: float("inf")}))
     assert diagnosis["verdict"] == ["escalate.system", "D"]
+
+
+@pytest.mark.parametrize("kept, weights, read", [
+    (0.4, 1.0, ESS), (0.9, 0.4, ESS), (None, 0.4, WEIGHTS_ESS), (None, 0.9, WEIGHTS_ESS),
+    (late(None, 0.4), 1.0, ESS),
+    (lambda s: 0.4 if s > 111 else None, 0.3, WEIGHTS_ESS),  # 9 values are too few
+])
+def test_the_sample_size_is_that_after_rejection(kept, weights, read, tmp_path):
+    diagnosis = doctor.diagnose(write_run(tmp_path, {ESS: kept, WEIGHTS_ESS: weights}))
+    value = {ESS: kept, WEIGHTS_ESS: weights}[read]
+    value = value(120) if callable(value) else value
+    assert diagnosis["verdict"] == (["D"] if value < 0.5 else ["healthy"])
+    evidence = [e for f in diagnosis["findings"] if f["name"] == "D" for e in f["evidence"]]
+    found = [(e["metric"], e["value"]) for e in evidence]
+    assert found == ([(read, pytest.approx(value))] if value < 0.5 else [])
 
 
 # Not enough data
@@ -117,7 +132,7 @@ def test_without_a_config_the_symptoms_still_count(tmp_path):
 
 
 def test_a_field_that_the_config_lacks_is_not_guessed(tmp_path):
-    write_run(tmp_path, {CLIPPED: 0.3, CHI2: 0.5})
+    write_run(tmp_path, {CLIPPED: late(0.25, 0.3), CHI2: 0.5})
     content = json.loads((tmp_path / "config.json").read_text())
     correction = content["config"]["correction"]
     correction |= {"masks": "", "objective": "ppo"}

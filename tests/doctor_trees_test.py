@@ -15,6 +15,7 @@ from jaxrl_tis.doctor_case import (
 )
 from jaxrl_tis.doctor_trees import CAUSES, SETUP
 from jaxrl_tis.estimators import agreement, attribution, batch_metrics, diagnostics, objectives
+from jaxrl_tis.estimators.presets import ICEPOP
 from jaxrl_tis.validate import validate
 from tests.doctor_runs import config_of, late, names, write_run
 
@@ -31,6 +32,9 @@ WIDE = {"correction.objective": "ppo(clip_high=0.4)"}
 W8A8_BOTH = {"engine.quantization": "w8a8", "model.quantization": "w8a8"}
 
 
+RISING = {CLIPPED: late(0.25, 0.3)}
+
+
 def clip(width):
     return {"correction.objective": f"ppo(clip_high={width})"}
 
@@ -42,7 +46,7 @@ CAUSE_CASES = {
     "healthy-filter": ({}, FILTER, {"healthy"}),
     "healthy-other-engine": ({}, BFLOAT16 | MESH, {"healthy"}),
     "healthy-below": ({KL: -0.015, CHI2: 0.2, CLIPPED: 0.15}, {}, {"healthy"}),
-    "healthy-long": ({CHI2_SEQ: 20.0}, {}, {"healthy"}),
+    "healthy-long": ({CHI2_SEQ: 90.0}, {}, {"healthy"}),
     "healthy-product": ({CHI2_SEQ: 8.0}, PRODUCT, {"healthy"}),
     "healthy-noise": ({NOISE: late(10.0, 11.0)}, {}, {"healthy"}),
     "healthy-silent": ({NOISE: 0.0}, {}, {"healthy"}),
@@ -57,9 +61,9 @@ CAUSE_CASES = {
         {OUT_OF_BAND: late(0.005, 0.008), K3: late(0.02, 0.03)}, BAND, {"healthy"}
     ),
     "healthy-wide": ({}, WIDE, {"healthy"}),
-    "healthy-narrow": ({CLIPPED: 0.3}, clip(0.08), {"healthy"}),
-    "healthy-gspo": ({CLIPPED: 0.3}, {"correction.objective": "gspo"}, {"healthy"}),
-    "healthy-unclipped": ({CLIPPED: 0.3}, {"correction.objective": "reinforce"}, {"healthy"}),
+    "healthy-narrow": (RISING, clip(0.08), {"healthy"}),
+    "healthy-gspo": (RISING, {"correction.objective": "gspo"}, {"healthy"}),
+    "healthy-unclipped": (RISING, {"correction.objective": "reinforce"}, {"healthy"}),
     "watch": ({KL: 0.03}, {}, {"watch"}),
     "watch-pearson": ({PEARSON: 0.97}, {}, {"watch"}),
     "watch-moe": ({KL: 0.09, PPL: 1.09, FLIPS: 0.1}, {}, {"watch"}),
@@ -95,13 +99,13 @@ CAUSE_CASES = {
     "A.dtype": ({KL: 0.06}, BFLOAT16 | MESH, {"A", "A.dtype"}),
     "A.dtype-cache": ({KL: 0.06}, {"engine.cache_dtype": "bfloat16"}, {"A", "A.dtype"}),
     "A.parallel": ({KL: 0.06}, MESH, {"A", "A.parallel"}),
-    "B.lag": ({KL: 0.03} | STALE, {}, {"B.lag"}),
-    "B.lag-max": ({DP_MAX: lambda s: 0.6 if s == 110 else 0.1} | STALE, {}, {"B.lag"}),
-    "B.lag-record": ({PPL: 0.97} | STALE, {}, {"B.lag"}),
-    "B.lag-ppl": ({PPL: 1.06} | STALE, {}, {"B.lag"}),
-    "B.lag-negative": ({KL: -0.03} | STALE, {}, {"B.lag"}),
-    "B.lag-pearson": ({PEARSON: 0.9} | STALE, {}, {"B.lag"}),
-    "B.lag-chi2": ({CHI2: 0.5} | STALE, {}, {"B.lag", "C"}),
+    "B.lag": ({KL: 0.03} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-max": ({DP_MAX: lambda s: 0.6 if s == 110 else 0.1} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-record": ({PPL: 0.97} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-ppl": ({PPL: 1.06} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-negative": ({KL: -0.03} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-pearson": ({PEARSON: 0.9} | STALE, {}, {"B.lag", "B.correct"}),
+    "B.lag-chi2": ({CHI2: 0.5} | STALE, {}, {"B.lag", "B.correct", "C"}),
     "B.reuse": ({PPO_KL: 0.03}, {"train.epochs": 2}, {"B.reuse"}),
     "C": ({CHI2: 0.9}, {}, {"C"}),
     "D.tokens": ({CHI2: 1.5, NOISE: late(1.0, 1.3)}, {}, {"D", "D.tokens"}),
@@ -112,7 +116,11 @@ CAUSE_CASES = {
     "D.product-mask": (
         {ESS: 0.45}, {"correction.masks": "seq_sum_k1(upper=2.0)"}, {"D", "D.product"}
     ),
-    "D.length": ({CHI2_SEQ: 20.0, NOISE: late(1.0, 1.3)}, PRODUCT, {"D.length"}),
+    "D.length": ({CHI2_SEQ: 20.0, NOISE: late(1.0, 1.3)}, PRODUCT, {"D", "D.length"}),
+    "D.length-tokens": ({CHI2_SEQ: 1e6}, {}, {"D", "D.length"}),
+    "D.length-unweighted": ({CHI2_SEQ: 1e6}, {"correction.weight": "none"}, {"D", "D.length"}),
+    "D.length-both": ({CHI2_SEQ: 1e6, CHI2: 1.5}, {}, {"D", "D.tokens"}),
+    "D.length-escalated": ({CHI2_SEQ: 1e6, REJECTED: 0.15}, {}, {"escalate.weights", "D"}),
     "D.noise": ({NOISE: late(1.0, 1.3)}, {}, {"D.noise"}),
     "D.noise-new": ({NOISE: late(0.0, 1.0)}, {}, {"D.noise"}),
     "escalate.weights": ({CHI2: 3.0}, PRODUCT, {"escalate.weights", "D"}),
@@ -129,26 +137,36 @@ CAUSE_CASES = {
     "escalate.ess-mask": (
         {ESS: 0.25, REJECTED: 0.05}, PRODUCT | {"correction.masks": "veto"}, {"escalate.ess", "D"}
     ),
-    "rejected.many": ({OUT_OF_BAND: 0.08}, BAND, {"rejected.many", "healthy"}),
-    "rejected.many-mask": ({REJECTED: 0.015}, {}, {"rejected.many", "healthy"}),
+    "rejected.many": ({OUT_OF_BAND: 0.08}, BAND, {"rejected.many"}),
+    "rejected.many-mask": ({REJECTED: 0.015}, {}, {"rejected.many"}),
     "rejected.blind": (
-        {OUT_OF_BAND: 0.005, K3: late(0.02, 0.03)}, BAND, {"rejected.blind", "healthy"}
+        {OUT_OF_BAND: 0.005, K3: late(0.02, 0.03)}, BAND, {"rejected.blind"}
     ),
-    "E.pressure": ({CLIPPED: 0.3}, clip(0.15), {"E", "E.pressure"}),
-    "E.pressure-higher": ({CLIPPED: 0.3}, clip(0.28), {"E", "E.pressure"}),
-    "E.bypass": ({CLIPPED: 0.3}, BYPASS, {"E", "E.bypass"}),
-    "E.widened": ({CLIPPED: 0.3}, WIDE, {"E", "E.pressure", "E.widened"}),
+    "clipped.many": ({CLIPPED: 0.3}, clip(0.15), {"clipped.many"}),
+    "clipped.many-fewer": ({CLIPPED: late(0.4, 0.3)}, {}, {"clipped.many"}),
+    "clipped.many-slightly": ({CLIPPED: late(0.3, 0.312)}, {}, {"clipped.many"}),  # by 4 %
+    # Means 0.28 and 0.3 of standard error 0.1 / sqrt(19) each: 0.02 / 0.0324 = 0.6.
+    "clipped.many-noise": (
+        {CLIPPED: lambda s: (0.28 if s <= 100 else 0.3) + 0.1 * (-1) ** s}, {}, {"clipped.many"}
+    ),
+    "E.pressure": (RISING, clip(0.15), {"E", "E.pressure"}),
+    "E.pressure-higher": (RISING, clip(0.28), {"E", "E.pressure"}),
+    "E.bypass": (RISING, BYPASS, {"E", "E.bypass"}),
+    "E.widened": (RISING, WIDE, {"E", "E.pressure", "E.widened"}),
     "E.widened-low": (
-        {CLIPPED: 0.3}, {"correction.objective": "dual_clip(clip_low=0.35)"},
+        RISING, {"correction.objective": "dual_clip(clip_low=0.35)"},
         {"E", "E.pressure", "E.widened"},
     ),
-    "F": ({LENGTH: lambda s: 100.0 if s <= 100 else 121.0}, {}, {"F", "healthy"}),
+    "F": ({LENGTH: lambda s: 100.0 if s <= 100 else 121.0}, {}, {"F"}),
+    "F-watch": ({LENGTH: late(100.0, 125.0), KL: 0.03}, {}, {"F"}),
 }
 ROUTED = {FLIPS: 0.05}
 KL_LOSS = {"correction.kl_coeff": 0.01}
 SETUP_CASES = {
     "engine.corrected": ({KL: 0.03}, {}, ONCE),
-    "engine.corrected-async": ({}, {"correction.preset": "async"}, ONCE),
+    "engine.corrected-objective": (
+        {}, {"correction.weight": "none", "correction.objective": "qurl_acr"}, ONCE
+    ),
     "engine.corrected-masks": ({}, {"correction.preset": "decoupled_geo_rs"}, ONCE),
     "engine.same": ({DP_MAX: 0.0}, {}, ONCE - {"engine.corrected"} | {"engine.same"}),
     "engine.same-unweighted": (
@@ -158,7 +176,11 @@ SETUP_CASES = {
         {DP_MAX: 0.0, KL: 0.03}, BYPASS, ONCE - {"engine.corrected"} | {"engine.same"}
     ),
     "engine.uncorrected": (
-        {}, {"correction.weight": "none"}, ONCE - {"engine.corrected"} | {"engine.uncorrected"}
+        {KL: 0.03}, {"correction.weight": "none"},
+        ONCE - {"engine.corrected"} | {"engine.uncorrected"}
+    ),
+    "engine.tolerated": (
+        {}, {"correction.weight": "none"}, ONCE - {"engine.corrected"} | {"engine.tolerated"}
     ),
     "engine.folded": ({KL: 0.03}, BYPASS, ONCE - {"engine.corrected"} | {"engine.folded"}),
     "engine.bypass": ({}, BYPASS, ONCE - {"engine.corrected"} | {"engine.bypass"}),
@@ -236,7 +258,8 @@ def test_findings_name_only_earlier_findings_and_known_thresholds():
     seen = set()
     for finding in (*CAUSES, *SETUP):
         assert finding.name not in seen
-        assert {*finding.unless, *([finding.parent] if finding.parent else [])} <= seen
+        parents = [finding.parent] if finding.parent else []
+        assert {*finding.unless, *finding.unless_known, *parents} <= seen
         for clause in (*finding.all_of, *finding.any_of):
             assert clause.op in doctor_case.OPS
             is_number = isinstance(clause.threshold, (int, float))
@@ -244,18 +267,72 @@ def test_findings_name_only_earlier_findings_and_known_thresholds():
         seen.add(finding.name)
 
 
+REFUSED_BY_SYNCHRONOUS_RUNS = {"async", "async_moe", "moe", "a3po", "decoupled", "staleness"}
+
+
+def together(diagnosis):
+    """{field: value} of all advised lines; no two of them contradict each other."""
+    advised = {}
+    for finding in (*diagnosis["findings"], *diagnosis["setup"]):
+        for change in finding["changes"]:
+            field, value = change["field"], change["value"]
+            assert advised.setdefault(field, value) == value, (finding["name"], field)
+            assert change["now"] != value
+            is_method = field in ("correction.objective", "correction.masks", "correction.preset")
+            named = {part.split("(")[0] for part in value.split(" & ")} if is_method else set()
+            assert not named & REFUSED_BY_SYNCHRONOUS_RUNS
+    return advised
+
+
 @pytest.mark.parametrize("case", [*CAUSE_CASES, *SETUP_CASES])
 def test_the_config_accepts_the_advised_lines(case, tmp_path):
     values, changes, _ = (CAUSE_CASES | SETUP_CASES)[case]
     diagnosis = doctor.diagnose(write_run(tmp_path, values, changes))
     config = config_of(changes)
-    validate(config)
+    together(diagnosis)
     for finding in (*diagnosis["findings"], *diagnosis["setup"]):
         advised = {line["field"]: line["value"] for line in finding["changes"]}
         changed = config.copy_and_resolve_references()
         changed.update_from_flattened_dict(advised)
         validate(changed)
-        assert all(line["value"] != line["now"] for line in finding["changes"])
+
+
+MIXTURES = {
+    "lag, tokens": ({KL: 0.03, CHI2: 1.5} | STALE, {"correction.weight": "none"}),
+    "tokens, no weight": ({CHI2: 1.5}, {"correction.weight": "none"}),
+    "tokens, bypass": ({CHI2: 1.5} | RISING, BYPASS),
+    "band, bypass": ({CHI2: 1.5} | RISING, BYPASS | {"correction.weight": ICEPOP}),
+    "routes, product": ({FLIPS: 0.1, PPL: 1.2, ESS: 0.4}, PRODUCT),
+    "routes, noise": ({FLIPS: 0.1, PPL: 1.2, NOISE: late(1.0, 1.3)}, {}),
+    "routes, weights": ({FLIPS: 0.1, PPL: 1.2, CHI2: 3.0}, {"correction.weight": "none"}),
+    "noise, clip": ({NOISE: late(1.0, 1.3)} | RISING, BYPASS | {"correction.weight": "token_tis"}),
+    "wide, bypass": (RISING, BYPASS | WIDE),
+    "late, clip": ({LAG: 9.0, LENGTH: late(100.0, 130.0)} | RISING, {"train.epochs": 2}),
+    "stale objective": ({KL: 0.03} | STALE | RISING, {
+        "correction.weight": "none", "correction.objective": "decoupled(clip_high=0.5)",
+        "correction.masks": "staleness(staleness_max=4)",
+    }),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_the_advice_of_several_causes_is_one(case, tmp_path):
+    values, changes = MIXTURES[case]
+    diagnosis = doctor.diagnose(write_run(tmp_path, values, changes))
+    assert len(diagnosis["findings"]) > 1
+    advised = together(diagnosis)
+    assert advised
+    changed = config_of(changes)
+    changed.update_from_flattened_dict(advised)
+    validate(changed)
+
+
+def test_the_weight_of_a_cause_stands_before_that_of_a_set_up(tmp_path):
+    values, changes = MIXTURES["lag, tokens"]
+    diagnosis = doctor.diagnose(write_run(tmp_path, values, changes))
+    assert {"B.lag", "D.tokens"} <= names(diagnosis["findings"])
+    assert "B.correct" not in names(diagnosis["findings"])
+    assert together(diagnosis)["correction.weight"].startswith("token_icepop(")
 
 
 def line(findings, name, field):
@@ -294,6 +371,7 @@ def test_the_geometric_band_is_as_wide_as_the_responses_need(tmp_path):
 @pytest.mark.parametrize("masks, kept", [
     ("veto", "veto & "), ("seq_mean_k1(upper=1.1) & veto & token_k2(upper=3.0)",
                           "veto & token_k2(upper=3.0) & "), ("seq_sum_k1(upper=2.0)", ""),
+    ("staleness(staleness_max=4) & veto", "veto & "),  # which a synchronous run refuses
 ])
 def test_other_masks_stay(masks, kept, tmp_path):
     run = write_run(tmp_path, {CHI2: 0.5}, {"correction.masks": masks})
@@ -309,15 +387,26 @@ def test_an_objective_that_corrects_the_gap_is_left_before_a_weight(tmp_path):
     }
     changes["correction.objective"] = "a3po(clip_high=0.3)"
     values = {KL: 0.03, LAG: 2.0, ENGINE_SHARE: 0.1}
-    [cause] = doctor.diagnose(write_run(tmp_path, values, changes))["findings"]
-    assert (cause["name"], cause["changes"]) == ("B.lag", [])
+    findings = doctor.diagnose(write_run(tmp_path, values, changes))["findings"]
+    assert line(findings, "B.correct", "correction.objective")["value"] == "ppo"
+    assert line(findings, "B.correct", "correction.weight")["value"] == "token_tis(cap=2.0)"
+
+
+def test_a_weight_that_is_there_stays_beside_stale_samples(tmp_path):
+    values = {KL: 0.03, LAG: 2.0, ENGINE_SHARE: 0.1}
+    diagnosis = doctor.diagnose(write_run(tmp_path, values, PRODUCT))
+    assert names(diagnosis["findings"]) == {"B.lag", "B.correct"}
+    assert together(diagnosis) == {}
 
 
 def test_the_clip_returns_to_its_default_and_keeps_the_rest(tmp_path):
     changes = {"correction.objective": "dual_clip(clip_low=0.35, dual_clip=4.0)"}
-    findings = doctor.diagnose(write_run(tmp_path, {CLIPPED: 0.3}, changes))["findings"]
+    findings = doctor.diagnose(write_run(tmp_path, RISING, changes))["findings"]
     change = line(findings, "E.widened", "correction.objective")
     assert change["value"] == "dual_clip(dual_clip=4.0)"
+    changes = {"correction.objective": "decoupled(clip_high=0.5)"}
+    findings = doctor.diagnose(write_run(tmp_path, RISING, changes))["findings"]
+    assert line(findings, "E.widened", "correction.objective")["value"] == "ppo"
 
 
 def test_the_metrics_it_reads_are_those_that_are_measured():
@@ -330,6 +419,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
             | diagnostics.importance_weight_metrics(
                 x, x, mask, level="token", upper=2.0, lower=0.5
             )
+            | diagnostics.kept_sample_size(x, mask, mask)
             | diagnostics.rejected_fractions(mask, mask)
             | batch_metrics.variance_proxy_metrics(x, x, x, mask)
             | batch_metrics.staleness_metrics(ids[..., 0, 0], 0, mask)
@@ -344,7 +434,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
     read = {
         clause.metric for finding in (*CAUSES, *SETUP)
         for clause in (*finding.all_of, *finding.any_of) if clause.metric not in doctor_case.FACTS
-    } | {ENGINE_SHARE, MEAN_GAP, doctor.IS_VALID}
+    } | {ENGINE_SHARE, MEAN_GAP, doctor.IS_VALID, *doctor_case.FALLBACKS.values()}
     found = jax.eval_shape(measured)
     found |= attribution.shares({name: 1.0 for name in found})
     assert read <= set(found)

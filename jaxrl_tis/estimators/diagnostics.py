@@ -321,6 +321,25 @@ def rejected_fractions(
     return detached(metrics, f"rollout_corr/rollout_rs_{name}")
 
 
+def kept_sample_size(
+    w: chex.Array, is_kept: chex.Array, mask: chex.Array
+) -> dict[str, chex.Array]:
+    """The sample size that the gradient has: of the weights as they enter it, rejected tokens 0.
+
+    verl's rollout_is_eff_sample_size is that of the weights before rejection, clamped to the cap.
+
+    Args:
+      w: [B, T] weights, normalised or not.
+      is_kept: [B, T] True on the tokens kept, from `masks.MASKS`.
+      mask: [B, T] valid tokens, before any rejection.
+
+    Returns rollout_corr/kept_eff_sample_size, mean(w)^2 / mean(w^2) over the valid tokens with
+    w = 0 where rejected: at most the share that is kept, 0 if every token is rejected.
+    """
+    kept_bt = jnp.where(ratios.as_bool(is_kept), w, 0.0)
+    return detached({"kept_eff_sample_size": effective_sample_size(kept_bt, mask)}, "rollout_corr/")
+
+
 def _centred(x, mask):
     """x minus its mean over the valid entries, exactly 0 for a constant."""
     shifted = x - ratios.masked_max(x, mask)

@@ -166,6 +166,28 @@ def test_no_metric_divides_by_zero():
     assert metrics["rollout_corr/rollout_is_oob_ratio"] == 1.0
 
 
+def test_the_sample_size_of_the_kept_tokens_counts_the_rejected_ones_as_zero():
+    mask = jnp.array([[1, 1, 1, 0], [1, 1, 1, 1]])  # 7 valid tokens
+
+    def kept_size(w, is_kept):
+        w_bt, keep_bt = jnp.array(w), jnp.array(is_kept, bool)
+        [(name, value)] = jax.jit(diagnostics.kept_sample_size)(w_bt, keep_bt, mask).items()
+        assert name == "rollout_corr/kept_eff_sample_size"
+        return value
+
+    ones, all_kept = [[1.0, 1.0, 1.0, NAN], [1.0] * 4], [[True] * 4] * 2
+    assert kept_size(ones, all_kept) == 1.0
+    # Five of seven equal weights are left: (5 / 7)^2 / (5 / 7).
+    np.testing.assert_allclose(kept_size(ones, [[1, 0, 1, 1], [1, 1, 0, 1]]), 5 / 7, rtol=1e-6)
+    # Kept weights 1, 1, 2 of seven tokens: (4 / 7)^2 / (6 / 7); the rejected 9 does not count.
+    w = [[1.0, 1.0, 9.0, 9.0], [2.0, 1.0, 1.0, 1.0]]
+    np.testing.assert_allclose(
+        kept_size(w, [[1, 1, 0, 1], [1, 0, 0, 0]]), 16 / 42, rtol=1e-6
+    )
+    assert kept_size(ones, [[0] * 4] * 2) == 0.0
+    assert kept_size([[0.0] * 4] * 2, all_kept) == 0.0
+
+
 def test_probability_metrics():
     rng = np.random.default_rng(0)
     p, q = rng.uniform(0.05, 0.95, (2, 3, 5))
