@@ -115,6 +115,13 @@ def minibatches(batch: dict, count: int, microbatch_rows: int, seed: tuple[int, 
         yield {name: value[index] for name, value in batch.items()}
 
 
+def num_sequences(rows: dict) -> int:
+    """Sequences with a valid token in rows [..., T], of one sequence each or packed."""
+    mask, segment = (rows[n].reshape(-1, rows[n].shape[-1]) for n in ("mask", "segment_ids"))
+    row, token = np.nonzero(mask)
+    return len(np.unique(np.stack((row, segment[row, token])), axis=1).T)
+
+
 # Packed rows
 
 BLOCK = 128  # tokens; the attention kernel of a TPU takes rows of whole blocks

@@ -148,15 +148,20 @@ class Trainer:
         rows |= control.fields(settings, count)
         prepared, measured = self._prepare(rows)
         measured |= {f"control/{name}": value for name, value in settings.items()}
+        collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if step % config.metrics.percentile_every == 0:
             measured |= self._profile(rows, bool(rows["turn"].any()))
+            if collisions is None:
+                micro, flat = self.setup.micro_batches(rows)
+                collisions = flat(self._collisions(state["policy"].params, micro))
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         updated = dict(rows, group=np.broadcast_to(rows["group"][:, None], rows["mask"].shape))
         for name in (*self.setup.correction.not_in_update, *batching.OF_SEQUENCES):
             updated.pop(name, None)
-        collected = []
+        collected, num_sequences = [], []
         for epoch in range(config.train.epochs):
             for minibatch, packing in self._minibatches(updated, (config.seed, step, epoch)):
+                num_sequences.append(batching.num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)
                 policy, values = self._train_step(state["policy"], minibatch)
                 state = state | {"policy": policy}
@@ -167,11 +172,12 @@ class Trainer:
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)
-        if "sum_pi_squared" in rows:
+        if collisions is not None:
+            # Of all updates only the first has its gradient at the weights that sampled.
             measured |= self._variance_proxies(
-                rows["logp_learner"], rows["adv"], rows["sum_pi_squared"], rows["mask"],
+                rows["logp_learner"], rows["adv"], collisions, rows["mask"],
                 w=rows["weights"] if "weights" in rows else None,
-                gradient_norm=means["actor/grad_norm"] if len(collected) == 1 else None,
+                gradient_norm=collected[0]["actor/grad_norm"], num_sequences=num_sequences[0],
             )
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}

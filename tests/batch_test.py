@@ -78,6 +78,16 @@ def test_minibatches_hold_every_row_once_in_a_seeded_order():
     assert any((a["id"] != b["id"]).any() for a, b in zip(split, other))
 
 
+def test_sequences_with_a_valid_token_are_counted():
+    """Two micro-batches of two rows: 2 and 1 sequences in the first, none and 1 in the second."""
+    segments = np.array([[[1, 1, 2, 2], [1, 1, 1, 0]], [[1, 2, 3, 3], [1, 1, 0, 0]]])
+    mask = np.array([[[0, 1, 1, 0], [0, 1, 1, 0]], [[0, 0, 0, 0], [0, 1, 0, 0]]], bool)
+    assert batch.num_sequences({"mask": mask, "segment_ids": segments}) == 4
+    rows = {"mask": mask.reshape(4, 4), "segment_ids": np.ones((4, 4), np.int32)}
+    assert batch.num_sequences(rows) == 3
+    assert batch.num_sequences({"mask": mask[:0], "segment_ids": segments[:0]}) == 0
+
+
 def test_what_an_update_adds():
     added = batch.update_fields(3, step=5, seed=1)
     np.testing.assert_array_equal(added["current_version"], [[4], [4], [4]])

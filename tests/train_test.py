@@ -328,8 +328,54 @@ def test_methods_that_ask_for_more_than_the_usual(changes):
     shares = [record[f"mismatch/{f}/share"] for f in ("engine", "staleness", "trust_region")]
     assert sum(shares) == pytest.approx(1, abs=1e-4)
     assert ("rollout_corr/rollout_rs_masked_fraction" in record) == ("correction__masks" in changes)
-    has_otb = changes.get("correction__advantage") == "tir_otb"
-    assert ("variance_proxy/expected_w" in record) == has_otb
+    assert record["variance_proxy/expected_w"] > 0
+    assert record["variance_proxy/proxy1_signal_strength"] > 0  # after two updates too
+
+
+def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
+    """For any advantage and number of updates, at the weights that sampled; on due steps alone."""
+    setup = tiny.setup()  # two epochs of two minibatches, due in every tenth step
+    with tiny.one_device():
+        trainer = train.Trainer(setup)
+    norms, fields, train_step = [], set(), trainer._train_step
+    proxies = mock.Mock(wraps=trainer._variance_proxies)
+
+    def spy(state, minibatch):
+        fields.update(minibatch)
+        state, metrics = train_step(state, minibatch)
+        norms.append(float(metrics["actor/grad_norm"]))
+        return state, metrics
+
+    state = train.initial_state(setup, train.initial_params(setup))
+    params, rows = jax.device_get(state["policy"].params), trainer.score(state, fake_samples())
+    with mock.patch.multiple(trainer, _train_step=spy, _variance_proxies=proxies):
+        state, record = trainer.update(state, rows, 10)
+        with mock.patch.object(trainer, "_collisions", side_effect=AssertionError("not due")):
+            _, another = trainer.update(state, rows, 11)
+    assert not any(name.startswith("variance_proxy/") for name in another)
+    assert "sum_pi_squared" not in fields  # else due steps compile the update again
+    proxy = {n.split("/")[1]: v for n, v in record.items() if n.startswith("variance_proxy/")}
+
+    # |score|^2 of a token in logit space: (1 - pi(y))^2 + sum_{v != y} pi(v)^2, of whole logits.
+    mask = rows["mask"][:, 1:]
+    logits = transformer.logits(params, setup.model, rows["tokens"], None, rows["segment_ids"])
+    pi = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)[:, :-1]
+    taken = np.eye(pi.shape[-1])[rows["tokens"][:, 1:]]
+    score = np.square(taken - pi).sum(-1) * mask
+    # Drawn at -2 nats; token-level weights up to 2.
+    w = np.minimum(np.sum(taken * pi, axis=-1) * np.exp(2), 2) * mask
+    w_mean = w.sum(1) / mask.sum(1)
+    # The advantage of a sequence: its reward among the four of its group, `grpo`.
+    rewards = rows["rewards"].reshape(4, 4).astype(np.float64)
+    std = rewards.std(1, ddof=1, keepdims=True)
+    adv = ((rewards - rewards.mean(1, keepdims=True)) / (std + 1e-6)).ravel()
+    power = np.mean((w_mean * adv) ** 2 * score.sum(1))
+    assert proxy["expected_w"] == pytest.approx((score * w**2).sum(1).mean(), rel=1e-4)
+    assert proxy["proxy2_total_power"] == pytest.approx(power, rel=1e-4)
+    # The first of the four updates has 8 of the 16 sequences.
+    assert proxy["proxy1_signal_strength"] == pytest.approx(norms[0] ** 2, rel=1e-5)
+    assert min(abs(x / norms[0] - 1) for x in (*norms[1:4], np.mean(norms[:4]))) > 1e-3
+    assert proxies.call_args.kwargs["num_sequences"] == 8
 
 
 def test_components_of_the_rewards_are_recorded(tmp_path):

@@ -149,6 +149,7 @@ def variance_proxy_metrics(
     *,
     w: chex.Array | None = None,
     gradient_norm: chex.Numeric | None = None,
+    num_sequences: chex.Numeric | None = None,
 ) -> dict[str, chex.Array]:
     """Proxies of the gradient's signal and noise, from the squared norm of the scores.
 
@@ -157,9 +158,15 @@ def variance_proxy_metrics(
 
       proxy1_signal_strength  gradient_norm^2
       proxy2_total_power      mean of A^2 max(W, 0); with weights times their squared mean
-      proxy3_pure_noise       max(0, (proxy2 - proxy1) / (N - 1)) for N sequences
+      proxy3_pure_noise       max(0, (proxy2 - proxy1) / (n - 1)) for a gradient of n sequences
       expected_a_squared      mean of A^2
       expected_w              mean of W; with weights each token's score counts w^2 times
+
+    The mean g of n independent gradients g_i has E|g|^2 = |E g_i|^2 + V / n with V = E|g_i|^2 -
+    |E g_i|^2, so (E|g_i|^2 - |g|^2) / (n - 1) is on average V / n, the variance of g. So g may be
+    of a random part of the sequences that are given here: their power has the same mean. Proxies
+    they remain, to be followed through a run: power is taken over logits, g over parameters and
+    with its loss's other terms and its aggregation (`token-mean` divides by tokens).
 
     With weights, tokens with w^2 below 1e-10 fade out of proxy2's W, as in verl.
 
@@ -170,8 +177,9 @@ def variance_proxy_metrics(
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
       w: [B, T] importance weights, or None.
-      gradient_norm: norm of the batch gradient; None makes proxy1 and proxy3 0, and so does a
-        single sequence for proxy3.
+      gradient_norm: norm of a gradient at the weights that sampled; None makes proxy1 and proxy3
+        0, and so does a single sequence for proxy3.
+      num_sequences: n, the sequences of that gradient; None if it is that of all of these.
 
     Returns five scalars named variance_proxy/<metric>.
     """
@@ -195,7 +203,8 @@ def variance_proxy_metrics(
     signal = noise = jnp.zeros_like(power)
     if gradient_norm is not None:
         signal = jnp.square(jnp.asarray(gradient_norm, power.dtype))
-        num_sequences = ratios.masked_count(power_bs, is_sequence_bs)
+        if num_sequences is None:
+            num_sequences = ratios.masked_count(power_bs, is_sequence_bs)
         noise = jnp.maximum(ratios.safe_divide(power - signal, num_sequences - 1.0), 0.0)
     metrics = {
         "proxy1_signal_strength": signal,

@@ -18,7 +18,7 @@ from jaxrl_tis.engine.warm import prefill_lengths, warm_up
 from jaxrl_tis.models import transformer
 from tests.engine.engine_test import CONFIG
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiles
 
 MODEL = dataclasses.replace(CONFIG, num_layers=1, embed_dim=16, mlp_dim=16, vocab_size=32)
 LENGTH = 14

@@ -167,6 +167,17 @@ def test_the_score_of_a_token_by_hand():
     assert_metrics(weighted, expected)
 
 
+def test_the_noise_is_that_of_a_gradient_of_part_of_the_sequences():
+    # Power of four sequences of a token with 1 - 2 * .5 + .5 = .5: (1 + 4 + 9 + 16) / 4 * .5 = 3.75.
+    adv = jnp.array([[1.0], [-2.0], [3.0], [-4.0]])
+    fields = (jnp.full((4, 1), np.log(0.5)), adv, jnp.full((4, 1), 0.5), jnp.ones((4, 1)))
+    # (3.75 - 1.5^2) / (n - 1), n - 1 = 3, 2, 1; one sequence tells nothing of its noise.
+    for count, noise in ((None, 0.5), (3, 0.75), (2, 1.5), (1, 0.0)):
+        metrics = variance_proxy_metrics(*fields, gradient_norm=1.5, num_sequences=count)
+        assert metrics["variance_proxy/proxy3_pure_noise"] == pytest.approx(noise, rel=1e-5)
+        assert metrics["variance_proxy/proxy2_total_power"] == pytest.approx(3.75, rel=1e-5)
+
+
 def test_empty_selections_are_zero():
     none, empty = np.zeros((2, 3), int), np.full((2, 3), NAN, np.float32)
     unknown, lengths = np.full(4, NAN, np.float32), np.zeros(4, int)
