@@ -310,7 +310,6 @@ MIXTURES = {
     "late, clip": ({LAG: 9.0, LENGTH: late(100.0, 130.0)} | RISING, {"train.epochs": 2}),
     "stale objective": ({KL: 0.03} | STALE | RISING, {
         "correction.weight": "none", "correction.objective": "decoupled(clip_high=0.5)",
-        "correction.masks": "staleness(staleness_max=4)",
     }),
 }
 
