@@ -210,7 +210,7 @@ class Packer:
         return Packing(lengths, row, offset, segment, shape)
 
     def _place(self, lengths, num_rows, choose):
-        """[N] the row that is chosen for each sequence in turn; -1 from the first without one on."""
+        """[N] the row chosen for each sequence in turn; -1 from the first without one on."""
         free = np.full(num_rows, self.length)
         room = np.full(num_rows, self.max_segments)
         row_of = np.full(len(lengths), -1)

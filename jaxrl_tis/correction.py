@@ -61,7 +61,8 @@ class Correction:
     def not_in_update(self) -> tuple[str, ...]:
         """Large fields that an update does not take from the rollout batch: it computes logits by
         itself, and needs those of the sampler for a mask only."""
-        needed = {field for name, _ in self.masks_at_update for field in methods.needs("mask", name)}
+        masks = (name for name, _ in self.masks_at_update)
+        needed = {field for name in masks for field in methods.needs("mask", name)}
         return ("logits", *({"logits_behav"} - needed))
 
     @property
@@ -239,9 +240,10 @@ def policy_loss(
     value, metrics = loss.policy_loss(
         logp, with_key(c, batch), objective=now.objective, weight=c.weight, masks=c.masks,
         mode=c.mode, aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
-        counts_rejected=c.counts_rejected or c.mode == "bypass", kl=c.kl if c.kl_placement == "loss" else None,
-        kl_coeff=now.kl_coeff, entropy=entropy, entropy_coeff=c.entropy_coeff,
-        num_tokens=num_tokens, num_seqs=num_seqs, scale=c.scale or None,
+        counts_rejected=c.counts_rejected or c.mode == "bypass",
+        kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff, entropy=entropy,
+        entropy_coeff=c.entropy_coeff, num_tokens=num_tokens, num_seqs=num_seqs,
+        scale=c.scale or None,
     )
     return value, metrics | drift
 

@@ -19,8 +19,8 @@ COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a wh
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
-# In a synchronous run all tokens are of one version and the proximal policy is the one that sampled:
-# what tells versions apart would do something else than its name says.
+# In a synchronous run all tokens are of one version and the proximal policy is the one that
+# sampled: what tells versions apart would do something else than its name says.
 VERSIONS = "is for samples of several versions of the weights; here all are of one"
 EXPERTS = "is for mixtures of experts, which no model here is"
 PRESETS_REFUSED = {"async": VERSIONS, "async_moe": VERSIONS, "moe": EXPERTS}

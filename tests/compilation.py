@@ -1,15 +1,27 @@
 """Programs compiled as in a run; those of tests are not optimised, see conftest.py."""
 
 import contextlib
+from importlib import metadata
+from unittest import mock
 
-import jax
+# Later versions of XLA have no other emitters.
+HAS_OLD_EMITTERS = metadata.version("jaxlib").startswith("0.10.")
+EMITTERS = "xla_cpu_use_fusion_emitters"
+QUICK_FLAGS = (f"--{EMITTERS}=false",) if HAS_OLD_EMITTERS else ()
 
 
 @contextlib.contextmanager
 def optimized():
+    """For programs of invariant numerics, whose options are given with each."""
+    import jax  # after conftest.py has set its environment
+
+    from jaxrl_tis.models import invariant
+
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
+    options = {EMITTERS: True} if HAS_OLD_EMITTERS else {}
     try:
-        yield
+        with mock.patch.dict(invariant.COMPILER_OPTIONS, options):
+            yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)

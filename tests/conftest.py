@@ -1,12 +1,15 @@
 """Every test sees eight simulated CPU devices; rank promotion is an error.
 
-Programs here run a few times on tiny arrays: XLA need not optimise them, and equal ones are
-compiled once for all processes, in the cache that launch/venv.sh names. OPTIMIZED=1 compiles as a
-run does; what is proven bit by bit is compiled so always, by `compilation.optimized`.
+Programs here run a few times on tiny arrays: XLA need not optimise them, its older emitters write
+less code for LLVM (half the seconds), and equal ones are compiled once for all processes, in the
+cache that launch/venv.sh names. OPTIMIZED=1 compiles as a run does; what is proven bit by bit is
+compiled so always, by `compilation.optimized`.
 """
 
 import os
 import pathlib
+
+from tests import compilation
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Eight devices share the cores with the other worker: one may be late for a collective by more
@@ -16,20 +19,19 @@ FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
 )
+if "OPTIMIZED" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    FLAGS += compilation.QUICK_FLAGS
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-if "OPTIMIZED" not in os.environ:
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import jax  # noqa: E402  (the environment above must be set first)
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
-
-from tests import compilation  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

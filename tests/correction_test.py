@@ -127,11 +127,14 @@ def test_a_cap_per_factor_is_judged_once_or_at_every_update():
 
 def test_batch_normalised_weights_have_mean_one():
     out, metrics = prepared(batch_normalize=True)
-    plain, _ = prepared()
+    plain, plain_metrics = prepared()
     mask = rollout()["mask"]
     assert out["weights"][mask].mean() == pytest.approx(1, abs=1e-5)
     factor = metrics["rollout_corr/rollout_is_batch_norm_factor"]
     assert factor == pytest.approx(plain["weights"][mask].mean(), rel=1e-5)
+    name = "rollout_corr/rollout_is_mean"  # of the weights as they were
+    assert metrics[name] == pytest.approx(factor, rel=1e-5) != pytest.approx(1, abs=1e-3)
+    assert metrics[name] == pytest.approx(plain_metrics[name], rel=1e-5)
 
 
 def test_gae_and_returns():
@@ -271,6 +274,21 @@ def test_kl_in_the_reward():
     np.testing.assert_allclose(out["adv"], to_go, atol=1e-5)
     assert metrics["actor/kl_to_reference"] == pytest.approx(
         np.mean([kl[b][mask[b]].mean() for b in range(B) if mask[b].any()]), rel=1e-4)
+
+
+def test_kl_in_the_reward_leaves_the_loss_alone():
+    """Without advantages the loss is the KL term alone: log pi - log ref is 2 at both tokens."""
+    logp, none = np.full((1, 2), -1, np.float32), np.zeros((1, 2), np.float32)
+    data = {"adv": none, "mask": np.ones((1, 2), bool), "logp_ref": logp - 2}
+    data |= {name: logp for name in ("logp_behav", "logp_learner", "logp_old", "logp_prox")}
+
+    def value(placement):
+        c = correction.parse(fields(weight="none", kl="k1", kl_coeff=0.3, kl_placement=placement))
+        return correction.policy_loss(c, jnp.asarray(logp), none, data, 2, 1)
+
+    (in_loss, metrics), (in_reward, others) = value("loss"), value("reward")
+    assert in_loss == pytest.approx(0.6) and metrics["actor/kl_loss"] == pytest.approx(2)
+    assert in_reward == 0 and "actor/kl_loss" not in others
 
 
 def test_kl_in_the_loss_leaves_the_rewards_alone():

@@ -411,9 +411,10 @@ def test_critic_update_is_the_gradient_of_the_clipped_value_loss():
     value, gradient = jax.jit(jax.value_and_grad(loss))(critic_params())
     expected = jax.tree.map(lambda p, g: p - np.asarray(g), critic_params(), gradient)
     results = []
+    given = with_nan_padding(data) | {"lr_scale": np.full(B, 0.5, np.float32)}  # of the policy alone
     for count in (1, 4):
         state, metrics = step.make_critic_step(LEARNER, clip, SGD)(
-            start(critic_params(), SGD), cut(with_nan_padding(data), count)
+            start(critic_params(), SGD), cut(given, count)
         )
         assert_trees_close(jax.device_get(state.params), expected, atol=1e-5)
         assert metrics["critic/vf_loss"] == pytest.approx(float(value), rel=1e-4)

@@ -156,8 +156,8 @@ def policy_loss(
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
     micro-batches add up to those of the full batch; the other metrics are means over the tokens at
-    hand; with masks that are judged here, actor/rejected_fraction is what they reject. KeyError when
-    the batch lacks a field, by name.
+    hand; with masks that are judged here, actor/rejected_fraction is what they reject. KeyError
+    when the batch lacks a field, by name.
     """
     name, parameters = objective
     logp_old, adv, mask = (_field(batch, f, name) for f in ("logp_old", "adv", "mask"))
