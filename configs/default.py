@@ -137,7 +137,9 @@ def get_config() -> ConfigDict:
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
 
     c.metrics = ConfigDict()
-    c.metrics.percentile_every = 10  # steps; also by position: sorts the rollout batch
+    # Steps between percentiles and profiles by position, which sort the rollout batch, and variance
+    # proxies, which take a forward pass over it.
+    c.metrics.percentile_every = 10
 
     # (data, fsdp, tensor) and, to cut long rows, context; -1 takes the devices that are left
     c.mesh = ConfigDict()
