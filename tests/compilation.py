@@ -8,6 +8,7 @@ from unittest import mock
 HAS_OLD_EMITTERS = metadata.version("jaxlib").startswith("0.10.")
 EMITTERS = "xla_cpu_use_fusion_emitters"
 QUICK_FLAGS = (f"--{EMITTERS}=false",) if HAS_OLD_EMITTERS else ()
+EMITTED_AS_IN_A_RUN = {EMITTERS: True} if HAS_OLD_EMITTERS else {}  # compiler options
 
 
 @contextlib.contextmanager
@@ -19,9 +20,8 @@ def optimized():
 
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
-    options = {EMITTERS: True} if HAS_OLD_EMITTERS else {}
     try:
-        with mock.patch.dict(invariant.COMPILER_OPTIONS, options):
+        with mock.patch.dict(invariant.COMPILER_OPTIONS, EMITTED_AS_IN_A_RUN):
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)

@@ -6,6 +6,7 @@ cache that launch/venv.sh names. OPTIMIZED=1 compiles as a run does; what is pro
 compiled so always, by `compilation.optimized`.
 """
 
+import gc
 import os
 import pathlib
 
@@ -21,7 +22,7 @@ FLAGS = (
 )
 if "OPTIMIZED" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    FLAGS += compilation.QUICK_FLAGS
+    FLAGS += ("--xla_cpu_parallel_codegen_split_count=1", *compilation.QUICK_FLAGS)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -34,6 +35,7 @@ import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them garbage
 
 
 def pytest_collection_modifyitems(items):

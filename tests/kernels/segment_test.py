@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_tis.estimators import diagnostics, divergences, masks, ratios, weights
 from jaxrl_tis.kernels import segment, segment_reference
+from tests import compilation
 from tests.kernels import segment_loops as loops
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
@@ -216,7 +217,8 @@ def test_weights_masks_and_metrics_share_their_reductions():
         return kept, found, masks.veto(log_ratio, mask, seg), metrics
 
     seg = ratios.Segments(jnp.asarray(batch.seg), loops.NUM_SEGMENTS)
-    text = jax.jit(program).lower(old, behav, batch.seg > 0, seg).compile().as_text()
+    lowered = jax.jit(program).lower(old, behav, batch.seg > 0, seg)
+    text = lowered.compile(compiler_options=compilation.EMITTED_AS_IN_A_RUN).as_text()
     # Count, sums of l, k1, k3, log mu and |dp|, maxima of k1, k3 and |dp|; the sum of l once more,
     # as one is of the log-ratio that was given and one of the log-probs.
     assert text.count(" scatter(") == 10
