@@ -1,6 +1,7 @@
 """A run small enough for tests: a layer of width 32, one-digit sums, a few steps, one device."""
 
 import contextlib
+import copy
 import functools
 import json
 import pathlib
@@ -8,10 +9,10 @@ import tempfile
 from unittest import mock
 
 from configs import default
-from jaxrl_tis import report, train
+from jaxrl_tis import build, report, train
 
 STEPS = 5
-_build, _trainer = train.build, train.Trainer
+_build, _trainer, _engine = build.build, train.Trainer, build.Engine
 
 
 def config(**overrides):
@@ -65,18 +66,33 @@ def _shared_build(c):
     return store["setup"]
 
 
+def _shared_engine(*args, **options):
+    devices = [d.id for d in options["layout"].mesh.devices.flat]
+    store = _cached("engine", repr((args, options, devices)))
+    if not store:
+        store["engine"] = _engine(*args, **options)
+    return store["engine"]
+
+
 def _shared_trainer(setup):
-    store = _cached("trainer", setup.config.to_json())
+    c, devices = setup.config, [d.id for d in setup.layout.mesh.devices.flat]
+    updates = c.steps * c.train.epochs * c.train.minibatches
+    schedules = [(o.to_json(), o.schedule == "constant" or updates) for o in (c.optimizer, c.critic)]
+    made_of = setup.update_learner, setup.correction, setup.has_critic, schedules, devices
+    store = _cached("trainer", repr(made_of))
     if not store:
         store["trainer"] = _trainer(setup)
-    return store["trainer"]
+    trainer = copy.copy(store["trainer"])
+    trainer.setup = setup
+    return trainer
 
 
 @contextlib.contextmanager
 def one_device():
-    """Programs of the tiny config on one device, compiled quickly and once per config (they hold
-    no state), and no report, whose plots take seconds."""
+    """Programs of the tiny config on one device, traced once for all configs that have them alike
+    (they hold no state), and no report, whose plots take seconds."""
     with (
+        mock.patch.object(build, "Engine", _shared_engine),
         mock.patch.object(train, "build", _shared_build),
         mock.patch.object(train, "Trainer", _shared_trainer),
         mock.patch.object(report, "write", lambda *_, **__: None),
