@@ -29,7 +29,25 @@ def even_setup(**overrides):
     config = tiny.config(**overrides)
     tokenizer = load_tokenizer("char")
     size = tokenizer.vocab_size + tokenizer.vocab_size % 2
-    return build.assemble(config, build.small_model(config, size), tokenizer)
+    with tiny.one_device():
+        return build.assemble(config, build.small_model(config, size), tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def _scores(monkeypatch):
+    """A learner's program is traced once; see `wrong_attention`."""
+    monkeypatch.setattr(steps, "make_score", make_score)
+
+
+make_score = functools.cache(steps.make_score)
+
+
+def wrong_attention(monkeypatch, attend):
+    """Traces with `attend(right, *arguments)` in place of the attention of rows."""
+    monkeypatch.setattr(steps, "make_score", make_score.__wrapped__)
+    monkeypatch.setattr(
+        attention, "row_attention", functools.partial(attend, attention.row_attention)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +156,14 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     setup = even_setup(
         **SAME, mesh__serve=(1, 1, 2), mesh__train=(1, 1, 1, 2), model__num_kv_heads=2
     )
-    params, right = initial_params(setup), attention.row_attention
+    params = initial_params(setup)
     trajectories = mismatch.sample(setup, params, 4)
 
-    def wrong(q, k, v, segment_ids, layout, unseen):
+    def wrong(right, q, k, v, segment_ids, layout, unseen):
         is_cut = layout.mesh.shape["context"] > 1
         return right(q, k, v, segment_ids, layout, unseen) * (1.01 if is_cut else 1.0)
 
-    monkeypatch.setattr(attention, "row_attention", wrong)
+    wrong_attention(monkeypatch, wrong)
     rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
     assert list(rungs) == ["batch_shape", "sequence_parallel", "tensor_parallel", "decode"]
     del rungs["batch_shape"]  # both its programs have the fault
@@ -153,15 +171,13 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     assert cut > 1e-4 and 0 < min(rest) and max(rest) < 1e-5
 
 
-def test_what_depends_on_the_batch_has_a_rung_of_its_own(monkeypatch):
-    setup, right = tiny.setup(**SAME), attention.row_attention
-    params = initial_params(setup)
-    trajectories = mismatch.sample(setup, params, 4)
+def test_what_depends_on_the_batch_has_a_rung_of_its_own(sampled, monkeypatch):
+    setup, params, trajectories = sampled(**SAME)
 
-    def wrong(q, *others):
+    def wrong(right, q, *others):
         return right(q, *others) * (1.01 if len(q) > 1 else 1.0)
 
-    monkeypatch.setattr(attention, "row_attention", wrong)
+    wrong_attention(monkeypatch, wrong)
     rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
     assert list(rungs) == ["batch_shape", "decode"]
     batch_shape, decode = (np.abs(r.difference).max() for r in rungs.values())
@@ -188,11 +204,10 @@ def test_all_rungs_together_stand_where_the_sampler_does(sampled):
     assert mean["decode"] < 0.01 * min(mean["weights"], mean["kv_dtype"])
 
 
-def test_a_float_cache_of_fewer_bits_is_seen():
+def test_a_float_cache_of_fewer_bits_is_seen(sampled):
     """bfloat16 keys and values under float32 products."""
-    setup = tiny.setup(engine__quantization="none", engine__cache_dtype="bfloat16")
-    params = initial_params(setup)
-    rungs = {r.cause: r for r in ladder.climb(setup, params, mismatch.sample(setup, params, 4))}
+    rungs, _ = climbed(sampled, **SAME, engine__cache_dtype="bfloat16")
+    rungs = {r.cause: r for r in rungs}
     kv, decode = (np.abs(rungs[c].difference).max() for c in ("kv_dtype", "decode"))
     assert kv > 1e-5 and decode < 0.1 * kv
 
