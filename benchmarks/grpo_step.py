@@ -29,8 +29,13 @@ def main() -> None:
     step = model.Step(*model.setup())
     step(), step()
     prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 1, 0))
-    prepared(step.trainer.score(step.state, step.rollout()))
-    parts = {name: [] for name in ("rollout", "score", "correction", "update", "step")}
+    collisions = lambda rows: step.trainer._collisions(
+        step.state["policy"].params, step.trainer.setup.micro_batches(rows)[0]
+    )
+    first = step.trainer.score(step.state, step.rollout())
+    prepared(first), collisions(first)
+    names = "rollout", "score", "correction", "variance proxies", "update", "step"
+    parts = {name: [] for name in names}
     for index in range(args.rounds):
         seconds, samples = timed(step.rollout)
         parts["rollout"].append(seconds)
@@ -39,11 +44,14 @@ def main() -> None:
         # `update` runs the correction and its metrics too; timed alone for its share.
         correction, _ = timed(prepared, rows)
         parts["correction"].append(correction)
-        seconds, (step.state, _) = timed(step.trainer.update, step.state, rows, 1000 + index)
+        # What a step takes longer where the profiles fall due; elsewhere no step has it.
+        seconds, _ = timed(collisions, rows)
+        parts["variance proxies"].append(seconds)
+        seconds, (step.state, _) = timed(step.trainer.update, step.state, rows, 1 + 10 * index)
         parts["update"].append(seconds)
         parts["step"].append(parts["rollout"][-1] + parts["score"][-1] + seconds)
     for name, values in parts.items():
-        print(f"{name:11s} median {statistics.median(values):.4f} s, max {max(values):.4f} s")
+        print(f"{name:16s} median {statistics.median(values):.4f} s, max {max(values):.4f} s")
     share = statistics.median(parts["correction"]) / statistics.median(parts["step"])
     print(f"correction and metrics: {share:.2%} of the step")
 
