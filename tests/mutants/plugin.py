@@ -1,18 +1,16 @@
 """What pytest has to do beside testing when a mutant is in the sources; its plugin by -p.
 
-It sees to it that the copy's sources are the ones imported, writes down which test is running and
-which have failed and how, and lets programs that a mutant leaves as they were come from a compilation
-cache, which the suite itself does without.
+It sees to it that the copy's sources are the ones imported, and writes down which test is running
+and which have failed and how.
 """
 
 import os
 import pathlib
 
 import hypothesis
-import jax
 import pytest
 
-RECORD, CACHE = "MUTANTS_RECORD", "MUTANTS_CACHE"
+RECORD = "MUTANTS_RECORD"
 WRONG_SOURCES = 99  # exit status
 
 
@@ -26,9 +24,6 @@ def pytest_sessionstart(session):  # after tests/conftest.py was imported
     phases = set(hypothesis.Phase) - {hypothesis.Phase.shrink, hypothesis.Phase.explain}
     hypothesis.settings.register_profile("mutants", phases=phases)
     hypothesis.settings.load_profile("mutants")
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _note(*words: str) -> None:

@@ -63,7 +63,7 @@ class Copy:
         self._record.write_text("")
         environment = os.environ | {
             "PYTHONPATH": str(self.root), plugin.RECORD: str(self._record),
-            plugin.CACHE: str(self._cache),
+            "JAX_COMPILATION_CACHE_DIR": str(self._cache),
         }
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p",
