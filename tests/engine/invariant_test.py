@@ -18,6 +18,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import invariant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
+from tests import weights
 
 pytestmark = [
     pytest.mark.compiles,
@@ -47,11 +48,11 @@ def requests():
 
 @functools.cache
 def params():
-    return jax.tree.map(lambda x: 2 * x, transformer.init(CONFIG, jax.random.key(0)))
+    return weights.drawn(CONFIG)
 
 
 @functools.cache
-def engine(dtype, tensor=1, chunk=48, scheme="none", **options):
+def engine(dtype, tensor, chunk=48, scheme="none", **options):
     """Only float32 samplers record kept sets."""
     layout = sharding.layout((1, 1, tensor), sharding.SERVE_RULES)
     options = dict(numerics="invariant", unroll=False, cache_dtype=dtype) | options
@@ -75,7 +76,7 @@ def sampled(engine, chosen):
 @functools.cache
 def reference(dtype):
     """All requests on one device, in one batch."""
-    return sampled(engine(dtype), range(COUNT))
+    return sampled(engine(dtype, 1), range(COUNT))
 
 
 def learner(dtype, mesh=(1, 1, 1), scheme="none", numerics="invariant"):
@@ -111,8 +112,8 @@ def scored(learner, trajectories):
     """The learner's log-probs of each trajectory's tokens."""
     layout, batch = learner.program.layout, rows_of(trajectories)
     micro = layout.put_batch({name: x[None] for name, x in batch.items()})
-    weights = layout.put_params(params(), CONFIG)
-    logp = np.asarray(steps.make_score(learner, False)(weights, micro)["logp"])[0]
+    placed = layout.put_params(params(), CONFIG)
+    logp = np.asarray(steps.make_score(learner, False)(placed, micro)["logp"])[0]
     return [row[mask] for row, mask in zip(logp, batch["mask"])]
 
 
@@ -135,21 +136,21 @@ def check_same(found, expected):
 
 
 @OPTIMIZED
-@pytest.mark.parametrize("dtype, tensor, chunk", [
-    ("float32", 1, 48), ("float32", 2, 48), ("float32", 8, 48), ("bfloat16", 1, 48),
-    ("bfloat16", 4, 16),
-])
-def test_a_sequence_is_sampled_alike_on_every_mesh_in_every_batch(dtype, tensor, chunk):
-    """Slots are given in the order of arrival, so that each batch puts a sequence elsewhere."""
-    sampler, expected = engine(dtype, tensor, chunk), reference(dtype)
-    for count in (16, 8, 3, 2, 1) if tensor == 1 else (16, 3):
+@pytest.mark.parametrize("dtype, place", [
+    ("float32", (1,)), ("float32", (8, 16)), ("bfloat16", (4, 16)),
+], ids=str)
+def test_a_sequence_is_sampled_alike_on_every_mesh_in_every_batch(dtype, place):
+    """On so many devices, prompts in chunks of so many tokens. Slots are given in the order of
+    arrival, so that each batch puts a sequence elsewhere."""
+    sampler, expected = engine(dtype, *place), reference(dtype)
+    for count in (16, 3, 1):
         check_same(sampled(sampler, reversed(range(count))), expected)
 
 
 @OPTIMIZED
 @pytest.mark.parametrize("dtype, mesh", [
-    ("float32", (1, 1, 1)), ("float32", (2, 2, 2)), ("float32", (1, 1, 8)),
-    ("bfloat16", (1, 1, 1)), ("bfloat16", (1, 2, 4)),
+    ("float32", (1, 1, 1)), ("float32", (2, 2, 2)), ("bfloat16", (1, 1, 1)),
+    ("bfloat16", (1, 2, 4)),
 ])
 def test_the_learner_scores_as_the_sampler_drew(dtype, mesh):
     trajectories = list(reference(dtype).values())
@@ -173,25 +174,24 @@ def test_eight_bit_products_are_the_learners_too(scheme, tensor, unroll):
 
 
 def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch):
-    """300 tokens: a sampler that holds them in two parts of 150, a learner in four of 75."""
+    """300 tokens: a sampler that holds them in four parts of 75, a learner in two of 150."""
     here = sys.modules[__name__]
     small = dataclasses.replace(CONFIG, vocab_size=300, num_layers=1, embed_dim=64, mlp_dim=256)
-    weights = jax.tree.map(lambda x: 2 * x, transformer.init(small, jax.random.key(0)))
     monkeypatch.setattr(here, "CONFIG", small)
-    monkeypatch.setattr(here, "params", lambda: weights)
-    expected = sampled(engine.__wrapped__("bfloat16"), range(4))
-    check_same(sampled(engine.__wrapped__("bfloat16", 2), reversed(range(4))), expected)
+    monkeypatch.setattr(here, "params", lambda: weights.drawn(small))
+    expected = sampled(engine.__wrapped__("bfloat16", 1), range(4))
+    check_same(sampled(engine.__wrapped__("bfloat16", 4), reversed(range(4))), expected)
     trajectories = list(expected.values())
-    assert differing(scored(learner("bfloat16", (1, 1, 4)), trajectories), trajectories) == 0
+    assert differing(scored(learner("bfloat16", (1, 1, 2)), trajectories), trajectories) == 0
 
 
 def test_a_sampler_that_could_not_agree_is_refused():
     with pytest.raises(ValueError, match="pages of 16 positions, engine.page_size is 32"):
-        engine("float32", page_size=32)
+        engine("float32", 1, page_size=32)
     with pytest.raises(ValueError, match="computed, in float32; engine.cache_dtype is int8"):
-        engine("float32", cache_dtype="int8")
+        engine("float32", 1, cache_dtype="int8")
     with pytest.raises(ValueError, match="'fp8_w8a16' sums floats of 8 bits"):
-        engine("float32", scheme="fp8_w8a16")
+        engine("float32", 1, scheme="fp8_w8a16")
 
 
 TINY = ModelConfig(
@@ -207,17 +207,17 @@ def tiny_programs(numerics):
         TINY, slots=1, max_length=16, steps=1, max_draft=1, prefill_batch=1, numerics=numerics
     )
     learner = steps.Learner(TINY, transformer.Program(numerics=numerics), 4, 4)
-    weights = transformer.abstract_params(TINY)
+    shapes = transformer.abstract_params(TINY)
     floats = "logp_old", "logp_behav", "logp_prox", "logp_learner", "adv", "weights", "temperature"
     kinds = {name: np.float32 for name in floats} | {"mask": bool}
     kinds |= {name: np.int32 for name in ("tokens", "positions", "segment_ids")}
     rows = {name: np.zeros((1, 1, 8), kind) for name, kind in kinds.items()}
     chosen, sgd = correction.parse(default.get_config().correction), optax.sgd(1.0)
-    state = steps.TrainState(weights, jax.eval_shape(sgd.init, weights))
+    state = steps.TrainState(shapes, jax.eval_shape(sgd.init, shapes))
     found = sampler.programs()
     del found["insert"]  # computes no floats
     return found | {
-        "score": (steps.make_score(learner), (weights, rows)),
+        "score": (steps.make_score(learner), (shapes, rows)),
         "update": (steps.make_train_step(learner, chosen, sgd), (state, rows)),
     }
 
@@ -230,8 +230,9 @@ def test_programs_are_compiled_with_the_options_of_their_numerics(name, monkeypa
     program, arguments = tiny_programs("invariant")[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         program.lower(*arguments).compile()
-    program, arguments = tiny_programs("fast")[name]
-    program.lower(*arguments).compile()
+    if name in ("load", "prefill", "score"):  # one for each source that asks for the options
+        program, arguments = tiny_programs("fast")[name]
+        program.lower(*arguments).compile()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
