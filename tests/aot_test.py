@@ -18,6 +18,7 @@ from jaxrl_tis.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.hlo_text import Shape
 from jaxrl_tis.libtpu_flags import FLAGS
 from tests import commands, tiny, tpu
+from tests.train_test import fake_samples
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
@@ -87,7 +88,8 @@ def made():
         if name not in found:
             topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
             tpu.devices(topology.name)
-            setup = aot.setup_for(small(name), SHAPES, topology, layers=2)
+            layers = 2 if "train" in COMPILED[name] else 1
+            setup = aot.setup_for(small(name), SHAPES, topology, layers)
             programs = {}
             for program in COMPILED[name]:
                 has_gradient = program in ("train", "critic")
@@ -104,7 +106,8 @@ def made():
 def test_a_config_compiles_for_its_topology(made, name):
     setup, report = made(name)
     assert tuple(report["programs"]) == COMPILED[name]
-    assert report["layers"] == 2 and report["chips"] == Topology.parse(report["topology"]).num_chips
+    assert report["layers"] == setup.model.num_layers
+    assert report["chips"] == Topology.parse(report["topology"]).num_chips
     for entry in report["programs"].values():
         assert entry["fits"] and entry["host_transfers"] == []
         assert 0 < entry["memory"]["peak_bytes"] < entry["memory"]["hbm_bytes"]
@@ -360,20 +363,19 @@ class Reached(Exception):
     {"correction__kl_coeff": 0.1, "train__minibatches": 1},
     {"train__pack_length": 100, "engine__retention": (1, 1)},
 ])
-def test_the_minibatch_is_that_of_a_run(overrides, tmp_path):
-    """Names, shapes and dtypes of what the run hands to its first update, where it is stopped."""
-    def stopping(*_):
-        def update(state, minibatch):
-            raise Reached(minibatch)
-        return update
+def test_the_minibatch_is_that_of_a_run(overrides):
+    """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
+    def stopping(state, minibatch):
+        raise Reached(minibatch)
 
-    config = tiny.config(steps=1, warmup__steps=0, eval__prompts=4, **overrides)
-    with (
-        mock.patch.object(train.steps, "make_train_step", stopping),
-        pytest.raises(Reached) as reached,
-    ):
-        train.run(config, str(tmp_path))
-    expected = build.abstract_minibatch(build.build(config))
+    setup = tiny.setup(**overrides)
+    with tiny.one_device():
+        trainer = train.Trainer(setup)
+    state = train.initial_state(setup, train.initial_params(setup))
+    rows = trainer.score(state, fake_samples())
+    with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
+        trainer.update(state, rows, 1)
+    expected = build.abstract_minibatch(setup)
     kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
     assert kinds(reached.value.args[0]) == kinds(expected)
 

@@ -18,7 +18,6 @@ from jaxrl_tis.models.config import ModelConfig, RopeConfig
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.by_jax("bits depend on what XLA makes of the programs"),
-    pytest.mark.usefixtures("optimized"),
 ]
 
 CONFIG = ModelConfig(
@@ -26,6 +25,7 @@ CONFIG = ModelConfig(
     head_dim=32, mlp_dim=128, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
     qkv_bias=False, qk_norm=True, tie_embeddings=True,
 )
+OPTIMIZED = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
@@ -42,6 +42,7 @@ def layout(tensor):
     return sharding.layout((1, 1, tensor), sharding.SERVE_RULES)
 
 
+@OPTIMIZED
 @pytest.mark.parametrize("count", [1, 3, 8, 12, 16, 96, 33 * 64])
 def test_a_tree_is_the_sum_of_its_parts_trees(count):
     x = normal(4, count)
@@ -66,6 +67,7 @@ def split_product(x, w, count, add):
     return np.asarray(jit(run)(x, w))
 
 
+@OPTIMIZED
 @DTYPES
 def test_a_product_over_devices_is_that_of_one(dtype):
     x, w = normal(20, 512, dtype=dtype), normal(512, 96, dtype=dtype)
@@ -81,6 +83,7 @@ def test_a_product_over_devices_is_that_of_one(dtype):
     assert is_changed == {2: False, 4: True, 8: True}  # of two numbers there is one sum
 
 
+@OPTIMIZED
 @DTYPES
 def test_a_row_has_one_product_in_every_batch(dtype):
     x, w = normal(48, 320, dtype=dtype), normal(320, 96, dtype=dtype)
@@ -91,6 +94,7 @@ def test_a_row_has_one_product_in_every_batch(dtype):
         np.testing.assert_array_equal(jit(invariant.product)(x, w[:, :columns]), whole[:, :columns])
 
 
+@OPTIMIZED
 @pytest.mark.parametrize("name, value", [("K_TILE", 32), ("K_TILE", 128)])
 def test_another_tile_is_another_product(name, value, monkeypatch):
     x, w = normal(48, 512), normal(512, 96)
@@ -100,6 +104,7 @@ def test_another_tile_is_another_product(name, value, monkeypatch):
     assert (other != whole).mean() > 0.1
 
 
+@OPTIMIZED
 def test_a_plain_product_depends_on_the_batch():
     x, w = normal(16, 1024), normal(1024, 256)
     dot = jit(lambda x, w: x @ w)
@@ -114,6 +119,7 @@ def normed(x_rd, scale):
     return transformer.rms_norm(x_rd, scale, 1e-6)
 
 
+@OPTIMIZED
 def test_without_the_flag_a_rounding_is_left_out_where_operations_are_fused():
     x, scale = normal(16, 256, dtype="bfloat16"), normal(256, dtype="bfloat16")
     apart = np.asarray(jit(normed)(jit(scaled_residual)(x, scale), scale))
@@ -127,8 +133,8 @@ def kept_sets(count, size):
     return ids.astype(np.int32)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_log_probs_of_kept_sets_are_those_of_fast_numerics(tensor):
+@OPTIMIZED
+def test_log_probs_of_kept_sets_are_those_of_fast_numerics():
     x, ids = normal(2, 9, 64), kept_sets(18, 12).reshape(2, 9, 12)
     kept = Kept(jnp.asarray(ids), jnp.zeros((2, 9), bool).at[0, 3].set(True))
     head = transformer.output_head({"embed": normal(256, 64)}, transformer.Program())
@@ -141,7 +147,7 @@ def test_log_probs_of_kept_sets_are_those_of_fast_numerics(tensor):
     single = scores("invariant", None)
     for found, expected in zip(single, scores("fast", None)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(scores("invariant", layout(tensor)), single):
+    for found, expected in zip(scores("invariant", layout(2)), single):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -149,6 +155,7 @@ def test_log_probs_of_kept_sets_are_those_of_fast_numerics(tensor):
 VOCABULARIES = pytest.mark.parametrize("size", [2060, 20, 131])
 
 
+@OPTIMIZED
 def test_a_sum_over_the_vocabulary_is_a_node_of_the_tree_over_whole_units():
     for size in (1, 20, 300, 1024, 2060, 3072):
         x = normal(3, size)
@@ -157,6 +164,7 @@ def test_a_sum_over_the_vocabulary_is_a_node_of_the_tree_over_whole_units():
         np.testing.assert_array_equal(jit(invariant.tree_sum)(filled), whole)
 
 
+@OPTIMIZED
 @pytest.mark.parametrize("size, tensor", [(2060, 2), (2060, 4), (20, 4)])
 def test_logits_of_any_vocabulary_are_those_of_one_device(size, tensor):
     x, weight = normal(3, 96, dtype="bfloat16"), normal(size, 96)
@@ -167,6 +175,7 @@ def test_logits_of_any_vocabulary_are_those_of_one_device(size, tensor):
     assert single.shape == (3, size)
 
 
+@OPTIMIZED
 @VOCABULARIES
 def test_log_probs_of_any_vocabulary_and_their_gradients(size):
     """Bits of the values; the gradients are sums of the mesh."""
@@ -188,7 +197,7 @@ def test_log_probs_of_any_vocabulary_and_their_gradients(size):
     log_p = jax.nn.log_softmax((x @ weight) / 0.7)
     expected = np.take_along_axis(np.asarray(log_p), np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(single.logp, expected, atol=2e-4)
-    for tensor in (2, 4):
+    for tensor in (2, 4) if size == 2060 else (4,):
         found, others = scores(tensor)
         for a, b in zip(found, single):
             np.testing.assert_array_equal(a, b)
