@@ -4,11 +4,14 @@ The judged window is steps 101-120, the window before it 81-100, and a surge com
 with 11-20.
 """
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrl_tis import doctor, doctor_case
+from jaxrl_tis import validate as validation
 from jaxrl_tis.doctor_case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE,
     OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
@@ -37,6 +40,21 @@ RISING = {CLIPPED: late(0.25, 0.3)}
 
 def clip(width):
     return {"correction.objective": f"ppo(clip_high={width})"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once():
+    """A correction is traced once for all configs that have it."""
+    found, traced = {}, validation._traced
+
+    def once(config):
+        key = config.correction.to_json()
+        if key not in found:
+            found[key] = list(traced(config))
+        return found[key]
+
+    with mock.patch.object(validation, "_traced", once):
+        yield
 
 
 # (metrics, fields of the config, findings): those of CAUSES here, those of SETUP below.
