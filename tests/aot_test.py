@@ -27,7 +27,7 @@ SHAPES = ROOT / "configs" / "shapes"
 
 # Smaller batches and rows; what shapes a program's operations is the config's own.
 SMALL = {
-    "quickstart": {"engine__max_draft": 1},
+    "quickstart": {"engine__max_draft": 1, "correction__advantage": "gae"},
     "smollm2_135m": {},
     "gsm8k_qwen25_0p5b:grpo": {
         "rollout__prompts": 64, "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
@@ -49,10 +49,10 @@ SMALL = {
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
 LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
 COMPILED = {
-    "quickstart": ("decode", "verify", "eval_prefill", "eval_insert", "eval_decode"),
+    "quickstart": ("critic", "decode", "verify", "eval_prefill", "eval_insert", "eval_decode"),
     "smollm2_135m": ("reshard", "prefill", "insert"),
     "gsm8k_qwen25_0p5b:grpo": ("train", "score", "quantize"),
-    "gsm8k_qwen25_0p5b:ppo": ("critic", "values"),
+    "gsm8k_qwen25_0p5b:ppo": ("values",),
     "dapo_qwen25_32b": ("decode",),
 }
 
@@ -268,7 +268,7 @@ def test_a_model_of_unknown_shape_says_where_to_put_it(tmp_path):
 def test_an_unknown_program_is_named():
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2")
-    setup = aot.setup_for(small("quickstart"), SHAPES, topology, layers=1)
+    setup = aot.setup_for(small("smollm2_135m"), SHAPES, topology, layers=1)
     with pytest.raises(ValueError, match="critic are none of this run's: train, score"):
         aot.report(setup, topology, ["train", "critic"])
 
