@@ -30,13 +30,13 @@ SMALL = {
     "quickstart": {"engine__max_draft": 1, "correction__advantage": "gae"},
     "smollm2_135m": {},
     "gsm8k_qwen25_0p5b:grpo": {
-        "rollout__prompts": 64, "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
-        "train__microbatch_rows": 16, "train__pack_length": 256,
+        "rollout__prompts": 64, "rollout__max_new_tokens": 32, "task__max_prompt_tokens": 32,
+        "train__microbatch_rows": 8, "train__pack_length": 128,
         "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "gsm8k_qwen25_0p5b:ppo": {
-        "rollout__max_new_tokens": 64, "task__max_prompt_tokens": 64,
-        "train__microbatch_rows": 16, "train__pack_length": 256,
+        "rollout__max_new_tokens": 32, "task__max_prompt_tokens": 32,
+        "train__microbatch_rows": 8, "train__pack_length": 128,
         "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "dapo_qwen25_32b": {

@@ -6,6 +6,7 @@ cache that launch/venv.sh names. OPTIMIZED=1 compiles as a run does; what is pro
 compiled so always, by `compilation.optimized`.
 """
 
+import functools
 import gc
 import os
 import pathlib
@@ -32,8 +33,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax  # noqa: E402  (the environment above must be set first)
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+# A new context for every program takes longer than lowering a small one.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them garbage
 
