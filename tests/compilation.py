@@ -8,6 +8,8 @@ from unittest import mock
 HAS_OLD_EMITTERS = metadata.version("jaxlib").startswith("0.10.")
 EMITTERS = "xla_cpu_use_fusion_emitters"
 QUICK_FLAGS = (f"--{EMITTERS}=false",) if HAS_OLD_EMITTERS else ()
+# For a program that runs for longer than it compiles.
+OPTIMIZED = {"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False}
 EMITTED_AS_IN_A_RUN = {EMITTERS: True} if HAS_OLD_EMITTERS else {}  # compiler options
 
 

@@ -174,6 +174,7 @@ ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "entropy_beh
         "temperature")
 
 
+@pytest.mark.compiles
 def test_one_full_step_of_the_learner(large):
     config, setup, chips, count = large
     state = train.abstract_state(setup)

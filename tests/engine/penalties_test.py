@@ -17,6 +17,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.shards import WHOLE
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests import compilation
 from tests.drawn import is_drawn_from, keys, penalised, reference
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
@@ -78,9 +79,10 @@ def test_rows_without_penalties_draw_the_same_bits_as_an_engine_without():
 
 @functools.cache
 def drawing():
-    return jax.jit(lambda logits, rows, keys, at, p: sampling.sample(
+    sample = lambda logits, rows, keys, at, p: sampling.sample(
         logits, rows, keys, at, penalties=p
-    ))
+    )
+    return jax.jit(sample, compiler_options=compilation.OPTIMIZED)
 
 
 @pytest.mark.parametrize("params", KINDS, ids=range(len(KINDS)))

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
+from tests import compilation
 from tests.drawn import (
     EDGE, assert_chi_square, is_drawn_from, keys, reference, short_cumsum,
 )
@@ -19,9 +20,8 @@ pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds 
 GREEDY = SamplingParams(temperature=0.0)
 COUNT = 4096
 draw = jax.jit(sampling.sample)
-# Tests of values need no fast programs, and compiling dominates here.
-QUICK = {"xla_backend_optimization_level": 0}
-logs = jax.jit(sampling.distribution, compiler_options=QUICK)
+draw_many = jax.jit(sampling.sample, compiler_options=compilation.OPTIMIZED)
+logs = jax.jit(sampling.distribution)
 
 ROWS = [
     SamplingParams(),
@@ -258,7 +258,7 @@ SMALL = np.random.default_rng(7).normal(0, 1.5, 24).astype(np.float32)
 ], ids=str)
 def test_a_hundred_thousand_draws_follow_the_distribution(params):
     rows, at = SamplingRows.of([params] * MANY), np.arange(MANY, dtype=np.int32)
-    drawn = draw(np.tile(SMALL, (MANY, 1)), rows, keys(MANY, 3), at)
+    drawn = draw_many(np.tile(SMALL, (MANY, 1)), rows, keys(MANY, 3), at)
     p = reference(SMALL, params)
     tokens = np.asarray(drawn.token)
     assert is_drawn_from(tokens, p)

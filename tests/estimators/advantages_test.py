@@ -10,6 +10,8 @@ import pytest
 
 from jaxrl_tis.estimators import advantages
 
+pytestmark = pytest.mark.compiles  # hundreds of small programs
+
 NAN = float("nan")
 PARAMETERS = dict.fromkeys(advantages.ADVANTAGES, {}) | {"oapl": {"oapl_beta_value": 0.5}}
 NEEDS = dict.fromkeys(advantages.ADVANTAGES, ()) | advantages.NEEDS

@@ -10,6 +10,8 @@ from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import weights
 
+pytestmark = pytest.mark.compiles  # hundreds of small programs
+
 NAN = float("nan")
 OLD = jnp.array([[-1, -0.5, -2, -0.1], [-0.7, -1.2, -0.3, -9]])
 BEHAV = jnp.array([[-1.2, -0.4, -3, -0.1], [-0.9, -0.6, -0.35, -1]])

@@ -12,6 +12,8 @@ from jaxrl_tis.estimators import clipped
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import sequence_clipped
 
+pytestmark = pytest.mark.compiles  # hundreds of small programs
+
 FIELDS = ("logp", "logp_old", "adv", "entropy", "share")
 LENGTHS = (7, 3, 1, 5, 0)
 WIDTH = 7
