@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds 
 
 GREEDY = SamplingParams(temperature=0.0)
 COUNT = 4096
-draw = jax.jit(sampling.sample)
-draw_many = jax.jit(sampling.sample, compiler_options=compilation.OPTIMIZED)
+draw = jax.jit(sampling.sample, compiler_options=compilation.OPTIMIZED)
 logs = jax.jit(sampling.distribution)
 
 ROWS = [
@@ -258,7 +257,7 @@ SMALL = np.random.default_rng(7).normal(0, 1.5, 24).astype(np.float32)
 ], ids=str)
 def test_a_hundred_thousand_draws_follow_the_distribution(params):
     rows, at = SamplingRows.of([params] * MANY), np.arange(MANY, dtype=np.int32)
-    drawn = draw_many(np.tile(SMALL, (MANY, 1)), rows, keys(MANY, 3), at)
+    drawn = draw(np.tile(SMALL, (MANY, 1)), rows, keys(MANY, 3), at)
     p = reference(SMALL, params)
     tokens = np.asarray(drawn.token)
     assert is_drawn_from(tokens, p)
