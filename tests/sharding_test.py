@@ -46,6 +46,11 @@ def test_a_mesh_that_does_not_fit_names_the_shape_and_the_devices(shape):
         sharding.make_mesh(shape)
 
 
+def test_rows_are_cut_along_data_and_fsdp():
+    shards = lambda *shape: sharding.layout(shape, sharding.TRAIN_RULES).shards
+    assert (shards(2, 2, 2), shards(1, 4, 2), shards(4, 1, 2), shards(1, 1, 8)) == (4, 4, 4, 1)
+
+
 def test_partition_spec():
     assert sharding.partition_spec(("embed", "heads"), sharding.TRAIN_RULES) == P("fsdp", "tensor")
     assert sharding.partition_spec(("embed", "heads"), sharding.SERVE_RULES) == P(None, "tensor")

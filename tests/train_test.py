@@ -234,6 +234,8 @@ def test_metrics_of_the_samples_by_hand():
     assert values["reward/mean"] == 1.0 and values["reward/score_mean"] == 0.5
     assert values["reward/std"] == pytest.approx(0.5**0.5)  # deviations 0, 0, -1, 1
     assert values["reward/equal_groups_ratio"] == 0.5
+    alike = train.sample_metrics(samples, rows | {"rewards": np.ones(4)}, limits=(5, 3))
+    assert alike["reward/equal_groups_ratio"] == 1.0
     assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1
     assert values["response_length/truncated_ratio"] == 0.0
     assert values["num_turns/max"] == 1

@@ -93,6 +93,14 @@ def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
                 assert np.abs(other - expected).max() > ATOL[dtype]
 
 
+def test_a_chunk_that_ends_with_its_page_leaves_the_page_behind_it_alone():
+    q, k, v = normal(2, 8, 4, 8), normal(2, 8, 2, 8), normal(2, 8, 2, 8)
+    _, after = fill(q, k, v, pool("float32", True), np.zeros(2, int), np.array([4, 8]), TABLE)
+    is_written = lambda page: [bool(np.any(x[page])) for x in (after.k, after.v)]
+    assert is_written(TABLE[0, 0]) == is_written(TABLE[1, 1]) == [True, True]
+    assert is_written(TABLE[0, 1]) == [False, False]
+
+
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):
     q, k, v, _, state = written(dtype, unrolled)

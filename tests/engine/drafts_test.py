@@ -1,6 +1,7 @@
 """What is guessed, how far, and when it pays; on the scheduler and with a real engine."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,14 @@ def test_samples_of_a_prompt_learn_from_each_other_and_from_nobody_else():
     drafts.remove(other.request)
     again = begun(drafts, "d", (1, 2), (10, 11))
     assert drafts.propose([again]) == (0, {})
+
+
+def test_each_of_the_tokens_drawn_one_by_one_is_known():
+    drafts = made()
+    first, second = begun(drafts, "a", (1, 2)), begun(drafts, "b", (1, 2), (10, 11))
+    for token in (10, 11, 12):
+        drafts.extend(first, np.array([token], np.int32))
+    assert drafts.propose([second])[1] == {second: [12]}
 
 
 def test_a_draft_leaves_room_for_the_token_after_it():
@@ -198,7 +207,8 @@ def asked(count=6, **sampling):
 
 
 class Oracle(Drafts):
-    """Knows what will be drawn, but for every third token: drafts are accepted and rejected."""
+    """Knows what will be drawn, but for every third token: drafts are accepted and rejected. The
+    last of them go as far as the last token, so that nothing is left to draw after them."""
 
     def __init__(self, slots, known):
         super().__init__(slots, 3, 1000)
@@ -207,7 +217,7 @@ class Oracle(Drafts):
     def propose(self, sequences):
         drafts = {}
         for s in sequences:
-            draft = self.known[s.request.id].tokens[s.count : s.count + min(3, s.remaining - 1)]
+            draft = self.known[s.request.id].tokens[s.count : s.count + 3]
             drafts[s] = [int(x) ^ (i % 3 == 2) for i, x in enumerate(draft, s.count)]
         return 3, {s: draft for s, draft in drafts.items() if draft}
 
@@ -236,11 +246,32 @@ def both(engine, **sampling):
     return [(plain[r.id], drafted[r.id]) for r in requests]
 
 
-def test_in_invariant_numerics_drafts_change_no_bit():
-    engine = Engine(
+@functools.cache
+def invariant_engine():
+    return Engine(
         engine_test.CONFIG, numerics="invariant", dtype="bfloat16", cache_dtype="bfloat16",
         unroll=False, penalties=True, top_n=2, num_kept=20, **SIZES,
     )
+
+
+def test_a_stop_token_ends_a_draft():
+    engine, requests = invariant_engine(), list(asked())
+    plain, _ = sampled(engine, requests)
+    stopped = [
+        dataclasses.replace(r, sampling=dataclasses.replace(
+            r.sampling, stop_ids=(int(plain[r.id].tokens[3]),)
+        )) for r in requests
+    ]
+    drafted, stats = sampled(engine, stopped, Oracle(engine.slots, plain))
+    assert stats.accepted > 0
+    for r in stopped:
+        tokens = plain[r.id].tokens.tolist()
+        end = tokens.index(r.sampling.stop_ids[0]) + 1
+        assert (drafted[r.id].tokens.tolist(), drafted[r.id].stop_reason) == (tokens[:end], "stop")
+
+
+def test_in_invariant_numerics_drafts_change_no_bit():
+    engine = invariant_engine()
     sampling = dict(top_k=20, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2,
                     logit_bias=((3, 2.0),))
     for plain, drafted in both(engine, **sampling):

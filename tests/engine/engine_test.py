@@ -404,10 +404,35 @@ def test_abort_stops_a_slot_and_the_next_request_in_it_is_whole():
     scheduler.step()
     for i in range(4):
         scheduler.abort(f"a{i}")
-    got = drain(scheduler)
+    calls = []
+    generate = lambda *args: calls.append(Engine.generate(engine("f32"), *args)) or calls[-1]
+    with mock.patch.object(engine("f32"), "generate", generate):
+        got = drain(scheduler)
+    assert {int(np.asarray(result.valid).any(axis=0).sum()) for _, result in calls} == {1}
     assert_bitwise_equal(got["r"], expected)
     for i in range(4):
         assert (got[f"a{i}"].stop_reason, len(got[f"a{i}"].tokens)) == ("abort", 3)
+
+
+def test_a_prompt_s_last_token_is_not_written_again_into_a_shared_page():
+    scheduler, seen = Scheduler(engine("f32"), served("f32")), []
+
+    def generate(params, state, table, shift):
+        slots, table = state.slots, np.array(table)
+        held = [(int(slots.position[i]), int(slots.cached[i])) for i in range(2)]
+        empty = dataclasses.replace(state, cache=jax.tree.map(jnp.zeros_like, state.cache))
+        state, result = Engine.generate(engine("f32"), params, empty, table, shift)
+        seen.append((held, table, np.asarray(state.cache[0].k)))
+        return state, result
+
+    for id in "ab":
+        scheduler.add(request(id, 16, max_tokens=9))
+    with mock.patch.object(engine("f32"), "generate", generate):
+        scheduler.step()
+    ((held, table, k_pnsk),) = seen
+    assert held == [(15, 16)] * 2 and table[0, 1] == table[1, 1] > 0
+    assert not k_pnsk[table[0, 1]].any()
+    assert all(k_pnsk[table[i, 2], :, 0].all() for i in range(2))
 
 
 def test_what_a_slot_held_before_cannot_poison_it():

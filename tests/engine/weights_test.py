@@ -12,6 +12,7 @@ import pytest
 from jaxrl_tis import hlo, sharding
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import transformer
+from jaxrl_tis.models import transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = [
@@ -47,6 +48,16 @@ def test_a_float32_head_has_the_learners_weights(is_tied, unroll, quantization):
         assert dtypes == (rest | {head: jnp.float32} if highest else rest)
         gap = np.abs(transformer.head_logits(loaded, engine.program, x) - expected).max()
         assert gap == 0 if highest else gap > 1e-4
+
+
+def test_noise_is_added_before_weights_are_cast():
+    engine = Engine(CONFIG, slots=2, max_length=16, dtype="bfloat16")
+    params = transformer.init(CONFIG, jax.random.key(0))
+    noise = transforms.noise(0, 9, 10, 0.1, 0.1, 1)
+    noisy, expected = engine.load(params, noise), engine.load(transforms.add_noise(params, noise))
+    jax.tree.map(np.testing.assert_array_equal, noisy, expected)
+    norm = lambda served: np.float32(served["layers"][0]["mlp_norm"])
+    assert np.abs(norm(noisy) - norm(engine.load(params))).max() > 0.1
 
 
 MESHED = dataclasses.replace(
