@@ -20,7 +20,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from tests import float64_decoder
+from tests import float64_decoder, weights
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -48,16 +48,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 @functools.cache
 def params_of(seed):
-    """Random parameters with layers twice as strong as at initialisation, so that they matter."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(path, x):
-        if "norm" in path[-1].key:
-            return jnp.asarray(1 + 0.2 * rng.normal(0, 1, x.shape), jnp.float32)
-        fan_in = x.shape[-1 if path[-1].key == "embed" else -2]
-        return jnp.asarray(2 * fan_in**-0.5 * rng.normal(0, 1, x.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(leaf, transformer.abstract_params(CONFIG))
+    return jax.tree.map(jnp.asarray, weights.drawn(CONFIG, seed))
 
 
 class AsScanned(Weights):
@@ -69,8 +60,8 @@ class AsScanned(Weights):
 @functools.cache
 def engine(name):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
-    weights = AsScanned if name.endswith("_as_scanned") else Weights
-    with mock.patch("jaxrl_tis.engine.engine.Weights", weights):
+    loader = AsScanned if name.endswith("_as_scanned") else Weights
+    with mock.patch("jaxrl_tis.engine.engine.Weights", loader):
         return Engine(CONFIG, **sizes, **ENGINES[name])
 
 

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl_tis.kernels import logprob_pallas
 from jaxrl_tis.kernels.logprob import Head
 from tests import races, tpu
-from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
+from tests.kernels.logprob_reference import Case, scored, scored_by
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
@@ -25,7 +25,7 @@ def interpreted(case: Case, **params):
     params = pltpu.InterpretParams(uninitialized_memory="nan", **params)
     tiles = mock.patch.object(logprob_pallas, "LARGEST_TILE", 128)
     with tiles, pltpu.force_tpu_interpret_mode(params):
-        results = case.run(scored_by("pallas"), compiler_options=QUICK)
+        results = case.run(scored_by("pallas"))
         return jax.block_until_ready(results)
 
 

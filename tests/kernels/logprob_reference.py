@@ -10,9 +10,6 @@ import numpy as np
 from jaxrl_tis.kernels import logprob
 from jaxrl_tis.kernels.logprob import Head, Kept
 
-# Tests of values and gradients need no fast programs, and compiling dominates here.
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 @dataclasses.dataclass
 class Case:
@@ -73,7 +70,7 @@ class Case:
             g_logits @ w, weight_bar if self.vocab_axis == 0 else weight_bar.T
         )
 
-    def run(self, score, **options):
+    def run(self, score):
         """(Scores, gradients of x and of weight) of score(head, x, targets, temperature, kept)."""
 
         def loss(x, weight):
@@ -81,7 +78,7 @@ class Case:
             found = score(head, x, self.targets, self.temperature, self.kept)
             return jnp.sum(found.logp * self.g_logp + found.entropy * self.g_entropy), found
 
-        step = jax.jit(jax.grad(loss, (0, 1), has_aux=True), **options)
+        step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
         gradients, found = step(self.x, self.weight)
         return found, gradients
 

@@ -13,7 +13,7 @@ from jaxrl_tis import sharding
 from jaxrl_tis.kernels import logprob, logprob_pallas
 from jaxrl_tis.kernels.logprob import Head
 from tests import tpu
-from tests.kernels.logprob_reference import QUICK, Case, scored, scored_by
+from tests.kernels.logprob_reference import Case, scored, scored_by
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
@@ -37,7 +37,7 @@ POSITIONS_CUT = TRAIN_RULES | {"batch": "data", "length": "fsdp"}
 def test_values_and_gradients_equal_float64(mesh, rules, fields, chunk):
     case = Case(**fields, seed=3)
     layout = sharding.layout(mesh, rules)
-    case.check(case.run(scored(chunk, layout=layout), compiler_options=QUICK))
+    case.check(case.run(scored(chunk, layout=layout)))
 
 
 @pytest.mark.parametrize("mesh, v, vocab_axis", [
@@ -51,7 +51,7 @@ def test_kernels_of_a_mesh_equal_float64(mesh, v, vocab_axis):
     tiles = mock.patch.object(logprob_pallas, "LARGEST_TILE", 128)
     with tiles, pltpu.force_tpu_interpret_mode():
         score = scored_by("pallas", logprob.Cut.of(layout))
-        case.check(case.run(score, compiler_options=QUICK))
+        case.check(case.run(score))
 
 
 def shapes_of(text: str, name: str) -> list[list[int]]:

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_tis.kernels.logprob import Head, Kept, token_logprob
-from tests.kernels.logprob_reference import QUICK, Case, scored
+from tests.kernels.logprob_reference import Case, scored
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds 
 )
 def test_values_and_gradients_equal_float64(b, n, v, chunk, tied, highest, kept_size):
     case = Case(b, n, 6, v, 1 - tied, highest=highest, kept_size=kept_size, seed=b * n * v)
-    case.check(case.run(scored(chunk), compiler_options=QUICK))
+    case.check(case.run(scored(chunk)))
 
 
 def test_bfloat16_hidden_states_with_a_float32_head():
     case = Case(v=97, dtype="bfloat16")
-    case.check(case.run(scored(9), compiler_options=QUICK), tolerance=5e-3)
+    case.check(case.run(scored(9)), tolerance=5e-3)
 
 
 @pytest.mark.parametrize("highest, logit", [(True, 1 + 2.0**-9), (False, 1.0)])
@@ -93,14 +93,14 @@ def test_what_is_not_asked_for_is_zero():
 def test_a_token_without_cotangent_leaks_nothing(bad, chunk):
     case = Case(n=7)
     case.g_logp[1, 2:5] = case.g_entropy[1, 2:5] = 0
-    expected = case.run(scored(chunk), compiler_options=QUICK)
+    expected = case.run(scored(chunk))
     case.x[1, 2:5] = bad
-    found, gradients = case.run(scored(chunk), compiler_options=QUICK)
+    found, gradients = case.run(scored(chunk))
     assert np.all(np.isnan(found.logp[1, 2:5]))
     for ours, theirs in zip(gradients, expected[1]):
         np.testing.assert_array_equal(ours, theirs)
     case.g_logp[1, 3] = 1.0
-    assert np.all(np.isnan(case.run(scored(chunk), compiler_options=QUICK)[1][1]))
+    assert np.all(np.isnan(case.run(scored(chunk))[1][1]))
 
 
 def all_sizes(jaxpr):

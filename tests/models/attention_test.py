@@ -16,9 +16,7 @@ from tests import tpu
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
 RNG = np.random.default_rng(0)
-# Tests of values and gradients need no fast programs, and compiling dominates here.
-QUICK = {"xla_backend_optimization_level": 0}
-attend = jax.jit(attention.attention, compiler_options=QUICK)
+attend = jax.jit(attention.attention)
 
 
 def arrays(b, t, s, h, n, k):
@@ -139,7 +137,7 @@ def test_rows_that_may_attend_to_nothing_are_finite_in_value_and_gradient():
     mask[0, 1, :2] = True
     total = lambda q, k, v: jnp.sum(attention.attention(q, k, v, mask)[0, 1])
     assert np.isfinite(attend(q, k, v, mask)).all()
-    for gradient in jax.jit(jax.grad(total, (0, 1, 2)), compiler_options=QUICK)(q, k, v):
+    for gradient in jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v):
         assert np.isfinite(gradient).all()
     padding = attention.row_mask(jnp.zeros((1, 3), int))
     assert np.isfinite(attend(q, k[:, :3], v[:, :3], padding)).all()
@@ -206,7 +204,7 @@ def chunks_of_32(monkeypatch):
 
 
 def value_and_gradients(q, k, v, segment_ids, cotangent, attend=attention.row_attention):
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(q, k, v):
         out, pull = jax.vjp(lambda *x: attend(*x, segment_ids), q, k, v)
         return out, *pull(cotangent)
@@ -273,7 +271,7 @@ def temporaries(length):
     like = lambda *shape: jax.ShapeDtypeStruct((1, length, *shape), jnp.float32)
     q, k, ids = like(4, 8), like(2, 8), jax.ShapeDtypeStruct((1, length), jnp.int32)
     total = lambda *x: jnp.sum(attention.row_attention(*x) ** 2)
-    program = jax.jit(jax.grad(total, (0, 1, 2)), compiler_options=QUICK)
+    program = jax.jit(jax.grad(total, (0, 1, 2)))
     return program.lower(q, k, k, ids).compile().memory_analysis().temp_size_in_bytes
 
 

@@ -23,8 +23,6 @@ CONFIG = ModelConfig(
     head_dim=8, mlp_dim=48, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
     qkv_bias=True, qk_norm=False, tie_embeddings=False,
 )
-# Tests of values and gradients need no fast programs, and compiling dominates here.
-QUICK = {"xla_backend_optimization_level": 0}
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
@@ -50,7 +48,7 @@ def crossing(length):
 
 
 def value_and_gradients(attend, q, k, v):
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(q, k, v):
         out, pull = jax.vjp(attend, q, k, v)
         return out, *pull(jnp.cos(q))
@@ -161,7 +159,7 @@ def losses(layout, params, batch):
         logp, entropy = step.response_logprobs(params, learner, batch, with_entropy=True)
         return jnp.sum(weights * (logp + 0.1 * entropy)), (logp, entropy)
 
-    gradients, values = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)(params)
+    gradients, values = jax.jit(jax.grad(loss, has_aux=True))(params)
     return values, gradients
 
 

@@ -26,10 +26,7 @@ CONFIGS = {
     "qwen3": dataclasses.replace(CONFIG, family="qwen3", qk_norm=True, head_dim=12),
 }
 TOKENS = np.random.default_rng(1).integers(0, 61, (2, 9)).astype(np.int32)
-# Tests of values and gradients need no fast programs, and compiling dominates here.
-QUICK = {"xla_backend_optimization_level": 0}
-logits = jax.jit(
-    transformer.logits, static_argnames=("config", "program"), compiler_options=QUICK)
+logits = jax.jit(transformer.logits, static_argnames=("config", "program"))
 
 
 @functools.cache
@@ -176,7 +173,7 @@ def count_dots(jaxpr):
 def test_remat_recomputes_and_leaves_the_gradients():
     params = params_of("llama")
     step = lambda mode: jax.value_and_grad(lambda p: loss(p, transformer.Program(remat=mode)))
-    run = lambda mode: jax.jit(step(mode), compiler_options=QUICK)(params)
+    run = lambda mode: jax.jit(step(mode))(params)
     value, expected = run("none")
     program = lambda mode: jax.make_jaxpr(step(mode))(params).jaxpr
     dots = {mode: count_dots(program(mode)) for mode in transformer.REMAT}
@@ -255,7 +252,7 @@ def test_parameters_are_those_of_the_contract():
 
 
 def test_init_depends_on_the_key_and_differs_between_layers():
-    init = jax.jit(transformer.init, static_argnums=0, compiler_options=QUICK)
+    init = jax.jit(transformer.init, static_argnums=0)
     first, again, other = (init(CONFIG, jax.random.key(i)) for i in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     for name in ("q", "k", "v", "o", "gate", "up", "down"):
