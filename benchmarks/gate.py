@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from configs import quickstart
-from jaxrl_tis import build, mismatch, train
+from jaxrl_tis import build, train
+from jaxrl_tis.gate import report
 
 FLOATS = dict(quantization="none")
 SAMPLERS = {
@@ -50,16 +51,16 @@ def perturbed(params: Any, noise: float) -> Any:
 def reports(prompts: int) -> dict[str, Callable]:
     """Sampler -> the gate's report of parameters."""
     exact, colder = setup(FLOATS), setup(FLOATS, temperature=0.9)
-    measure = lambda engine: lambda params: mismatch.measure(setup(engine), params, prompts)
+    measure = lambda engine: lambda params: report.measure(setup(engine), params, prompts)
 
     def off_by(noise):
-        sample = lambda params: mismatch.sample(exact, perturbed(params, noise), prompts)
-        return lambda params: mismatch.judge(exact, params, sample(params))
+        sample = lambda params: report.sample(exact, perturbed(params, noise), prompts)
+        return lambda params: report.judge(exact, params, sample(params))
 
     def wrong_temperature(params):
-        found = mismatch.sample(colder, params, prompts)
+        found = report.sample(colder, params, prompts)
         recorded = [dataclasses.replace(t, temperature=1.0) for t in found]
-        return mismatch.judge(exact, params, recorded)
+        return report.judge(exact, params, recorded)
 
     return {name: measure(engine) for name, engine in SAMPLERS.items()} | {
         "float32, weights off by 1 %": off_by(0.01), "float32, weights off by 3 %": off_by(0.03),
@@ -75,8 +76,8 @@ def main():
     taught = train.warm_up(exact, build.initial_params(exact), no_record)
     states = build.initial_params(exact), taught
     decode = lambda r: next(x["d_mean"] for x in r["rungs"] if x["cause"] == "decode")
-    for sampler, report in reports(prompts).items():
-        found = [report(params) for params in states]
+    for sampler, judged in reports(prompts).items():
+        found = [judged(params) for params in states]
         both = lambda text: " / ".join(map(text, found))
         columns = [both(lambda r: f"{r['total'][name]:.2g}") for name in MEASURES]
         columns += [both(lambda r: r["largest"]), both(lambda r: f"{decode(r):.2g}")]

@@ -12,16 +12,19 @@ import jax
 import ml_collections
 import numpy as np
 
+from jaxrl_tis import (
+    checkpoint, control, correction, evaluate, metrics, optimizer, rollouts, validate,
+)
 from jaxrl_tis import batch as batching
-from jaxrl_tis import checkpoint, control, correction, evaluate, metrics, mismatch, optimizer
-from jaxrl_tis import report, rollouts, validate
 from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup, abstract_state, build, initial_params, initial_state
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import attribution, batch_metrics
+from jaxrl_tis.gate import report
 from jaxrl_tis.models import transforms
+from jaxrl_tis.report import page
 
 
 def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
@@ -281,7 +284,7 @@ class Run:
         params = warm_up(self.setup, initial_params(self.setup), self.writer)
         self.state = initial_state(self.setup, params)
         if self.setup.config.gate.required:
-            mismatch.require(self.setup, self.state["policy"].params)
+            report.require(self.setup, self.state["policy"].params)
         self.evaluate(0)
         self.save(0)
 
@@ -341,7 +344,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
     Raises:
       ValueError, FileNotFoundError: the config, data or model cannot be used; before any step.
       FloatingPointError: a loss or gradient is not finite; the last checkpoint is intact.
-      mismatch.MismatchError: with config.gate.required, learner and sampler are too far apart
+      MismatchError: with config.gate.required, learner and sampler are too far apart
         before the first step.
     """
     workdir = pathlib.Path(workdir)
@@ -387,6 +390,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
                     r.evaluate(step)
                 if step % config.checkpoint.every == 0 or is_last:
                     r.save(step)
-    report.write([workdir], workdir / "report.html")
+    page.write([workdir], workdir / "report.html")
     print(f"report: {workdir / 'report.html'}", flush=True)
     return r.last_eval

@@ -10,4 +10,4 @@ export TF_CPP_MIN_LOG_LEVEL=3
   echo "google-jetstream cannot be imported; without it the test would skip itself" >&2
   exit 1
 }
-exec "$PY" -m pytest -p no:cacheprovider tests/jetstream_adapter_test.py "$@"
+exec "$PY" -m pytest -p no:cacheprovider tests/engine/jetstream_test.py "$@"

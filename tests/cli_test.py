@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import chips, cli, doctor, libtpu_flags, mismatch, report, score, train
+from jaxrl_tis import cli, libtpu_flags, score, train
+from jaxrl_tis.aot import chips
 from jaxrl_tis.data import tasks
+from jaxrl_tis.doctor.__main__ import _threshold
+from jaxrl_tis.doctor.__main__ import main as doctor_main
 from jaxrl_tis.experiments import oracle
+from jaxrl_tis.gate import report
+from jaxrl_tis.report.__main__ import main as report_main
 from jaxrl_tis.serve import setup as serving
 from tests import tiny
 
@@ -33,10 +38,10 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: tiny.run(folder / "run", mesh__serve=(3, 1, 5)), "mesh {'data': 3"),
     (lambda folder: tiny.run(folder / "broken", steps=1), "config.json is not what a run writes"),
     (lambda folder: tiny.run(folder / "file", steps=1), "cannot make"),
-    (lambda folder: report.main([str(folder)]), "metrics.jsonl not found: is"),
-    (lambda folder: report.main([str(folder / "broken")]), "metrics.jsonl, line 1 is not JSON"),
-    (lambda folder: doctor.main([str(folder)]), "metrics.jsonl not found: is"),
-    (lambda folder: doctor.main([str(folder), "--threshold", "a=b"]), "invalid _threshold value"),
+    (lambda folder: report_main([str(folder)]), "metrics.jsonl not found: is"),
+    (lambda folder: report_main([str(folder / "broken")]), "metrics.jsonl, line 1 is not JSON"),
+    (lambda folder: doctor_main([str(folder)]), "metrics.jsonl not found: is"),
+    (lambda folder: doctor_main([str(folder), "--threshold", "a=b"]), "invalid _threshold value"),
     (lambda folder: oracle.main(["--horizons", "0"]), "argument --horizons: 0 is not at least 1"),
     (lambda folder: oracle.main(["--horizons", "4", "--samples", "1"]), "1 samples are too few"),
     (lambda folder: score.read_tokens(folder / "none.npy"), "No such file or directory"),
@@ -67,10 +72,10 @@ def test_a_run_that_cannot_go_on_ends_with_its_message_and_1(capsys, monkeypatch
     assert ended(capsys, train.check_finite, 3, nan, 2) == (
         1, "step 3: actor/pg_loss is nan; the run stops here and the checkpoint of step 2 is "
         "intact\n")
-    monkeypatch.setattr(mismatch, "measure", lambda *_: {"largest": "decode"})
-    monkeypatch.setattr(mismatch, "table", lambda _: "")
-    monkeypatch.setattr(mismatch, "failures", lambda _: ["d_mean 1 not within 0.05"])
-    code, told = ended(capsys, mismatch.require, tiny.setup(), None)
+    monkeypatch.setattr(report, "measure", lambda *_: {"largest": "decode"})
+    monkeypatch.setattr(report, "table", lambda _: "")
+    monkeypatch.setattr(report, "failures", lambda _: ["d_mean 1 not within 0.05"])
+    code, told = ended(capsys, report.require, tiny.setup(), None)
     assert code == 1 and told.startswith("before step 0 the sampler is too far from the learner")
 
 
@@ -80,7 +85,7 @@ def reshaped(*, size: int) -> list:
 
 @pytest.mark.parametrize("kind, function, arguments", [
     (TypeError, tasks.make, ("broken", {"size": 3})),  # JAX refuses the shape
-    (ValueError, doctor._threshold, ("pearson=high",)),  # float() fails in a line of the package
+    (ValueError, _threshold, ("pearson=high",)),  # float() fails in a line of the package
     (ValueError, "a,b".index, ("c",)),
     (FileNotFoundError, lambda: (_ for _ in ()).throw(FileNotFoundError("no name")), ()),
     (KeyError, {}.__getitem__, ("a",)),

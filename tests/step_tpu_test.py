@@ -10,8 +10,8 @@ import pytest
 
 from configs import default
 from jaxrl_tis import correction, optimizer, sharding, step
-from jaxrl_tis.hlo import MOSAIC, Module
-from jaxrl_tis.libtpu_flags import FLAGS
+from jaxrl_tis.aot.hlo import MOSAIC, Module
+from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu

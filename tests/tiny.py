@@ -9,7 +9,8 @@ import tempfile
 from unittest import mock
 
 from configs import default
-from jaxrl_tis import build, report, train
+from jaxrl_tis import build, train
+from jaxrl_tis.report import page
 
 STEPS = 5
 _build, _trainer, _engine = build.build, train.Trainer, build.Engine
@@ -95,7 +96,7 @@ def one_device():
         mock.patch.object(build, "Engine", _shared_engine),
         mock.patch.object(train, "build", _shared_build),
         mock.patch.object(train, "Trainer", _shared_trainer),
-        mock.patch.object(report, "write", lambda *_, **__: None),
+        mock.patch.object(page, "write", lambda *_, **__: None),
     ):
         yield
 

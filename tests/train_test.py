@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import report, rollouts, train
+from jaxrl_tis import rollouts, train
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.models import transformer
+from jaxrl_tis.report import page
 from tests import tiny
 
 pytestmark = [
@@ -51,11 +52,11 @@ def recorded(tmp_path_factory):
         steps.append((jax.device_get(state["policy"].params), dict(rows), samples))
         return rows
 
-    write = report.write
+    write = page.write
     with (
         mock.patch.object(train.Trainer, "score", score),
         tiny.one_device(),
-        mock.patch.object(report, "write", write),
+        mock.patch.object(page, "write", write),
     ):
         return Recorded(workdir, steps, train.run(tiny.config(), str(workdir)))
 

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,11 @@ from starlette.routing import Route
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
+from jaxrl_tis.engine.worker import Worker
 from jaxrl_tis.serve.answer import Answer, described
 from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
 from jaxrl_tis.serve.text import Shown
-from jaxrl_tis.serve.worker import Worker
 
 CLIENT_CLOSED = 499  # nobody reads it
 News = np.ndarray | Trajectory | Exception

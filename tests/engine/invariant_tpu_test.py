@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_tis import hlo, sharding
+from jaxrl_tis import sharding
+from jaxrl_tis.aot import hlo
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import invariant
 from jaxrl_tis.models.config import ModelConfig, RopeConfig

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_tis import hlo, sharding
+from jaxrl_tis import sharding
+from jaxrl_tis.aot import hlo
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.kernels import decode_attention
 from jaxrl_tis.models import quant, transformer

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import hlo, sharding
+from jaxrl_tis import sharding
+from jaxrl_tis.aot import hlo
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.models import transformer
-from jaxrl_tis.models import transforms
+from jaxrl_tis.models import transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = [

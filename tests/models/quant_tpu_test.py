@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import hlo
+from jaxrl_tis.aot import hlo
 from jaxrl_tis.models import quant
 from tests import tpu
 

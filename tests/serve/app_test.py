@@ -10,9 +10,9 @@ import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.worker import Worker
 from jaxrl_tis.serve import app as serve_app
 from jaxrl_tis.serve.request import Limits
-from jaxrl_tis.serve.worker import Worker
 from tests import arithmetic
 from tests.arithmetic import alone
 from tests.asgi import call, run

@@ -1,0 +1,72 @@
+"""The programs of a config, compiled for a TPU that is not there.
+
+    python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
+
+Builds what the run would build, from shapes alone (no weights, data or tokenizer), compiles it with
+libtpu and prints per program what the compiler says: memory on a device, collectives, products.
+Nothing runs and nothing is measured; what is computed from published rates is marked as a model's
+output. Exits with 1 when a program does not fit, after naming the largest arrays. docs/tpu.md says
+how to read the table and names the keys of the JSON.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_tis import cli, cli_flags
+from jaxrl_tis.aot import fit, programs, report
+from jaxrl_tis.aot.chips import TOPOLOGIES, Topology
+
+CONFIG = cli_flags.define_config()
+TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "Chip and shape, as in v5e:4x4 or v5p:4x4x4; default: the config's."
+)
+NUM_SLICES = flags.DEFINE_integer(
+    "num_slices", 1, "Slices of that shape, over the DCN.", lower_bound=1
+)
+NAMES = flags.DEFINE_list(
+    "programs", None, f"Of {', '.join(programs.PROGRAMS)}; default: all of the run's."
+)
+LAYERS = flags.DEFINE_integer(
+    "layers", None, "Compile a model of this depth instead of its own.", lower_bound=1
+)
+JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
+MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the tables as Markdown.")
+FIT = flags.DEFINE_bool("fit", False, "Search the largest batch and slots that fit.")
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold these programs
+    path = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+    shapes = path.parent / "shapes"
+    name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
+    if name is None:
+        raise ValueError(f"{path} has no slice of its own: give --topology, as in v5e:2x4")
+    cli.check_folder("json", JSON.value)
+    topology = Topology.parse(name, NUM_SLICES.value)
+    if FIT.value:
+        search = fit.Search(CONFIG.value, shapes, topology, LAYERS.value)
+        print(fit.HEADER, flush=True)
+        rows = search.run(lambda row: print(fit.line(row), flush=True))
+        part = "" if search.is_whole else f" of the first {len(rows)} settings; there are more"
+        print(f"\nlargest that fits{part}\n{fit.advice(rows)}")
+        sys.exit(0 if len(fit.largest(rows)) == 2 else 1)
+    setup = programs.setup_for(CONFIG.value, shapes, topology, LAYERS.value)
+    print(report.title(setup, topology), flush=True)
+    result = programs.report(
+        setup, topology, NAMES.value,
+        lambda entry: print(report.text(entry), flush=True),
+    )
+    print(report.table(result, MARKDOWN.value))
+    if JSON.value:
+        pathlib.Path(JSON.value).write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if all(e["fits"] for e in result["programs"].values()) else 1)
+
+
+if __name__ == "__main__":
+    cli_flags.run(main, required=["config"])

@@ -1,0 +1,156 @@
+"""The largest settings of a config that fit a topology, by compiling the true programs.
+
+Serving: decode slots for each tensor split, with pages for all of them at full length; training:
+rows of a micro-batch for each mesh split and remat policy. Everything else stays as the config has it.
+A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
+the largest that fits is bisected, and the number of compilations is capped.
+"""
+
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+
+from jaxrl_tis.aot import programs, report
+from jaxrl_tis.aot.chips import Topology
+from jaxrl_tis.build import Setup
+from jaxrl_tis.aot.flags import FLAGS
+from jaxrl_tis.models import transformer
+
+MAX_COMPILATIONS = 40
+_LINE = "{:8} {:10} {:6} {:>13}  {:>9}  {}"
+HEADER = _LINE.format("program", "mesh", "remat", "rows or slots", "HBM use", "of")
+
+
+class Search:
+    """Compiles one setting after the other.
+
+    Attributes:
+      rows: the table.
+      is_whole: whether the number of compilations allowed for all settings.
+    """
+
+    def __init__(
+        self, config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
+        layers: int | None = None, limit: int = MAX_COMPILATIONS,
+    ):
+        self._config, self._shapes, self._topology = config, shapes, topology
+        self._layers, self._limit = layers, limit
+        self.rows: list[dict[str, Any]] = []
+        self.is_whole = True
+        self._refusal: ValueError | None = None
+
+    def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
+        """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in}, each shown to
+        `on_row`; sizes that the batch cannot be cut into are not tried. ValueError where no split is
+        legal."""
+        self._on_row = on_row
+        config = self._config
+        samples = config.rollout.prompts * config.rollout.group_size
+        per_update = samples // config.train.minibatches
+        count = len(self._topology.devices())
+        shards = [n for n in range(count, 0, -1) if count % n == 0]
+        for mesh in [(n, 1, count // n) for n in shards]:
+            sizes = _doubled(mesh[0], max(samples, mesh[0]))
+            self._bisect("decode", mesh, "", sizes, lambda size: {
+                "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
+            })
+        training = [(1, n, count // n) for n in shards]
+        for mesh, remat in itertools.product(training, reversed(transformer.REMAT)):
+            sizes = [n for n in _doubled(mesh[1], per_update) if per_update % n == 0]
+            self._bisect("train", mesh, remat, sizes, lambda size: {
+                "mesh": {"train": mesh}, "model": {"remat": remat},
+                "train": {"microbatch_rows": size},
+            })
+        if not self.rows:
+            raise self._refusal
+        return self.rows
+
+    def _bisect(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
+        """Compiles the sizes that it takes to know the largest that fits; none where the run itself
+        would refuse the split."""
+        fitting, failing = -1, len(sizes)
+        while failing - fitting > 1:
+            if len(self.rows) == self._limit:
+                self.is_whole = False
+                return
+            middle = (fitting + failing) // 2
+            try:
+                setup = self._setup(change(sizes[middle]))
+            except ValueError as error:
+                self._refusal = error
+                return
+            entry = self._entry(name, setup)
+            memory = entry["memory"]
+            self.rows.append({
+                "program": name, "mesh": mesh, "remat": remat, "size": sizes[middle],
+                "fits": entry["fits"], "use_bytes": memory["peak_bytes"] + memory["beside_bytes"],
+                "hbm_bytes": memory["hbm_bytes"], "over_in": entry["over_in"],
+            })
+            self._on_row(self.rows[-1])
+            fitting, failing = (middle, failing) if entry["fits"] else (fitting, middle)
+
+    def _setup(self, changes: dict[str, dict]) -> Setup:
+        """With these fields of the config; ValueError where they contradict it."""
+        config = self._config.copy_and_resolve_references()
+        with config.unlocked():
+            config.update(changes)
+        setup = programs.setup_for(config, self._shapes, self._topology, self._layers)
+        for layout in (setup.layout, setup.engine.layout):
+            layout.params(setup.model)
+        return setup
+
+    def _entry(self, name: str, setup: Setup) -> dict[str, Any]:
+        made = programs.compiled(
+            name, *programs.programs(setup)[name], FLAGS[self._topology.kind]
+        )
+        return report.entry(setup, self._topology, made, programs.resident(setup))
+
+
+def _doubled(start: int, limit: int) -> list[int]:
+    return [start * 2**i for i in range(1 + (limit // start).bit_length()) if start * 2**i <= limit]
+
+
+def line(row: dict[str, Any]) -> str:
+    """Of the table under HEADER: what one compilation showed."""
+    mesh, use = "x".join(map(str, row["mesh"])), row["use_bytes"] / row["hbm_bytes"]
+    verdict = "" if row["fits"] else f"  does not fit in {row['over_in']}"
+    return _LINE.format(
+        row["program"], mesh, row["remat"], row["size"], f"{use:.1%}",
+        report.gib(row["hbm_bytes"]) + verdict,
+    )
+
+
+def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By program, the entry of most rows or slots that fit: of equals the one that recomputes least,
+    then that of least tensor parallelism, which stands first. One that never fits is absent."""
+    found = {}
+    for row in (r for r in rows if r["fits"]):
+        best = found.get(row["program"])
+        if best is None or _rank(row) > _rank(best):
+            found[row["program"]] = row
+    return found
+
+
+def _rank(row: dict[str, Any]) -> tuple[int, int]:
+    remat = list(transformer.REMAT)
+    return row["size"], -remat.index(row["remat"]) if row["remat"] else 0
+
+
+def advice(rows: list[dict[str, Any]]) -> str:
+    """The largest settings as options of a command, or that none fits; a line for each program."""
+    best, lines = largest(rows), []
+    for name in dict.fromkeys(row["program"] for row in rows):
+        row = best.get(name)
+        if row is None:
+            lines.append(f"{name}: nothing that was tried fits")
+            continue
+        mesh = ",".join(map(str, row["mesh"]))
+        lines.append(f"{name}: " + (
+            f"--config.mesh.train='({mesh})' --config.model.remat={row['remat']} "
+            f"--config.train.microbatch_rows={row['size']}" if name == "train" else
+            f"--config.mesh.serve='({mesh})' --config.engine.slots={row['size']}"
+        ))
+    return "\n".join(lines)

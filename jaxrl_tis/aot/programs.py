@@ -1,0 +1,162 @@
+"""The programs of a run from shapes alone, compiled for devices that need not exist."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxrl_tis import build, models, step
+from jaxrl_tis.aot import report
+from jaxrl_tis.aot.chips import Topology
+from jaxrl_tis.aot.hlo import Module
+from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.aot.flags import FLAGS
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.validate import validate
+
+PROGRAMS = (
+    "train", "critic", "score", "values", "quantize", "prefill", "insert", "decode", "verify",
+    *report.EVALUATION,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program of the compiler, or its refusal.
+
+    Attributes:
+      args: abstract arguments.
+      memory: the compiler's byte counts on one device; None where it refused.
+      module: its HLO; of a refused program if the refusal names no array, else None.
+      refusal: what the compiler said.
+    """
+
+    name: str
+    args: tuple
+    seconds: float
+    memory: Any = None
+    module: Module | None = None
+    refusal: str = ""
+
+
+def model_of(config: ml_collections.ConfigDict, shapes: pathlib.Path) -> ModelConfig:
+    """The model's shape: of its checkpoint, else of the file that ships with the configs.
+
+    Raises:
+      FileNotFoundError: neither exists.
+    """
+    path = pathlib.Path(config.model.path)
+    if not config.model.path:
+        return build.small_model(config, load_tokenizer(config.task.tokenizer).vocab_size)
+    if path.exists():
+        return models.read_config(path)
+    shipped = shapes / f"{path.name}.json"
+    if not shipped.exists():
+        raise FileNotFoundError(
+            f"the shape of {path} is unknown: put the model's config.json there or at {shipped}"
+        )
+    return ModelConfig.from_hf(json.loads(shipped.read_text()))
+
+
+def setup_for(
+    config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
+    layers: int | None = None,
+) -> build.Setup:
+    """What the run would set up, on the topology's devices; `layers` replaces the model's depth."""
+    validate(config)
+    model = model_of(config, shapes)
+    if layers is not None:
+        model = dataclasses.replace(model, num_layers=layers)
+    return build.assemble(config, model, None, topology.devices())
+
+
+def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
+    """PROGRAMS that the config's run has: name -> (jitted function, abstract arguments)."""
+    state = build.abstract_state(setup)
+    params = state["policy"].params
+    micro, mini = build.abstract_microbatches(setup), build.abstract_minibatch(setup)
+    learner, sampling = setup.update_learner, setup.engine.programs(params)
+    evaluating = setup.learner_engine.programs(params)
+    update = step.make_train_step(learner, setup.correction, setup.optimizer)
+    found = {
+        "train": (update, (state["policy"], mini)),
+        "score": (step.make_score(learner), (params, micro)),
+        "quantize": sampling["load"],
+        "reshard": evaluating["load"],
+        **{name: sampling[name] for name in sampling if name != "load"},
+        **{f"eval_{name}": evaluating[name] for name in ("prefill", "insert", "decode")},
+    }
+    if setup.has_critic:
+        clip = setup.config.critic.value_clip
+        update = step.make_critic_step(learner, clip, setup.critic_optimizer)
+        found["critic"] = update, (state["critic"], mini)
+        found["values"] = step.make_values(learner), (state["critic"].params, micro)
+    return {name: found[name] for name in PROGRAMS if name in found}
+
+
+def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> Compiled:
+    """Compiles a program; one that exceeds the memory is a result, not an error."""
+    start = time.monotonic()
+    lowered = function.lower(*args)
+    try:
+        executable = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        seconds = time.monotonic() - start
+        module = None if "Size: " in str(error) else _refused_module(lowered, options)
+        return Compiled(name, args, seconds, module=module, refusal=str(error))
+    seconds = time.monotonic() - start
+    module = Module(executable.as_text())
+    return Compiled(name, args, seconds, executable.memory_analysis(), module)
+
+
+def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Module | None:
+    """What the compiler had made when it gave up; None if it wrote nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options=options | dump)
+        files = sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
+        return Module(files[-1].read_text(encoding="utf-8")) if files else None
+
+
+def resident(setup: build.Setup) -> dict[str, Any]:
+    """Abstract arrays that a run keeps on its devices from step to step, or through an evaluation,
+    by name."""
+    state = build.abstract_state(setup)
+    engines = setup.engine, setup.learner_engine
+    sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
+    kept = {name: state[name] for name in state if name != "controllers"}
+    if setup.config.correction.offload_reference:
+        kept.pop("reference", None)
+    return kept | {
+        "serving weights": sampling[0], "decode state": sampling[1],
+        "evaluation weights": evaluating[0], "evaluation state": evaluating[1],
+    }
+
+
+def report(
+    setup: build.Setup, topology: Topology, names: list[str] | None = None,
+    on_program: Callable[[dict], None] = lambda entry: None,
+) -> dict[str, Any]:
+    """The JSON: compiles the named programs (default: all), `on_program` sees each one's entry."""
+    available = programs(setup)
+    unknown = [n for n in names or () if n not in available]
+    if unknown:
+        raise ValueError(
+            f"programs {', '.join(unknown)} are none of this run's: {', '.join(available)}"
+        )
+    kept, entries = resident(setup), {}
+    for name in names or available:
+        made = compiled(name, *available[name], FLAGS[topology.kind])
+        entries[name] = report.entry(setup, topology, made, kept)
+        on_program(entries[name])
+    return report.header(setup, topology, kept) | {"programs": entries}

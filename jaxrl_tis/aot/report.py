@@ -1,0 +1,329 @@
+"""The report of jaxrl_tis.aot: what the compiler says of a program, as JSON and as text."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxrl_tis.aot import work
+from jaxrl_tis.aot.chips import GIB, Topology
+from jaxrl_tis.aot.hlo import MOSAIC, Module
+from jaxrl_tis.aot.work import device_bytes
+from jaxrl_tis.build import Setup
+from jaxrl_tis.sharding import MESH_AXES
+
+# Programs of an evaluation, see programs.py.
+EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
+OF_EVALUATION = ("evaluation weights", "evaluation state")
+LARGEST = 8  # arrays named of a program
+LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
+
+
+def header(setup: Setup, topology: Topology, kept: dict[str, Any]) -> dict[str, Any]:
+    """What is common to all programs."""
+    c = setup.model
+    return {
+        "config": setup.config.name,
+        "topology": topology.name,
+        "slices": topology.num_slices,
+        "chips": topology.num_chips,
+        "rented_as": topology.product_name,
+        "devices_per_chip": _devices_per_chip(setup, topology),
+        "hbm_bytes": _hbm(setup, topology),
+        "mesh": {
+            "train": dict(setup.layout.mesh.shape), "serve": dict(setup.engine.layout.mesh.shape)
+        },
+        "layers": c.num_layers,
+        "resident_bytes": {name: device_bytes(tree) for name, tree in kept.items()},
+    }
+
+
+def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> dict[str, Any]:
+    """Of one `programs.Compiled`; all bytes are those of one device."""
+    hbm, job = _hbm(setup, topology), work.work(made.name, setup, made.args)
+    beside = _beside(made.args, _alive(made.name, kept))
+    found = {
+        "name": made.name, "compile_seconds": round(made.seconds, 2),
+        "model_flops": job.flops,
+        "must_move_bytes": {
+            "weights": job.weight_bytes, "kv": job.kv_bytes,
+            "activations": job.activation_bytes,
+        },
+    }
+    if made.refusal:
+        memory, over, where = _refused(made, beside, hbm)
+        found |= {"refusal": made.refusal[:2000]}
+    else:
+        memory, where = _memory(made.memory, beside, hbm), "hbm"
+        over = memory["peak_bytes"] + beside - hbm
+        found |= _hlo(setup, topology, made, job)
+    fits = not made.refusal and over <= 0
+    return found | {
+        "memory": memory, "fits": fits, "over_bytes": max(0, over), "over_in": where,
+        "largest": largest(made),
+    }
+
+
+def _devices_per_chip(setup: Setup, topology: Topology) -> int:
+    return len(topology.devices()) // topology.num_chips
+
+
+def _hbm(setup: Setup, topology: Topology) -> int:
+    return topology.chip.hbm_bytes // _devices_per_chip(setup, topology)
+
+
+# Memory
+
+
+def _alive(program: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """What a run keeps while it is at this program: an evaluation has weights and a cache of its
+    own, from `reshard` on, and the sampler's cache is given back for that time."""
+    absent = {"decode state"} if program in EVALUATION else set(OF_EVALUATION)
+    if program == "reshard":
+        absent |= set(OF_EVALUATION)
+    return {name: tree for name, tree in kept.items() if name not in absent}
+
+
+def _beside(args: tuple, kept: dict[str, Any]) -> int:
+    """Bytes of what a run keeps on a device and the program does not take."""
+    key = lambda x: (x.shape, x.dtype, getattr(x, "sharding", None))
+    taken = Counter(key(x) for x in jax.tree.leaves(args))
+    rest = []
+    for leaf in jax.tree.leaves(kept):
+        if taken[key(leaf)]:
+            taken[key(leaf)] -= 1
+        else:
+            rest.append(leaf)
+    return device_bytes(rest)
+
+
+def _memory(memory: Any, beside: int, hbm: int) -> dict[str, int]:
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "beside_bytes": beside,
+        "hbm_bytes": hbm,
+    }
+
+
+def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
+    """The memory; bytes too many; of which memory space. Where HBM is too small, the compiler's own
+    sum stands for the peak; where another is (smem, vmem), only the arguments are known."""
+    unit = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+    number = r" ?([\d.]+)([KMGT]?)"
+    said = lambda words: [
+        int(float(n) * unit[u]) for n, u in re.findall(words + number, made.refusal)
+    ]
+    arguments = device_bytes(made.args)
+    space = re.search(r"memory space (\w+)", made.refusal)
+    where = space.group(1) if space else "hbm"
+    memory = {
+        "argument_bytes": arguments, "output_bytes": None, "alias_bytes": None,
+        "temp_bytes": None, "peak_bytes": arguments, "beside_bytes": beside, "hbm_bytes": hbm,
+    }
+    if where != "hbm":
+        return memory, max(said(r"capacity by"), default=1), where
+    memory["peak_bytes"] = max(said(r"(?:Used|temporaries \(|usage >=)"), default=hbm + 1)
+    return memory, max(memory["peak_bytes"] + beside - hbm, 1), where
+
+
+def largest(made: Any) -> list[dict[str, Any]]:
+    """The largest arrays on a device: arguments by name, arrays that the program makes by shape."""
+    arguments = [
+        {"bytes": device_bytes(leaf), "what": "argument" + jax.tree_util.keystr(path),
+         "shape": f"{leaf.dtype}{list(leaf.shape)}"}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(made.args)[0]
+    ]
+    if made.module is None:
+        made_here = _allocations(made.refusal)
+    else:
+        made_here = _buffers(made.module)
+    return sorted(arguments + made_here, key=lambda x: -x["bytes"])[:LARGEST]
+
+
+def _buffers(module: Module) -> list[dict[str, Any]]:
+    """One for each shape and origin; an update in place is no further array."""
+    found = {}
+    for b in module.buffers():
+        if not b.in_place and b.shape.memory_space == 0:
+            key = str(b.shape), b.op_name
+            what = f"{b.opcode} {b.op_name}".strip()
+            found[key] = {"bytes": b.shape.bytes, "what": what, "shape": str(b.shape)}
+    return list(found.values())
+
+
+def _allocations(refusal: str) -> list[dict[str, Any]]:
+    """What the compiler lists of the arrays of a program that it refuses."""
+    unit = {"B": 1, "K": 2**10, "M": 2**20, "G": GIB}
+    pattern = r"Size: ([\d.]+)([BKMG]).*?(?:Operator: op_name=\"([^\"]*)\".*?)?Shape: (\S+?)\{"
+    return [
+        {"bytes": int(float(n) * unit[u]), "what": op_name, "shape": shape}
+        for n, u, op_name, shape in re.findall(pattern, refusal, re.DOTALL)
+    ]
+
+
+# Operations
+
+
+def _hlo(setup: Setup, topology: Topology, made: Any, job: work.Work) -> dict[str, Any]:
+    module = made.module
+    layout = setup.layout if made.name in ("train", "critic", "score", "values") else (
+        setup.engine.layout)
+    collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
+    kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
+    flops_of = {k.name: work.kernel_flops(k, setup) for k in kernels}
+    kernel_flops = sum(flops_of[k.name] * k.runs for k in kernels)
+    passes = sum(flops_of[k.name] * k.runs * work.kernel_passes(k, setup) for k in kernels)
+    flops = (module.flops() + kernel_flops) * layout.mesh.size
+    limits = work.roofline(
+        topology.chip, _devices_per_chip(setup, topology), dots, collectives, passes, job
+    )
+    return {
+        "hlo_flops": flops,
+        "model_flop_ratio": job.flops / flops if flops else None,
+        "kernels": [
+            {"name": k.name, "runs": k.runs, "flops": flops_of[k.name], "op_name": k.op_name}
+            for k in kernels
+        ],
+        "loops": [{"trips": x.trips, "kind": x.kind} for x in module.loops],
+        "collectives": _collectives(collectives),
+        "dots": _dots(dots),
+        "host_transfers": [{"kind": h.kind, "runs": h.runs} for h in module.host_transfers()],
+        "roofline": {
+            "is_model_output": True,
+            "compute_seconds": limits.compute_seconds, "memory_seconds": limits.memory_seconds,
+            "network_seconds": limits.network_seconds, "seconds": limits.seconds,
+            "bound": limits.bound,
+        },
+    }
+
+
+def _collectives(found: list) -> list[dict[str, Any]]:
+    """Equal ones together: `count` of them in a run of `bytes` each, from the most bytes down."""
+    counts = Counter()
+    for c in found:
+        shapes = ", ".join(map(str, c.shapes))
+        counts[c.kind, c.axes, c.network, c.group_size, c.bytes, shapes] += c.runs
+    rows = [
+        {"kind": kind, "axes": list(axes), "network": network, "group_size": size,
+         "bytes": n_bytes, "shapes": shapes, "count": count}
+        for (kind, axes, network, size, n_bytes, shapes), count in counts.items()
+    ]
+    return sorted(rows, key=lambda r: -r["bytes"] * r["count"])
+
+
+def _dots(found: list) -> list[dict[str, Any]]:
+    """Large products by dtypes: `flops` on one device in a run."""
+    total = sum(d.flops * d.runs for d in found)
+    flops = Counter()
+    for d in found:
+        key = (
+            tuple(s.dtype for s in d.operands), tuple(s.dtype for s in d.sources), d.result.dtype,
+            d.precision,
+        )
+        flops[key] += d.flops * d.runs
+    return [
+        {"operands": list(o), "sources": list(s), "result": r, "precision": p, "flops": n}
+        for (o, s, r, p), n in flops.most_common() if n >= LARGE_DOT * total
+    ]
+
+
+# Text
+
+
+def title(setup: Setup, topology: Topology) -> str:
+    meshes = (setup.layout.mesh.shape, setup.engine.layout.mesh.shape)
+    train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
+    return (
+        f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
+        f"({topology.product_name}), {setup.model.num_layers} layers; mesh {' x '.join(MESH_AXES)}: "
+        f"{train} to train, {serve} to serve"
+    )
+
+
+def text(entry: dict[str, Any]) -> str:
+    """One program, in full."""
+    memory = entry["memory"]
+    lines = [
+        f"\n{entry['name']}: compiled in {entry['compile_seconds']} s; "
+        f"peak {gib(memory['peak_bytes'])} + {gib(memory['beside_bytes'])} beside it of "
+        f"{gib(memory['hbm_bytes'])}"
+    ]
+    if not entry["fits"]:
+        lines.append(
+            f"  DOES NOT FIT in {entry['over_in']}: {_bytes(entry['over_bytes'])} too much; "
+            "largest arrays:"
+        )
+        lines += [
+            f"    {gib(x['bytes'])}  {x['shape']}  {x['what']}" for x in entry["largest"]
+        ]
+    if "refusal" in entry:
+        return "\n".join(lines + [f"  {entry['refusal'].splitlines()[0]}"])
+    for c in entry["collectives"][:LARGEST]:
+        along = "+".join(c["axes"]) or f"groups of {c['group_size']}"
+        lines.append(
+            f"  {c['count']:6d} x {c['kind']} ({c['network']}, {along}) of {c['shapes']}, "
+            f"{c['bytes'] / 2**20:.3g} MiB"
+        )
+    for d in entry["dots"]:
+        lines.append(
+            f"  {d['flops']:9.3g} FLOPs {' x '.join(d['operands'])} -> {d['result']} "
+            f"({d['precision']}), from {' x '.join(d['sources'])}"
+        )
+    for kernel in entry["kernels"]:
+        lines.append(
+            f"  {kernel['runs']:6d} x kernel {kernel['name']}, {kernel['flops']:.3g} FLOPs"
+        )
+    lines += [f"  HOST: {h['runs']} x {h['kind']}" for h in entry["host_transfers"]]
+    return "\n".join(lines)
+
+
+COLUMNS = (
+    "program", "compile s", "arguments", "temporaries", "peak", "beside", "HBM use",
+    "HLO FLOPs", "model / HLO", "moves", "at best (model)", "bound",
+)
+
+
+def table(result: dict[str, Any], markdown: bool = False) -> str:
+    """A line for each program. Bytes are of one device, FLOPs of the job."""
+    rows = [COLUMNS, *(_row(e) for e in result["programs"].values())]
+    if markdown:
+        rows.insert(1, ("---",) * len(COLUMNS))
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n" + "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows
+    )
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    memory = entry["memory"]
+    use = (memory["peak_bytes"] + memory["beside_bytes"]) / memory["hbm_bytes"]
+    start = (
+        entry["name"], f"{entry['compile_seconds']:.1f}", gib(memory["argument_bytes"]),
+        gib(memory["temp_bytes"]), gib(memory["peak_bytes"]), gib(memory["beside_bytes"]),
+        f"{use:.0%}" + ("" if entry["fits"] else " DOES NOT FIT"),
+    )
+    if "refusal" in entry:
+        return (*start, "", "", "", "", "")
+    ratio, limits = entry["model_flop_ratio"], entry["roofline"]
+    return (
+        *start, f"{entry['hlo_flops']:.3g}", "" if not ratio else f"{ratio:.2f}",
+        gib(sum(entry["must_move_bytes"].values())), _seconds(limits["seconds"]), limits["bound"],
+    )
+
+
+def gib(n_bytes: float | None) -> str:
+    return "" if n_bytes is None else f"{n_bytes / GIB:.2f} GiB"
+
+
+def _bytes(n: int) -> str:
+    return gib(n) if n >= GIB // 100 else f"{n / 2**10:.0f} KiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"

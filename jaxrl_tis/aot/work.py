@@ -1,0 +1,179 @@
+"""What a program has to do, counted from shapes: model FLOPs and bytes that must move.
+
+Whole-job counts; remat, padding of tiles and masked attention blocks are not counted. A causal
+attention counts half of its square, a decode step every slot at its full length.
+"""
+
+import dataclasses
+import math
+import re
+
+import jax
+
+from jaxrl_tis.aot.chips import Chip
+from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
+from jaxrl_tis.build import Setup
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.models.config import ModelConfig
+
+SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # attention products of jax's splash kernels
+PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of that precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of one run of a program: FLOPs of the whole job, and bytes through one device's HBM."""
+
+    flops: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+
+def device_bytes(tree) -> int:
+    """Bytes on one device of abstract arrays; those without a sharding are on every device."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _shard_bytes(x) -> int:
+    sharding = getattr(x, "sharding", None)
+    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def layer_weights(c: ModelConfig) -> int:
+    """Elements of one layer's matrices."""
+    attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return attention + 3 * c.embed_dim * c.mlp_dim
+
+
+def forward_flops(c: ModelConfig, rows: int, length: int, targets: int) -> int:
+    """Of `rows` causal rows of `length` tokens, with logits at `targets` positions of each."""
+    products = 2 * layer_weights(c) * c.num_layers * rows * length
+    attention = 2 * length**2 * c.num_heads * c.head_dim * c.num_layers * rows
+    return products + attention + 2 * c.embed_dim * c.vocab_size * targets * rows
+
+
+def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
+    """Of `tokens` single tokens that each attend to `length` keys."""
+    products = 2 * (layer_weights(c) * c.num_layers + c.embed_dim * c.vocab_size) * tokens
+    return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
+
+
+def kernel_flops(call: CustomCall, setup: Setup) -> int:
+    """Of one run of a Pallas kernel on a device: its own estimate; for splash attention, which has
+    none, half of its squares; 0 for a kernel that says nothing."""
+    splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
+    if splash is None:
+        return call.flops or 0
+    *rows, _, length, width = max((s.dims for s in call.shapes), key=len)  # [(rows,) heads, T, K]
+    heads = setup.model.num_heads // setup.layout.mesh.shape["tensor"]
+    return SPLASH_PRODUCTS[splash[1]] * math.prod(rows) * heads * length**2 * width
+
+
+def kernel_passes(call: CustomCall, setup: Setup) -> int:
+    """Of the products of a kernel: those with a float32 head take several."""
+    is_head = "token_logprob" in call.op_name
+    return PASSES["highest"] if is_head and setup.learner.program.highest_head else 1
+
+
+def work(name: str, setup: Setup, args: tuple) -> Work:
+    """What the program `name` of `programs.programs`, with these arguments, has to do."""
+    if name in ("quantize", "reshard"):
+        return Work(weight_bytes=device_bytes(args))
+    if name.startswith("eval_"):
+        return _sampling(name.removeprefix("eval_"), setup.model, setup.learner_engine, args)
+    if name in ("prefill", "insert", "decode", "verify"):
+        return _sampling(name, setup.model, setup.engine, args)
+    return _learning(name, setup, args)
+
+
+def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
+    """Prefill writes the first chunk of its prompts; insert copies a page for each slot; a decode
+    step reads the keys and values of every slot at max_length, for each token that it verifies."""
+    state = args[0] if name == "insert" else args[1]
+    position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
+    slots = engine.slots // engine.shards
+    if name == "insert":
+        copied = 2 * slots * engine.page_size * position
+        return Work(kv_bytes=copied, activation_bytes=device_bytes((state.slots, args[1:])))
+    weights = device_bytes(args[0])
+    if name == "prefill":
+        rows, length = args[2].shape
+        tokens = rows // engine.shards * length
+        inputs = tokens * c.embed_dim * c.num_layers * jax.numpy.dtype(engine.dtype).itemsize
+        layers = device_bytes(args[0]["layers"])
+        return Work(forward_flops(c, rows, length, 0), layers, tokens * position, inputs)
+    steps, tokens = (1, args[2].shape[1] + 1) if name == "verify" else (engine.steps, 1)
+    flops = steps * decode_flops(c, engine.slots * tokens, engine.max_length)
+    kv = slots * engine.max_length * position * tokens
+    return Work(flops, steps * weights, steps * kv)
+
+
+def _learning(name: str, setup: Setup, args: tuple) -> Work:
+    """A forward pass reads the weights once, a backward pass once more, remat again; gradients and
+    optimizer states are read and written once an update, and each layer's input once a pass."""
+    c, mesh = setup.model, setup.layout.mesh.shape
+    micro, rows, length = args[1]["tokens"].shape
+    targets = min(setup.update_learner.max_targets, length - 1)
+    targets = 0 if name in ("critic", "values") else targets
+    is_update = name in ("train", "critic")
+    flops = forward_flops(c, rows, length, targets) * micro * (3 if is_update else 1)
+    width = jax.numpy.dtype(setup.learner.program.dtype).itemsize
+    passes = 1 + is_update * (1 + (setup.learner.program.remat != "none"))
+    per_device = rows * length // (setup.layout.shards * mesh["context"])
+    head = c.vocab_size * c.embed_dim if targets else 0
+    weights = (layer_weights(c) * c.num_layers + head) // mesh["tensor"] * width
+    state = 2 * device_bytes(args[0]) if is_update else 0
+    return Work(
+        flops, micro * passes * weights + state, 0,
+        micro * passes * c.num_layers * per_device * c.embed_dim * width,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds at the published peak rates: the bound of a model, not a measurement."""
+
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds, self.network_seconds)
+
+    @property
+    def bound(self) -> str:
+        names = ("compute", "memory", "network")
+        return max(names, key=lambda n: getattr(self, f"{n}_seconds"))
+
+
+def roofline(
+    chip: Chip, devices_per_chip: int, dots: list[Dot], collectives: list[Collective],
+    kernel_flops: int, moved: Work,
+) -> Roofline:
+    """Of one device: products at the rate of their operands, bytes at the memory's rate, and
+    collectives on rings at the rate of all links; traffic between slices is not timed."""
+    compute = kernel_flops / chip.bf16_rate
+    for dot in dots:
+        is_int8 = all(s.dtype in ("s8", "u8", "s4", "u4") for s in dot.operands)
+        rate = chip.int8_rate if is_int8 else chip.bf16_rate
+        compute += dot.flops * dot.runs * PASSES.get(dot.precision, 1) / rate
+    network = sum(_wire_bytes(c) * c.runs for c in collectives if c.network == "ici")
+    return Roofline(
+        compute * devices_per_chip, moved.bytes * devices_per_chip / chip.hbm_rate,
+        network * devices_per_chip / chip.ici_rate,
+    )
+
+
+def _wire_bytes(c: Collective) -> float:
+    """Bytes that a device sends on a ring."""
+    if c.kind.startswith("collective-"):
+        return c.bytes
+    share = (c.group_size - 1) / c.group_size
+    return c.bytes * share * (2 if c.kind == "all-reduce" else 1)

@@ -1,0 +1,252 @@
+"""What the doctor judges a run by: thresholds, the run as a case, conditions, findings and facts.
+
+The findings themselves are the tables of trees.py.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_tis.estimators import methods, presets
+
+# To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
+THRESHOLDS = {
+    "window": 20.0,  # steps judged (ours)
+    "min_steps": 10.0,  # fewest values for a verdict (ours)
+    "pearson_healthy": 0.99,
+    "pearson_broken": 0.95,
+    "kl_fine": 0.02,  # nats per token
+    "kl_bug": 0.05,  # at the same weights
+    "kl_bug_moe": 0.1,  # with routed experts k3 is 1e-3 .. 1e-1 without any bug; dense 1e-5 .. 1e-3
+    "kl_negative": -0.02,  # (ours) the mean of k1 is below 0 by noise alone
+    "ppl_high": 1.05,  # exp(kl_bug) (ours)
+    "ppl_high_moe": 1.1,
+    "ppl_low": 0.98,  # exp(-kl_fine) (ours)
+    "dp_max": 0.5,  # the response-level threshold of Yao et al. (2025); bfloat16 was seen at 0.4
+    "dp_max_quantized": 1.0,  # int8 was seen at 1.0: no evidence beside the quantisation itself
+    "engine_share": 0.5,  # of the squared log-ratio of a stale batch (ours)
+    "chi2_moderate": 0.3,
+    "chi2_high": 1.0,
+    "chi2_toxic": 2.0,
+    "chi2_systems": 4.0,
+    "chi2_seq": 100.0,  # (ours) independent tokens of chi2_token 0.05 make it 130 in 100 tokens
+    "chi2_seq_product": 10.0,  # where that product weighs: 11 sequences count for one (ours)
+    "ess_low": 0.5,
+    "ess_broken": 0.3,
+    "rejected_look": 0.01,  # (ours) IcePop rejects 1 to 2 tokens in 1,000 in its paper
+    "rejected_high": 0.10,
+    "rejected_stop": 0.25,
+    "rise": 1.2,  # of a mean, from one window to the next (ours)
+    "clipped": 0.2,
+    "clipped_rise": 1.05,  # of the mean, from one window to the next (ours)
+    "clipped_sigma": 3.0,  # of the difference of the two means, in standard errors (ours)
+    "clip_width": 0.1,  # narrower bands (GSPO: 4e-4) clip many tokens by design (ours)
+    "clip_widest": 1.5,  # of the default; clip-higher (arXiv:2503.14476) takes 1.4 (ours)
+    "surge": 1.2,
+    "surge_steps": 100.0,
+    "lag": 8.0,  # versions; with decoupled PPO as good as synchronous (arXiv:2505.24298)
+}
+
+PEARSON = "training/rollout_actor_probs_pearson_corr"
+DP_MAX = "training/rollout_probs_diff_max"
+KL, K3, PPL = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio"
+MEAN_GAP = "rollout_corr/log_ppl_abs_diff"
+CHI2, CHI2_SEQ = "rollout_corr/chi2_token", "rollout_corr/chi2_seq"
+ESS = "rollout_corr/kept_eff_sample_size"
+WEIGHTS_ESS = "rollout_corr/rollout_is_eff_sample_size"  # before rejection
+REJECTED = "rollout_corr/rollout_rs_masked_fraction"
+OUT_OF_BAND = "rollout_corr/rollout_is_oob_ratio"
+NOISE = "variance_proxy/proxy3_pure_noise"
+CLIPPED, PPO_KL = "actor/pg_clipfrac", "actor/ppo_kl"
+LENGTH, TURNS = "response_length/mean", "num_turns/mean"
+LAG = "training/off_policy/trajectory_staleness_worst/mean"
+ENGINE_SHARE, FLIPS = "mismatch/engine/share", "mismatch/route_flip_token"
+
+FALLBACKS = {ESS: WEIGHTS_ESS}  # read where a record has too few values of the metric itself
+
+OPS = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run to judge.
+
+    Attributes:
+      series: metric -> {training step: value}; values are never NaN.
+      config: the "config" of config.json, {} without that file.
+      thresholds: those of `THRESHOLDS`, as they apply to this run.
+      last_step: the last training step, 0 without any.
+    """
+
+    series: dict[str, dict[int, float]]
+    config: dict[str, Any]
+    thresholds: dict[str, float]
+    last_step: int
+
+    def window(self, metric: str, length: float, before: float = 0) -> dict[int, float]:
+        """The values of the `length` steps that end `before` steps ahead of the last one."""
+        end = self.last_step - before
+        values = self.series[metric] if metric in self.series else {}
+        return {step: v for step, v in values.items() if end - length < step <= end}
+
+    def source(self, metric: str) -> str:
+        """The metric, or its fallback where the window that is judged has too few of its values."""
+        fallback = FALLBACKS.get(metric)
+        few = len(self.recent(metric)) < self.thresholds["min_steps"]
+        return fallback if few and fallback in self.series else metric
+
+    def recent(self, metric: str) -> list[float]:
+        """The values of the window that is judged."""
+        return list(self.window(metric, self.thresholds["window"]).values())
+
+    def setting(self, field: str) -> Any:
+        """A field of the config, a preset's where it is not set; KeyError naming a missing one."""
+        node = self.config
+        for name in field.split("."):
+            if name not in node:
+                raise KeyError(f"the field {field} of config.json")
+            node = node[name]
+        if node is None:
+            return presets.PRESETS[self.setting("correction.preset")][name]
+        return node
+
+    def method(self, kind: str) -> methods.Method:
+        """The chosen weight, objective or kl: (name, every parameter with its value)."""
+        return methods.parse(kind, self.setting(f"correction.{kind}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Clause:
+    """`statistic` of `metric` compared with a threshold.
+
+    Attributes:
+      metric: a key of metrics.jsonl or of `FACTS`.
+      op: a key of `OPS`.
+      threshold: a key of `THRESHOLDS`, or a number.
+      statistic: mean or max over the window; growth, the mean over that of the window before;
+        sigma, the difference of those two means in standard errors, steps taken as independent; or
+        surge, the mean of the last min_steps steps over that of surge_steps earlier.
+      absent: the answer where the run does not record the metric; None leaves it open.
+    """
+
+    metric: str
+    op: str
+    threshold: str | float
+    statistic: str = "mean"
+    absent: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Holds if its parent does, all of `all_of`, one of `any_of` (if any) and none of `unless`.
+
+    Where one of `unless` is not decided, neither is the finding; one of `unless_known` that is not
+    decided does not count as holding. `changes` maps fields of the config to values, or to
+    functions of the case, None for no wish; `mistake` is the usual wrong reaction.
+    """
+
+    name: str
+    title: str
+    advice: str
+    all_of: tuple[Clause, ...] = ()
+    any_of: tuple[Clause, ...] = ()
+    unless: tuple[str, ...] = ()
+    unless_known: tuple[str, ...] = ()
+    parent: str | None = None
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mistake: str = ""
+
+
+# Facts, usable in a clause like a metric; a KeyError names what is missing
+
+
+def _engine_share(case):
+    """1 while sampler and learner hold the same weights, so that the whole gap is the engine's."""
+    if not any(case.recent(LAG)):
+        return 1.0
+    shares = case.recent(ENGINE_SHARE)
+    if not shares:
+        raise KeyError(ENGINE_SHARE)
+    return math.fsum(shares) / len(shares)
+
+
+def _is_filtered(case):
+    """Whether filters drop mass that the learner counts."""
+    read = case.setting
+    drops = read("rollout.top_k") > 0 or read("rollout.top_p") < 1 or read("rollout.min_p") > 0
+    return drops and read("rollout.kept_set") == 0
+
+
+def _has_other_dtype(case):
+    learner = case.setting("model.dtype")
+    return any(case.setting(f"engine.{name}") != learner for name in ("dtype", "cache_dtype"))
+
+
+def _is_quantized(case):
+    """Whether the sampler's products are others than the learner's."""
+    def recipe(of):
+        scheme = case.setting(f"{of}.quantization")
+        return (scheme, *(sorted(case.setting(f"{of}.unquantized")) if scheme != "none" else ()))
+
+    return recipe("engine") != recipe("model")
+
+
+def _is_product(case):
+    weight, masks = case.method("weight")[0], case.setting("correction.masks")
+    return (weight.startswith("seq_") and weight != "seq_mask_tis") or "seq_sum_" in masks
+
+
+def _is_rejecting(case):
+    rejects = case.method("weight")[0].endswith(("_mis", "_icepop", "_mask_tis"))
+    return rejects or case.setting("correction.masks") != ""
+
+
+def has_own_weight(case: Case) -> bool:
+    """Whether the objective itself corrects the sampler's gap."""
+    return "logp_behav" in methods.needs("objective", case.method("objective")[0])
+
+
+def _is_corrected(case):
+    is_weighted = case.method("weight")[0] != "none"
+    return is_weighted or has_own_weight(case) or case.setting("correction.masks") != ""
+
+
+def _has_plain_kl(case):
+    is_loss = case.setting("correction.kl_coeff") > 0
+    is_loss &= case.setting("correction.kl_placement") == "loss"
+    return is_loss and "logp_old" not in methods.needs("kl", case.method("kl")[0])
+
+
+def _clip_width(case):
+    """Of the band above 1; 0 for an objective without one."""
+    return case.method("objective")[1].get("clip_high", 0.0)
+
+
+def _clip_widening(case):
+    """Largest ratio of a clip parameter to its default."""
+    name, chosen = case.method("objective")
+    usual = methods.parameters("objective", name)
+    return max(chosen[clip] / usual[clip] for clip in ("clip_low", "clip_high"))
+
+
+FACTS: dict[str, Callable[[Case], float]] = {
+    "run/engine_share": _engine_share,
+    "config/updates": lambda c: c.setting("train.epochs") * c.setting("train.minibatches"),
+    "config/is_bypass": lambda c: c.setting("correction.mode") == "bypass",
+    "config/is_weighted": lambda c: c.method("weight")[0] != "none",
+    "config/is_corrected": _is_corrected,
+    "config/is_product": _is_product,
+    "config/is_rejecting": _is_rejecting,
+    "config/is_filtered": _is_filtered,
+    "config/is_quantized": _is_quantized,
+    "config/is_noisy": lambda c: c.setting("engine.noise_start") > 0,
+    "config/has_other_dtype": _has_other_dtype,
+    "config/has_other_mesh": lambda c: c.setting("mesh.serve")[2] != c.setting("mesh.train")[2],
+    "config/clip_width": _clip_width,
+    "config/clip_widening": _clip_widening,
+    "config/has_plain_kl": _has_plain_kl,
+}

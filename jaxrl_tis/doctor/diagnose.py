@@ -1,0 +1,335 @@
+"""A diagnosis: what the tables of trees.py find in the record of a run; __main__.py has its keys."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_tis import metrics
+from jaxrl_tis.doctor.case import FACTS, FLIPS, OPS, THRESHOLDS, Case, Clause, Finding
+from jaxrl_tis.doctor.trees import CAUSES, SETUP
+
+IS_VALID = "training/rollout_probs_diff_valid"
+
+# Reading
+
+
+def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that is still being written is left out.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a line is not a record of `metrics.encode`; names the file and the line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found: is {path.parent} the --workdir of a run?")
+    records = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        problem = _problem(line)
+        if problem is None:
+            records.append(metrics.decode(line))
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number}: {problem}")
+    return records
+
+
+def _problem(line):
+    """What keeps a line from being a record, or None."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"not JSON ({error.msg}, column {error.colno})"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    if not {"step", "phase"} <= record.keys() or type(record["step"]) is not int:
+        return 'no "phase" or no whole number "step"'
+    for name, value in record.items():
+        is_number = type(value) in (int, float) or value in tuple(metrics.NON_FINITE)
+        if name != "phase" and not is_number:
+            return f"metric {name!r} is {value!r}, not a number"
+    return None
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The configuration in a config.json, {} without such a file.
+
+    Raises:
+      ValueError: the file is not one that a run writes; names the file and the line.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
+    is_config = isinstance(content, dict) and "config" in content
+    if not is_config or not isinstance(content["config"], dict):
+        raise ValueError(f'{path}, line 1: no object under "config", was it written by a run?')
+    return content["config"]
+
+
+def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
+    """Reads a run; `thresholds` replaces some of `THRESHOLDS`, see `diagnose` for the errors."""
+    for name in thresholds:
+        if name not in THRESHOLDS:
+            raise ValueError(f"unknown threshold {name!r}; choose one of {', '.join(THRESHOLDS)}")
+    workdir = pathlib.Path(workdir)
+    series, last_step = {}, 0
+    for record in read_records(workdir / metrics.FILE_NAME):
+        # Without a valid token the metrics of a batch are 0 and mean nothing.
+        if record["phase"] != "train" or (IS_VALID in record and record[IS_VALID] == 0):
+            continue
+        last_step = max(last_step, record["step"])
+        for name, value in record.items():
+            if name not in ("step", "phase") and not math.isnan(value):
+                series.setdefault(name, {})[record["step"]] = value
+    case = Case(series, read_config(workdir / "config.json"), THRESHOLDS | thresholds, last_step)
+    return dataclasses.replace(case, thresholds=case.thresholds | _adapted(case))
+
+
+def _adapted(case):
+    """The thresholds that are others for this kind of run."""
+    limits, adapted = case.thresholds, {}
+    if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
+        adapted["dp_max"] = limits["dp_max_quantized"]
+    if _judge(case, Clause("config/is_product", "==", 1)).status:
+        adapted["chi2_seq"] = limits["chi2_seq_product"]
+    if FLIPS in case.series:
+        adapted |= {"kl_bug": limits["kl_bug_moe"], "ppl_high": limits["ppl_high_moe"]}
+    return adapted
+
+
+# Walking the trees
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """`status` is True, False or None (not decided); `missing` says what is missing for None."""
+
+    status: bool | None
+    evidence: tuple[dict[str, Any], ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def walk(case: Case, findings: Sequence[Finding] = (*CAUSES, *SETUP)) -> dict[str, Result]:
+    """The result of each finding by its name."""
+    results = {}
+    for finding in findings:
+        results[finding.name] = _result(case, finding, results)
+    return results
+
+
+def _all(answers):
+    return False if False in answers else None if None in answers else True
+
+
+def _any(answers):
+    return True if True in answers else None if None in answers else False
+
+
+def _result(case, finding, results):
+    if finding.parent is not None and not results[finding.parent].status:
+        return Result(False)
+    if any(results[name].status for name in finding.unless_known):
+        return Result(False)
+    all_of = [_judge(case, clause) for clause in finding.all_of]
+    any_of = [_judge(case, clause) for clause in finding.any_of]
+    excluded = _any([results[name].status for name in finding.unless])
+    status = _all([
+        *(r.status for r in all_of),
+        _any([r.status for r in any_of]) if any_of else True,
+        None if excluded is None else not excluded,
+    ])
+    if status is None:
+        missing = [text for r in (*all_of, *any_of) for text in r.missing]
+        missing += [text for name in finding.unless for text in results[name].missing]
+        return Result(None, missing=tuple(dict.fromkeys(missing)))
+    return Result(status, tuple(e for r in (*all_of, *any_of) if r.status for e in r.evidence))
+
+
+def _judge(case, clause):
+    """The result of a clause."""
+    is_fact = clause.metric in FACTS
+    clause = dataclasses.replace(clause, metric=case.source(clause.metric))
+    if not is_fact and clause.metric not in case.series and clause.absent is not None:
+        return Result(clause.absent)
+    limit = clause.threshold
+    limit = float(case.thresholds[limit] if isinstance(limit, str) else limit)
+    try:
+        value, steps = _fact(case, clause) if is_fact else _statistic(case, clause)
+    except KeyError as error:
+        return Result(None, missing=(error.args[0],))
+    passes = OPS[clause.op]
+    is_single = bool(steps) and clause.statistic in ("mean", "max")
+    extreme = min if clause.op in ("<", "<=") else max
+    evidence = {
+        "metric": clause.metric, "statistic": None if is_fact else clause.statistic,
+        "value": value, "op": clause.op, "threshold": limit,
+        "steps": [min(steps), max(steps)] if steps else None,
+        "crossed": sum(passes(v, limit) for v in steps.values()) if is_single else None,
+        "extreme_step": extreme(steps, key=steps.get) if is_single else None,
+    }
+    return Result(bool(passes(value, limit)), (evidence,))
+
+
+def _fact(case, clause):
+    return float(FACTS[clause.metric](case)), {}
+
+
+def _statistic(case, clause):
+    """(value, {step: value} of the last steps); KeyError naming the values that are missing."""
+    limits, metric = case.thresholds, clause.metric
+    is_surge, compares = clause.statistic == "surge", clause.statistic not in ("mean", "max")
+    width = limits["min_steps"] if is_surge else limits["window"]
+    before = limits["surge_steps"] if is_surge else limits["window"]
+    values = case.window(metric, width)
+    earlier = case.window(metric, width, before) if compares else values
+    if compares and case.last_step <= before:
+        raise KeyError(f"{before + limits['min_steps']:g} steps, the run has {case.last_step}")
+    for found, end in ((values, 0), (earlier, before)):
+        if len(found) < limits["min_steps"]:
+            raise KeyError(
+                f"{limits['min_steps']:g} values of {metric} in the {width:g} steps up to step "
+                f"{case.last_step - end:g}, there are {len(found)}"
+            )
+    if clause.statistic == "max":
+        return max(values.values()), values
+    mean, reference = (math.fsum(x.values()) / len(x) for x in (values, earlier))
+    if not compares:
+        return mean, values
+    if clause.statistic == "sigma":
+        return _sigma(values, earlier), values
+    if 0 < reference < math.inf:
+        return mean / reference, values
+    return (1.0 if mean == reference else math.inf), values
+
+
+def _sigma(values, earlier):
+    """How many standard errors the mean of `values` is above that of `earlier`."""
+    means, variances = [], []
+    for x in (list(values.values()), list(earlier.values())):
+        mean = math.fsum(x) / len(x)
+        squares = math.fsum((v - mean) * (v - mean) for v in x)
+        means.append(mean)
+        variances.append(squares / len(x) / max(len(x) - 1, 1))  # of the mean
+    rise, error = means[0] - means[1], math.sqrt(math.fsum(variances))
+    return rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
+
+
+# The report
+
+
+def _changes(case, finding, asked):
+    """[{field, value, now}] of the fields of the run's config that would change.
+
+    `asked` holds what earlier findings ask for: they are nearer to the cause and keep their word.
+    """
+    changes = []
+    for field, value in finding.changes.items():
+        try:
+            value, now = value(case) if callable(value) else value, case.setting(field)
+        except KeyError:
+            continue  # no config.json, or one written by code without this field
+        if value is None or json.dumps(asked.setdefault(field, value)) != json.dumps(value):
+            continue
+        if json.dumps(value) != json.dumps(now):
+            changes.append({"field": field, "value": value, "now": now})
+    return changes
+
+
+def diagnose(
+    workdir: str | os.PathLike, thresholds: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The object that --json writes, see the top of the file; `thresholds` replaces some.
+
+    Raises:
+      FileNotFoundError: the folder has no metrics.jsonl.
+      ValueError: that file or config.json is broken, or a threshold has an unknown name.
+    """
+    case = load(workdir, thresholds or {})
+    results, asked = walk(case), {}
+
+    def holding(findings):
+        return [
+            {
+                "name": f.name, "title": f.title, "parent": f.parent, "advice": f.advice,
+                "mistake": f.mistake, "evidence": list(results[f.name].evidence),
+                "changes": _changes(case, f, asked),
+            }
+            for f in findings if results[f.name].status
+        ]
+
+    findings, setup = holding(CAUSES), holding(SETUP)
+    steps = sorted({step for values in case.series.values() for step in values})
+    judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
+    return {
+        "workdir": str(workdir),
+        "steps": [steps[0], steps[-1]] if steps else None,
+        "window": [judged[0], judged[-1]] if judged else None,
+        "verdict": [f["name"] for f in findings if f["parent"] is None] or ["not enough data"],
+        "findings": findings,
+        "undecided": [
+            {
+                "name": f.name, "title": f.title,
+                "reason": "needs " + "; ".join(results[f.name].missing),
+            }
+            for f in (*CAUSES, *SETUP) if results[f.name].status is None
+        ],
+        "setup": setup,
+        "thresholds": case.thresholds,
+    }
+
+
+def _evidence_text(e):
+    text = f"{e['metric']} {e['value']:.4g} {e['op']} {e['threshold']:g}"
+    if e["steps"] is None:
+        return text
+    text += f"  ({e['statistic']}, steps {e['steps'][0]}-{e['steps'][1]}"
+    if e["crossed"] is not None:
+        text += f"; {e['crossed']} of them by themselves, extreme at step {e['extreme_step']}"
+    return text + ")"
+
+
+def _lines(finding):
+    indent = "  " if finding["parent"] is None else "    "
+    yield f"{indent}{finding['name']}: {finding['title']}"
+    for evidence in finding["evidence"]:
+        if evidence["op"] != "==":  # the title says it
+            yield f"{indent}  {_evidence_text(evidence)}"
+    yield f"{indent}  do: {finding['advice']}"
+    if finding["mistake"]:
+        yield f"{indent}  do not: {finding['mistake']}"
+    for change in finding["changes"]:
+        yield f"{indent}  c.{change['field']} = {change['value']!r}  # now {change['now']!r}"
+
+
+def describe(diagnosis: dict[str, Any]) -> str:
+    """The diagnosis for a reader."""
+    steps, window = diagnosis["steps"], diagnosis["window"]
+    judged = f"steps {window[0]}-{window[1]} of {steps[0]}-{steps[1]}" if steps else "no steps"
+    lines = [f"{diagnosis['workdir']} ({judged}): {', '.join(diagnosis['verdict'])}"]
+    for title, key in (("from the symptoms", "findings"), ("from the set-up", "setup")):
+        if diagnosis[key]:
+            lines += ["", title]
+        for finding in diagnosis[key]:
+            lines += _lines(finding)
+    reasons = {}
+    for finding in diagnosis["undecided"]:
+        reasons.setdefault(finding["reason"], []).append(finding["name"])
+    if reasons:
+        lines += ["", "not enough data"]
+        lines += [f"  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def strict(x):
+    """The same with strings for the numbers that JSON cannot write."""
+    if isinstance(x, dict):
+        return {name: strict(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [strict(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x

@@ -1,0 +1,412 @@
+"""The two trees of the doctor, as data.
+
+`CAUSES` leads from symptoms to the causes A-F, after the survey "Off-Policy Drift in LLM RL" (v2,
+2026); `SETUP` from the kind of run to the corrections it needs, after "Off-Policy Corrections in
+LLM RL Training". A finding stands after those that it names. Changes name fields of
+configs/default.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_tis.doctor.case import (
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight,
+)
+from jaxrl_tis.estimators import methods
+
+# Changes of the config
+
+
+def _of(field: str, scale: float | None = None) -> Callable[[Case], Any]:
+    """The present value of a field of the config, perhaps times a number."""
+    return lambda case: case.setting(field) if scale is None else scale * case.setting(field)
+
+
+def _geo_mask(case):
+    """The masks with a band for the geometric mean that keeps about nine of ten responses.
+
+    A fixed 1 % suits responses of hundreds of tokens; the mean over a few tokens spreads more.
+    """
+    gaps = case.recent(MEAN_GAP) or [0.0]
+    width = min(max(math.log(1.01), 2.0 * math.fsum(gaps) / len(gaps)), 1.0)
+    band = f"seq_mean_ratio(lower={math.exp(-width):.4g}, upper={math.exp(width):.4g})"
+    masks = [mask.strip() for mask in case.setting("correction.masks").split("&")]
+    replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_", "staleness")
+    return " & ".join([*(m for m in masks if m and not m.startswith(replaced)), band])
+
+
+def _weighable(case):
+    """PPO instead of an objective that corrects the gap itself, where a weight would be twice."""
+    return "ppo" if has_own_weight(case) else None
+
+
+def _weight(case):
+    """The usual weight where there is none."""
+    return TIS if case.method("weight")[0] == "none" else None
+
+
+def _token_weight(case):
+    """The usual weight where there is none, or one for sequences."""
+    return TIS if case.method("weight")[0].startswith("seq_") else _weight(case)
+
+
+def _usual_clip(case):
+    name, chosen = case.method("objective")
+    if name in ASYNCHRONOUS:
+        return "ppo"
+    usual = methods.parameters("objective", name)
+    kept = {k: v for k, v in chosen.items() if not k.startswith("clip_") and v != usual[k]}
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in kept.items())})" if kept else name
+
+
+def _serve_like_train(case):
+    return (*case.setting("mesh.serve")[:2], case.setting("mesh.train")[2])
+
+
+TIS = "token_tis(cap=2.0)"
+ASYNCHRONOUS = ("decoupled", "a3po")  # objectives for stale samples, which no run here trains on
+GEO = {"correction.masks": _geo_mask}
+WEIGHABLE = {"correction.mode": "decoupled", "correction.objective": _weighable}
+WEIGHED = WEIGHABLE | {"correction.weight": _weight}
+TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}
+ICEPOP = WEIGHABLE | {"correction.weight": "token_icepop(lower=0.5, upper=5.0)"}
+SAME_DTYPE = {"engine.dtype": _of("model.dtype"), "engine.cache_dtype": _of("model.dtype")}
+SAME_QUANTIZATION = {f"engine.{f}": _of(f"model.{f}") for f in ("quantization", "unquantized")}
+SAME_ENGINE = SAME_QUANTIZATION | SAME_DTYPE
+HALF_RATE = {"optimizer.lr": _of("optimizer.lr", 0.5)}
+
+
+# Conditions that several findings share
+
+
+def _is(fact: str) -> Clause:
+    return Clause(fact, "==", 1)
+
+
+def _is_not(fact: str) -> Clause:
+    return Clause(fact, "==", 0)
+
+
+def _rejected(threshold: str) -> tuple[Clause, ...]:
+    return tuple(Clause(m, ">", threshold, absent=False) for m in (REJECTED, OUT_OF_BAND))
+
+
+GAP = (
+    Clause(PEARSON, "<", "pearson_broken"),
+    Clause(KL, ">", "kl_bug"), Clause(KL, "<", "kl_negative"),
+    Clause(PPL, ">", "ppl_high"), Clause(PPL, "<", "ppl_low"),
+    Clause(DP_MAX, ">", "dp_max", "max"),
+)
+HEAVY_TOKENS = (Clause(ESS, "<", "ess_low"), Clause(CHI2, ">", "chi2_high"))
+CLIPPING = (
+    Clause(CLIPPED, ">", "clipped", absent=False), Clause("config/clip_width", ">=", "clip_width"),
+)
+STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
+ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
+REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
+DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
+EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
+ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
+BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
+NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F")
+
+CAUSES = (
+    Finding(
+        "A", "precision, kernel or engine mismatch",
+        "Remove the difference between sampler and learner first: precision, then tensor "
+        "parallelism, then kernels (arXiv:2510.26788, 2605.14220). A correction hides this gap and "
+        "does not close it; below pearson_broken nothing is cheaper than the repair.",
+        all_of=(Clause("run/engine_share", ">=", "engine_share"),), any_of=GAP,
+        mistake="reading rollout_corr/kl as learning; at the same weights it is the engine's gap",
+    ),
+    Finding(
+        "A.record", "the recorded log-probs are not those that were sampled from",
+        "No policy finds its own samples less likely, on average, than another policy does. Check "
+        "the sampler's temperature, its filters and the weights of its log-probs.",
+        any_of=(Clause(PPL, "<", "ppl_low"), Clause(KL, "<", "kl_negative")), parent="A",
+    ),
+    Finding(
+        "A.filter", "top-k, top-p or min-p cut the distribution that is sampled",
+        "The learner scores the unfiltered distribution, so every ratio is the kept mass even at "
+        "equal weights. Sample without filters.",
+        all_of=(_is("config/is_filtered"),), parent="A",
+        changes={"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0},
+    ),
+    Finding(
+        "A.routing", "the routers of sampler and learner choose other experts",
+        "Replay the sampler's routes in the learner (arXiv:2510.11370). Until then mask the tokens "
+        "whose ratio leaves a band, IcePop (arXiv:2510.18855), the cheapest first try.",
+        all_of=(ROUTED,), parent="A", changes=ICEPOP,
+    ),
+    Finding(
+        "A.quantized", "the sampler is quantised otherwise than the learner",
+        "Sample once with the learner's arithmetic: if the gap closes, it is the cause. If the "
+        "speed is needed, let the learner multiply as the sampler does, by model.quantization "
+        "(arXiv:2601.14243, 2604.07853), or keep the sampler as a behaviour policy of its own, "
+        "with token-level weights (arXiv:2601.18150, 2602.13953).",
+        all_of=(_is("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
+    ),
+    Finding(
+        "A.noise", "the sampler's norms carry noise, as the config asks",
+        "The noise explores (arXiv:2510.11696) and is part of this gap. Sample once without it to "
+        "see the rest.",
+        all_of=(_is("config/is_noisy"),), parent="A", changes={"engine.noise_start": 0.0},
+    ),
+    Finding(
+        "A.dtype", "sampler and learner compute in different precisions",
+        "Give the sampler, its cache and the learner one dtype. A TPU multiplies float32 and "
+        "float16 as bfloat16 unless the highest precision is asked for: the output head has a "
+        "switch for it, and float16 alone brings nothing there.",
+        all_of=(_is("config/has_other_dtype"),), unless=("A.quantized",), parent="A",
+        changes=SAME_DTYPE | {"model.highest_head": True},
+    ),
+    Finding(
+        "A.parallel", "sampler and learner split their sums over another number of devices",
+        "Give both the same degree of tensor parallelism, or reductions that do not depend on it "
+        "(arXiv:2511.17826).",
+        all_of=(_is("config/has_other_mesh"),), unless=("A.quantized", "A.dtype"), parent="A",
+        changes={"mesh.serve": _serve_like_train},
+    ),
+    Finding(
+        "A.kernels", "the configuration explains nothing: kernels, or a fault of the engine",
+        "Score one batch of fixed tokens through both programs, without an update between. Set "
+        "xla_allow_excess_precision=False in both; look for a decode kernel whose result depends "
+        "on the batch, and for a weight that the sampler did not receive.",
+        unless=EXPLAINED, parent="A",
+        changes={"model.highest_head": True},
+    ),
+    Finding(
+        "A.spike", "only the largest difference shows it",
+        "Look at that token: its position, cache page, experts.",
+        all_of=(
+            Clause(PEARSON, ">=", "pearson_broken"), Clause(KL, "<=", "kl_bug"),
+            Clause(DP_MAX, ">", "dp_max", "max"),
+        ), parent="A",
+        mistake="averaging the maximum away; the spike is often the fault that ends the run",
+    ),
+    Finding(
+        "B.lag", "stale weights: the gap comes with the age of the samples",
+        "Sample with fresher weights first (a smaller bound on the lag), then correct the rest.",
+        all_of=(Clause("run/engine_share", "<", "engine_share"),),
+        any_of=(*GAP, Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate")),
+    ),
+    Finding(
+        "B.reuse", "stale samples: the policy moves far while it reuses a batch",
+        "Take fewer updates per batch; what is left is the clip's work.",
+        all_of=(REUSED, _is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine")),
+        changes={"train.epochs": 1, "train.minibatches": 1},
+    ),
+    Finding(
+        "escalate.system", "beyond what weights and rejection can correct",
+        "Reduce the gap itself: precision, kernels, routing, fresher weights. No algorithmic "
+        "correction is cheaper at this size.",
+        any_of=(Clause(CHI2, ">", "chi2_systems"), *_rejected("rejected_stop")),
+        changes=SAME_ENGINE,
+    ),
+    Finding(
+        "escalate.ess", "few samples carry the batch even after rejection",
+        "Reduce the gap itself, as for a gap beyond correction.",
+        all_of=(_is("config/is_rejecting"), Clause(ESS, "<", "ess_broken")), changes=SAME_ENGINE,
+    ),
+    Finding(
+        "escalate.weights", "rejection alone is not enough",
+        "Reject responses by their geometric mean, and weigh the tokens that stay by their ratio.",
+        any_of=(Clause(CHI2, ">", "chi2_toxic"), *_rejected("rejected_high")),
+        unless=("escalate.system", "escalate.ess"), changes=GEO | TOKENS_WEIGHED,
+    ),
+    Finding(
+        "D", "the variance of the importance weights blows up",
+        "Filter outliers before reweighting them.",
+        any_of=(*HEAVY_TOKENS, Clause(CHI2_SEQ, ">", "chi2_seq")),
+    ),
+    Finding(
+        "D.product", "the weight is a product over the whole sequence",
+        "Reject by the geometric mean, which does not grow with the length, and weigh tokens.",
+        all_of=(_is("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS, parent="D",
+        changes=GEO | TOKENS_WEIGHED,
+        mistake="keeping sequence weights for their principle at less than half the sample size",
+    ),
+    Finding(
+        "D.tokens", "single tokens dominate",
+        "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
+        "to 25 %, reduce the gap itself.",
+        all_of=(_is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
+        parent="D", changes=ICEPOP,
+    ),
+    Finding(
+        "D.length", "the length trap: the ratios of tokens are fine, their product is not",
+        "A small bias per token grows exponentially with the length, and long responses are lost "
+        "first. Reject by the geometric mean and weigh tokens.",
+        unless=("D.product", "D.tokens", *ESCALATIONS), parent="D",
+        changes=GEO | TOKENS_WEIGHED,
+        mistake="changing to sequence weights or sums, which put that product into the gradient",
+    ),
+    Finding(
+        "B.correct", "what fresher weights leave of the gap can be weighed",
+        "Recompute the log-probs for the clip, and weigh tokens by the rest of the ratio "
+        "(arXiv:2505.24298); for long queues or responses also reject by the geometric mean.",
+        unless=("D", *ESCALATIONS), parent="B.lag", changes=WEIGHED,
+    ),
+    Finding(
+        "D.noise", "the weights make the gradient noisier",
+        "Reject outliers by the geometric mean instead of weighing them, or lower the cap.",
+        all_of=(_is("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False)),
+        unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
+    ),
+    Finding(
+        "C", "moderate drift of the tokens",
+        "Reject responses by their geometric mean: it drops outliers and leaves the gradient of "
+        "the others as it is.",
+        all_of=(Clause(CHI2, ">", "chi2_moderate"),), unless=("D", *ESCALATIONS), changes=GEO,
+    ),
+    Finding(
+        "rejected.many", "more than one token in a hundred is rejected",
+        "Look where they are: late positions, one expert, after a tool's answer.",
+        any_of=_rejected("rejected_look"), unless=ESCALATIONS,
+    ),
+    Finding(
+        "rejected.blind", "the gap widens and the share of rejected tokens does not",
+        "Judge by the KL; adapt the band, or reduce the gap itself.",
+        all_of=(
+            Clause(OUT_OF_BAND, "<=", 1, "growth", absent=False), Clause(K3, ">", "kl_fine"),
+            Clause(K3, ">", "rise", "growth"),
+        ),
+        mistake="taking a low share of rejected tokens for health",
+    ),
+    Finding(
+        "E", "the clip saturates: many tokens are clipped, and ever more",
+        "Reduce drift or update pressure first; then change to an objective whose ratio does not "
+        "grow with the length (GSPO, GMPO), or reject and drop the clip.",
+        all_of=(
+            *CLIPPING, Clause(CLIPPED, ">", "clipped_rise", "growth"),
+            Clause(CLIPPED, ">", "clipped_sigma", "sigma"),
+        ),
+    ),
+    Finding(
+        "clipped.many", "many tokens are clipped, and no more than before",
+        "Nothing to change while the share stays flat; watch it.", all_of=CLIPPING, unless=("E",),
+    ),
+    Finding(
+        "E.bypass", "the clipped ratio contains the engine's gap",
+        "In bypass mode the ratio starts away from 1, and tokens are clipped before the policy has "
+        "moved. Take the gap out of the ratio and into a weight.",
+        all_of=(_is("config/is_bypass"),), parent="E", changes=WEIGHED,
+    ),
+    Finding(
+        "E.pressure", "too much update per batch", "One epoch and half the learning rate.",
+        all_of=(_is_not("config/is_bypass"),), parent="E",
+        changes={"train.epochs": 1} | HALF_RATE,
+    ),
+    Finding(
+        "E.widened", "the clip has been widened", "Return to the usual band.",
+        all_of=(Clause("config/clip_widening", ">", "clip_widest"),), parent="E",
+        changes={"correction.objective": _usual_clip},
+        mistake="widening the clip because many tokens are clipped",
+    ),
+    Finding(
+        "F", "response-length surge: the optimizer amplifies the mismatch",
+        "Halve the learning rate at once and reject outliers: a surge comes tens of steps before a "
+        "collapse (arXiv:2602.01826). If the length keeps growing at the lower rate, audit the "
+        "reward: length, end of sequence, hacking.",
+        all_of=(Clause(LENGTH, ">", "surge", "surge"),), changes=HALF_RATE | GEO,
+        mistake="debugging the reward before the learning rate is down",
+    ),
+    Finding(
+        "healthy", "sampler and learner agree", "Nothing to correct; continue.",
+        all_of=(Clause(PEARSON, ">=", "pearson_healthy"), Clause(KL, "<", "kl_fine")),
+        unless=BROKEN, unless_known=NOTED,
+    ),
+    Finding(
+        "watch", "between healthy and broken",
+        "No threshold asks for a change. Below kl_bug and chi2_moderate a run may need no "
+        "correction; watch the trend.",
+        all_of=(Clause(PEARSON, ">=", "pearson_broken"),), unless=(*BROKEN, "healthy"),
+        unless_known=NOTED,
+    ),
+)
+
+SETUP = (
+    Finding(
+        "engine.same", "the sampler gives the learner's probabilities", "No weight is needed.",
+        all_of=(SAME,), changes={"correction.weight": "none"},
+    ),
+    Finding(
+        "engine.corrected", "another engine samples, and its gap is corrected", "Keep it.",
+        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is("config/is_corrected")),
+    ),
+    Finding(
+        "engine.uncorrected", "another engine samples, and nothing corrects it",
+        "Recomputed log-probs keep the clip in place, but the samples still are the sampler's: add "
+        "a truncated weight, unless the drift is below kl_bug and chi2_moderate.",
+        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected")),
+        unless=("healthy",), changes=WEIGHED,
+    ),
+    Finding(
+        "engine.tolerated", "another engine samples, and nothing corrects its small gap",
+        "Fine while the gap stays this small.",
+        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected")),
+        unless=("engine.uncorrected",),
+    ),
+    Finding(
+        "engine.folded", "another engine samples, and the clipped ratio contains its gap",
+        "The trust region assumes a ratio that starts at 1: separate the two.",
+        all_of=(DIFFERENT, _is("config/is_bypass")), unless=("healthy",), changes=WEIGHED,
+    ),
+    Finding(
+        "engine.bypass", "another engine samples, and the clipped ratio contains its small gap",
+        "Fine while the gap stays this small.",
+        all_of=(DIFFERENT, _is("config/is_bypass")), unless=("engine.folded",),
+    ),
+    Finding(
+        "training.once", "synchronous, one update per batch", "No correction of staleness.",
+        all_of=(FRESH, ONCE),
+    ),
+    Finding(
+        "training.reused", "synchronous, several updates per batch",
+        "The clip corrects the drift within a step.", all_of=(FRESH, REUSED),
+    ),
+    Finding(
+        "training.async", "asynchronous, within the bound on the lag",
+        "Keep the bound, and a weight beside a clip around recomputed log-probs; neither is enough "
+        "alone.",
+        all_of=(STALE, Clause(LAG, "<=", "lag")), changes=WEIGHED,
+    ),
+    Finding(
+        "training.late", "asynchronous, samples older than the bound",
+        "Hold generation back until the lag is within 4 (code) to 8 (mathematics) versions, and "
+        "weigh what is left (arXiv:2505.24298).",
+        all_of=(Clause(LAG, ">", "lag", absent=False),), changes=WEIGHED,
+    ),
+    Finding(
+        "kl.reused", "a KL loss without a ratio, over several updates per batch",
+        "From the second update on the samples are not the policy's: give the KL term the clipped "
+        "ratio of the policy term (arXiv:2510.01555), or place the KL in the reward.",
+        all_of=(_is("config/has_plain_kl"), REUSED), changes={"correction.kl": "clipped_is_k2"},
+    ),
+    Finding("model.dense", "no routed experts", "Token-level ratios.", all_of=(DENSE,)),
+    Finding(
+        "model.moe_once", "routed experts, one update per batch",
+        "Weights alone; a replay of routes biases and gains nothing.", all_of=(ROUTED, ONCE),
+    ),
+    Finding(
+        "model.moe_few", "routed experts, two or three updates per batch",
+        "Replay the learner's own routes (R2) and clip (arXiv:2512.01374).",
+        all_of=(ROUTED, REUSED, Clause("config/updates", "<", 4)),
+    ),
+    Finding(
+        "model.moe_many", "routed experts, four or more updates per batch",
+        "Replay the sampler's routes (R3) and clip; R2 does not hold (arXiv:2512.01374).",
+        all_of=(ROUTED, Clause("config/updates", ">=", 4)),
+    ),
+    Finding(
+        "trajectory.single", "one turn", "Nothing special.",
+        all_of=(Clause(TURNS, "<=", 1, absent=True),),
+    ),
+    Finding(
+        "trajectory.agentic", "several turns with tools",
+        "Keep tool tokens out of the mask, expect more clipping after them, and consider credit "
+        "and ratios per turn.", all_of=(Clause(TURNS, ">", 1, absent=False),),
+    ),
+)

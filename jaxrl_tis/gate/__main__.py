@@ -1,0 +1,41 @@
+"""How far the sampler is from the learner at the same weights, and which cause moves it.
+
+    python -m jaxrl_tis.gate --config=configs/quickstart.py [--prompts=N] [--json=PATH]
+
+Without any update: samples the config's prompts with its engine, scores the tokens with the
+learner's program, and climbs from one to the other (`ladder.py`). The exit code is 1 above one of
+the bounds `config.gate.max_*`, and where a log-prob is not finite. docs/gate.md explains the
+numbers and the keys of the JSON.
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+
+from jaxrl_tis import cli, cli_flags
+from jaxrl_tis.build import build, initial_params, initial_state
+from jaxrl_tis.gate.report import check_prompts, failures, measure, table, to_json
+
+CONFIG = cli_flags.define_config()
+PROMPTS = flags.DEFINE_integer(
+    "prompts", None, "Prompts of the batch; default: config.rollout.prompts."
+)
+JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
+
+
+def main() -> None:
+    cli.check_folder("json", JSON.value)
+    setup = build(CONFIG.value)
+    prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
+    check_prompts(setup, prompts)
+    params = initial_state(setup, initial_params(setup))["policy"].params
+    report = measure(setup, params, prompts)
+    print(table(report))
+    if JSON.value:
+        pathlib.Path(JSON.value).write_text(to_json(report) + "\n")
+    sys.exit(bool(failures(report)))
+
+
+if __name__ == "__main__":
+    cli_flags.run(main, required=["config"])

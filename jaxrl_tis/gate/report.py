@@ -1,0 +1,184 @@
+"""The gap between learner and sampler at the same weights: measured, judged and printed.
+
+docs/gate.md explains the numbers; `python -m jaxrl_tis.gate` is the command.
+"""
+
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis import rollouts
+from jaxrl_tis import step as steps
+from jaxrl_tis.build import MAX_LOGITS, Setup
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.estimators import agreement
+from jaxrl_tis.gate import ladder
+
+MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
+AGREEMENT = ("inside_support", "kept_identical", "kept_jaccard")
+
+
+class MismatchError(RuntimeError):
+    """Learner and sampler differ by more than config.gate allows."""
+
+
+def sample(setup: Setup, params: Any, prompts: int) -> list[Trajectory]:
+    """Groups of responses to the first prompts of the config's task, by its engine."""
+    config = setup.config
+    prompter = rollouts.Prompter(setup.tokenizer, config.task)
+    records = next(
+        Batches(config.task.name, config.task.params, batch_size=prompts, seed=config.seed)
+    )
+    params_of = rollouts.sampling_params(
+        config, setup.tokenizer, config.rollout.temperature, is_filtered=True
+    )
+    requests = [
+        Request(f"gate/{i}/{record['id']}/{g}", prompter.ids(record), config.seed, params_of)
+        for i, record in enumerate(records) for g in range(config.rollout.group_size)
+    ]
+    scheduler = setup.scheduler(setup.engine, setup.engine.load(params), 0)
+    return rollouts.run(scheduler, requests)
+
+
+def check_prompts(setup: Setup, prompts: int) -> None:
+    """ValueError for a batch that the learner's micro-batches do not divide."""
+    count, size = prompts * setup.config.rollout.group_size, setup.config.train.microbatch_rows
+    if prompts < 1 or (setup.packer is None and count % size):
+        raise ValueError(
+            f"{prompts} prompts of {setup.config.rollout.group_size} samples cannot be cut into "
+            f"micro-batches of train.microbatch_rows = {size}; choose another --prompts"
+        )
+
+
+def support_agreement(
+    setup: Setup, params: Any, rows: dict[str, np.ndarray]
+) -> dict[str, float | None]:
+    """Shares of the sampled tokens that say how far the sets agree which the sampling filters keep
+    in the learner's distribution and kept in the sampler's; keys AGREEMENT, see docs/gate.md.
+
+    None without filters, without such a token, or where the logits of a micro-batch are more than
+    MAX_LOGITS.
+    """
+    filters = ladder.sampling_filters(setup)
+    micro, _ = setup.micro_batches(rows)
+    num_logits = math.prod(micro["mask"].shape[1:]) * setup.model.vocab_size
+    nothing = dict.fromkeys(AGREEMENT)
+    if not filters.is_filtered or num_logits > MAX_LOGITS:
+        return nothing
+    logits = steps.make_logits(setup.update_learner)
+    counts = jax.jit(functools.partial(_agreeing, filters))
+    parts = []
+    for m in range(len(micro["mask"])):
+        part = {name: x[m : m + 1] for name, x in micro.items()}
+        parts.append(counts(logits(params, part)[0], {name: x[0] for name, x in part.items()}))
+    total = jax.tree.map(lambda *x: float(sum(x)), *parts)
+    return nothing | {name: hits / count for name, (hits, count) in total.items() if count}
+
+
+def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dict) -> dict:
+    """Name -> (tokens that agree, tokens) of one micro-batch."""
+    tokens, mask, vocab = rows["tokens"], rows["mask"], logits_btv.shape[-1]
+    flat = sampling.distribution(logits_btv.reshape(-1, vocab), filters)
+    own = (flat > -np.inf).reshape(logits_btv.shape)
+
+    count = jnp.sum(mask)
+    outside = agreement.kept_metrics(own, own, tokens, mask)["mismatch/kept_token_outside"]
+    found = {"inside_support": ((1 - outside) * count, count)}
+    if "kept" in rows:
+        ids = rows["kept"]
+        recorded = jnp.any(ids[..., None] == jnp.arange(vocab).reshape(1, 1, 1, -1), axis=-2)
+        is_recorded = mask & jnp.any(ids >= 0, axis=-1)
+        agreed = agreement.kept_metrics(own, recorded, tokens, is_recorded)
+        count = jnp.sum(is_recorded)
+        found |= {name: (agreed[f"mismatch/{name}"] * count, count) for name in AGREEMENT[1:]}
+    return found
+
+
+def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """The report on these records of `setup.engine` with these parameters, see docs/gate.md."""
+    rungs = ladder.climb(setup, params, trajectories)
+    rows = setup.rows(trajectories)
+    mask = rows["mask"]
+    logp_old, logp_behav = rungs[0].before, rungs[-1].after
+    total = ladder.gap(logp_old, logp_behav, mask)
+    described = [
+        {"cause": r.cause, "is_same": r.is_same}
+        | ({} if r.is_same else ladder.gap(r.before, r.after, mask))
+        for r in rungs
+    ]
+    differing = [r for r in described if not r["is_same"]]
+    bounds = {name: setup.config.gate[f"max_{name}"] for name in MEASURES}
+    bounds = {name: bound for name, bound in bounds.items() if bound < math.inf}
+    is_within = lambda name: math.isfinite(total[name]) and total[name] <= bounds[name]
+    non_finite = lambda logp: int(np.sum(~np.isfinite(logp) & mask))
+    return {
+        "config": setup.config.name,
+        "sequences": len(trajectories),
+        "tokens": int(mask.sum()),
+        "total": total,
+        "rungs": described,
+        # max() keeps its first element where a comparison with NaN is false.
+        "largest": max(
+            differing, key=lambda r: r["d_mean"] if math.isfinite(r["d_mean"]) else math.inf
+        )["cause"],
+        "non_finite": {"learner": non_finite(logp_old), "sampler": non_finite(logp_behav)},
+        **support_agreement(setup, params, rows),
+        "budgets": bounds,
+        "exceeded": [name for name in bounds if not is_within(name)],
+    }
+
+
+def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
+    """The report on a fresh batch."""
+    check_prompts(setup, prompts)
+    return judge(setup, params, sample(setup, params, prompts))
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """Why the gate fails, one sentence each; none when it passes."""
+    counts, total, bounds = report["non_finite"], report["total"], report["budgets"]
+    return [
+        f"log-probs of the {side} that are not finite: {count}"
+        for side, count in counts.items() if count
+    ] + [
+        f"{name} {total[name]:.4g} is not within gate.max_{name} = {bounds[name]:.4g}"
+        for name in report["exceeded"]
+    ]
+
+
+def to_json(report: dict[str, Any]) -> str:
+    """The report as JSON, which has no NaN and no infinity: they are null."""
+    strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    return json.dumps(strict, indent=1, allow_nan=False)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [f"{'cause':<18}" + "".join(f"{name:>12}" for name in MEASURES)]
+    numbers = lambda r: "".join(f"{r[name]:>12.3g}" for name in MEASURES)
+    for r in report["rungs"]:
+        lines.append(f"{r['cause']:<18}" + (f"{'same':>12}" if r["is_same"] else numbers(r)))
+    total = report["total"]
+    lines += [f"{'total':<18}" + numbers(total), f"largest: {report['largest']}"]
+    lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
+    if agreed := [f"{name} {report[name]:.4f}" for name in AGREEMENT if report[name] is not None]:
+        lines.append("  ".join(agreed))
+    return "\n".join(lines + failures(report))
+
+
+def require(setup: Setup, params: Any) -> None:
+    """Prints the gap at the start of a run; MismatchError when the gate fails."""
+    report = measure(setup, params, setup.config.rollout.prompts)
+    print(table(report), flush=True)
+    if found := failures(report):
+        raise MismatchError(
+            f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "
+            f"largest part is {report['largest']}. Change the engine, or raise gate.max_*"
+        )

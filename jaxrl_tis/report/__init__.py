@@ -1,0 +1,1 @@
+"""Draws one static page from the records of runs."""

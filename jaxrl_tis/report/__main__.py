@@ -1,0 +1,32 @@
+"""One static page of plots and numbers from the records of one or several runs.
+
+    python -m jaxrl_tis.report WORKDIR [WORKDIR ...] [--out FILE] [--png FILE]
+
+Everything is inside the one HTML file (inline SVG, no script, nothing fetched). What is drawn is in
+plots.py.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+
+from jaxrl_tis import cli
+from jaxrl_tis.report import plots
+from jaxrl_tis.report.page import load, write
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.report",
+                                     description="One HTML page from the records of runs.")
+    parser.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="folder of a run")
+    parser.add_argument("--out", help="HTML file; default: report.html in the first WORKDIR")
+    parser.add_argument("--png", help="also write a picture of six plots here")
+    args = parser.parse_args(argv)
+    print(write(args.workdirs, args.out or pathlib.Path(args.workdirs[0]) / "report.html"))
+    if args.png:
+        print(plots.write_png(load(args.workdirs), args.png))
+
+
+if __name__ == "__main__":
+    cli.run(main)

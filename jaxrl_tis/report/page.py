@@ -1,0 +1,145 @@
+"""The page itself: load the records, draw, write. What is drawn is in plots.py."""
+
+import html
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib import colors
+
+from jaxrl_tis import metrics
+from jaxrl_tis.report import plots
+from jaxrl_tis.report.plots import Run
+
+
+def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
+    """Reads the runs; labels are folder names, or whole paths where names repeat.
+
+    Raises:
+      ValueError: no workdir is given, or a file of one is broken.
+      FileNotFoundError: a workdir has no metrics.jsonl.
+    """
+    if not workdirs:
+        raise ValueError("no workdir given: a report needs at least one")
+    paths = [pathlib.Path(workdir).resolve() for workdir in workdirs]
+    names = [path.name for path in paths]
+    palette = plots.COLORS
+    if len(paths) > len(plots.COLORS):
+        palette = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(paths)))
+    runs = []
+    for path, color in zip(paths, palette):
+        label = path.name if names.count(path.name) == 1 else str(path)
+        runs.append(Run(label, color, metrics.read(path), _read_config(path / "config.json")))
+    return runs
+
+
+def _read_config(path: pathlib.Path) -> dict:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _percent(run: Run, key: str, index: int) -> str:
+    """Returns an accuracy as "41.0 % [35.2, 47.1]"."""
+    records = [record for record in run.records if record["phase"] == "eval" and key in record]
+    if not records:
+        return "–"
+    record = records[index]
+    if "eval/n" not in record:
+        return f"{100 * record[key]:.1f} %"
+    low, high = plots.wilson(record[key], record["eval/n"])
+    return f"{100 * record[key]:.1f} % <small>[{100 * low:.1f}, {100 * high:.1f}]</small>"
+
+
+def _number(run: Run, key: str, reduce: Callable) -> str:
+    values = run.curve("train", key)[1]
+    return f"{reduce(values):.3g}" if values.size else "–"
+
+
+def summary_row(run: Run) -> dict[str, str]:
+    """Returns {column: HTML} of the table at the top."""
+    steps = run.curve("train", "reward/mean")[0]
+    config = run.config["config"] if run.config else {}
+    difference = "training/rollout_probs_diff_"
+    accuracy = {f"{name} accuracy<br>before → after <small>[95 %]</small>":
+                f"{_percent(run, key, 0)} → {_percent(run, key, -1)}"
+                for name, key in (("Greedy", "eval/greedy_accuracy"),
+                                  ("Sampled", "eval/sampled_accuracy"))}
+    color = colors.to_hex(run.color)
+    return {
+        "Run": f'<span class="dot" style="background:{color}"></span>{html.escape(run.label)}',
+        "Config": html.escape(str(config["name"])) if "name" in config else "–",
+        "Steps": f"{int(steps[-1])}" if steps.size else "–",
+        **accuracy,
+        "Largest |Δp|": _number(run, difference + "max", np.nanmax),
+        "Mean |Δp|": _number(run, difference + "mean", np.nanmean),
+        "Final ESS": _number(run, "rollout_corr/rollout_is_eff_sample_size", lambda ess: ess[-1]),
+        "Time": metrics.clock(sum(plots.phase_seconds(run).values())),
+    }
+
+
+CSS = """
+:root { color-scheme: light;
+        --sans: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+body { margin: 0; background: #f6f7f9; color: #1f2933; font: 15px/1.5 var(--sans); }
+main { max-width: 1240px; margin: 0 auto; padding: 28px 24px 60px; }
+h1 { font-size: 25px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 34px 0 12px; }
+.lead { color: #616e7c; margin: 0 0 20px; max-width: 75ch; }
+.card { background: #fff; border: 1px solid #e4e7eb; border-radius: 8px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: 9px 13px; border-bottom: 1px solid #e4e7eb;
+         white-space: nowrap; vertical-align: top; }
+th { color: #616e7c; font-weight: 600; } tr:last-child td { border-bottom: 0; }
+td { font-variant-numeric: tabular-nums; } small { color: #7b8794; }
+.dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 8px; }
+.grid { display: grid; gap: 16px; align-items: start;
+        grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); }
+figure { margin: 0; padding: 12px 14px; } figure svg { width: 100%; height: auto; display: block; }
+figure svg text { font-family: var(--sans) !important; }
+figcaption { color: #616e7c; font-size: 13px; margin-top: 6px; }
+details { margin: 10px 0; padding: 10px 14px; } summary { cursor: pointer; font-weight: 600; }
+pre { overflow-x: auto; font-size: 12.5px; }
+"""
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Returns the whole page."""
+    rows = [summary_row(run) for run in runs]
+    head = "".join(f"<th>{column}</th>" for column in rows[0])
+    table = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>"
+                    for row in rows)
+    sections = "".join(
+        f'<section><h2>{section}</h2><div class="grid">' + "".join(
+            f'<figure class="card">{picture}<figcaption>{note}</figcaption></figure>'
+            for picture, note in pictures) + "</div></section>"
+        for section, pictures in plots.figures(runs).items())
+    configs = "".join(
+        f'<details class="card"><summary>{html.escape(run.label)}</summary><pre>'
+        f"{html.escape(json.dumps(run.config, indent=2))}</pre></details>"
+        for run in runs if run.config)
+    title = html.escape(", ".join(run.label for run in runs))
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
+<body><main><h1>{title}</h1>
+<p class="lead">Pale lines: every step. Strong lines: moving average over 1/25 of the run. |Δp|:
+difference between the probabilities that the sampler and the learner give to the same token at the
+same weights.</p>
+<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>
+{sections or "<p>No metric to plot yet.</p>"}
+<h2>Configuration</h2>{configs or "<p>No config.json beside the records.</p>"}
+</main></body></html>
+"""
+
+
+def write(workdirs: Sequence[str | os.PathLike], out: str | os.PathLike) -> pathlib.Path:
+    """Writes the page of one or several runs and returns its path; see `load` for the errors."""
+    path = pathlib.Path(out)
+    path.write_text(page(load(workdirs)), encoding="utf-8")
+    return path

@@ -1,0 +1,453 @@
+"""Programs of the shipped configs, compiled for their topologies: two layers, small batches."""
+
+import contextlib
+import importlib
+import json
+import pathlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_tis import build, train
+from jaxrl_tis.aot import fit, report, work
+from jaxrl_tis.aot import programs as aot
+from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
+from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
+from jaxrl_tis.aot.hlo_text import Shape
+from jaxrl_tis.aot.work import Work
+from jaxrl_tis.aot.flags import FLAGS
+from tests import commands, tiny, tpu
+from tests.train_test import fake_samples
+
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHAPES = ROOT / "configs" / "shapes"
+
+# Smaller batches and rows; what shapes a program's operations is the config's own.
+SMALL = {
+    "quickstart": {"engine__max_draft": 1, "correction__advantage": "gae"},
+    "smollm2_135m": {},
+    "gsm8k_qwen25_0p5b:grpo": {
+        "rollout__prompts": 64, "rollout__max_new_tokens": 32, "task__max_prompt_tokens": 32,
+        "train__microbatch_rows": 8, "train__pack_length": 128,
+        "engine__slots": 64, "engine__prefill_batch": 8,
+    },
+    "gsm8k_qwen25_0p5b:ppo": {
+        "rollout__max_new_tokens": 32, "task__max_prompt_tokens": 32,
+        "train__microbatch_rows": 8, "train__pack_length": 128,
+        "engine__slots": 64, "engine__prefill_batch": 8,
+    },
+    "dapo_qwen25_32b": {
+        "rollout__prompts": 128, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
+        "rollout__overlong_buffer": 32, "train__pack_length": 256,
+        "engine__slots": 64, "engine__prefill_batch": 8,
+    },
+}
+# A compiler that optimises less is several times as fast. Only for programs without gradients:
+# libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
+LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
+COMPILED = {
+    "quickstart": ("critic", "decode", "verify", "eval_prefill", "eval_insert", "eval_decode"),
+    "smollm2_135m": ("reshard", "prefill", "insert"),
+    "gsm8k_qwen25_0p5b:grpo": ("train", "score", "quantize"),
+    "gsm8k_qwen25_0p5b:ppo": ("values",),
+    "dapo_qwen25_32b": ("decode",),
+}
+
+
+def little_effort(topology):
+    return mock.patch.dict(FLAGS, {topology.kind: FLAGS[topology.kind] | LITTLE_EFFORT})
+
+
+def configured(name):
+    module, _, variant = name.partition(":")
+    make = importlib.import_module(f"configs.{module}").get_config
+    return make(variant) if variant else make()
+
+
+def small(name, **overrides):
+    """A shipped config with small batches; overrides as in tests.tiny."""
+    config = configured(name)
+    for field, value in (SMALL[name] | overrides).items():
+        *path, last = field.split("__")
+        target = config
+        for part in path:
+            target = target[part]
+        target[last] = value
+    return config.lock()
+
+
+@pytest.fixture(scope="module")
+def made():
+    """name -> (setup, report) of COMPILED, each compiled once."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
+            tpu.devices(topology.name)
+            layers = 2 if "train" in COMPILED[name] else 1
+            setup = aot.setup_for(small(name), SHAPES, topology, layers)
+            programs = {}
+            for program in COMPILED[name]:
+                has_gradient = program in ("train", "critic")
+                with contextlib.nullcontext() if has_gradient else little_effort(topology):
+                    report = aot.report(setup, topology, [program])
+                programs |= report["programs"]
+            found[name] = setup, report | {"programs": programs}
+        return found[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_config_compiles_for_its_topology(made, name):
+    setup, report = made(name)
+    assert tuple(report["programs"]) == COMPILED[name]
+    assert report["layers"] == setup.model.num_layers
+    assert report["chips"] == Topology.parse(report["topology"]).num_chips
+    for entry in report["programs"].values():
+        assert entry["fits"] and entry["host_transfers"] == []
+        assert 0 < entry["memory"]["peak_bytes"] < entry["memory"]["hbm_bytes"]
+        assert entry["roofline"]["is_model_output"] is True
+    json.dumps(report)
+
+
+def test_the_configs_between_them_compile_every_program():
+    assert {p for names in COMPILED.values() for p in names} == set(aot.PROGRAMS)
+
+
+def test_every_key_is_documented(made):
+    """A key of the JSON is in docs/tpu.md as `key`."""
+    page = (ROOT / "docs" / "tpu.md").read_text()
+
+    def keys(value):
+        if isinstance(value, list):
+            return {k for x in value for k in keys(x)}
+        if not isinstance(value, dict):
+            return set()
+        return set(value) | {k for x in value.values() for k in keys(x)}
+
+    _, report = made("gsm8k_qwen25_0p5b:grpo")
+    names = keys(report) - set(aot.PROGRAMS) - set(report["resident_bytes"])
+    assert [k for k in sorted(names) if f"`{k}`" not in page] == []
+
+
+def test_what_the_compiler_counts_of_a_training_step(made):
+    """The FLOPs of the program against those of the shapes. With full remat the layers make four
+    passes for the model's three; the head makes five (logits once, and again in each of the two
+    kernels of its backward pass)."""
+    entry = made("gsm8k_qwen25_0p5b:grpo")[1]["programs"]["train"]
+    assert 3 / 5.05 < entry["model_flop_ratio"] < 3 / 3.9
+    large = [c for c in entry["collectives"] if c["bytes"] > 2**20]
+    assert large and {tuple(c["axes"]) for c in large} == {("fsdp",)}
+    assert not [c for c in entry["collectives"] if c["kind"] == "collective-permute"]
+
+
+def test_the_flags_change_the_program():
+    """Without them a gathered weight becomes a ring of products (collective-permutes)."""
+    topology = Topology.parse("v5e:2x4")
+    tpu.devices(topology.name)
+    config = configured("gsm8k_qwen25_0p5b:grpo")  # small rows do not show it
+    score = aot.programs(aot.setup_for(config.lock(), SHAPES, topology, layers=1))["score"]
+    kinds = lambda flags: {
+        c.kind for c in aot.compiled("score", *score, flags | LITTLE_EFFORT).module.collectives()
+    }
+    assert "collective-permute" not in kinds(FLAGS["v5e"])
+    assert "collective-permute" in kinds({})
+
+
+def test_an_unknown_flag_is_refused():
+    devices = tpu.devices("v5e:2x2")
+    one = jax.sharding.SingleDeviceSharding(devices[0])
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=one)
+    add = jax.jit(lambda x: x + 1)
+    for flags in FLAGS.values():
+        aot.compiled("add", add, (x,), flags)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
+        aot.compiled("add", add, (x,), {"xla_no_such_flag": "1"})
+
+
+def test_two_slices():
+    """Data parallelism over two slices: gradients go between them, weights do not."""
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2", num_slices=2)
+    config = small("quickstart", mesh__train=(2, 4, 1))
+    setup = aot.setup_for(config, SHAPES, topology, layers=1)
+    entry = aot.report(setup, topology, ["train"])["programs"]["train"]
+    by_network = {
+        network: {(c["kind"], *c["axes"]) for c in entry["collectives"] if c["network"] == network}
+        for network in ("ici", "dcn")
+    }
+    assert {kind for kind, *_ in by_network["dcn"]} == {"all-reduce"}
+    assert ("all-gather", "fsdp") in by_network["ici"]
+
+
+# What does not fit
+
+
+def test_a_decode_state_that_is_too_large_is_named(capsys):
+    tpu.devices("v5e:2x2")
+    command = commands.load("aot.__main__")
+    config = small("quickstart", engine__slots=3_000_000)
+    with (
+        mock.patch.object(command.config_flags, "get_config_filename", lambda _: "a.py"),
+        mock.patch.object(command.flags, "FLAGS", {"config": None}),
+        commands.exits(
+            command, CONFIG=config, NAMES=["insert"], LAYERS=1, JSON=None, MARKDOWN=False,
+            FIT=False, TOPOLOGY="v5e:2x2", NUM_SLICES=1,
+        ) as exited,
+    ):
+        command.main()
+    out = capsys.readouterr().out
+    assert exited.value.code == 1
+    assert "DOES NOT FIT" in out and "too much" in out and "argument[0].cache" in out
+
+
+def test_a_refusal_is_read():
+    refusal = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+        "hbm. Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G.\n"
+        "  1. Size: 8.00G\n     Operator: op_name=\"jit(f)/dot\" source_file=\"a.py\"\n"
+        "     Shape: bf16[65536,65536]{1,0:T(8,128)(2,1)}\n     Unpadded size: 8.00G\n"
+    )
+    x = jax.ShapeDtypeStruct((2**28,), jnp.float32)
+    refused = aot.Compiled("train", ({"weights": x},), 1.0, refusal=refusal)
+    memory, over, where = report._refused(refused, beside=5, hbm=16 * GIB)
+    assert memory["peak_bytes"] == int(20.5 * GIB) and memory["argument_bytes"] == GIB
+    assert (over, where) == (int(4.5 * GIB) + 5, "hbm")
+    first, second = report.largest(refused)
+    assert first == {
+        "bytes": 8 * GIB, "what": "jit(f)/dot", "shape": "bf16[65536,65536]"
+    }
+    assert second["what"] == "argument[0]['weights']"
+
+
+def test_what_a_refusal_calls_temporaries_holds_the_arguments():
+    """An update in place of 20 GiB, refused before memory is laid out."""
+    tpu.devices("v5e:2x2")
+    device = jax.sharding.SingleDeviceSharding(Topology.parse("v5e:2x2").devices()[0])
+    x = jax.ShapeDtypeStruct((20 * 2**15, 2**13), jnp.float32, sharding=device)
+    write = jax.jit(lambda x: x.at[0, 0].set(1.0), donate_argnums=0)
+    refused = aot.compiled("insert", write, (x,), {})
+    memory, over, where = report._refused(refused, beside=0, hbm=CHIPS["v5e"].hbm_bytes)
+    assert memory["peak_bytes"] == 20 * GIB and (over, where) == (int(4.25 * GIB), "hbm")
+
+
+def test_arrays_of_a_program_are_named_where_the_refusal_names_none():
+    tpu.devices("v5e:2x2")
+    device = jax.sharding.SingleDeviceSharding(Topology.parse("v5e:2x2").devices()[0])
+    x = jax.ShapeDtypeStruct((40 * 2**10, 40 * 2**10), jnp.float32, sharding=device)
+    products = jax.jit(lambda x: (x @ x) @ (x.T @ x))
+    refused = aot.compiled("train", products, (x,), {})
+    assert "Size: " not in refused.refusal and "total memory" in refused.refusal
+    largest = report.largest(refused)
+    assert {"argument[0]", "dot_general"} <= {x["what"].split("/")[-1] for x in largest}
+    assert {x["bytes"] for x in largest[:2]} == {4 * x.size}
+
+
+def test_a_refusal_of_another_memory_is_no_peak_of_hbm():
+    refusal = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space smem. Used 1.02M of 1.00M smem. "
+        "Exceeded smem capacity by 18.1K.\n"
+    )
+    x = jax.ShapeDtypeStruct((2**28,), jnp.float32)
+    refused = aot.Compiled("decode", (x,), 1.0, refusal=refusal)
+    memory, over, where = report._refused(refused, beside=5, hbm=16 * GIB)
+    assert (memory["peak_bytes"], over, where) == (GIB, int(18.1 * 2**10), "smem")
+
+
+def test_a_model_of_unknown_shape_says_where_to_put_it(tmp_path):
+    config = small("dapo_qwen25_32b", model__path="models/Other-7B")
+    with pytest.raises(FileNotFoundError, match=r"Other-7B.*Other-7B\.json"):
+        aot.model_of(config, tmp_path)
+
+
+def test_an_unknown_program_is_named():
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+    setup = aot.setup_for(small("smollm2_135m"), SHAPES, topology, layers=1)
+    with pytest.raises(ValueError, match="critic are none of this run's: train, score"):
+        aot.report(setup, topology, ["train", "critic"])
+
+
+def test_what_stays_beside_a_program():
+    """Arrays of a run that the program does not take itself; equal shapes count one by one."""
+    a, b = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (256, 512))
+    kept = {"policy": [a, a], "decode state": [b]}
+    assert report._beside((a,), kept) == 4 * (256 + 512)
+    assert report._beside((a, a, b), kept) == 0
+    assert report._beside((), kept) == 4 * (2 * 256 + 512)
+
+
+# The search
+
+
+def test_the_search_finds_the_largest_that_fits():
+    """Rows are multiples of the data shards that divide an update's 64 * 8 sequences."""
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+
+    def entry(self, name, setup):
+        config = setup.config
+        size = config.train.microbatch_rows if name == "train" else config.engine.slots
+        memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
+        return {"memory": memory, "fits": size <= 16, "over_in": "hbm"}
+
+    with mock.patch.object(fit.Search, "_entry", entry):
+        rows = fit.Search(small("quickstart"), SHAPES, topology).run()
+        capped = fit.Search(small("quickstart"), SHAPES, topology, limit=3)
+        other = fit.Search(small("gsm8k_qwen25_0p5b:grpo"), SHAPES, topology).run()
+        capped.run()
+    tried = lambda **which: [
+        (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
+    ]
+    until = [(32, False), (8, True), (16, True)]  # of 4, 8, ... 512
+    assert tried(program="train", mesh=(1, 4, 1), remat="full") == until
+    assert tried(program="decode", mesh=(4, 1, 1)) == until
+    # Of two key/value heads.
+    assert {r["mesh"] for r in rows} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
+    assert {r["mesh"] for r in other} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
+    two_shards = [r for r in other if r["mesh"] == (1, 2, 2) and r["remat"] == "none"]
+    assert [r["size"] for r in two_shards] == [4, 8, 16]  # of 2, 4, 8, 16: divide 80 sequences
+    assert len(capped.rows) == 3 and not capped.is_whole
+    assert "100.0%" in fit.line(rows[2]) and "does not fit in hbm" in fit.line(rows[0])
+
+
+def test_the_search_tries_no_split_that_a_run_refuses():
+    """Prefills of 32 prompts cannot be cut into 64 shards, nor 8 key/value heads into 16."""
+    tpu.devices("v5p:4x4x4")
+    memory = {"peak_bytes": 1, "beside_bytes": 1, "hbm_bytes": 17}
+    fits = lambda self, name, setup: {"memory": memory, "fits": True, "over_in": "hbm"}
+    with mock.patch.object(fit.Search, "_entry", fits):
+        search = fit.Search(
+            configured("dapo_qwen25_32b").lock(), SHAPES, Topology.parse("v5p:4x4x4"), limit=60
+        )
+        rows = search.run()
+    serving = {r["mesh"] for r in rows if r["program"] == "decode"}
+    assert serving == {(32, 1, 2), (16, 1, 4), (8, 1, 8)} and search.is_whole
+    training = {r["mesh"] for r in rows if r["program"] == "train"}
+    assert training == {(1, 64, 1), (1, 32, 2), (1, 16, 4), (1, 8, 8)}
+    with pytest.raises(ValueError, match="nonesuch"):
+        config = small("quickstart", engine__quantization="nonesuch")
+        fit.Search(config, SHAPES, Topology.parse("v5e:2x2")).run()
+
+
+def test_of_equal_rows_the_setting_that_recomputes_least_is_advised():
+    row = lambda program, mesh, remat, size, fits=True: {
+        "program": program, "mesh": mesh, "remat": remat, "size": size, "fits": fits,
+    }
+    rows = [
+        row("decode", (4, 1, 1), "", 64, fits=False),
+        row("train", (1, 4, 1), "full", 16), row("train", (1, 4, 1), "none", 8),
+        row("train", (1, 2, 2), "dots", 16), row("train", (1, 2, 2), "none", 32, fits=False),
+    ]
+    assert fit.advice(rows) == (
+        "decode: nothing that was tried fits\n"
+        "train: --config.mesh.train='(1,2,2)' --config.model.remat=dots "
+        "--config.train.microbatch_rows=16"
+    )
+
+
+# The programs are the run's
+
+
+class Reached(Exception):
+    """An update was called, with this minibatch."""
+
+
+@pytest.mark.parametrize("overrides", [
+    {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
+    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
+    {"train__pack_length": 100, "engine__retention": (1, 1)},
+])
+def test_the_minibatch_is_that_of_a_run(overrides):
+    """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
+    def stopping(state, minibatch):
+        raise Reached(minibatch)
+
+    setup = tiny.setup(**overrides)
+    with tiny.one_device():
+        trainer = train.Trainer(setup)
+    state = train.initial_state(setup, train.initial_params(setup))
+    rows = trainer.score(state, fake_samples())
+    with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
+        trainer.update(state, rows, 1)
+    expected = build.abstract_minibatch(setup)
+    kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
+    assert kinds(reached.value.args[0]) == kinds(expected)
+
+
+# Model FLOPs and bytes, by hand
+
+
+def tiny_setup(**overrides):
+    return build.build(tiny.config(**overrides))
+
+
+def test_model_flops_of_a_forward_pass():
+    c = tiny_setup().model  # D 32, 2 query and 1 key/value head of 16, F 48, 1 layer
+    # q, o: 32 x 32; k, v: 32 x 16; gate, up, down: 32 x 48.
+    assert work.layer_weights(c) == 2 * 1024 + 2 * 512 + 3 * 1536
+    # Three rows of 8 tokens, logits of 5: products, half the square of two attention products,
+    # and the head.
+    weights = 2 * 1024 + 2 * 512 + 3 * 1536
+    attention = 2 * (2 * (8 * 8 // 2) * 2 * 16)
+    expected = 3 * (2 * weights * 8 + attention + 2 * 32 * c.vocab_size * 5)
+    assert work.forward_flops(c, 3, 8, 5) == expected
+    per_token = 2 * (weights + 32 * c.vocab_size) + 2 * 2 * 10 * 2 * 16
+    assert work.decode_flops(c, 7, 10) == 7 * per_token
+
+
+def test_bytes_that_a_decode_call_must_move():
+    setup = tiny_setup()
+    args = aot.programs(setup)["decode"][1]
+    cache = 2 * 8 * 1 * 8 * 16 * 4  # keys and values: 8 slots, 1 head, 8 tokens of 16, float32
+    moved = work.work("decode", setup, args)
+    assert moved.kv_bytes == 2 * cache  # two steps a call
+    assert moved.weight_bytes == 2 * work.device_bytes(args[0])
+
+
+def test_bytes_of_pages_that_prefill_and_insert_must_move():
+    setup = tiny_setup()
+    found, page = aot.programs(setup), 2 * 1 * 16 * 16 * 4  # a page of 16 positions
+    kv = lambda name: work.work(name, setup, found[name][1]).kv_bytes
+    assert kv("prefill") == 4 * page  # four prompts, whose first chunk fills a page
+    assert kv("insert") == 2 * 8 * page  # a page of each slot, read and written
+
+
+def test_flops_of_kernels():
+    """Splash attention by half its squares (2 query heads); the others speak for themselves."""
+    call = lambda name, shape, flops: CustomCall(
+        name, "tpu_custom_call", (Shape("f32", (2, 512, 128)), shape), flops, "c", 1, ""
+    )
+    setup, q, kv = tiny_setup(), Shape("bf16", (3, 2, 64, 16)), Shape("bf16", (3, 1, 64, 16))
+    square = 3 * 2 * (64 * 64 // 2) * 2 * 16  # of one product: rows, heads, half of T x T, K
+    count = lambda *args: work.kernel_flops(call(*args), setup)
+    assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
+    assert count("splash_mha_dkv_segmented_no_residuals", kv, None) == 4 * square
+    assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
+    alone = CustomCall("splash_mha_fwd", "tpu_custom_call", (
+        Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row
+    assert work.kernel_flops(alone, setup) == 2 * square // 3
+    assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
+
+
+def test_the_roofline_takes_the_slowest_of_three():
+    chip = CHIPS["v5e"]
+    square = Shape("bf16", (1024, 1024))
+    dot = Dot("d", square, (square, square), (square, square), "default", 197 * 10**9, "c", 2, "")
+    gather = Collective("g", "all-gather", (square,), 10**9, 4, ("fsdp",), "ici", "c", 4, False, "")
+    made = work.roofline(chip, 1, [dot], [gather], 0, Work(0, 819 * 10**6))
+    assert made.compute_seconds == pytest.approx(2e-3)
+    assert made.memory_seconds == pytest.approx(1e-3)
+    assert made.network_seconds == pytest.approx(4 * 0.75e9 / 200e9)
+    assert (made.seconds, made.bound) == (made.network_seconds, "network")
+    narrow = Shape("s8", (1024, 1024))
+    int8 = Dot("d", square, (narrow,) * 2, (narrow,) * 2, "default", 393 * 10**9, "c", 1, "")
+    highest = Dot("d", square, (square,) * 2, (square,) * 2, "highest", 197 * 10**9, "c", 1, "")
+    seconds = lambda d: work.roofline(chip, 1, [d], [], 0, Work()).compute_seconds
+    assert seconds(int8) == pytest.approx(1e-3) and seconds(highest) == pytest.approx(6e-3)

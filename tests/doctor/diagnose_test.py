@@ -1,0 +1,251 @@
+"""What the doctor says of a record, where it cannot know, and of files that are broken."""
+
+import json
+
+import pytest
+
+from jaxrl_tis.doctor.__main__ import main
+from jaxrl_tis.doctor.case import (
+    CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
+)
+from jaxrl_tis.doctor.diagnose import IS_VALID, describe, diagnose
+from tests.doctor.runs import late, names, write_run
+
+
+# Evidence
+
+
+def test_evidence_tells_metric_value_threshold_and_steps(tmp_path):
+    values = {PEARSON: lambda s: 0.5 if s == 107 else 0.97, KL: 0.06}
+    [cause, _] = diagnose(write_run(tmp_path, values))["findings"]
+    share, pearson, kl = cause["evidence"]
+    assert share["metric"] == "run/engine_share" and share["steps"] is None
+    # (0.5 + 19 * 0.97) / 20 = 0.9465
+    assert pearson.pop("value") == pytest.approx(0.9465)
+    assert pearson == {
+        "metric": PEARSON, "statistic": "mean", "op": "<", "threshold": 0.95, "steps": [101, 120],
+        "crossed": 1, "extreme_step": 107,
+    }
+    assert (kl["metric"], kl["crossed"]) == (KL, 20)
+    printed = describe(diagnose(tmp_path))
+    assert f"{PEARSON} 0.9465 < 0.95  (mean, steps 101-120; 1 of them by themselves" in printed
+    assert "extreme at step 107" in printed
+
+
+@pytest.mark.parametrize("values", [
+    {KL: 0.05}, {PEARSON: 0.95}, {PPL: 1.05}, {PPL: 0.98}, {KL: -0.02}, {DP_MAX: 0.5},
+    {CHI2: 0.3}, {ESS: 0.5}, {CLIPPED: 0.2},
+    {LENGTH: lambda s: 100.0 if s <= 100 else 120.0},  # exactly 1.2 times
+])
+def test_a_value_on_a_threshold_has_not_crossed_it(values, tmp_path):
+    found = names(diagnose(write_run(tmp_path, values))["findings"])
+    assert found in ({"healthy"}, {"watch"})
+
+
+def test_steps_before_the_window_are_history(tmp_path):
+    values = {PEARSON: late(0.5, 0.995), DP_MAX: late(0.9, 0.3), CHI2: late(9.0, 0.05)}
+    assert diagnose(write_run(tmp_path, values))["verdict"] == ["healthy"]
+
+
+def test_a_surge_compares_with_a_hundred_steps_ago(tmp_path):
+    # Mean of 111-120 over mean of 11-20: 130 / 100, whatever lies between.
+    lengths = {LENGTH: lambda s: 100.0 if s <= 20 else 130.0}
+    [surge] = diagnose(write_run(tmp_path, lengths))["findings"]
+    [evidence] = surge["evidence"]
+    assert (evidence["value"], evidence["steps"]) == (pytest.approx(1.3), [111, 120])
+    assert evidence["crossed"] is None
+    lengths = {LENGTH: lambda s: 100.0 if s <= 10 else 130.0}
+    assert diagnose(write_run(tmp_path, lengths))["verdict"] == ["healthy"]
+
+
+def test_infinite_values_are_evidence(tmp_path):
+    diagnosis = diagnose(write_run(tmp_path, {CHI2: float("inf")}))
+    assert diagnosis["verdict"] == ["escalate.system", "D"]
+
+
+@pytest.mark.parametrize("kept, weights, read", [
+    (0.4, 1.0, ESS), (0.9, 0.4, ESS), (None, 0.4, WEIGHTS_ESS), (None, 0.9, WEIGHTS_ESS),
+    (late(None, 0.4), 1.0, ESS),
+    (lambda s: 0.4 if s > 111 else None, 0.3, WEIGHTS_ESS),  # 9 values are too few
+])
+def test_the_sample_size_is_that_after_rejection(kept, weights, read, tmp_path):
+    diagnosis = diagnose(write_run(tmp_path, {ESS: kept, WEIGHTS_ESS: weights}))
+    value = {ESS: kept, WEIGHTS_ESS: weights}[read]
+    value = value(120) if callable(value) else value
+    assert diagnosis["verdict"] == (["D"] if value < 0.5 else ["healthy"])
+    evidence = [e for f in diagnosis["findings"] if f["name"] == "D" for e in f["evidence"]]
+    found = [(e["metric"], e["value"]) for e in evidence]
+    assert found == ([(read, pytest.approx(value))] if value < 0.5 else [])
+
+
+# Not enough data
+
+
+def test_few_steps_decide_nothing(tmp_path):
+    diagnosis = diagnose(write_run(tmp_path, {PEARSON: 0.1, CHI2: 9.0}, steps=9))
+    assert diagnosis["verdict"] == ["not enough data"] and diagnosis["findings"] == []
+    undecided = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
+    assert {"A", "D", "C", "F", "healthy", "engine.corrected"} <= set(undecided)
+    assert undecided["C"].startswith(
+        f"needs 10 values of {CHI2} in the 20 steps up to step 9, there are 9"
+    )
+    assert "not enough data" in describe(diagnosis)
+
+
+def test_a_short_run_leaves_the_surge_open(tmp_path):
+    values = {LENGTH: lambda s: 10.0 * s}
+    diagnosis = diagnose(write_run(tmp_path, values, steps=109))
+    assert diagnosis["verdict"] == ["healthy"]
+    [surge] = diagnosis["undecided"]
+    assert surge["name"] == "F"
+    assert surge["reason"] == (
+        f"needs 10 values of {LENGTH} in the 10 steps up to step 9, there are 9"
+    )
+
+
+@pytest.mark.parametrize("metric, lost", [
+    (PEARSON, {"A", "healthy", "watch"}), (CHI2, {"C", "D", "healthy", "watch"}),
+    (ESS, {"D", "healthy", "watch"}), (LENGTH, {"F"}),
+])
+def test_an_unrecorded_metric_leaves_open_what_hangs_on_it(metric, lost, tmp_path):
+    undecided = names(diagnose(write_run(tmp_path, {metric: None}))["undecided"])
+    assert lost <= undecided
+    nan = names(diagnose(write_run(tmp_path, {metric: float("nan")}))["undecided"])
+    assert nan == undecided
+
+
+def test_a_stale_gap_that_was_not_split_is_not_blamed_on_either(tmp_path):
+    diagnosis = diagnose(write_run(tmp_path, {KL: 0.06, LAG: 2.0}))
+    assert diagnosis["verdict"] == ["not enough data"]
+    reasons = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
+    assert ENGINE_SHARE in reasons["A"] and ENGINE_SHARE in reasons["B.lag"]
+
+
+def test_without_a_config_the_symptoms_still_count(tmp_path):
+    write_run(tmp_path, {PEARSON: 0.9, CHI2: 1.5})
+    (tmp_path / "config.json").unlink()
+    diagnosis = diagnose(tmp_path)
+    assert diagnosis["verdict"] == ["A", "D"]
+    assert all(f["changes"] == [] for f in diagnosis["findings"])
+    reasons = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
+    assert reasons["A.quantized"] == "needs the field engine.quantization of config.json"
+    assert "engine.corrected" in reasons
+
+
+def test_a_field_that_the_config_lacks_is_not_guessed(tmp_path):
+    write_run(tmp_path, {CLIPPED: late(0.25, 0.3), CHI2: 0.5})
+    content = json.loads((tmp_path / "config.json").read_text())
+    correction = content["config"]["correction"]
+    correction |= {"masks": "", "objective": "ppo"}
+    del correction["preset"], correction["mode"], content["config"]["engine"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    diagnosis = diagnose(tmp_path)
+    assert {"C", "E"} == names(diagnosis["findings"])
+    assert {"E.bypass", "E.pressure"} <= names(diagnosis["undecided"])
+    fields = {c["field"] for f in diagnosis["findings"] for c in f["changes"]}
+    assert fields == {"correction.masks"}
+
+
+def test_batches_without_a_valid_token_are_left_out(tmp_path):
+    values = {IS_VALID: lambda s: s % 2, PEARSON: lambda s: 0.995 * (s % 2)}
+    diagnosis = diagnose(write_run(tmp_path, values))
+    assert diagnosis["verdict"] == ["healthy"] and diagnosis["steps"] == [1, 119]
+
+
+# Broken files
+
+
+@pytest.mark.parametrize("bad, problem", [
+    ('{"step": 3, "pha', "not JSON (Unterminated string starting at, column 13)"),
+    ("", "not JSON (Expecting value, column 1)"),
+    ("[1, 2]", "not a JSON object"),
+    ('{"phase": "train"}', 'no "phase" or no whole number "step"'),
+    ('{"step": 3}', 'no "phase" or no whole number "step"'),
+    ('{"step": "3", "phase": "train"}', 'no "phase" or no whole number "step"'),
+    ('{"step": 3, "phase": "train", "a": "x"}', "metric 'a' is 'x', not a number"),
+    ('{"step": 3, "phase": "train", "a": null}', "metric 'a' is None, not a number"),
+    ('{"step": 3, "phase": "train", "a": true}', "metric 'a' is True, not a number"),
+    ('{"step": 3, "phase": "train", "a": [1]}', "metric 'a' is [1], not a number"),
+])
+def test_a_broken_line_is_named(bad, problem, tmp_path):
+    path = write_run(tmp_path) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[2] = bad + "\n"
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError) as error:
+        diagnose(tmp_path)
+    assert str(error.value) == f"{path}, line 3: {problem}"
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    path = write_run(tmp_path) / "metrics.jsonl"
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"step": 121, "pha')
+    assert diagnose(tmp_path)["steps"] == [1, 120]
+    path.write_text(path.read_text() + "\n")  # a whole line now, and broken
+    with pytest.raises(ValueError, match="line 121: not JSON"):
+        diagnose(tmp_path)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl not found: is .* the --workdir"):
+        diagnose(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    diagnosis = diagnose(tmp_path)
+    assert (diagnosis["verdict"], diagnosis["steps"]) == (["not enough data"], None)
+    assert "no steps" in describe(diagnosis)
+
+
+@pytest.mark.parametrize("content, problem", [
+    ('{\n"config": {\n', "line 3: not JSON"), ("[]", "line 1: no object under"),
+    ('{"config": 3}', "line 1: no object under"), ("{}", "line 1: no object under"),
+])
+def test_a_broken_config_is_named(content, problem, tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"config.json, {problem}"):
+        diagnose(tmp_path)
+
+
+# Command line
+
+
+def test_the_command_prints_and_writes_the_same(tmp_path, capsys):
+    write_run(tmp_path, {PEARSON: 0.9, CHI2: float("inf")}, {"engine.quantization": "w8a8"})
+    out = tmp_path / "diagnosis.json"
+    main([str(tmp_path), "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert 'c.engine.quantization = \'none\'  # now \'w8a8\'' in printed
+    assert "A.quantized: the sampler is quantised" in printed
+    assert "do not: reading rollout_corr/kl as learning" in printed
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    written = json.loads(out.read_text(), parse_constant=refuse)
+    assert list(written) == [
+        "workdir", "steps", "window", "verdict", "findings", "undecided", "setup", "thresholds"
+    ]
+    assert written["verdict"] == ["A", "escalate.system", "D"]
+    assert all(
+        set(f) == {"name", "title", "parent", "advice", "mistake", "evidence", "changes"}
+        for f in (*written["findings"], *written["setup"])
+    )
+    assert [e["value"] for f in written["findings"] for e in f["evidence"]].count("inf") == 2
+    assert printed.startswith(f"{tmp_path} (steps 101-120 of 1-120): A, escalate.system, D\n")
+
+
+def test_thresholds_are_set_by_name(tmp_path, capsys):
+    write_run(tmp_path, {PEARSON: 0.94})
+    main([str(tmp_path), "--threshold", "pearson_broken=0.9"])
+    assert "watch: between healthy and broken" in capsys.readouterr().out
+    main([str(tmp_path), "--threshold", "window=5", "--threshold", "min_steps=5"])
+    assert "steps 116-120 of 1-120): A" in capsys.readouterr().out
+    message = "unknown threshold 'pearson'; choose one of window, min_steps, pearson_healthy"
+    with pytest.raises(ValueError, match=message):
+        main([str(tmp_path), "--threshold", "pearson=0.9"])
+
+
+def test_the_command_ends_with_the_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl not found"):
+        main([str(tmp_path)])

@@ -1,0 +1,393 @@
+"""The gap of sampler and learner at the same weights, found, attributed and refused."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import batch, build, train
+from jaxrl_tis import step as steps
+from jaxrl_tis.build import initial_params
+from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.models import attention
+from tests import commands, tiny
+from tests.gate import noisy
+
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
+ROOT = pathlib.Path(__file__).parents[2]
+SAME = dict(engine__quantization="none")
+BFLOAT16 = dict(engine__dtype="bfloat16", engine__cache_dtype="bfloat16")
+FILTERED = dict(rollout__top_k=4, rollout__top_p=0.9, rollout__allow_filter_bias=True)
+
+
+def even_setup(**overrides):
+    """The tiny setup with a vocabulary that two devices can share."""
+    config = tiny.config(**overrides)
+    tokenizer = load_tokenizer("char")
+    size = tokenizer.vocab_size + tokenizer.vocab_size % 2
+    with tiny.one_device():
+        return build.assemble(config, build.small_model(config, size), tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def _scores(monkeypatch):
+    """A learner's program is traced once; see `wrong_attention`."""
+    monkeypatch.setattr(steps, "make_score", make_score)
+
+
+make_score = functools.cache(steps.make_score)
+
+
+def wrong_attention(monkeypatch, attend):
+    """Traces with `attend(right, *arguments)` in place of the attention of rows."""
+    monkeypatch.setattr(steps, "make_score", make_score.__wrapped__)
+    monkeypatch.setattr(
+        attention, "row_attention", functools.partial(attend, attention.row_attention)
+    )
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """(overrides) -> (setup, parameters, trajectories)."""
+    found = {}
+
+    def get(**overrides):
+        key = json.dumps(overrides, sort_keys=True)
+        if key not in found:
+            make = even_setup if "mesh__serve" in overrides else tiny.setup
+            setup = make(**overrides)
+            params = initial_params(setup)
+            found[key] = setup, params, report.sample(setup, params, 4)
+        return found[key]
+
+    return get
+
+
+def climbed(sampled, **overrides):
+    setup, params, trajectories = sampled(**overrides)
+    rungs = ladder.climb(setup, params, trajectories)
+    return rungs, batch.rows(trajectories, setup.row_length)
+
+
+def differing(rungs):
+    return [r.cause for r in rungs if not r.is_same]
+
+
+def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
+    result = report.judge(*sampled(**SAME))
+    assert 0 < result["total"]["d_max"] < 2e-5 and result["total"]["pearson"] > 0.999999
+    assert result["exceeded"] == [] and result["largest"] == "decode"
+    assert [r["cause"] for r in result["rungs"] if not r["is_same"]] == ["batch_shape", "decode"]
+    assert result["inside_support"] is None
+
+
+def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
+    result = report.judge(*sampled())
+    by_cause = {r["cause"]: r for r in result["rungs"]}
+    assert result["largest"] in ("weights", "activations")
+    smallest = min(by_cause[c]["d_mean"] for c in ("weights", "activations"))
+    assert smallest > 1e-3 and by_cause["decode"]["d_mean"] < 0.02 * smallest
+    assert all(by_cause[c]["is_same"] for c in ("dtype", "tensor_parallel", "kv_dtype", "filter"))
+
+
+@pytest.mark.parametrize("overrides, causes", [
+    ({}, ["batch_shape", "weights", "activations", "decode"]),
+    (dict(engine__quantization="w8a16", engine__cache_dtype="int8"),
+     ["batch_shape", "weights", "kv_dtype", "decode"]),
+    (dict(**BFLOAT16, **FILTERED),
+     ["dtype", "excess_precision", "batch_shape", "weights", "activations", "decode", "filter"]),
+    (dict(model__quantization="w8a8", model__unquantized=("down",), train__pack_length=16),
+     ["batch_shape", "weights", "decode"]),
+])
+def test_the_rungs_add_up_to_the_gap_and_none_is_empty(sampled, overrides, causes):
+    rungs, rows = climbed(sampled, **overrides)
+    assert differing(rungs) == causes
+    setup, params, trajectories = sampled(**overrides)
+    samples = [train.rollouts.Sample(t, {}, "", 0.0, 0.0, 0) for t in trajectories]
+    with tiny.one_device():
+        state = {"policy": mock.Mock(params=params)}
+        learner = train.Trainer(setup).score(state, samples)["logp_learner"]
+    np.testing.assert_array_equal(rungs[0].before, learner)
+    gap = learner.astype(np.float64) - rows["logp_behav"]
+    np.testing.assert_array_equal(sum(r.difference for r in rungs), gap)
+    assert np.abs(gap[rows["mask"]]).max() > 1e-4
+    for r in rungs:
+        is_empty = not r.difference[rows["mask"]].any()
+        # Products this small round alike in batches of any size.
+        assert r.is_same == is_empty or r.cause == "batch_shape" and is_empty, r.cause
+
+
+def test_each_pair_of_programs_differs_in_what_its_rung_says():
+    """Of a sampler that differs in everything; no program runs."""
+    setup = even_setup(
+        **BFLOAT16 | dict(engine__cache_dtype="int8"), mesh__serve=(1, 1, 2),
+        mesh__train=(1, 1, 1, 2), model__num_kv_heads=2, model__num_heads=4,
+    )
+    used = []
+    score = lambda setup, settings, params, micro: used.append(settings) or micro["mask"]
+    nothing = {"mask": np.zeros((1, 8)), "logp_behav": np.zeros((1, 8))}
+    with (
+        mock.patch.object(ladder, "score", score),
+        mock.patch.object(batch, "rows", lambda *_: nothing),
+        mock.patch.object(build.Setup, "micro_batches", lambda self, rows: (rows, lambda x: x)),
+    ):
+        causes = [r.cause for r in ladder.climb(setup, None, [])][:-2]
+    fields = [f.name for f in dataclasses.fields(ladder.Settings)]
+    changed = [
+        [f for f in fields if getattr(a, f) != getattr(b, f)] for a, b in zip(used, used[1:])
+    ]
+    assert dict(zip(causes, changed, strict=True)) == {
+        "dtype": ["dtype", "norm_dtype"], "excess_precision": ["excess_precision"],
+        "batch_shape": ["rows"],
+        "sequence_parallel": ["layout"], "tensor_parallel": ["layout"],
+        "weights": ["quantization"], "activations": ["quantization"], "kv_dtype": ["kv_dtype"],
+    }
+    assert used[0] == ladder.learner_settings(setup)
+    meshes = [tuple(settings.layout.mesh.shape.values()) for settings in used]
+    assert meshes == [(1, 1, 1, 2)] * 4 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
+
+
+def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
+    """A fault in the attention of cut rows is found in the rung where they become whole."""
+    setup = even_setup(
+        **SAME, mesh__serve=(1, 1, 2), mesh__train=(1, 1, 1, 2), model__num_kv_heads=2
+    )
+    params = initial_params(setup)
+    trajectories = report.sample(setup, params, 4)
+
+    def wrong(right, q, k, v, segment_ids, layout, unseen):
+        is_cut = layout.mesh.shape["context"] > 1
+        return right(q, k, v, segment_ids, layout, unseen) * (1.01 if is_cut else 1.0)
+
+    wrong_attention(monkeypatch, wrong)
+    rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
+    assert list(rungs) == ["batch_shape", "sequence_parallel", "tensor_parallel", "decode"]
+    del rungs["batch_shape"]  # both its programs have the fault
+    cut, *rest = (np.abs(r.difference).max() for r in rungs.values())
+    assert cut > 1e-4 and 0 < min(rest) and max(rest) < 1e-5
+
+
+def test_what_depends_on_the_batch_has_a_rung_of_its_own(sampled, monkeypatch):
+    setup, params, trajectories = sampled(**SAME)
+
+    def wrong(right, q, *others):
+        return right(q, *others) * (1.01 if len(q) > 1 else 1.0)
+
+    wrong_attention(monkeypatch, wrong)
+    rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
+    assert list(rungs) == ["batch_shape", "decode"]
+    batch_shape, decode = (np.abs(r.difference).max() for r in rungs.values())
+    assert batch_shape > 1e-4 and decode < 1e-5
+
+
+def test_float32_has_no_excess_precision(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    micro, _ = setup.micro_batches(batch.rows(trajectories, setup.row_length))
+    settings = ladder.learner_settings(setup)
+    rounded = dataclasses.replace(settings, excess_precision=False)
+    assert settings.excess_precision
+    np.testing.assert_array_equal(*(
+        ladder.score(setup, s, params, micro) for s in (settings, rounded)
+    ))
+
+
+def test_all_rungs_together_stand_where_the_sampler_does(sampled):
+    """Rows in the sampler's settings and the engine differ by less than any setting does: by the
+    noise of float32, and where that by chance carries a key over a half step, by one code."""
+    overrides = dict(engine__quantization="w8a16", engine__cache_dtype="int8")
+    rungs, rows = climbed(sampled, **overrides)
+    mean = {r.cause: np.abs(r.difference[rows["mask"]]).mean() for r in rungs}
+    assert mean["decode"] < 0.01 * min(mean["weights"], mean["kv_dtype"])
+
+
+def test_a_float_cache_of_fewer_bits_is_seen(sampled):
+    """bfloat16 keys and values under float32 products."""
+    rungs, _ = climbed(sampled, **SAME, engine__cache_dtype="bfloat16")
+    rungs = {r.cause: r for r in rungs}
+    kv, decode = (np.abs(rungs[c].difference).max() for c in ("kv_dtype", "decode"))
+    assert kv > 1e-5 and decode < 0.1 * kv
+
+
+def test_noise_on_the_samplers_weights_is_seen_as_large_as_it_is(sampled):
+    """No setting explains it, so that it stands with the engine."""
+    setup, params, _ = sampled(**SAME)
+    found = []
+    for noise in (0.001, 0.01, 0.1):
+        result = report.judge(setup, params, noisy.sample(noise, setup, params, 4))
+        assert result["largest"] == "decode"
+        assert bool(result["exceeded"]) == (noise == 0.1)
+        found.append(result["total"])
+    for name in report.MEASURES:
+        values = [total[name] for total in found]
+        assert values == sorted(values)
+    # To first order d is linear in the noise, and k3 square.
+    ratio = lambda name: found[1][name] / found[0][name]
+    assert 7 < ratio("d_mean") < 14 and 60 < ratio("k3") < 160
+
+
+def with_first_logp(trajectories, value):
+    first, *rest = trajectories
+    logp = first.logp_behav.copy()
+    logp[0] = value
+    return [dataclasses.replace(first, logp_behav=logp), *rest]
+
+
+def test_a_wrong_log_prob_is_found_and_refused(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    wrong = with_first_logp(trajectories, trajectories[0].logp_behav[0] - 1)
+    result = report.judge(setup, params, wrong)
+    assert result["total"]["d_max"] == pytest.approx(1.0, abs=1e-4)
+    # k3 of one of n tokens is exp(1) - 1 - 1
+    assert result["total"]["k3"] == pytest.approx((np.e - 2) / result["tokens"], rel=1e-3)
+    assert result["largest"] == "decode" and "k3" in result["exceeded"]
+
+
+def bounded_k3(setup, bound):
+    """The setup with this bound of the gate and no other."""
+    config = setup.config.copy_and_resolve_references()
+    for name in report.MEASURES:
+        config.gate[f"max_{name}"] = bound if name == "k3" else np.inf
+    return dataclasses.replace(setup, config=config)
+
+
+def no_number(literal):
+    raise AssertionError(f"{literal} is no number of JSON")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, value):
+    setup, params, trajectories = sampled(**SAME)
+    records = with_first_logp(trajectories, value)
+    result = report.judge(bounded_k3(setup, 1e9), params, records)
+    assert result["exceeded"] == ["k3"] and result["budgets"] == {"k3": 1e9}
+    assert result["largest"] == "decode"  # batch_shape, before it, is finite
+    assert result["non_finite"] == {"learner": 0, "sampler": 1}
+    said = "log-probs of the sampler that are not finite: 1"
+    k3 = result["total"]["k3"]
+    assert report.failures(result) == [said, f"k3 {k3} is not within gate.max_k3 = 1e+09"]
+    assert said in report.table(result)
+    written = json.loads(report.to_json(result), parse_constant=no_number)
+    assert written["total"]["k3"] is written["total"]["d_max"] is None
+    assert written["rungs"][-2]["d_mean"] is None and written["tokens"] == result["tokens"]
+
+
+def test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    broken = with_first_logp(trajectories, -np.inf)
+    said = "log-probs of the sampler that are not finite: 1; the largest part is decode"
+    with (
+        mock.patch.object(report, "sample", lambda *_: broken),
+        pytest.raises(report.MismatchError, match=said),
+    ):
+        report.require(bounded_k3(setup, np.inf), params)
+
+
+def test_a_learner_that_is_no_number_is_told_from_the_sampler(sampled):
+    setup, params, trajectories = sampled(**SAME)
+    result = report.judge(setup, noisy.perturbed(params, np.nan), trajectories)
+    assert result["non_finite"] == {"learner": result["tokens"], "sampler": 0}
+
+
+def test_filters_cost_the_kept_mass(sampled):
+    overrides = SAME | FILTERED
+    setup, params, trajectories = sampled(**overrides)
+    result = report.judge(setup, params, trajectories)
+    filtered = {r["cause"]: r for r in result["rungs"]}["filter"]
+    lost = np.concatenate([t.logp_behav - t.logp_raw for t in trajectories])
+    assert filtered["d_mean"] == pytest.approx(lost.mean(), rel=1e-4) and lost.mean() > 0.1
+    assert result["largest"] == "filter" and result["inside_support"] == 1.0
+
+
+def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
+    """What is left of it are the tokens whose set was too wide to be recorded."""
+    overrides = SAME | FILTERED | dict(rollout__kept_set=3)
+    setup, params, trajectories = sampled(**overrides)
+    result = report.judge(setup, params, trajectories)
+    rungs, rows = climbed(sampled, **overrides)
+    rungs = {r.cause: r.difference[rows["mask"]] for r in rungs}
+    is_wide = np.concatenate([np.all(t.kept < 0, axis=-1) for t in trajectories])
+    lost = np.concatenate([t.logp_raw - t.logp_behav for t in trajectories])
+    assert 0.1 < is_wide.mean() < 0.9 and np.abs(rungs["decode"]).max() < 2e-5
+    np.testing.assert_allclose(rungs["filter"], np.where(is_wide, lost, 0.0), atol=1e-6)
+    assert result["kept_identical"] == result["kept_jaccard"] == result["inside_support"] == 1
+    # Another distribution keeps other sets.
+    rows = batch.rows(trajectories, setup.row_length)
+    agreed = report.support_agreement(setup, noisy.perturbed(params, 0.1), rows)
+    assert 0 < agreed["kept_identical"] < agreed["kept_jaccard"] < 1
+
+
+def test_tokens_outside_the_learners_support_are_counted(sampled):
+    setup, params, trajectories = sampled(**SAME, **FILTERED)
+    rows = batch.rows(trajectories, setup.row_length)
+    logits = steps.make_logits(setup.learner)
+    micro, flat = setup.micro_batches(rows)
+    least = flat(logits(params, micro)).argmin(-1)  # of the first response token
+    row = rows["mask"][0].argmax()
+    tokens = trajectories[0].tokens.copy()
+    tokens[0] = least[0, row]
+    rows = batch.rows([dataclasses.replace(trajectories[0], tokens=tokens), *trajectories[1:]],
+                      setup.row_length)
+    share = report.support_agreement(setup, params, rows)["inside_support"]
+    assert share <= 1 - 1 / rows["mask"].sum() + 1e-6
+
+
+def test_a_batch_that_is_no_whole_number_of_micro_batches_is_refused():
+    setup = tiny.setup(rollout__group_size=2, rollout__prompts=8)
+    with pytest.raises(ValueError, match="3 prompts of 2 samples.*microbatch_rows = 4"):
+        report.check_prompts(setup, 3)
+    report.check_prompts(setup, 2)
+
+
+# In a run
+
+
+def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
+    with pytest.raises(report.MismatchError, match="d_mean .* not within gate.max_.* = 1e-06"):
+        tiny.run(tmp_path, gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
+    assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
+
+
+def test_a_run_within_the_bounds_is_the_run_without_the_gate(tmp_path, capsys):
+    tiny.run(tmp_path, gate__required=True, **SAME, steps=1)
+    assert "largest: decode" in capsys.readouterr().out
+    first = lambda folder: next(r for r in tiny.lines(folder) if r["phase"] == "train")
+    assert first(tmp_path) == first(tiny.finished(**SAME, steps=1))
+
+
+# The command
+
+
+def command(config, path, noise=0.0, prompts=None):
+    """Exit code and report of jaxrl_tis.gate with a sampler whose weights are off by `noise`."""
+    gate = commands.load("gate.__main__")
+    sample = functools.partial(noisy.sample, noise) if noise else report.sample
+    with (
+        mock.patch.object(report, "sample", sample),
+        commands.exits(gate, CONFIG=config, JSON=path, PROMPTS=prompts) as exited,
+    ):
+        gate.main()
+    return exited.value.code, json.loads(path.read_text(), parse_constant=no_number)
+
+
+def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documents(
+    tmp_path, capsys
+):
+    code, result = command(tiny.config(**SAME), tmp_path / "refused", noise=0.5)
+    assert code == 1 and "not within gate.max_d_mean" in capsys.readouterr().out
+    assert "d_mean" in result["exceeded"] and result["sequences"] == 16
+    page = (ROOT / "docs" / "gate.md").read_text()
+    names = {*result, *result["total"], *(key for rung in result["rungs"] for key in rung)}
+    names |= {rung["cause"] for rung in result["rungs"]}
+    assert not [name for name in names if f"`{name}`" not in page]
+    unbounded = {f"gate__max_{name}": np.inf for name in report.MEASURES}
+    code, result = command(tiny.config(**SAME, **unbounded), tmp_path / "broken", noise=np.nan)
+    assert code == 1 and "sampler that are not finite" in capsys.readouterr().out
+    assert result["exceeded"] == [] and result["total"]["d_mean"] is None
+    code, result = command(tiny.config(**SAME), tmp_path / "accepted", prompts=8)
+    assert code == 0 and result["sequences"] == 32

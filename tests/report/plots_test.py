@@ -1,0 +1,95 @@
+"""What is drawn: the right numbers, in the right place, for every run."""
+
+import numpy as np
+import pytest
+from matplotlib import figure
+
+from jaxrl_tis.report import plots
+
+GREEDY = "eval/greedy_accuracy"
+
+
+def make_run(label, steps, gap, color):
+    """Run of `steps` steps of 4 s whose largest gap grows by `gap` a step, with two evaluations."""
+    records = [
+        {"step": 0, "phase": "eval", GREEDY: 0.2, "eval/n": 100},
+        *({"step": step, "phase": "train",
+           "training/rollout_probs_diff_max": gap * step,
+           "training/rollout_probs_diff_mean": gap / 2,
+           "time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 4.0}
+          for step in range(1, steps + 1)),
+        {"step": steps, "phase": "eval", GREEDY: 0.5, "eval/n": 100, "time/eval_s": 30.0},
+    ]
+    return plots.Run(label, color, records, {})
+
+
+INT8 = make_run("int8", 4, 0.125, plots.COLORS[0])
+EXACT = make_run("exact", 60, 0.0, plots.COLORS[1])
+
+
+def test_curves_are_drawn_for_both_runs():
+    axes = figure.Figure().add_subplot()
+    plot = next(plot for plot in plots.PLOTS if plot.title == "Probability difference")
+    plots.draw(axes, plot, [INT8, EXACT])
+    curves = {(line.get_color(), line.get_linestyle()): line.get_xydata() for line in axes.lines
+              if line.get_alpha() is None}
+    # gap 0.125: largest 0.125, 0.25, 0.375, 0.5 at steps 1 to 4; mean 0.0625.
+    np.testing.assert_array_equal(curves[plots.COLORS[0], "-"],
+                                  [[1, 0.125], [2, 0.25], [3, 0.375], [4, 0.5]])
+    np.testing.assert_array_equal(curves[plots.COLORS[0], "--"][:, 1], [0.0625] * 4)
+    np.testing.assert_array_equal(curves[plots.COLORS[1], "-"][:, 1], [0.0] * 60)
+    # Exact zeros are the best result there is: they must be on the axis.
+    assert axes.get_yscale() == "symlog" and axes.get_ylim()[0] <= 0
+    assert axes.yaxis.get_transform().linthresh == 0.0625  # logarithmic from the smallest on
+
+
+def test_accuracy_band_is_the_wilson_interval():
+    axes = figure.Figure().add_subplot()
+    plot = next(plot for plot in plots.PLOTS if GREEDY in plot.series)
+    plots.draw(axes, plot, [INT8])
+    (band,) = axes.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    # p = 0.2, n = 100: (0.2 + 0.0192073 -+ 1.959964 sqrt(0.0016 + 0.0000960)) / 1.0384146
+    assert heights.min() == pytest.approx(0.13337, abs=2e-5)
+    # p = 0.5: (0.5 + 0.0192073 + 1.959964 sqrt(0.0025 + 0.0000960)) / 1.0384146
+    assert heights.max() == pytest.approx(0.59617, abs=2e-5)
+
+
+@pytest.mark.parametrize("p, n, low, high", [
+    (0.0, 10, 0.0, 0.27753),  # z^2/n / (1 + z^2/n) = 0.384146 / 1.384146
+    (1.0, 10, 0.72247, 1.0),  # 1 / 1.384146
+    (0.5, 100, 0.40383, 0.59617),
+])
+def test_wilson(p, n, low, high):
+    np.testing.assert_allclose(plots.wilson(p, n), (low, high), atol=2e-5)
+
+
+def test_time_by_phase():
+    seconds = plots.phase_seconds(INT8)
+    # Of 4 x 4 s: 8 s rollout, 4 s update, 4 s unnamed; the evaluation comes on top.
+    assert {phase: value for phase, value in seconds.items() if value} == {
+        "rollout": 8.0, "update": 4.0, "rest of the step": 4.0, "eval": 30.0}
+
+
+def test_smooth():
+    values = np.arange(75.0)  # window 75 // 25 = 3
+    values[10] = np.nan
+    average = plots.smooth(values)
+    assert average[20] == 20.0
+    assert average[9] == (8 + 9) / 2  # the missing neighbour is left out
+    assert average[74] == (73 + 74) / 2
+    np.testing.assert_array_equal(plots.smooth(np.arange(20.0)), np.arange(20.0))
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.write_png([plots.Run("empty", "black", [], {})], tmp_path / "overview.png")
+
+
+def test_plots_are_well_formed():
+    keys = [(plot.phase, key, plot.title) for plot in plots.PLOTS for key in plot.series]
+    assert len(keys) == len(set(keys)) and len({plot.title for plot in plots.PLOTS}) == len(
+        plots.PLOTS)
+    assert all(len(plot.series) <= len(plots.LINE_STYLES) for plot in plots.PLOTS)
+    assert all(plot.unit and plot.note for plot in plots.PLOTS)
+    assert sum(plot.in_overview for plot in plots.PLOTS) == 6
