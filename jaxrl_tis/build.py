@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import batch as batching
 from jaxrl_tis import control, correction, models, optimizer, sharding
+from jaxrl_tis import batch as batching
 from jaxrl_tis import step as steps
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.drafts import Drafts
@@ -18,7 +18,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Retention, Scheduler
-from jaxrl_tis.models import invariant, quant, transformer, transforms
+from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
 
@@ -124,7 +124,7 @@ def assemble(
     layout = place(config.mesh.train, sharding.TRAIN_RULES)
     serving = place(config.mesh.serve, sharding.SERVE_RULES)
     for mesh in (layout.mesh, serving.mesh):
-        sharding.check_tensor_parallel(model, mesh.shape["tensor"])
+        placement.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(
         config.model.dtype, config.model.remat, config.model.highest_head, layout,
         quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
@@ -205,7 +205,7 @@ def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConf
 
 def abstract_state(setup: Setup) -> dict[str, Any]:
     """The state's shapes, dtypes and shardings, without its values."""
-    shardings = setup.layout.params(setup.model)
+    shardings = placement.shardings(setup.layout, setup.model)
     params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
     replicated = setup.layout.replicated()
     place = lambda tree, where: jax.tree.map(
@@ -228,7 +228,7 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
     if setup.correction.kl is not None:
         bf16 = transformer.abstract_params(setup.model, "bfloat16")
         kind = "pinned_host" if setup.config.correction.offload_reference else "device"
-        state["reference"] = place(bf16, setup.layout.params(setup.model, kind))
+        state["reference"] = place(bf16, placement.shardings(setup.layout, setup.model, kind))
     states = jax.eval_shape(lambda: control.init(setup.correction))
     if states:
         state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
@@ -295,7 +295,7 @@ def _in_rows(setup: Setup, rows: dict, parts: int) -> dict[str, jax.ShapeDtypeSt
 
 def initial_params(setup: Setup) -> Any:
     """The checkpoint at model.path, or random values, in the training layout."""
-    config, shardings = setup.config.model, setup.layout.params(setup.model)
+    config, shardings = setup.config.model, placement.shardings(setup.layout, setup.model)
     if config.path:
         return models.load(config.path, shardings, config.param_dtype)[1]
     init = lambda key: jax.tree.map(

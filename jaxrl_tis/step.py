@@ -18,7 +18,8 @@ import optax
 from jaxrl_tis import optimizer as optimizers
 from jaxrl_tis.correction import Correction, policy_loss
 from jaxrl_tis.estimators import objectives, ratios, reduce, sequence_clipped
-from jaxrl_tis.kernels.logprob import Kept, Scores, token_logprob
+from jaxrl_tis.kernels.logprob import Scores, token_logprob
+from jaxrl_tis.kernels.logprob_chunked import Kept
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig

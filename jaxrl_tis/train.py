@@ -23,7 +23,7 @@ from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import attribution, batch_metrics
 from jaxrl_tis.gate import report
-from jaxrl_tis.models import transforms
+from jaxrl_tis.models import placement, transforms
 from jaxrl_tis.report import page
 
 
@@ -46,7 +46,7 @@ def warm_up(setup: Setup, params: Any, writer: metrics.MetricsWriter) -> Any:
     train_step = steps.make_supervised_step(setup.learner, tx)
     layout = setup.layout
     moments = optimizer.state_shardings(
-        tx, params, layout.params(setup.model), layout.replicated()
+        tx, params, placement.shardings(layout, setup.model), layout.replicated()
     )
     state = steps.TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
     context = layout.mesh.shape["context"]
@@ -108,7 +108,7 @@ class Trainer:
         if "critic" in state:
             rows["values"] = flat(self._values(state["critic"].params, micro))
         if "reference" in state:
-            reference = self.setup.layout.put_params(state["reference"], self.setup.model)
+            reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
             rows["logp_ref"] = flat(self._score(reference, micro)["logp"])
             if "logits_ref" in needs:
                 rows["logits_ref"] = flat(self._logits(reference, micro))

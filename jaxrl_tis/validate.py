@@ -7,11 +7,12 @@ import jax
 import ml_collections
 
 from jaxrl_tis import batch, control, correction, optimizer
-from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data import tasks
+from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, methods, presets, reduce
-from jaxrl_tis.models import invariant, quant, transformer
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import quant, transformer
 
 DTYPES = ("float32", "bfloat16")
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
@@ -428,9 +429,9 @@ def _numerics(config):
         yield (
             "model.numerics is 'invariant' and attends to all keys: set engine.retention to (0, 0)"
         )
-    if config.engine.page_size != invariant.PAGE:
+    if config.engine.page_size != tiles.PAGE:
         yield (
-            f"model.numerics is 'invariant' with pages of {invariant.PAGE} positions, but "
+            f"model.numerics is 'invariant' with pages of {tiles.PAGE} positions, but "
             f"engine.page_size is {config.engine.page_size}"
         )
     if config.engine.cache_dtype not in (config.model.dtype, "float32"):

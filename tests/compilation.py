@@ -18,12 +18,12 @@ def optimized():
     """For programs of invariant numerics, whose options are given with each."""
     import jax  # after conftest.py has set its environment
 
-    from jaxrl_tis.models import invariant
+    from jaxrl_tis.kernels import tiles
 
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     try:
-        with mock.patch.dict(invariant.COMPILER_OPTIONS, EMITTED_AS_IN_A_RUN):
+        with mock.patch.dict(tiles.COMPILER_OPTIONS, EMITTED_AS_IN_A_RUN):
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)

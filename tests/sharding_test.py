@@ -13,7 +13,7 @@ from jaxrl_tis import models, rollouts, sharding, train
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import QuantArray
 from tests import tiny
@@ -64,43 +64,6 @@ def test_partition_spec():
         sharding.partition_spec(("batch", "embed"), sharding.TRAIN_RULES)
 
 
-@pytest.mark.parametrize("heads, kv_heads, legal", [(14, 2, [1, 2]), (9, 3, [1, 3])])
-def test_legal_tensor_parallel_degrees(heads, kv_heads, legal):
-    """Qwen2.5-0.5B and SmolLM2-135M."""
-    config = dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads)
-    for degree in range(1, 17):
-        if degree in legal:
-            sharding.check_tensor_parallel(config, degree)
-        else:
-            with pytest.raises(ValueError) as error:
-                sharding.check_tensor_parallel(config, degree)
-            assert f"parallelism {degree} " in str(error.value)
-            assert f"{heads} query heads and {kv_heads} key/value heads" in str(error.value)
-            assert str(error.value).endswith(f"legal degrees are {legal}")
-
-
-def test_an_illegal_degree_is_refused_before_any_array_is_placed():
-    config = dataclasses.replace(CONFIG, num_heads=14, num_kv_heads=2, head_dim=4)
-    with pytest.raises(ValueError, match=r"legal degrees are \[1, 2\]"):
-        sharding.layout((2, 1, 4), sharding.SERVE_RULES).params(config)
-
-
-def test_a_width_that_does_not_divide_is_refused_with_both_numbers():
-    config = dataclasses.replace(CONFIG, vocab_size=19)
-    with pytest.raises(ValueError, match="'embed'.*axis 'vocab' of size 19 cannot be cut into 2 shards"):
-        sharding.layout((1, 4, 2), sharding.TRAIN_RULES).params(config)
-
-
-def test_a_vocabulary_that_tensor_shards_do_not_divide_is_whole_on_each():
-    config = dataclasses.replace(CONFIG, vocab_size=19)
-    layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES, vocab_size=19)
-    placed = layout.params(config)
-    assert (placed["embed"].spec, placed["head"].spec) == (P(None, "fsdp"), P("fsdp", None))
-    assert placed["layers"]["q"].spec == P(None, "fsdp", "tensor")
-    divided = sharding.layout((1, 4, 2), sharding.TRAIN_RULES, vocab_size=24)
-    assert divided == sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
-
-
 @functools.cache
 def params():
     return jax.device_get(transformer.init(CONFIG, jax.random.key(0)))
@@ -112,7 +75,7 @@ def local_shape(array):
 
 def test_every_device_holds_its_part_only():
     layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
-    placed = layout.put_params(params(), CONFIG)
+    placed = placement.put(params(), layout, CONFIG)
     layers = placed["layers"]
     assert local_shape(placed["embed"]) == (12, 8)  # vocab / 2 x embed / 4
     assert local_shape(placed["head"]) == (8, 12)
@@ -135,7 +98,7 @@ def test_serving_parameters_are_int8_split_over_tensor_and_whole_along_data():
     serve_layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
     engine = Engine(CONFIG, slots=8, max_length=16, quantization="w8a8", unroll=False,
                     layout=serve_layout)
-    served = engine.load(train_layout.put_params(params(), CONFIG))
+    served = engine.load(placement.put(params(), train_layout, CONFIG))
     for name, shape in {"q": (2, 32, 16), "v": (2, 32, 8), "o": (2, 16, 32), "up": (2, 32, 24),
                         "down": (2, 24, 32)}.items():
         weight = served["layers"][name]

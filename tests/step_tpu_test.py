@@ -12,7 +12,7 @@ from configs import default
 from jaxrl_tis import correction, optimizer, sharding, step
 from jaxrl_tis.aot.hlo import MOSAIC, Module
 from jaxrl_tis.aot.flags import FLAGS
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
@@ -48,7 +48,7 @@ def abstract_state(chips="v5e:2x4", layers=L):
     place = lambda tree, where: jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
     )
-    shardings = layout(chips).params(model(layers))
+    shardings = placement.shardings(layout(chips), model(layers))
     moments = optimizer.state_shardings(TX, params, shardings, layout(chips).replicated())
     return step.TrainState(
         place(params, shardings), place(jax.eval_shape(TX.init, params), moments)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from configs import default
-from jaxrl_tis.models import invariant
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
 
@@ -127,11 +127,11 @@ def test_measures_are_positive(name):
     (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
     (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
     (dict(engine__retention=(1, 2), model__numerics="invariant", engine__quantization="none",
-          engine__page_size=invariant.PAGE), ["'invariant'", "engine.retention to (0, 0)"]),
+          engine__page_size=tiles.PAGE), ["'invariant'", "engine.retention to (0, 0)"]),
     (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
-          engine__page_size=invariant.PAGE),
+          engine__page_size=tiles.PAGE),
      ["'invariant'", "engine.noise_start = 0.1", "norms", "set it to 0"]),
-    (dict(model__numerics="invariant", engine__page_size=invariant.PAGE),
+    (dict(model__numerics="invariant", engine__page_size=tiles.PAGE),
      ["engine.quantization is 'w8a8' and model.quantization is 'none'", "both alike"]),
     (dict(engine__max_draft=5), ["engine.max_draft is 5", "0, 1, 3, 7"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),

@@ -17,7 +17,7 @@ from jaxrl_tis.aot import programs, report
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.build import Setup
 from jaxrl_tis.aot.flags import FLAGS
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import placement, transformer
 
 MAX_COMPILATIONS = 40
 _LINE = "{:8} {:10} {:6} {:>13}  {:>9}  {}"
@@ -99,7 +99,7 @@ class Search:
             config.update(changes)
         setup = programs.setup_for(config, self._shapes, self._topology, self._layers)
         for layout in (setup.layout, setup.engine.layout):
-            layout.params(setup.model)
+            placement.shardings(layout, setup.model)
         return setup
 
     def _entry(self, name: str, setup: Setup) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.sampling import Sample, SamplingRows
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.engine.weights import Weights
-from jaxrl_tis.models import invariant, quant, transformer, transforms
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
 
@@ -170,9 +171,9 @@ class Engine:
 
     def _check_invariant(self) -> None:
         invariant.check(self.config, dict(self.layout.mesh.shape), self.recipe.scheme)
-        if self.page_size != invariant.PAGE:
+        if self.page_size != tiles.PAGE:
             raise ValueError(
-                f"numerics='invariant' attends to pages of {invariant.PAGE} positions, "
+                f"numerics='invariant' attends to pages of {tiles.PAGE} positions, "
                 f"engine.page_size is {self.page_size}"
             )
         if self.cache_dtype not in (self.dtype, "float32"):
@@ -455,7 +456,7 @@ class Engine:
         """
         if params is None:
             params = _abstract(
-                transformer.abstract_params(self.config), self.layout.params(self.config)
+                transformer.abstract_params(self.config), placement.shardings(self.layout, self.config)
             )
         load = self._weights.loader(params)
         serving = _abstract(jax.eval_shape(load, params), self._weights.shardings)

@@ -19,7 +19,7 @@ from jaxrl_tis.engine import capture
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.shards import WHOLE, Shards
-from jaxrl_tis.models import invariant
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.sharding import Layout
 
 BLOCK = 128
@@ -76,7 +76,7 @@ def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) ->
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     logits_bv = logits_bv.astype(jnp.float32)
     top_b1 = shards.max(jnp.max(logits_bv, axis=-1, keepdims=True))
-    scale = invariant.scaled if shards.is_invariant else jnp.divide
+    scale = tiles.scaled if shards.is_invariant else jnp.divide
     return scale(logits_bv - top_b1, temperature[:, None])
 
 
@@ -270,11 +270,11 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
 def _draw_invariant_block(weights_bv: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
     """The same from the sums of all blocks on each device; every part holds whole runs of COLUMNS
     tokens, of which a block has several."""
-    b, run = len(u_b), invariant.COLUMNS
+    b, run = len(u_b), tiles.COLUMNS
     if shards.count == 1:
-        weights_bv = invariant.fill(weights_bv, 1, invariant.VOCAB_UNIT)
-    runs = shards.gather(invariant.tree_sum(weights_bv.reshape(b, -1, run)))
-    sums_bn = invariant.tree_sum(jnp.moveaxis(runs, 0, 1).reshape(b, -1, BLOCK // run))
+        weights_bv = tiles.fill(weights_bv, 1, tiles.VOCAB_UNIT)
+    runs = shards.gather(tiles.tree_sum(weights_bv.reshape(b, -1, run)))
+    sums_bn = tiles.tree_sum(jnp.moveaxis(runs, 0, 1).reshape(b, -1, BLOCK // run))
     cumulative = jnp.cumsum(sums_bn, axis=-1)
     target_b = _target(u_b, cumulative[:, -1])
     return jnp.argmax(_is_reached(sums_bn, cumulative, target_b), axis=-1)
@@ -312,7 +312,7 @@ def sample(
     """
     shards, is_invariant = Shards.of(layout), numerics == "invariant"
     if is_invariant and shards.count > 1:
-        fill = functools.partial(invariant.fill, axis=1, multiple=invariant.VOCAB_UNIT)
+        fill = functools.partial(tiles.fill, axis=1, multiple=tiles.VOCAB_UNIT)
         logits_bv = fill(logits_bv, value=-jnp.inf)
         penalties = None if penalties is None else penalties.filled(fill)
     draw = functools.partial(
@@ -332,7 +332,7 @@ def _sample_tiles(
 ) -> Sample:
     shards = dataclasses.replace(shards, is_invariant=True)
     tile = lambda *arrays: _sample(*arrays, *asked, shards=shards, **recorded)
-    return invariant.by_rows(tile, logits_bv, penalties, rows, keys_b2, positions_b)
+    return tiles.by_rows(tile, logits_bv, penalties, rows, keys_b2, positions_b)
 
 
 def _sample(

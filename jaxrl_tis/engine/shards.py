@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.models import invariant
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.sharding import Layout
 
 
@@ -37,7 +37,7 @@ class Shards:
     def totals(self, *numbers_bv: jax.Array) -> jax.Array:
         """[n,B] sums of n arrays over the vocabulary."""
         if self.is_invariant:
-            sums = [invariant.vocabulary_sum(x, self.axis, self.count) for x in numbers_bv]
+            sums = [tiles.vocabulary_sum(x, self.axis, self.count) for x in numbers_bv]
             return jnp.stack(sums)
         return self.sum(jnp.stack([jnp.sum(x, axis=-1) for x in numbers_bv]))
 

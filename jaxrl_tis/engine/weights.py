@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_tis.models import quant, transformer, transforms
+from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
 
@@ -40,8 +40,8 @@ class Weights:
         the result. What lies on no mesh is laid out to serve first."""
         homes = _homes(params)
         if not homes:
-            params = self._layout.put_params(params, self._config)
-            homes = tuple(jax.tree.leaves(self._layout.params(self._config)))
+            params = placement.put(params, self._layout, self._config)
+            homes = tuple(jax.tree.leaves(placement.shardings(self._layout, self._config)))
         served = self._loader(homes)(params, noise)
         if self._holds(homes):
             return served

@@ -33,7 +33,7 @@ from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import diagnostics, divergences, ratios
-from jaxrl_tis.models import quant
+from jaxrl_tis.models import placement, quant
 
 EXCESS_PRECISION = "xla_allow_excess_precision"
 
@@ -148,7 +148,7 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Arr
         quantization=settings.quantization, kv_dtype=settings.kv_dtype,
     )
     learner = dataclasses.replace(setup.update_learner, program=program)
-    params = settings.layout.put_params(_with_norms(params, settings.norm_dtype), setup.model)
+    params = placement.put(_with_norms(params, settings.norm_dtype), settings.layout, setup.model)
     shape = micro["mask"].shape
     in_rows = lambda x: np.asarray(x).reshape(-1, settings.rows, *x.shape[2:])
     micro = settings.layout.put_batch(jax.tree.map(in_rows, micro))

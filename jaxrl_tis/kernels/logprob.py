@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl_tis.kernels import logprob_chunked, logprob_invariant, logprob_pallas
-from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Fields, Head, Kept, Moments
-from jaxrl_tis.models import invariant
+from jaxrl_tis.kernels import logprob_chunked, logprob_invariant, logprob_pallas, tiles
+from jaxrl_tis.kernels.head import Head
+from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Fields, Kept, Moments
+from jaxrl_tis.sharding import Layout
 
 BODIES = {
     "chunked": logprob_chunked, "pallas": logprob_pallas, "invariant": logprob_invariant,
@@ -53,7 +54,7 @@ class Cut:
     width: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, layout: Any) -> "Cut":
+    def of(cls, layout: Layout | None) -> "Cut":
         if layout is None or layout.mesh.size == 1:
             return cls()
 
@@ -86,8 +87,8 @@ class Cut:
     def fill_head(self, head: Head, numerics: str = "fast") -> Head:
         """With as many columns on each device; the last ones, of zeros, are no tokens."""
         count = self.count(self.vocab) if self.vocab else 1
-        unit = invariant.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
-        return dataclasses.replace(head, weight=invariant.fill(head.weight, head.vocab_axis, unit))
+        unit = tiles.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
+        return dataclasses.replace(head, weight=tiles.fill(head.weight, head.vocab_axis, unit))
 
     def head_spec(self, head: Head) -> PartitionSpec:
         cuts = (self.vocab, self.width)
@@ -160,7 +161,7 @@ def token_logprob(
     with_entropy: bool = False,
     with_collision: bool = False,
     kept: Kept | None = None,
-    layout: Any = None,
+    layout: Layout | None = None,
     numerics: str = "fast",
 ) -> Scores:
     """Log-softmax of head(x) / temperature at the targets, and moments of that distribution.
@@ -182,7 +183,7 @@ def token_logprob(
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
         "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed".
         None is one device.
-      numerics: "invariant" gives the sampler's bits on every platform, see models/invariant.py.
+      numerics: "invariant" gives the sampler's bits on every platform, see tiles.py.
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout)

@@ -1,10 +1,10 @@
-"""Log-probabilities with the sums of models/invariant.py, as the sampler computes its own."""
+"""Log-probabilities with the sums of tiles.py, as the sampler computes its own."""
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.kernels import logprob_chunked
-from jaxrl_tis.models import invariant
+from jaxrl_tis.kernels import logprob_chunked, tiles
+from jaxrl_tis.kernels.head import tiled_logits
 
 gradients = logprob_chunked.gradients
 
@@ -19,11 +19,11 @@ def finished(
 
     def part(inputs):
         x_bcd, targets_bc, temperature_bc, kept = inputs
-        logits_bcv = logprob_chunked.restrict(invariant.local_logits(x_bcd, head), kept, size)
+        logits_bcv = logprob_chunked.restrict(tiled_logits(x_bcd, head), kept, size)
         v = logits_bcv.shape[-1]
         rows = logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1)
         plan = with_entropy, with_collision, axes, count
-        found = invariant.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
+        found = tiles.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
         return jax.tree.map(lambda x: x.reshape(targets_bc.shape), found)
 
     kept = logprob_chunked.split_kept(split, kept)
@@ -36,9 +36,9 @@ def _tile(logits_rv, targets_r, temperature_r, with_entropy, with_collision, axe
     """As in engine/sampling.py: the largest logit is taken off before the temperature divides."""
     top_r = jnp.max(logits_rv, axis=-1)
     top_r = jax.lax.pmax(top_r, axes) if axes else top_r
-    scaled_rv = invariant.scaled(logits_rv - top_r[:, None], temperature_r[:, None])
+    scaled_rv = tiles.scaled(logits_rv - top_r[:, None], temperature_r[:, None])
     weights_rv = jnp.exp(scaled_rv)
-    add = lambda x_rv: invariant.vocabulary_sum(x_rv, axes, count)
+    add = lambda x_rv: tiles.vocabulary_sum(x_rv, axes, count)
     is_target_rv = jnp.arange(logits_rv.shape[1])[None] == targets_r[:, None]
     total_r = add(weights_rv)
     logp_r = add(jnp.where(is_target_rv, scaled_rv, 0.0)) - jnp.log(total_r)

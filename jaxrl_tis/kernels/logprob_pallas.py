@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis.kernels import narrow
-from jaxrl_tis.kernels.logprob_chunked import EXCLUDED, Fields, Head, Moments
+from jaxrl_tis.kernels.head import Head
+from jaxrl_tis.kernels.logprob_chunked import EXCLUDED, Fields, Moments
 
 TILE_BYTES = 4 * 2**20  # of a tile of tokens or vocabulary in its full width
 LARGEST_TILE = 512

@@ -18,11 +18,12 @@ does (2n - 1) / n times the mean work.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
+
+from jaxrl_tis.sharding import Layout
 
 MASKED = -1e30
 LONG_ROW = 1024
@@ -57,7 +58,7 @@ def row_attention(
     k_btnk: jax.Array,
     v_btnk: jax.Array,
     segment_ids_bt: jax.Array,
-    layout: Any = None,
+    layout: Layout | None = None,
     unseen_bt: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of every token to itself and the earlier tokens of its segment in the row.

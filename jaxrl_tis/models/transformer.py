@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_tis.kernels.logprob_chunked import Head
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.models import attention, invariant, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
+from jaxrl_tis.sharding import Layout
 
 Params = dict[str, Any]
 NUMERICS = ("fast", "invariant")
@@ -53,7 +55,7 @@ class Program:
     dtype: str = "float32"
     remat: str = "none"
     highest_head: bool = False
-    layout: Any = None
+    layout: Layout | None = None
     quantization: quant.Recipe = quant.Recipe()
     numerics: str = "fast"
     kv_dtype: str | None = None
@@ -69,7 +71,7 @@ class Program:
     @property
     def compiler_options(self) -> dict | None:
         """Of every jitted function that runs this program."""
-        return invariant.COMPILER_OPTIONS if self.is_invariant else None
+        return tiles.COMPILER_OPTIONS if self.is_invariant else None
 
     def dot(self, x: jax.Array, w: Any, is_split_in: bool = False) -> jax.Array:
         """`quant.dot`; a mesh cuts w along its input or, by default, its output."""

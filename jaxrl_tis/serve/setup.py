@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from starlette.applications import Starlette
 
+from jaxrl_tis.models import placement
 from jaxrl_tis import models
 from jaxrl_tis.build import Setup, abstract_state, initial_params, initial_state
 from jaxrl_tis.checkpoint import Checkpoints
@@ -40,7 +41,7 @@ def read_params(setup: Setup, path: str) -> Any:
     found = models.read_config(path)
     if found != setup.model:
         raise ValueError(f"{path} holds another model: {found}, but {setup.model} is served")
-    shardings = setup.layout.params(setup.model)
+    shardings = placement.shardings(setup.layout, setup.model)
     return models.load(path, shardings, setup.config.model.param_dtype)[1]
 
 

@@ -15,7 +15,8 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.shards import WHOLE
-from jaxrl_tis.models import invariant, transformer
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests.drawn import keys, logits
 
@@ -106,7 +107,7 @@ def sampled_alike(v, shape=None):
     )
     record = dict(layout=layout, top_n=3, num_kept=8, numerics="invariant")
     draw = jax.jit(
-        functools.partial(sampling.sample, **record), compiler_options=invariant.COMPILER_OPTIONS
+        functools.partial(sampling.sample, **record), compiler_options=tiles.COMPILER_OPTIONS
     )
     values = rng.normal(0, 3, (64, v)).astype(np.float32)
     return draw(values, rows, keys(64, ids, ids), ids.astype(np.int32), penalties=penalties)

@@ -16,7 +16,8 @@ from jaxrl_tis import step as steps
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.models import invariant, transformer
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
 from tests import compilation, weights
@@ -117,7 +118,7 @@ def scored(learner, trajectories):
     """The learner's log-probs of each trajectory's tokens."""
     layout, batch = learner.program.layout, rows_of(trajectories)
     micro = layout.put_batch({name: x[None] for name, x in batch.items()})
-    placed = layout.put_params(params(), CONFIG)
+    placed = placement.put(params(), layout, CONFIG)
     logp = np.asarray(steps.make_score(learner, False)(placed, micro)["logp"])[0]
     return [row[mask] for row, mask in zip(logp, batch["mask"])]
 
@@ -230,8 +231,8 @@ def tiny_programs(numerics):
 @pytest.mark.parametrize("name", ["load", "prefill", "decode", "verify", "score", "update"])
 def test_programs_are_compiled_with_the_options_of_their_numerics(name, monkeypatch):
     """XLA refuses an option that it does not know, so an error shows that it was given."""
-    assert invariant.COMPILER_OPTIONS == {"xla_allow_excess_precision": False}
-    monkeypatch.setattr(invariant, "COMPILER_OPTIONS", {"xla_no_such_option": True})
+    assert tiles.COMPILER_OPTIONS == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(tiles, "COMPILER_OPTIONS", {"xla_no_such_option": True})
     program, arguments = tiny_programs("invariant")[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         program.lower(*arguments).compile()

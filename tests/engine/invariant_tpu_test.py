@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_tis import sharding
 from jaxrl_tis.aot import hlo
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.models import invariant
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
@@ -46,11 +46,11 @@ def decode():
 def product(add):
     """A product like that of `down`, of a layer in a loop, whose parts `add` sums."""
     x, w = P(None, None, "tensor"), P(None, "tensor", None)
-    local = lambda x, w: add(invariant.product(x, w))
+    local = lambda x, w: add(tiles.product(x, w))
     split = layout().shard(local, (P(None, "tensor"), P("tensor", None)), P())
     program = jax.jit(
         lambda x, w: jax.lax.map(lambda xw: split(*xw), (x, w)),
-        compiler_options=invariant.COMPILER_OPTIONS,
+        compiler_options=tiles.COMPILER_OPTIONS,
     )
     array = lambda spec, *shape: jax.ShapeDtypeStruct(
         shape, jnp.bfloat16, sharding=NamedSharding(layout().mesh, spec)
@@ -70,7 +70,7 @@ def moved(program):
 
 
 def tree(y):
-    return invariant.butterfly(y, "tensor", TENSOR)
+    return tiles.butterfly(y, "tensor", TENSOR)
 
 
 def psum(y):

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.aot import hlo
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.models import transformer, transforms
+from jaxrl_tis.models import placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = [
@@ -68,7 +68,7 @@ MESHED = dataclasses.replace(
 
 def learner_params(shape):
     layout = sharding.layout(shape, sharding.TRAIN_RULES)
-    return layout.put_params(transformer.init(MESHED, jax.random.key(0)), MESHED)
+    return placement.put(transformer.init(MESHED, jax.random.key(0)), layout, MESHED)
 
 
 def engine(shape, **fields):

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl_tis.kernels import logprob_pallas
-from jaxrl_tis.kernels.logprob import Head
+from jaxrl_tis.kernels.head import Head
 from tests import races, tpu
 from tests.kernels.logprob_reference import Case, scored, scored_by
 

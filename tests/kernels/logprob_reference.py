@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.kernels import logprob
-from jaxrl_tis.kernels.logprob import Head, Kept
+from jaxrl_tis.kernels.head import Head
+from jaxrl_tis.kernels.logprob_chunked import Kept
 
 
 @dataclasses.dataclass

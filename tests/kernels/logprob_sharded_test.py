@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis import sharding
 from jaxrl_tis.kernels import logprob, logprob_pallas
-from jaxrl_tis.kernels.logprob import Head
+from jaxrl_tis.kernels.head import Head
 from tests import tpu
 from tests.kernels.logprob_reference import Case, scored, scored_by
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_tis.kernels.logprob import Head, Kept, token_logprob
+from jaxrl_tis.kernels.head import Head
+from jaxrl_tis.kernels.logprob import token_logprob
+from jaxrl_tis.kernels.logprob_chunked import Kept
 from tests.kernels.logprob_reference import Case, scored
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]

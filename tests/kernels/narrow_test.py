@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jaxrl_tis.kernels import decode_attention, logprob_pallas, narrow
-from jaxrl_tis.kernels.logprob_chunked import Head
+from jaxrl_tis.kernels.head import Head
 
 
 def shape(dtype, *sizes):

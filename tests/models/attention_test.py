@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache
-from jaxrl_tis.models import attention, transformer
+from jaxrl_tis.models import attention, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
@@ -331,7 +331,7 @@ def test_what_remat_recomputes(remat, forwards):
     layout = sharding.layout((1, 1, 1), sharding.TRAIN_RULES, tpu.devices("v5e:2x2")[:1])
     program = transformer.Program("bfloat16", remat, layout=layout)
     like = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    params = jax.tree.map(like, transformer.abstract_params(CONFIG), layout.params(CONFIG))
+    params = jax.tree.map(like, transformer.abstract_params(CONFIG), placement.shardings(layout, CONFIG))
     ids = jax.ShapeDtypeStruct((1, 128), jnp.int32, sharding=layout.sharding(("batch", "length")))
     total = lambda p, x: jnp.sum(transformer.rows_hidden(p, CONFIG, program, x, x, x) ** 2)
     text = jax.jit(jax.grad(total)).lower(params, ids).as_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding, step
-from jaxrl_tis.models import attention, transformer
+from jaxrl_tis.models import attention, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = [
@@ -169,7 +169,7 @@ def test_the_learner_gives_the_numbers_of_one_device():
     layout = train_layout(1, 2, 1, 4)
     placed = {name: jax.device_put(x, layout.sharding(("batch", "length")[: x.ndim]))
               for name, x in batch.items()}
-    (logp, entropy), gradients = losses(layout, layout.put_params(params, CONFIG), placed)
+    (logp, entropy), gradients = losses(layout, placement.put(params, layout, CONFIG), placed)
     (expected_logp, expected_entropy), expected = losses(None, params, batch)
     close(logp, expected_logp)
     close(entropy, expected_entropy)

@@ -1,0 +1,65 @@
+"""The output head: a matrix, which of its axes is the vocabulary, and how it is multiplied."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.kernels import tiles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """An output head.
+
+    Attributes:
+      weight: [V,D] (a tied table, vocab_axis 0) or [D,V] (vocab_axis 1).
+      highest: float32 with precision HIGHEST; otherwise the dtype of the hidden states.
+    """
+
+    weight: jax.Array
+    vocab_axis: int = dataclasses.field(metadata=dict(static=True))
+    highest: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[self.vocab_axis]
+
+    @property
+    def precision(self) -> jax.lax.Precision | None:
+        return jax.lax.Precision.HIGHEST if self.highest else None
+
+    def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
+        """The head and x in the dtype that they are multiplied in."""
+        dtype = jnp.float32 if self.highest else x.dtype
+        return dataclasses.replace(self, weight=self.weight.astype(dtype)), x.astype(dtype)
+
+    def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+        """Contraction of the axes (of a, of b), accumulated and returned in float32."""
+        return jax.lax.dot_general(
+            a, b, (axes, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
+        )
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """x [..., D] -> [..., V] float32."""
+        head, x = self.cast(x)
+        return self.dot(x, head.weight, ((x.ndim - 1,), (1 - self.vocab_axis,)))
+
+    def pull(self, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """From the gradient [..., V] of the logits those of x and, in float32, of the weight."""
+        head, cast_x = self.cast(x)
+        gradient = gradient.astype(cast_x.dtype)
+        x_bar = self.dot(gradient, head.weight, ((x.ndim - 1,), (self.vocab_axis,)))
+        tokens = tuple(range(x.ndim - 1))
+        weight_bar = self.dot(gradient, cast_x, (tokens, tokens))
+        return x_bar.astype(x.dtype), weight_bar if self.vocab_axis == 0 else weight_bar.T
+
+
+def tiled_logits(x: jax.Array, head: Head) -> jax.Array:
+    """`Head.logits` with the order-fixed sums of tiles.py: x [...,D] -> [...,V] float32, the
+    vocabulary of one device."""
+    head, cast_x = head.cast(x)
+    x_rd = cast_x.reshape(-1, x.shape[-1])
+    y_rv = tiles.product(x_rd, head.weight, 1 - head.vocab_axis, head.precision)
+    return y_rv.reshape(*x.shape[:-1], -1)

@@ -1,0 +1,53 @@
+"""Where the parameters of a model lie on a mesh: its logical axes under the rules of a layout."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.sharding import Layout
+
+
+def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") -> Any:
+    """Tree of shardings for the parameters of a model; "pinned_host" keeps them off the
+    accelerator. ValueError when the mesh does not divide them."""
+    check_tensor_parallel(config, layout.mesh.shape["tensor"])
+
+    def place(path, abstract, axes):
+        sharding = layout.sharding(axes)
+        _check_divides(jax.tree_util.keystr(path), abstract.shape, axes, sharding)
+        return sharding.with_memory_kind(memory_kind)
+
+    return jax.tree_util.tree_map_with_path(
+        place, transformer.abstract_params(config), transformer.logical_axes(config)
+    )
+
+
+def put(params: Any, layout: Layout, config: ModelConfig) -> Any:
+    """The parameters of a model on the mesh of a layout."""
+    return jax.device_put(params, shardings(layout, config))
+
+
+def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
+    """Refuses a degree that does not divide the heads, naming the legal ones."""
+    common = math.gcd(config.num_heads, config.num_kv_heads)
+    if common % degree:
+        legal = [n for n in range(1, common + 1) if common % n == 0]
+        raise ValueError(
+            f"tensor parallelism {degree} does not divide {config.num_heads} query heads and "
+            f"{config.num_kv_heads} key/value heads; legal degrees are {legal}"
+        )
+
+
+def _check_divides(name: str, shape: tuple, axes: tuple, sharding: NamedSharding) -> None:
+    for size, axis, entry in zip(shape, axes, sharding.spec):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        shards = math.prod(sharding.mesh.shape[n] for n in names)
+        if size % shards:
+            raise ValueError(
+                f"parameter {name}: its axis {axis!r} of size {size} cannot be cut into {shards} "
+                f"shards of mesh {dict(sharding.mesh.shape)}; choose another mesh"
+            )
