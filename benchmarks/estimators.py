@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis import cli
-from jaxrl_tis.estimators import diagnostics, divergences, methods, selection
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import diagnostics, divergences, methods, rank_masks, ratios
 
 # Values for the parameters without a published default.
 REQUIRED = {"upper": 2.0, "opsm_delta": 0.1, "staleness_max": 1, "trm_delta": 0.05}
@@ -105,12 +104,12 @@ def percentiles(batch):
 
 def m2po(batch):
     drift = ratios.safe_log_ratio(batch["logp"], batch["logp_old"], batch["mask"])
-    bounds = selection.m2po_bounds(drift, batch["adv"], batch["mask"])
+    bounds = rank_masks.m2po_bounds(drift, batch["adv"], batch["mask"])
     return call("mask", "m2po", batch), bounds
 
 
 def covariance(batch):
-    kl_cov = selection.kl_cov(batch["logp"], batch["adv"], batch["mask"])
+    kl_cov = rank_masks.kl_cov(batch["logp"], batch["adv"], batch["mask"])
     return call("mask", "clip_cov", batch), jnp.sum(kl_cov)
 
 

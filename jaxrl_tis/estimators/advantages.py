@@ -24,8 +24,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import baselines
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import baselines, ratios, returns
 from jaxrl_tis.kernels.segment import segment_scan
 
 
@@ -57,10 +56,10 @@ def grpo(
 
     Returns adv [B, T].
     """
-    scores_b = baselines.sequence_rewards(rewards, mask)
-    count, mean, std, is_constant = baselines.group_moments(scores_b, group)
+    scores_b = returns.sequence_rewards(rewards, mask)
+    count, mean, std, is_constant = returns.group_moments(scores_b, group)
     adv_b = jnp.where(is_constant, 0.0, (scores_b - mean) / (std + eps))
-    return baselines.on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
+    return returns.on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
 
 
 def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
@@ -77,10 +76,10 @@ def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Ar
 
     Returns adv [B, T].
     """
-    scores_b = baselines.sequence_rewards(rewards, mask)
-    count, mean, _, is_constant = baselines.group_moments(scores_b, group)
+    scores_b = returns.sequence_rewards(rewards, mask)
+    count, mean, _, is_constant = returns.group_moments(scores_b, group)
     adv_b = jnp.where(is_constant, 0.0, scores_b - mean)
-    return baselines.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
+    return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
 def grpo_passk(
@@ -107,15 +106,15 @@ def grpo_passk(
 
     Returns adv [B, T].
     """
-    scores_b = baselines.sequence_rewards(rewards, mask)
-    ids = baselines.group_ids(group)
-    count, _, std, _ = baselines.group_moments(scores_b, group)
-    best_b = baselines.group_max(scores_b, ids)
+    scores_b = returns.sequence_rewards(rewards, mask)
+    ids = returns.group_ids(group)
+    count, _, std, _ = returns.group_moments(scores_b, group)
+    best_b = returns.group_max(scores_b, ids)
     is_best_b = scores_b == best_b
-    second_b = baselines.group_max(jnp.where(is_best_b, -jnp.inf, scores_b), ids)
-    num_best_b = baselines.group_sum(is_best_b.astype(scores_b.dtype), ids)
+    second_b = returns.group_max(jnp.where(is_best_b, -jnp.inf, scores_b), ids)
+    num_best_b = returns.group_sum(is_best_b.astype(scores_b.dtype), ids)
     adv_b = jnp.where(is_best_b & (num_best_b == 1) & (count > 1), best_b - second_b, 0.0)
-    return baselines.on_tokens(adv_b / (std + eps) if passk_is_normalized else adv_b, mask)
+    return returns.on_tokens(adv_b / (std + eps) if passk_is_normalized else adv_b, mask)
 
 
 def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
@@ -132,10 +131,10 @@ def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array
 
     Returns adv [B, T].
     """
-    scores_b = baselines.sequence_rewards(rewards, mask)
-    count, mean, _, is_constant = baselines.group_moments(scores_b, group)
+    scores_b = returns.sequence_rewards(rewards, mask)
+    count, mean, _, is_constant = returns.group_moments(scores_b, group)
     leave_one_out = ratios.safe_divide(count * (scores_b - mean), count - 1.0)
-    return baselines.on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
+    return returns.on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
 
 
 def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
@@ -154,7 +153,7 @@ def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
 
     Returns adv [B, T].
     """
-    scores_b = baselines.sequence_rewards(rewards, mask)
+    scores_b = returns.sequence_rewards(rewards, mask)
     alpha = scores_b.shape[0] / jnp.maximum(jnp.count_nonzero(scores_b), 1)
     return alpha.astype(scores_b.dtype) * dr_grpo(scores_b, mask, group)
 
@@ -225,20 +224,20 @@ def oapl(
     """
     if oapl_beta_value <= 0.0:
         raise ValueError(f"oapl_beta_value is {oapl_beta_value}; a temperature must be above 0.")
-    scores_b = baselines.sequence_rewards(rewards, mask)
-    ids = baselines.group_ids(group)
-    count, _, _, is_constant = baselines.group_moments(scores_b, group)
-    best_b = baselines.group_max(scores_b, ids)
+    scores_b = returns.sequence_rewards(rewards, mask)
+    ids = returns.group_ids(group)
+    count, _, _, is_constant = returns.group_moments(scores_b, group)
+    best_b = returns.group_max(scores_b, ids)
     excess_b = jnp.expm1((scores_b - best_b) / oapl_beta_value)
-    value_b = best_b + oapl_beta_value * jnp.log1p(baselines.group_sum(excess_b, ids) / count)
-    return baselines.on_tokens(jnp.where(is_constant, 0.0, scores_b - value_b), mask)
+    value_b = best_b + oapl_beta_value * jnp.log1p(returns.group_sum(excess_b, ids) / count)
+    return returns.on_tokens(jnp.where(is_constant, 0.0, scores_b - value_b), mask)
 
 
 def _gae_recursion(rewards, mask, values, gamma, lam):
     """Unwhitened advantages and the values, [B, T] each, 0 at padding."""
     chex.assert_rank(values, 2)
     chex.assert_equal_shape([values, mask])
-    rewards_bt = baselines.token_rewards(rewards, mask)
+    rewards_bt = returns.token_rewards(rewards, mask)
     values_bt = ratios.zero_padding(values, mask)
     rewards_bt = rewards_bt.astype(jnp.promote_types(rewards_bt.dtype, values_bt.dtype))
     values_bt = values_bt.astype(rewards_bt.dtype)
@@ -321,7 +320,7 @@ def reinforce_plus_plus(
     Returns adv [B, T].
     """
     del group
-    no_values_bt = jnp.zeros_like(baselines.token_rewards(rewards, mask))
+    no_values_bt = jnp.zeros_like(returns.token_rewards(rewards, mask))
     returns_bt, _ = _gae_recursion(rewards, mask, no_values_bt, gamma, 1.0)
     return whiten(returns_bt, mask)
 
@@ -356,18 +355,11 @@ ADVANTAGES = {
     "gae": gae,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": baselines.remax,
-    "opo": baselines.opo,
-    "opob": baselines.opob,
-    "otb": baselines.otb,
-    "tir_otb": baselines.tir_otb,
+    **baselines.ADVANTAGES,
 }
 
 NEEDS = {
     "gdpo": ("reward_components",),
     "gae": ("values",),
-    "remax": ("greedy_rewards",),
-    "opob": ("grad_norms", "logp_old", "logp_behav"),
-    "otb": ("logp_old", "sum_pi_squared", "weights"),
-    "tir_otb": ("logp_old", "sum_pi_squared", "weights"),
+    **baselines.NEEDS,
 }

@@ -1,95 +1,25 @@
-"""Returns of a rollout batch, reductions over a prompt's group, and the estimators that are a
-return minus a baseline.
+"""Advantages that are a return minus a baseline of their own.
 
-Rows are unpacked, one sequence each. The entries at the end have the signature and the arguments of
-`advantages.ADVANTAGES`, where they are registered: `rewards` [B] or [B, T], `mask` [B, T], `group`
-[B]. None carries a gradient.
+The entries are part of `advantages.ADVANTAGES`, whose module states the arguments that all share.
+None carries a gradient.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import ratios, returns
 
 OTB_EPS = 1e-8  # in the denominator of the token baselines, as in verl
-
-
-def sequence_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
-    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]."""
-    rewards = jnp.asarray(rewards)
-    chex.assert_rank(rewards, {1, 2})
-    chex.assert_equal_shape_prefix([rewards, mask], 1)
-    if rewards.ndim == 1:
-        return ratios.as_float(rewards)
-    return ratios.masked_sum(rewards, mask, axis=1)
-
-
-def token_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
-    """Rewards per token [B, T]; a reward per sequence [B] goes to the last valid token."""
-    rewards = jnp.asarray(rewards)
-    chex.assert_rank(rewards, {1, 2})
-    chex.assert_equal_shape_prefix([rewards, mask], 1)
-    if rewards.ndim == 2:
-        return ratios.zero_padding(rewards, mask)
-    mask = ratios.as_bool(mask)
-    position = jnp.arange(mask.shape[1])[None, :]
-    last = jnp.max(jnp.where(mask, position, -1), axis=1, keepdims=True)
-    return jnp.where(position == last, ratios.as_float(rewards)[:, None], 0.0)
-
-
-def rewards_to_go(rewards: chex.Array, mask: chex.Array) -> chex.Array:
-    """Undiscounted sum of the rewards at this valid token and after it, [B, T], 0 at padding."""
-    returns_bt = jax.lax.cumsum(token_rewards(rewards, mask), axis=1, reverse=True)
-    return ratios.zero_padding(returns_bt, mask)
-
-
-def group_ids(group: chex.Array) -> chex.Array:
-    """[B] the first row of each row's group; `group` may hold any integers."""
-    group = jnp.asarray(group)
-    chex.assert_rank(group, 1)
-    size = group.shape[0]
-    is_same_bb = group[:, None] == group[None, :]
-    return jnp.min(jnp.where(is_same_bb, jnp.arange(size)[None, :], size), axis=1)
-
-
-def group_sum(x: chex.Array, ids: chex.Array) -> chex.Array:
-    """Sum of x [B, ...] over the rows of each row's group, on each of them; ids of `group_ids`."""
-    return jax.ops.segment_sum(x, ids, num_segments=ids.shape[0])[ids]
-
-
-def group_max(x: chex.Array, ids: chex.Array) -> chex.Array:
-    """Largest x [B, ...] among the rows of each row's group, on each of them."""
-    return jax.ops.segment_max(x, ids, num_segments=ids.shape[0])[ids]
-
-
-def group_moments(
-    scores_b: chex.Array, group: chex.Array
-) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
-    """Of each row's group, [B] each: size, mean, std (ddof 1, 0 if alone), whether all are
-    equal."""
-    chex.assert_equal_shape([scores_b, group])
-    ids = group_ids(group)
-    count = group_sum(jnp.ones_like(scores_b), ids)
-    mean = group_sum(scores_b, ids) / count
-    variance = ratios.safe_divide(group_sum(jnp.square(scores_b - mean), ids), count - 1.0)
-    is_constant = group_max(scores_b, ids) == -group_max(-scores_b, ids)
-    return count, mean, jnp.sqrt(variance), is_constant
-
-
-def on_tokens(adv_b: chex.Array, mask: chex.Array) -> chex.Array:
-    """One advantage per sequence, on each of its valid tokens, without gradient."""
-    adv_bt = jnp.broadcast_to(adv_b[:, None], mask.shape)
-    return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
 
 
 def _minus_weighted_mean(scores_b, power_b, group):
     """Scores minus their mean within the group under the weights power_b [B] >= 0; exactly 0 where
     a group's scores are all equal, and the score itself where all its weights are 0."""
-    ids = group_ids(group)
-    total_b = group_sum(power_b * scores_b, ids)
-    baseline_b = ratios.safe_divide(total_b, group_sum(power_b, ids))
-    _, _, _, is_constant = group_moments(scores_b, group)
+    ids = returns.group_ids(group)
+    total_b = returns.group_sum(power_b * scores_b, ids)
+    baseline_b = ratios.safe_divide(total_b, returns.group_sum(power_b, ids))
+    _, _, _, is_constant = returns.group_moments(scores_b, group)
     return jnp.where(is_constant, 0.0, scores_b - baseline_b)
 
 
@@ -112,7 +42,7 @@ def remax(
     Returns adv [B, T].
     """
     del group
-    returns_bt = rewards_to_go(rewards, mask)
+    returns_bt = returns.rewards_to_go(rewards, mask)
     chex.assert_shape(greedy_rewards, (returns_bt.shape[0],))
     adv_bt = returns_bt - ratios.as_float(greedy_rewards)[:, None]
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
@@ -133,11 +63,11 @@ def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
 
     Returns adv [B, T].
     """
-    scores_b = sequence_rewards(rewards, mask)
+    scores_b = returns.sequence_rewards(rewards, mask)
     length_b = ratios.masked_count(scores_b, mask, axis=1)
-    count, _, _, _ = group_moments(scores_b, group)
+    count, _, _, _ = returns.group_moments(scores_b, group)
     adv_b = _minus_weighted_mean(scores_b, length_b, group)
-    return on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
+    return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
 def opob(
@@ -170,15 +100,15 @@ def opob(
 
     Returns adv [B, T].
     """
-    scores_b = sequence_rewards(rewards, mask)
+    scores_b = returns.sequence_rewards(rewards, mask)
     chex.assert_equal_shape([grad_norms, scores_b])
     log_w_b = jnp.sum(ratios.safe_log_ratio(logp_old, logp_behav, mask), axis=1)
     norm_b = ratios.zero_padding(grad_norms, jnp.any(ratios.as_bool(mask), axis=1))
     is_weighted_b = norm_b > 0
     log_power_b = 2.0 * log_w_b + jnp.log(jnp.where(is_weighted_b, norm_b, 1.0))
-    largest_b = group_max(jnp.where(is_weighted_b, log_power_b, -jnp.inf), group_ids(group))
+    largest_b = returns.group_max(jnp.where(is_weighted_b, log_power_b, -jnp.inf), returns.group_ids(group))
     power_b = jnp.where(is_weighted_b, jnp.exp(log_power_b - largest_b), 0.0)
-    return on_tokens(_minus_weighted_mean(scores_b, power_b, group), mask)
+    return returns.on_tokens(_minus_weighted_mean(scores_b, power_b, group), mask)
 
 
 def _path_power(mask, logp_old, sum_pi_squared, weights, form):
@@ -212,14 +142,14 @@ def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
     """
     mask = ratios.as_bool(mask)
     chex.assert_equal_shape_prefix([mask, group], 1)
-    ids = group_ids(group)
+    ids = returns.group_ids(group)
     is_row_bt = jnp.broadcast_to(jnp.any(mask, axis=1, keepdims=True), mask.shape)
     is_counted_bt = mask if has_zero_tail else is_row_bt
-    count_bt = group_sum(is_counted_bt.astype(returns_bt.dtype), ids)
-    total_bt = group_sum(power_bt * returns_bt, ids)
-    baseline_bt = total_bt / (group_sum(power_bt, ids) + OTB_EPS)
-    highest_bt = group_max(jnp.where(mask, returns_bt, -jnp.inf), ids)
-    lowest_bt = -group_max(jnp.where(mask, -returns_bt, -jnp.inf), ids)
+    count_bt = returns.group_sum(is_counted_bt.astype(returns_bt.dtype), ids)
+    total_bt = returns.group_sum(power_bt * returns_bt, ids)
+    baseline_bt = total_bt / (returns.group_sum(power_bt, ids) + OTB_EPS)
+    highest_bt = returns.group_max(jnp.where(mask, returns_bt, -jnp.inf), ids)
+    lowest_bt = -returns.group_max(jnp.where(mask, -returns_bt, -jnp.inf), ids)
     adv_bt = jnp.where(highest_bt == lowest_bt, 0.0, returns_bt - baseline_bt)
     adv_bt = jnp.where(count_bt == 1, returns_bt, adv_bt)
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
@@ -268,7 +198,7 @@ def otb(
 
     Returns adv [B, T].
     """
-    returns_bt = rewards_to_go(rewards, mask)
+    returns_bt = returns.rewards_to_go(rewards, mask)
     power_bt = _path_power(mask, logp_old, sum_pi_squared, weights, form)
     return _minus_token_baseline(returns_bt, power_bt, mask, group, otb_zero_tail)
 
@@ -304,7 +234,7 @@ def tir_otb(
         return jnp.take_along_axis(jnp.asarray(x_bt), order_bt, axis=1)
 
     adv_bt = otb(
-        compact(token_rewards(rewards, mask)),
+        compact(returns.token_rewards(rewards, mask)),
         compact(mask),
         group,
         logp_old=compact(logp_old),
@@ -314,3 +244,13 @@ def tir_otb(
         form=form,
     )
     return ratios.zero_padding(jnp.take_along_axis(adv_bt, place_bt, axis=1), mask)
+
+
+ADVANTAGES = {"remax": remax, "opo": opo, "opob": opob, "otb": otb, "tir_otb": tir_otb}
+
+NEEDS = {
+    "remax": ("greedy_rewards",),
+    "opob": ("grad_norms", "logp_old", "logp_behav"),
+    "otb": ("logp_old", "sum_pi_squared", "weights"),
+    "tir_otb": ("logp_old", "sum_pi_squared", "weights"),
+}

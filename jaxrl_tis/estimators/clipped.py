@@ -11,8 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import selection
+from jaxrl_tis.estimators import rank_masks, ratios
 
 Loss = tuple[chex.Array, dict[str, chex.Array]]
 
@@ -325,7 +324,7 @@ def m2po(
     Harmful tokens are those whose ratio has moved with their advantage: A > 0 and r > 1, or A < 0
     and r < 1. While the mean of their squared log-ratios is at most the threshold nothing is
     clipped; otherwise tau solves mean(min(log_ratio^2, tau^2)) = threshold over them
-    (`selection.m2po_bounds`). The form that drops tokens is the mask "m2po". Aggregation:
+    (`rank_masks.m2po_bounds`). The form that drops tokens is the mask "m2po". Aggregation:
     token-mean.
 
     Unit: token (ratio), batch (band). Trust region: |log r| cut to a mean square of m2po_threshold
@@ -342,7 +341,7 @@ def m2po(
     """
     del seg
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
-    below, above = selection.m2po_bounds(
+    below, above = rank_masks.m2po_bounds(
         log_ratio_bt,
         adv,
         mask,
@@ -369,7 +368,7 @@ def clip_cov(
 ) -> Loss:
     """Clip-Cov (arXiv:2505.22617): PPO-clip with loss 0 on a few tokens of high covariance.
 
-    The tokens are those that `selection.clip_cov` draws in the call; they stay in the denominator.
+    The tokens are those that `rank_masks.clip_cov` draws in the call; they stay in the denominator.
     Packing changes the draw. Aggregation: token-mean.
 
     Unit: token (ratio), batch (draw). Trust region: that of `ppo`. Gradient: through r; 0 on drawn
@@ -388,7 +387,7 @@ def clip_cov(
     """
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
     loss_bt, _ = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
-    is_kept_bt = selection.clip_cov(
+    is_kept_bt = rank_masks.clip_cov(
         log_ratio_bt,
         mask,
         seg,
@@ -419,7 +418,7 @@ def kl_cov(
     """KL-Cov (arXiv:2505.22617), l = -r A, plus kl_cov_coeff |log r| on the tokens of highest
     covariance.
 
-    The tokens are those of `selection.kl_cov`, ranked in the call. Aggregation: token-mean.
+    The tokens are those of `rank_masks.kl_cov`, ranked in the call. Aggregation: token-mean.
 
     Unit: token (ratio), batch (ranking). Trust region: soft on the selected tokens, kl_cov_coeff
     |log r| or KL(pi_old || pi); none on the others. Gradient: through r and the penalty, the latter
@@ -439,7 +438,7 @@ def kl_cov(
     del seg
     ratios.check_choice("form", form, ("paper", "survey"))
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
-    is_penalised_bt = selection.kl_cov(logp, adv, mask, kl_cov_ratio=kl_cov_ratio)
+    is_penalised_bt = rank_masks.kl_cov(logp, adv, mask, kl_cov_ratio=kl_cov_ratio)
     if form == "paper":
         size_bt = jax.lax.stop_gradient(jnp.sign(log_ratio_bt)) * log_ratio_bt
     else:

@@ -5,8 +5,6 @@ r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight may
 or reshaped without taking the gradient from a token, as a clipped ratio does. The value of such a
 loss means little, as it contains log pi: compare gradients. Where a paper has the sampler in the
 denominator, use bypass mode: logp_old = logp_behav and weight "none".
-
-The entries of `flipped` and `fusion` are part of `OBJECTIVES` here; they differentiate a ratio.
 """
 
 from collections.abc import Callable
@@ -16,8 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import flipped
-from jaxrl_tis.estimators import fusion
 from jaxrl_tis.estimators import prefix_weights
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.estimators import weights
@@ -427,17 +423,10 @@ OBJECTIVES = {
     "topr": topr,
     "topr_token": topr_token,
     "topr_geo": topr_geo,
-    "aspo": flipped.aspo,
     "minpro": minpro,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "vespo": vespo,
-    "fusion_cap": fusion.fusion_cap,
-    "fusion_shaped": fusion.fusion_shaped,
 }
 
-NEEDS = {
-    "aspo": ("entropy",),
-    "fusion_cap": ("logp_behav",),
-    "fusion_shaped": ("logp_behav",),
-}
+NEEDS = {}  # every entry takes the shared arguments alone

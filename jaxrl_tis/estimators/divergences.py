@@ -11,9 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import diagnostics
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import selection
+from jaxrl_tis.estimators import diagnostics, rank_masks, ratios
 
 
 def _total_variation(log_ratio, mask):
@@ -192,17 +190,17 @@ def sequence_percentiles(
 
 def _sorted(x_bt, mask, seg):
     """x in the order of (seg, x) in every row, padding last."""
-    key_bt = selection.sortable(x_bt)
+    key_bt = rank_masks.sortable(x_bt)
     last = ~jnp.zeros((), key_bt.dtype)
     if seg is None:
         key_bt = jnp.sort(jnp.where(ratios.as_bool(mask), key_bt, last), axis=1)
-        return selection.from_sortable(key_bt, x_bt.dtype)
+        return rank_masks.from_sortable(key_bt, x_bt.dtype)
     num_bits = 8 * key_bt.dtype.itemsize
     ids_bt = ratios.segment_ids(seg, mask)
     id_bits = num_bits - jax.lax.clz(jnp.max(ids_bt).astype(key_bt.dtype))
     id_bt = ids_bt.astype(key_bt.dtype) << (num_bits - id_bits)
     key_bt = jnp.where(ratios.as_bool(mask), id_bt | (key_bt >> id_bits), last)
-    return selection.from_sortable(jnp.sort(key_bt, axis=1) << id_bits, x_bt.dtype)
+    return rank_masks.from_sortable(jnp.sort(key_bt, axis=1) << id_bits, x_bt.dtype)
 
 
 def percentile_metrics(

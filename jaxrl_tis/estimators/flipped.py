@@ -1,7 +1,7 @@
 """ASPO: a clipped surrogate in which the ratio of good tokens is flipped.
 
 What it shares with all losses (logp, logp_old, adv, mask, seg and the result) is described in
-`objectives`; it is an entry of `detached.OBJECTIVES`.
+`objectives`.
 """
 
 import chex
@@ -103,3 +103,8 @@ def aspo(
     loss_bt = jnp.where(is_held_bt, held_bt, -adv_bt * w_bt * c_bt / c_sg_bt)
     metrics = clipped.clip_metrics(log_ratio_bt, c_bt != ratio_bt, mask)
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_held_bt, mask)}
+
+
+OBJECTIVES = {"aspo": aspo}
+
+NEEDS = {"aspo": ("entropy",)}

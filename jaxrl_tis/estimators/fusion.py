@@ -4,7 +4,7 @@ Zhang et al. 2026, "Learning from Mixed Rollouts: Logit Fusion as a Bridge Betwe
 Exploration" (a Notion page without an arXiv id) and the authors' trainer. The behaviour policy is
 off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling to
 0 over the run. What the losses share (logp, logp_old, adv, mask, seg and the result) is described
-in `objectives`; they are entries of `detached.OBJECTIVES`.
+in `objectives`.
 
 The ratio of both losses is r = pi / pi_mix from the log-probs that the sampler recorded, the
 log-ratio clamped to +-20: it holds the whole correction, so use them with weight "none". They are
@@ -126,3 +126,8 @@ def fusion_shaped(
     ratio_bt = ratios.bounded_exp(log_ratio_bt)
     loss_bt = -ratio_bt / (ratio_bt + fusion_gamma) * adv_bt
     return loss_bt, clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(ratio_bt), mask)
+
+
+OBJECTIVES = {"fusion_cap": fusion_cap, "fusion_shaped": fusion_shaped}
+
+NEEDS = dict.fromkeys(OBJECTIVES, ("logp_behav",))

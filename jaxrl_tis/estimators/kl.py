@@ -41,8 +41,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import baselines
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import ratios, returns
 
 K3_BOUND = 10.0  # verl's bound on the k3 value
 
@@ -259,7 +258,7 @@ def penalized_rewards(
     """
     chex.assert_equal_shape([kl_bt, mask])
     penalty_bt = kl_coeff * ratios.zero_padding(kl_bt, mask)
-    return jax.lax.stop_gradient(baselines.token_rewards(rewards, mask) - penalty_bt)
+    return jax.lax.stop_gradient(returns.token_rewards(rewards, mask) - penalty_bt)
 
 
 def sequence_kl(kl_bt: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:

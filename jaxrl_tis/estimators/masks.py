@@ -3,7 +3,8 @@
 Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters), and by keyword what `NEEDS`
 names, to booleans [B, T]: True where a token is kept, never outside the mask. Who multiplies the
 mask with the result takes the rejected tokens out of the denominator too; who multiplies the loss
-keeps them there. Every criterion looks at the mask as sampled, `selection` at the whole batch.
+keeps them there. Every criterion looks at the mask as sampled, those of `rank_masks` at the whole
+batch.
 
 Gradient: none; masks are detached.
 
@@ -32,9 +33,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import selection
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import rank_masks, ratios, weights
 
 
 def statistic(
@@ -448,19 +447,16 @@ MASKS = {
     "trm_k3": trm_k3,
     "opsm": opsm,
     "staleness": staleness,
-    "m2po": selection.m2po,
-    "clip_cov": selection.clip_cov,
-    "top_entropy": selection.top_entropy,
+    **rank_masks.MASKS,
 }
 
 # Their statistic holds the policy that is trained, so they are judged at every update, with
 # log_ratio = logp - logp_behav. The others judge the sampler's gap, once for a rollout batch.
-AT_UPDATE = frozenset(("trm", "trm_k3", "opsm", "m2po", "clip_cov"))
+AT_UPDATE = frozenset(("trm", "trm_k3", "opsm")) | rank_masks.AT_UPDATE
 
 NEEDS = {
     "trm": ("logits_behav", "logits"),
     "opsm": ("logp", "logp_behav", "adv"),
     "staleness": ("version", "current_version"),
-    "clip_cov": ("logp", "logp_old", "adv", "key"),
-    "top_entropy": ("entropy",),
+    **rank_masks.NEEDS,
 }

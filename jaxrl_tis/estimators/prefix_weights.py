@@ -160,3 +160,13 @@ def turn_geo(
     """
     ids_bt = turn_ids(turn, mask, seg)
     return _turn_weight(ratios.sequence_mean(log_ratio, mask, ids_bt), mask, ids_bt, cap)
+
+
+WEIGHTS = {
+    "turn_tis": turn_tis,
+    "turn_geo": turn_geo,
+    "prefix_minpro": prefix_minpro,
+    "prefix_ctpo": prefix_ctpo,
+}
+
+NEEDS = {"turn_tis": ("turn",), "turn_geo": ("turn",)}

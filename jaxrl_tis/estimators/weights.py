@@ -475,11 +475,8 @@ WEIGHTS = {
     "seq_icepop": seq_icepop,
     "geo_icepop": geo_icepop,
     "seq_mask_tis": seq_mask_tis,
-    "turn_tis": prefix_weights.turn_tis,
-    "turn_geo": prefix_weights.turn_geo,
-    "prefix_minpro": prefix_weights.prefix_minpro,
-    "prefix_ctpo": prefix_weights.prefix_ctpo,
+    **prefix_weights.WEIGHTS,
     **factor_weights.WEIGHTS,
 }
 
-NEEDS = {"turn_tis": ("turn",), "turn_geo": ("turn",), **factor_weights.NEEDS}
+NEEDS = prefix_weights.NEEDS | factor_weights.NEEDS

@@ -289,7 +289,7 @@ def seeds_by_first(shape: tuple[int, int]) -> np.ndarray:
     """For each position of an array, a seed whose random bits are smallest there.
 
     A draw without replacement that takes the smallest bits among some candidates, as
-    `selection.clip_cov` does, takes each of them under one of these seeds.
+    `rank_masks.clip_cov` does, takes each of them under one of these seeds.
     """
     bits = lambda seed: jax.random.bits(jax.random.key(seed), shape, jnp.uint32).ravel()
     first_s = np.asarray(jax.vmap(bits)(jnp.arange(1000))).argmin(axis=1)

@@ -13,10 +13,8 @@ import chex
 import jax
 import numpy as np
 
-from jaxrl_tis.estimators import controllers
+from jaxrl_tis.estimators import controllers, methods, rank_masks
 from jaxrl_tis.estimators import loss as losses
-from jaxrl_tis.estimators import methods
-from jaxrl_tis.estimators import selection
 from jaxrl_tis.experiments import exact
 
 GROUP_SIZES = (2, 3)
@@ -161,7 +159,7 @@ def draw(step: Step) -> Callable | None:
     def is_drawn(logp, batch):
         batch = with_advantage(step, logp, batch)
         needs = losses.needed("mask", "clip_cov", batch)
-        return batch["mask"] & ~selection.clip_cov(logp, batch["mask"], **needs, **parameters[0])
+        return batch["mask"] & ~rank_masks.clip_cov(logp, batch["mask"], **needs, **parameters[0])
 
     return is_drawn
 

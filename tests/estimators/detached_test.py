@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import detached
+from jaxrl_tis.estimators import detached, flipped, fusion
 from jaxrl_tis.estimators import reduce
 
 # What an entry has no default for, and settings under which the table below was published.
@@ -22,6 +22,9 @@ REQUIRED = {
 POINTS = [(0.0, 1), (0.0, -1), (0.3, 1), (0.3, -1), (-0.3, 1), (-0.3, -1)]
 POINTS += [(1.5, 1), (1.5, -1), (-1.5, 1), (-1.5, -1)]
 UNCLIPPED = [1, -1, 1.350, -1.350, 0.741, -0.741, 4.482, -4.482, 0.223, -0.223]
+# Everything whose gradient is a weight times that of log pi.
+OBJECTIVES = detached.OBJECTIVES | flipped.OBJECTIVES | fusion.OBJECTIVES
+NEEDS = flipped.NEEDS | fusion.NEEDS
 TOPR = [1, -1, 1, -1, 1, -0.741, 1, -1, 1, -0.223]
 DPPO = [1, -1, 1.350, -1.350, 0.741, -0.741, 0, -4.482, 0.223, 0]
 # Coefficient on the gradient of log pi at each point, one token, p_old = 0.2.
@@ -47,12 +50,12 @@ COEFFICIENTS = {
 @functools.partial(jax.jit, static_argnames="name")
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
-    fields = detached.NEEDS[name] if name in detached.NEEDS else ()
+    fields = NEEDS[name] if name in NEEDS else ()
     needs = {field: batch[field] for field in fields}
     arguments = REQUIRED[name] if name in REQUIRED else {}
 
     def total(logp):
-        loss_bt, metrics = detached.OBJECTIVES[name](
+        loss_bt, metrics = OBJECTIVES[name](
             logp,
             batch["logp_old"],
             batch["adv"],
@@ -113,7 +116,7 @@ def make_batch(spread=0.5):
     return np.minimum(logp_old + drift, -0.01).astype(np.float32), batch
 
 
-@pytest.mark.parametrize("name", detached.OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_published_coefficients(name):
     logp, batch = tokens(*zip(*POINTS, strict=True))
     _, _, gradient = run(name, logp, batch)
@@ -146,7 +149,7 @@ def test_verl_example(name):
     mask = jnp.array([[1, 1, 1], [1, 1, 0]])
 
     def loss(logp):
-        loss_bt, _ = detached.OBJECTIVES[name](logp, old, adv, mask, **parameters)
+        loss_bt, _ = OBJECTIVES[name](logp, old, adv, mask, **parameters)
         return reduce.aggregate(loss_bt, mask, "token-mean")
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(logp)

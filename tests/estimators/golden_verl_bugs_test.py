@@ -8,17 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import detached
-from jaxrl_tis.estimators import diagnostics
-from jaxrl_tis.estimators import masks
-from jaxrl_tis.estimators import objectives
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators import sequence_clipped
-from jaxrl_tis.estimators import smooth
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import (
+    advantages, clipped, detached, diagnostics, masks, objectives, ratios, reduce, sequence_clipped,
+    soft_trust_region, weights,
+)
 from tests.estimators import golden_verl
 
 BUGS = golden_verl.GOLDEN["bugs"]
@@ -185,7 +178,7 @@ def test_every_loss_honours_the_aggregation(verl_name, entry):
     first, second = BUGS["ignored_modes"][verl_name]
     assert first == second
     batch = golden_verl.inputs("random", "float32")
-    function = (sequence_clipped.OBJECTIVES | smooth.OBJECTIVES)[entry]
+    function = (sequence_clipped.OBJECTIVES | soft_trust_region.OBJECTIVES)[entry]
     loss_bt, _ = function(batch["logp"], batch["logp_old"], batch["adv"], batch["mask"])
     token, sequence = (
         float(reduce.aggregate(loss_bt, batch["mask"], mode))

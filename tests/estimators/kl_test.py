@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import baselines
-from jaxrl_tis.estimators import kl
+from jaxrl_tis.estimators import kl, returns
 
 NAN = float("nan")
 SAMPLED = [name for name in kl.KL if not name.startswith("exact")]
@@ -237,7 +236,7 @@ def test_reward_placement_has_the_gradient_of_the_sequence_kl_and_loss_placement
         def placed_in_the_reward(parameters):
             kl_bt = kl.k1(frozen, logp_ref)
             rewards = kl.penalized_rewards(jnp.zeros(9), mask, kl_bt, 1.0)
-            to_go = baselines.rewards_to_go(rewards, mask)
+            to_go = returns.rewards_to_go(rewards, mask)
             return -jnp.sum(p[:, None] * to_go * two_token_logp(parameters))
 
         def placed_in_the_loss(parameters):

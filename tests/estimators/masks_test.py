@@ -41,7 +41,7 @@ PARAMETERS = BANDS | {
     "opsm": {"opsm_delta": 0.05},
     "staleness": {"staleness_max": 2},
 }
-OF_THE_BATCH = {"m2po", "clip_cov", "top_entropy"}  # in selection_test
+OF_THE_BATCH = {"m2po", "clip_cov", "top_entropy"}  # in rank_masks_test
 
 
 def is_inside(name, peers, own):

@@ -265,7 +265,7 @@ def test_clip_cov_halves_the_step_of_a_coin(name):
 
 
 def test_every_candidate_of_clip_cov_is_a_batch_of_its_own():
-    # That a key draws each candidate as often as another is a test of `selection.clip_cov`.
+    # That a key draws each candidate as often as another is a test of `rank_masks.clip_cov`.
     case = group_bias.problem(STEPS["clip_cov, mask"], 2)
     index, _, probability = case.batches
     np.testing.assert_allclose(probability.sum(), 1.0, **EXACT)

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import masks
-from jaxrl_tis.estimators import selection
+from jaxrl_tis.estimators import masks, rank_masks
 
 NAN = float("nan")
-m2po = jax.jit(selection.m2po)
-m2po_bounds = jax.jit(selection.m2po_bounds)
-clip_cov = jax.jit(selection.clip_cov)
-kl_cov = jax.jit(selection.kl_cov)
-top_entropy = jax.jit(selection.top_entropy)
+m2po = jax.jit(rank_masks.m2po)
+m2po_bounds = jax.jit(rank_masks.m2po_bounds)
+clip_cov = jax.jit(rank_masks.clip_cov)
+kl_cov = jax.jit(rank_masks.kl_cov)
+top_entropy = jax.jit(rank_masks.top_entropy)
 
 
 def kept_by_m2po(log_ratio, threshold):
@@ -56,9 +55,9 @@ def example():
 
 def test_sortable_keeps_the_order_of_floats():
     x = jnp.array([-jnp.inf, -2.0, -1e-30, 0.0, 1e-30, 0.5, 3e38, jnp.inf])
-    key = selection.sortable(x)
+    key = rank_masks.sortable(x)
     assert np.all(np.diff(np.asarray(key).astype(np.int64)) > 0)
-    np.testing.assert_array_equal(selection.from_sortable(key, x.dtype), x)
+    np.testing.assert_array_equal(rank_masks.from_sortable(key, x.dtype), x)
 
 
 def test_m2po_by_hand():
@@ -181,7 +180,7 @@ def test_covariance_by_hand():
         jnp.array([[1.0] * 3, [-1.0] * 2 + [NAN]]),
         jnp.array([[1, 1, 1], [1, 1, 0]]),
     )
-    cov = selection.covariance(logp, adv, mask)
+    cov = rank_masks.covariance(logp, adv, mask)
     np.testing.assert_allclose(cov, [[0.8, 0.4, -1.2], [0.6, -0.6, 0.0]], atol=1e-6)
     # verl penalises the first token of this batch, and draws none: no covariance is above 1.
     np.testing.assert_array_equal(kl_cov(logp, adv, mask), [[1, 0, 0], [0, 0, 0]])
@@ -197,7 +196,7 @@ def test_kl_cov_takes_the_tokens_of_highest_covariance(ratio):
     poisoned = [np.where(mask, x, NAN) for x in (logp, adv)]
     with jax.enable_x64(True):
         actual = kl_cov(*poisoned, mask, kl_cov_ratio=ratio)
-        cov = np.asarray(selection.covariance(*poisoned, mask))
+        cov = np.asarray(rank_masks.covariance(*poisoned, mask))
     np.testing.assert_allclose(cov, covariance(logp, adv, mask), rtol=1e-12, atol=1e-15)
     expected = largest(cov, mask, max(1, int(ratio * mask.sum())))
     np.testing.assert_array_equal(actual, expected)
@@ -294,7 +293,7 @@ def test_clip_cov_draws_uniformly():
     @jax.jit
     @jax.vmap
     def draw(key):
-        return ~selection.clip_cov(
+        return ~rank_masks.clip_cov(
             logp,
             jnp.ones((1, 8)),
             logp=logp,
@@ -316,4 +315,4 @@ def test_clip_cov_draws_uniformly():
 
 def test_the_entries_of_masks_are_these_functions():
     for name in ("m2po", "clip_cov", "top_entropy"):
-        assert masks.MASKS[name] is getattr(selection, name)
+        assert masks.MASKS[name] is getattr(rank_masks, name)

@@ -1,6 +1,6 @@
 """Selection of tokens by their rank in the whole rollout batch, and the clip bounds of M2PO.
 
-`m2po`, `clip_cov` and `top_entropy` are entries of `masks.MASKS`: True where a token is kept. Two
+The entries are part of `masks.MASKS`, whose module states the arguments that all share. Two
 functions serve an objective instead: `kl_cov` is True where a token is to be penalised, and
 `m2po_bounds` gives the band of a clipped ratio.
 
@@ -293,3 +293,10 @@ def top_entropy(
     entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, mask))
     count = _share(top_entropy_fraction, entropy_bt, mask)
     return _smallest(sortable(-entropy_bt), ratios.as_bool(mask), count)
+
+
+MASKS = {"m2po": m2po, "clip_cov": clip_cov, "top_entropy": top_entropy}
+
+AT_UPDATE = frozenset(("m2po", "clip_cov"))  # see masks.AT_UPDATE
+
+NEEDS = {"clip_cov": ("logp", "logp_old", "adv", "key"), "top_entropy": ("entropy",)}

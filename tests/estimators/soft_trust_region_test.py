@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import controllers
-from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators import smooth
+from jaxrl_tis.estimators import clipped, controllers, reduce, soft_trust_region
 
 # A pair of rewards 1 and -1 is tilted by lambda = 0.5 to p = 1 / (1 + e^-4) = 0.98201, whose KL
 # from uniform is log 2 + p log p + (1 - p) log(1 - p) = 0.69315 - 0.01782 - 0.07227 = 0.60305.
@@ -39,11 +36,11 @@ STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_b
 @functools.partial(jax.jit, static_argnames=STATIC)
 def run(name, logp, batch, aggregation="token-sum", **parameters):
     """(loss [B, T], metrics, gradient of the aggregate), needs taken from the batch."""
-    needs = {field: batch[field] for field in smooth.NEEDS[name]} if name in smooth.NEEDS else {}
+    needs = {field: batch[field] for field in soft_trust_region.NEEDS[name]} if name in soft_trust_region.NEEDS else {}
     seg = batch["seg"] if "seg" in batch else None
 
     def total(logp):
-        loss_bt, metrics = smooth.OBJECTIVES[name](
+        loss_bt, metrics = soft_trust_region.OBJECTIVES[name](
             logp,
             batch["logp_old"],
             batch["adv"],
@@ -90,7 +87,7 @@ def make_batch(spread=0.5):
     return (logp_old + drift).astype(np.float32), batch | {"group": group}
 
 
-@pytest.mark.parametrize("name", smooth.OBJECTIVES)
+@pytest.mark.parametrize("name", soft_trust_region.OBJECTIVES)
 def test_published_coefficients(name):
     logp, batch = tokens(*zip(*POINTS, strict=True))
     _, _, gradient = run(name, logp, batch)
@@ -180,7 +177,7 @@ def test_r2vpo_of_the_survey_without_a_price_is_ppo():
     with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
         run("r2vpo", logp, batch, r2vpo_lambda=0.0, form="code")
     with pytest.raises(ValueError, match="pass group"):
-        smooth.r2vpo(logp, *fields, r2vpo_lambda=0.0, form="survey")
+        soft_trust_region.r2vpo(logp, *fields, r2vpo_lambda=0.0, form="survey")
 
 
 def test_r2vpo_takes_the_dual_and_gives_it_its_measurement():
@@ -208,7 +205,7 @@ def divergence(rewards, multiplier):
 
 @functools.partial(jax.jit, static_argnames=("delta", "floor"))
 def multiplier(rewards, group, is_valid, delta, floor=1e-3):
-    return smooth.quatro_multiplier(
+    return soft_trust_region.quatro_multiplier(
         rewards, group, is_valid, quatro_delta=delta, quatro_floor=floor
     )
 

@@ -11,10 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import baselines
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import controllers
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import clipped, controllers, ratios, returns
 from jaxrl_tis.kernels import segment_reference
 
 
@@ -70,13 +67,13 @@ def _sequence_group(group, mask, seg):
 
 def _group_variance(x_bt, group, mask, seg):
     """Variance of x [B, T] over the valid tokens of each token's group, [B, T], no gradient."""
-    ids_n = baselines.group_ids(_sequence_group(group, mask, seg).reshape(-1))
+    ids_n = returns.group_ids(_sequence_group(group, mask, seg).reshape(-1))
     count_bs = ratios.sequence_count(x_bt, mask, seg)
-    count_n = baselines.group_sum(count_bs.reshape(-1), ids_n)
+    count_n = returns.group_sum(count_bs.reshape(-1), ids_n)
 
     def group_mean(y_bt):
         sum_bs = ratios.sequence_sum(jax.lax.stop_gradient(y_bt), mask, seg)
-        mean_n = ratios.safe_divide(baselines.group_sum(sum_bs.reshape(-1), ids_n), count_n)
+        mean_n = ratios.safe_divide(returns.group_sum(sum_bs.reshape(-1), ids_n), count_n)
         return ratios.to_tokens(mean_n.reshape(count_bs.shape), seg, mask.shape[1])
 
     return group_mean(jnp.square(x_bt - group_mean(x_bt)))
@@ -144,12 +141,12 @@ def _tilt_divergence(excess_b, count_b, ids, weight_b):
     Args:
       excess_b: [N] <= 0, log of the tilt, not normalised.
       count_b: [N] size of the row's group.
-      ids: [N] groups, from `baselines.group_ids`.
+      ids: [N] groups, from `returns.group_ids`.
       weight_b: [N] 1 for a row that counts and 0 for one that does not.
     """
-    mean_b = baselines.group_sum(weight_b * jnp.expm1(excess_b), ids) / count_b
+    mean_b = returns.group_sum(weight_b * jnp.expm1(excess_b), ids) / count_b
     log_p_b = excess_b - jnp.log1p(mean_b)  # log of the tilt relative to uniform
-    return baselines.group_sum(weight_b * jnp.exp(log_p_b) * log_p_b, ids) / count_b
+    return returns.group_sum(weight_b * jnp.exp(log_p_b) * log_p_b, ids) / count_b
 
 
 def quatro_multiplier(
@@ -181,12 +178,12 @@ def quatro_multiplier(
         raise ValueError(
             f"quatro_delta is {quatro_delta} and quatro_floor {quatro_floor}; give both > 0."
         )
-    ids = baselines.group_ids(group_b)
+    ids = returns.group_ids(group_b)
     scores_b = jax.lax.stop_gradient(ratios.as_float(scores_b))
     weight_b = is_valid_b.astype(scores_b.dtype)
-    count_b = jnp.maximum(baselines.group_sum(weight_b, ids), 1.0)
-    best_b = baselines.group_max(jnp.where(is_valid_b, scores_b, -jnp.inf), ids)
-    worst_b = -baselines.group_max(jnp.where(is_valid_b, -scores_b, -jnp.inf), ids)
+    count_b = jnp.maximum(returns.group_sum(weight_b, ids), 1.0)
+    best_b = returns.group_max(jnp.where(is_valid_b, scores_b, -jnp.inf), ids)
+    worst_b = -returns.group_max(jnp.where(is_valid_b, -scores_b, -jnp.inf), ids)
     is_empty_b = best_b < worst_b
     gap_b = jnp.where(is_valid_b, scores_b - best_b, 0.0)
     # The KL of a tilt is at most (best - worst)^2 / (8 lambda^2), so the root is below this.
