@@ -41,7 +41,6 @@ def make_batch(rows: int, length: int) -> dict[str, jax.Array]:
     batch = {
         "logp": old + 0.05 * rng.standard_normal(seg.shape, np.float32),
         "logp_prox": old,
-        "logp_learner": old,
         "logp_old": old,
         "logp_behav": old - gap,
         "mask": seg > 0,

@@ -16,8 +16,10 @@ from typing import Any
 import jax
 
 from configs import quickstart
-from jaxrl_tis import build, train
+from jaxrl_tis import build
 from jaxrl_tis.gate import report
+from jaxrl_tis.state import initial_params
+from jaxrl_tis.warmup import warm_up
 
 FLOATS = dict(quantization="none")
 SAMPLERS = {
@@ -73,8 +75,8 @@ def main():
     parser.add_argument("--prompts", type=int, default=64)
     prompts = parser.parse_args().prompts
     exact, no_record = setup(FLOATS), SimpleNamespace(write=lambda *_: None)
-    taught = train.warm_up(exact, build.initial_params(exact), no_record)
-    states = build.initial_params(exact), taught
+    taught = warm_up(exact, initial_params(exact), no_record)
+    states = initial_params(exact), taught
     decode = lambda r: next(x["d_mean"] for x in r["rungs"] if x["cause"] == "decode")
     for sampler, judged in reports(prompts).items():
         found = [judged(params) for params in states]

@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import model
 from jaxrl_tis import cli
-from jaxrl_tis.batch import update_fields
+from jaxrl_tis.rows import update_fields
 
 
 def timed(function, *args) -> tuple[float, object]:
@@ -28,18 +28,18 @@ def main() -> None:
     args = parser.parse_args()
     step = model.Step(*model.setup())
     step(), step()
-    prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 1, 0))
+    prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
     collisions = lambda rows: step.trainer._collisions(
         step.state["policy"].params, step.trainer.setup.micro_batches(rows)[0]
     )
-    first = step.trainer.score(step.state, step.rollout())
+    first = step.score(step.rollout())
     prepared(first), collisions(first)
     names = "rollout", "score", "correction", "variance proxies", "update", "step"
     parts = {name: [] for name in names}
     for index in range(args.rounds):
         seconds, samples = timed(step.rollout)
         parts["rollout"].append(seconds)
-        seconds, rows = timed(step.trainer.score, step.state, samples)
+        seconds, rows = timed(step.score, samples)
         parts["score"].append(seconds)
         # `update` runs the correction and its metrics too; timed alone for its share.
         correction, _ = timed(prepared, rows)
@@ -47,7 +47,7 @@ def main() -> None:
         # What a step takes longer where the profiles fall due; elsewhere no step has it.
         seconds, _ = timed(collisions, rows)
         parts["variance proxies"].append(seconds)
-        seconds, (step.state, _) = timed(step.trainer.update, step.state, rows, 1 + 10 * index)
+        seconds, _ = timed(step.update, rows, 1 + 10 * index)
         parts["update"].append(seconds)
         parts["step"].append(parts["rollout"][-1] + parts["score"][-1] + seconds)
     for name, values in parts.items():

@@ -9,19 +9,21 @@ take rows * tokens * vocabulary * 4 bytes; that product is printed beside them.
 import jax
 
 from benchmarks import model
-from jaxrl_tis import build, cli, step
+from jaxrl_tis import cli
+from jaxrl_tis.state import abstract_state
+from jaxrl_tis.step import make_train_step
 
 
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     """(temporary bytes of the update, parameter bytes)."""
     made, _ = model.setup(vocab_size, new_tokens=new_tokens)
-    state = build.abstract_state(made)["policy"]
+    state = abstract_state(made)["policy"]
     rows, t = made.config.train.microbatch_rows, made.row_length
     struct = lambda dtype: jax.ShapeDtypeStruct((1, rows, t), dtype)
     batch = {name: struct("int32") for name in ("tokens", "positions", "segment_ids")}
     batch |= {name: struct("float32") for name in ("logp_old", "logp_behav", "weights", "adv")}
     batch |= {"mask": struct("bool"), "temperature": struct("float32")}
-    update = step.make_train_step(made.learner, made.correction, made.optimizer)
+    update = make_train_step(made.learner, made.correction, made.optimizer)
     analysis = update.lower(state, batch).compile().memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
     return analysis.temp_size_in_bytes, size

@@ -6,12 +6,18 @@ import jax
 import numpy as np
 
 from configs import default
-from jaxrl_tis import build, correction, optimizer, rollouts, sharding, step, train
+from jaxrl_tis import build, correction, rollouts, sharding
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program
+from jaxrl_tis.optimizer import make_optimizer
+from jaxrl_tis.rows import Rows
+from jaxrl_tis.scoring import Learner
+from jaxrl_tis.state import initial_params, initial_state
+from jaxrl_tis.trainer import Trainer
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
 
@@ -28,26 +34,26 @@ def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int =
         max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
     )
     layout = sharding.layout((1, 1, 1), sharding.TRAIN_RULES, jax.devices()[:1])
-    tx = optimizer.make(config.optimizer, 100)
-    engine = Engine(
-        model, slots=PROMPTS * GROUP, max_length=PROMPT_TOKENS + new_tokens, steps=new_tokens,
+    tx = make_optimizer(config.optimizer, 100)
+    engine = Engine(model, EngineConfig(
+        slots=PROMPTS * GROUP, max_length=PROMPT_TOKENS + new_tokens, steps=new_tokens,
         prefill_batch=PROMPTS, quantization=quantization,
-    )
+    ))
     made = build.Setup(
         config=config, tokenizer=None, model=model, layout=layout,
-        learner=step.Learner(model, Program(), new_tokens, config.train.logprob_chunk),
+        learner=Learner(model, Program(), new_tokens, config.train.logprob_chunk),
         packer=None, correction=correction.parse(config.correction), optimizer=tx,
         critic_optimizer=tx,
         engine=engine, learner_engine=engine,
     )
-    return made, build.initial_state(made, build.initial_params(made))
+    return made, initial_state(made, initial_params(made))
 
 
 class Step:
     """Rollout, score and update with random rewards; call it to run one step."""
 
     def __init__(self, made: build.Setup, state: dict):
-        self.trainer, self.state = train.Trainer(made), state
+        self.trainer, self.state = Trainer(made), state
         self._engine = made.engine
         self._scheduler = Scheduler(made.engine, made.engine.load(state["policy"].params))
         self._new_tokens = made.config.rollout.max_new_tokens
@@ -71,6 +77,14 @@ class Step:
         ]
 
     def __call__(self) -> dict[str, float]:
-        rows = self.trainer.score(self.state, self.rollout())
-        self.state, metrics = self.trainer.update(self.state, rows, self._count)
+        rows = self.score(self.rollout())
+        return self.update(rows, self._count)
+
+    def score(self, samples: list[rollouts.Sample]) -> Rows:
+        return self.trainer.score(
+            self.state, samples, {self._count: self.state["policy"].params}
+        )
+
+    def update(self, rows: Rows, step: int) -> dict[str, float]:
+        self.state, metrics = self.trainer.update(self.state, rows, step, self._count)
         return metrics

@@ -15,10 +15,13 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from jaxrl_tis import build, cli, rollouts, train
+from jaxrl_tis import build, cli, rollouts
 from jaxrl_tis.engine.engine import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
+from jaxrl_tis.rows import Rows
+from jaxrl_tis.state import initial_params, initial_state
+from jaxrl_tis.trainer import Trainer
 
 NUMERICS = ("fast", "invariant")
 
@@ -36,8 +39,8 @@ class Parts:
         config.rollout.prompts = rows // config.rollout.group_size
         self.setup = build.build(config.lock())
         self.engine = self.setup.engine
-        self.state = build.initial_state(self.setup, build.initial_params(self.setup))
-        self.trainer = train.Trainer(self.setup)
+        self.state = initial_state(self.setup, initial_params(self.setup))
+        self.trainer = Trainer(self.setup)
         self.params = self.engine.load(self.state["policy"].params)
         self.slots, rng = self.engine.init_state(), np.random.default_rng(0)
         length = config.task.max_prompt_tokens
@@ -49,7 +52,8 @@ class Parts:
             Request(f"{i}", prompt, i, SamplingParams(max_tokens=config.rollout.max_new_tokens))
             for i, prompt in enumerate(self.prompts)
         ]
-        self.rows = self.trainer.score(self.state, self.samples())
+        self.samples()
+        self.rows = self._scored()
 
     def samples(self) -> list[rollouts.Sample]:
         """One rollout with rewards that differ within the groups."""
@@ -85,14 +89,17 @@ class Parts:
         )
         return (time.perf_counter() - start) / steps
 
+    def _scored(self) -> Rows:
+        return self.trainer.score(self.state, self.scored, {0: self.state["policy"].params})
+
     def score(self) -> float:
         start = time.perf_counter()
-        self.trainer.score(self.state, self.scored)
+        self._scored()
         return time.perf_counter() - start
 
     def update(self) -> float:
         start = time.perf_counter()
-        self.state, _ = self.trainer.update(self.state, self.rows, 1)
+        self.state, _ = self.trainer.update(self.state, self.rows, 1, 0)
         jax.block_until_ready(self.state)
         return time.perf_counter() - start
 

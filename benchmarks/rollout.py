@@ -163,6 +163,7 @@ def random_engine(shape: dict, **options):
     """An engine of a model of this shape and its parameters, which are random."""
     import jax
 
+    from jaxrl_tis.engine.config import EngineConfig
     from jaxrl_tis.engine.engine import Engine
     from jaxrl_tis.models import transformer
     from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -173,7 +174,7 @@ def random_engine(shape: dict, **options):
         head_dim=shape["head_dim"], mlp_dim=shape["mlp"], rope=RopeConfig("default", 1e5),
         max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
     )
-    engine = Engine(config, **options)
+    engine = Engine(config, EngineConfig(**options))
     return engine, engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
 
 

@@ -22,6 +22,7 @@ from configs import quickstart
 from jaxrl_tis import build, cli
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.engine.drafts import Drafts
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
@@ -44,7 +45,7 @@ class Stream:
         self.done: dict[str, Trajectory] = {}
         self.events = collections.Counter()
         self.version = 0
-        vocab = engine.config.vocab_size
+        vocab = engine.vocab_size
         self.prompts = [
             np.array([self.rng.randrange(vocab) for _ in range(self.rng.randint(1, 24))], np.int32)
             for _ in range(200)
@@ -155,9 +156,12 @@ def engines(dtype: str) -> tuple[Engine, Engine, list]:
         max_length=LENGTH, dtype=dtype, cache_dtype=dtype, numerics="invariant", unroll=False,
         num_kept=8,
     )
-    stream = Engine(model, slots=24, num_pages=20, steps=8, prefill_batch=4, prefill_chunk=32,
-                    **options)
-    replay = Engine(model, slots=1, steps=1, prefill_batch=1, prefill_chunk=16, **options)
+    stream = Engine(model, EngineConfig(
+        slots=24, num_pages=20, steps=8, prefill_batch=4, prefill_chunk=32, **options,
+    ))
+    replay = Engine(model, EngineConfig(
+        slots=1, steps=1, prefill_batch=1, prefill_chunk=16, **options,
+    ))
     weights = []
     for version in range(VERSIONS):
         params = transformer.init(model, jax.random.key(version))

@@ -12,9 +12,9 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from jaxrl_tis import correction
 from jaxrl_tis.estimators import advantages, controllers, kl, masks, methods, objectives, presets
 from jaxrl_tis.estimators import weights
+from jaxrl_tis.fields import FIELDS
 
 PAGE = pathlib.Path(__file__).with_name("methods.md")
 KINDS = {"weight": ("Weights", weights), "mask": ("Masks", masks),
@@ -114,7 +114,8 @@ def defaults(parameters: dict) -> str:
 
 
 def needs(kind: str, name: str) -> str:
-    fields = [f"`{f}`†" if f in correction.LARGE else f"`{f}`" for f in methods.needs(kind, name)]
+    mark = lambda field: f"`{field}`†" if FIELDS[field].is_large else f"`{field}`"
+    fields = [mark(field) for field in methods.needs(kind, name)]
     return ", ".join(fields) or "–"
 
 

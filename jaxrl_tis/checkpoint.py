@@ -1,4 +1,4 @@
-"""Checkpoints of a run that are verified before they are used, and the files that describe a run.
+"""Checkpoints of a run that are verified before they are used.
 
 A step is WORKDIR/checkpoints/<step>: arrays and JSON written by Orbax, plus manifest.json with the
 sha256 of every file. Orbax restores a flipped bit without a word, so nothing is restored here whose
@@ -10,15 +10,11 @@ checkpoint or none. Nothing is ever pickled.
 import contextlib
 import hashlib
 import json
-import math
 import os
 import pathlib
-import platform
 import shutil
-import subprocess
 from collections.abc import Mapping
 from concurrent import futures
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -27,9 +23,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
+from jaxrl_tis.provenance import differences, write_json
+
 MANIFEST = "manifest.json"
 CORRUPT, UNCOMMITTED = ".corrupt", ".uncommitted"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class Checkpoints:
@@ -236,7 +233,7 @@ def describe_leaves(tree: Any) -> dict[str, str]:
 def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: pathlib.Path) -> None:
     """Raises ValueError naming every leaf that the checkpoint and the program do not share."""
     different = [f"{name}: {old} in the checkpoint, {new} in this program"
-                 for name, old, new in _differences(saved, wanted)]
+                 for name, old, new in differences(saved, wanted)]
     if different:
         raise ValueError(f"{path} does not fit this program, {len(different)} leaves differ: "
                          + "; ".join(different[:8]) + ("; ..." if len(different) > 8 else ""))
@@ -246,7 +243,7 @@ def write_manifest(step_directory: pathlib.Path) -> None:
     """Writes manifest.json: size and sha256 of every file below `step_directory`."""
     files = {str(path.relative_to(step_directory)): _size_and_hash(path)
              for path in sorted(step_directory.rglob("*")) if path.is_file()}
-    _write_json(step_directory / MANIFEST, {"files": files})
+    write_json(step_directory / MANIFEST, {"files": files})
 
 
 def verify(step_directory: pathlib.Path) -> str | None:
@@ -272,102 +269,3 @@ def _size_and_hash(path: pathlib.Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
-
-
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a JSON file, all or nothing."""
-    new_path = path.with_name(path.name + ".new")
-    with open(new_path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new_path, path)
-
-
-def write_run_files(workdir: str | os.PathLike, config_dict: Mapping[str, Any]) -> None:
-    """Writes WORKDIR/config.json: {"config", "versions", "git_revision"}.
-
-    "config" is the resolved configuration, "versions" those of Python and the packages that decide
-    numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git.
-
-    Raises:
-      TypeError: a value of the configuration is not JSON.
-      RuntimeError: the file cannot be written.
-    """
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    path = pathlib.Path(workdir) / "config.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_json(path, {"config": _plain(config_dict),
-                           "versions": {"python": platform.python_version(), **versions},
-                           "git_revision": git_revision()})
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error}") from error
-
-
-def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any],
-                      ignore: tuple[str, ...] = ()) -> None:
-    """Refuses to continue a run under another configuration; a folder without config.json passes.
-
-    Args:
-      workdir: folder of the run.
-      config_dict: the resolved configuration of this start.
-      ignore: dotted names of fields that may differ, such as "train.steps".
-
-    Raises:
-      ValueError: fields differ, each is listed as "name: old -> new"; or the file is broken.
-    """
-    path = pathlib.Path(workdir) / "config.json"
-    if not path.exists():
-        return
-    try:
-        old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not what a run writes: {error!r}") from error
-    new = _flat(json.loads(json.dumps(_plain(config_dict))))
-    changes = [f"{name}: {before} -> {after}" for name, before, after in _differences(old, new)
-               if name not in ignore]
-    if changes:
-        raise ValueError(f"{workdir} holds a run with another configuration: {'; '.join(changes)}. "
-                         "Use a new workdir, or the old values to resume.")
-
-
-def git_revision() -> str | None:
-    """Returns the commit of the repository that tracks this file, or None."""
-    here = pathlib.Path(__file__).resolve()
-    git = ["git", "-C", str(here.parent)]
-    try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name],
-                       check=True, capture_output=True)
-        describe = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40",
-                                   "--exclude=*"], check=True, capture_output=True, text=True)
-        return describe.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """Returns `value` with non-finite floats as strings, which JSON has no literal for."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns {"a.b": leaf} of nested dicts; an empty dict is a leaf."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    return {name: leaf for key, item in value.items()
-            for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()}
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns (name, old value, new value) as text for every name that differs."""
-    pairs = [(name, json.dumps(old[name]) if name in old else "absent",
-              json.dumps(new[name]) if name in new else "absent")
-             for name in sorted(old.keys() | new.keys())]
-    return [pair for pair in pairs if pair[1] != pair[2]]

@@ -2,7 +2,7 @@
 
 A setting is a scalar that every row of the step's batch carries as a field [N]: "lr_scale"
 multiplies the update of the policy, "kl_coeff" and "r2vpo_lambda" take the place of the config's.
-The gradient's controller is part of the optimizer, see `optimizer.aligned`.
+The gradient's controller is part of the optimizer, see `optimizer.align`.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str
     chosen, settings = dict(c.controllers), {}
     mask, scale = batch["mask"], jnp.ones(())
     if "ess_scale" in chosen:
-        log_ratio = ratios.safe_log_ratio(batch["logp_learner"], batch["logp_behav"], mask)
+        log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], mask)
         scale, _ = controllers.ess_scale(log_ratio, mask, **chosen["ess_scale"])
     if "length_surge" in chosen:
         length = ratios.safe_divide(jnp.sum(mask.astype(jnp.float32)), jnp.sum(jnp.any(mask, 1)))
@@ -76,7 +76,7 @@ def check(c: Correction) -> None:
     def trial():
         row = jnp.zeros((1, 1))
         states, _ = begin(
-            c, init(c), {"mask": row > 0, "logp_learner": row, "logp_behav": row}
+            c, init(c), {"mask": row > 0, "logp_old": row, "logp_behav": row}
         )
         measured = {"actor/kl_to_reference": jnp.zeros(()), "actor/ratio_variance": jnp.zeros(())}
         end(c, states, measured, 1)

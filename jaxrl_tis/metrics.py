@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, the same values for TensorBoard, progress lines and timers.
+"""The record of a run: metrics.jsonl, the same values for TensorBoard, and timers.
 
 metrics.jsonl is the run's only record, one JSON object per line: {"step", "phase", metric: value}.
 Every metric that is a duration or a rate starts with "time/", so two runs of the same program are
@@ -10,19 +10,16 @@ import json
 import math
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
-import tqdm
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
 FILE_NAME = "metrics.jsonl"
 # JSON has no literal for these; written as strings, turned back into floats by `read`.
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-SECONDS_BETWEEN_LINES = 5.0
 
 
 def encode(step: int, phase: str, values: Mapping[str, Any]) -> str:
@@ -78,16 +75,14 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     return records
 
 
-def kept_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
+def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
     """Returns the records that a run resumed after `resume_step` keeps.
 
     Warm-up may count its own steps, so its lines stay whenever a line of a later phase stays.
     """
-    kept = [record for record in records if record["step"] <= resume_step]
-    if any(record["phase"] != "warmup" for record in kept):
-        kept = [record for record in records
-                if record["step"] <= resume_step or record["phase"] == "warmup"]
-    return kept
+    is_early = lambda record: record["step"] <= resume_step
+    has_begun = any(is_early(r) and r["phase"] != "warmup" for r in records)
+    return [r for r in records if is_early(r) or (has_begun and r["phase"] == "warmup")]
 
 
 class MetricsWriter:
@@ -151,10 +146,10 @@ class MetricsWriter:
 
     def _drop_after(self, resume_step: int) -> None:
         """Rewrites the record without the lines after `resume_step`, all or nothing."""
-        kept = kept_on_resume(read(self._path.parent), resume_step)
+        records = records_on_resume(read(self._path.parent), resume_step)
         new_path = self._path.with_suffix(".jsonl.new")
         with open(new_path, "w", encoding="utf-8") as file:
-            for record in kept:
+            for record in records:
                 values = {name: record[name] for name in record if name not in ("step", "phase")}
                 file.write(encode(record["step"], record["phase"], values) + "\n")
             file.flush()
@@ -186,67 +181,6 @@ def _open_events(folder: pathlib.Path, resume_step: int | None) -> event_file_wr
         wall_time=time.time(), step=restart_step,
         session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)))
     return events
-
-
-class Progress:
-    """Progress of one phase: a bar on a terminal, at most one line per five seconds elsewhere."""
-
-    def __init__(self, total: int, title: str, stream: TextIO | None = None):
-        """Starts at 0 of `total` units (prompts, steps, ...); `stream` defaults to stderr."""
-        self._stream = sys.stderr if stream is None else stream
-        self._total, self._title, self._done = total, title, 0
-        self._start = self._printed_at = time.monotonic()
-        self._printed_done, self._values = 0, {}
-        self._bar = None
-        if self._stream.isatty():
-            self._bar = tqdm.tqdm(total=total, desc=title, file=self._stream, dynamic_ncols=True)
-
-    def update(self, n: int = 1, **values: float) -> None:
-        """Adds `n` units and shows `values` (numbers) beside them."""
-        self._done += n
-        self._values = values
-        if self._bar is not None:
-            self._bar.set_postfix(_shown(values), refresh=False)
-            self._bar.update(n)
-        elif (self._done >= self._total
-              or time.monotonic() - self._printed_at >= SECONDS_BETWEEN_LINES):
-            self._print_line()
-
-    def close(self) -> None:
-        """Ends the phase; off a terminal, the last state is printed if it was not yet."""
-        if self._bar is not None:
-            self._bar.close()
-        elif self._done != self._printed_done:
-            self._print_line()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def _print_line(self) -> None:
-        self._printed_at, self._printed_done = time.monotonic(), self._done
-        seconds = self._printed_at - self._start
-        left = seconds / max(self._done, 1) * max(self._total - self._done, 0)
-        text = (f"{self._title}: {self._done}/{self._total}, {clock(seconds)} gone, "
-                f"{clock(left)} left")
-        shown = "".join(f", {name}={value}" for name, value in _shown(self._values).items())
-        print(text + shown, file=self._stream, flush=True)
-
-
-def _shown(values: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{float(value):.4g}" for name, value in values.items()}
-
-
-def clock(seconds: float) -> str:
-    """Returns a duration as 4s, 3m12s or 2h05m."""
-    whole = int(round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 class Timer:

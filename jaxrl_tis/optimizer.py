@@ -27,7 +27,7 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
     return optax.join_schedules([ramp, decay], [config.warmup])
 
 
-def make(config: ml_collections.ConfigDict, total_updates: int) -> optax.GradientTransformation:
+def make_optimizer(config: ml_collections.ConfigDict, total_updates: int) -> optax.GradientTransformation:
     """AdamW with global-norm clipping; matrices are decayed, norms and biases are not. Gradients
     and moments are float32 whatever the parameters are."""
     return _in_float32(optax.chain(
@@ -49,7 +49,7 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 class Aligned(NamedTuple):
-    """State of an `aligned` optimizer: the previous gradient, and the cosine with it."""
+    """State of an optimizer of `align`: the previous gradient, and the cosine with it."""
 
     alignment: controllers.GradientAlignment
     inner: Any
@@ -57,7 +57,7 @@ class Aligned(NamedTuple):
     is_skipped: chex.Array
 
 
-def aligned(
+def align(
     tx: optax.GradientTransformation, gac_low: float, gac_high: float
 ) -> optax.GradientTransformation:
     """tx behind `controllers.gradient_alignment`; a skipped step leaves parameters and moments."""
@@ -81,7 +81,7 @@ def aligned(
 
 
 def alignment_metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """gac/{cosine,is_skipped} of the last update of an `aligned` optimizer, {} of another."""
+    """gac/{cosine,is_skipped} of the last update of an optimizer of `align`, {} of another."""
     if not isinstance(opt_state, Aligned):
         return {}
     return {"gac/cosine": opt_state.cosine, "gac/is_skipped": opt_state.is_skipped}
@@ -94,7 +94,7 @@ def _is_matrix(params):
     )
 
 
-def state_shardings(optimizer: optax.GradientTransformation, params, shardings, replicated):
+def optimizer_shardings(optimizer: optax.GradientTransformation, params, shardings, replicated):
     """Shardings of the optimizer state: moments lie like the (abstract) parameters they belong to,
     everything else on all devices."""
     return optax.tree.map_params(

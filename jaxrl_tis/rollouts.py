@@ -1,17 +1,25 @@
-"""Who generates when. Here: the learner waits for its sampler, every batch is fresh (sync mode)."""
+"""Who generates when: the interface of a source of rollouts, and the synchronous one.
+
+The run publishes its weights under a version and asks for the batch of a step; which versions drew
+the tokens of that batch is written in its records, and nowhere else.
+"""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import jax
 import ml_collections
 import numpy as np
 
+from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
 from jaxrl_tis.data.tasks import Source
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.metrics import Timer
 
 CHECKED = 20_000  # a few seconds
 
@@ -111,56 +119,88 @@ def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
-class Collector:
-    """Fills one batch of rollout.prompts groups of rollout.group_size rewarded samples.
+class RolloutSource(Protocol):
+    """Where the batches of a run come from."""
 
-    with_greedy also answers each prompt once at temperature 0, for the baseline of ReMax.
+    def publish(self, params: Any, version: int) -> None:
+        """Hands over the policy's parameters; tokens drawn with them carry this version."""
+
+    def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """The samples of a step in group order, and metrics of how they came about."""
+
+    def rest(self) -> None:
+        """Gives the memory of the sampler's cache back until the next batch."""
+
+    def get_state(self) -> dict[str, Any]:
+        """What JSON can hold and `set_state` needs to go on as if there had been no break."""
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Collector:
+    """The synchronous source: the learner waits while it fills one batch of rollout.prompts groups
+    of rollout.group_size rewarded samples, all drawn by the weights that were published last.
+
+    Args:
+      batches: records of prompts.
+      timer: of the phases "rollout" and "reward".
+      load: (the policy's parameters, version) -> serving parameters.
+      start: (serving parameters, version) -> a scheduler.
+      with_greedy: also answer each prompt once at temperature 0, for the baseline of ReMax.
     """
 
     def __init__(
         self,
         config: ml_collections.ConfigDict,
         prompter: Prompter,
-        batches: Iterator[list[dict[str, str]]],
+        batches: Batches,
         rewards: RewardWorker,
+        timer: Timer,
+        load: Callable[[Any, int], Any],
+        start: Callable[[Any, int], Scheduler],
         with_greedy: bool = False,
     ):
         self._config, self._prompter = config, prompter
-        self._batches, self._rewards = batches, rewards
+        self._batches, self._rewards, self._timer = batches, rewards, timer
+        self._load, self._start, self._scheduler = load, start, None
         self._sampling = sampling_params(
             config, prompter.tokenizer, config.rollout.temperature, is_filtered=True
         )
         self._greedy = sampling_params(config, prompter.tokenizer, 0.0, is_filtered=False)
         self._with_greedy = with_greedy
 
-    def collect(
-        self, scheduler: Scheduler, step: int, timer: Callable
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """Samples of one step in group order, and metrics: groups discarded, rewards that failed,
-        share of the slots that drew, of the prompt tokens that were taken over, and of the drafted
-        tokens that were accepted.
+    def publish(self, params: Any, version: int) -> None:
+        serving = jax.block_until_ready(self._load(params, version))
+        if self._scheduler is None:
+            self._scheduler = self._start(serving, version)
+        else:
+            self._scheduler.set_params(serving, version)
+
+    def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Metrics: groups discarded, rewards that failed, share of the slots that drew, of the
+        prompt tokens that were taken over, and of the drafted tokens that were accepted.
 
         With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
-        replaced by fresh prompts, for at most max_rounds rounds, then kept as they are.
+        replaced by fresh prompts, for at most max_rounds rounds, then taken as they are.
         """
-        rollout = self._config.rollout
+        rollout, scheduler = self._config.rollout, self._scheduler
         failed, before = dict(self._rewards.counts), dataclasses.replace(scheduler.stats)
-        kept: list[list[Sample]] = []
-        discarded: list[list[Sample]] = []
+        useful: list[list[Sample]] = []
+        others: list[list[Sample]] = []
         for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
-            groups = self._sample_groups(scheduler, (step, round_index), timer)
-            is_kept = lambda g: not rollout.dynamic_sampling or len({s.reward for s in g}) > 1
-            kept += [g for g in groups if is_kept(g)]
-            discarded += [g for g in groups if not is_kept(g)]
-            if len(kept) >= rollout.prompts:
+            groups = self._sample_groups((step, round_index))
+            is_useful = lambda g: not rollout.dynamic_sampling or len({s.reward for s in g}) > 1
+            useful += [g for g in groups if is_useful(g)]
+            others += [g for g in groups if not is_useful(g)]
+            if len(useful) >= rollout.prompts:
                 break
-        chosen = (kept + discarded)[: rollout.prompts]
+        chosen = (useful + others)[: rollout.prompts]
         samples = [
             dataclasses.replace(sample, group=index)
             for index, group in enumerate(chosen) for sample in group
         ]
         metrics = {f"reward/{name}": n - failed[name] for name, n in self._rewards.counts.items()}
-        metrics["rollout/discarded_groups"] = len(kept) + len(discarded) - len(chosen)
+        metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
         stats = scheduler.stats.since(before)
         metrics["rollout/occupancy"] = stats.occupancy
         metrics["rollout/preempted"] = stats.preempted
@@ -172,7 +212,17 @@ class Collector:
         metrics["rollout/shared_prompt_ratio"] = stats.shared / max(prompts, 1)
         return samples, metrics
 
-    def _sample_groups(self, scheduler, tag, timer) -> list[list[Sample]]:
+    def rest(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.rest()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"batches": self._batches.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._batches.set_state(state["batches"])
+
+    def _sample_groups(self, tag) -> list[list[Sample]]:
         records = next(self._batches)
         size = self._config.rollout.group_size
         samplings = [self._sampling] * size + [self._greedy] * self._with_greedy
@@ -182,9 +232,9 @@ class Collector:
             for ids in [self._prompter.ids(record)]
             for g, sampling in enumerate(samplings)
         ]
-        with timer("rollout"):
-            trajectories = run(scheduler, requests)
-        with timer("reward"):
+        with self._timer("rollout"):
+            trajectories = run(self._scheduler, requests)
+        with self._timer("reward"):
             repeated = [record for record in records for _ in samplings]
             texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
             scored = self._rewards.components(texts, repeated)

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_tis.fields import logical_axes
+
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
 TRAIN_RULES = {
@@ -108,10 +110,10 @@ class Layout:
             f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def put_batch(self, batch: Any) -> Any:
-        """Host arrays [accumulation, rows, T, ...] onto the mesh, see `batch_axes`."""
-        put = lambda x: jax.device_put(x, self.sharding(batch_axes(x.shape)))
-        return jax.tree.map(put, batch)
+    def put_batch(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
+        """Fields [accumulation, rows, ...] of micro-batches from the host onto the mesh."""
+        put = lambda name, x: jax.device_put(x, self.sharding(logical_axes(name, x.ndim)))
+        return {name: put(name, x) for name, x in batch.items()}
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
@@ -131,13 +133,6 @@ def layout(
             "training rows are cut into; use 1 to serve"
         )
     return Layout(mesh, tuple(rules.items()))
-
-
-def batch_axes(shape: tuple[int, ...]) -> tuple:
-    """Logical axes of a field [accumulation, rows], [accumulation, rows, 1] or
-    [accumulation, rows, T, ...] of a batch."""
-    length = () if len(shape) == 2 else ("length" if shape[2] > 1 else None,)
-    return (None, "batch", *length, *(None,) * (len(shape) - 3))
 
 
 def single_device() -> Layout:

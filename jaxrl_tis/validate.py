@@ -6,13 +6,17 @@ import math
 import jax
 import ml_collections
 
-from jaxrl_tis import batch, control, correction, optimizer
+from jaxrl_tis import control, correction
+from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, methods, presets, reduce
+from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
+from jaxrl_tis.optimizer import SCHEDULES
+from jaxrl_tis.rows import MAX_SEGMENTS
 
 DTYPES = ("float32", "bfloat16")
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
@@ -29,19 +33,35 @@ OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
-    """ValueError listing every problem of the config, one a line."""
-    checks = (_finite, _names, _counts, _batches, _task, _correction, _sampling, _numerics)
-    problems = list(_tuples(config))
-    problems = problems or [problem for check in checks for problem in check(config)]
-    problems = problems or list(_traced(config))
+def validate(config: ml_collections.ConfigDict) -> Correction:
+    """The methods that the config names; ValueError lists every problem of it, one a line."""
+    chosen, problems = None, list(_tuples(config))
+    if not problems:
+        chosen, refusal = _parsed(config.correction)
+        checks = (_finite, _names, _counts, _batches, _task)
+        problems = [problem for check in checks for problem in check(config)]
+        problems += refusal if chosen is None else _methods(chosen, config)
+        problems += [*_sampling(config), *_numerics(config)]
+    problems = problems or list(_traced(chosen))
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
+    return chosen
 
 
-def doubts(config: ml_collections.ConfigDict) -> list[str]:
-    """A line for each setting of a valid config that is likely not what its user means."""
-    c, found = correction.parse(config.correction), []
+def _parsed(fields) -> tuple[Correction | None, list[str]]:
+    """(methods, why there are none); what `_names` reports is not said again."""
+    if fields.preset not in presets.PRESETS or fields.mode not in (None, *loss.MODES):
+        return None, []
+    try:
+        return correction.parse(fields), []
+    except ValueError as error:
+        return None, [f"correction: {error}"]
+
+
+def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
+    """A line for each setting of a valid config, with its methods, that is likely not what its user
+    means."""
+    found = []
     if c.kl is None:
         return found
     if c.kl_placement == "reward" and c.kl[0] != "k1":
@@ -57,8 +77,7 @@ def doubts(config: ml_collections.ConfigDict) -> list[str]:
     return found
 
 
-def _traced(config):
-    chosen = correction.parse(config.correction)
+def _traced(chosen):
     for check in (correction.check, control.check):
         try:
             check(chosen)
@@ -135,8 +154,8 @@ def _names(config):
         "model.numerics": (config.model.numerics, transformer.NUMERICS),
         "model.param_dtype": (config.model.param_dtype, DTYPES),
         "model.remat": (config.model.remat, transformer.REMAT),
-        "optimizer.schedule": (config.optimizer.schedule, optimizer.SCHEDULES),
-        "critic.schedule": (config.critic.schedule, optimizer.SCHEDULES),
+        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
+        "critic.schedule": (config.critic.schedule, SCHEDULES),
         "task.name": (config.task.name, tasks.TASKS),
     }
     for field, (value, allowed) in allowed_values.items():
@@ -252,18 +271,7 @@ def _batches(config):
         )
 
 
-def _correction(config):
-    fields = config.correction
-    if fields.preset in presets.PRESETS and fields.mode in (None, *loss.MODES):
-        try:
-            chosen = correction.parse(fields)
-        except ValueError as error:
-            yield f"correction: {error}"
-        else:
-            yield from _methods(chosen, config)
-
-
-def _methods(c: correction.Correction, config):
+def _methods(c: Correction, config):
     weight, objective, advantage = c.weight[0], c.objective[0], c.advantage[0]
     rollout = config.rollout
     is_whole = _is_whole(config)
@@ -314,7 +322,7 @@ def _methods(c: correction.Correction, config):
             "packed rows do not give: set train.pack_length to 0"
         )
     for field, user in c.needs.items():
-        if field not in correction.RECORDED | correction.ON_DEMAND | correction.LARGE:
+        if field not in FIELDS:
             yield f"{user!r} needs {field}, which a run does not record"
     whole = [user for field, user in c.needs.items() if field.startswith("logits")]
     if whole and rollout.kept_set:
@@ -343,7 +351,7 @@ def _is_whole(config) -> bool:
     per_row = 1
     if train.pack_length:
         length = config.task.max_prompt_tokens + rollout.max_new_tokens
-        per_row = min(train.pack_length // length, batch.MAX_SEGMENTS)
+        per_row = min(train.pack_length // length, MAX_SEGMENTS)
     is_one_update = train.minibatches == 1
     return is_one_update and train.microbatch_rows * per_row >= rollout.prompts * rollout.group_size
 

@@ -179,7 +179,9 @@ class Engine:
             if not remaining[b]:
                 state.slots[b] = None
         logits = np.stack([logp, logp - 0.5], axis=-1)  # a vocabulary of two
-        return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
+        return state, ResultTokens(
+            tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining
+        )
 
     def verify(self, params, state, drafts, counts, table, shift):
         state = self._use(state)
@@ -205,7 +207,9 @@ class Engine:
                 state.slots[b] = None
         tokens, logp = out
         logits = np.stack([logp, logp - 0.5], axis=-1)
-        return state, ResultTokens(tokens, logp, logp - 0.5, -logp, logits, valid, remaining)
+        return state, ResultTokens(
+            tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining
+        )
 
     def _write_one(self, weights, state, b, pages, token, position, shift):
         page, offset = divmod(position - shift, self.page_size)

@@ -18,6 +18,8 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.state import abstract_state, initial_params
+from jaxrl_tis.trainer import Trainer
 from tests import tiny
 from tests.resume_test import Cut, assert_same_run, cut_at
 
@@ -36,7 +38,7 @@ MODEL = ModelConfig(
 def initial(folder):
     """`train.build` and the parameters of the model in `folder`."""
     setup = tiny.setup(model__path=str(folder))
-    return train.initial_params(setup)
+    return initial_params(setup)
 
 
 @pytest.fixture
@@ -239,14 +241,14 @@ def test_nan_rewards_are_counted_and_the_run_goes_on():
 
 
 def test_hanging_and_raising_rewards_get_their_score_and_never_stop_the_run(tmp_path):
-    collected, collect = [], rollouts.Collector.collect
+    collected, collect = [], rollouts.Collector.next
 
     def record(self, *arguments):
         out = collect(self, *arguments)
         collected.extend(out[0])
         return out
 
-    with mock.patch.object(rollouts.Collector, "collect", record):
+    with mock.patch.object(rollouts.Collector, "next", record):
         tiny.run(tmp_path, steps=1, reward__name="tests.tiny_rewards:hangs_or_raises",
                  reward__timeout=0.3, reward__on_error=-2.0, eval__prompts=1)
     [line] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
@@ -263,17 +265,17 @@ def test_hanging_and_raising_rewards_get_their_score_and_never_stop_the_run(tmp_
 
 def inject(field, step):
     """Trainer.update with NaN in one field of the rollout batch of one step."""
-    update = train.Trainer.update
+    update = Trainer.update
 
-    def broken(self, state, rows, now):
+    def broken(self, state, rows, now, version):
         if now == step:
             rows = rows | {field: np.full_like(rows[field], np.nan)}
-        return update(self, state, rows, now)
+        return update(self, state, rows, now, version)
 
-    return mock.patch.object(train.Trainer, "update", broken)
+    return mock.patch.object(Trainer, "update", broken)
 
 
-@pytest.mark.parametrize("field", ["rewards", "logp_learner"])
+@pytest.mark.parametrize("field", ["rewards", "logp_old"])
 def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, field):
     with inject(field, 4), pytest.raises(FloatingPointError) as error:
         tiny.run(tmp_path)
@@ -282,7 +284,7 @@ def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, 
     assert ("actor/grad_norm is nan" in message) == (field == "rewards")
     assert "checkpoint of step 2 is intact" in message
     with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
-        state, meta = checkpoints.restore(train.abstract_state(tiny.setup()))
+        state, meta = checkpoints.restore(abstract_state(tiny.setup()))
     assert meta["step"] == 2
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     assert not any(r["step"] >= 4 for r in tiny.lines(tmp_path) if r["phase"] != "warmup")
@@ -293,20 +295,18 @@ def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, 
 
 def test_nan_gradients_alone_stop_the_run(tmp_path):
     """The loss may be finite where its gradient is not."""
-    update = train.Trainer.update
+    update = Trainer.update
 
     def broken(self, state, rows, now):
         state, values = update(self, state, rows, now)
         return state, values | {"actor/grad_norm": np.float32("inf")}
 
-    with mock.patch.object(train.Trainer, "update", broken), \
+    with mock.patch.object(Trainer, "update", broken), \
             pytest.raises(FloatingPointError, match="step 1: actor/grad_norm is inf"):
         tiny.run(tmp_path)
 
 
 def test_nan_parameters_stop_the_warm_up(tmp_path):
-    initial_params = train.initial_params
-
     def broken(setup):
         return jax.tree.map(lambda x: x * jnp.nan, initial_params(setup))
 
@@ -316,8 +316,6 @@ def test_nan_parameters_stop_the_warm_up(tmp_path):
 
 
 def test_nan_parameters_without_a_warm_up_stop_the_first_step(tmp_path):
-    initial_params = train.initial_params
-
     def broken(setup):
         return jax.tree.map(lambda x: x * jnp.nan, initial_params(setup))
 

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxrl_tis import correction, step, train
+from jaxrl_tis import correction, train
 from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.scoring import make_score, make_values
+from jaxrl_tis.step import make_critic_step, make_train_step
+from jaxrl_tis.state import abstract_state
 from jaxrl_tis.validate import validate
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -170,14 +173,14 @@ def rows_of(setup, leading, names):
     return fields
 
 
-ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "entropy_behav", "version",
+ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "version",
         "temperature")
 
 
 @pytest.mark.compiles
 def test_one_full_step_of_the_learner(large):
     config, setup, chips, count = large
-    state = train.abstract_state(setup)
+    state = abstract_state(setup)
     leaves = jax.tree.leaves(state["policy"].params)
     assert sum(math.prod(x.shape) for x in leaves) == count
     for leaf in leaves:
@@ -189,23 +192,23 @@ def test_one_full_step_of_the_learner(large):
     m = config.train.microbatch_rows
     t = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     micro = rows_of(setup, (n // m, m), ROWS)
-    scored = jax.eval_shape(step.make_score(setup.learner), state["policy"].params, micro)
+    scored = jax.eval_shape(make_score(setup.learner), state["policy"].params, micro)
     assert scored["logp"].shape == scored["entropy"].shape == (n // m, m, t)
     assert scored["logp"].dtype == jnp.float32
 
-    rows = rows_of(setup, (n,), (*ROWS, "logp_learner", "entropy"))
+    rows = rows_of(setup, (n,), (*ROWS, "logp_old", "logp_prox", "entropy"))
     rows["rewards"] = jax.ShapeDtypeStruct((n,), jnp.float32)
     rows["group"] = jax.ShapeDtypeStruct((n,), jnp.int32)
     extra = {"current_version": jax.ShapeDtypeStruct((n, 1), jnp.int32)}
     if "critic" in state:
-        values = jax.eval_shape(step.make_values(setup.learner), state["critic"].params, micro)
+        values = jax.eval_shape(make_values(setup.learner), state["critic"].params, micro)
         extra["values"] = jax.ShapeDtypeStruct((n, *values.shape[2:]), values.dtype)
         assert extra["values"].shape == (n, t)
     if "reference" in state:
-        ref = jax.eval_shape(step.make_score(setup.learner), state["reference"], micro)["logp"]
+        ref = jax.eval_shape(make_score(setup.learner), state["reference"], micro)["logp"]
         extra["logp_ref"] = jax.ShapeDtypeStruct((n, *ref.shape[2:]), ref.dtype)
     prepared, measured = jax.eval_shape(correction.make_prepare(setup.correction), rows | extra)
-    assert {prepared[name].shape for name in ("weights", "adv", "logp_old")} == {(n, t)}
+    assert {prepared[name].shape for name in ("weights", "adv")} == {(n, t)}
     assert all(x.shape == () for x in measured.values())
 
     accumulation = n // config.train.minibatches // m
@@ -214,13 +217,13 @@ def test_one_full_step_of_the_learner(large):
         name: jax.ShapeDtypeStruct((accumulation, m, *x.shape[1:]), x.dtype)
         for name, x in (rows | extra | prepared).items()
     }
-    train_step = step.make_train_step(setup.learner, setup.correction, setup.optimizer)
+    train_step = make_train_step(setup.learner, setup.correction, setup.optimizer)
     after, metrics = jax.eval_shape(train_step, state["policy"], minibatch)
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
     assert all(jax.tree.leaves(jax.tree.map(same, after, state["policy"])))
     assert {"actor/pg_loss", "actor/grad_norm"} <= metrics.keys()
     if "critic" in state:
-        critic_step = step.make_critic_step(
+        critic_step = make_critic_step(
             setup.learner, config.critic.value_clip, setup.critic_optimizer)
         after, metrics = jax.eval_shape(critic_step, state["critic"], minibatch)
         assert all(jax.tree.leaves(jax.tree.map(same, after, state["critic"])))
@@ -231,7 +234,7 @@ def test_one_full_step_of_the_sampler(large):
     config, setup, chips, _ = large
     engine = setup.engine
     longest = config.task.max_prompt_tokens
-    params = jax.eval_shape(engine.load, train.abstract_state(setup)["policy"].params)
+    params = jax.eval_shape(engine.load, abstract_state(setup)["policy"].params)
     assert isinstance(params["layers"]["q"], QuantArray)
     assert params["layers"]["q"].q.dtype == jnp.int8
     # The float32 head keeps float32 weights; tied, it is the embedding.
@@ -279,7 +282,7 @@ def test_tensor_parallelism_of_the_small_model_is_one_or_two(tmp_path):
     config.mesh.serve = (2, 1, 4)
     with pytest.raises(ValueError, match=r"4 does not divide 14 .* 2 .*legal degrees are \[1, 2\]"):
         setup = train.build(config)
-        jax.eval_shape(setup.engine.load, train.abstract_state(setup)["policy"].params)
+        jax.eval_shape(setup.engine.load, abstract_state(setup)["policy"].params)
 
 
 def test_a_doomed_serving_mesh_is_found_by_build(tmp_path):

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import correction
-from jaxrl_tis.batch import update_fields
-from jaxrl_tis.estimators import methods, ratios
+from jaxrl_tis.estimators import loss, methods, ratios
+from jaxrl_tis.fields import FIELDS
+from jaxrl_tis.rows import update_fields
 from jaxrl_tis.validate import validate
 from tests import tiny
 from tests.estimators import samples
@@ -25,10 +26,11 @@ pytestmark = pytest.mark.compiles
 
 @functools.cache
 def rollout():
-    """A rollout batch: 8 rows in 3 groups, logp_learner - logp_behav of every size."""
+    """A rollout batch: 8 rows in 3 groups, logp_old - logp_behav of every size."""
     data = batch()
     return {
-        "mask": data["mask"], "logp_behav": data["logp_behav"], "logp_learner": data["logp_old"],
+        "mask": data["mask"], "logp_behav": data["logp_behav"], "logp_old": data["logp_old"],
+        "logp_prox": data["logp_old"],
         "rewards": np.array([1, 0, 0.5, 2, 2, -1, 0, 3], np.float32),
         "group": np.array([4, 4, 4, 1, 1, 9, 9, 9], np.int32),
         "version": np.where(np.arange(T) < 5, 3, 4)[None].repeat(B, axis=0).astype(np.int32),
@@ -41,15 +43,23 @@ def prepared(data=None, **changes):
     return jax.device_get(out)
 
 
+def update_loss(c, logp, entropy, batch, num_tokens, num_seqs):
+    """(loss, metrics) of an update, as `step.make_train_step` computes them of log-probs."""
+    value, metrics = loss.policy_loss(
+        logp, correction.with_key(c, batch), entropy=entropy, num_tokens=num_tokens,
+        num_seqs=num_seqs, **correction.loss_arguments(c, batch),
+    )
+    return value, metrics | correction.drift_metrics(c, logp, batch)
+
+
 def log_ratio():
     data = rollout()
-    return np.where(data["mask"], data["logp_learner"] - data["logp_behav"], 0).astype(np.float64)
+    return np.where(data["mask"], data["logp_old"] - data["logp_behav"], 0).astype(np.float64)
 
 
 def test_decoupled_keeps_three_log_probs_apart():
     out, _ = prepared()
     mask = rollout()["mask"]
-    np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_learner"][mask])
     expected = np.minimum(np.exp(log_ratio()), CAP) * mask
     np.testing.assert_allclose(out["weights"], expected, rtol=1e-5)
     assert (expected[mask] == CAP).any() and (expected[mask] < 1).any()
@@ -57,9 +67,11 @@ def test_decoupled_keeps_three_log_probs_apart():
 
 def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
     out, metrics = prepared(mode="bypass", weight="none")
-    mask = rollout()["mask"]
-    np.testing.assert_array_equal(out["logp_old"][mask], rollout()["logp_behav"][mask])
+    data, mask = rollout(), rollout()["mask"]
     assert "weights" not in out  # the loss judges the drift at every update
+    c = correction.parse(fields(mode="bypass", weight="none", objective="ppo"))
+    _, found = update_loss(c, data["logp_old"], None, data | out, 1.0, 1.0)
+    assert found["actor/ppo_kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
     # The gap is measured all the same, between the learner and the sampler.
     assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
 
@@ -110,10 +122,10 @@ def test_a_cap_per_factor_is_judged_once_or_at_every_update():
     changes = dict(mode="bypass", objective="reinforce", weight=f"capped_ratio({caps})")
     c = correction.parse(fields(**changes))
     rows = data | prepared(**changes)[0] | {"draw": np.zeros(B, np.uint32)}
-    logp = np.where(np.arange(T) % 2, 0.2, -0.3) + data["logp_learner"]  # moves of the update
+    logp = np.where(np.arange(T) % 2, 0.2, -0.3) + data["logp_old"]  # moves of the update
 
     def value(logp):
-        return correction.policy_loss(c, logp, None, rows, 1.0, 1.0)
+        return update_loss(c, logp, None, rows, 1.0, 1.0)
 
     gradient, metrics = jax.grad(value, has_aux=True)(logp.astype(np.float32))
     drift = np.minimum(np.exp(np.where(np.arange(T) % 2, 0.2, -0.3)), 1.1)
@@ -167,7 +179,7 @@ def test_gap_metrics_have_verls_names_and_values():
         "rollout_corr/rollout_is_max": CAP,
         "rollout_corr/rollout_is_ratio_fraction_high": (np.exp(valid) > CAP).mean(),
     }
-    p, q = (np.exp(rollout()[n][mask].astype(np.float64)) for n in ("logp_learner", "logp_behav"))
+    p, q = (np.exp(rollout()[n][mask].astype(np.float64)) for n in ("logp_old", "logp_behav"))
     expected |= {
         "training/rollout_probs_diff_max": np.abs(p - q).max(),
         "training/rollout_probs_diff_mean": np.abs(p - q).mean(),
@@ -221,17 +233,16 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
     mask = np.array([[1, 1, 1], [1, 0, 0]], bool)
     far = np.array([[0, 0, 1], [1, 0, 0]], np.float32)
     logp = np.full((2, 3), -1, np.float32)
-    data = {"adv": adv, "mask": mask, "logp_behav": logp - far, "logp_learner": logp}
+    data = {"adv": adv, "mask": mask, "logp_behav": logp - far, "logp_old": logp, "logp_prox": logp}
     if is_packed:
         packed = lambda x: np.concatenate([x[0], x[1, :1]])[None]
         data, logp = {name: packed(x) for name, x in data.items()}, packed(logp)
         data["seg"] = ratios.Segments(jnp.array([[1, 1, 1, 2]]), 2)
-    data |= {"logp_old": data["logp_behav"], "logp_prox": data["logp_behav"]}
     c = correction.parse(fields(
         mode="bypass", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
         aggregation=aggregation, scale=3.0, counts_rejected=counts_rejected,
     ))
-    value, metrics = correction.policy_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
+    value, metrics = update_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
     assert value == pytest.approx(expected, rel=1e-5)
     assert metrics["actor/rejected_fraction"] == pytest.approx(0.5)
 
@@ -239,14 +250,14 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
 def test_masks_of_the_policy_are_left_to_the_update():
     c = correction.parse(fields(masks="token_k1(upper=1.3) & opsm(opsm_delta=-9.0)"))
     assert c.masks_at_update == (("opsm", {"opsm_delta": -9.0}),)
-    assert c.not_in_update == ("logits", "logits_behav")
+    assert not c.is_in_update("logits") and not c.is_in_update("logits_behav")
     out, metrics = prepared(masks="token_k1(upper=1.3) & opsm(opsm_delta=-9.0)")
     alone, expected = prepared(masks="token_k1(upper=1.3)")
     np.testing.assert_array_equal(out["mask"], alone["mask"])
     name = "rollout_corr/rollout_rs_masked_fraction"
     assert metrics[name] == expected[name] > 0
-    kept = correction.parse(fields(masks="trm(trm_delta=1.0)"))
-    assert kept.not_in_update == ("logits",)
+    exact = correction.parse(fields(masks="trm(trm_delta=1.0)"))
+    assert exact.is_in_update("logits_behav") and not exact.is_in_update("logits")
     assert correction.parse(fields(masks="veto")).masks_at_update == ()
 
 
@@ -264,7 +275,7 @@ def test_kl_in_the_reward():
         data, advantage="gae(is_whitened=False)", kl="k1", kl_coeff=0.3, kl_placement="reward"
     )
     mask = data["mask"]
-    kl = np.where(mask, data["logp_learner"].astype(np.float64) - data["logp_ref"], 0)
+    kl = np.where(mask, data["logp_old"].astype(np.float64) - data["logp_ref"], 0)
     rewards = -0.3 * kl
     for b in range(B):
         if mask[b].any():
@@ -279,11 +290,11 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
     """Without advantages the loss is the KL term alone: log pi - log ref is 2 at both tokens."""
     logp, none = np.full((1, 2), -1, np.float32), np.zeros((1, 2), np.float32)
     data = {"adv": none, "mask": np.ones((1, 2), bool), "logp_ref": logp - 2}
-    data |= {name: logp for name in ("logp_behav", "logp_learner", "logp_old", "logp_prox")}
+    data |= {name: logp for name in ("logp_behav", "logp_old", "logp_prox")}
 
     def value(placement):
         c = correction.parse(fields(weight="none", kl="k1", kl_coeff=0.3, kl_placement=placement))
-        return correction.policy_loss(c, jnp.asarray(logp), none, data, 2, 1)
+        return update_loss(c, jnp.asarray(logp), none, data, 2, 1)
 
     (in_loss, metrics), (in_reward, others) = value("loss"), value("reward")
     assert in_loss == pytest.approx(0.6) and metrics["actor/kl_loss"] == pytest.approx(2)
@@ -298,7 +309,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone():
 
 def test_a_selection_draws_with_the_key_of_its_step():
     c = correction.parse(fields(masks="clip_cov"))
-    draws = [update_fields(2, step, seed=0)["draw"] for step in (1, 2)]
+    draws = [update_fields(2, step - 1, step, seed=0)["draw"] for step in (1, 2)]
     keys = [jax.random.key_data(correction.with_key(c, {"draw": draw})["key"]) for draw in draws]
     assert not np.array_equal(*keys)
     assert "key" not in correction.with_key(correction.parse(fields()), {"draw": draws[0]})
@@ -342,7 +353,7 @@ def whole_batch():
         name: np.zeros((B, T), np.float32)
         for name in ("entropy", "logp_ref", "values", "sum_pi_squared")
     }
-    return per_token | rows | update_fields(B, step=3, seed=0) | {
+    return per_token | rows | update_fields(B, version=2, step=3, seed=0) | {
         name: data[name] for name in ("tokens", "positions", "segment_ids", "temperature")
     } | {
         "turn": np.zeros((B, T), np.int32),
@@ -360,14 +371,14 @@ def test_every_method_is_reachable_from_a_config(names):
     parts = {"mask": "masks"}
     changes = {parts.get(k, k): spelled(k, name) for k, name in zip(KINDS, names, strict=True)}
     c = correction.parse(fields(kl_coeff=0.1, **changes))
-    assert set(c.needs) <= correction.RECORDED | correction.ON_DEMAND | correction.LARGE
+    assert set(c.needs) <= FIELDS.keys()
     correction.check(c)
     rows = whole_batch()
     prepared, _ = jax.eval_shape(correction.make_prepare(c), rows)
     rows = rows | prepared | {"group": jax.ShapeDtypeStruct((B, T), np.int32)}
     rows["st_ppo_norm"] = jax.ShapeDtypeStruct((), np.float32)  # measured by the update
     loss, metrics = jax.eval_shape(
-        lambda rows: correction.policy_loss(c, rows["logp_old"], rows["entropy"], rows, 1.0, 1.0),
+        lambda rows: update_loss(c, rows["logp_old"], rows["entropy"], rows, 1.0, 1.0),
         rows,
     )
     assert loss.shape == metrics["actor/pg_loss"].shape == ()

@@ -42,7 +42,7 @@ def test_at_the_weights_that_sampled_every_ratio_is_1(tmp_path):
     for rows in steps:
         mask = rows["mask"]
         assert mask.any() and (rows["kept"][mask] >= 0).any()
-        np.testing.assert_array_equal(rows["logp_learner"][mask], rows["logp_behav"][mask])
+        np.testing.assert_array_equal(rows["logp_old"][mask], rows["logp_behav"][mask])
     for r in tiny.lines(tmp_path):
         assert r["training/rollout_probs_diff_max"] == r["rollout_corr/k3_kl"] == 0
         assert r["rollout_corr/rollout_is_min"] == r["rollout_corr/rollout_is_max"] == 1

@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import batch as batching
-from jaxrl_tis import rollouts, step
-from jaxrl_tis.build import build, initial_params
+from jaxrl_tis import rollouts
+from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.models import transformer
+from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
+from jaxrl_tis.scoring import make_score
+from jaxrl_tis.state import initial_params
 from tests import tiny
 from tests.drawn import reference
 
@@ -47,22 +49,24 @@ def sampled(**changes):
 
 def scored(rows, learner=None):
     """logp and entropy [N,T] of rows that hold one sequence each."""
-    one = {name: x[None] for name, x in batching.forward_fields(rows).items()}
-    found = step.make_score(learner or setup().learner)(params(), one)
+    one = {name: x[None] for name, x in forward_fields(rows).items()}
+    found = make_score(learner or setup().learner)(params(), one)
     return {name: np.asarray(x[0]) for name, x in found.items()}
 
 
 def rows_of(trajectories, without=()):
-    rows = batching.rows(trajectories, setup().row_length)
+    rows = trajectory_rows(trajectories, setup().row_length)
     return {name: x for name, x in rows.items() if name not in without}
 
 
 def test_the_ratio_is_one_over_the_kept_sets():
-    rows = rows_of(sampled())
+    trajectories = sampled()
+    rows = rows_of(trajectories)
     found, mask = scored(rows), rows["mask"]
     assert (rows["kept"][mask] >= 0).sum(axis=-1).max() > 3
     np.testing.assert_allclose(np.exp(found["logp"] - rows["logp_behav"])[mask], 1.0, atol=2e-5)
-    np.testing.assert_allclose(found["entropy"][mask], rows["entropy_behav"][mask], atol=2e-5)
+    entropy = np.concatenate([t.entropy for t in trajectories])
+    np.testing.assert_allclose(found["entropy"][mask], entropy, atol=2e-5)
 
 
 def test_without_them_its_mean_is_the_kept_mass():
@@ -108,18 +112,18 @@ def test_rows_hold_the_sets_at_their_tokens_and_minus_one_elsewhere():
         **{name: np.zeros(2, np.float32) for name in ("logp_behav", "entropy")},
         **{name: np.zeros(2, np.int32) for name in ("version", "turn")}, mask=np.ones(2, bool),
     )
-    kept = batching.rows([t], 5)["kept"]
+    kept = trajectory_rows([t], 5)["kept"]
     nothing = [-1, -1, -1]
     np.testing.assert_array_equal(kept, [[nothing, nothing, [3, 4, -1], nothing, nothing]])
 
 
 def test_packed_rows_score_the_same():
     rows = rows_of(sampled())
-    packer = batching.Packer.of(128, setup().row_length, 2, 1)
-    packing = packer.plan(batching.sequence_lengths(rows))
-    packed = packing.pack(batching.forward_fields(rows))
+    packer = Packer.of(128, setup().row_length, 2, 1)
+    packing = packer.plan(sequence_lengths(rows))
+    packed = packing.pack(forward_fields(rows))
     learner = dataclasses.replace(setup().learner, max_targets=128, max_segments=64)
-    found = step.make_score(learner)(params(), packed)
+    found = make_score(learner)(params(), packed)
     logp = packing.unpack(np.asarray(found["logp"]), setup().row_length)
     np.testing.assert_allclose(logp, scored(rows)["logp"], atol=2e-5)
 

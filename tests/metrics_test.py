@@ -6,10 +6,8 @@ import json
 import math
 import os
 import pathlib
-import pty
 import subprocess
 import sys
-import termios
 import textwrap
 
 import jax.numpy as jnp
@@ -127,14 +125,14 @@ def test_torn_line_at_the_very_step_of_the_checkpoint(tmp_path):
 ])
 def test_warmup_counts_its_own_steps(resume_step, expected):
     written = [("warmup", 0), ("warmup", 50), ("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
-    kept = metrics.kept_on_resume([{"step": step, "phase": phase} for phase, step in written],
+    kept = metrics.records_on_resume([{"step": step, "phase": phase} for phase, step in written],
                                   resume_step)
     assert [(record["phase"], record["step"]) for record in kept] == expected
 
 
 def test_resume_within_warmup():
     written = [{"step": step, "phase": "warmup"} for step in (0, 10, 20)]
-    assert metrics.kept_on_resume(written, 10) == written[:2]
+    assert metrics.records_on_resume(written, 10) == written[:2]
 
 
 def test_a_new_start_sets_the_old_record_aside(tmp_path):
@@ -214,53 +212,6 @@ def set_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     return now
-
-
-def test_progress_lines_without_a_terminal(monkeypatch):
-    now, stream = set_clock(monkeypatch), io.StringIO()
-    with metrics.Progress(10, "rollout", stream) as progress:
-        for _ in range(10):
-            now[0] += 2.0
-            progress.update(1, reward=0.123456)
-    # Lines at 6 s and 12 s (the first updates at least 5 s after the last line), 18 s, and the end.
-    assert stream.getvalue().splitlines() == [
-        "rollout: 3/10, 6s gone, 14s left, reward=0.1235",
-        "rollout: 6/10, 12s gone, 8s left, reward=0.1235",
-        "rollout: 9/10, 18s gone, 2s left, reward=0.1235",
-        "rollout: 10/10, 20s gone, 0s left, reward=0.1235"]
-
-
-def test_progress_prints_the_last_state_of_a_phase_cut_short(monkeypatch):
-    now, stream = set_clock(monkeypatch), io.StringIO()
-    progress = metrics.Progress(4, "eval", stream)
-    progress.update(1)
-    now[0] += 1.0
-    progress.close()
-    assert stream.getvalue() == "eval: 1/4, 1s gone, 3s left\n"
-
-
-def test_progress_bar_on_a_terminal():
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (24, 80))
-    with open(slave, "w") as stream:
-        with metrics.Progress(2, "train", stream) as progress:
-            progress.update(1, reward=0.25)
-            progress.update(1, reward=0.5)
-        stream.write("END")
-        stream.flush()
-        output = ""
-        while not output.endswith("END"):  # a terminal hands its text over in pieces
-            output += os.read(master, 10_000).decode()
-    os.close(master)
-    assert "train: 100%" in output and "2/2" in output and "reward=0.5" in output
-    # One bar drawn over itself, a line only at its end.
-    assert output.count("\rtrain") >= 2 and output.count("\n") == 1
-
-
-@pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59.4, "59s"), (192, "3m12s"),
-                                           (3599.7, "1h00m"), (7500, "2h05m")])
-def test_clock(seconds, text):
-    assert metrics.clock(seconds) == text
 
 
 def test_timer_adds_up_and_starts_again(monkeypatch):

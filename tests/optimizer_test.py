@@ -8,7 +8,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_tis import optimizer, sharding
+from jaxrl_tis import sharding
+from jaxrl_tis.optimizer import (
+    align, alignment_metrics, make_optimizer, optimizer_shardings, schedule,
+)
 
 pytestmark = pytest.mark.by_jax("optax has a version for each jax")
 
@@ -30,13 +33,13 @@ def fields(**changes):
     ("cosine", 2, {1: 0.05, 2: 0.1, 4: 0.08535534, 6: 0.05, 10: 0.0}),
 ])
 def test_schedule(name, warmup, expected):
-    rate = optimizer.schedule(fields(schedule=name, warmup=warmup), total_updates=10)
+    rate = schedule(fields(schedule=name, warmup=warmup), total_updates=10)
     for update, value in expected.items():
         assert float(rate(update)) == pytest.approx(value, abs=1e-7), update
 
 
 def test_a_ramp_longer_than_the_run_is_legal():
-    rate = optimizer.schedule(fields(schedule="cosine", warmup=10), total_updates=4)
+    rate = schedule(fields(schedule="cosine", warmup=10), total_updates=4)
     assert float(rate(3)) == pytest.approx(0.03)
 
 
@@ -48,7 +51,7 @@ PARAMS = {
 
 
 def test_decay_reaches_matrices_only():
-    tx = optimizer.make(fields(weight_decay=0.5), 10)
+    tx = make_optimizer(fields(weight_decay=0.5), 10)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
     # Without a gradient AdamW moves by -lr * weight_decay * w = -0.1 * 0.5 * 2.
     for name in ("embed", "layers/q"):
@@ -66,7 +69,7 @@ def _leaf(tree, name):
 def test_the_global_norm_is_clipped_before_adam():
     # The gradient (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8). With eps = 1 the first step of
     # Adam is -lr g / (|g| + 1): 0.1 * 0.6 / 1.6 = 0.0375 and 0.1 * 0.8 / 1.8 = 0.0444444.
-    tx = optimizer.make(fields(clip_norm=1.0, eps=1.0), 10)
+    tx = make_optimizer(fields(clip_norm=1.0, eps=1.0), 10)
     params = {"a": jnp.zeros((1, 1)), "b": jnp.zeros((1, 1))}
     grads = {"a": jnp.full((1, 1), 3.0), "b": jnp.full((1, 1), 4.0)}
     updates, _ = tx.update(grads, tx.init(params), params)
@@ -77,7 +80,7 @@ def test_the_global_norm_is_clipped_before_adam():
 def test_a_second_step_by_hand():
     # b1 = 0.5, b2 = 0.75, g = 1 then 3. m = 0.5 * 0.5 + 0.5 * 3 = 1.75, over 1 - 0.25: 2.3333333
     # v = 0.75 * 0.25 + 0.25 * 9 = 2.4375, over 1 - 0.5625: 5.5714286; the step is lr m / sqrt(v).
-    tx = optimizer.make(fields(b1=0.5, b2=0.75), 10)
+    tx = make_optimizer(fields(b1=0.5, b2=0.75), 10)
     params = {"a": jnp.zeros((1, 1))}
     _, state = tx.update({"a": jnp.ones((1, 1))}, tx.init(params), params)
     updates, _ = tx.update({"a": jnp.full((1, 1), 3.0)}, state, params)
@@ -90,9 +93,9 @@ def test_state_lies_like_the_parameters():
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = {"a": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16),
               "final_norm": jax.ShapeDtypeStruct((2,), jnp.bfloat16)}
-    tx = optimizer.make(fields(), 10)
+    tx = make_optimizer(fields(), 10)
     where = {"a": rows, "final_norm": everywhere}
-    placed = optimizer.state_shardings(tx, params, where, everywhere)
+    placed = optimizer_shardings(tx, params, where, everywhere)
     [adam] = [s for s in jax.tree.leaves(placed, is_leaf=_is_adam) if _is_adam(s)]
     assert adam.mu == adam.nu == {"a": rows, "final_norm": everywhere}
     assert adam.count == everywhere
@@ -105,7 +108,7 @@ def _is_adam(x):
 
 
 def test_moments_are_float32_for_bfloat16_parameters():
-    tx = optimizer.make(fields(), 10)
+    tx = make_optimizer(fields(), 10)
     params = {"a": jnp.zeros((2, 2), jnp.bfloat16)}
     updates, state = tx.update({"a": jnp.ones((2, 2), jnp.bfloat16)}, tx.init(params), params)
     [adam] = [s for s in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(s)]
@@ -116,8 +119,8 @@ def test_moments_are_float32_for_bfloat16_parameters():
 
 
 def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
-    plain = optimizer.make(fields(clip_norm=10.0), 10)
-    tx = optimizer.aligned(plain, gac_low=0.1, gac_high=0.9)
+    plain = make_optimizer(fields(clip_norm=10.0), 10)
+    tx = align(plain, gac_low=0.1, gac_high=0.9)
     params = {"a": jnp.zeros((1, 2))}
     first, second, third = ({"a": jnp.array([g])} for g in ([1.0, 0.0], [2.0, 0.1], [0.0, 1.0]))
     # Nothing precedes the first gradient; the second has the cosine 2 / sqrt(4.01) = 0.9988 with
@@ -125,25 +128,25 @@ def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
     expected, plain_state = plain.update(first, plain.init(params), params)
     updates, state = tx.update(first, tx.init(params), params)
     np.testing.assert_array_equal(updates["a"], expected["a"])
-    assert optimizer.alignment_metrics(state) == {"gac/cosine": 0.0, "gac/is_skipped": 0.0}
+    assert alignment_metrics(state) == {"gac/cosine": 0.0, "gac/is_skipped": 0.0}
     updates, state = tx.update(second, state, params)
     np.testing.assert_array_equal(updates["a"], [[0.0, 0.0]])
     jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
-    metrics = optimizer.alignment_metrics(state)
+    metrics = alignment_metrics(state)
     assert metrics["gac/cosine"] == pytest.approx(0.99875, abs=1e-4)
     assert metrics["gac/is_skipped"] == 1
     expected, _ = plain.update(third, plain_state, params)
     updates, state = tx.update(third, state, params)
     np.testing.assert_allclose(updates["a"], expected["a"], rtol=1e-6)
-    assert optimizer.alignment_metrics(state)["gac/cosine"] == pytest.approx(0.0499, abs=1e-3)
-    assert optimizer.alignment_metrics(plain_state) == {}
+    assert alignment_metrics(state)["gac/cosine"] == pytest.approx(0.0499, abs=1e-3)
+    assert alignment_metrics(plain_state) == {}
 
 
 def test_the_previous_gradient_lies_like_the_parameters():
     mesh = sharding.make_mesh((1, 4, 2))
     rows = NamedSharding(mesh, PartitionSpec("fsdp"))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    tx = optimizer.aligned(optimizer.make(fields(), 10), gac_low=0.1, gac_high=0.9)
+    tx = align(make_optimizer(fields(), 10), gac_low=0.1, gac_high=0.9)
     params = {"a": jax.ShapeDtypeStruct((8, 2), jnp.float32)}
-    placed = optimizer.state_shardings(tx, params, {"a": rows}, everywhere)
+    placed = optimizer_shardings(tx, params, {"a": rows}, everywhere)
     assert placed.alignment.previous == {"a": rows} and placed.cosine == everywhere

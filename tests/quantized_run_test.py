@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis.build import initial_params, initial_state
+from jaxrl_tis.state import initial_params, initial_state
 from tests import tiny
 
 pytestmark = [

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import checkpoint, rollouts, train
+from jaxrl_tis.state import abstract_state
+from jaxrl_tis.trainer import Trainer
+from jaxrl_tis.warmup import warm_up
 from tests import tiny
 
 pytestmark = [
@@ -32,7 +35,7 @@ CRITIC = dict(
     ),
 )
 COUNTS = ("reward/errors", "reward/non_finite", "reward/timeouts")
-_collect, _update = rollouts.Collector.collect, train.Trainer.update
+_next, _update = rollouts.Collector.next, Trainer.update
 
 
 class Cut(Exception):
@@ -48,7 +51,7 @@ def final_state(workdir, **overrides):
     setup = tiny.setup(**overrides)
     with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
         assert checkpoints.latest() == tiny.STEPS
-        return checkpoints.restore(train.abstract_state(setup))
+        return checkpoints.restore(abstract_state(setup))
 
 
 def assert_same_run(workdir, **overrides):
@@ -71,23 +74,23 @@ def assert_same_run(workdir, **overrides):
 def cut_at(step, how):
     """Stops a run while step `step` samples (a signal, an exception) or once it has updated."""
 
-    def collect(self, scheduler, now, timer):
+    def collect(self, now):
         if now == step:
             if how is Cut:
                 raise Cut
             os.kill(os.getpid(), how)
-        return _collect(self, scheduler, now, timer)
+        return _next(self, now)
 
-    def update(self, state, rows, now):
-        out = _update(self, state, rows, now)
+    def update(self, state, rows, now, version):
+        out = _update(self, state, rows, now, version)
         if now == step:
             raise Cut
         return out
 
     if how == "after update":
-        patch = mock.patch.object(train.Trainer, "update", update)
+        patch = mock.patch.object(Trainer, "update", update)
     else:
-        patch = mock.patch.object(rollouts.Collector, "collect", collect)
+        patch = mock.patch.object(rollouts.Collector, "next", collect)
     with patch, pytest.raises(Cut) if how in (Cut, "after update") else contextlib.nullcontext():
         yield
 
@@ -203,8 +206,6 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capsys):
 
 def test_ctrl_c_during_the_warm_up_starts_no_reinforcement_learning(tmp_path):
     """The warm-up cannot be resumed half way, so it is finished and saved as step 0."""
-    warm_up = train.warm_up
-
     def pressed(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return warm_up(*arguments)

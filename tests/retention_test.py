@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import batch as batching
-from jaxrl_tis import rollouts, step
-from jaxrl_tis.build import build, initial_params
+from jaxrl_tis import rollouts
+from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import NEVER, Request
 from jaxrl_tis.engine.scheduler import Retention
+from jaxrl_tis.rows import forward_fields
+from jaxrl_tis.scoring import make_score
+from jaxrl_tis.state import initial_params
 from tests import tiny
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
@@ -41,8 +43,8 @@ def sampled():
 
 
 def scored(rows):
-    one = {name: x[None] for name, x in batching.forward_fields(rows).items()}
-    return np.asarray(step.make_score(setup().learner)(params(), one)["logp"][0])
+    one = {name: x[None] for name, x in forward_fields(rows).items()}
+    return np.asarray(make_score(setup().learner)(params(), one)["logp"][0])
 
 
 def test_the_learner_that_drops_the_same_keys_agrees():
@@ -61,7 +63,7 @@ def test_packed_rows_drop_them_too():
     rows = made.rows(sampled())
     micro, flat = made.micro_batches(rows)
     assert micro["evict_step"].shape == micro["tokens"].shape == (1, 4, 128)
-    found = flat(step.make_score(made.update_learner)(params(), micro)["logp"])
+    found = flat(make_score(made.update_learner)(params(), micro)["logp"])
     mask = rows["mask"]
     np.testing.assert_allclose(found[mask], rows["logp_behav"][mask], atol=2e-5)
 

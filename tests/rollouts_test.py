@@ -55,8 +55,8 @@ class FakeScheduler:
         n = len(tokens)
         zeros = np.zeros(n, np.float32)
         return Trajectory(
-            request.id, request.prompt, tokens, np.ones(n, bool), np.zeros(n, np.int32), zeros,
-            zeros, zeros, np.zeros(n, np.int32), "stop", request.seed, request.hash, "none", 1.0,
+            request.id, request.prompt, tokens, zeros, zeros, zeros, np.zeros(n, np.int32),
+            "stop", request.seed, request.hash, "none", 1.0,
         )
 
 
@@ -81,9 +81,15 @@ def batches():
         yield [{"prompt": f"{j}+1=", "answer": str(j + 1), "id": str(j)} for j in (i, i + 1)]
 
 
-def collector(config, reward):
-    prompter = rollouts.Prompter(TOKENIZER, config.task)
-    return rollouts.Collector(config, prompter, batches(), FakeRewards(reward))
+def collector(config, reward, scheduler=None, timer=None, examples=None, **options):
+    """A collector that has published its first weights to the scheduler."""
+    c = rollouts.Collector(
+        config, rollouts.Prompter(TOKENIZER, config.task), examples or batches(),
+        FakeRewards(reward), timer or Timer(), load=lambda params, version: params,
+        start=lambda params, version: scheduler or FakeScheduler(), **options,
+    )
+    c.publish(None, 0)
+    return c
 
 
 class Timer:
@@ -148,9 +154,10 @@ def test_sampling_parameters():
 
 def test_groups_share_a_prompt_and_no_noise():
     scheduler, timer = FakeScheduler(), Timer()
-    c = collector(fields(), lambda text, record: float(text) + 10 * int(record["id"]))
+    reward = lambda text, record: float(text) + 10 * int(record["id"])
+    c = collector(fields(), reward, scheduler, timer)
     scheduler.stats = Stats(busy=9, slot_steps=99, preempted=2)  # of earlier steps
-    samples, values = c.collect(scheduler, 1, timer)
+    samples, values = c.next(1)
     assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1]
     assert [s.record["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]
     assert [s.text for s in samples] == ["0", "1", "2"] * 2
@@ -161,7 +168,7 @@ def test_groups_share_a_prompt_and_no_noise():
                       "rollout/shared_prompt_ratio": 0.5}
     for group in (samples[:3], samples[3:]):
         assert len({s.trajectory.prompt.tobytes() for s in group}) == 1
-    c.collect(scheduler, 2, timer)
+    c.next(2)
     # One id and one 32-bit hash for every sample of the run.
     for name in ("id", "hash"):
         assert len({getattr(r, name) for r in scheduler.requests}) == 12
@@ -170,33 +177,27 @@ def test_groups_share_a_prompt_and_no_noise():
 
 def test_a_greedy_answer_per_prompt_where_it_is_asked_for():
     scheduler = FakeScheduler()
-    prompter = rollouts.Prompter(TOKENIZER, fields().task)
-    reward = FakeRewards(lambda text, record: float(text) + 10 * int(record["id"]))
-    c = rollouts.Collector(fields(), prompter, batches(), reward, with_greedy=True)
-    samples, _ = c.collect(scheduler, 1, Timer())
+    reward = lambda text, record: float(text) + 10 * int(record["id"])
+    samples, _ = collector(fields(), reward, scheduler, with_greedy=True).next(1)
     # The fourth request of each prompt is the greedy one; its text is "3".
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
     assert [s.greedy_reward for s in samples] == [3, 3, 3, 13, 13, 13]
     temperatures = [r.sampling.temperature for r in scheduler.requests]
     assert temperatures == [fields().rollout.temperature] * 3 + [0] + [
         fields().rollout.temperature] * 3 + [0]
-    plain, _ = collector(fields(), lambda text, record: 0.0).collect(FakeScheduler(), 1, Timer())
+    plain, _ = collector(fields(), lambda text, record: 0.0).next(1)
     assert all(math.isnan(s.greedy_reward) for s in plain)
 
 
 def test_a_repeated_example_within_a_batch_does_not_repeat_its_noise():
     config = fields()
     same = itertools.repeat([{"prompt": "1+1=", "answer": "2", "id": "7"}] * 2)
-    c = rollouts.Collector(config, rollouts.Prompter(TOKENIZER, config.task), same,
-                           FakeRewards(lambda *_: 0.0))
     scheduler = FakeScheduler()
-    c.collect(scheduler, 1, Timer())
+    collector(config, lambda *_: 0.0, scheduler, examples=same).next(1)
     assert len({r.hash for r in scheduler.requests}) == 6
     # Nor does one that comes again when its equal group was put aside.
     config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
-    c = rollouts.Collector(config, rollouts.Prompter(TOKENIZER, config.task), same,
-                           FakeRewards(lambda *_: 0.0))
-    c.collect(scheduler, 2, Timer())
+    collector(config, lambda *_: 0.0, scheduler, examples=same).next(2)
     assert len({r.hash for r in scheduler.requests}) == 6 + 2 * 6
 
 
@@ -221,8 +222,8 @@ def test_equal_groups_are_replaced_by_fresh_prompts():
     spread = {2, 4, 5}
     reward = lambda text, record: float(text) if int(record["id"]) in spread else 1.0
     scheduler = FakeScheduler()
-    samples, values = collector(fields(rollout__dynamic_sampling=True), reward).collect(
-        scheduler, 3, Timer())
+    config = fields(rollout__dynamic_sampling=True)
+    samples, values = collector(config, reward, scheduler).next(3)
     assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
     assert [s.group for s in samples] == [0] * 3 + [1] * 3
     assert len({r.hash for r in scheduler.requests}) == 18
@@ -232,27 +233,26 @@ def test_equal_groups_are_replaced_by_fresh_prompts():
 def test_equal_groups_are_kept_when_the_rounds_are_used_up():
     config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
     reward = lambda text, record: float(text) if record["id"] == "3" else 1.0
-    samples, _ = collector(config, reward).collect(FakeScheduler(), 1, Timer())
+    samples, _ = collector(config, reward).next(1)
     assert [s.record["id"] for s in samples] == ["3"] * 3 + ["0"] * 3  # a full batch either way
 
 
 def test_without_dynamic_sampling_equal_groups_stay():
-    samples, _ = collector(fields(), lambda *_: 1.0).collect(FakeScheduler(), 1, Timer())
+    samples, _ = collector(fields(), lambda *_: 1.0).next(1)
     assert [s.record["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
 
 
 def test_overlong_penalty_counts_tokens_and_leaves_the_score():
     """Every text has 1 token; with max_new_tokens 3 and a buffer of 3 the penalty is -1/3."""
-    samples, _ = collector(fields(rollout__overlong_buffer=3), lambda text, _: float(text)).collect(
-        FakeScheduler(), 1, Timer())
+    config = fields(rollout__overlong_buffer=3)
+    samples, _ = collector(config, lambda text, _: float(text)).next(1)
     assert [s.score for s in samples[:3]] == [0, 1, 2]
     np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])
 
 
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
-    scheduler, timer = FakeScheduler(), Timer()
     c = collector(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
-    samples, _ = c.collect(scheduler, 1, timer)
+    samples, _ = c.next(1)
     assert all(s.reward == sum(s.components.values()) for s in samples)
     found = rollouts.components(samples)
     assert set(found) == {"reward", "overlong"} and found["reward"].tolist() == [1.0] * 6
@@ -262,4 +262,4 @@ def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     assert found == {"a": [2.0, 0.0], "b": [1.0, 0.0], "reward": [0.0, -1.0]}
     c._rewards.components = lambda texts, records: [{"overlong": 1.0}] * len(texts)
     with pytest.raises(ValueError, match="component 'overlong'"):
-        c.collect(scheduler, 2, timer)
+        c.next(2)

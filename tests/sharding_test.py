@@ -10,12 +10,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import models, rollouts, sharding, train
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.state import abstract_state, initial_params, initial_state
+from jaxrl_tis.trainer import Trainer
 from tests import tiny
 
 pytestmark = [
@@ -96,8 +99,9 @@ def test_every_device_holds_its_part_only():
 def test_serving_parameters_are_int8_split_over_tensor_and_whole_along_data():
     train_layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
     serve_layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
-    engine = Engine(CONFIG, slots=8, max_length=16, quantization="w8a8", unroll=False,
-                    layout=serve_layout)
+    engine = Engine(CONFIG, EngineConfig(
+        slots=8, max_length=16, quantization="w8a8", unroll=False,
+    ), serve_layout)
     served = engine.load(placement.put(params(), train_layout, CONFIG))
     for name, shape in {"q": (2, 32, 16), "v": (2, 32, 8), "o": (2, 16, 32), "up": (2, 32, 24),
                         "down": (2, 24, 32)}.items():
@@ -107,7 +111,7 @@ def test_serving_parameters_are_int8_split_over_tensor_and_whole_along_data():
         assert len({str(s.index) for s in weight.q.addressable_shards}) == 2, name
     assert served["embed"].sharding.spec == P("tensor", None)
     # Quantised as one device would: the scale of an output channel sees all of its inputs.
-    alone = Engine(CONFIG, slots=8, max_length=16, quantization="w8a8", unroll=False)
+    alone = Engine(CONFIG, EngineConfig(slots=8, max_length=16, quantization="w8a8", unroll=False))
     for name, weight in alone.load(params())["layers"].items():
         if isinstance(weight, QuantArray):
             np.testing.assert_array_equal(served["layers"][name].q, weight.q, err_msg=name)
@@ -116,7 +120,7 @@ def test_serving_parameters_are_int8_split_over_tensor_and_whole_along_data():
 def test_the_cache_is_split_over_slots_and_heads():
     layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)
     for unroll in (False, True):
-        engine = Engine(CONFIG, slots=8, max_length=16, unroll=unroll, layout=layout)
+        engine = Engine(CONFIG, EngineConfig(slots=8, max_length=16, unroll=unroll), layout)
         for leaf in jax.tree.leaves(engine.init_state().cache):
             # pages of two slots and two more, kv heads / 2, a page's positions, head (of key and
             # value if the layers are stacked)
@@ -158,16 +162,16 @@ def sample(setup, policy_params, version):
 
 
 def two_updates(setup):
-    state = train.initial_state(setup, train.initial_params(setup))
-    trainer, out = train.Trainer(setup), []
+    state = initial_state(setup, initial_params(setup))
+    trainer, out = Trainer(setup), []
     for step in (1, 2):
         trajectories = sample(setup, state["policy"].params, step - 1)
         samples = [
             rollouts.Sample(t, {}, "", 0.0, float(i % 3 + len(t.tokens) / 4), i // 2)
             for i, t in enumerate(trajectories)
         ]
-        rows = trainer.score(state, samples)
-        state, metrics = trainer.update(state, rows, step)
+        rows = trainer.score(state, samples, {step - 1: state["policy"].params})
+        state, metrics = trainer.update(state, rows, step, step - 1)
         out.append((trajectories, rows, metrics))
     return out, state
 
@@ -190,13 +194,13 @@ def test_eight_devices_give_the_numbers_of_one(vocab_size, others, tmp_path):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             for name in ("logp_behav", "logp_raw", "entropy"):
                 close(getattr(a, name), getattr(b, name), err_msg=name)
-        for name in ("logp_learner", "entropy", *extra):
+        for name in ("logp_old", "entropy", *extra):
             close(rows[name], expected_rows[name], err_msg=name)
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
             close(metrics[name], value, err_msg=name)
     if extra:
-        assert max(abs(spread[1][1]["logp_learner"] - spread[1][1]["logp_ref"]).ravel()) > 1e-2
+        assert max(abs(spread[1][1]["logp_old"] - spread[1][1]["logp_ref"]).ravel()) > 1e-2
     ours = spread_state["policy"].params
     for path, leaf in jax.tree_util.tree_leaves_with_path(single_state["policy"].params):
         same = functools.reduce(lambda node, key: node[key.key], path, ours)
@@ -205,7 +209,7 @@ def test_eight_devices_give_the_numbers_of_one(vocab_size, others, tmp_path):
 
 def test_moments_are_split_like_their_parameters(fields):
     setup = train.build(tiny.config(**fields, **SPREAD))
-    state = train.abstract_state(setup)
+    state = abstract_state(setup)
     for network in (state["policy"].params, state["critic"].params["decoder"], state["reference"]):
         assert network["layers"]["q"].sharding.shard_shape((2, 32, 32)) == (2, 8, 16)
     for network in (state["policy"], state["critic"]):

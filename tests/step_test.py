@@ -17,10 +17,14 @@ import optax
 import pytest
 
 from configs import default
-from jaxrl_tis import correction, step
+from jaxrl_tis import correction
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.scoring import (
+    Learner, make_logits, make_score, make_score_norms, make_values, response_logprobs,
+)
+from jaxrl_tis.step import TrainState, make_critic_step, make_supervised_step, make_train_step
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -30,7 +34,7 @@ CONFIG = ModelConfig(
     head_dim=8, mlp_dim=24, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
     qkv_bias=False, qk_norm=False, tie_embeddings=False,
 )
-LEARNER = step.Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
+LEARNER = Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
 CAP, LOW, HIGH = 1.2, 0.2, 0.28
 WEIGHT, PPO = f"token_tis(cap={CAP})", f"ppo(clip_low={LOW}, clip_high={HIGH})"
 
@@ -74,7 +78,7 @@ def batch():
         "logp_ref": old + normal(0.5), "adv": normal(1.0), "weights": np.exp(normal(0.3)),
         "values": normal(0.3), "returns": normal(1.0),
     }
-    out |= {"logp_prox": out["logp_old"] + normal(0.2), "logp_learner": out["logp_old"]}
+    out["logp_prox"] = out["logp_old"] + normal(0.2)
     out["weights"] = np.minimum(out["weights"], CAP)
     return {name: np.asarray(value) for name, value in out.items()}
 
@@ -137,7 +141,7 @@ def cut(data, count):
 
 def start(p, tx):
     p = jax.tree.map(jnp.array, p)
-    return step.TrainState(p, tx.init(p))
+    return TrainState(p, tx.init(p))
 
 
 SGD = optax.sgd(1.0)
@@ -146,7 +150,7 @@ FORWARD = ("tokens", "positions", "segment_ids", "mask", "temperature")  # what 
 
 def updated(chosen, data, count):
     """(parameters, metrics) after one update of plain gradient descent in `count` micro-batches."""
-    train_step = step.make_train_step(LEARNER, chosen, SGD)
+    train_step = make_train_step(LEARNER, chosen, SGD)
     state, metrics = train_step(start(params(), SGD), cut(data, count))
     return jax.device_get(state.params), jax.device_get(metrics)
 
@@ -169,7 +173,7 @@ def test_log_probs_and_entropies_are_those_of_the_whole_logits(chunk, max_target
     learner = dataclasses.replace(LEARNER, chunk=chunk, max_targets=max_targets)
     data, mask = batch(), batch()["mask"]
     logp, entropy = jax.jit(
-        lambda p, b: step.response_logprobs(p, learner, b, with_entropy=True)
+        lambda p, b: response_logprobs(p, learner, b, with_entropy=True)
     )(params(), data)
     expected = np.where(mask, reference_logprob(params(), data), 0)
     np.testing.assert_allclose(logp, expected, atol=2e-5)
@@ -183,11 +187,11 @@ def test_log_probs_and_entropies_are_those_of_the_whole_logits(chunk, max_target
 
 def test_score_runs_micro_batches_one_by_one():
     data = batch()
-    scored = step.make_score(LEARNER)(params(), cut(data, 4))
+    scored = make_score(LEARNER)(params(), cut(data, 4))
     assert scored["logp"].shape == (4, 2, T)
     expected = np.where(data["mask"], reference_logprob(params(), data), 0)
     np.testing.assert_allclose(scored["logp"].reshape(B, T), expected, atol=2e-5)
-    bare = step.make_score(LEARNER, with_entropy=False)(params(), cut(data, 4))
+    bare = make_score(LEARNER, with_entropy=False)(params(), cut(data, 4))
     np.testing.assert_allclose(bare["logp"], scored["logp"], atol=1e-6)
     assert not np.any(bare["entropy"])
 
@@ -240,7 +244,7 @@ def test_an_exact_kl_is_that_of_the_whole_logits():
         return jnp.pad(logp[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
     logp_ref = np.asarray(behind(params(1)))
-    logits = step.make_logits(LEARNER)(params(), cut(data, 4)).reshape(B, T, V)
+    logits = make_logits(LEARNER)(params(), cut(data, 4)).reshape(B, T, V)
     np.testing.assert_allclose(jax.nn.log_softmax(logits)[mask], behind(params())[mask], atol=2e-5)
     assert not np.any(np.asarray(logits)[~mask])
 
@@ -273,7 +277,7 @@ def test_no_update_holds_the_logits_of_all_tokens():
     def widest(data, **changes):
         """Largest array of the lowered update with a vocabulary axis, in vectors of V."""
         chosen = correction.parse(fields(**changes))
-        traced = step.make_train_step(LEARNER, chosen, SGD).trace(
+        traced = make_train_step(LEARNER, chosen, SGD).trace(
             start(params(), SGD), cut(data, 2)
         )
         shapes = re.findall(r"tensor<((?:\d+x)+)", traced.lower().as_text())
@@ -294,7 +298,7 @@ def test_score_norms_are_those_of_each_row():
     def gradient(p, one):
         return jnp.sum(jnp.where(one["mask"], reference_logprob(p, one), 0))
 
-    norms = step.make_score_norms(LEARNER)(
+    norms = make_score_norms(LEARNER)(
         params(), cut({name: data[name] for name in FORWARD}, 4)
     ).reshape(B)
     for row in range(B):
@@ -309,15 +313,11 @@ def test_the_drift_is_split_into_its_factors():
     data, mask = batch(), batch()["mask"]
     logp = np.asarray(reference_logprob(params(), data), np.float64)
     chain = [data["logp_behav"], data["logp_old"], data["logp_prox"], logp]
-    decoupled = dict(zip(("engine", "staleness", "trust_region"),
-                         [b - a for a, b in zip(chain, chain[1:])]))
-    # In bypass mode logp_old is the sampler's, and nothing is stale.
-    bypass = {"engine": data["logp_learner"] - data["logp_behav"],
-              "staleness": 0 * logp, "trust_region": logp - data["logp_learner"]}
-    for mode, factors in (("decoupled", decoupled), ("bypass", bypass)):
-        given = data | ({"logp_old": data["logp_behav"]} if mode == "bypass" else {})
+    factors = dict(zip(("engine", "staleness", "trust_region"),
+                       [b - a for a, b in zip(chain, chain[1:])]))
+    for mode in ("decoupled", "bypass"):
         chosen = correction.parse(fields(mode=mode, weight="none"))
-        _, metrics = updated(chosen, given, 2)
+        _, metrics = updated(chosen, data, 2)
         total = sum(factors.values())
         for name, x in (factors | {"product": total}).items():
             assert metrics[f"mismatch/{name}/log_ratio_abs_mean"] == pytest.approx(
@@ -343,7 +343,7 @@ def test_metrics_have_verls_names_and_values():
 
 def test_a_wholly_masked_minibatch_changes_nothing():
     data = with_nan_padding(batch() | {"mask": np.zeros((B, T), bool)})
-    state, metrics = step.make_train_step(LEARNER, correction.parse(fields()), SGD)(
+    state, metrics = make_train_step(LEARNER, correction.parse(fields()), SGD)(
         start(params(), SGD), cut(data, 4)
     )
     assert difference(jax.device_get(state.params), params()) == 0
@@ -353,7 +353,7 @@ def test_a_wholly_masked_minibatch_changes_nothing():
 def test_the_state_is_donated():
     state = start(params(), SGD)
     old = jax.tree.leaves(state.params)
-    step.make_train_step(LEARNER, correction.parse(fields()), SGD)(state, cut(batch(), 1))
+    make_train_step(LEARNER, correction.parse(fields()), SGD)(state, cut(batch(), 1))
     assert all(leaf.is_deleted() for leaf in old)
 
 
@@ -388,11 +388,11 @@ def reference_values(p, data):
 
 def test_values_are_of_the_prefix_before_each_token():
     data = batch()
-    values = step.make_values(LEARNER)(critic_params(), cut(data, 2)).reshape(B, T)
+    values = make_values(LEARNER)(critic_params(), cut(data, 2)).reshape(B, T)
     expected = reference_values(critic_params(), data)
     np.testing.assert_allclose(values[data["mask"]], expected[data["mask"]], atol=1e-5)
     changed = data | {"tokens": np.where(np.arange(T) == 6, 5, data["tokens"]).astype(np.int32)}
-    after = step.make_values(LEARNER)(critic_params(), cut(changed, 2)).reshape(B, T)
+    after = make_values(LEARNER)(critic_params(), cut(changed, 2)).reshape(B, T)
     np.testing.assert_allclose(after[:, :7], values[:, :7], atol=1e-6)  # V_6 has not seen token 6
     assert np.abs(after[0, 7] - values[0, 7]) > 1e-3
 
@@ -413,7 +413,7 @@ def test_critic_update_is_the_gradient_of_the_clipped_value_loss():
     results = []
     given = with_nan_padding(data) | {"lr_scale": np.full(B, 0.5, np.float32)}  # of the policy alone
     for count in (1, 4):
-        state, metrics = step.make_critic_step(LEARNER, clip, SGD)(
+        state, metrics = make_critic_step(LEARNER, clip, SGD)(
             start(critic_params(), SGD), cut(given, count)
         )
         assert_trees_close(jax.device_get(state.params), expected, atol=1e-5)
@@ -428,7 +428,7 @@ def test_critic_update_is_the_gradient_of_the_clipped_value_loss():
 def test_supervised_step_lowers_the_loss_from_the_mean_cross_entropy():
     data = {n: batch()[n] for n in ("tokens", "positions", "segment_ids", "mask")}
     data["temperature"] = np.ones((B, T), np.float32)
-    train_step = step.make_supervised_step(LEARNER, tx := optax.adam(1e-2))
+    train_step = make_supervised_step(LEARNER, tx := optax.adam(1e-2))
     state, losses = start(params(), tx), []
     for _ in range(12):
         state, metrics = train_step(state, cut(data, 2))

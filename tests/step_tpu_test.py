@@ -9,11 +9,14 @@ import optax
 import pytest
 
 from configs import default
-from jaxrl_tis import correction, optimizer, sharding, step
-from jaxrl_tis.aot.hlo import MOSAIC, Module
+from jaxrl_tis import correction, sharding
 from jaxrl_tis.aot.flags import FLAGS
+from jaxrl_tis.aot.hlo import MOSAIC, Module
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.optimizer import optimizer_shardings
+from jaxrl_tis.scoring import Learner, response_logits
+from jaxrl_tis.step import TrainState, make_train_step
 from tests import tpu
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
@@ -40,7 +43,7 @@ def model(layers=L):
 
 def learner(chips="v5e:2x4", remat="full", layers=L):
     program = transformer.Program("bfloat16", remat, True, layout(chips))
-    return step.Learner(model(layers), program, max_targets=T, chunk=2048, max_segments=8)
+    return Learner(model(layers), program, max_targets=T, chunk=2048, max_segments=8)
 
 
 def abstract_state(chips="v5e:2x4", layers=L):
@@ -49,8 +52,8 @@ def abstract_state(chips="v5e:2x4", layers=L):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
     )
     shardings = placement.shardings(layout(chips), model(layers))
-    moments = optimizer.state_shardings(TX, params, shardings, layout(chips).replicated())
-    return step.TrainState(
+    moments = optimizer_shardings(TX, params, shardings, layout(chips).replicated())
+    return TrainState(
         place(params, shardings), place(jax.eval_shape(TX.init, params), moments)
     )
 
@@ -66,7 +69,7 @@ def minibatch(chips="v5e:2x4"):
     return (
         rows(("tokens", "positions", "segment_ids"), jnp.int32)
         | rows(("mask",), jnp.bool_)
-        | rows(("temperature", "logp_old", "logp_prox", "logp_learner", "logp_behav", "adv",
+        | rows(("temperature", "logp_old", "logp_prox", "logp_behav", "adv",
                 "weights"))
     )
 
@@ -75,7 +78,7 @@ def minibatch(chips="v5e:2x4"):
 def update(remat="full", chips="v5e:2x4", layers=L):
     """(compiled update, its HLO)"""
     chosen = correction.parse(default.get_config().correction)
-    train_step = step.make_train_step(learner(chips, remat, layers), chosen, TX)
+    train_step = make_train_step(learner(chips, remat, layers), chosen, TX)
     lowered = train_step.lower(abstract_state(chips, layers), minibatch(chips))
     compiled = lowered.compile(compiler_options=FLAGS[chips.partition(":")[0]])
     return compiled, Module(compiled.as_text())
@@ -89,7 +92,7 @@ def module_of(name):
         whole = jax.jit(lambda p: p, out_shardings=layout().replicated())
         return Module(whole.lower(params["layers"]["gate"]).compile().as_text())
     if name == "all logits":
-        logits = jax.jit(lambda p, b: step.response_logits(p, learner(), b))
+        logits = jax.jit(lambda p, b: response_logits(p, learner(), b))
         place = layout().sharding(("batch", None))
         rows = {n: jax.ShapeDtypeStruct((B, T), x.dtype, sharding=place)
                 for n, x in minibatch().items()}

@@ -11,9 +11,10 @@ from unittest import mock
 from configs import default
 from jaxrl_tis import build, train
 from jaxrl_tis.report import page
+from jaxrl_tis.trainer import Trainer
 
 STEPS = 5
-_build, _trainer, _engine = build.build, train.Trainer, build.Engine
+_build, _trainer, _engine = build.build, Trainer, build.Engine
 
 
 def config(**overrides):
@@ -67,11 +68,11 @@ def _shared_build(c):
     return store["setup"]
 
 
-def _shared_engine(*args, **options):
-    devices = [d.id for d in options["layout"].mesh.devices.flat]
-    store = _cached("engine", repr((args, options, devices)))
+def _shared_engine(*args):
+    _, _, layout = args
+    store = _cached("engine", repr((args, [d.id for d in layout.mesh.devices.flat])))
     if not store:
-        store["engine"] = _engine(*args, **options)
+        store["engine"] = _engine(*args)
     return store["engine"]
 
 

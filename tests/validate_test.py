@@ -172,7 +172,8 @@ def test_what_is_no_contradiction(changes):
     (dict(correction__kl="k3", correction__kl_placement="reward", correction__kl_coeff=0.0), []),
 ])
 def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
-    found = doubts(tiny.config(**{"correction__kl_coeff": 0.1} | changes))
+    config = tiny.config(**{"correction__kl_coeff": 0.1} | changes)
+    found = doubts(config, validate(config))
     assert len(found) == bool(words) and not any("\n" in line for line in found)
     for word in words:
         assert word in found[0]

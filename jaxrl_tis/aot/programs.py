@@ -12,18 +12,22 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis import build, models, step
-from jaxrl_tis.aot import report
+from jaxrl_tis import build, models
+from jaxrl_tis.aot.batches import abstract_microbatches, abstract_minibatch
 from jaxrl_tis.aot.chips import Topology
-from jaxrl_tis.aot.hlo import Module
-from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.aot.flags import FLAGS
+from jaxrl_tis.aot.hlo import Module
+from jaxrl_tis.aot.report import EVALUATION, entry, header
+from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.scoring import make_score, make_values
+from jaxrl_tis.state import abstract_state
+from jaxrl_tis.step import make_critic_step, make_train_step
 from jaxrl_tis.validate import validate
 
 PROGRAMS = (
     "train", "critic", "score", "values", "quantize", "prefill", "insert", "decode", "verify",
-    *report.EVALUATION,
+    *EVALUATION,
 )
 
 
@@ -70,24 +74,24 @@ def setup_for(
     layers: int | None = None,
 ) -> build.Setup:
     """What the run would set up, on the topology's devices; `layers` replaces the model's depth."""
-    validate(config)
+    chosen = validate(config)
     model = model_of(config, shapes)
     if layers is not None:
         model = dataclasses.replace(model, num_layers=layers)
-    return build.assemble(config, model, None, topology.devices())
+    return build.assemble(config, chosen, model, None, topology.devices())
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     """PROGRAMS that the config's run has: name -> (jitted function, abstract arguments)."""
-    state = build.abstract_state(setup)
+    state = abstract_state(setup)
     params = state["policy"].params
-    micro, mini = build.abstract_microbatches(setup), build.abstract_minibatch(setup)
+    micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
     learner, sampling = setup.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
-    update = step.make_train_step(learner, setup.correction, setup.optimizer)
+    update = make_train_step(learner, setup.correction, setup.optimizer)
     found = {
         "train": (update, (state["policy"], mini)),
-        "score": (step.make_score(learner), (params, micro)),
+        "score": (make_score(learner), (params, micro)),
         "quantize": sampling["load"],
         "reshard": evaluating["load"],
         **{name: sampling[name] for name in sampling if name != "load"},
@@ -95,9 +99,9 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     }
     if setup.has_critic:
         clip = setup.config.critic.value_clip
-        update = step.make_critic_step(learner, clip, setup.critic_optimizer)
+        update = make_critic_step(learner, clip, setup.critic_optimizer)
         found["critic"] = update, (state["critic"], mini)
-        found["values"] = step.make_values(learner), (state["critic"].params, micro)
+        found["values"] = make_values(learner), (state["critic"].params, micro)
     return {name: found[name] for name in PROGRAMS if name in found}
 
 
@@ -131,7 +135,7 @@ def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Mod
 def resident(setup: build.Setup) -> dict[str, Any]:
     """Abstract arrays that a run keeps on its devices from step to step, or through an evaluation,
     by name."""
-    state = build.abstract_state(setup)
+    state = abstract_state(setup)
     engines = setup.engine, setup.learner_engine
     sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
     kept = {name: state[name] for name in state if name != "controllers"}
@@ -157,6 +161,6 @@ def report(
     kept, entries = resident(setup), {}
     for name in names or available:
         made = compiled(name, *available[name], FLAGS[topology.kind])
-        entries[name] = report.entry(setup, topology, made, kept)
+        entries[name] = entry(setup, topology, made, kept)
         on_program(entries[name])
-    return report.header(setup, topology, kept) | {"programs": entries}
+    return header(setup, topology, kept) | {"programs": entries}

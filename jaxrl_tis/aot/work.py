@@ -105,7 +105,7 @@ def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
     if name == "prefill":
         rows, length = args[2].shape
         tokens = rows // engine.shards * length
-        inputs = tokens * c.embed_dim * c.num_layers * jax.numpy.dtype(engine.dtype).itemsize
+        inputs = tokens * c.embed_dim * c.num_layers * jax.numpy.dtype(engine.config.dtype).itemsize
         layers = device_bytes(args[0]["layers"])
         return Work(forward_flops(c, rows, length, 0), layers, tokens * position, inputs)
     steps, tokens = (1, args[2].shape[1] + 1) if name == "verify" else (engine.steps, 1)

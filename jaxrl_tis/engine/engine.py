@@ -12,17 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.protocol import Chunk, Insertion, ResultTokens
+from jaxrl_tis.engine.protocol import Chunk, Draw, Insertion, ResultTokens
 from jaxrl_tis.engine.records import SamplingParams
-from jaxrl_tis.engine.sampling import Sample, SamplingRows
+from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.engine.weights import Weights
+from jaxrl_tis.fields import DRAWN
 from jaxrl_tis.kernels import tiles
-from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
+from jaxrl_tis.models import invariant, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.sharding import Layout, single_device
 
 
 @jax.tree_util.register_dataclass
@@ -61,78 +63,35 @@ class Engine:
     """Jitted programs of one model on fixed slots; holds no parameters and no cache.
 
     Args:
-      config: the model.
-      slots: sequences decoded together.
-      max_length: prompt plus sampled tokens of a sequence.
-      page_size: positions of a page of the cache.
-      num_pages: pages of each shard of the slots, page 0 included; None holds every slot at
-        max_length.
-      dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" included.
-      quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
-      steps: decode steps per `generate` call.
-      max_draft: longest draft of a `verify` call that `programs` shows; 0: no such call.
-      prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
-      unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
+      model: the model.
+      config: sizes, formats and what is recorded.
       layout: mesh and rules; None runs on one device.
-      records_logits: keep the whole distribution of every token; for small models.
-      penalties: take requests with penalties or a bias, which count the tokens of the vocabulary
-        in every slot.
-      top_n: record so many of the likeliest tokens of every draw.
-      num_kept: record what could be drawn, where that is at most so many tokens.
-      numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
-        the chunks of its prompt or the mesh, and are those of a learner with these numerics.
     """
 
     max_stop_ids = 8
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        slots: int,
-        max_length: int,
-        page_size: int = 16,
-        num_pages: int | None = None,
-        dtype: str = "float32",
-        cache_dtype: str = "float32",
-        quantization: str = "none",
-        unquantized: tuple[str, ...] = (),
-        highest_head: bool = False,
-        steps: int = 8,
-        max_draft: int = 0,
-        prefill_batch: int = 8,
-        prefill_chunk: int = 512,
-        unroll: bool = True,
-        layout: sharding.Layout | None = None,
-        records_logits: bool = False,
-        penalties: bool = False,
-        top_n: int = 0,
-        num_kept: int = 0,
-        numerics: str = "fast",
-    ):
-        self.config, self.slots, self.max_length = config, slots, max_length
-        self.recipe = quant.Recipe(quantization, tuple(unquantized))
-        self.dtype, self.cache_dtype = dtype, cache_dtype
-        self.steps, self.max_draft = steps, max_draft
-        self.prefill_batch, self.unroll = prefill_batch, unroll
-        self.layout = layout or sharding.single_device()
-        self.shards, self.page_size = self.layout.shards, page_size
-        self.pages_per_slot = -(-max_length // page_size)
-        whole = slots // self.shards * self.pages_per_slot + 2
-        self.num_pages = whole if num_pages is None else num_pages
-        self.prefill_chunk = -(-min(prefill_chunk, max_length) // page_size) * page_size
-        self.top_n, self.num_kept = top_n, num_kept
-        self.vocab_size = config.vocab_size
-        self.num_penalised = config.vocab_size if penalties else 0
+    def __init__(self, model: ModelConfig, config: EngineConfig, layout: Layout | None = None):
+        self.model, self.config = model, config
+        self.layout = layout or single_device()
+        self.slots, self.max_length, self.steps = config.slots, config.max_length, config.steps
+        self.page_size, self.pages_per_slot = config.page_size, config.pages_per_slot
+        self.prefill_batch, self.prefill_chunk = config.prefill_batch, config.whole_chunk
+        self.top_n, self.num_kept = config.top_n, config.num_kept
+        self.shards, self.vocab_size = self.layout.shards, model.vocab_size
+        self.num_pages = config.num_pages
+        if config.num_pages is None:
+            self.num_pages = self.slots // self.shards * self.pages_per_slot + 2
+        self.num_penalised = model.vocab_size if config.penalties else 0
+        self.num_logits = model.vocab_size if config.records_logits else 0
+        self.quant_id = config.recipe.id if config.quantization != "none" else config.dtype
         self._check_sizes()
-        self.num_logits = config.vocab_size if records_logits else 0
-        self.quant_id = self.recipe.id if quantization != "none" else dtype
         self.program = transformer.Program(
-            dtype=dtype, highest_head=highest_head, layout=self.layout, numerics=numerics
+            dtype=config.dtype, highest_head=config.highest_head, layout=self.layout,
+            numerics=config.numerics,
         )
         if self.program.is_invariant:
             self._check_invariant()
-        self._weights = Weights(config, self.recipe, self.program, unroll)
+        self._weights = Weights(model, config.recipe, self.program, config.unroll)
         options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
@@ -163,23 +122,23 @@ class Engine:
                 f"{self.num_pages} pages of {self.page_size} positions cannot hold a sequence of "
                 f"{self.max_length}; give engine.num_pages at least {self.pages_per_slot + 2}"
             )
-        vocab = self.config.vocab_size // Shards.of(self.layout).count
+        vocab = self.vocab_size // Shards.of(self.layout).count
         if self.top_n > vocab:
             raise ValueError(
                 f"top_n = {self.top_n} tokens of every draw, of the {vocab} that a device has"
             )
 
     def _check_invariant(self) -> None:
-        invariant.check(self.config, dict(self.layout.mesh.shape), self.recipe.scheme)
+        invariant.check(self.model, dict(self.layout.mesh.shape), self.config.recipe.scheme)
         if self.page_size != tiles.PAGE:
             raise ValueError(
                 f"numerics='invariant' attends to pages of {tiles.PAGE} positions, "
                 f"engine.page_size is {self.page_size}"
             )
-        if self.cache_dtype not in (self.dtype, "float32"):
+        if self.config.cache_dtype not in (self.config.dtype, "float32"):
             raise ValueError(
-                f"numerics='invariant' needs keys as they were computed, in {self.dtype}; "
-                f"engine.cache_dtype is {self.cache_dtype}"
+                f"numerics='invariant' needs keys as they were computed, in {self.config.dtype}; "
+                f"engine.cache_dtype is {self.config.cache_dtype}"
             )
 
     # Prefill
@@ -214,7 +173,7 @@ class Engine:
         numerics = self.program.numerics
         attend = cache.fill(starts_r, lengths_r, table_rp, self.layout, numerics)
         _, kv = transformer.hidden(
-            params, self.config, self.program, tokens_rt, positions_rt, attend, state.cache
+            params, self.model, self.program, tokens_rt, positions_rt, attend, state.cache
         )
         return DecodeState(kv, state.slots)
 
@@ -234,7 +193,8 @@ class Engine:
                 zeros((b, 0)), zeros(b), zeros(b), self.num_penalised, self.layout
             )
         kv = cache.empty(
-            self.config, self.shards * self.num_pages, self.page_size, self.cache_dtype, self.unroll
+            self.model, self.shards * self.num_pages, self.page_size, self.config.cache_dtype,
+            self.config.unroll,
         )
         slots = Slots(
             zeros(b), zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
@@ -345,36 +305,30 @@ class Engine:
             write = lambda buffer, new: buffer.at[i].set(new[:, 0])
             return i + 1, state, jax.tree.map(write, rows, row)
 
-        _, state, rows = jax.lax.while_loop(running, body, (0, state, self._empty_rows()))
+        _, state, rows = jax.lax.while_loop(running, body, (0, state, self._empty_draws()))
         return state, self._result(state, *rows)
 
     def _decode_drafts(self, params, state, drafts_bg, counts_b, table_bp, shift_b):
         state, rows = self._pass(params, state, drafts_bg, counts_b, table_bp, shift_b)
         return state, self._result(state, *jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows))
 
-    def _result(self, state: DecodeState, drawn: Sample, logits, valid) -> ResultTokens:
-        fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(Sample)}
-        tokens = fields.pop("token")
-        return ResultTokens(
-            tokens=tokens, logits=logits, valid=valid, remaining=state.slots.remaining, **fields
-        )
+    def _result(self, state: DecodeState, drawn: Draw, valid) -> ResultTokens:
+        fields = {name: getattr(drawn, name) for name in DRAWN}
+        return ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
 
-    def _empty_rows(self) -> tuple[Sample, jax.Array, jax.Array]:
-        """Room for what `_pass` says of `steps` tokens."""
+    def _empty_draws(self) -> tuple[Draw, jax.Array]:
+        """Zeros in place of the draws of a whole call, and of what says which of them count."""
+        shape = self.steps, self.slots
 
-        def empty(dtype, *width):
-            return jnp.zeros((self.steps, self.slots, *width), dtype)
+        def zeros(field):
+            width = (getattr(self, field.width),) if field.width else ()
+            return None if 0 in width else jnp.zeros((*shape, *width), field.dtype)
 
-        wide = lambda dtype, width: empty(dtype, width) if width else None
-        drawn = Sample(
-            empty(jnp.int32), *[empty(jnp.float32)] * 3, wide(jnp.int32, self.top_n),
-            wide(jnp.float32, self.top_n), wide(jnp.int32, self.num_kept),
-        )
-        return drawn, empty(jnp.float32, self.num_logits), empty(bool)
+        return Draw(**{name: zeros(f) for name, f in DRAWN.items()}), jnp.zeros(shape, bool)
 
     def _pass(self, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
         """Draws after the last token and after the drafted ones, [B,T] with T = g + 1, as far as
-        they are what is drawn: (state, (Sample, distributions, which of the draws count))."""
+        they are what is drawn: (state, (draws, which of them count))."""
         slots, numerics = state.slots, self.program.numerics
         width = drafts_bg.shape[1] + 1
         step_t, is_running = jnp.arange(width)[None], slots.remaining > 0
@@ -386,7 +340,7 @@ class Engine:
         is_written_bt = is_live_bt & (position_bt >= slots.cached[:, None])
         attend = cache.append(index_bt, is_written_bt, table_bp, self.layout, numerics)
         x_btd, kv = transformer.hidden(
-            params, self.config, self.program, tokens_bt, position_bt, attend, state.cache
+            params, self.model, self.program, tokens_bt, position_bt, attend, state.cache
         )
         rows = lambda x: x.reshape(-1, *x.shape[2:])
         each = lambda x: jnp.repeat(x, width, axis=0)
@@ -397,14 +351,12 @@ class Engine:
             logits_mv, sampling_m, each(slots.key), rows(position_bt + 1), self.layout,
             penalties=penalties_m, top_n=self.top_n, num_kept=self.num_kept, numerics=numerics,
         )
-        recorded_mv = jnp.zeros((len(logits_mv), 0))
         if self.num_logits:
-            recorded_mv = sampling.distribution(logits_mv, sampling_m, penalties_m)
-        drawn, recorded = jax.tree.map(
-            lambda x: x.reshape(self.slots, width, *x.shape[1:]), (drawn_m, recorded_mv)
-        )
-        slots, is_valid_bt = self._advance(slots, drawn.token, drafts_bg, is_live_bt)
-        return DecodeState(kv, slots), (drawn, recorded, is_valid_bt)
+            logits_mv = sampling.distribution(logits_mv, sampling_m, penalties_m)
+            drawn_m = dataclasses.replace(drawn_m, logits=logits_mv)
+        drawn = jax.tree.map(lambda x: x.reshape(self.slots, width, *x.shape[1:]), drawn_m)
+        slots, is_valid_bt = self._advance(slots, drawn.tokens, drafts_bg, is_live_bt)
+        return DecodeState(kv, slots), (drawn, is_valid_bt)
 
     def _penalties_along(self, penalties: Penalties | None, drafts_bg, is_live_bt):
         """Penalties of the rows [B*T] of a pass: after each token of the draft."""
@@ -456,7 +408,8 @@ class Engine:
         """
         if params is None:
             params = _abstract(
-                transformer.abstract_params(self.config), placement.shardings(self.layout, self.config)
+                transformer.abstract_params(self.model),
+                placement.shardings(self.layout, self.model),
             )
         load = self._weights.loader(params)
         serving = _abstract(jax.eval_shape(load, params), self._weights.shardings)
@@ -465,14 +418,14 @@ class Engine:
         host = lambda *shape: np.zeros(shape, np.int32)
         chunk = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
         pages = host(self.slots, *table), host(self.slots)
-        drafts = host(self.slots, self.max_draft), host(self.slots)
+        drafts = host(self.slots, self.config.max_draft), host(self.slots)
         found = {
             "load": (load, (params,)),
             "prefill": (self._prefill, (serving, state, *chunk)),
             "insert": (self._insert, (state, *self._insertion({}))),
             "decode": (self._generate, (serving, state, *pages)),
         }
-        if self.max_draft:
+        if self.config.max_draft:
             found["verify"] = self._verify, (serving, state, *drafts, *pages)
         return found
 

@@ -160,7 +160,8 @@ class Engine(engine_api.Engine):
     def _empty_cache(self) -> Any:
         engine = self._engine
         return cache.empty(
-            engine.config, 1 + engine.pages_per_slot, engine.page_size, engine.cache_dtype,
+            engine.model, 1 + engine.pages_per_slot, engine.page_size,
+            engine.config.cache_dtype,
             engine.unroll,
         )
 

@@ -34,25 +34,43 @@ class Insertion:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ResultTokens:
-    """What one `generate` or `verify` call drew, arrays [K,B]; entries with `valid` False are
-    meaningless.
+class Draw:
+    """Drawn tokens and what is recorded of each, `fields.DRAWN`: arrays with the same leading axes.
 
-    `logits` [K,B,V] are log-probs of the distributions drawn from, V = 0 unless recorded.
-    `remaining` [B] is the count after the call: a slot that drew tokens and has 0 has finished.
-    `top_ids`, `top_logps` and `kept` [K,B,n] are those of sampling.Sample.
+    Attributes:
+      tokens: int32.
+      logp_behav: log-probability under what it was drawn from: penalised, filtered, renormalised.
+      logp_raw: log-probability under the model's own logits at the same temperature (1 if greedy),
+        without filters, penalties and bias; so that, where nothing is penalised,
+        logp_raw - logp_behav is the log of the kept mass.
+      entropy: nats, of the distribution it was drawn from.
+      logits: [...,V] log-probs of that distribution; None unless recorded, as are all that follow.
+      top_ids, top_logps: [...,n] the likeliest tokens, see capture.top.
+      kept: [...,n] int32 tokens that could be drawn, see capture.support.
     """
 
     tokens: jax.Array
     logp_behav: jax.Array
     logp_raw: jax.Array
     entropy: jax.Array
-    logits: jax.Array
-    valid: jax.Array
-    remaining: jax.Array
+    logits: jax.Array | None = None
     top_ids: jax.Array | None = None
     top_logps: jax.Array | None = None
     kept: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResultTokens(Draw):
+    """What one `generate` or `verify` call drew, arrays [K,B].
+
+    Attributes:
+      valid: [K,B] bool; where it is False, the entries of all others mean nothing.
+      remaining: [B] the count after the call: a slot that drew tokens and has 0 has finished.
+    """
+
+    valid: jax.Array
+    remaining: jax.Array
 
 
 class EngineProtocol(Protocol):

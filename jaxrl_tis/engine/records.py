@@ -123,13 +123,14 @@ class Trajectory:
     `evict_step` [prompt + n] int32: a query at position t saw position s iff
     s <= t < evict_step[s]; empty where nothing is ever evicted.
     `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
+
+    Whoever builds a record of several turns, or with tokens that others wrote, gives `mask` and
+    `turn`; without them it is one turn of which the policy chose every token.
     """
 
     id: str
     prompt: np.ndarray
     tokens: np.ndarray
-    mask: np.ndarray
-    turn: np.ndarray
     logp_behav: np.ndarray
     logp_raw: np.ndarray
     entropy: np.ndarray
@@ -139,6 +140,8 @@ class Trajectory:
     request: int
     quant_id: str
     temperature: float
+    mask: np.ndarray | None = None
+    turn: np.ndarray | None = None
     kv_version: np.ndarray = _no(np.int32)
     segment: np.ndarray = _no(np.int32)
     logits: np.ndarray = _no(np.float32, 2)
@@ -146,6 +149,13 @@ class Trajectory:
     top_ids: np.ndarray = _no(np.int32, 2)
     top_logps: np.ndarray = _no(np.float32, 2)
     kept: np.ndarray = _no(np.int32, 2)
+
+    def __post_init__(self):
+        count = len(self.tokens)
+        if self.mask is None:
+            object.__setattr__(self, "mask", np.ones(count, bool))
+        if self.turn is None:
+            object.__setattr__(self, "turn", np.zeros(count, np.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_tis.engine import capture
 from jaxrl_tis.engine.penalties import Penalties
+from jaxrl_tis.engine.protocol import Draw
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.shards import WHOLE, Shards
 from jaxrl_tis.kernels import tiles
@@ -44,31 +45,6 @@ class SamplingRows:
             column("temperature", np.float32), column("top_k", np.int32),
             column("top_p", np.float32), column("min_p", np.float32),
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One drawn token per row, arrays [B].
-
-    Attributes:
-      token: int32.
-      logp_behav: log-probability under what it was drawn from: penalised, filtered, renormalised.
-      logp_raw: log-probability under the model's own logits at the same temperature (1 if greedy),
-        without filters, penalties and bias; so that, where nothing is penalised,
-        logp_raw - logp_behav is the log of the kept mass.
-      entropy: nats, of the distribution it was drawn from.
-      top_ids, top_logps: [B,n] the likeliest tokens, see capture.top; None unless asked for.
-      kept: [B,n] int32 tokens that could be drawn, see capture.support; None unless asked for.
-    """
-
-    token: jax.Array
-    logp_behav: jax.Array
-    logp_raw: jax.Array
-    entropy: jax.Array
-    top_ids: jax.Array | None = None
-    top_logps: jax.Array | None = None
-    kept: jax.Array | None = None
 
 
 def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) -> jax.Array:
@@ -297,7 +273,7 @@ def sample(
     top_n: int = 0,
     num_kept: int = 0,
     numerics: str = "fast",
-) -> Sample:
+) -> Draw:
     """Draws one token per row with the key fold_in(fold_in(seed, request), position).
 
     Args:
@@ -329,7 +305,7 @@ def sample(
 
 def _sample_tiles(
     logits_bv, penalties, rows, keys_b2, positions_b, *asked, shards, **recorded
-) -> Sample:
+) -> Draw:
     shards = dataclasses.replace(shards, is_invariant=True)
     tile = lambda *arrays: _sample(*arrays, *asked, shards=shards, **recorded)
     return tiles.by_rows(tile, logits_bv, penalties, rows, keys_b2, positions_b)
@@ -338,7 +314,7 @@ def _sample_tiles(
 def _sample(
     logits_bv, penalties, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, *,
     shards: Shards, top_n: int, num_kept: int,
-) -> Sample:
+) -> Draw:
     raw_bv = scaled_bv = _scaled(logits_bv, rows, shards)
     if penalties is not None:
         scaled_bv = _scaled(penalties.apply(logits_bv, shards), rows, shards)
@@ -359,8 +335,8 @@ def _sample(
         possible_bv = jnp.where(weights_bv > 0, scaled_bv, -jnp.inf)
         top_ids, top_bn = capture.top(possible_bv, top_n, shards)
         top_logps = jnp.where(top_ids < 0, -jnp.inf, top_bn - jnp.log(total)[:, None])
-    return Sample(
-        token=token,
+    return Draw(
+        tokens=token,
         logp_behav=scaled - jnp.log(total),
         logp_raw=raw - jnp.log(raw_total),
         entropy=jnp.log(total) - moment / total,

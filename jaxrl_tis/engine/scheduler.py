@@ -33,6 +33,7 @@ from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.sequences import Drawn, Sequence
 from jaxrl_tis.engine.text import StopSearch
 from jaxrl_tis.engine.waiting import Waiting
+from jaxrl_tis.fields import DRAWN
 
 PAUSES = ("abort", "retract", "in_place")
 
@@ -263,7 +264,7 @@ class Scheduler:
             }
         if request.partial is not None and len(request.partial.tokens):
             # A record has one temperature, one quant_id and one width of each field.
-            widths = {"logits": engine.num_logits, "top_ids": engine.top_n, "kept": engine.num_kept}
+            widths = {n: getattr(engine, f.width) for n, f in DRAWN.items() if f.width}
             has = {name: getattr(partial, name).shape[1] for name in widths}
             problems |= {
                 f"the partial trajectory was drawn at temperature {partial.temperature}, not "

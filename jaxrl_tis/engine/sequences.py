@@ -8,13 +8,9 @@ import numpy as np
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.text import StopSearch
+from jaxrl_tis.fields import DRAWN
 
-FIELDS = (
-    "tokens", "logp_behav", "logp_raw", "entropy", "logits", "top_ids", "top_logps", "kept"
-)
-WIDE = ("logits", "top_ids", "top_logps", "kept")  # several numbers of a token, or none
-OF_RUN = ("version", "kv_version", "segment")
-DTYPES = dict.fromkeys(("tokens", "top_ids", "kept"), np.int32) | dict.fromkeys(OF_RUN, np.int32)
+OF_RUN = ("version", "kv_version", "segment")  # the same for all tokens of a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +93,10 @@ class Sequence:
 
     def field(self, name: str) -> np.ndarray:
         """What it drew so far."""
-        dtype = DTYPES[name] if name in DTYPES else np.float32
+        dtype = "int32" if name in OF_RUN else DRAWN[name].dtype
         if not self.pieces:
-            return np.zeros((0, 0) if name in WIDE else 0, dtype)
+            is_wide = name in DRAWN and DRAWN[name].width
+            return np.zeros((0, 0) if is_wide else 0, dtype)
         parts = [getattr(p, name) for p in self.pieces[:1] if isinstance(p, Trajectory)]
         drawn = self.pieces[len(parts):]
         if name in OF_RUN:
@@ -144,13 +141,12 @@ class Sequence:
     def trajectory(self, stop_reason: str, quant_id: str, count: int) -> Trajectory:
         """The record of its first `count` tokens."""
         request = self.request
-        fields = {name: self.field(name)[:count] for name in (*FIELDS, *OF_RUN)}
+        fields = {name: self.field(name)[:count] for name in (*DRAWN, *OF_RUN)}
         evict_step = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
         return Trajectory(
-            id=request.id, prompt=request.prompt, mask=np.ones(count, bool),
-            turn=np.zeros(count, np.int32), stop_reason=stop_reason, seed=request.seed,
+            id=request.id, prompt=request.prompt, stop_reason=stop_reason, seed=request.seed,
             request=request.hash, quant_id=quant_id, evict_step=evict_step,
             temperature=request.sampling.temperature, **fields,
         )

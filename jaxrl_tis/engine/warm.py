@@ -33,7 +33,7 @@ def warm_up(engine: Engine, params: Any) -> None:
     state = engine.insert(state, {})
     state = engine.release(state, [])
     state, _ = engine.generate(params, state, table, nothing)
-    for length in drafts.lengths(engine.max_draft):
+    for length in drafts.lengths(engine.config.max_draft):
         guesses = np.zeros((engine.slots, length), np.int32)
         state, _ = engine.verify(params, state, guesses, nothing, table, nothing)
     jax.block_until_ready(state)

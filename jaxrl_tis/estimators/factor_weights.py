@@ -2,16 +2,16 @@
 
 The full ratio of the trained policy to the sampler has three factors:
 
-  engine        logp_learner - logp_behav    same weights, other program, precision or filter
-  staleness     logp_prox - logp_learner     weights moved between sampling and this training step
-  trust_region  logp - logp_prox             weights moved within this step, what PPO clips
+  engine        logp_old - logp_behav    same weights, other program, precision or filter
+  staleness     logp_prox - logp_old     weights moved between sampling and this training step
+  trust_region  logp - logp_prox         weights moved within this step, what PPO clips
 
 The entries are part of `weights.WEIGHTS`, whose module states the arguments that all share, and
 `attribution.capped_ratio` measures what their caps do. They take the log-probs themselves, and
-log_ratio is not used: `logp_learner` is the learner at the weights that sampled, whatever logp_old
-holds (bypass mode puts the sampler there). Before the updates logp and logp_prox are the same as
-it, and the weight is the engine's factor; in bypass mode it is judged at every update, and what the
-update has moved is the trust region's factor.
+log_ratio is not used. logp_old is the learner at the weights that sampled, in bypass mode too. Where
+nothing is stale, logp and logp_prox are the same as it before the updates, and the weight is the
+engine's factor; in bypass mode it is judged at every update, and what the update has moved is the
+trust region's factor.
 """
 
 import chex
@@ -69,7 +69,7 @@ def capped_ratio(
     *,
     logp: chex.Array,
     logp_prox: chex.Array,
-    logp_learner: chex.Array,
+    logp_old: chex.Array,
     logp_behav: chex.Array,
     cap: chex.Numeric = jnp.inf,
     cap_engine: chex.Numeric = 2.0,
@@ -91,14 +91,14 @@ def capped_ratio(
       mask, seg: see `weights`.
       logp: [B, T] log-probs of the policy that is trained, nats.
       logp_prox: [B, T] log-probs of the centre of the trust region, nats.
-      logp_learner: [B, T] log-probs of the learner at the weights that sampled, nats.
+      logp_old: [B, T] log-probs of the learner at the weights that sampled, nats.
       logp_behav: [B, T] log-probs of the sampler, nats.
       cap: upper bound of the product; none by default.
       cap_engine: upper bound of the engine's factor; 2.0 as for `token_tis`.
       cap_staleness, cap_trust_region: upper bounds of the other factors; none by default.
     """
     del log_ratio, seg
-    log_bt = split_ratio(logp, logp_prox, logp_learner, logp_behav, mask)
+    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
     caps = log_caps(cap_engine, cap_staleness, cap_trust_region)
     w_bt = jnp.minimum(jnp.exp(log_product(log_bt, caps)), cap)
     return ratios.zero_padding(w_bt, mask)
@@ -111,7 +111,7 @@ def seq_capped_ratio(
     *,
     logp: chex.Array,
     logp_prox: chex.Array,
-    logp_learner: chex.Array,
+    logp_old: chex.Array,
     logp_behav: chex.Array,
     cap: chex.Numeric = jnp.inf,
     cap_engine: chex.Numeric = 2.0,
@@ -126,7 +126,7 @@ def seq_capped_ratio(
     responses, as `seq_tis`; over hundreds of tokens every factor sits at its cap or near 0.
     """
     del log_ratio
-    log_bt = split_ratio(logp, logp_prox, logp_learner, logp_behav, mask)
+    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
     log_bs = {factor: ratios.sequence_sum(x_bt, mask, seg) for factor, x_bt in log_bt.items()}
     caps = log_caps(cap_engine, cap_staleness, cap_trust_region)
     w_bs = jnp.minimum(jnp.exp(log_product(log_bs, caps)), cap)
@@ -135,4 +135,4 @@ def seq_capped_ratio(
 
 WEIGHTS = {"capped_ratio": capped_ratio, "seq_capped_ratio": seq_capped_ratio}
 
-NEEDS = dict.fromkeys(WEIGHTS, ("logp", "logp_prox", "logp_learner", "logp_behav"))
+NEEDS = dict.fromkeys(WEIGHTS, ("logp", "logp_prox", "logp_old", "logp_behav"))

@@ -8,19 +8,17 @@ logp - logp_old is the staleness; masks and weight judge the sampler's gap logp_
 once for the rollout batch. Masks in `masks.AT_UPDATE` hold the policy that is trained: they judge
 logp - logp_behav, at every update.
 
-Bypass: the caller sets logp_old = logp_behav, so the objective's ratio counts the whole drift,
-once. Masks and weight judge the drift so far, logp - logp_behav, at every update.
+Bypass: for the objective, the KL term and the masks logp_behav takes the place of logp_old and
+logp_prox, so the objective's ratio counts the whole drift, once. Masks and weight judge the drift so
+far, logp - logp_behav, at every update; a weight with a cap for each factor still sees all four.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import masks as rejection
-from jaxrl_tis.estimators import methods
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import methods, ratios, reduce, weights
+from jaxrl_tis.estimators.masks import AT_UPDATE, all_of
 from jaxrl_tis.estimators.methods import Method
 
 MODES = ("decoupled", "bypass")
@@ -79,20 +77,27 @@ def accepted(
     """
     seg = batch["seg"] if "seg" in batch else None
     fields = {name: x for name, x in batch.items() if name not in ("mask", "seg")}
-    return rejection.all_of(masks, log_ratio, batch["mask"], seg, **fields)
+    return all_of(masks, log_ratio, batch["mask"], seg, **fields)
 
 
 def split(
     masks: tuple[Method, ...], mode: str
 ) -> tuple[tuple[Method, ...], tuple[Method, ...]]:
     """(masks that are judged once for a rollout batch, masks that are judged at every update)."""
-    is_live = lambda m: mode == "bypass" or m[0] in rejection.AT_UPDATE
+    is_live = lambda m: mode == "bypass" or m[0] in AT_UPDATE
     return tuple(m for m in masks if not is_live(m)), tuple(m for m in masks if is_live(m))
 
 
+def bypassed(batch: dict[str, chex.Array], mode: str) -> dict[str, chex.Array]:
+    """The batch with the policy that sampled in the learner's place, in bypass mode."""
+    if mode != "bypass" or "logp_behav" not in batch:
+        return batch
+    return batch | dict.fromkeys(("logp_old", "logp_prox"), batch["logp_behav"])
+
+
 def _corrected(batch, weight, masks, mode, is_batch_normalized):
-    """(weights, kept tokens) [B,T], judged here; but where the batch brings its weights they and
-    the masks that are judged once were before."""
+    """(weights, accepted tokens) [B,T], judged here; but where the batch brings its weights they
+    and the masks that are judged once were before."""
     mask, (once, live) = ratios.as_bool(batch["mask"]), split(masks, mode)
     has_weights = "weights" in batch
     if not live and (has_weights or not masks and weight[0] == "none"):
@@ -102,7 +107,7 @@ def _corrected(batch, weight, masks, mode, is_batch_normalized):
     def log_ratio(learner):
         return ratios.safe_log_ratio(learner, behav, batch["mask"])
 
-    keep_bt = accepted(log_ratio(batch["logp"]), batch, live)
+    keep_bt = accepted(log_ratio(batch["logp"]), bypassed(batch, mode), live)
     if has_weights:
         return batch["weights"], keep_bt
     gap_bt = log_ratio(batch["logp"] if mode == "bypass" else batch["logp_old"])
@@ -160,16 +165,17 @@ def policy_loss(
     when the batch lacks a field, by name.
     """
     name, parameters = objective
-    logp_old, adv, mask = (_field(batch, f, name) for f in ("logp_old", "adv", "mask"))
-    seg = batch["seg"] if "seg" in batch else None
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
+    seen = bypassed(batch, mode)
+    logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
+    seg = batch["seg"] if "seg" in batch else None
     w_bt, keep_bt = _corrected(batch, weight, masks, mode, is_batch_normalized)
     rejected = ratios.masked_mean(~keep_bt, mask)
     if counts_rejected or "weights" in batch:
         w_bt = jnp.where(keep_bt, w_bt, 0.0)
     else:
         mask = keep_bt
-    batch = batch | {"weights": jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))}
+    batch = seen | {"weights": jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))}
 
     def aggregate(x_bt):
         return reduce.aggregate(

@@ -29,11 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis import sharding
-from jaxrl_tis import step as steps
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import diagnostics, divergences, ratios
 from jaxrl_tis.models import placement, quant
+from jaxrl_tis.scoring import make_score
 
 EXCESS_PRECISION = "xla_allow_excess_precision"
 
@@ -89,20 +89,21 @@ def learner_settings(setup: Setup) -> Settings:
 def changes(setup: Setup) -> dict[str, dict[str, Any]]:
     """Cause -> the fields of `Settings` that lead on to the sampler's, in the rungs' order."""
     engine, learner = setup.engine, learner_settings(setup)
-    is_exact = engine.dtype == "float32"  # it holds every norm
-    is_kept = engine.cache_dtype in ("float32", engine.dtype)
+    is_exact = engine.config.dtype == "float32"  # it holds every norm
+    is_stored = engine.config.cache_dtype in ("float32", engine.config.dtype)
     return {
         "dtype": dict(
-            dtype=engine.dtype, norm_dtype=learner.norm_dtype if is_exact else engine.dtype
+            dtype=engine.config.dtype,
+            norm_dtype=learner.norm_dtype if is_exact else engine.config.dtype,
         ),
         # float32 results have nothing above them to be kept in.
         "excess_precision": dict(excess_precision=is_exact and learner.excess_precision),
         "batch_shape": dict(rows=setup.layout.shards),
         "sequence_parallel": dict(layout=_of_whole_rows(setup.layout)),
         "tensor_parallel": dict(layout=_serving_layout(setup)),
-        "weights": dict(quantization=_weights_alone(learner.quantization, engine.recipe)),
-        "activations": dict(quantization=engine.recipe),
-        "kv_dtype": dict(kv_dtype=None if is_kept else engine.cache_dtype),
+        "weights": dict(quantization=_weights_alone(learner.quantization, engine.config.recipe)),
+        "activations": dict(quantization=engine.config.recipe),
+        "kv_dtype": dict(kv_dtype=None if is_stored else engine.config.cache_dtype),
     }
 
 
@@ -152,7 +153,7 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Arr
     shape = micro["mask"].shape
     in_rows = lambda x: np.asarray(x).reshape(-1, settings.rows, *x.shape[2:])
     micro = settings.layout.put_batch(jax.tree.map(in_rows, micro))
-    compiled = steps.make_score(learner).lower(params, micro).compile(
+    compiled = make_score(learner).lower(params, micro).compile(
         compiler_options={EXCESS_PRECISION: settings.excess_precision}
     )
     return compiled(params, micro)["logp"].reshape(shape)

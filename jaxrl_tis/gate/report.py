@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis import rollouts
-from jaxrl_tis import step as steps
 from jaxrl_tis.build import MAX_LOGITS, Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.estimators import agreement
 from jaxrl_tis.gate import ladder
+from jaxrl_tis.scoring import make_logits
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
 AGREEMENT = ("inside_support", "kept_identical", "kept_jaccard")
@@ -72,7 +72,7 @@ def support_agreement(
     nothing = dict.fromkeys(AGREEMENT)
     if not filters.is_filtered or num_logits > MAX_LOGITS:
         return nothing
-    logits = steps.make_logits(setup.update_learner)
+    logits = make_logits(setup.update_learner)
     counts = jax.jit(functools.partial(_agreeing, filters))
     parts = []
     for m in range(len(micro["mask"])):

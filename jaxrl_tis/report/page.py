@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import colors
 
 from jaxrl_tis import metrics
+from jaxrl_tis.progress import clock
 from jaxrl_tis.report import plots
 from jaxrl_tis.report.plots import Run
 
@@ -80,7 +81,7 @@ def summary_row(run: Run) -> dict[str, str]:
         "Largest |Δp|": _number(run, difference + "max", np.nanmax),
         "Mean |Δp|": _number(run, difference + "mean", np.nanmean),
         "Final ESS": _number(run, "rollout_corr/rollout_is_eff_sample_size", lambda ess: ess[-1]),
-        "Time": metrics.clock(sum(plots.phase_seconds(run).values())),
+        "Time": clock(sum(plots.phase_seconds(run).values())),
     }
 
 

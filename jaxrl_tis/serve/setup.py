@@ -7,15 +7,16 @@ from typing import Any
 import jax
 from starlette.applications import Starlette
 
-from jaxrl_tis.models import placement
 from jaxrl_tis import models
-from jaxrl_tis.build import Setup, abstract_state, initial_params, initial_state
+from jaxrl_tis.build import Setup
 from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import Worker
+from jaxrl_tis.models import placement
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.guard import is_loopback
 from jaxrl_tis.serve.request import Limits
+from jaxrl_tis.state import abstract_state, initial_params, initial_state
 
 
 def read_token(path: str | None) -> str | None:

@@ -10,16 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis import build, train
-from jaxrl_tis.aot import fit, report, work
+from jaxrl_tis.aot import fit, report
 from jaxrl_tis.aot import programs as aot
 from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
-from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
-from jaxrl_tis.aot.hlo_text import Shape
-from jaxrl_tis.aot.work import Work
 from jaxrl_tis.aot.flags import FLAGS
-from tests import commands, tiny, tpu
-from tests.train_test import fake_samples
+from tests import commands, tpu
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
@@ -350,104 +345,3 @@ def test_of_equal_rows_the_setting_that_recomputes_least_is_advised():
         "train: --config.mesh.train='(1,2,2)' --config.model.remat=dots "
         "--config.train.microbatch_rows=16"
     )
-
-
-# The programs are the run's
-
-
-class Reached(Exception):
-    """An update was called, with this minibatch."""
-
-
-@pytest.mark.parametrize("overrides", [
-    {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
-    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
-    {"train__pack_length": 100, "engine__retention": (1, 1)},
-])
-def test_the_minibatch_is_that_of_a_run(overrides):
-    """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
-    def stopping(state, minibatch):
-        raise Reached(minibatch)
-
-    setup = tiny.setup(**overrides)
-    with tiny.one_device():
-        trainer = train.Trainer(setup)
-    state = train.initial_state(setup, train.initial_params(setup))
-    rows = trainer.score(state, fake_samples())
-    with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
-        trainer.update(state, rows, 1)
-    expected = build.abstract_minibatch(setup)
-    kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
-    assert kinds(reached.value.args[0]) == kinds(expected)
-
-
-# Model FLOPs and bytes, by hand
-
-
-def tiny_setup(**overrides):
-    return build.build(tiny.config(**overrides))
-
-
-def test_model_flops_of_a_forward_pass():
-    c = tiny_setup().model  # D 32, 2 query and 1 key/value head of 16, F 48, 1 layer
-    # q, o: 32 x 32; k, v: 32 x 16; gate, up, down: 32 x 48.
-    assert work.layer_weights(c) == 2 * 1024 + 2 * 512 + 3 * 1536
-    # Three rows of 8 tokens, logits of 5: products, half the square of two attention products,
-    # and the head.
-    weights = 2 * 1024 + 2 * 512 + 3 * 1536
-    attention = 2 * (2 * (8 * 8 // 2) * 2 * 16)
-    expected = 3 * (2 * weights * 8 + attention + 2 * 32 * c.vocab_size * 5)
-    assert work.forward_flops(c, 3, 8, 5) == expected
-    per_token = 2 * (weights + 32 * c.vocab_size) + 2 * 2 * 10 * 2 * 16
-    assert work.decode_flops(c, 7, 10) == 7 * per_token
-
-
-def test_bytes_that_a_decode_call_must_move():
-    setup = tiny_setup()
-    args = aot.programs(setup)["decode"][1]
-    cache = 2 * 8 * 1 * 8 * 16 * 4  # keys and values: 8 slots, 1 head, 8 tokens of 16, float32
-    moved = work.work("decode", setup, args)
-    assert moved.kv_bytes == 2 * cache  # two steps a call
-    assert moved.weight_bytes == 2 * work.device_bytes(args[0])
-
-
-def test_bytes_of_pages_that_prefill_and_insert_must_move():
-    setup = tiny_setup()
-    found, page = aot.programs(setup), 2 * 1 * 16 * 16 * 4  # a page of 16 positions
-    kv = lambda name: work.work(name, setup, found[name][1]).kv_bytes
-    assert kv("prefill") == 4 * page  # four prompts, whose first chunk fills a page
-    assert kv("insert") == 2 * 8 * page  # a page of each slot, read and written
-
-
-def test_flops_of_kernels():
-    """Splash attention by half its squares (2 query heads); the others speak for themselves."""
-    call = lambda name, shape, flops: CustomCall(
-        name, "tpu_custom_call", (Shape("f32", (2, 512, 128)), shape), flops, "c", 1, ""
-    )
-    setup, q, kv = tiny_setup(), Shape("bf16", (3, 2, 64, 16)), Shape("bf16", (3, 1, 64, 16))
-    square = 3 * 2 * (64 * 64 // 2) * 2 * 16  # of one product: rows, heads, half of T x T, K
-    count = lambda *args: work.kernel_flops(call(*args), setup)
-    assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
-    assert count("splash_mha_dkv_segmented_no_residuals", kv, None) == 4 * square
-    assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
-    alone = CustomCall("splash_mha_fwd", "tpu_custom_call", (
-        Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row
-    assert work.kernel_flops(alone, setup) == 2 * square // 3
-    assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
-
-
-def test_the_roofline_takes_the_slowest_of_three():
-    chip = CHIPS["v5e"]
-    square = Shape("bf16", (1024, 1024))
-    dot = Dot("d", square, (square, square), (square, square), "default", 197 * 10**9, "c", 2, "")
-    gather = Collective("g", "all-gather", (square,), 10**9, 4, ("fsdp",), "ici", "c", 4, False, "")
-    made = work.roofline(chip, 1, [dot], [gather], 0, Work(0, 819 * 10**6))
-    assert made.compute_seconds == pytest.approx(2e-3)
-    assert made.memory_seconds == pytest.approx(1e-3)
-    assert made.network_seconds == pytest.approx(4 * 0.75e9 / 200e9)
-    assert (made.seconds, made.bound) == (made.network_seconds, "network")
-    narrow = Shape("s8", (1024, 1024))
-    int8 = Dot("d", square, (narrow,) * 2, (narrow,) * 2, "default", 393 * 10**9, "c", 1, "")
-    highest = Dot("d", square, (square,) * 2, (square,) * 2, "highest", 197 * 10**9, "c", 1, "")
-    seconds = lambda d: work.roofline(chip, 1, [d], [], 0, Work()).compute_seconds
-    assert seconds(int8) == pytest.approx(1e-3) and seconds(highest) == pytest.approx(6e-3)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import capture, sampling
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -77,10 +78,10 @@ def test_what_is_recorded_is_of_the_distribution_drawn_from():
         np.testing.assert_array_equal(found.top_ids[row], np.where(is_possible, best, -1))
         np.testing.assert_allclose(found.top_logps[row], logp[best], atol=2e-6)
         if len(support) <= K:
-            assert found.token[row] in kept
-        if found.token[row] == best[0]:
+            assert found.tokens[row] in kept
+        if found.tokens[row] == best[0]:
             assert found.top_logps[row, 0] == found.logp_behav[row]
-    assert (found.token == found.top_ids[:, 0]).sum() > 10
+    assert (found.tokens == found.top_ids[:, 0]).sum() > 10
 
 
 @pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8))])
@@ -139,7 +140,9 @@ CONFIG = ModelConfig(
 
 
 def engine(**fields):
-    return Engine(CONFIG, slots=3, max_length=24, steps=2, prefill_batch=3, page_size=4, **fields)
+    return Engine(CONFIG, EngineConfig(
+        slots=3, max_length=24, steps=2, prefill_batch=3, page_size=4, **fields,
+    ))
 
 
 def test_the_record_has_the_support_and_the_likeliest_tokens_of_every_token():

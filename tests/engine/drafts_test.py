@@ -11,6 +11,7 @@ import scipy.stats
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine.drafts import Drafts, Group
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -248,10 +249,10 @@ def both(engine, **sampling):
 
 @functools.cache
 def invariant_engine():
-    return Engine(
-        engine_test.CONFIG, numerics="invariant", dtype="bfloat16", cache_dtype="bfloat16",
-        unroll=False, penalties=True, top_n=2, num_kept=20, **SIZES,
-    )
+    return Engine(engine_test.CONFIG, EngineConfig(
+        numerics="invariant", dtype="bfloat16", cache_dtype="bfloat16", unroll=False,
+        penalties=True, top_n=2, num_kept=20, **SIZES,
+    ))
 
 
 def test_a_stop_token_ends_a_draft():
@@ -288,10 +289,9 @@ def distance(plain, drafted):
 
 
 def test_in_fast_numerics_on_a_mesh_drafts_change_rounding_alone():
-    engine = Engine(
-        engine_test.CONFIG, layout=sharding.layout((2, 1, 2), sharding.SERVE_RULES), unroll=False,
-        penalties=True, num_kept=8, **SIZES,
-    )
+    engine = Engine(engine_test.CONFIG, EngineConfig(
+        unroll=False, penalties=True, num_kept=8, **SIZES,
+    ), sharding.layout((2, 1, 2), sharding.SERVE_RULES))
     pairs = both(engine, temperature=0.7, top_k=8, presence_penalty=0.5)
     assert max(distance(*pair) for pair in pairs) < 2e-5
 
@@ -327,7 +327,7 @@ def test_a_draft_is_accepted_as_often_as_it_is_likely_and_changes_no_distributio
             drafts = {s: [guess] for s in sequences if s.remaining > 1}
             return (1, drafts) if drafts else (0, {})
 
-    engine = Engine(config, slots=500, max_length=8, page_size=8, prefill_batch=4)
+    engine = Engine(config, EngineConfig(slots=500, max_length=8, page_size=8, prefill_batch=4))
     drafts = Same(engine.slots, 1, 1000)
     scheduler = Scheduler(engine, engine.load(params), drafts=drafts)
     for i in range(count):

@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
@@ -62,7 +63,7 @@ def engine(name):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
     loader = AsScanned if name.endswith("_as_scanned") else Weights
     with mock.patch("jaxrl_tis.engine.engine.Weights", loader):
-        return Engine(CONFIG, **sizes, **ENGINES[name])
+        return Engine(CONFIG, EngineConfig(**sizes, **ENGINES[name]))
 
 
 @functools.cache
@@ -137,9 +138,9 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
 
 
 def test_recorded_logits_are_the_distribution_drawn_from():
-    recording = Engine(
-        CONFIG, slots=4, max_length=LENGTH, steps=3, prefill_batch=2, records_logits=True
-    )
+    recording = Engine(CONFIG, EngineConfig(
+        slots=4, max_length=LENGTH, steps=3, prefill_batch=2, records_logits=True,
+    ))
     requests = mixed_requests()
     scheduler = Scheduler(recording, recording.load(params_of(0)))
     for r in requests:
@@ -222,7 +223,7 @@ def test_a_token_is_drawn_with_the_key_of_its_absolute_position():
     keys = sampling.row_keys(column(12), column(t.request))
     rows = SamplingRows.of([r.sampling] * 9)
     drawn = sampling.sample(logits, rows, keys, np.arange(6, 15, dtype=np.int32))
-    np.testing.assert_array_equal(drawn.token, t.tokens)
+    np.testing.assert_array_equal(drawn.tokens, t.tokens)
 
 
 def test_greedy_takes_the_most_likely_token():
@@ -307,7 +308,7 @@ def test_loaded_projections_are_the_quantised_ones_and_the_rest_is_float32(name)
 
 def test_an_unknown_quantization_is_refused():
     with pytest.raises(ValueError, match="w4a4.*w8a8"):
-        Engine(CONFIG, slots=1, max_length=16, quantization="w4a4")
+        Engine(CONFIG, EngineConfig(slots=1, max_length=16, quantization="w4a4"))
 
 
 def test_new_parameters_draw_the_next_tokens():
@@ -335,9 +336,9 @@ def test_new_parameters_draw_the_next_tokens():
 def test_a_program_is_compiled_once(mesh, options, caplog):
     """The state that a call returns has the types and places of the one it was given."""
     layout = sharding.layout(mesh, sharding.SERVE_RULES)
-    fresh = Engine(
-        CONFIG, slots=4, max_length=16, steps=2, prefill_batch=2, layout=layout, **options
-    )
+    fresh = Engine(CONFIG, EngineConfig(
+        slots=4, max_length=16, steps=2, prefill_batch=2, **options,
+    ), layout)
     scheduler = Scheduler(fresh, fresh.load(params_of(0)))
     with jax.log_compiles():
         for i in range(4):

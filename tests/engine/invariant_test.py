@@ -12,7 +12,7 @@ import pytest
 
 from configs import default
 from jaxrl_tis import correction, sharding
-from jaxrl_tis import step as steps
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -20,6 +20,8 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
+from jaxrl_tis.scoring import Learner, make_score
+from jaxrl_tis.step import TrainState, make_train_step
 from tests import compilation, weights
 
 pytestmark = [
@@ -62,11 +64,10 @@ def engine(dtype, tensor, chunk=48, scheme="none", **options):
     """Only float32 samplers record kept sets."""
     layout = sharding.layout((1, 1, tensor), sharding.SERVE_RULES)
     options = dict(numerics="invariant", unroll=False, cache_dtype=dtype) | options
-    return Engine(
-        CONFIG, slots=16, max_length=LENGTH, dtype=dtype, steps=3, prefill_batch=4,
-        prefill_chunk=chunk, layout=layout, quantization=scheme,
-        num_kept=KEPT if dtype == "float32" else 0, **options,
-    )
+    return Engine(CONFIG, EngineConfig(
+        slots=16, max_length=LENGTH, dtype=dtype, steps=3, prefill_batch=4, prefill_chunk=chunk,
+        quantization=scheme, num_kept=KEPT if dtype == "float32" else 0, **options,
+    ), layout)
 
 
 def sampled(engine, chosen):
@@ -90,7 +91,7 @@ def learner(dtype, mesh=(1, 1, 1), scheme="none", numerics="invariant"):
     program = transformer.Program(
         dtype=dtype, layout=layout, quantization=Recipe(scheme), numerics=numerics
     )
-    return steps.Learner(CONFIG, program, NEW, 64)
+    return Learner(CONFIG, program, NEW, 64)
 
 
 def rows_of(trajectories):
@@ -119,7 +120,7 @@ def scored(learner, trajectories):
     layout, batch = learner.program.layout, rows_of(trajectories)
     micro = layout.put_batch({name: x[None] for name, x in batch.items()})
     placed = placement.put(params(), layout, CONFIG)
-    logp = np.asarray(steps.make_score(learner, False)(placed, micro)["logp"])[0]
+    logp = np.asarray(make_score(learner, False)(placed, micro)["logp"])[0]
     return [row[mask] for row, mask in zip(logp, batch["mask"])]
 
 
@@ -209,22 +210,22 @@ TINY = ModelConfig(
 
 def tiny_programs(numerics):
     """{name: (jitted function, abstract arguments)} of a sampler and a learner."""
-    sampler = Engine(
-        TINY, slots=1, max_length=16, steps=1, max_draft=1, prefill_batch=1, numerics=numerics
-    )
-    learner = steps.Learner(TINY, transformer.Program(numerics=numerics), 4, 4)
+    sampler = Engine(TINY, EngineConfig(
+        slots=1, max_length=16, steps=1, max_draft=1, prefill_batch=1, numerics=numerics,
+    ))
+    learner = Learner(TINY, transformer.Program(numerics=numerics), 4, 4)
     shapes = transformer.abstract_params(TINY)
-    floats = "logp_old", "logp_behav", "logp_prox", "logp_learner", "adv", "weights", "temperature"
+    floats = "logp_old", "logp_behav", "logp_prox", "adv", "weights", "temperature"
     kinds = {name: np.float32 for name in floats} | {"mask": bool}
     kinds |= {name: np.int32 for name in ("tokens", "positions", "segment_ids")}
     rows = {name: np.zeros((1, 1, 8), kind) for name, kind in kinds.items()}
     chosen, sgd = correction.parse(default.get_config().correction), optax.sgd(1.0)
-    state = steps.TrainState(shapes, jax.eval_shape(sgd.init, shapes))
+    state = TrainState(shapes, jax.eval_shape(sgd.init, shapes))
     found = sampler.programs()
     del found["insert"]  # computes no floats
     return found | {
-        "score": (steps.make_score(learner), (shapes, rows)),
-        "update": (steps.make_train_step(learner, chosen, sgd), (state, rows)),
+        "score": (make_score(learner), (shapes, rows)),
+        "update": (make_train_step(learner, chosen, sgd), (state, rows)),
     }
 
 

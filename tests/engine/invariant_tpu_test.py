@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import sharding
 from jaxrl_tis.aot import hlo
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -34,10 +35,10 @@ def decode():
         num_kv_heads=4, head_dim=32, mlp_dim=MLP, rope=RopeConfig("default", 10000.0),
         max_position=64, norm_eps=1e-6, qkv_bias=False, qk_norm=True, tie_embeddings=True,
     )
-    engine = Engine(
-        config, slots=SLOTS, max_length=64, dtype="bfloat16", cache_dtype="bfloat16", steps=STEPS,
-        prefill_batch=4, unroll=False, layout=layout(), numerics="invariant",
-    )
+    engine = Engine(config, EngineConfig(
+        slots=SLOTS, max_length=64, dtype="bfloat16", cache_dtype="bfloat16", steps=STEPS,
+        prefill_batch=4, unroll=False, numerics="invariant",
+    ), layout())
     program, args = engine.programs()["decode"]
     return moved(program.lower(*args).compile())
 

@@ -16,6 +16,7 @@ engine_api = pytest.importorskip("jetstream.engine.engine_api")
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine import jetstream
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -37,10 +38,10 @@ PROMPTS = [np.array([1, *range(3, 3 + n)], np.int32) for n in (4, 15, 1, 8, 22, 
 
 @functools.cache
 def engine(name="unrolled"):
-    return Engine(
-        CONFIG, slots=3, max_length=48, page_size=8, steps=1, prefill_batch=1, prefill_chunk=8,
+    return Engine(CONFIG, EngineConfig(
+        slots=3, max_length=48, page_size=8, steps=1, prefill_batch=1, prefill_chunk=8,
         **ENGINES[name],
-    )
+    ))
 
 
 @functools.cache
@@ -178,7 +179,7 @@ def test_tokenizer():
 def test_what_cannot_be_driven():
     sizes = dict(slots=2, max_length=16, page_size=8, steps=2, num_pages=4)
     with pytest.raises(ValueError, match="steps=2.*4 pages, the slots need 5.*max_length=16"):
-        jetstream.Engine(Engine(CONFIG, **sizes), TOKENIZER, GREEDY)
+        jetstream.Engine(Engine(CONFIG, EngineConfig(**sizes)), TOKENIZER, GREEDY)
     searched = SamplingParams(presence_penalty=1.0, stop_strings=("A",))
     with pytest.raises(ValueError, match="JetStream: no counts of tokens.*; stop strings"):
         adapter(sampling=searched)

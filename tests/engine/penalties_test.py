@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -91,7 +92,7 @@ def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
     penalties = jax.tree.map(lambda x: np.tile(x, (COUNT,) + (1,) * (x.ndim - 1)), one)
     rows, at = SamplingRows.of([params] * COUNT), np.arange(COUNT, dtype=np.int32)
     drawn = drawing()(np.tile(LOGITS, (COUNT, 1)), rows, keys(COUNT, 3), at, penalties)
-    tokens, p = np.asarray(drawn.token), reference(penalised(LOGITS, params, PROMPT, DRAWN), params)
+    tokens, p = np.asarray(drawn.tokens), reference(penalised(LOGITS, params, PROMPT, DRAWN), params)
     assert is_drawn_from(tokens, p)
     unpenalised = reference(LOGITS, params)
     assert not is_drawn_from(tokens, unpenalised)
@@ -119,16 +120,16 @@ def test_a_split_vocabulary_is_penalised_as_the_whole_one(v, shape):
             logits, SamplingRows.of(params), keys(32, ids, ids), ids.astype(np.int32), where,
             penalties=penalties,
         )
-        return drawn, penalties, penalties.draw(drawn.token, is_drawn, where)
+        return drawn, penalties, penalties.draw(drawn.tokens, is_drawn, where)
 
     one, split = jax.jit(lambda: step(SINGLE))(), jax.jit(lambda: step(layout))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), split, one)
-    np.testing.assert_array_equal(split[0].token, one[0].token)
+    np.testing.assert_array_equal(split[0].tokens, one[0].tokens)
     for row in range(32):
         count = np.bincount(earlier[row], minlength=v)
         np.testing.assert_array_equal(one[1].drawn[row], count)
         assert set(np.flatnonzero(one[1].in_prompt[row])) == set(prompts[row])
-        count[one[0].token[row]] += is_drawn[row]
+        count[one[0].tokens[row]] += is_drawn[row]
         np.testing.assert_array_equal(one[2].drawn[row], count)
 
 
@@ -148,7 +149,7 @@ def params_of():
 def engine(shape=None, **fields):
     layout = sharding.layout(shape, sharding.SERVE_RULES) if shape else None
     options = dict(slots=4, max_length=32, steps=3, prefill_batch=4, page_size=4, penalties=True)
-    return Engine(CONFIG, layout=layout, **options | fields)
+    return Engine(CONFIG, EngineConfig(**options | fields), layout)
 
 
 def requests():

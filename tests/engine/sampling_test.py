@@ -104,7 +104,7 @@ def test_filtered_logprobs_are_reported():
     # 0.5, 0.3, 0.2 with top_p 0.75 is sampled 62.5 % to 37.5 %, and that is what is recorded.
     logits = np.log([0.5, 0.3, 0.2])
     result = draws(logits, SamplingParams(top_p=0.75))
-    token = np.asarray(result.token)
+    token = np.asarray(result.tokens)
     assert_chi_square(token, np.array([0.625, 0.375, 0.0]))
     filtered = np.array([0.625, 0.375])[token]
     np.testing.assert_allclose(np.exp(result.logp_behav), filtered, rtol=1e-5)
@@ -121,7 +121,7 @@ def test_raw_minus_behaviour_is_the_log_of_the_kept_mass(params):
     np.testing.assert_allclose(
         result.logp_raw - result.logp_behav, np.full(COUNT, np.log(kept_mass)), atol=2e-5)
     np.testing.assert_allclose(
-        np.exp(result.logp_behav), reference(logits, params)[np.asarray(result.token)], rtol=2e-5)
+        np.exp(result.logp_behav), reference(logits, params)[np.asarray(result.tokens)], rtol=2e-5)
 
 
 @pytest.mark.parametrize("v, params", [
@@ -135,8 +135,8 @@ def test_raw_minus_behaviour_is_the_log_of_the_kept_mass(params):
 def test_draws_follow_the_distribution(v, params):
     logits = np.random.default_rng(v).normal(0, 1, v).astype(np.float32)
     p = reference(logits, params)
-    assert_chi_square(np.asarray(draws(logits, params, seed=1, request=5).token), p)
-    assert_chi_square(np.asarray(draws(logits, params, request=range(COUNT), position=3).token), p)
+    assert_chi_square(np.asarray(draws(logits, params, seed=1, request=5).tokens), p)
+    assert_chi_square(np.asarray(draws(logits, params, request=range(COUNT), position=3).tokens), p)
 
 
 @pytest.mark.parametrize("other", [
@@ -144,13 +144,13 @@ def test_draws_follow_the_distribution(v, params):
 ], ids=["position", "request", "seed"])
 def test_neighbouring_keys_draw_independently(other):
     p = np.array([0.4, 0.3, 0.2, 0.1])
-    tokens = lambda **key: np.asarray(draws(np.log(p), SamplingParams(), **key).token)
+    tokens = lambda **key: np.asarray(draws(np.log(p), SamplingParams(), **key).tokens)
     assert_chi_square(4 * tokens() + tokens(**other), np.outer(p, p).ravel())
 
 
 def test_the_same_triple_draws_the_same_and_each_part_matters():
     base = dict(seed=2**32 - 1, request=3_000_000_000, position=7)
-    tokens = lambda **key: np.asarray(draws(np.zeros(200), SamplingParams(), **(base | key)).token)
+    tokens = lambda **key: np.asarray(draws(np.zeros(200), SamplingParams(), **(base | key)).tokens)
     assert len(set(tokens())) == 1
     for part in base:
         # 4096 uniform draws from 200 tokens miss none: 200 (1 - 1/200)^4096 = 2.4e-7.
@@ -164,10 +164,10 @@ def test_key_is_two_folds_of_the_seed():
 
 def test_temperature_alone_is_not_greedy_and_temperature_zero_is():
     logits = np.array([0.0, 2.0, 1.0, 1.9])
-    assert len(set(np.asarray(draws(logits, SamplingParams(temperature=0.7)).token))) > 1
+    assert len(set(np.asarray(draws(logits, SamplingParams(temperature=0.7)).tokens))) > 1
     for params in (GREEDY, SamplingParams(temperature=0.0, top_k=2, top_p=0.1, min_p=0.5)):
         result = draws(logits, params)
-        np.testing.assert_array_equal(result.token, np.full(COUNT, 1))
+        np.testing.assert_array_equal(result.tokens, np.full(COUNT, 1))
         np.testing.assert_array_equal(result.logp_behav, np.zeros(COUNT))
         np.testing.assert_array_equal(result.entropy, np.zeros(COUNT))
     # 2 - log(1 + e^2 + e + e^1.9): the raw log-probability of a greedy token is at temperature 1.
@@ -179,7 +179,7 @@ def test_greedy_is_certain_also_when_two_logits_differ_by_one_ulp():
     logits = np.zeros(200, np.float32)
     logits[3], logits[7] = 1.0, np.nextafter(np.float32(1.0), np.float32(2.0))
     result = draws(logits, GREEDY)
-    assert (int(result.token[0]), float(result.logp_behav[0])) == (7, 0.0)
+    assert (int(result.tokens[0]), float(result.logp_behav[0])) == (7, 0.0)
 
 
 @pytest.mark.parametrize("cumsum", [jnp.cumsum, short_cumsum])
@@ -203,11 +203,11 @@ def test_no_uniform_draws_a_token_of_probability_zero(monkeypatch, cumsum, numer
 
     result = sample_at(jnp.array(uniforms))
     for row, support in enumerate(supports):
-        assert set(np.asarray(result.token[:, row])) <= set(support)
+        assert set(np.asarray(result.tokens[:, row])) <= set(support)
         uniform = np.full(len(uniforms), -np.log(len(support)))
         np.testing.assert_allclose(result.logp_behav[:, row], uniform, atol=1e-6)
-    np.testing.assert_array_equal(result.token[0], [s[0] for s in supports])
-    np.testing.assert_array_equal(result.token[-1], [s[-1] for s in supports])
+    np.testing.assert_array_equal(result.tokens[0], [s[0] for s in supports])
+    np.testing.assert_array_equal(result.tokens[-1], [s[-1] for s in supports])
 
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
@@ -221,7 +221,7 @@ def test_the_largest_uniform_draws_from_a_few_tokens_of_many_blocks(monkeypatch,
     rows = SamplingRows.of([SamplingParams()] * n)
     edge = jax.jit(lambda *args: sampling.sample(*args, numerics=numerics))
     drawn = edge(logits, rows, keys(n), np.arange(n, dtype=np.int32))
-    assert np.isfinite(logits[np.arange(n), drawn.token]).all()
+    assert np.isfinite(logits[np.arange(n), drawn.tokens]).all()
 
 
 def test_a_top_p_that_rounds_to_0_keeps_the_most_likely_token():
@@ -237,7 +237,7 @@ def test_draws_stay_inside_the_kept_set():
     logits[128:256] = -np.inf
     for params in (SamplingParams(), SamplingParams(top_k=17), SamplingParams(top_p=0.3)):
         result = draws(logits, params)
-        assert (reference(logits, params)[np.asarray(result.token)] > 0).all()
+        assert (reference(logits, params)[np.asarray(result.tokens)] > 0).all()
         assert np.isfinite(result.logp_behav).all() and np.isfinite(result.entropy).all()
 
 
@@ -259,7 +259,7 @@ def test_a_hundred_thousand_draws_follow_the_distribution(params):
     rows, at = SamplingRows.of([params] * MANY), np.arange(MANY, dtype=np.int32)
     drawn = draw(np.tile(SMALL, (MANY, 1)), rows, keys(MANY, 3), at)
     p = reference(SMALL, params)
-    tokens = np.asarray(drawn.token)
+    tokens = np.asarray(drawn.tokens)
     assert is_drawn_from(tokens, p)
     kept_mass = reference(SMALL, SamplingParams(temperature=params.temperature))[p > 0].sum()
     np.testing.assert_allclose(drawn.logp_raw - drawn.logp_behav, np.log(kept_mass), atol=2e-6)

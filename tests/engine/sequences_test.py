@@ -12,7 +12,8 @@ def result(first, steps=3, slots=2):
     floats = -tokens.astype(np.float32)
     valid = np.ones(tokens.shape, bool)
     return ResultTokens(
-        tokens, floats, floats - 1, floats - 2, floats[..., None], valid, np.zeros(slots)
+        tokens, floats, floats - 1, floats - 2, floats[..., None], valid=valid,
+        remaining=np.zeros(slots),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
@@ -43,12 +44,12 @@ def test_a_split_vocabulary_draws_what_the_whole_one_draws(v, shape, kinds):
     args = logits(v), rows, sampling.row_keys(ids, ids + 7), ids.astype(np.int32)
     whole = jax.jit(sampling.sample)(*args)
     split = jax.jit(functools.partial(sampling.sample, layout=layout))(*args)
-    np.testing.assert_array_equal(split.token, whole.token)
+    np.testing.assert_array_equal(split.tokens, whole.tokens)
     for field in FIELDS:
         np.testing.assert_allclose(getattr(split, field), getattr(whole, field), atol=2e-6)
     # Other draws exist: the same uniforms on other logits give other tokens.
     other = jax.jit(sampling.sample)(args[0][:, ::-1], *args[1:])
-    assert (np.asarray(other.token) != np.asarray(whole.token)).mean() > 0.5
+    assert (np.asarray(other.tokens) != np.asarray(whole.tokens)).mean() > 0.5
 
 
 @pytest.mark.parametrize("v, shape, numerics", [
@@ -68,7 +69,7 @@ def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, m
     for place in (None, layout):
         edge = jax.jit(lambda *args: sampling.sample(*args, place, numerics=numerics))
         drawn = edge(values, rows, keys(8), np.arange(8, dtype=np.int32))
-        np.testing.assert_array_equal(drawn.token, [max(support) for support in supports])
+        np.testing.assert_array_equal(drawn.tokens, [max(support) for support in supports])
 
 
 @pytest.mark.parametrize("v, shape, numerics", [
@@ -81,7 +82,7 @@ def test_rows_of_nan_draw_a_token_of_the_vocabulary(v, shape, numerics):
     for place in (None, layout):
         draw = functools.partial(sampling.sample, layout=place, numerics=numerics)
         drawn = jax.jit(draw)(*args)
-        assert not drawn.token.any() and np.isnan(drawn.logp_behav).all()
+        assert not drawn.tokens.any() and np.isnan(drawn.logp_behav).all()
 
 
 CONFIG = ModelConfig(
@@ -93,10 +94,9 @@ CONFIG = ModelConfig(
 
 def trajectories(quantization, layout):
     params = jax.tree.map(lambda x: 2 * x, transformer.init(CONFIG, jax.random.key(0)))
-    engine = Engine(
-        CONFIG, slots=8, max_length=24, steps=3, prefill_batch=4, unroll=False,
-        quantization=quantization, layout=layout,
-    )
+    engine = Engine(CONFIG, EngineConfig(
+        slots=8, max_length=24, steps=3, prefill_batch=4, unroll=False, quantization=quantization,
+    ), layout)
     scheduler, out = Scheduler(engine, engine.load(params)), []
     for i in range(20):
         prompt = np.arange(1 + i % 5, dtype=np.int32) + i

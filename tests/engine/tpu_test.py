@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_tis import sharding
 from jaxrl_tis.aot import hlo
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.kernels import decode_attention
 from jaxrl_tis.models import quant, transformer
@@ -44,11 +45,11 @@ def _compiled(name, quantization, layers, kv):
         num_kv_heads=2, head_dim=64, mlp_dim=MLP, rope=RopeConfig("default", 10000.0),
         max_position=LENGTH, norm_eps=1e-6, qkv_bias=True, qk_norm=False, tie_embeddings=True,
     )
-    engine = Engine(
-        config, slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype="bfloat16", cache_dtype=kv,
+    engine = Engine(config, EngineConfig(
+        slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype="bfloat16", cache_dtype=kv,
         quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, prefill_chunk=CHUNK,
-        unroll=False, layout=layout(), highest_head=True, max_draft=1,
-    )
+        unroll=False, highest_head=True, max_draft=1,
+    ), layout())
     program, args = engine.programs()[name]
     return program.lower(*args).compile()
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
-from jaxrl_tis.engine import sampling
+from jaxrl_tis.engine import protocol, sampling
 from jaxrl_tis.engine.drafts import Drafts
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -78,7 +79,7 @@ def serve(scheduler, params):
 def greedy(logits_mv, rows, *_, **__):
     """In place of sampling.sample, half of the time that generate and verify take to compile."""
     token, logp = jnp.argmax(logits_mv, axis=-1).astype(jnp.int32), jnp.max(logits_mv, axis=-1)
-    return sampling.Sample(token, logp, logp, logp * rows.temperature)
+    return protocol.Draw(token, logp, logp, logp * rows.temperature)
 
 
 def test_no_request_compiles_anything(monkeypatch):
@@ -86,17 +87,17 @@ def test_no_request_compiles_anything(monkeypatch):
     monkeypatch.setattr(sampling, "sample", greedy)
     devices = jax.devices()[:4]
     layout = sharding.layout((2, 1, 2), sharding.SERVE_RULES, devices=devices, vocab_size=32)
-    engine = Engine(
-        MODEL, slots=4, max_length=LENGTH, page_size=4, num_pages=6, steps=2, prefill_batch=2,
-        max_draft=1, penalties=True, unroll=False, layout=layout,
-    )
+    engine = Engine(MODEL, EngineConfig(
+        slots=4, max_length=LENGTH, page_size=4, num_pages=6, steps=2, prefill_batch=2, max_draft=1,
+        penalties=True, unroll=False,
+    ), layout)
     zeros = lambda x: np.zeros(x.shape, x.dtype)
     params = engine.load(jax.tree.map(zeros, transformer.abstract_params(MODEL)))
     with compilations() as found:
         warm_up(engine, params)
     # A program for each length of a prefill, insert, release, generate, and verify of one length.
     assert len(found) >= len(prefill_lengths(engine)) + 4
-    drafts = Drafts(4, engine.max_draft, free_rows=16)
+    drafts = Drafts(4, engine.config.max_draft, free_rows=16)
     scheduler = Scheduler(engine, params, drafts=drafts, divide=3)
     with compilations() as found:
         serve(scheduler, params)
@@ -106,7 +107,7 @@ def test_no_request_compiles_anything(monkeypatch):
 
 
 def test_prefills_have_the_lengths_of_all_chunks():
-    engine = lambda **sizes: Engine(MODEL, slots=1, steps=1, prefill_batch=1, **sizes)
+    engine = lambda **sizes: Engine(MODEL, EngineConfig(slots=1, steps=1, prefill_batch=1, **sizes))
     # Pages of 4: 1, 1.5 (which is 2), 3, 4, 6 pages; the longest sequence to fill has 29 tokens.
     assert prefill_lengths(engine(max_length=30, page_size=4)) == [4, 8, 12, 16, 24, 32]
     assert prefill_lengths(engine(max_length=30, page_size=4, prefill_chunk=9)) == [4, 8, 12]

@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.aot import hlo
+from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -38,10 +39,10 @@ def test_a_float32_head_has_the_learners_weights(is_tied, unroll, quantization):
     program = transformer.Program(dtype="bfloat16", highest_head=True)
     expected = transformer.head_logits(params, program, x)
     for highest in (True, False):
-        engine = Engine(
-            config, slots=2, max_length=16, dtype="bfloat16", highest_head=highest, unroll=unroll,
+        engine = Engine(config, EngineConfig(
+            slots=2, max_length=16, dtype="bfloat16", highest_head=highest, unroll=unroll,
             quantization=quantization,
-        )
+        ))
         loaded = engine.load(params)
         dtypes = {name: w.dtype for name, w in loaded.items() if name != "layers"}
         rest = dict.fromkeys(dtypes, jnp.bfloat16)
@@ -51,7 +52,7 @@ def test_a_float32_head_has_the_learners_weights(is_tied, unroll, quantization):
 
 
 def test_noise_is_added_before_weights_are_cast():
-    engine = Engine(CONFIG, slots=2, max_length=16, dtype="bfloat16")
+    engine = Engine(CONFIG, EngineConfig(slots=2, max_length=16, dtype="bfloat16"))
     params = transformer.init(CONFIG, jax.random.key(0))
     noise = transforms.noise(0, 9, 10, 0.1, 0.1, 1)
     noisy, expected = engine.load(params, noise), engine.load(transforms.add_noise(params, noise))
@@ -73,7 +74,7 @@ def learner_params(shape):
 
 def engine(shape, **fields):
     layout = sharding.layout(shape, sharding.SERVE_RULES)
-    return Engine(MESHED, slots=8, max_length=16, layout=layout, **fields)
+    return Engine(MESHED, EngineConfig(slots=8, max_length=16, **fields), layout)
 
 
 def equal(tree, other):

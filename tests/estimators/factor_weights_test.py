@@ -9,7 +9,7 @@ from jaxrl_tis.estimators import factor_weights
 from jaxrl_tis.estimators import weights
 
 NAN = float("nan")
-NAMES = ("logp", "logp_prox", "logp_learner", "logp_behav")
+NAMES = ("logp", "logp_prox", "logp_old", "logp_behav")
 INF = {"cap_engine": np.inf}
 # Row 0: products 6, .25; row 1: products 1 and (at padding) 8.
 ENGINE = [[4.0, 0.5], [2.0, 2.0]]
@@ -72,7 +72,7 @@ def test_before_the_updates_they_are_truncated_importance_sampling():
 
 def test_huge_factors_are_bounded_and_cancel_only_without_caps():
     ones = np.ones((1, 1))
-    fields = {"logp": 0.0, "logp_prox": -500.0, "logp_learner": 0.0, "logp_behav": -500.0}
+    fields = {"logp": 0.0, "logp_prox": -500.0, "logp_old": 0.0, "logp_behav": -500.0}
     fields = {name: jnp.full((1, 1), x) for name, x in fields.items()}  # e^500, e^-500, e^500
     for w in both(fields, ones, cap_engine=np.inf):
         np.testing.assert_allclose(w, np.exp(20.0), rtol=1e-5)

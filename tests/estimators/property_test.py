@@ -66,7 +66,6 @@ def make_batch(lengths, sizes, seed):
     near = lambda x: x + rng.choice([0.0, 0.3, 3.0], (NUM_ROWS, 1, 1)) * rng.normal(size=x.shape)
     floats = {
         "logp_old": old,
-        "logp_learner": old,
         "logp_behav": old - engine,
         "logp_prox": old - prox,
         "logp_ref": old - ref,

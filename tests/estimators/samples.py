@@ -53,7 +53,6 @@ def make(is_on_policy=False):
     batch = {
         "logp_old": old,
         "logp_prox": near(0.6 * spread),
-        "logp_learner": old,
         "logp_behav": near(spread),
         "logp_ref": near(0.5),
         "adv": np.array([1.2, -0.7, 0.4, -1.1, 0.9, 0.3])[:, None] * np.ones(shape),

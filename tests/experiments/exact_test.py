@@ -45,7 +45,7 @@ def weighted(name, adv="adv", **parameters):
 
     def loss_fn(logp, batch):
         needs = weights.NEEDS[name] if name in weights.NEEDS else ()
-        given = {**batch, "logp": logp, "logp_learner": batch["logp_old"]}
+        given = {**batch, "logp": logp}
         fields = {field: given[field] for field in needs}
         log_ratio = batch["logp_old"] - batch["logp_behav"]
         w = weights.WEIGHTS[name](log_ratio, batch["mask"], **fields, **parameters)

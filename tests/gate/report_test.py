@@ -9,12 +9,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxrl_tis import batch, build, train
-from jaxrl_tis import step as steps
-from jaxrl_tis.build import initial_params
+from jaxrl_tis import build, train
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.models import attention
+from jaxrl_tis.rows import trajectory_rows
+from jaxrl_tis.scoring import make_logits, make_score
+from jaxrl_tis.state import initial_params
+from jaxrl_tis.trainer import Trainer
+from jaxrl_tis.validate import validate
 from tests import commands, tiny
 from tests.gate import noisy
 
@@ -32,21 +35,22 @@ def even_setup(**overrides):
     tokenizer = load_tokenizer("char")
     size = tokenizer.vocab_size + tokenizer.vocab_size % 2
     with tiny.one_device():
-        return build.assemble(config, build.small_model(config, size), tokenizer)
+        chosen = validate(config)
+        return build.assemble(config, chosen, build.small_model(config, size), tokenizer)
 
 
 @pytest.fixture(autouse=True)
 def _scores(monkeypatch):
     """A learner's program is traced once; see `wrong_attention`."""
-    monkeypatch.setattr(steps, "make_score", make_score)
+    monkeypatch.setattr(ladder, "make_score", make_score)
 
 
-make_score = functools.cache(steps.make_score)
+make_score = functools.cache(make_score)
 
 
 def wrong_attention(monkeypatch, attend):
     """Traces with `attend(right, *arguments)` in place of the attention of rows."""
-    monkeypatch.setattr(steps, "make_score", make_score.__wrapped__)
+    monkeypatch.setattr(ladder, "make_score", make_score.__wrapped__)
     monkeypatch.setattr(
         attention, "row_attention", functools.partial(attend, attention.row_attention)
     )
@@ -72,7 +76,7 @@ def sampled():
 def climbed(sampled, **overrides):
     setup, params, trajectories = sampled(**overrides)
     rungs = ladder.climb(setup, params, trajectories)
-    return rungs, batch.rows(trajectories, setup.row_length)
+    return rungs, trajectory_rows(trajectories, setup.row_length)
 
 
 def differing(rungs):
@@ -112,7 +116,7 @@ def test_the_rungs_add_up_to_the_gap_and_none_is_empty(sampled, overrides, cause
     samples = [train.rollouts.Sample(t, {}, "", 0.0, 0.0, 0) for t in trajectories]
     with tiny.one_device():
         state = {"policy": mock.Mock(params=params)}
-        learner = train.Trainer(setup).score(state, samples)["logp_learner"]
+        learner = Trainer(setup).score(state, samples, {0: params})["logp_old"]
     np.testing.assert_array_equal(rungs[0].before, learner)
     gap = learner.astype(np.float64) - rows["logp_behav"]
     np.testing.assert_array_equal(sum(r.difference for r in rungs), gap)
@@ -134,7 +138,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     nothing = {"mask": np.zeros((1, 8)), "logp_behav": np.zeros((1, 8))}
     with (
         mock.patch.object(ladder, "score", score),
-        mock.patch.object(batch, "rows", lambda *_: nothing),
+        mock.patch.object(build, "trajectory_rows", lambda *_: nothing),
         mock.patch.object(build.Setup, "micro_batches", lambda self, rows: (rows, lambda x: x)),
     ):
         causes = [r.cause for r in ladder.climb(setup, None, [])][:-2]
@@ -188,7 +192,7 @@ def test_what_depends_on_the_batch_has_a_rung_of_its_own(sampled, monkeypatch):
 
 def test_float32_has_no_excess_precision(sampled):
     setup, params, trajectories = sampled(**SAME)
-    micro, _ = setup.micro_batches(batch.rows(trajectories, setup.row_length))
+    micro, _ = setup.micro_batches(trajectory_rows(trajectories, setup.row_length))
     settings = ladder.learner_settings(setup)
     rounded = dataclasses.replace(settings, excess_precision=False)
     assert settings.excess_precision
@@ -317,21 +321,21 @@ def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     np.testing.assert_allclose(rungs["filter"], np.where(is_wide, lost, 0.0), atol=1e-6)
     assert result["kept_identical"] == result["kept_jaccard"] == result["inside_support"] == 1
     # Another distribution keeps other sets.
-    rows = batch.rows(trajectories, setup.row_length)
+    rows = trajectory_rows(trajectories, setup.row_length)
     agreed = report.support_agreement(setup, noisy.perturbed(params, 0.1), rows)
     assert 0 < agreed["kept_identical"] < agreed["kept_jaccard"] < 1
 
 
 def test_tokens_outside_the_learners_support_are_counted(sampled):
     setup, params, trajectories = sampled(**SAME, **FILTERED)
-    rows = batch.rows(trajectories, setup.row_length)
-    logits = steps.make_logits(setup.learner)
+    rows = trajectory_rows(trajectories, setup.row_length)
+    logits = make_logits(setup.learner)
     micro, flat = setup.micro_batches(rows)
     least = flat(logits(params, micro)).argmin(-1)  # of the first response token
     row = rows["mask"][0].argmax()
     tokens = trajectories[0].tokens.copy()
     tokens[0] = least[0, row]
-    rows = batch.rows([dataclasses.replace(trajectories[0], tokens=tokens), *trajectories[1:]],
+    rows = trajectory_rows([dataclasses.replace(trajectories[0], tokens=tokens), *trajectories[1:]],
                       setup.row_length)
     share = report.support_agreement(setup, params, rows)["inside_support"]
     assert share <= 1 - 1 / rows["mask"].sum() + 1e-6

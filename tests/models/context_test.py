@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import sharding, step
+from jaxrl_tis import sharding
 from jaxrl_tis.models import attention, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.scoring import Learner, response_logprobs
 
 pytestmark = [
     pytest.mark.compiles,
@@ -152,11 +153,11 @@ def minibatch(length):
 def losses(layout, params, batch):
     """(log-probs, entropies, gradients of a weighted sum of both) by the learner's forward pass."""
     program = transformer.Program(remat="full", layout=layout)
-    learner = step.Learner(CONFIG, program, max_targets=20, chunk=8)
+    learner = Learner(CONFIG, program, max_targets=20, chunk=8)
     weights = np.cos(np.arange(batch["mask"].size)).reshape(batch["mask"].shape)
 
     def loss(params):
-        logp, entropy = step.response_logprobs(params, learner, batch, with_entropy=True)
+        logp, entropy = response_logprobs(params, learner, batch, with_entropy=True)
         return jnp.sum(weights * (logp + 0.1 * entropy)), (logp, entropy)
 
     gradients, values = jax.jit(jax.grad(loss, has_aux=True))(params)

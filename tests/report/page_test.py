@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl_tis import checkpoint, metrics
+from jaxrl_tis import metrics
+from jaxrl_tis.provenance import write_run_files
 from jaxrl_tis.report import plots
 from jaxrl_tis.report.__main__ import main
 from jaxrl_tis.report.page import load, write
@@ -54,7 +55,7 @@ class Page(html.parser.HTMLParser):
 
 def make_run(workdir, steps, gap, name=None):
     if name is not None:
-        checkpoint.write_run_files(workdir, {"name": name, "optimizer": {"lr": 1e-6}})
+        write_run_files(workdir, {"name": name, "optimizer": {"lr": 1e-6}})
     with metrics.MetricsWriter(workdir) as writer:
         for step in range(steps + 1):
             if step in (0, steps):

@@ -11,12 +11,15 @@ import pytest
 from hypothesis import strategies as st
 
 from configs import default
-from jaxrl_tis import batch as batching
-from jaxrl_tis import correction, step
+from jaxrl_tis import correction
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, split_by_length
+from jaxrl_tis.scoring import Learner, make_score
+from jaxrl_tis.step import TrainState, _segments, make_train_step
 from jaxrl_tis.validate import validate
 from tests import tiny
+from tests.correction_test import update_loss
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -26,10 +29,10 @@ CONFIG = ModelConfig(
     head_dim=8, mlp_dim=24, rope=RopeConfig("default", 10000.0), max_position=64, norm_eps=1e-6,
     qkv_bias=False, qk_norm=False, tie_embeddings=False,
 )
-LEARNER = step.Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
-PACKER = batching.Packer(max_length=T, length=20, microbatch_rows=2, shards=2, max_segments=4)
+LEARNER = Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
+PACKER = Packer(max_length=T, length=20, microbatch_rows=2, shards=2, max_segments=4)
 PACKED = dataclasses.replace(LEARNER, max_targets=20, max_segments=4)
-PLAN = batching.Packer(max_length=50, length=128, microbatch_rows=4, shards=2, max_segments=3)
+PLAN = Packer(max_length=50, length=128, microbatch_rows=4, shards=2, max_segments=3)
 
 
 # Placing
@@ -77,7 +80,7 @@ def test_unpacking_gives_back_what_was_packed(seed, count):
 
 def test_each_cell_of_a_packed_batch():
     """Lengths 2, 5, 3, 4 into rows of 7: first-fit decreasing gives (5, 2) and (4, 3)."""
-    packer = batching.Packer(max_length=5, length=7, microbatch_rows=2, shards=1, max_segments=2)
+    packer = Packer(max_length=5, length=7, microbatch_rows=2, shards=1, max_segments=2)
     tokens = np.array([[1, 2, 9, 9, 9], [3, 4, 5, 6, 7], [8, 1, 2, 9, 9], [3, 4, 5, 6, 9]])
     packing = packer.plan(np.array([2, 5, 3, 4]))
     packed = packing.pack({
@@ -100,20 +103,54 @@ def test_each_cell_of_a_packed_batch():
     }
 
 
+def test_a_value_of_a_sequence_stands_on_each_of_its_tokens():
+    """Three sequences of 2, 3 and 2 tokens in two rows of 4: none of the three values is lost, and
+    none is taken for a scalar of the step."""
+    packer = Packer(max_length=3, length=4, microbatch_rows=2, shards=1, max_segments=2)
+    packed = packer.plan(np.array([2, 3, 2])).pack({  # and a micro-batch that stays empty
+        "tokens": np.array([[1, 2, 0], [3, 4, 5], [6, 7, 0]]),
+        "rewards": np.array([10.0, 20.0, 30.0]),
+        "reward_components": np.array([[1, 10], [2, 20], [3, 30]]),
+    })
+    np.testing.assert_array_equal(packed["tokens"][0], [[1, 2, 6, 7], [3, 4, 5, 0]])
+    np.testing.assert_array_equal(packed["rewards"][0], [[10, 10, 30, 30], [20, 20, 20, 0]])
+    assert packed["reward_components"].shape == (2, 2, 4, 2)
+    np.testing.assert_array_equal(packed["reward_components"][0, 0, :, 1], [10, 10, 30, 30])
+
+
+def test_a_field_that_is_in_no_table_is_refused_by_name():
+    packing = PLAN.plan(np.array([2, 3]))
+    with pytest.raises(KeyError, match="called 'scores': give it a line of fields.FIELDS"):
+        packing.pack({"scores": np.array([10.0, 20.0])})
+
+
+def test_padding_is_that_of_the_field():
+    packer = Packer(max_length=2, length=4, microbatch_rows=1, shards=1, max_segments=2)
+    packed = packer.plan(np.array([2])).pack({
+        "tokens": np.array([[7, 8]]), "version": np.array([[3, 3]]),
+        "temperature": np.array([[0.5, 0.5]]), "kept": np.array([[[4, -1], [5, 6]]]),
+    })
+    found = {name: x[0, 0].tolist() for name, x in packed.items()}
+    assert found == {
+        "tokens": [7, 8, 0, 0], "version": [3, 3, -1, -1], "temperature": [0.5, 0.5, 1, 1],
+        "kept": [[4, -1], [5, 6], [-1, -1], [-1, -1]], "segment_ids": [1, 1, 0, 0],
+    }
+
+
 def test_a_sequence_longer_than_planned_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match="a sequence has 51 tokens, .* at most 50"):
         PLAN.plan(np.array([3, 51]))
 
 
 def test_rows_are_whole_blocks():
-    packer = batching.Packer.of(length=130, max_length=100, microbatch_rows=4, shards=2)
+    packer = Packer.of(length=130, max_length=100, microbatch_rows=4, shards=2)
     assert packer.length == 256 and packer.num_microbatches(9) == 2
     # Over four context shards each has whole blocks.
-    assert batching.Packer.of(130, 100, 4, 2, context=4).length == 512
+    assert Packer.of(130, 100, 4, 2, context=4).length == 512
 
 
 def test_a_row_holds_no_more_sequences_than_it_has_numbers_for():
-    packer = batching.Packer.of(length=1024, max_length=8, microbatch_rows=1, shards=1)
+    packer = Packer.of(length=1024, max_length=8, microbatch_rows=1, shards=1)
     packing = packer.plan(np.full(128, 8))
     assert packing.shape == (2, 1, 1024)
     assert np.bincount(packing.row).tolist() == [64, 64] and packing.segment.max() == 64
@@ -121,13 +158,13 @@ def test_a_row_holds_no_more_sequences_than_it_has_numbers_for():
 
 def test_tokens_are_balanced_over_shards_and_minibatches():
     rng = np.random.default_rng(0)
-    packer = batching.Packer.of(length=1024, max_length=1024, microbatch_rows=16, shards=8)
+    packer = Packer.of(length=1024, max_length=1024, microbatch_rows=16, shards=8)
     lengths = np.minimum(rng.lognormal(5.5, 1, 1024).astype(int) + 2, 1024)
-    split = batching.split_by_length(lengths, 4, seed=(0, 1))
+    split = split_by_length(lengths, 4, seed=(0, 1))
     assert sorted(split.ravel()) == list(range(1024))
     tokens = lengths[split].sum(axis=1)
     assert tokens.max() < 1.02 * tokens.mean()
-    assert (split != batching.split_by_length(lengths, 4, seed=(0, 2))).any()
+    assert (split != split_by_length(lengths, 4, seed=(0, 2))).any()
     for index in split:
         metrics = packer.plan(lengths[index]).metrics(8)
         assert metrics["packing/shard_imbalance"] < 1.01
@@ -139,7 +176,7 @@ def test_tokens_are_balanced_over_shards_and_minibatches():
 def test_shards_of_a_single_row_are_balanced_too(shards):
     """First-fit would leave the last row of eight nearly empty."""
     rng = np.random.default_rng(1)
-    packer = batching.Packer.of(1024, 512, microbatch_rows=shards, shards=shards)
+    packer = Packer.of(1024, 512, microbatch_rows=shards, shards=shards)
     lengths = rng.integers(20, 200, 8 * shards)
     packing = packer.plan(lengths)
     metrics = packing.metrics(shards)
@@ -150,7 +187,7 @@ def test_shards_of_a_single_row_are_balanced_too(shards):
 
 def test_the_fullest_and_the_emptiest_row_go_to_one_shard():
     # Four rows of one sequence each: 9 and 6 in one shard, 8 and 7 in the other.
-    packer = batching.Packer(max_length=9, length=10, microbatch_rows=4, shards=2, max_segments=4)
+    packer = Packer(max_length=9, length=10, microbatch_rows=4, shards=2, max_segments=4)
     packing = packer.plan(np.array([9, 8, 7, 6]))
     np.testing.assert_array_equal(packing.row, [0, 2, 3, 1])
     assert packing.metrics(2)["packing/shard_imbalance"] == 1.0
@@ -158,7 +195,7 @@ def test_the_fullest_and_the_emptiest_row_go_to_one_shard():
 
 def test_first_fit_stays_where_even_rows_have_no_place_for_all():
     """Into two rows of 10: 6 4 | 5 3 2 by first-fit; evenly, 6 2 | 5 4 has no place for 3."""
-    packer = batching.Packer(max_length=6, length=10, microbatch_rows=2, shards=2, max_segments=4)
+    packer = Packer(max_length=6, length=10, microbatch_rows=2, shards=2, max_segments=4)
     packing = packer.plan(np.array([6, 5, 4, 3, 2]))
     np.testing.assert_array_equal(packing.row, [0, 1, 0, 1, 1])
     np.testing.assert_array_equal(packing.offset, [0, 0, 6, 5, 8])
@@ -197,12 +234,17 @@ def data():
         "values": field(0, 0.3), "returns": field(0, 1), "weights": np.exp(field(0, 0.3)),
         "kl_coeff": np.full(B, 0.2, np.float32),
     }
-    now = step.make_score(LEARNER)(params(), {n: fields[n][None] for n in batching.FORWARD})
+    now = make_score(LEARNER)(params(), {n: x[None] for n, x in forward_fields(fields).items()})
     old = np.where(mask, now["logp"][0], np.nan) + field(0, 0.1)
     return fields | {
-        "logp_old": old, "logp_prox": old, "logp_learner": old,
+        "logp_old": old, "logp_prox": old,
         "logp_behav": old + field(0, 0.2), "logp_ref": old + field(0, 0.3),
     }
+
+
+def by_sequence(fields):
+    """The fields as a rollout batch has them: a group is one of a sequence, not of its tokens."""
+    return fields | ({"group": fields["group"][:, 0]} if "group" in fields else {})
 
 
 def minibatches(fields, microbatches):
@@ -210,9 +252,9 @@ def minibatches(fields, microbatches):
     for the packed rows one more without any token."""
     dense = {n: x.reshape(microbatches, -1, *x.shape[1:]) for n, x in fields.items()}
     packer = dataclasses.replace(PACKER, microbatch_rows=4 // microbatches, shards=1)
-    packing = packer.plan(batching.sequence_lengths(fields))
+    packing = packer.plan(sequence_lengths(fields))
     assert packing.shape[0] == microbatches and len(set(packing.row)) == 4
-    packed = packing.pack(fields)
+    packed = packing.pack(by_sequence(fields))
     return dense, {n: np.concatenate([x, np.zeros_like(x[:1])]) for n, x in packed.items()}
 
 
@@ -241,7 +283,6 @@ def chosen(case):
     c, fields = correction.parse(c), dict(data())
     if c.mode == "bypass":
         del fields["weights"]
-        fields |= {"logp_old": fields["logp_behav"], "logp_prox": fields["logp_behav"]}
     return c, fields
 
 
@@ -249,7 +290,7 @@ def chosen(case):
 def test_packed_rows_give_the_same_loss_and_gradient(case):
     c, fields = chosen(case)
     packing = dataclasses.replace(PACKER, microbatch_rows=4, shards=1).plan(
-        batching.sequence_lengths(fields)
+        sequence_lengths(fields)
     )
     fields["logp"] = np.where(
         fields["mask"], fields["logp_old"] + 0.02 * (-1) ** np.arange(T), np.nan
@@ -259,14 +300,14 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
     @functools.partial(jax.jit, static_argnums=1)
     def judged(rows, is_packed):
         if is_packed:
-            rows = rows | {"seg": step._segments(PACKED, rows["segment_ids"])}
-        loss = lambda logp: correction.policy_loss(
+            rows = rows | {"seg": _segments(PACKED, rows["segment_ids"])}
+        loss = lambda logp: update_loss(
             c, logp, rows["entropy"], rows, rows["mask"].sum(), num_seqs
         )
         return jax.value_and_grad(loss, has_aux=True)(rows["logp"])
 
     (value, metrics), gradient = jax.device_get(judged(fields, False))
-    packed = {name: x[0] for name, x in packing.pack(fields).items()}
+    packed = {name: x[0] for name, x in packing.pack(by_sequence(fields)).items()}
     (packed_value, packed_metrics), packed_gradient = jax.device_get(judged(packed, True))
     assert packed_value == pytest.approx(value, abs=1e-6, rel=1e-5)
     back, mask = packing.unpack(packed_gradient[None], T), fields["mask"]
@@ -281,7 +322,7 @@ def test_packed_rows_give_the_same_update(case):
     (c, fields), tx = chosen(case), optax.sgd(1.0)
     dense, packed = minibatches(fields, 2)
     (state, metrics), (packed_state, packed_metrics) = (
-        updated(step.make_train_step(learner, c, tx), tx, minibatch)
+        updated(make_train_step(learner, c, tx), tx, minibatch)
         for learner, minibatch in ((LEARNER, dense), (PACKED, packed))
     )
     assert_same(state, packed_state)
@@ -291,7 +332,7 @@ def test_packed_rows_give_the_same_update(case):
 
 def updated(train_step, tx, minibatch):
     p = jax.tree.map(jax.numpy.array, params())
-    return jax.device_get(train_step(step.TrainState(p, tx.init(p)), minibatch))
+    return jax.device_get(train_step(TrainState(p, tx.init(p)), minibatch))
 
 
 def assert_same(state, packed_state):
@@ -303,11 +344,11 @@ def assert_same(state, packed_state):
 
 
 def test_a_token_that_sees_its_neighbour_in_the_row_would_be_noticed():
-    fields = {name: data()[name] for name in batching.FORWARD}
+    fields = forward_fields(data())
     dense, packed = minibatches(fields, 2)
-    score = step.make_score(PACKED)
-    packing = dataclasses.replace(PACKER, shards=1).plan(batching.sequence_lengths(fields))
-    plain = np.asarray(step.make_score(LEARNER)(params(), dense)["logp"]).reshape(B, T)
+    score = make_score(PACKED)
+    packing = dataclasses.replace(PACKER, shards=1).plan(sequence_lengths(fields))
+    plain = np.asarray(make_score(LEARNER)(params(), dense)["logp"]).reshape(B, T)
     same = packing.unpack(np.asarray(score(params(), packed)["logp"])[:2], T)
     np.testing.assert_allclose(same, plain, atol=1e-5)
     joined = packed | {"segment_ids": np.minimum(packed["segment_ids"], 1)}

@@ -1,4 +1,7 @@
-"""Trajectory records -> rows [B,T] of fixed shape for the learner, one sequence each or packed."""
+"""Records of sequences -> rows [B,T] of fixed shape for the learner, one sequence each or packed.
+
+Which fields there are, and what has a value of its own in each, is in `fields.py`.
+"""
 
 import dataclasses
 import functools
@@ -6,11 +9,14 @@ import functools
 import numpy as np
 
 from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.fields import FIELDS, field
+
+Rows = dict[str, np.ndarray]
 
 
-def rows(
+def trajectory_rows(
     trajectories: list[Trajectory], length: int, has_evictions: bool = False
-) -> dict[str, np.ndarray]:
+) -> Rows:
     """One sequence per row: prompt, response, padding.
 
     Args:
@@ -18,33 +24,20 @@ def rows(
       length: T; ValueError when a sequence is longer.
       has_evictions: the sampler drops keys, so that the learner has to.
 
-    Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids`
-      (1 on the sequence, 0 on padding), `mask` (True on tokens that the policy chose),
-      `logp_behav`, `entropy_behav`, `turn`, `version` (-1 outside the response),
-      `temperature`, and, where the sampler recorded them, `logits_behav` [N,T,V] and `kept`
-      [N,T,K] (see Trajectory; -1 where the learner's distribution is the whole one); with
-      has_evictions `evict_step`, the position from which on no query saw the token, T if all did.
+    Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids` (1 on
+      the sequence, 0 on padding), `temperature`, and every field of `FIELDS` that is copied from a
+      record; those of the response stand on its tokens. Of the fields with several numbers of a
+      token, those that the sampler recorded. With has_evictions also `evict_step`, the position
+      from which on no query saw the token, T if all did.
     """
-    shape = (len(trajectories), length)
-    out = {
-        "tokens": np.zeros(shape, np.int32),
-        "positions": np.tile(np.arange(length, dtype=np.int32), (shape[0], 1)),
-        "segment_ids": np.zeros(shape, np.int32),
-        "mask": np.zeros(shape, bool),
-        "logp_behav": np.zeros(shape, np.float32),
-        "entropy_behav": np.zeros(shape, np.float32),
-        "version": np.full(shape, -1, np.int32),
-        "turn": np.zeros(shape, np.int32),
-        "temperature": np.ones(shape, np.float32),
-    }
-    num_logits = max(t.logits.shape[-1] for t in trajectories)
-    if num_logits:
-        out["logits_behav"] = np.zeros((*shape, num_logits), np.float32)
-    num_kept = max(t.kept.shape[-1] for t in trajectories)
-    if num_kept:
-        out["kept"] = np.full((*shape, num_kept), -1, np.int32)
+    out = _empty_rows(len(trajectories), length)
+    recorded = {name: f.record for name, f in FIELDS.items() if f.record}
+    for name, attribute in recorded.items():
+        widths = max(getattr(t, attribute).shape[1:] for t in trajectories)
+        if 0 not in widths:
+            out[name] = _padded(name, (len(trajectories), length, *widths))
     if has_evictions:
-        out["evict_step"] = np.full(shape, length, np.int32)
+        out["evict_step"] = np.full((len(trajectories), length), length, np.int32)
     for row, trajectory in enumerate(trajectories):
         p, n = len(trajectory.prompt), len(trajectory.tokens)
         if p + n > length:
@@ -55,43 +48,44 @@ def rows(
         out["tokens"][row, :p] = trajectory.prompt
         out["tokens"][row, response] = trajectory.tokens
         out["segment_ids"][row, : p + n] = 1
-        out["mask"][row, response] = trajectory.mask
-        out["logp_behav"][row, response] = trajectory.logp_behav
-        out["entropy_behav"][row, response] = trajectory.entropy
-        out["version"][row, response] = trajectory.version
-        out["turn"][row, response] = trajectory.turn
         out["temperature"][row] = trajectory.temperature
-        if num_logits and n:
-            out["logits_behav"][row, response] = trajectory.logits
-        if num_kept and n:
-            out["kept"][row, response] = trajectory.kept
+        for name in recorded.keys() & out.keys() if n else ():
+            out[name][row, response] = getattr(trajectory, recorded[name])
         if len(trajectory.evict_step):
             out["evict_step"][row, : p + n] = np.minimum(trajectory.evict_step, length)
     return out
 
 
-def update_fields(count: int, step: int, seed: int) -> dict[str, np.ndarray]:
+def _padded(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of the field's padding."""
+    return np.full(shape, field(name).padding, field(name).dtype)
+
+
+def _empty_rows(count: int, length: int) -> Rows:
+    """What every log-prob takes, [count, length], of rows without a token."""
+    names = ("tokens", "segment_ids", "mask", "temperature")
+    positions = np.tile(np.arange(length, dtype=np.int32), (count, 1))
+    return {name: _padded(name, (count, length)) for name in names} | {"positions": positions}
+
+
+def update_fields(count: int, version: int, step: int, seed: int) -> Rows:
     """What the update of a step adds to `count` rows, whatever was sampled.
 
-    Returns: `current_version` [N,1], the weights that the update starts from, and `draw` [N], a
-      random uint32 per row for methods that choose tokens at random.
+    Args:
+      version: of the weights that the update starts from.
+
+    Returns: `current_version` [N,1], and `draw` [N], a random uint32 per row for methods that
+      choose tokens at random.
     """
     return {
-        "current_version": np.full((count, 1), step - 1, np.int32),
+        "current_version": np.full((count, 1), version, np.int32),
         "draw": np.random.default_rng((seed, step)).integers(2**32, size=count, dtype=np.uint32),
     }
 
 
-def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> dict[str, np.ndarray]:
+def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> Rows:
     """The same rows from (prompt ids, target ids) pairs, with every target token in the mask."""
-    shape = (len(pairs), length)
-    out = {
-        "tokens": np.zeros(shape, np.int32),
-        "positions": np.tile(np.arange(length, dtype=np.int32), (shape[0], 1)),
-        "segment_ids": np.zeros(shape, np.int32),
-        "mask": np.zeros(shape, bool),
-        "temperature": np.ones(shape, np.float32),
-    }
+    out = _empty_rows(len(pairs), length)
     for row, (prompt, target) in enumerate(pairs):
         ids = [*prompt, *target]
         if len(ids) > length:
@@ -102,17 +96,30 @@ def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> di
     return out
 
 
-def minibatches(batch: dict, count: int, microbatch_rows: int, seed: tuple[int, ...]):
+def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, ...]):
     """Yields `count` minibatches [accumulation, microbatch_rows, ...] in a shuffled order.
 
     Args:
-      batch: arrays with leading axis N, a multiple of count * microbatch_rows.
+      batch: fields of a rollout batch of N sequences, a multiple of count * microbatch_rows.
       seed: of the permutation; the same seed gives the same order.
     """
-    n = len(batch["mask"])
+    n, length = batch["mask"].shape
     order = np.random.default_rng(seed).permutation(n).reshape(count, -1, microbatch_rows)
+    batch = {name: _on_tokens(name, x, length) for name, x in batch.items()}
     for index in order:
-        yield {name: value[index] for name, value in batch.items()}
+        yield {name: x[index] for name, x in batch.items()}
+
+
+def _on_tokens(name: str, x: np.ndarray, length: int) -> np.ndarray:
+    """A field of sequences [N,...] on each of their tokens [N,length,...]; others as they are."""
+    if field(name).unit != "sequence":
+        return x
+    return np.broadcast_to(x[:, None], (len(x), length, *x.shape[1:]))
+
+
+def forward_fields(rows: dict) -> dict:
+    """The fields that a log-prob takes; kept sets and evictions where they are recorded."""
+    return {name: x for name, x in rows.items() if field(name).use == "forward"}
 
 
 def num_sequences(rows: dict) -> int:
@@ -126,13 +133,6 @@ def num_sequences(rows: dict) -> int:
 
 BLOCK = 128  # tokens; the attention kernel of a TPU takes rows of whole blocks
 MAX_SEGMENTS = 64  # sequences of a row; what is measured of each is an array [B, MAX_SEGMENTS]
-OF_SEQUENCES = ("rewards", "greedy_rewards", "reward_components", "grad_norms")  # not of tokens
-FORWARD = ("tokens", "positions", "segment_ids", "mask", "temperature")  # what a log-prob takes
-
-
-def forward_fields(rows: dict) -> dict:
-    """The fields that a log-prob takes; kept sets and evictions where they are recorded."""
-    return {name: rows[name] for name in (*FORWARD, "kept", "evict_step") if name in rows}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,20 +257,23 @@ class Packing:
         token = np.arange(len(sequence)) - first[sequence]
         return sequence, token, (self.row * self.shape[2] + self.offset)[sequence] + token
 
-    def pack(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Fields [N,L,...] of one sequence a row -> [M,R,T,...], 0 at padding.
+    def pack(self, rows: Rows) -> Rows:
+        """Fields of one sequence a row -> [M,R,T,...], each with its own padding.
 
-        Fields that belong to the step, not to a token, [N] or [N,1], go to the rows as they come.
+        Args:
+          rows: fields of tokens [N,L,...]; of sequences [N,...], which come to stand on each of
+            their tokens; of the step [N,...], which come to be [M,R,...], one value a row.
         """
         sequence, token, cell = self._cells
         packed = {}
         for name, x in rows.items():
-            if x.ndim == 1 or x.shape[1] == 1:
+            if field(name).unit == "step":
                 packed[name] = np.resize(x, (*self.shape[:2], *x.shape[1:]))
-            else:
-                flat = np.zeros((np.prod(self.shape), *x.shape[2:]), x.dtype)
-                flat[cell] = x[sequence, token]
-                packed[name] = flat.reshape(*self.shape, *x.shape[2:])
+                continue
+            of_token = x[sequence] if field(name).unit == "sequence" else x[sequence, token]
+            flat = np.full((np.prod(self.shape), *of_token.shape[1:]), field(name).padding, x.dtype)
+            flat[cell] = of_token
+            packed[name] = flat.reshape(*self.shape, *of_token.shape[1:])
         segments = np.zeros(np.prod(self.shape), np.int32)
         segments[cell] = self.segment[sequence]
         return packed | {"segment_ids": segments.reshape(self.shape)}

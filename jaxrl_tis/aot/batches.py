@@ -1,0 +1,65 @@
+"""The batches of a run from shapes alone, as `Trainer` makes them of samples."""
+
+import jax
+
+from jaxrl_tis import control, fields
+from jaxrl_tis.build import Setup
+from jaxrl_tis.correction import make_prepare
+from jaxrl_tis.rows import forward_fields
+
+Structs = dict[str, jax.ShapeDtypeStruct]
+
+
+def abstract_microbatches(setup: Setup) -> Structs:
+    """Fields [M,R,T] of a rollout batch that the learner scores, in the training layout."""
+    return _in_rows(setup, forward_fields(_rollout_batch(setup)), 1)
+
+
+def abstract_minibatch(setup: Setup) -> Structs:
+    """Fields [M,R,T,...] of one update, in the training layout."""
+    batch, c = _rollout_batch(setup), setup.correction
+    _, settings = jax.eval_shape(lambda batch: control.begin(c, control.init(c), batch), batch)
+    count, _ = batch["mask"].shape
+    batch |= {name: jax.ShapeDtypeStruct((count,), "float32") for name in settings}
+    batch |= jax.eval_shape(make_prepare(c), batch)[0]
+    taken = {name: x for name, x in batch.items() if c.is_in_update(name)}
+    return _in_rows(setup, taken, setup.config.train.minibatches)
+
+
+def _rollout_batch(setup: Setup) -> Structs:
+    """Fields [N,...] of a rollout batch when the methods look at it."""
+    config, c = setup.config, setup.correction
+    components = c.advantage[1].get("gdpo_weights")
+    widths = {
+        "kept": setup.engine.num_kept, "vocabulary": setup.model.vocab_size,
+        "components": len(components) if components else 1,
+    }
+    asked = set(c.needs) | ({"logp_ref"} if c.kl is not None else set())
+
+    def is_there(name, field):
+        is_asked = not field.is_optional or name in asked
+        is_evicting = name != "evict_step" or setup.retention is not None
+        return field.source in fields.SCORED and is_asked and is_evicting
+
+    count = config.rollout.prompts * config.rollout.group_size
+    return {
+        name: jax.ShapeDtypeStruct(fields.shape(name, count, setup.row_length, widths), field.dtype)
+        for name, field in fields.FIELDS.items()
+        if is_there(name, field) and fields.is_recorded(name, widths)
+    }
+
+
+def _in_rows(setup: Setup, batch: Structs, parts: int) -> Structs:
+    """Fields [N,...] as the run lays N / parts sequences into micro-batches."""
+    size, packer = setup.config.train.microbatch_rows, setup.packer
+
+    def place(name, x):
+        count, unit = x.shape[0] // parts, fields.field(name).unit
+        number = count // size if packer is None else packer.num_microbatches(count)
+        length = setup.row_length if packer is None else packer.length
+        axes = x.shape[2:] if unit == "token" else x.shape[1:]
+        shape = (number, size, *(() if unit == "step" else (length,)), *axes)
+        where = setup.layout.sharding(fields.logical_axes(name, len(shape)))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=where)
+
+    return {name: place(name, x) for name, x in batch.items()}

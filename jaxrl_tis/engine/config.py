@@ -1,0 +1,65 @@
+"""What an engine is made of, beside its model and its mesh."""
+
+import dataclasses
+
+from jaxrl_tis.models import quant
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes, formats and records of an engine.
+
+    Attributes:
+      slots: sequences decoded together.
+      max_length: prompt plus sampled tokens of a sequence.
+      page_size: positions of a page of the cache.
+      num_pages: pages of each shard of the slots, page 0 included; None holds every slot at
+        max_length.
+      dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" included.
+      quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
+      highest_head: the output head in float32 at the highest precision.
+      steps: decode steps per `generate` call.
+      max_draft: longest draft of a `verify` call that `Engine.programs` shows; 0: no such call.
+      prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
+      unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
+      records_logits: keep the whole distribution of every token; for small models.
+      penalties: take requests with penalties or a bias, which count the tokens of the vocabulary
+        in every slot.
+      top_n: record so many of the likeliest tokens of every draw.
+      num_kept: record what could be drawn, where that is at most so many tokens.
+      numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
+        the chunks of its prompt or the mesh, and are those of a learner with these numerics.
+    """
+
+    slots: int
+    max_length: int
+    page_size: int = 16
+    num_pages: int | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "float32"
+    quantization: str = "none"
+    unquantized: tuple[str, ...] = ()
+    highest_head: bool = False
+    steps: int = 8
+    max_draft: int = 0
+    prefill_batch: int = 8
+    prefill_chunk: int = 512
+    unroll: bool = True
+    records_logits: bool = False
+    penalties: bool = False
+    top_n: int = 0
+    num_kept: int = 0
+    numerics: str = "fast"
+
+    @property
+    def recipe(self) -> quant.Recipe:
+        return quant.Recipe(self.quantization, tuple(self.unquantized))
+
+    @property
+    def pages_per_slot(self) -> int:
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def whole_chunk(self) -> int:
+        """prefill_chunk in whole pages, and no longer than a sequence."""
+        return -(-min(self.prefill_chunk, self.max_length) // self.page_size) * self.page_size

@@ -1,0 +1,82 @@
+"""What a run trains: {"policy": TrainState, "critic": TrainState with GAE, "reference": parameters
+with a KL term, "controllers": their states, where the config names one that has a state}."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis import control, models
+from jaxrl_tis.build import Setup
+from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.optimizer import optimizer_shardings
+from jaxrl_tis.step import TrainState
+
+
+def abstract_state(setup: Setup) -> dict[str, Any]:
+    """The state's shapes, dtypes and shardings, without its values."""
+    shardings = placement.shardings(setup.layout, setup.model)
+    params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+    replicated = setup.layout.replicated()
+    place = lambda tree, where: jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+
+    def network(params, shardings, tx):
+        opt = jax.eval_shape(tx.init, params)
+        opt_shardings = optimizer_shardings(tx, params, shardings, replicated)
+        return TrainState(place(params, shardings), place(opt, opt_shardings))
+
+    state = {"policy": network(params, shardings, setup.optimizer)}
+    if setup.has_critic:
+        value = jax.ShapeDtypeStruct((setup.model.embed_dim,), jnp.float32)
+        state["critic"] = network(
+            {"decoder": params, "value": value},
+            {"decoder": shardings, "value": replicated},
+            setup.critic_optimizer,
+        )
+    if setup.correction.kl is not None:
+        bf16 = transformer.abstract_params(setup.model, "bfloat16")
+        kind = "pinned_host" if setup.config.correction.offload_reference else "device"
+        state["reference"] = place(bf16, placement.shardings(setup.layout, setup.model, kind))
+    states = jax.eval_shape(lambda: control.init(setup.correction))
+    if states:
+        state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
+    return state
+
+
+def initial_params(setup: Setup) -> Any:
+    """The checkpoint at model.path, or random values, in the training layout."""
+    config, shardings = setup.config.model, placement.shardings(setup.layout, setup.model)
+    if config.path:
+        return models.load(config.path, shardings, config.param_dtype)[1]
+    init = lambda key: jax.tree.map(
+        lambda x: x.astype(config.param_dtype), transformer.init(setup.model, key)
+    )
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
+
+
+def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
+    """State at step 0: the critic and the reference start as copies of the policy, which is
+    folded by `model.uaq_scale`."""
+    shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
+    on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
+
+    def make(params):
+        if setup.config.model.uaq_scale != 1:
+            params = transforms.fold(params, setup.config.model.uaq_scale)
+        state = {"policy": TrainState(params, setup.optimizer.init(params))}
+        if setup.has_critic:
+            # A copy, not the same buffers: each network's update donates its own.
+            critic = {
+                "decoder": jax.tree.map(jnp.copy, params),
+                "value": jnp.zeros((setup.model.embed_dim,)),
+            }
+            state["critic"] = TrainState(critic, setup.critic_optimizer.init(critic))
+        if setup.correction.kl is not None:
+            state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        if states := control.init(setup.correction):
+            state["controllers"] = states
+        return state
+
+    return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)

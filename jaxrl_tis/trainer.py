@@ -1,0 +1,203 @@
+"""One step of reinforcement learning on a rollout batch: score it, then update the state."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis import control, correction
+from jaxrl_tis.build import Setup
+from jaxrl_tis.estimators import attribution, batch_metrics
+from jaxrl_tis.models import placement
+from jaxrl_tis.rollouts import Sample, components, kept_metrics
+from jaxrl_tis.rows import Rows, minibatches, num_sequences, packed_minibatches, update_fields
+from jaxrl_tis.scoring import make_collisions, make_logits, make_score, make_score_norms, make_values
+from jaxrl_tis.step import make_critic_step, make_train_step
+
+
+class Trainer:
+    """One step of reinforcement learning over the state; the programs are compiled once."""
+
+    def __init__(self, setup: Setup):
+        self.setup, learner = setup, setup.update_learner
+        self._score = make_score(learner)
+        self._prepare = correction.make_prepare(setup.correction)
+        self._begin = jax.jit(functools.partial(control.begin, setup.correction))
+        self._end = jax.jit(functools.partial(control.end, setup.correction))
+        self._profile = jax.jit(correction.profile_metrics, static_argnums=1)
+        self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
+        self._train_step = make_train_step(learner, setup.correction, setup.optimizer)
+        self._collisions = make_collisions(learner)
+        self._logits = make_logits(learner)
+        self._score_norms = make_score_norms(learner)
+        if setup.has_critic:
+            self._values = make_values(learner)
+            self._critic_step = make_critic_step(
+                learner, setup.config.critic.value_clip, setup.critic_optimizer
+            )
+
+    def score(
+        self, state: dict[str, Any], samples: list[Sample], sampled_by: Mapping[int, Any]
+    ) -> Rows:
+        """The rollout batch [N,T] with everything that is computed once of it.
+
+        Args:
+          state: as the update starts from it: logp_prox is scored at its policy.
+          samples: whole groups.
+          sampled_by: version -> the policy's parameters then, for every version in the records:
+            logp_old is scored at the weights that drew each token. ValueError where one is missing.
+        """
+        rows = self.setup.rows([s.trajectory for s in samples])
+        policy = state["policy"].params
+        micro, flat = self.setup.micro_batches(rows)
+        scored = self._score(policy, micro)
+        rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
+        log_probs = lambda params: flat(self._score(params, micro)["logp"])
+        rows["logp_old"] = at_versions(rows, policy, sampled_by, log_probs)
+        if "critic" in state:
+            rows["values"] = flat(self._values(state["critic"].params, micro))
+        needs = self.setup.correction.needs
+        if "reference" in state:
+            reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
+            rows["logp_ref"] = log_probs(reference)
+            if "logits_ref" in needs:
+                rows["logits_ref"] = flat(self._logits(reference, micro))
+        rows |= reward_fields(samples, needs)
+        by_learner = {
+            "sum_pi_squared": self._collisions, "logits": self._logits,
+            "grad_norms": self._score_norms,
+        }
+        return rows | {
+            name: flat(measure(policy, micro)) for name, measure in by_learner.items()
+            if name in needs
+        }
+
+    def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
+        """Yields the updates' (minibatch, metrics of its packing)."""
+        train, packer = self.setup.config.train, self.setup.packer
+        if packer is None:
+            for minibatch in minibatches(
+                rows, train.minibatches, train.microbatch_rows, seed
+            ):
+                yield minibatch, {}
+            return
+        for minibatch, packing in packed_minibatches(
+            rows, packer, train.minibatches, seed
+        ):
+            yield minibatch, packing.metrics(packer.shards)
+
+    def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
+        """(new state, metrics) after all epochs and minibatches; `version` is that of the state's
+        policy, and the state is donated."""
+        config, count = self.setup.config, len(rows["mask"])
+        rows = rows | update_fields(count, version, step, config.seed)
+        controllers = state["controllers"] if "controllers" in state else {}
+        controllers, settings = self._begin(controllers, rows)
+        rows |= control.fields(settings, count)
+        prepared, measured = self._prepare(rows)
+        measured |= {f"control/{name}": value for name, value in settings.items()}
+        collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
+        if step % config.metrics.percentile_every == 0:
+            measured |= self._profile(rows, bool(rows["turn"].any()))
+            if collisions is None:
+                micro, flat = self.setup.micro_batches(rows)
+                collisions = flat(self._collisions(state["policy"].params, micro))
+        rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        is_taken = self.setup.correction.is_in_update
+        updated = {name: x for name, x in rows.items() if is_taken(name)}
+        collected, counts = [], []
+        for epoch in range(config.train.epochs):
+            for minibatch, packing in self._minibatches(updated, (config.seed, step, epoch)):
+                counts.append(num_sequences(minibatch))
+                minibatch = self.setup.layout.put_batch(minibatch)
+                policy, values = self._train_step(state["policy"], minibatch)
+                state = state | {"policy": policy}
+                if "critic" in state:
+                    critic, critic_values = self._critic_step(state["critic"], minibatch)
+                    state, values = state | {"critic": critic}, values | critic_values
+                collected.append(values | packing)
+        collected = jax.device_get(collected)
+        means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
+        measured = jax.device_get(measured) | means | attribution.shares(means)
+        if collisions is not None:
+            # Of all updates only the first has its gradient at the weights that sampled.
+            measured |= self._variance_proxies(
+                rows["logp_old"], rows["adv"], collisions, rows["mask"],
+                w=rows["weights"] if "weights" in rows else None,
+                gradient_norm=collected[0]["actor/grad_norm"], num_sequences=counts[0],
+            )
+        if controllers:
+            state = state | {"controllers": self._end(controllers, measured, count)}
+        return state, measured
+
+
+def at_versions(
+    rows: Rows, policy: Any, sampled_by: Mapping[int, Any], log_probs: Callable[[Any], np.ndarray]
+) -> np.ndarray:
+    """[N,T] log-probs of every token under the weights that drew it.
+
+    Args:
+      rows: `version`, `mask` and `logp_prox`, which is taken where those weights are the policy's.
+      policy, sampled_by: see `Trainer.score`.
+      log_probs: parameters -> log-probs [N,T] of all tokens.
+    """
+    versions = np.unique(rows["version"][rows["mask"]]).tolist()
+    missing = [v for v in versions if v not in sampled_by]
+    if missing:
+        raise ValueError(
+            f"tokens were drawn by the weights of version {', '.join(map(str, missing))}; of those "
+            f"that are still there ({', '.join(map(str, sampled_by))}) none is theirs, so logp_old "
+            "cannot be scored"
+        )
+    logp_old = rows["logp_prox"]
+    for version in versions:
+        if sampled_by[version] is not policy:
+            logp = log_probs(sampled_by[version])
+            logp_old = np.where(rows["version"] == version, logp, logp_old)
+    return logp_old
+
+
+def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
+    """The fields [N] of the samples' rewards and groups, and what methods need beside them."""
+    column = lambda name, dtype: np.array([getattr(s, name) for s in samples], dtype)
+    fields = {"rewards": column("reward", np.float32), "group": column("group", np.int32)}
+    if "greedy_rewards" in needs:
+        fields["greedy_rewards"] = column("greedy_reward", np.float32)
+    if "reward_components" in needs:
+        fields["reward_components"] = np.stack(list(components(samples).values()), axis=1)
+    return fields
+
+
+_length_metrics = jax.jit(batch_metrics.length_metrics)
+
+
+def sample_metrics(
+    samples: list[Sample], rows: Rows, limits: tuple[int, int]
+) -> dict[str, float]:
+    """Rewards, lengths and the learner's entropy of a rollout batch; `limits` are the most tokens
+    of a prompt and of a response."""
+    prompts, lengths = (
+        np.array([len(getattr(s.trajectory, field)) for s in samples])
+        for field in ("prompt", "tokens")
+    )
+    turns = np.array([s.trajectory.turn.max(initial=0) + 1 for s in samples])
+    rewards, groups = rows["rewards"], rows["group"]
+    by_group = [rewards[groups == g] for g in np.unique(groups)]
+    parts = components(samples)
+    means = {f"reward/component/{name}": x.mean() for name, x in parts.items() if len(parts) > 1}
+    kept = kept_metrics([s.trajectory for s in samples])
+    return means | kept | _length_metrics(
+        prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1],
+        num_turns=turns,
+    ) | {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/score_mean": np.mean([s.score for s in samples]),
+        "reward/equal_groups_ratio": np.mean([np.ptp(r) == 0 for r in by_group]),
+        "response_length/truncated_ratio": np.mean(
+            [s.trajectory.stop_reason == "length" for s in samples]
+        ),
+        "actor/entropy": rows["entropy"][rows["mask"]].mean(),
+    }

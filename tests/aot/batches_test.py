@@ -1,0 +1,39 @@
+"""The batches that programs are compiled for are those of a run."""
+
+from unittest import mock
+
+import pytest
+
+from jaxrl_tis.aot.batches import abstract_minibatch
+from jaxrl_tis.trainer import Trainer
+from jaxrl_tis.state import initial_params, initial_state
+from tests import tiny
+from tests.trainer_test import fake_samples
+
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
+
+
+class Reached(Exception):
+    """An update was called, with this minibatch."""
+
+
+@pytest.mark.parametrize("overrides", [
+    {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
+    {"correction__kl_coeff": 0.1, "train__minibatches": 1},
+    {"train__pack_length": 100, "engine__retention": (1, 1)},
+])
+def test_the_minibatch_is_that_of_a_run(overrides):
+    """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
+    def stopping(state, minibatch):
+        raise Reached(minibatch)
+
+    setup = tiny.setup(**overrides)
+    with tiny.one_device():
+        trainer = Trainer(setup)
+    state = initial_state(setup, initial_params(setup))
+    rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
+    with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
+        trainer.update(state, rows, 1, 0)
+    expected = abstract_minibatch(setup)
+    kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
+    assert kinds(reached.value.args[0]) == kinds(expected)
