@@ -297,8 +297,8 @@ def test_nan_gradients_alone_stop_the_run(tmp_path):
     """The loss may be finite where its gradient is not."""
     update = Trainer.update
 
-    def broken(self, state, rows, now):
-        state, values = update(self, state, rows, now)
+    def broken(self, state, rows, now, version):
+        state, values = update(self, state, rows, now, version)
         return state, values | {"actor/grad_norm": np.float32("inf")}
 
     with mock.patch.object(Trainer, "update", broken), \

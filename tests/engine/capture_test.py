@@ -87,7 +87,7 @@ def test_what_is_recorded_is_of_the_distribution_drawn_from():
 @pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8))])
 def test_a_split_vocabulary_records_what_the_whole_one_records(v, shape):
     one, split = sampled(v), sampled(v, shape)
-    for field in ("token", "kept", "top_ids"):
+    for field in ("tokens", "kept", "top_ids"):
         np.testing.assert_array_equal(getattr(split, field), getattr(one, field))
     np.testing.assert_allclose(split.top_logps, one.top_logps, atol=2e-6)
 
@@ -128,7 +128,7 @@ def test_recording_changes_no_bit_of_the_draw():
     ids = np.arange(64, dtype=np.uint32)
     plain = jax.jit(sampling.sample)(logits(304), rows, keys(64, ids, ids), ids.astype(np.int32))
     assert plain.kept is plain.top_ids is plain.top_logps is None
-    for field in ("token", "logp_behav", "logp_raw", "entropy"):
+    for field in ("tokens", "logp_behav", "logp_raw", "entropy"):
         np.testing.assert_array_equal(getattr(plain, field), getattr(sampled(304), field))
 
 

@@ -74,7 +74,7 @@ def test_rows_without_penalties_draw_the_same_bits_as_an_engine_without():
     plain, other = jax.jit(sampling.sample)(*args), jax.jit(sampling.sample)(
         *args, penalties=penalties
     )
-    for field in ("token", "logp_behav", "logp_raw", "entropy"):
+    for field in ("tokens", "logp_behav", "logp_raw", "entropy"):
         np.testing.assert_array_equal(getattr(other, field), getattr(plain, field))
 
 

@@ -293,5 +293,5 @@ def test_a_row_does_not_see_the_other_rows():
         requests, positions = np.full(6, 99), np.full(6, 50)
         requests[row], positions[row] = row, row
         alone = draw(others, SamplingRows.of(params), keys(6, 1, requests), jnp.asarray(positions))
-        for field in ("token", "logp_behav", "logp_raw", "entropy"):
+        for field in ("tokens", "logp_behav", "logp_raw", "entropy"):
             assert getattr(alone, field)[row] == getattr(together, field)[row], (row, field)
