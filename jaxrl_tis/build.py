@@ -15,7 +15,8 @@ from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.engine.scheduler import Retention, Scheduler
+from jaxrl_tis.engine.residency import Retention
+from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.optimizer import align, make_optimizer

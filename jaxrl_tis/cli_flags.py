@@ -114,8 +114,8 @@ def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
         for field in FREE:
             section = field.partition(".")[0]
             has_split = task in tasks.TASKS and "split" in tasks.parameters(task)
-            kept = {"split": section} if has_split and section in tasks.SPLITS else {}
-            _replace(config[section].params, kept)
+            own = {"split": section} if has_split and section in tasks.SPLITS else {}
+            _replace(config[section].params, own)
     if "model.path" in given and given["model.path"] != config.model.path:
         config.task.tokenizer = ""
     for field in given:

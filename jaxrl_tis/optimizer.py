@@ -27,7 +27,9 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
     return optax.join_schedules([ramp, decay], [config.warmup])
 
 
-def make_optimizer(config: ml_collections.ConfigDict, total_updates: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: ml_collections.ConfigDict, total_updates: int
+) -> optax.GradientTransformation:
     """AdamW with global-norm clipping; matrices are decayed, norms and biases are not. Gradients
     and moments are float32 whatever the parameters are."""
     return _in_float32(optax.chain(

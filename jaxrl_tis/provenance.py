@@ -1,4 +1,4 @@
-"""The file that describes a run: its configuration, the versions and the code that it started with."""
+"""The file that describes a run: the configuration, versions and code that it started with."""
 
 import json
 import math

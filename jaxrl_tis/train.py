@@ -24,14 +24,14 @@ from jaxrl_tis.trainer import Trainer, sample_metrics
 from jaxrl_tis.warmup import warm_up
 
 
-def check_finite(step: int, values: dict[str, float], kept: int | None) -> None:
+def check_finite(step: int, values: dict[str, float], saved: int | None) -> None:
     """FloatingPointError naming the step and the terms that are not finite."""
     bad = {name: float(v) for name, v in values.items() if not math.isfinite(v)}
     # An unclamped divergence may overflow by itself; only what moves the weights stops the run.
     terms = {n: v for n, v in bad.items() if n.endswith(("_loss", "grad_norm", "reward/mean"))}
     if terms:
         named = ", ".join(f"{n} is {v}" for n, v in terms.items())
-        rest = f" and the checkpoint of step {kept} is intact" if kept is not None else ""
+        rest = f" and the checkpoint of step {saved} is intact" if saved is not None else ""
         raise FloatingPointError(f"step {step}: {named}; the run stops here{rest}")
 
 

@@ -13,7 +13,9 @@ from jaxrl_tis.estimators import attribution, batch_metrics
 from jaxrl_tis.models import placement
 from jaxrl_tis.rollouts import Sample, components, kept_metrics
 from jaxrl_tis.rows import Rows, minibatches, num_sequences, packed_minibatches, update_fields
-from jaxrl_tis.scoring import make_collisions, make_logits, make_score, make_score_norms, make_values
+from jaxrl_tis.scoring import (
+    make_collisions, make_logits, make_score, make_score_norms, make_values,
+)
 from jaxrl_tis.step import make_critic_step, make_train_step
 
 

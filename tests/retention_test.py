@@ -9,7 +9,7 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import NEVER, Request
-from jaxrl_tis.engine.scheduler import Retention
+from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.rows import forward_fields
 from jaxrl_tis.scoring import make_score
 from jaxrl_tis.state import initial_params

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
-from jaxrl_tis.engine.scheduler import Stats
+from jaxrl_tis.engine.stats import Stats
 from tests import tiny
 
 TOKENIZER = CharTokenizer("0123456789+= ")

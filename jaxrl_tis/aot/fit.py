@@ -1,7 +1,7 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
 Serving: decode slots for each tensor split, with pages for all of them at full length; training:
-rows of a micro-batch for each mesh split and remat policy. Everything else stays as the config has it.
+rows of a micro-batch for each mesh split and remat policy. Everything else stays as it is.
 A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
 the largest that fits is bisected, and the number of compilations is capped.
 """

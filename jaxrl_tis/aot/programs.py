@@ -138,10 +138,10 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     state = abstract_state(setup)
     engines = setup.engine, setup.learner_engine
     sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
-    kept = {name: state[name] for name in state if name != "controllers"}
+    held = {name: state[name] for name in state if name != "controllers"}
     if setup.config.correction.offload_reference:
-        kept.pop("reference", None)
-    return kept | {
+        held.pop("reference", None)
+    return held | {
         "serving weights": sampling[0], "decode state": sampling[1],
         "evaluation weights": evaluating[0], "evaluation state": evaluating[1],
     }
@@ -158,9 +158,9 @@ def report(
         raise ValueError(
             f"programs {', '.join(unknown)} are none of this run's: {', '.join(available)}"
         )
-    kept, entries = resident(setup), {}
+    held, entries = resident(setup), {}
     for name in names or available:
         made = compiled(name, *available[name], FLAGS[topology.kind])
-        entries[name] = entry(setup, topology, made, kept)
+        entries[name] = entry(setup, topology, made, held)
         on_program(entries[name])
-    return header(setup, topology, kept) | {"programs": entries}
+    return header(setup, topology, held) | {"programs": entries}

@@ -20,7 +20,7 @@ LARGEST = 8  # arrays named of a program
 LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
 
-def header(setup: Setup, topology: Topology, kept: dict[str, Any]) -> dict[str, Any]:
+def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, Any]:
     """What is common to all programs."""
     c = setup.model
     return {
@@ -35,14 +35,14 @@ def header(setup: Setup, topology: Topology, kept: dict[str, Any]) -> dict[str, 
             "train": dict(setup.layout.mesh.shape), "serve": dict(setup.engine.layout.mesh.shape)
         },
         "layers": c.num_layers,
-        "resident_bytes": {name: device_bytes(tree) for name, tree in kept.items()},
+        "resident_bytes": {name: device_bytes(tree) for name, tree in held.items()},
     }
 
 
-def entry(setup: Setup, topology: Topology, made: Any, kept: dict[str, Any]) -> dict[str, Any]:
+def entry(setup: Setup, topology: Topology, made: Any, held: dict[str, Any]) -> dict[str, Any]:
     """Of one `programs.Compiled`; all bytes are those of one device."""
     hbm, job = _hbm(setup, topology), work.work(made.name, setup, made.args)
-    beside = _beside(made.args, _alive(made.name, kept))
+    beside = _beside(made.args, _alive(made.name, held))
     found = {
         "name": made.name, "compile_seconds": round(made.seconds, 2),
         "model_flops": job.flops,
@@ -76,21 +76,21 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 # Memory
 
 
-def _alive(program: str, kept: dict[str, Any]) -> dict[str, Any]:
+def _alive(program: str, held: dict[str, Any]) -> dict[str, Any]:
     """What a run keeps while it is at this program: an evaluation has weights and a cache of its
     own, from `reshard` on, and the sampler's cache is given back for that time."""
     absent = {"decode state"} if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
-    return {name: tree for name, tree in kept.items() if name not in absent}
+    return {name: tree for name, tree in held.items() if name not in absent}
 
 
-def _beside(args: tuple, kept: dict[str, Any]) -> int:
+def _beside(args: tuple, held: dict[str, Any]) -> int:
     """Bytes of what a run keeps on a device and the program does not take."""
     key = lambda x: (x.shape, x.dtype, getattr(x, "sharding", None))
     taken = Counter(key(x) for x in jax.tree.leaves(args))
     rest = []
-    for leaf in jax.tree.leaves(kept):
+    for leaf in jax.tree.leaves(held):
         if taken[key(leaf)]:
             taken[key(leaf)] -= 1
         else:

@@ -1,4 +1,4 @@
-"""A diagnosis: what the tables of trees.py find in the record of a run; __main__.py has its keys."""
+"""What the tables of trees.py find in the record of a run; __main__.py documents the keys."""
 
 import dataclasses
 import json

@@ -57,8 +57,8 @@ def _usual_clip(case):
     if name in ASYNCHRONOUS:
         return "ppo"
     usual = methods.parameters("objective", name)
-    kept = {k: v for k, v in chosen.items() if not k.startswith("clip_") and v != usual[k]}
-    return f"{name}({', '.join(f'{k}={v!r}' for k, v in kept.items())})" if kept else name
+    changed = {k: v for k, v in chosen.items() if not k.startswith("clip_") and v != usual[k]}
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in changed.items())})" if changed else name
 
 
 def _serve_like_train(case):

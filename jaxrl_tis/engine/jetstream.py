@@ -1,7 +1,7 @@
 """Our engine behind the interface of JetStream: jetstream.engine.engine_api.Engine of
 google-jetstream 0.2.2, which `./launch/jetstream.sh` installs and tests it with.
 
-`prefill` fills the pages of a cache of one sequence (the Prefix), `insert` copies them to the pages
+`prefill` fills the pages of a cache of one sequence (the Prefilled prompt), `insert` copies them to the pages
 that a slot always has, and every token, the first included, comes from `generate`.
 """
 
@@ -24,7 +24,7 @@ MIN_PREFILL, MAX_PREFILL = 16, 32768  # JetStream pads prompts to powers of two 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Prefix:
+class Prefilled:
     """Prompt tokens [T] without padding, and pages whose first ones hold their keys."""
 
     tokens: Any
@@ -84,9 +84,9 @@ class Engine(engine_api.Engine):
         return DecodeState(self._engine.init_state(), jnp.zeros(self._engine.slots, jnp.int32))
 
     def prefill(
-        self, *, params: Any, existing_prefix: Prefix | None = None, padded_tokens: Any,
+        self, *, params: Any, existing_prefix: Prefilled | None = None, padded_tokens: Any,
         true_length: int,
-    ) -> Prefix:
+    ) -> Prefilled:
         """ValueError for an empty prompt, NotImplementedError for one that extends another."""
         if existing_prefix is not None:
             raise NotImplementedError("a prompt is prefilled as a whole")
@@ -98,9 +98,9 @@ class Engine(engine_api.Engine):
         for start in range(0, len(tokens), self._engine.prefill_chunk):
             part = tokens[start : start + self._engine.prefill_chunk]
             state = self._engine.prefill(params, state, [Chunk(0, part, start, pages)])
-        return Prefix(jnp.asarray(tokens), state.cache)
+        return Prefilled(jnp.asarray(tokens), state.cache)
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+    def insert(self, prefix: Prefilled, decode_state: DecodeState, slot: int) -> DecodeState:
         tokens, slot, state = np.asarray(prefix.tokens), int(slot), decode_state.engine
         request = Request(str(self._inserted), tokens, self._seed, self._sampling)
         self._inserted += 1
@@ -125,8 +125,8 @@ class Engine(engine_api.Engine):
         )
         return DecodeState(state, lengths), tokens
 
-    def get_prefix_destination_sharding(self) -> Prefix:
-        return Prefix(self._engine.layout.replicated(), self._cache_shardings())
+    def get_prefix_destination_sharding(self) -> Prefilled:
+        return Prefilled(self._engine.layout.replicated(), self._cache_shardings())
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
         """Empty: `build_tokenizer` needs nothing of it."""
@@ -175,8 +175,8 @@ def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:
 
     def place(pool, pages):
         axis = int(pool.ndim == 5)  # behind the layers, where they are stacked
-        kept = jax.lax.slice_in_dim(pages, 1, None, axis=axis)
-        return jax.lax.dynamic_update_slice_in_dim(pool, kept, first, axis)
+        rest = jax.lax.slice_in_dim(pages, 1, None, axis=axis)
+        return jax.lax.dynamic_update_slice_in_dim(pool, rest, first, axis)
 
     return jax.tree.map(place, pools, prefix)
 

@@ -104,6 +104,7 @@ class Worker:
             if self._is_running:
                 self._step()
         self._fail(RuntimeError("the server stops"))
+        self._scheduler.close()
 
     @property
     def _is_running(self) -> bool:

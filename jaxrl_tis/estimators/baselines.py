@@ -106,7 +106,8 @@ def opob(
     norm_b = ratios.zero_padding(grad_norms, jnp.any(ratios.as_bool(mask), axis=1))
     is_weighted_b = norm_b > 0
     log_power_b = 2.0 * log_w_b + jnp.log(jnp.where(is_weighted_b, norm_b, 1.0))
-    largest_b = returns.group_max(jnp.where(is_weighted_b, log_power_b, -jnp.inf), returns.group_ids(group))
+    log_power_b = jnp.where(is_weighted_b, log_power_b, -jnp.inf)
+    largest_b = returns.group_max(log_power_b, returns.group_ids(group))
     power_b = jnp.where(is_weighted_b, jnp.exp(log_power_b - largest_b), 0.0)
     return returns.on_tokens(_minus_weighted_mean(scores_b, power_b, group), mask)
 

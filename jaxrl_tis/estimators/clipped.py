@@ -387,7 +387,7 @@ def clip_cov(
     """
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
     loss_bt, _ = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
-    is_kept_bt = rank_masks.clip_cov(
+    is_accepted_bt = rank_masks.clip_cov(
         log_ratio_bt,
         mask,
         seg,
@@ -401,7 +401,8 @@ def clip_cov(
         clip_cov_lower=clip_cov_lower,
         clip_cov_upper=clip_cov_upper,
     )
-    return jnp.where(is_kept_bt, loss_bt, 0.0), clip_metrics(log_ratio_bt, ~is_kept_bt, mask)
+    metrics = clip_metrics(log_ratio_bt, ~is_accepted_bt, mask)
+    return jnp.where(is_accepted_bt, loss_bt, 0.0), metrics
 
 
 def kl_cov(

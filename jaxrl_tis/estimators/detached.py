@@ -279,13 +279,13 @@ def _probabilities(logp, logp_old, mask):
     return jax.lax.stop_gradient(p_bt), jax.lax.stop_gradient(p_old_bt)
 
 
-def _truncated(is_kept_bt, logp, logp_old, adv, mask, cap):
-    """-sg(min(r, cap) 1[is_kept]) A log pi, and verl's metrics of DPPO."""
+def _truncated(is_accepted_bt, logp, logp_old, adv, mask, cap):
+    """-sg(min(r, cap) 1[is_accepted]) A log pi, and verl's metrics of DPPO."""
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = weights.raw_token(log_ratio_bt, mask)
-    w_bt = jnp.where(is_kept_bt, jnp.minimum(ratio_bt, cap), 0.0)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), ~is_kept_bt, mask)
-    lower = ratios.masked_mean(is_kept_bt & (ratio_bt > cap), mask)
+    w_bt = jnp.where(is_accepted_bt, jnp.minimum(ratio_bt, cap), 0.0)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), ~is_accepted_bt, mask)
+    lower = ratios.masked_mean(is_accepted_bt & (ratio_bt > cap), mask)
     return _reinforce(w_bt, logp, adv_bt, mask), metrics | {"actor/pg_clipfrac_lower": lower}
 
 
@@ -325,10 +325,10 @@ def dppo_tv(
     del seg
     p_bt, p_old_bt = _probabilities(logp, logp_old, mask)
     move_bt = p_bt - p_old_bt
-    is_kept_bt = jnp.where(
+    is_accepted_bt = jnp.where(
         ratios.zero_padding(adv, mask) > 0, move_bt <= dppo_tv_high, move_bt >= -dppo_tv_low
     )
-    return _truncated(is_kept_bt, logp, logp_old, adv, mask, cap)
+    return _truncated(is_accepted_bt, logp, logp_old, adv, mask, cap)
 
 
 def dppo_kl(
@@ -366,12 +366,12 @@ def dppo_kl(
     rest_bt, rest_old_bt = jnp.maximum(1.0 - p_bt, 0.0), jnp.maximum(1.0 - p_old_bt, 0.0)
     odds_bt = (rest_old_bt + PROBABILITY_EPS) / (rest_bt + PROBABILITY_EPS)
     kl_bt = -p_old_bt * log_ratio_bt + rest_old_bt * jnp.log(odds_bt)
-    is_kept_bt = jnp.where(
+    is_accepted_bt = jnp.where(
         ratios.zero_padding(adv, mask) > 0,
         (kl_bt <= dppo_kl_high) | (p_bt <= p_old_bt),
         (kl_bt <= dppo_kl_low) | (p_bt >= p_old_bt),
     )
-    return _truncated(is_kept_bt, logp, logp_old, adv, mask, cap)
+    return _truncated(is_accepted_bt, logp, logp_old, adv, mask, cap)
 
 
 def vespo(

@@ -292,7 +292,7 @@ def _weighted_mean(x, weight):
 
 
 def rejected_fractions(
-    is_kept: chex.Array,
+    is_accepted: chex.Array,
     mask: chex.Array,
     seg: chex.Array | None = None,
     *,
@@ -301,7 +301,7 @@ def rejected_fractions(
     """What a rejection criterion removed, or all of them together.
 
     Args:
-      is_kept: [B, T] True on the tokens kept, from `masks.MASKS`.
+      is_accepted: [B, T] True on the tokens kept, from `masks.MASKS`.
       mask: [B, T] valid tokens, before any rejection.
       seg: [B, T] sequence ids of packed rows, or None.
       option: name of the criterion for the keys; None for all together.
@@ -310,7 +310,7 @@ def rejected_fractions(
     and rollout_corr/rollout_rs_[<option>_]seq_masked_fraction, the share of sequences that lose a
     token (for all together verl divides it by all rows, empty ones too).
     """
-    is_lost_bt = ~ratios.as_bool(is_kept)
+    is_lost_bt = ~ratios.as_bool(is_accepted)
     is_sequence_bs = ratios.sequence_count(is_lost_bt, mask, seg) > 0
     num_lost_bs = ratios.sequence_sum(is_lost_bt, mask, seg)
     metrics = {
@@ -322,7 +322,7 @@ def rejected_fractions(
 
 
 def kept_sample_size(
-    w: chex.Array, is_kept: chex.Array, mask: chex.Array
+    w: chex.Array, is_accepted: chex.Array, mask: chex.Array
 ) -> dict[str, chex.Array]:
     """The sample size that the gradient has: of the weights as they enter it, rejected tokens 0.
 
@@ -330,13 +330,13 @@ def kept_sample_size(
 
     Args:
       w: [B, T] weights, normalised or not.
-      is_kept: [B, T] True on the tokens kept, from `masks.MASKS`.
+      is_accepted: [B, T] True on the tokens kept, from `masks.MASKS`.
       mask: [B, T] valid tokens, before any rejection.
 
     Returns rollout_corr/kept_eff_sample_size, mean(w)^2 / mean(w^2) over the valid tokens with
     w = 0 where rejected: at most the share that is kept, 0 if every token is rejected.
     """
-    kept_bt = jnp.where(ratios.as_bool(is_kept), w, 0.0)
+    kept_bt = jnp.where(ratios.as_bool(is_accepted), w, 0.0)
     return detached({"kept_eff_sample_size": effective_sample_size(kept_bt, mask)}, "rollout_corr/")
 
 

@@ -9,8 +9,8 @@ once for the rollout batch. Masks in `masks.AT_UPDATE` hold the policy that is t
 logp - logp_behav, at every update.
 
 Bypass: for the objective, the KL term and the masks logp_behav takes the place of logp_old and
-logp_prox, so the objective's ratio counts the whole drift, once. Masks and weight judge the drift so
-far, logp - logp_behav, at every update; a weight with a cap for each factor still sees all four.
+logp_prox, so the objective's ratio counts the whole drift, once. Masks and weight judge the drift
+so far, logp - logp_behav, at every update; a weight with a cap for each factor still sees all four.
 """
 
 import chex
@@ -107,12 +107,12 @@ def _corrected(batch, weight, masks, mode, is_batch_normalized):
     def log_ratio(learner):
         return ratios.safe_log_ratio(learner, behav, batch["mask"])
 
-    keep_bt = accepted(log_ratio(batch["logp"]), bypassed(batch, mode), live)
+    is_accepted_bt = accepted(log_ratio(batch["logp"]), bypassed(batch, mode), live)
     if has_weights:
-        return batch["weights"], keep_bt
+        return batch["weights"], is_accepted_bt
     gap_bt = log_ratio(batch["logp"] if mode == "bypass" else batch["logp_old"])
     w_bt, _ = importance_weights(gap_bt, batch, weight, is_batch_normalized)
-    return w_bt, keep_bt & accepted(gap_bt, batch, once)
+    return w_bt, is_accepted_bt & accepted(gap_bt, batch, once)
 
 
 def policy_loss(
@@ -169,12 +169,12 @@ def policy_loss(
     seen = bypassed(batch, mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    w_bt, keep_bt = _corrected(batch, weight, masks, mode, is_batch_normalized)
-    rejected = ratios.masked_mean(~keep_bt, mask)
+    w_bt, is_accepted_bt = _corrected(batch, weight, masks, mode, is_batch_normalized)
+    rejected = ratios.masked_mean(~is_accepted_bt, mask)
     if counts_rejected or "weights" in batch:
-        w_bt = jnp.where(keep_bt, w_bt, 0.0)
+        w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
-        mask = keep_bt
+        mask = is_accepted_bt
     batch = seen | {"weights": jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))}
 
     def aggregate(x_bt):

@@ -414,7 +414,7 @@ def all_of(
       log_ratio, mask, seg: see the module.
       fields: what the criteria need by `NEEDS`; more may be given.
     """
-    is_kept_bt = ratios.as_bool(mask)
+    is_accepted_bt = ratios.as_bool(mask)
     for name, parameters in criteria:
         if name not in MASKS:
             raise ValueError(f"Unknown mask {name!r}; choose one of {', '.join(MASKS)}.")
@@ -423,8 +423,8 @@ def all_of(
             if field not in fields:
                 raise KeyError(f"{name} needs the field {field!r}; given are {sorted(fields)}.")
             needed[field] = fields[field]
-        is_kept_bt &= MASKS[name](log_ratio, mask, seg, **needed, **parameters)
-    return is_kept_bt
+        is_accepted_bt &= MASKS[name](log_ratio, mask, seg, **needed, **parameters)
+    return is_accepted_bt
 
 
 MASKS = {

@@ -6,8 +6,8 @@ reduced, and metrics as means over the valid tokens. The gradient flows through 
 logp_old must be the policy of the start of the learner's steps and not the current one, or the
 ratio is 1 for ever and a clip never acts. By family: clipped token ratios (clipped.py), clipped
 ratios of sequences, turns and prefixes (sequence_clipped.py), detached weights on log-probs
-(detached.py), flipped ratios (flipped.py), mixtures with a teacher (fusion.py), gates, penalties and
-regressions in place of a clip (soft_trust_region.py).
+(detached.py), flipped ratios (flipped.py), mixtures with a teacher (fusion.py), and gates,
+penalties and regressions in place of a clip (soft_trust_region.py).
 """
 
 import chex

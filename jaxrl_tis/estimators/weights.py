@@ -425,8 +425,8 @@ def seq_mask_tis(
       lower: smallest geometric mean kept, inclusive; 0.999 is the default of both.
       upper: largest geometric mean kept, inclusive; 1.002 is the default of both.
     """
-    is_kept_bt = ratios.is_inside(log_raw("geo", log_ratio, mask, seg), lower, upper)
-    return jnp.where(is_kept_bt, raw_token(log_ratio, mask, seg), 0.0)
+    is_accepted_bt = ratios.is_inside(log_raw("geo", log_ratio, mask, seg), lower, upper)
+    return jnp.where(is_accepted_bt, raw_token(log_ratio, mask, seg), 0.0)
 
 
 def batch_normalize(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.experiments import horizon as horizons
+from jaxrl_tis.experiments.horizon import log_softmax
 
 Batch = dict[str, chex.Array]
 LossFn = Callable[[chex.Array, Batch], chex.Array]
@@ -98,7 +98,7 @@ class Problem:
 
     def pick(self, table: np.ndarray) -> np.ndarray:
         """Log-probs of all responses' tokens under a table, [N, T], also where not live."""
-        return horizons.log_softmax(table)[self.responses["row"], self.responses["tokens"]]
+        return log_softmax(table)[self.responses["row"], self.responses["tokens"]]
 
     def differentiate(self, objective: Callable[[chex.Array], chex.Array]) -> np.ndarray:
         """Derivative of a scalar function of log-probs [N, T] with respect to the policy, [P, V].
@@ -127,7 +127,7 @@ class Problem:
             np.arange(self.horizon), [table.shape[1] ** t for t in range(self.horizon)]
         )
         is_tool_p = np.isin(depth_p, self.tool)
-        return np.exp(horizons.log_softmax(np.where(is_tool_p[:, None], self.behaviour, table)))
+        return np.exp(log_softmax(np.where(is_tool_p[:, None], self.behaviour, table)))
 
     def probabilities(self, table: np.ndarray) -> np.ndarray:
         """Probability of each response under a table, [N]."""
@@ -165,7 +165,7 @@ class Problem:
         row, tokens, mask = data["row"], data["tokens"], data["mask"]
         old = self.policy if self.old is None else self.old
         ref = self.policy if self.ref is None else self.ref
-        pi, pi_old = (np.exp(horizons.log_softmax(table)) for table in (self.policy, old))
+        pi, pi_old = (np.exp(log_softmax(table)) for table in (self.policy, old))
         q = self.action_values(self.policy)
         entropy_p = -np.sum(pi_old * np.log(np.where(pi_old > 0, pi_old, 1.0)), axis=1)
         squares_p = np.square(pi_old).sum(axis=1)
@@ -259,7 +259,7 @@ class Problem:
         index_mg, seed_m, p_m = self.batches
         by_logp, by_logits = self._map(jax.grad(loss, argnums=(0, 1)), index_mg, seed_m)
         row_mgt, tokens_mgt = (self.responses[name][index_mg] for name in ("row", "tokens"))
-        pi = np.exp(horizons.log_softmax(self.policy))
+        pi = np.exp(log_softmax(self.policy))
         score = np.eye(pi.shape[1])[tokens_mgt] - pi[row_mgt]
         step = -(by_logp[..., None] * score + by_logits)  # [M, G, T, V]
         mean = np.zeros(self.policy.shape)
@@ -321,7 +321,7 @@ def quantised(logits: np.ndarray, bits: int) -> np.ndarray:
 
 def top_p(logits: np.ndarray, mass: float) -> np.ndarray:
     """The logits with -inf outside the smallest set of tokens that has the given probability."""
-    p = np.exp(horizons.log_softmax(logits))
+    p = np.exp(log_softmax(logits))
     order = np.argsort(-p, axis=1, kind="stable")
     before = np.cumsum(np.take_along_axis(p, order, axis=1), axis=1)
     before = before - np.take_along_axis(p, order, axis=1)

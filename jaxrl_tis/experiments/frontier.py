@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib import figure
 
-from jaxrl_tis.experiments import horizon as horizons
+from jaxrl_tis.experiments.horizon import Chain, Profile, monte_carlo, profile
 
 HORIZONS = (4, 16, 64, 128, 256, 512, 1024)
 VOCAB = 4
@@ -40,7 +40,7 @@ def _mean(horizon, score_v):
 REWARDS = {"last": _last, "mean": _mean}
 
 
-def random_chain(drift: float, reward: str, horizon: int, seed: int = 0) -> horizons.Chain:
+def random_chain(drift: float, reward: str, horizon: int, seed: int = 0) -> Chain:
     """The policies and the centred reward; the same policies at every horizon.
 
     Args:
@@ -53,9 +53,9 @@ def random_chain(drift: float, reward: str, horizon: int, seed: int = 0) -> hori
     policy = rng.normal(size=(VOCAB, VOCAB))
     behaviour = policy + drift * rng.normal(size=(VOCAB, VOCAB))
     reward_tv = REWARDS[reward](horizon, np.linspace(0.0, 1.0, VOCAB))
-    chain = horizons.Chain(policy, behaviour, reward_tv)
+    chain = Chain(policy, behaviour, reward_tv)
     reward_tv[-1] -= chain.expected_reward(chain.mu)
-    return horizons.Chain(policy, behaviour, reward_tv)
+    return Chain(policy, behaviour, reward_tv)
 
 
 def geometric(log_ratio_nt: np.ndarray, adv_n: np.ndarray) -> np.ndarray:
@@ -137,8 +137,8 @@ class Row:
 
     horizon: int
     method: str
-    profile: horizons.Profile
-    half: horizons.Profile | None
+    profile: Profile
+    half: Profile | None
 
 
 def sweep(
@@ -151,8 +151,8 @@ def sweep(
         gradient = chain.true_gradient()
         for name, arguments in EXACT.items():
             moments = chain.moments(*arguments)
-            rows.append(Row(length, name, horizons.profile(moments, gradient, batch), None))
-        sampled = horizons.monte_carlo(chain, SAMPLED, num_samples, seed, batch)
+            rows.append(Row(length, name, profile(moments, gradient, batch), None))
+        sampled = monte_carlo(chain, SAMPLED, num_samples, seed, batch)
         rows += [Row(length, name, *sampled[name]) for name in SAMPLED]
     return rows
 

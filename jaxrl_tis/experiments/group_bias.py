@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_tis.estimators import controllers, methods, rank_masks
-from jaxrl_tis.estimators import loss as losses
+from jaxrl_tis.estimators.loss import importance_weights, needed, policy_loss
 from jaxrl_tis.experiments import exact
 
 GROUP_SIZES = (2, 3)
@@ -111,13 +111,13 @@ def with_advantage(step: Step, logp: chex.Array, batch: exact.Batch) -> exact.Ba
     weight = methods.parse("weight", step.weight)
     fields = batch | {
         "reward_components": batch["rewards"][:, None],
-        "weights": losses.importance_weights(log_ratio, batch, weight)[0],
+        "weights": importance_weights(log_ratio, batch, weight)[0],
     }
     adv = methods.function("advantage", name)(
         batch["rewards"],
         batch["mask"],
         batch["group"],
-        **losses.needed("advantage", name, fields),
+        **needed("advantage", name, fields),
         **parameters,
     )
     return batch | {"adv": adv, "logp": jax.lax.stop_gradient(logp)}
@@ -132,7 +132,7 @@ def loss(step: Step) -> exact.LossFn:
     }
 
     def loss_fn(logp, batch):
-        value, _ = losses.policy_loss(
+        value, _ = policy_loss(
             logp,
             with_advantage(step, logp, batch),
             mode=step.mode,
@@ -158,7 +158,7 @@ def draw(step: Step) -> Callable | None:
 
     def is_drawn(logp, batch):
         batch = with_advantage(step, logp, batch)
-        needs = losses.needed("mask", "clip_cov", batch)
+        needs = needed("mask", "clip_cov", batch)
         return batch["mask"] & ~rank_masks.clip_cov(logp, batch["mask"], **needs, **parameters[0])
 
     return is_drawn

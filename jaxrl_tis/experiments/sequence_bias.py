@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrl_tis.estimators import loss as losses
 from jaxrl_tis.estimators import methods
-from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import exact
+from jaxrl_tis.estimators.loss import MODES
+from jaxrl_tis.experiments import exact, group_bias
 from jaxrl_tis.experiments.group_bias import Row, Step
 
 WEIGHTS = tuple(n for n in methods.TABLES["weight"][0] if not methods.needs("weight", n))
@@ -70,7 +69,7 @@ def rows(
     steps: Mapping[str, Step], vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
 ) -> list[Row]:
     """Every step on one response."""
-    cases = {mode: problem(mode, vocab, horizon, drift, seed) for mode in losses.MODES}
+    cases = {mode: problem(mode, vocab, horizon, drift, seed) for mode in MODES}
     truth = cases["decoupled"].true_gradient()
     return [
         group_bias.against(truth, name, cases[step.mode], group_bias.loss(step))

@@ -214,8 +214,8 @@ def _kernel(
             start = _div(within, tile) * tile
             old = _positions(ref, (buffer,), axis, start, tile)
             at = start + jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
-            new, kept = new_ref[0].astype(jnp.float32), old[...].astype(jnp.float32)
-            old[...] = jnp.where(at == within, new, kept).astype(ref.dtype)
+            new, before = new_ref[0].astype(jnp.float32), old[...].astype(jnp.float32)
+            old[...] = jnp.where(at == within, new, before).astype(ref.dtype)
             in_page = jax.lax.rem(start, jnp.int32(size))
             target = _positions(pool, (layer, page_ref[slot]), axis, in_page, tile)
             copies.append(pltpu.make_async_copy(old, target, written))

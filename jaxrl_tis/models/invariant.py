@@ -106,7 +106,9 @@ def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in
 # Rows
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, layout: Layout | None, plain: Callable) -> jax.Array:
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, layout: Layout | None, plain: Callable
+) -> jax.Array:
     """`plain(x, scale, eps)` of rows [B,T,D], or [B,T,H,K] with heads cut over devices; the scale
     is rounded to x's dtype, in which a sampler holds it."""
     return _normed(x, scale.astype(x.dtype), eps, layout, plain)
@@ -185,7 +187,9 @@ def paged_attention(q_bthk: jax.Array, read: Callable, table_bp: jax.Array, inde
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def row_attention(q_bthk, k_btnk, v_btnk, segment_ids_bt, layout: Layout | None = None) -> jax.Array:
+def row_attention(
+    q_bthk, k_btnk, v_btnk, segment_ids_bt, layout: Layout | None = None
+) -> jax.Array:
     """`attention.row_attention` in which the keys of a segment are pages of PAGE keys."""
 
     def local(q_bthk, k_btnk, v_btnk, segments_bt):

@@ -70,8 +70,8 @@ class Recipe:
     @property
     def id(self) -> str:
         """"w8a8", or "w8a8 except o,down"; the same for every spelling of the same recipe."""
-        kept = [name for name in QUANTIZED if name in self.unquantized]
-        return self.scheme + (f" except {','.join(kept)}" if kept else "")
+        whole = [name for name in QUANTIZED if name in self.unquantized]
+        return self.scheme + (f" except {','.join(whole)}" if whole else "")
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.engine.scheduler import Full, Retention, Scheduler
+from jaxrl_tis.engine.residency import Retention
+from jaxrl_tis.engine.scheduler import Full, Scheduler
 from tests import arithmetic
 
 RUNS, EVENTS = 16, 900

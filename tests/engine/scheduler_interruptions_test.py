@@ -9,7 +9,8 @@ import pytest
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import LongestFirst
 from jaxrl_tis.engine.records import NEVER
-from jaxrl_tis.engine.scheduler import Retention, Scheduler
+from jaxrl_tis.engine.residency import Retention
+from jaxrl_tis.engine.scheduler import Scheduler
 from tests.arithmetic import (
     Engine, alone, assert_as_alone, assert_replays, being_filled, drain, request, started, text_of,
 )

@@ -171,9 +171,9 @@ def test_no_metric_divides_by_zero():
 def test_the_sample_size_of_the_kept_tokens_counts_the_rejected_ones_as_zero():
     mask = jnp.array([[1, 1, 1, 0], [1, 1, 1, 1]])  # 7 valid tokens
 
-    def kept_size(w, is_kept):
-        w_bt, keep_bt = jnp.array(w), jnp.array(is_kept, bool)
-        [(name, value)] = jax.jit(diagnostics.kept_sample_size)(w_bt, keep_bt, mask).items()
+    def kept_size(w, is_accepted):
+        w_bt, is_accepted_bt = jnp.array(w), jnp.array(is_accepted, bool)
+        [(name, value)] = jax.jit(diagnostics.kept_sample_size)(w_bt, is_accepted_bt, mask).items()
         assert name == "rollout_corr/kept_eff_sample_size"
         return value
 
@@ -267,8 +267,8 @@ def rejection_metrics(log_ratio, mask, seg=None, options=tuple(REJECTION)):
         band = {"upper": upper} if lower is None else {"lower": lower, "upper": upper}
         metrics |= diagnostics.rejection_metrics(log_ratio, mask, seg, option=option, **band)
         criteria.append((option, band))
-    is_kept = masks.all_of(criteria, log_ratio, mask, seg)
-    return metrics | diagnostics.rejected_fractions(is_kept, mask, seg)
+    is_accepted = masks.all_of(criteria, log_ratio, mask, seg)
+    return metrics | diagnostics.rejected_fractions(is_accepted, mask, seg)
 
 
 jitted_rejection = jax.jit(rejection_metrics)
@@ -412,9 +412,9 @@ def test_rejection_metrics_follow_their_definition(spread):
 
 def test_rejected_fractions_of_any_criterion():
     # Rows lose 1 of 3 tokens, none of 1, and 0 of 0; what stands at padding does not count.
-    is_kept = jnp.array([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
+    is_accepted = jnp.array([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
     mask = jnp.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    metrics = diagnostics.rejected_fractions(is_kept, mask, option="veto")
+    metrics = diagnostics.rejected_fractions(is_accepted, mask, option="veto")
     expected = {"veto_masked_fraction": 0.25, "veto_seq_masked_fraction": 0.5}
     assert set(metrics) == {f"rollout_corr/rollout_rs_{name}" for name in expected}
     assert_metrics(metrics, expected, "rollout_corr/rollout_rs_")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import loss as losses
+from jaxrl_tis.estimators.loss import importance_weights, policy_loss
 
 LOGP = jnp.array([[-0.9, -1.1, -0.4], [-0.8, -1.9, -0.7]])
 BATCH = {
@@ -26,7 +26,7 @@ TIS = ("token_tis", {"cap": 1.5})
 
 def test_weighted_loss_by_hand():
     # Every ratio lies inside the band, so the loss is -w r A with w = min(exp(old - behav), 1.5).
-    value, metrics = losses.policy_loss(
+    value, metrics = policy_loss(
         LOGP, BATCH, weight=TIS, objective=PPO, aggregation="token-mean"
     )
     r = np.exp([0.1, -0.1, 0.1, 0.2, 0.1])
@@ -41,8 +41,8 @@ def test_weighted_loss_by_hand():
 def test_kl_and_entropy_terms():
     entropy = jnp.array([[0.5, 1.0, 1.5], [2.0, 1.0, jnp.nan]])
     parts = {"weight": NONE, "objective": PPO, "aggregation": "token-mean"}
-    base, _ = losses.policy_loss(LOGP, BATCH, **parts)
-    value, metrics = losses.policy_loss(
+    base, _ = policy_loss(LOGP, BATCH, **parts)
+    value, metrics = policy_loss(
         LOGP, BATCH, kl=("k2", {}), kl_coeff=0.3, entropy=entropy, entropy_coeff=0.01, **parts
     )
     kl_loss = np.mean(np.square([0.3, -0.1, -0.1, 0.3, 0.3])) / 2
@@ -50,10 +50,10 @@ def test_kl_and_entropy_terms():
     np.testing.assert_allclose(metrics["actor/entropy_loss"], 1.2, rtol=1e-6)
     np.testing.assert_allclose(value, base + 0.3 * kl_loss - 0.01 * 1.2, rtol=1e-5)
     np.testing.assert_allclose(metrics["actor/pg_loss"], base, rtol=1e-6)
-    assert "actor/kl_loss" not in losses.policy_loss(LOGP, BATCH, **parts)[1]
+    assert "actor/kl_loss" not in policy_loss(LOGP, BATCH, **parts)[1]
 
     def total(entropy):
-        return losses.policy_loss(LOGP, BATCH, entropy=entropy, entropy_coeff=0.01, **parts)[0]
+        return policy_loss(LOGP, BATCH, entropy=entropy, entropy_coeff=0.01, **parts)[0]
 
     gradient = jax.grad(total)(entropy)
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
@@ -68,8 +68,8 @@ def test_the_denominators_of_the_full_batch_are_handed_on():
         ("seq-mean-token-sum", {"num_seqs": 8.0}),
         ("seq-mean-token-sum-norm", {"scale": 12.0}),
     ):
-        own, _ = losses.policy_loss(LOGP, BATCH, aggregation=mode, **parts)
-        part, _ = losses.policy_loss(LOGP, BATCH, aggregation=mode, **parts, **whole)
+        own, _ = policy_loss(LOGP, BATCH, aggregation=mode, **parts)
+        part, _ = policy_loss(LOGP, BATCH, aggregation=mode, **parts, **whole)
         np.testing.assert_allclose(4.0 * part, own, rtol=1e-6, err_msg=mode)
 
 
@@ -79,13 +79,13 @@ def test_bypass_counts_the_whole_drift_once():
     expected = -np.sum(
         (np.exp(LOGP - BATCH["logp_behav"]) * BATCH["adv"])[np.array(BATCH["mask"]) == 1]
     )
-    once, _ = losses.policy_loss(LOGP, bypass, weight=NONE, **parts)
+    once, _ = policy_loss(LOGP, bypass, weight=NONE, **parts)
     np.testing.assert_allclose(once, expected, rtol=1e-5)
     # A weight on top finds no gap left to correct.
-    again, _ = losses.policy_loss(LOGP, bypass, weight=TIS, **parts)
+    again, _ = policy_loss(LOGP, bypass, weight=TIS, **parts)
     np.testing.assert_allclose(again, expected, rtol=1e-5)
     # Decoupled with an unbounded weight, w r is the same product.
-    decoupled, _ = losses.policy_loss(LOGP, BATCH, weight=("token_tis", {"cap": jnp.inf}), **parts)
+    decoupled, _ = policy_loss(LOGP, BATCH, weight=("token_tis", {"cap": jnp.inf}), **parts)
     np.testing.assert_allclose(decoupled, expected, rtol=1e-5)
 
 
@@ -98,12 +98,12 @@ def test_bypass_judges_the_learner_as_it_is_now():
         "weight": ("token_tis", {"cap": 1.2}), "masks": (("token_ratio", {"upper": 1.55}),),
         "objective": ("reinforce", {}), "mode": "bypass",
     }
-    value, metrics = losses.policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
+    value, metrics = policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
     np.testing.assert_allclose(value, 0.8627, atol=1e-4)
     np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
     # Three tokens are left of five.
-    kept, _ = losses.policy_loss(LOGP, BATCH, aggregation="token-mean", **parts)
-    stays, _ = losses.policy_loss(
+    kept, _ = policy_loss(LOGP, BATCH, aggregation="token-mean", **parts)
+    stays, _ = policy_loss(
         LOGP, BATCH, aggregation="token-mean", counts_rejected=True, **parts
     )
     np.testing.assert_allclose((kept, stays), (value / 3, value / 5), rtol=1e-5)
@@ -122,12 +122,12 @@ def test_decoupled_judges_a_mask_of_the_policy_at_every_update(brings_weights):
         "objective": ("reinforce", {}), "masks": OPSM, "aggregation": "token-mean",
         "counts_rejected": not brings_weights,
     }
-    at_old, metrics = losses.policy_loss(BATCH["logp_old"], fields, **parts)
+    at_old, metrics = policy_loss(BATCH["logp_old"], fields, **parts)
     weight = 2.0 if brings_weights else 1.0
     # -A log pi: 1 + 1 + 0.5 - 0.5 (1 + 2)
     np.testing.assert_allclose(at_old, weight * (2.5 - 1.5) / 5, rtol=1e-5)
     assert metrics["actor/rejected_fraction"] == 0.0
-    value, metrics = losses.policy_loss(moved, fields, **parts)
+    value, metrics = policy_loss(moved, fields, **parts)
     np.testing.assert_allclose(value, weight * (0.9 + 1.1 + 0.4) / 5, rtol=1e-5)
     np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
 
@@ -136,11 +136,11 @@ def test_a_mask_of_the_gap_is_judged_with_the_weights():
     """With the weights of a batch it was judged before, and nothing is rejected any more."""
     masks = (("token_ratio", {"upper": 1.55}),)
     parts = {"objective": ("reinforce", {}), "masks": masks, "aggregation": "token-sum"}
-    judged, metrics = losses.policy_loss(LOGP, BATCH, **parts)
+    judged, metrics = policy_loss(LOGP, BATCH, **parts)
     # logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: the last token goes.
     np.testing.assert_allclose(judged, 0.9 + 1.1 + 0.4 - 0.5 * 0.8, rtol=1e-5)
     assert "actor/rejected_fraction" not in metrics
-    given, _ = losses.policy_loss(LOGP, BATCH | {"weights": jnp.ones((2, 3))}, **parts)
+    given, _ = policy_loss(LOGP, BATCH | {"weights": jnp.ones((2, 3))}, **parts)
     np.testing.assert_allclose(given, 0.9 + 1.1 + 0.4 - 0.5 * (0.8 + 1.9), rtol=1e-5)
 
 
@@ -154,23 +154,23 @@ def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
         "mask": jnp.ones((1, 1)),
     }
     parts = {"weight": ("token_tis", {"cap": 2.0}), "objective": PPO, "aggregation": "token-mean"}
-    gradient = jax.grad(lambda logp: losses.policy_loss(logp, batch, **parts)[0])
+    gradient = jax.grad(lambda logp: policy_loss(logp, batch, **parts)[0])
     np.testing.assert_allclose(gradient(x), [[-2.0]], rtol=1e-6)
     np.testing.assert_array_equal(gradient(x + 1.0), [[0.0]])
 
 
 def test_precomputed_weights_are_used_as_they_are():
     parts = {"objective": PPO, "aggregation": "seq-mean-token-mean"}
-    w, _ = losses.importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
+    w, _ = importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
     fields = {name: x for name, x in BATCH.items() if name != "logp_behav"} | {"weights": w}
-    expected, _ = losses.policy_loss(LOGP, BATCH, weight=TIS, **parts)
-    actual, _ = losses.policy_loss(LOGP, fields, weight=TIS, **parts)
+    expected, _ = policy_loss(LOGP, BATCH, weight=TIS, **parts)
+    actual, _ = policy_loss(LOGP, fields, weight=TIS, **parts)
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
-    doubled, _ = losses.policy_loss(LOGP, fields | {"weights": 2.0 * w}, weight=TIS, **parts)
+    doubled, _ = policy_loss(LOGP, fields | {"weights": 2.0 * w}, weight=TIS, **parts)
     np.testing.assert_allclose(doubled, 2.0 * expected, rtol=1e-6)
 
     def total(w):
-        return losses.policy_loss(LOGP, fields | {"weights": w}, weight=TIS, **parts)[0]
+        return policy_loss(LOGP, fields | {"weights": w}, weight=TIS, **parts)[0]
 
     np.testing.assert_array_equal(jax.grad(total)(w), np.zeros(w.shape))
 
@@ -189,7 +189,7 @@ def test_a_missing_field_is_named_with_its_user(field, changes, message):
     batch = {name: x for name, x in BATCH.items() if name != field}
     parts = {"weight": TIS, "objective": PPO, "aggregation": "token-mean"} | changes
     with pytest.raises(KeyError, match=message):
-        losses.policy_loss(LOGP, batch, **parts)
+        policy_loss(LOGP, batch, **parts)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_missing_field_is_named_with_its_user(field, changes, message):
 def test_a_name_that_is_not_there_is_an_error(changes, message):
     parts = {"weight": TIS, "objective": PPO, "aggregation": "token-mean"} | changes
     with pytest.raises(ValueError, match=message):
-        losses.policy_loss(LOGP, BATCH, **parts)
+        policy_loss(LOGP, BATCH, **parts)
 
 
 SEQUENCES = list(itertools.product(range(3), range(3)))
@@ -237,7 +237,7 @@ def expected_gradient(name, parameters, params, sampler_params):
     }
 
     def total(params):
-        return losses.policy_loss(
+        return policy_loss(
             sequence_logps(params), batch, weight=(name, parameters), objective=PPO,
             aggregation="token-sum",
         )[0]
@@ -274,7 +274,7 @@ def test_only_the_full_sequence_weight_gives_the_exact_policy_gradient():
 def test_gmpo_takes_the_geometric_mean_of_the_weights():
     # Row 0: of (exp(0.4), exp(-0.1), 1) over 3 tokens; row 1: of (1, 1.5) over 2.
     objective = ("gmpo", {"clip_low": 0.4, "clip_high": 0.4})
-    value, _ = losses.policy_loss(
+    value, _ = policy_loss(
         LOGP, BATCH, weight=TIS, objective=objective, aggregation="seq-mean-token-mean"
     )
     first = np.exp((0.1 - 0.1 + 0.1) / 3) * np.exp((0.4 - 0.1) / 3)

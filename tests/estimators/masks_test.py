@@ -227,9 +227,9 @@ def test_the_band_of_k1_is_on_the_inverse_ratio(level):
     # pi_old / mu = 3, so mu / pi_old = 1/3: inside [0.25, 1.5], outside [0.5, 4].
     log_ratio, mask = jnp.log(jnp.array([[3.0]])), jnp.ones((1, 1))
     k1, ratio = masks.MASKS[f"{level}_k1"], masks.MASKS[f"{level}_ratio"]
-    for function, is_kept in ((k1, True), (ratio, False)):
-        assert function(log_ratio, mask, lower=0.25, upper=1.5) == is_kept
-        assert function(log_ratio, mask, lower=0.5, upper=4.0) != is_kept
+    for function, is_accepted in ((k1, True), (ratio, False)):
+        assert function(log_ratio, mask, lower=0.25, upper=1.5) == is_accepted
+        assert function(log_ratio, mask, lower=0.5, upper=4.0) != is_accepted
 
 
 @pytest.mark.parametrize("upper", [1.0, 2.0, 1.001])
@@ -272,19 +272,19 @@ def test_ratio_bands_and_the_veto_keep_their_bounds(dtype):
         for name, weight in pairs.items():
             for x in bounds:
                 for band in ({"lower": x, "upper": 9.0}, {"lower": 0.0, "upper": x}):
-                    is_kept = masks.MASKS[name](log_ratio[x], mask, **band)
+                    is_accepted = masks.MASKS[name](log_ratio[x], mask, **band)
                     w = weights.WEIGHTS[weight](log_ratio[x], mask, **band)
                     is_lower = band["lower"] > 0
-                    found[name, x, is_lower] = is_kept
+                    found[name, x, is_lower] = is_accepted
                     found[weight, x, is_lower] = w > 0
         return found
 
     with jax.enable_x64(dtype == np.float64):
         near = np.array([[-step], [0.0], [step]])
         found = kept({x: jnp.array(np.log(x) + near, dtype) for x in bounds})
-    for (name, x, *is_lower), is_kept in found.items():
+    for (name, x, *is_lower), is_accepted in found.items():
         expected = [False, True, True] if name == "veto" or is_lower[0] else [True, True, False]
-        np.testing.assert_array_equal(is_kept[:, 0], expected, err_msg=f"{name} {x} {is_lower}")
+        np.testing.assert_array_equal(is_accepted[:, 0], expected, err_msg=f"{name} {x} {is_lower}")
 
 
 def test_sums_of_k1_clamp_each_token_and_sums_of_ratios_the_whole():
@@ -342,23 +342,23 @@ def test_trust_region_mask_is_a_maximum_over_tokens():
     learner = jnp.log(jnp.array([[[0.5, 0.5], [0.4, 0.6], [0.5, 0.5]]]))
     mask, unused = jnp.ones((1, 3), bool), jnp.full((1, 3), NAN)
 
-    def is_kept(mask, delta):
+    def is_accepted(mask, delta):
         return masks.trm(
             unused, mask, logits_behav=behav, logits=learner, trm_delta=delta
         )
 
-    assert np.all(is_kept(mask, 0.0205)) and not np.any(is_kept(mask, 0.0204))
-    np.testing.assert_array_equal(is_kept(mask.at[0, 1].set(False), 1e-6), [[1, 0, 1]])
-    assert np.all(is_kept(mask, jnp.inf))
+    assert np.all(is_accepted(mask, 0.0205)) and not np.any(is_accepted(mask, 0.0204))
+    np.testing.assert_array_equal(is_accepted(mask.at[0, 1].set(False), 1e-6), [[1, 0, 1]])
+    assert np.all(is_accepted(mask, jnp.inf))
 
 
 def test_the_sampler_may_exclude_tokens_and_the_learner_may_not():
     # KL of (1, 0) against (0.5, 0.5) is ln 2; of (0.5, 0.5) against (1, 0) infinite.
     one, half = jnp.array([[[0.0, -jnp.inf]]]), jnp.zeros((1, 1, 2))
     mask = jnp.ones((1, 1))
-    for delta, is_kept in ((0.694, True), (0.693, False)):
+    for delta, is_accepted in ((0.694, True), (0.693, False)):
         kept = masks.trm(mask, mask, logits_behav=one, logits=half, trm_delta=delta)
-        assert kept == is_kept
+        assert kept == is_accepted
     assert not masks.trm(mask, mask, logits_behav=half, logits=one, trm_delta=1e6)
 
 
@@ -384,19 +384,19 @@ def test_off_policy_sequence_mask_by_hand():
         jnp.array([[-1.0, 1.0, NAN], [-1.0, 1.0, NAN]]),
     )
 
-    def is_kept(adv, delta):
+    def is_accepted(adv, delta):
         return masks.opsm(
             behav - 5.0, mask, logp=logp, logp_behav=behav, adv=adv, opsm_delta=delta
         )
 
-    np.testing.assert_array_equal(is_kept(adv, 0.5), [[0, 1, 0], [1, 1, 0]])
-    np.testing.assert_array_equal(is_kept(jnp.abs(adv), 0.5), mask)
-    np.testing.assert_array_equal(is_kept(0.0 * adv, 0.5), mask)
-    np.testing.assert_array_equal(is_kept(adv, jnp.inf), mask)
-    np.testing.assert_array_equal(is_kept(adv, 0.61), mask)
+    np.testing.assert_array_equal(is_accepted(adv, 0.5), [[0, 1, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(is_accepted(jnp.abs(adv), 0.5), mask)
+    np.testing.assert_array_equal(is_accepted(0.0 * adv, 0.5), mask)
+    np.testing.assert_array_equal(is_accepted(adv, jnp.inf), mask)
+    np.testing.assert_array_equal(is_accepted(adv, 0.61), mask)
     logp = behav - 0.5  # exact in binary: the bound itself is kept
-    np.testing.assert_array_equal(is_kept(adv, 0.5), mask)
-    np.testing.assert_array_equal(is_kept(adv, 0.499), [[0, 1, 0]] * 2)
+    np.testing.assert_array_equal(is_accepted(adv, 0.5), mask)
+    np.testing.assert_array_equal(is_accepted(adv, 0.499), [[0, 1, 0]] * 2)
 
 
 def test_staleness_counts_the_oldest_token():
@@ -404,7 +404,7 @@ def test_staleness_counts_the_oldest_token():
     mask = jnp.array([[1, 1, 1, 1, 1, 0], [1, 0, 1, 1, 1, 1]])
     seg = jnp.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
 
-    def is_kept(staleness_max):
+    def is_accepted(staleness_max):
         return masks.staleness(
             jnp.zeros((2, 6)),
             mask,
@@ -414,10 +414,10 @@ def test_staleness_counts_the_oldest_token():
             staleness_max=staleness_max,
         )
 
-    np.testing.assert_array_equal(is_kept(0), np.zeros((2, 6)))
-    np.testing.assert_array_equal(is_kept(1), [[1, 1, 1, 0, 0, 0], [0] * 6])
-    np.testing.assert_array_equal(is_kept(2), [[1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1]])
-    np.testing.assert_array_equal(is_kept(3), mask)
+    np.testing.assert_array_equal(is_accepted(0), np.zeros((2, 6)))
+    np.testing.assert_array_equal(is_accepted(1), [[1, 1, 1, 0, 0, 0], [0] * 6])
+    np.testing.assert_array_equal(is_accepted(2), [[1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(is_accepted(3), mask)
 
 
 def test_several_criteria_are_all_met_on_the_mask_as_sampled():

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.estimators import loss as losses
 from jaxrl_tis.estimators import methods, ratios
+from jaxrl_tis.estimators.loss import accepted, importance_weights, kl_term, needed, policy_loss
 
 LENGTHS = (5, 2, 1, 4, 3, 3)
 WIDTH = 5
@@ -86,14 +86,14 @@ def token_fields(batch):
 def weights(logp, batch, name):
     batch = batch | {"logp": logp}
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
-    return losses.importance_weights(log_ratio_bt, batch, method("weight", name))[0]
+    return importance_weights(log_ratio_bt, batch, method("weight", name))[0]
 
 
 def kept(logp, batch, name):
     """1 where the mask keeps a token, 0 elsewhere."""
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
-    is_kept_bt = losses.accepted(log_ratio_bt, batch | {"logp": logp}, (method("mask", name),))
-    return is_kept_bt.astype(log_ratio_bt.dtype)
+    is_accepted_bt = accepted(log_ratio_bt, batch | {"logp": logp}, (method("mask", name),))
+    return is_accepted_bt.astype(log_ratio_bt.dtype)
 
 
 def objective(logp, batch, name):
@@ -101,17 +101,17 @@ def objective(logp, batch, name):
     batch = batch | {"weights": weights(logp, batch, "token_tis")}
     fields = [batch[field] for field in ("logp_old", "adv", "mask")]
     seg = batch["seg"] if "seg" in batch else None
-    extra = losses.needed("objective", name, batch)
+    extra = needed("objective", name, batch)
     return methods.function("objective", name)(logp, *fields, seg, **extra, **parameters)[0]
 
 
 def kl(logp, batch, name):
-    return losses.kl_term(logp, batch, method("kl", name))
+    return kl_term(logp, batch, method("kl", name))
 
 
 def loss(logp, batch, mode):
     """A loss of all parts, a scalar, with the counts of the full batch."""
-    return losses.policy_loss(
+    return policy_loss(
         logp, batch, aggregation=mode, objective=method("objective", "dual_clip"),
         weight=method("weight", "seq_tis"), masks=(method("mask", "seq_mean_k3"),),
         kl=method("kl", "k3"), kl_coeff=0.1, num_tokens=batch["num_tokens"],

@@ -36,7 +36,8 @@ STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_b
 @functools.partial(jax.jit, static_argnames=STATIC)
 def run(name, logp, batch, aggregation="token-sum", **parameters):
     """(loss [B, T], metrics, gradient of the aggregate), needs taken from the batch."""
-    needs = {field: batch[field] for field in soft_trust_region.NEEDS[name]} if name in soft_trust_region.NEEDS else {}
+    fields = soft_trust_region.NEEDS[name] if name in soft_trust_region.NEEDS else ()
+    needs = {field: batch[field] for field in fields}
     seg = batch["seg"] if "seg" in batch else None
 
     def total(logp):

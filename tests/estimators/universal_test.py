@@ -49,9 +49,9 @@ def test_on_policy_weights_are_1():
 def test_on_policy_masks_keep_every_token():
     masks, batch = on_policy("mask")
     is_fresh = np.all(batch["version"] >= 3, where=batch["mask"], axis=1, keepdims=True)
-    for name, (is_kept,) in masks.items():
+    for name, (is_accepted,) in masks.items():
         wanted = batch["mask"] & is_fresh if name == "staleness" else batch["mask"]
-        np.testing.assert_array_equal(is_kept, wanted, err_msg=name)
+        np.testing.assert_array_equal(is_accepted, wanted, err_msg=name)
 
 
 def test_on_policy_gradient_is_minus_the_advantage():

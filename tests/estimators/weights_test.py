@@ -238,9 +238,9 @@ def test_a_ratio_that_is_its_bound_is_kept(dtype):
 
     with jax.enable_x64(dtype == np.float64):
         found = kept({x: jnp.array(log_ratios(x), dtype) for _, x, _ in cases})
-    for case, is_kept in zip(cases, found, strict=True):
+    for case, is_accepted in zip(cases, found, strict=True):
         expected = [False, True, True] if case[2] == "lower" else [True, True, False]
-        np.testing.assert_array_equal(is_kept, expected, err_msg=str(case))
+        np.testing.assert_array_equal(is_accepted, expected, err_msg=str(case))
 
 
 def test_the_bound_is_on_the_token_or_on_the_sum():

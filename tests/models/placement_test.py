@@ -40,7 +40,8 @@ def test_an_illegal_degree_is_refused_before_any_array_is_placed():
 
 def test_a_width_that_does_not_divide_is_refused_with_both_numbers():
     config = dataclasses.replace(CONFIG, vocab_size=19)
-    with pytest.raises(ValueError, match="'embed'.*axis 'vocab' of size 19 cannot be cut into 2 shards"):
+    message = "'embed'.*axis 'vocab' of size 19 cannot be cut into 2 shards"
+    with pytest.raises(ValueError, match=message):
         placement.shardings(sharding.layout((1, 4, 2), sharding.TRAIN_RULES), config)
 
 

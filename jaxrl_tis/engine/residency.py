@@ -1,0 +1,269 @@
+"""Who lives where: the slots of an engine and the pages of its cache, and who has to leave them.
+
+A waiting sequence is admitted to a slot once there are pages for what it has so far. It may lose
+them to an older one, or make way for one that comes before it; what it drew stays in any case. All
+pages of a shard hold the longest sequence, and the oldest of a shard never loses its own, so every
+sequence ends.
+"""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from jaxrl_tis.engine.pages import NULL, Pages
+from jaxrl_tis.engine.prefixes import Prefixes
+from jaxrl_tis.engine.protocol import EngineProtocol
+from jaxrl_tis.engine.sequences import Sequence
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.engine.waiting import Waiting
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Pages that a sequence keeps: its first `sinks` and its last `window` full ones (StreamingLLM,
+    arXiv:2309.17453); what it loses is recorded as evict_step."""
+
+    sinks: int
+    window: int
+
+    def __post_init__(self):
+        if self.sinks < 0 or self.window < 1:
+            raise ValueError(f"{self}: keep at least one page of the window and no negative sinks")
+
+
+class Residency:
+    """Slots and pages of an engine.
+
+    Args:
+      engine: sizes, see EngineProtocol.
+      waiting: sequences without a slot.
+      stats: where admissions and losses are counted.
+      divide, retention: see Scheduler.
+
+    Attributes:
+      left: slots that are free here and still count in the engine.
+      table, shift: pages of each slot and positions evicted from them, as the engine takes them.
+      pages: of each shard.
+      prefixes: tokens whose pages several sequences share.
+    """
+
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        waiting: Waiting,
+        stats: Stats,
+        divide: int = 0,
+        retention: Retention | None = None,
+    ):
+        self._engine, self._waiting, self._stats = engine, waiting, stats
+        self._divide, self._retention = divide, retention
+        self._slots: dict[int, Sequence] = {}
+        self.left: set[int] = set()
+        per_slot = -(-engine.max_length // engine.page_size)
+        self.table = np.zeros((engine.slots, per_slot), np.int32)
+        self.shift = np.zeros(engine.slots, np.int32)
+        self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
+        self.prefixes = Prefixes(self.pages, engine.page_size)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether it lives in a slot or waits for one."""
+        return sequence.slot >= 0 or sequence in self._waiting
+
+    def sequences(self) -> list[Sequence]:
+        return sorted([*self._waiting, *self._slots.values()], key=lambda s: s.order)
+
+    def running(self, shard: int | None = None) -> list[Sequence]:
+        """Oldest first."""
+        is_in = lambda s: s.is_running and shard in (None, s.shard)
+        return sorted(filter(is_in, self._slots.values()), key=lambda s: s.order)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        if sequence.is_running:
+            self.left.add(sequence.slot)
+        else:
+            self.prefixes.find(sequence.key, sequence.shard).waiters.remove(sequence)
+        self.table[sequence.slot], self.shift[sequence.slot] = 0, 0
+        del self._slots[sequence.slot]
+        sequence.slot, sequence.is_running = -1, False
+        sequence.admitted_after = self._waiting.admissions
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of wherever it is; its pages go back."""
+        if sequence.slot >= 0:
+            self._leave_slot(sequence)
+        else:
+            self._waiting.remove(sequence)
+        if sequence.pages:
+            self.pages[sequence.shard].release(sequence.pages)
+        sequence.pages, sequence.page_numbers = [], []
+        self.drop_idle(sequence)
+
+    def retract(self, sequence: Sequence) -> None:
+        """Back to the waiting ones, without pages."""
+        had_pages = bool(sequence.pages)
+        self.leave(sequence)
+        if had_pages:
+            sequence.forget()
+        self._waiting.add(sequence)
+
+    # Into a slot
+
+    def admit(self) -> list[Sequence]:
+        """Gives waiting sequences slots and pages, in the order of the policy. A parked sequence,
+        which kept its pages, waits for a slot of its shard, unless too many passed it; one without
+        room for its pages lets nobody pass.
+
+        Returns the parked ones: their pages are filled already.
+        """
+        if self._divide:
+            self._make_way()
+        if len(self._slots) == self._engine.slots:
+            return []
+        free, parked = self._free(), []
+        for sequence in self._waiting.in_order():
+            shards = [s for s in free if free[s]]
+            if not shards:
+                break
+            if sequence.pages and sequence.shard not in shards:
+                if not self._waiting.is_overdue(sequence):
+                    continue
+                self.retract(sequence)
+            is_parked = bool(sequence.pages)
+            if not is_parked and not self._find_pages(sequence, shards):
+                break
+            self._take_slot(sequence, free[sequence.shard].pop(0), is_parked)
+            if is_parked:
+                parked.append(sequence)
+        return parked
+
+    def _make_way(self) -> None:
+        """Sequences that have drawn their share wait again, with their pages, if others come before
+        them. Those with evicted keys stay: they cannot be rebuilt, should their pages be needed."""
+        is_done = lambda s: s.since_admission >= self._divide and not s.shift
+        priority, left = self._waiting.priority, []
+        done = sorted(filter(is_done, self.running()), key=priority, reverse=True)
+        free = collections.Counter({shard: len(slots) for shard, slots in self._free().items()})
+        for other in self._waiting.in_order() if done else ():
+            is_before = lambda s: self._waiting.is_overdue(other) or priority(other) < priority(s)
+            if not done or not is_before(done[0]):
+                break  # nor is any other
+            is_home = lambda shard: not other.pages or shard == other.shard
+            shard, slots = max(((s, n) for s, n in free.items() if is_home(s)), key=lambda x: x[1])
+            if slots:
+                free[shard] -= 1
+                continue
+            sequence = next((s for s in done if is_home(s.shard)), None)
+            if sequence is not None and is_before(sequence):
+                done.remove(sequence)
+                left.append(sequence)
+        for sequence in left:
+            self._leave_slot(sequence)
+            self._waiting.add(sequence)
+
+    def _free(self) -> dict[int, list[int]]:
+        """Free slots of each shard."""
+        free = {shard: [] for shard in range(self._engine.shards)}
+        for slot in range(self._engine.slots):
+            if slot not in self._slots:
+                free[slot * self._engine.shards // self._engine.slots].append(slot)
+        return free
+
+    def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
+        """Pages for what it has so far in one of the shards, best where others have them."""
+        shared = lambda shard: self.prefixes.shared(sequence, shard)
+        preference = lambda shard: (-shared(shard), -self.pages[shard].free, shard)
+        for shard in sorted(shards, key=preference):
+            if self._has_room(sequence, shard):
+                self._stats.shared += shared(shard)
+                self.prefixes.join(sequence, shard)
+                return True
+        return False
+
+    def _take_slot(self, sequence: Sequence, slot: int, is_running: bool) -> None:
+        sequence.slot, sequence.is_running, sequence.since_admission = slot, is_running, 0
+        self._slots[slot] = sequence
+        self._waiting.admit(sequence)
+        self.drop_idle(sequence)
+
+    def _has_room(self, sequence: Sequence, shard: int) -> bool:
+        """Whether its pages are free, and one more for each running sequence to grow into; makes
+        them free, but not those it would share, if only waiting sequences are in the way."""
+        running, needed = len(self.running(shard)), self.prefixes.new_pages(sequence, shard)
+        while self.pages[shard].free < needed + running:
+            if not self._reclaim(shard, (sequence.key, sequence.base_key)):
+                return False
+        return True
+
+    def _reclaim(self, shard: int, keep: tuple[bytes, ...] = ()) -> bool:
+        """Frees pages that no slot needs: of a prompt, not one of `keep`, that waits for more of
+        its samples, or of the youngest sequence that made way."""
+        if self.prefixes.reclaim(shard, keep):
+            return True
+        parked = self._waiting.parked(shard)
+        if parked:
+            self.retract(max(parked, key=lambda s: s.order))
+        return bool(parked)
+
+    def drop_idle(self, sequence: Sequence) -> None:
+        """Lets shared pages of its tokens go that nobody will ask for."""
+        for key in (sequence.key, sequence.base_key):
+            if not self._waiting.has(key):
+                self.prefixes.drop(key)
+
+    def settle(self, sequence: Sequence) -> None:
+        """It is in its slot and decodes from now on."""
+        self.left.discard(sequence.slot)
+        sequence.is_running = True
+        self.shift[sequence.slot] = sequence.shift
+        self._tabulate(sequence)
+
+    def _tabulate(self, sequence: Sequence) -> None:
+        self.table[sequence.slot] = NULL
+        self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
+
+    # More pages, and fewer
+
+    def grow(self, width: int) -> None:
+        """Pages for the next tokens of every running sequence, the oldest first."""
+        size = self._engine.page_size
+        for sequence in self.running():
+            if not sequence.is_running:
+                continue  # lost its slot to an older one
+            end = sequence.length - 1 + min(width, sequence.remaining) - sequence.shift
+            count = -(-end // size) - len(sequence.pages)
+            if count <= 0:
+                continue
+            pages = self.pages[sequence.shard]
+            while count > pages.free and self._preempt(sequence):
+                pass
+            if not sequence.is_running:
+                continue
+            number = (sequence.page_numbers or [-1])[-1] + 1
+            sequence.page_numbers += range(number, number + count)
+            sequence.pages += pages.allocate(count)
+            self._tabulate(sequence)
+
+    def _preempt(self, sequence: Sequence) -> bool:
+        """Frees pages for a sequence: what nobody uses, else those of the youngest of its shard,
+        which may be the sequence itself; then False."""
+        if self._reclaim(sequence.shard):
+            return True
+        youngest = max(
+            (s for s in self._slots.values() if s.shard == sequence.shard), key=lambda s: s.order
+        )
+        self.retract(youngest)
+        self._stats.preempted += 1
+        return youngest is not sequence
+
+    def evict(self, sequence: Sequence) -> None:
+        """Frees the pages beyond those that its retention keeps, if it has one."""
+        if self._retention is None:
+            return
+        size, most = self._engine.page_size, self._retention.sinks + self._retention.window
+        while (sequence.length - 1 - sequence.shift) // size > most:
+            page = sequence.evict(self._retention.sinks, size, self._engine.max_length)
+            self.pages[sequence.shard].release([page])
+            self._stats.evicted += 1
+            self.shift[sequence.slot] = sequence.shift
+            self._tabulate(sequence)

@@ -1,0 +1,37 @@
+"""What a scheduler counts."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counts since the scheduler was made.
+
+    Attributes:
+      tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
+      drafted, accepted: tokens of drafts.
+      prefilled, shared: prompt tokens computed, and taken over from another sample of the group.
+      preempted: sequences that lost their pages to older ones; evicted: pages.
+      engine_seconds: spent in or waiting for the engine; seconds: in `step`.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    busy: int = 0
+    slot_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    prefilled: int = 0
+    shared: int = 0
+    preempted: int = 0
+    evicted: int = 0
+    engine_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        return self.busy / max(self.slot_steps, 1)
+
+    def since(self, before: "Stats") -> "Stats":
+        """What was counted after a copy was made."""
+        return Stats(*(now - old for now, old in zip(*map(dataclasses.astuple, (self, before)))))
