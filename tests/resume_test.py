@@ -224,3 +224,19 @@ def test_a_second_ctrl_c_stops_at_once():
         assert interrupt.is_set
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_path):
+    tiny.run(tmp_path, steps=1)
+    restore = checkpoint.Checkpoints.restore
+
+    def as_once(self, abstract):
+        state, meta = restore(self, abstract)
+        return state, {"step": meta["step"], "batches": meta["source"]["batches"]}
+
+    with (
+        mock.patch.object(checkpoint.Checkpoints, "restore", as_once),
+        pytest.raises(ValueError, match="nothing of version and source: .* a new workdir") as error,
+    ):
+        tiny.run(tmp_path, steps=2)
+    assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis.aot import fit, report
+from jaxrl_tis.aot import report
 from jaxrl_tis.aot import programs as aot
 from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
@@ -276,72 +276,3 @@ def test_what_stays_beside_a_program():
     assert report._beside((a,), kept) == 4 * (256 + 512)
     assert report._beside((a, a, b), kept) == 0
     assert report._beside((), kept) == 4 * (2 * 256 + 512)
-
-
-# The search
-
-
-def test_the_search_finds_the_largest_that_fits():
-    """Rows are multiples of the data shards that divide an update's 64 * 8 sequences."""
-    tpu.devices("v5e:2x2")
-    topology = Topology.parse("v5e:2x2")
-
-    def entry(self, name, setup):
-        config = setup.config
-        size = config.train.microbatch_rows if name == "train" else config.engine.slots
-        memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
-        return {"memory": memory, "fits": size <= 16, "over_in": "hbm"}
-
-    with mock.patch.object(fit.Search, "_entry", entry):
-        rows = fit.Search(small("quickstart"), SHAPES, topology).run()
-        capped = fit.Search(small("quickstart"), SHAPES, topology, limit=3)
-        other = fit.Search(small("gsm8k_qwen25_0p5b:grpo"), SHAPES, topology).run()
-        capped.run()
-    tried = lambda **which: [
-        (r["size"], r["fits"]) for r in rows if all(r[k] == v for k, v in which.items())
-    ]
-    until = [(32, False), (8, True), (16, True)]  # of 4, 8, ... 512
-    assert tried(program="train", mesh=(1, 4, 1), remat="full") == until
-    assert tried(program="decode", mesh=(4, 1, 1)) == until
-    # Of two key/value heads.
-    assert {r["mesh"] for r in rows} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
-    assert {r["mesh"] for r in other} == {(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2)}
-    two_shards = [r for r in other if r["mesh"] == (1, 2, 2) and r["remat"] == "none"]
-    assert [r["size"] for r in two_shards] == [4, 8, 16]  # of 2, 4, 8, 16: divide 80 sequences
-    assert len(capped.rows) == 3 and not capped.is_whole
-    assert "100.0%" in fit.line(rows[2]) and "does not fit in hbm" in fit.line(rows[0])
-
-
-def test_the_search_tries_no_split_that_a_run_refuses():
-    """Prefills of 32 prompts cannot be cut into 64 shards, nor 8 key/value heads into 16."""
-    tpu.devices("v5p:4x4x4")
-    memory = {"peak_bytes": 1, "beside_bytes": 1, "hbm_bytes": 17}
-    fits = lambda self, name, setup: {"memory": memory, "fits": True, "over_in": "hbm"}
-    with mock.patch.object(fit.Search, "_entry", fits):
-        search = fit.Search(
-            configured("dapo_qwen25_32b").lock(), SHAPES, Topology.parse("v5p:4x4x4"), limit=60
-        )
-        rows = search.run()
-    serving = {r["mesh"] for r in rows if r["program"] == "decode"}
-    assert serving == {(32, 1, 2), (16, 1, 4), (8, 1, 8)} and search.is_whole
-    training = {r["mesh"] for r in rows if r["program"] == "train"}
-    assert training == {(1, 64, 1), (1, 32, 2), (1, 16, 4), (1, 8, 8)}
-    with pytest.raises(ValueError, match="nonesuch"):
-        config = small("quickstart", engine__quantization="nonesuch")
-        fit.Search(config, SHAPES, Topology.parse("v5e:2x2")).run()
-
-
-def test_of_equal_rows_the_setting_that_recomputes_least_is_advised():
-    row = lambda program, mesh, remat, size, fits=True: {
-        "program": program, "mesh": mesh, "remat": remat, "size": size, "fits": fits,
-    }
-    rows = [
-        row("decode", (4, 1, 1), "", 64, fits=False),
-        row("train", (1, 4, 1), "full", 16), row("train", (1, 4, 1), "none", 8),
-        row("train", (1, 2, 2), "dots", 16), row("train", (1, 2, 2), "none", 32, fits=False),
-    ]
-    assert fit.advice(rows) == (
-        "decode: nothing that was tried fits\n"
-        "train: --config.mesh.train='(1,2,2)' --config.model.remat=dots "
-        "--config.train.microbatch_rows=16"
-    )

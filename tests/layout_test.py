@@ -1,0 +1,222 @@
+"""The house: who may know whom, two levels of folders, a test for every file.
+
+A part of the package is a file at its top or one of its folders. `MAY_IMPORT` stands in the order of
+the house, from the ground up: a part knows none but those above it here, so nothing is circular.
+"""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxrl_tis"
+
+MAY_IMPORT = {
+    # The ground: arrays, tables and files.
+    "cli": (),
+    "data": (),
+    "fields": (),
+    "metrics": (),
+    "progress": (),
+    "provenance": (),
+    "checkpoint": ("provenance",),
+    "cli_flags": ("cli", "data"),
+    "report": ("cli", "metrics", "progress"),
+    "sharding": ("fields",),
+    "kernels": ("sharding",),
+    # Estimators know no model, models no engine, the engine no learner.
+    "estimators": ("kernels",),
+    "models": ("kernels", "sharding"),
+    "engine": ("data", "fields", "kernels", "models", "sharding"),
+    "rollouts": ("data", "engine", "metrics"),
+    "evaluate": ("data", "engine", "rollouts"),
+    # The learner knows records of the engine, and none of its programs.
+    "correction": ("estimators", "fields"),
+    "control": ("correction", "estimators"),
+    "optimizer": ("estimators",),
+    "rows": ("engine", "fields"),
+    "scoring": ("estimators", "kernels", "models"),
+    "step": ("correction", "estimators", "kernels", "optimizer", "scoring"),
+    # A config, checked and made into programs and state.
+    "validate": (
+        "control", "correction", "data", "engine", "estimators", "fields", "kernels", "models",
+        "optimizer", "rows",
+    ),
+    "build": (
+        "correction", "data", "engine", "models", "optimizer", "rows", "scoring", "sharding",
+        "validate",
+    ),
+    "state": ("build", "control", "models", "optimizer", "step"),
+    "warmup": (
+        "build", "data", "metrics", "models", "optimizer", "progress", "rollouts", "rows", "step",
+    ),
+    "trainer": (
+        "build", "control", "correction", "estimators", "models", "rollouts", "rows", "scoring",
+        "step",
+    ),
+    # Tools.
+    "aot": (
+        "build", "cli", "cli_flags", "control", "correction", "data", "engine", "fields", "models",
+        "rows", "scoring", "sharding", "state", "step", "validate",
+    ),
+    "libtpu_flags": ("aot", "cli"),
+    "doctor": ("cli", "estimators", "metrics"),
+    "experiments": ("cli", "estimators"),
+    "gate": (
+        "build", "cli", "cli_flags", "data", "engine", "estimators", "models", "rollouts",
+        "scoring", "sharding", "state",
+    ),
+    "score": ("cli_flags", "models"),
+    "serve": ("build", "checkpoint", "cli_flags", "data", "engine", "models", "state"),
+    # The run knows everything.
+    "train": (
+        "build", "checkpoint", "data", "evaluate", "gate", "metrics", "progress", "provenance",
+        "report", "rollouts", "state", "trainer", "validate", "warmup",
+    ),
+    "main": ("cli_flags", "train"),
+}
+# Files without a test of their own name, and the one that tests them.
+COVERED = {
+    "aot/__main__": "aot/programs_test",
+    "aot/flags": "aot/programs_test",
+    "aot/hlo_flops": "aot/hlo_test",
+    "aot/hlo_groups": "aot/hlo_test",
+    "aot/hlo_text": "aot/hlo_test",
+    "aot/report": "aot/programs_test",
+    "build": "configs_test",
+    "doctor/__main__": "doctor/diagnose_test",
+    "doctor/case": "doctor/diagnose_test",
+    "engine/config": "engine/engine_test",
+    "engine/protocol": "engine/scheduler_test",
+    "engine/residency": "engine/scheduler_interruptions_test",
+    "engine/shards": "engine/sharded_test",
+    "engine/stats": "engine/scheduler_fuzz_test",
+    "experiments/frontier": "experiments/horizon_test",
+    "experiments/oracle": "cli_test",
+    "gate/__main__": "gate/report_test",
+    "gate/ladder": "gate/report_test",
+    "kernels/head": "kernels/logprob_test",
+    "kernels/logprob_chunked": "kernels/logprob_test",
+    "kernels/logprob_invariant": "models/invariant_test",
+    "kernels/segment_reference": "kernels/segment_test",
+    "libtpu_flags": "cli_test",
+    "models/stacking": "models/safetensors_test",
+    "report/__main__": "report/page_test",
+    "scoring": "step_test",
+    "serve/__main__": "serve/setup_test",
+    "serve/answer": "serve/app_test",
+}
+
+
+def sources() -> list[pathlib.Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def name_of(path: pathlib.Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def imported(text: str) -> list[tuple[str, str | None]]:
+    """(part of the package, alias of a module of it if it has one) for each import of a source."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [(a.name.split(".")[1], a.asname) for a in node.names
+                      if a.name.startswith("jaxrl_tis.")]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise ValueError("imports here are absolute")
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "jaxrl_tis":
+            _, *parts = node.module.split(".")
+            for alias in node.names:
+                module = PACKAGE.joinpath(*parts, alias.name)
+                is_module = module.is_dir() or module.with_suffix(".py").exists()
+                found.append((parts[0] if parts else alias.name, alias.asname and is_module or None))
+    return found
+
+
+def forbidden(name: str, text: str) -> list[str]:
+    """Parts that a source imports and may not."""
+    part = name.split("/")[0]
+    known = {other for other, _ in imported(text)} - {part}
+    return sorted(known - set(MAY_IMPORT[part]))
+
+
+def test_every_part_knows_none_but_those_before_it():
+    parts = list(MAY_IMPORT)
+    assert set(parts) == {name_of(path).split("/")[0] for path in sources()}
+    for i, part in enumerate(parts):
+        above = sorted(set(MAY_IMPORT[part]) - set(parts[:i]))
+        assert not above, f"{part} stands before {above} and may not know them"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_a_file_imports_what_its_part_may(path):
+    assert forbidden(name_of(path), path.read_text()) == []
+
+
+def test_no_permission_is_idle():
+    used = {part: set() for part in MAY_IMPORT}
+    for path in sources():
+        part = name_of(path).split("/")[0]
+        used[part] |= {other for other, _ in imported(path.read_text())} - {part}
+    idle = {part: sorted(set(MAY_IMPORT[part]) - used[part]) for part in MAY_IMPORT}
+    assert not {part: names for part, names in idle.items() if names}
+
+
+@pytest.mark.parametrize("name, text", [
+    ("estimators/ratios", "from jaxrl_tis.models import transformer"),
+    ("kernels/tiles", "def f():\n    from jaxrl_tis.models.quant import dot"),
+    ("models/quant", "from jaxrl_tis import engine"),
+    ("rollouts", "import jaxrl_tis.trainer"),
+])
+def test_a_broken_direction_is_seen(name, text):
+    [other] = forbidden(name, text)
+    assert other in text
+
+
+def test_modules_keep_their_names_where_they_are_imported():
+    """But for the adapter, whose classes have the names that its interface gives them."""
+    renamed = {name_of(p) for p in sources() if any(a for _, a in imported(p.read_text()))}
+    assert renamed == {"engine/jetstream"}
+
+
+def test_folders_are_two_levels_deep_and_describe_themselves():
+    assert all(len(path.relative_to(PACKAGE).parts) <= 2 for path in sources())
+    for folder in PACKAGE.iterdir():
+        if folder.is_dir() and folder.name != "__pycache__" and folder.name not in (
+            "engine", "kernels",
+        ):
+            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+
+
+def test_nothing_is_passed_on_to_a_second_importer():
+    """A name is imported from where it is defined: no file imports what it does not use, but for
+    `models`, whose `load`, `read_config` and `save` are its interface."""
+    idle = {}
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        names = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        texts = " ".join(
+            node.value for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+        left = sorted(name for name in names - used if name not in texts)
+        if left:
+            idle[name_of(path)] = left
+    assert idle == {}
+
+
+def test_every_file_has_a_test_of_its_name_or_a_named_one():
+    test_of = lambda name: ROOT / "tests" / f"{name}_test.py"
+    missing = {name_of(path) for path in sources() if not test_of(name_of(path)).exists()}
+    assert missing == set(COVERED)
+    for name, test in COVERED.items():
+        text, module = (ROOT / "tests" / f"{test}.py").read_text(), name.split("/")[-1]
+        words = (module, name.split("/")[0]) if module == "__main__" else (module,)
+        assert any(word in text for word in words), f"{test} does not name {name}"
