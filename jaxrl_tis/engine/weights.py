@@ -103,8 +103,8 @@ class Weights:
         exchange parts of their own columns: in one step from the learner's layout XLA would move
         the whole table to each of them."""
         head = "embed" if self._config.tie_embeddings else "head"
-        is_kept = name == head and self._program.highest_head
-        w = w.astype("float32" if is_kept else self._program.dtype)
+        is_float = name == head and self._program.highest_head
+        w = w.astype("float32" if is_float else self._program.dtype)
         w = jax.lax.with_sharding_constraint(w, home)
         is_cut = "embed" in self._axes[name] and self._config.embed_dim % self._layout.shards == 0
         if is_cut and self._holds((home,)):

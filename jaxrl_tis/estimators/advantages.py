@@ -244,12 +244,12 @@ def _gae_recursion(rewards, mask, values, gamma, lam):
 
     is_valid_bt = ratios.as_bool(mask)
     scan = functools.partial(segment_scan, seg=jnp.ones(mask.shape, jnp.int32), reverse=True)
-    is_accepted_bt = lambda factor: jnp.where(is_valid_bt, factor, 1.0).astype(values_bt.dtype)
+    carried_bt = lambda factor: jnp.where(is_valid_bt, factor, 1.0).astype(values_bt.dtype)
     # From the right, the value of the token that comes first, and so of the next valid one.
-    first_bt = scan(values_bt, decay=is_accepted_bt(0.0))
+    first_bt = scan(values_bt, decay=carried_bt(0.0))
     next_bt = jnp.pad(first_bt[:, 1:], ((0, 0), (0, 1)))
     delta_bt = ratios.zero_padding(rewards_bt + gamma * next_bt - values_bt, mask)
-    adv_bt = scan(delta_bt, decay=is_accepted_bt(gamma * lam))
+    adv_bt = scan(delta_bt, decay=carried_bt(gamma * lam))
     return jax.lax.stop_gradient((ratios.zero_padding(adv_bt, mask), values_bt))
 
 

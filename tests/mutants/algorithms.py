@@ -29,7 +29,7 @@ MUTANTS = [
         ("the adaptive range widens where it should narrow",
          "(1.0 + clip_high) / w_bt", "(1.0 + clip_high) * w_bt"),
         ("a selected token keeps its loss",
-         "jnp.where(is_kept_bt, loss_bt, 0.0)", "jnp.where(is_kept_bt, loss_bt, loss_bt)"),
+         "jnp.where(is_accepted_bt, loss_bt, 0.0)", "jnp.where(is_accepted_bt, loss_bt, loss_bt)"),
     ),
     *of(
         "estimators/sequence_clipped.py",
@@ -69,7 +69,7 @@ MUTANTS = [
          "lambda_bt * jnp.expm1(log_w_bt)", "lambda_bt * jnp.exp(log_w_bt)"),
     ),
     *of(
-        "estimators/smooth.py",
+        "estimators/soft_trust_region.py",
         ("the temperatures are exchanged",
          "jnp.where(adv_bt > 0, temperature_pos, temperature_neg)",
          "jnp.where(adv_bt > 0, temperature_neg, temperature_pos)"),
@@ -99,7 +99,7 @@ MUTANTS = [
          "alpha * logits + (1.0 - alpha) * logits_teacher"),
     ),
     *of(
-        "estimators/selection.py",
+        "estimators/rank_masks.py",
         ("a mean square at the threshold is kept",
          "is_valid_bt & (key_bt < edge)) < m2po_threshold",
          "is_valid_bt & (key_bt < edge)) <= m2po_threshold"),
@@ -121,7 +121,7 @@ MUTANTS = [
     *of(
         "estimators/advantages.py",
         ("leave-one-out with the sample in", "count - 1.0)", "count)"),
-        ("GAE ignores lambda", "keep_bt(gamma * lam)", "keep_bt(gamma)"),
+        ("GAE ignores lambda", "carried_bt(gamma * lam)", "carried_bt(gamma)"),
         ("GAE's next value may be that of a tool's token",
          "jnp.pad(first_bt[:, 1:], ((0, 0), (0, 1)))",
          "jnp.pad(values_bt[:, 1:], ((0, 0), (0, 1)))"),
@@ -134,11 +134,6 @@ MUTANTS = [
     ),
     *of(
         "estimators/baselines.py",
-        ("the reward is put on the last column",
-         "jnp.max(jnp.where(mask, position, -1)", "jnp.max(jnp.where(mask | True, position, -1)"),
-        ("a group's variance is the biased one",
-         "group_sum(jnp.square(scores_b - mean), ids), count - 1.0)",
-         "group_sum(jnp.square(scores_b - mean), ids), count)"),
         ("the baseline does not weigh by length",
          "_minus_weighted_mean(scores_b, length_b, group)",
          "_minus_weighted_mean(scores_b, jnp.ones_like(length_b), group)"),
@@ -147,6 +142,14 @@ MUTANTS = [
         ("the baseline of a token knows that token alone",
          "ratios.zero_padding(jnp.cumsum(power_bt * square_bt, axis=1), mask)",
          "ratios.zero_padding(power_bt * square_bt, mask)"),
+    ),
+    *of(
+        "estimators/returns.py",
+        ("the reward is put on the last column",
+         "jnp.max(jnp.where(mask, position, -1)", "jnp.max(jnp.where(mask | True, position, -1)"),
+        ("a group's variance is the biased one",
+         "group_sum(jnp.square(scores_b - mean), ids), count - 1.0)",
+         "group_sum(jnp.square(scores_b - mean), ids), count)"),
         ("rewards so far instead of to go", "axis=1, reverse=True)", "axis=1, reverse=False)"),
     ),
     *of(

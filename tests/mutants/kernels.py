@@ -73,6 +73,14 @@ MUTANTS = [
          "kernels/logprob_sharded_test.py::test_values_and_gradients_equal_float64"),
     ),
     *of(
+        "kernels/head.py",
+        ("the head is multiplied in the precision of the rest",
+         "jnp.float32 if self.highest else x.dtype", "x.dtype",
+         "kernels/logprob_test.py::"
+         "test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16"),
+        tests="kernels/logprob_test.py",
+    ),
+    *of(
         "kernels/logprob_chunked.py",
         ("the gradient of the entropy lacks the entropy",
          "(logp + f.entropy[..., None])", "logp", "kernels/logprob_test.py::test_values_and_gradients_equal_float64"),
@@ -86,10 +94,6 @@ MUTANTS = [
         ("empty places of a set keep the last token",
          "(kept.ids_bnk >= 0) & (kept.ids_bnk < vocab)", "kept.ids_bnk < vocab",
          "kernels/logprob_test.py::test_a_kept_set_by_hand"),
-        ("the head is multiplied in the precision of the rest",
-         "jnp.float32 if self.highest else x.dtype", "x.dtype",
-         "kernels/logprob_test.py::"
-         "test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16"),
         tests="kernels/logprob_test.py",
     ),
     *of(
@@ -118,7 +122,7 @@ MUTANTS = [
         ("values have the scales of the keys", "p * scale_n2s[:, 1:]", "p * scale_n2s[:, :1]",
          "test_attention_and_pool_equal_float64"),
         ("the new key is written one place early",
-         "jnp.where(at == within, new, kept)", "jnp.where(at == within - 1, new, kept)",
+         "jnp.where(at == within, new, before)", "jnp.where(at == within - 1, new, before)",
          "test_attention_and_pool_equal_float64"),
     ),
 ]

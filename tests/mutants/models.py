@@ -53,7 +53,7 @@ MUTANTS = [
          "retention_test.py::test_packed_rows_drop_them_too"),
         ("the learner's keys are not rounded like the sampler's",
          "if program.kv_dtype is not None:", "if program.kv_dtype is not None and False:",
-         "gate_test.py::test_a_float_cache_of_fewer_bits_is_seen"),
+         "gate/report_test.py::test_a_float_cache_of_fewer_bits_is_seen"),
         tests="models/transformer_test.py models/golden_test.py",
     ),
     *of(
