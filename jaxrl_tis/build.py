@@ -57,17 +57,17 @@ class Setup:
 
     @property
     def retention(self) -> Retention | None:
-        """Pages that the sequences of `engine` keep; None if all."""
+        """The pages that the sequences of `engine` keep; None if they keep all."""
         sinks, window = self.config.engine.retention
         return Retention(sinks, window) if window else None
 
     def rows(self, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-        """Records of `engine` as rows, see rows.trajectory_rows."""
+        """Lays records of `engine` into rows, see rows.trajectory_rows."""
         return trajectory_rows(trajectories, self.row_length, self.retention is not None)
 
     def micro_batches(self, rows: dict[str, np.ndarray]):
-        """(what a log-prob takes, in micro-batches of the learner's layout; function from results
-        [M,R,T,...] to rows [N,T,...])."""
+        """Cuts rows into micro-batches of the learner's layout. Returns (what a log-prob takes of
+        them, a function that turns results [M,R,T,...] back into rows [N,T,...])."""
         forward = forward_fields(rows)
         if self.packer is None:
             size = self.config.train.microbatch_rows
@@ -80,7 +80,8 @@ class Setup:
         return self.layout.put_batch(micro), flat
 
     def serving_params(self, params: Any, version: int) -> Any:
-        """What `engine` samples with: the policy of this version in its format, with its noise."""
+        """Makes what `engine` samples with: the policy of this version in the sampler's format,
+        with the noise of that version."""
         e, noise = self.config.engine, None
         if e.noise_start:
             noise = transforms.noise(
@@ -90,7 +91,8 @@ class Setup:
         return self.engine.load(params, noise)
 
     def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
-        """Of one of the engines, with these serving parameters; see Scheduler for more options."""
+        """Makes a scheduler for one of the engines with these serving parameters; `options` are
+        further arguments of Scheduler."""
         config, drafts = self.config.engine, None
         retention = self.retention if engine is self.engine else None
         if config.max_draft:
@@ -103,7 +105,7 @@ class Setup:
 
     @property
     def update_learner(self) -> Learner:
-        """The learner on the rows of the updates."""
+        """The learner as the updates use it, on packed rows where the config packs them."""
         if self.packer is None:
             return self.learner
         return dataclasses.replace(
@@ -128,7 +130,7 @@ def assemble(
     config: ml_collections.ConfigDict, chosen: Correction, model: ModelConfig, tokenizer: Any,
     devices: list | None = None, **sampler,
 ) -> Setup:
-    """The programs of a checked config.
+    """Makes the programs of a checked config.
 
     Args:
       chosen: its methods, as `validate` returns them.
@@ -190,7 +192,8 @@ def assemble(
 
 
 def _check_logits(config, chosen: Correction, vocab_size: int) -> None:
-    """ValueError where a method keeps more than MAX_LOGITS numbers of every rollout batch."""
+    """Refuses with ValueError a method that keeps more than MAX_LOGITS numbers of every rollout
+    batch."""
     needs = {f: user for f, user in chosen.needs.items() if f.startswith("logits")}
     tokens = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.rollout.prompts * config.rollout.group_size
@@ -204,7 +207,7 @@ def _check_logits(config, chosen: Correction, vocab_size: int) -> None:
 
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
-    """The model whose shape the config spells, for a run without a checkpoint."""
+    """Returns the model whose shape the config spells out, for a run without a checkpoint."""
     m = config.model
     return ModelConfig(
         family="llama", vocab_size=vocab_size, embed_dim=m.embed_dim,

@@ -24,7 +24,7 @@ FAILURES = (FloatingPointError, RuntimeError)
 
 
 def exit_code(error: BaseException) -> int | None:
-    """2 for an error that the user can mend, 1 for a run that cannot go on, None for a bug.
+    """Returns 2 for an error that the user can mend, 1 for a run that cannot go on, None for a bug.
 
     A `raise` statement of this package is a sentence for the user. What Python, JAX or another
     library raised, however deep inside, is a bug of ours, but for a file that cannot be used.
@@ -53,7 +53,8 @@ def messages() -> Iterator[None]:
 
 
 def check_folder(flag: str, path: str | None) -> None:
-    """FileNotFoundError, before hours of work, where the file that a flag names cannot be made."""
+    """Raises FileNotFoundError, before hours of work, where the file that a flag names cannot be
+    made."""
     if path and not pathlib.Path(path).absolute().parent.is_dir():
         raise FileNotFoundError(f"--{flag}={path}: there is no such folder")
 

@@ -83,7 +83,7 @@ class _ConfigParser(flags.ArgumentParser):
 
 
 def _told(error: Exception, path: str) -> str:
-    """What went wrong in which line of the config file."""
+    """Says what went wrong, and in which line of the config file."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
     if isinstance(error, (TypeError, ValueError)):
@@ -95,7 +95,8 @@ def _told(error: Exception, path: str) -> str:
 
 
 def overrides(argv: Sequence[str]) -> dict[str, str]:
-    """{dotted field: its text} of the --config.field=text, or two words, of a command line."""
+    """Finds the fields that a command line sets, as --config.field=text or as two words: {dotted
+    field: its text}."""
     found = {}
     for word, following in zip(argv, [*argv[1:], ""]):
         if match := re.fullmatch(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):

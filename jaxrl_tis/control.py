@@ -18,7 +18,7 @@ States = dict[str, Any]
 
 
 def init(c: Correction) -> States:
-    """The states at step 0 of the controllers that have one, by name."""
+    """Returns the states at step 0 of the controllers that have one, by name."""
     states, (_, parameters) = {}, c.objective
     for name, _ in c.controllers:
         if name == "length_surge":
@@ -31,7 +31,7 @@ def init(c: Correction) -> States:
 
 
 def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str, jax.Array]]:
-    """(states, settings of this step), from the scored rollout batch [N,T]."""
+    """Returns (states, settings of this step), from the scored rollout batch [N,T]."""
     chosen, settings = dict(c.controllers), {}
     mask, scale = batch["mask"], jnp.ones(())
     if "ess_scale" in chosen:
@@ -51,7 +51,7 @@ def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str
 
 
 def end(c: Correction, states: States, metrics: Metrics, num_seqs: int) -> States:
-    """The states after the step's updates, from the metrics that they left."""
+    """Returns the states after the step's updates, from the metrics that they left."""
     chosen = dict(c.controllers)
     if "adaptive_kl" in chosen:
         states = states | {"adaptive_kl": controllers.adaptive_kl(
@@ -66,12 +66,12 @@ def end(c: Correction, states: States, metrics: Metrics, num_seqs: int) -> State
 
 
 def fields(settings: dict[str, jax.Array], count: int) -> dict[str, np.ndarray]:
-    """The settings as fields [count] of a batch."""
+    """Spreads the settings over a batch, as fields [count]."""
     return {name: np.full(count, value, np.float32) for name, value in settings.items()}
 
 
 def check(c: Correction) -> None:
-    """ValueError for a parameter that a controller refuses; computes nothing."""
+    """Raises ValueError for a parameter that a controller refuses; computes nothing."""
 
     def trial():
         row = jnp.zeros((1, 1))

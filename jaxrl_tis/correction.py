@@ -46,7 +46,8 @@ class Correction:
 
     @property
     def needs(self) -> dict[str, str]:
-        """Field -> the method that needs it, for every field beyond the usual arguments."""
+        """Every field that a chosen method takes beyond the usual arguments -> the name of that
+        method."""
         chosen = [("weight", self.weight), ("advantage", self.advantage),
                   ("objective", self.objective), *(("mask", m) for m in self.masks)]
         if self.kl is not None:
@@ -54,7 +55,8 @@ class Correction:
         return _needs(chosen)
 
     def is_in_update(self, field: str) -> bool:
-        """Whether the updates take this field of the rollout batch."""
+        """Whether the updates take this field of the rollout batch: they and all log-probs read it,
+        or a method that is judged at every update names it."""
         at_update = [("objective", self.objective), *(("mask", m) for m in self.masks_at_update)]
         if self.mode == "bypass":
             at_update.append(("weight", self.weight))
@@ -65,12 +67,13 @@ class Correction:
 
 
 def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
-    """Field -> the method that needs it, of (kind, method) pairs."""
+    """Returns field -> the method that needs it, for (kind, method) pairs."""
     return {field: name for kind, (name, _) in chosen for field in methods.needs(kind, name)}
 
 
 def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
-    """mode, weight, masks and objective: the preset's, where the config does not spell them out."""
+    """Returns mode, weight, masks and objective: those that the config spells out, and the preset's
+    for the rest."""
     if fields.preset not in presets.PRESETS:
         raise ValueError(
             f"correction.preset is {fields.preset!r}; choose one of {', '.join(presets.PRESETS)}"
@@ -80,7 +83,8 @@ def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
 
 
 def parse(fields: ml_collections.ConfigDict) -> Correction:
-    """The methods that `config.correction` names; ValueError for a name or parameter of none."""
+    """Reads the methods that `config.correction` names; ValueError for a name or a parameter that
+    there is not."""
     parts = resolve(fields)
     return Correction(
         mode=parts["mode"],
@@ -101,12 +105,12 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
 
 
 def with_key(c: Correction, batch: Batch) -> Batch:
-    """The batch, with a random key from its first row's `draw` where a method asks for one."""
+    """Adds a random key, from the `draw` of the batch's first row, where a method asks for one."""
     return batch | {"key": jax.random.key(batch["draw"][0])} if "key" in c.needs else batch
 
 
 def controlled(c: Correction, batch: Batch) -> Correction:
-    """The correction with the coefficients that controllers have set for this batch."""
+    """Returns the correction with the coefficients that controllers have set for this batch."""
     name, parameters = c.objective
     if "r2vpo_lambda" in batch:
         parameters = parameters | {"r2vpo_lambda": batch["r2vpo_lambda"][0]}
@@ -115,7 +119,8 @@ def controlled(c: Correction, batch: Batch) -> Correction:
 
 
 def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
-    """Advantages, kept tokens, engine weights and the measured gap of a whole rollout batch [N,T].
+    """Returns the jitted function that computes, once for a whole rollout batch [N,T], the
+    advantages, the accepted tokens, the weights and the measured gap.
 
     The batch holds mask, logp_behav, logp_old (recomputed at the weights that sampled), logp_prox
     (at those that the update starts from), rewards [N], group [N], version, current_version, and
@@ -191,12 +196,13 @@ def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, prepared: Bat
 
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
-    """[N,T] KL to the reference at the weights that sampled."""
+    """Returns the KL to the reference at the weights that sampled, [N,T]."""
     return loss.kl_term(batch["logp_old"], batch, c.kl)
 
 
 def _rewards(c: Correction, batch: Batch) -> jax.Array:
-    """Rewards [N], or [N,T] with the KL penalty of each token where it belongs to the reward."""
+    """Returns the rewards [N], or [N,T] with the KL penalty of each token where the penalty belongs
+    to the reward."""
     if c.kl is None or c.kl_placement == "loss":
         return batch["rewards"]
     kl_coeff = controlled(c, batch).kl_coeff
@@ -204,7 +210,7 @@ def _rewards(c: Correction, batch: Batch) -> jax.Array:
 
 
 def loss_arguments(c: Correction, batch: Batch) -> dict[str, Any]:
-    """What the chosen methods are to `loss.policy_loss`, as keywords.
+    """Returns the keyword arguments that stand for the chosen methods in `loss.policy_loss`.
 
     What masks reject at an update, see `Correction.masks_at_update`, stays in every denominator:
     how much it is becomes known with the gradient.
@@ -220,7 +226,7 @@ def loss_arguments(c: Correction, batch: Batch) -> dict[str, Any]:
 
 
 def drift_metrics(c: Correction, logp: jax.Array, batch: Batch) -> Metrics:
-    """How far the policy of an update is from the sampler, by factor of the ratio.
+    """Measures how far the policy of an update is from the sampler, by factor of the ratio.
 
     In decoupled mode the drift is that of the tokens that the masks accepted: the others have no
     logp.
@@ -233,7 +239,8 @@ def drift_metrics(c: Correction, logp: jax.Array, batch: Batch) -> Metrics:
 
 
 def check(c: Correction) -> None:
-    """ValueError for a parameter that a method refuses: one step is traced on a tiny batch."""
+    """Raises ValueError for a parameter that a method refuses, by tracing one step on a tiny
+    batch."""
     given, (b, t) = c.advantage[1].get("gdpo_weights"), (2, 3)
     widths = {"vocabulary": 2, "kept": 1, "components": len(given) if given else 1}
     rows = {
@@ -257,8 +264,8 @@ def check(c: Correction) -> None:
 
 
 def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
-    """Where the gap is: percentiles within a response, by position in it and, in conversations, by
-    turn and distance from the last tool token. Sorts the batch."""
+    """Measures where the gap is: percentiles within a response, by position in it and, in
+    conversations, by turn and by distance from the last tool token. This sorts the batch."""
     inputs = batch["logp_old"], batch["logp_behav"]
     mask, num_buckets = batch["mask"], 1 + batch["mask"].shape[1].bit_length()
     metrics = divergences.percentile_metrics(*inputs, mask)
@@ -270,7 +277,8 @@ def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
 
 
 def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch) -> Metrics:
-    """The sampler's gap: divergences, |dp|, weights, and what the learner's reward would be."""
+    """Measures the sampler's gap: divergences, |dp|, weights, and what the learner's reward would
+    be."""
     mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
     parameters = c.weight[1]
     upper = parameters.get("cap", parameters.get("upper", 2.0))
@@ -289,7 +297,8 @@ def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch)
 
 
 def _capped_fractions(c: Correction, *chain: jax.Array) -> Metrics:
-    """How often each cap of a weight with a cap per factor acts; {} for any other weight."""
+    """Measures how often each cap of a weight with a cap per factor acts; {} for any other
+    weight."""
     name, caps = c.weight
     if name not in factor_weights.WEIGHTS:
         return {}
@@ -299,7 +308,8 @@ def _capped_fractions(c: Correction, *chain: jax.Array) -> Metrics:
 def rejection_metrics(
     c: Correction, log_ratio: jax.Array, mask: jax.Array, is_accepted: jax.Array
 ) -> Metrics:
-    """What the masks rejected, and the statistic of each criterion that has one; else {}."""
+    """Measures what the masks rejected, and the statistic of each criterion that has one; {}
+    without masks."""
     if not c.masks:
         return {}
     metrics = diagnostics.rejected_fractions(is_accepted, mask)

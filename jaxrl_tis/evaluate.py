@@ -12,7 +12,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 
 
 class Evaluator:
-    """The first eval.prompts examples of the held-out split, each answered twice.
+    """Answers the first eval.prompts examples of the held-out split, each twice.
 
     Raises ValueError when the split has fewer examples.
     """
@@ -32,7 +32,7 @@ class Evaluator:
     def run(
         self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress
     ) -> dict[str, float]:
-        """Accuracies (share of answers with score >= 1) and the number of prompts."""
+        """Returns accuracies (the share of answers with score >= 1) and the number of prompts."""
         answers = collections.Counter(record["answer"] for record in self._records)
         commonest = answers.most_common(1)[0][0]
         constant = rewards.score([commonest] * len(self._records), self._records)
@@ -45,7 +45,7 @@ class Evaluator:
         }
 
     def _answers(self, scheduler, step: int, progress) -> list[str]:
-        """For each prompt its greedy and its sampled answer; they share one prefill."""
+        """Draws a greedy and a sampled answer to each prompt; the two share one prefill."""
         tokenizer = self._prompter.tokenizer
         sampling = {
             name: rollouts.sampling_params(self._config, tokenizer, temperature, is_filtered=False)

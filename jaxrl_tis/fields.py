@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class DrawnField:
-    """One number of each drawn token, or several.
+    """What is recorded of each drawn token under one name: one number, or several.
 
     Attributes:
       dtype: numpy's name of it.
@@ -42,7 +42,7 @@ DRAWN = {
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a batch.
+    """What the table says of one field of a batch.
 
     Attributes:
       unit: what has a value of its own. "token": [N,T]. "sequence": [N]; in rows that hold several
@@ -139,14 +139,15 @@ SCORED = (*SAMPLED, "reward", "learner", "critic", "reference", "step")  # and o
 
 
 def field(name: str) -> Field:
-    """The entry of a name; KeyError says where a new one belongs."""
+    """Returns the entry of a name; KeyError says where a new one belongs."""
     if name not in FIELDS:
         raise KeyError(f"no field of a batch is called {name!r}: give it a line of fields.FIELDS")
     return FIELDS[name]
 
 
 def shape(name: str, count: int, length: int, widths: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of a field of a rollout batch: `count` sequences, rows of `length` tokens."""
+    """Returns the shape of a field of a rollout batch: `count` sequences, rows of `length`
+    tokens."""
     found = field(name)
     axes = tuple(widths[axis] if isinstance(axis, str) else axis for axis in found.axes)
     return (count, length, *axes) if found.unit == "token" else (count, *axes)
@@ -158,6 +159,6 @@ def is_recorded(name: str, widths: Mapping[str, int]) -> bool:
 
 
 def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
-    """Logical axes of a field [accumulation, rows, ...] of micro-batches."""
+    """Returns the logical axes of a field [accumulation, rows, ...] of micro-batches."""
     length = () if field(name).unit == "step" else ("length",)
     return (None, "batch", *length, *(None,) * (ndim - 2 - len(length)))

@@ -14,7 +14,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Schedule:
-    """Warm-up from 0 over `warmup` updates, then constant, linear to 0 or cosine to 0."""
+    """Returns a schedule that warms up from 0 over `warmup` updates, and is then constant, or falls
+    to 0 linearly or as a cosine."""
     after = max(1, total_updates - config.warmup)
     decay = {
         "constant": optax.constant_schedule(config.lr),
@@ -30,8 +31,8 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
 def make_optimizer(
     config: ml_collections.ConfigDict, total_updates: int
 ) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping; matrices are decayed, norms and biases are not. Gradients
-    and moments are float32 whatever the parameters are."""
+    """Makes AdamW with global-norm clipping; matrices are decayed, norms and biases are not.
+    Gradients and moments are float32 whatever the parameters are."""
     return _in_float32(optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -51,7 +52,7 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 class Aligned(NamedTuple):
-    """State of an optimizer of `align`: the previous gradient, and the cosine with it."""
+    """The state of an optimizer of `align`: the previous gradient, and the cosine with it."""
 
     alignment: controllers.GradientAlignment
     inner: Any
@@ -62,7 +63,8 @@ class Aligned(NamedTuple):
 def align(
     tx: optax.GradientTransformation, gac_low: float, gac_high: float
 ) -> optax.GradientTransformation:
-    """tx behind `controllers.gradient_alignment`; a skipped step leaves parameters and moments."""
+    """Puts tx behind `controllers.gradient_alignment`; a skipped step leaves parameters and moments
+    as they were."""
 
     def init(params):
         alignment = controllers.gradient_alignment_init(params)
@@ -83,7 +85,8 @@ def align(
 
 
 def alignment_metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """gac/{cosine,is_skipped} of the last update of an optimizer of `align`, {} of another."""
+    """Returns gac/{cosine,is_skipped} of the last update of an optimizer of `align`, and {} for
+    another."""
     if not isinstance(opt_state, Aligned):
         return {}
     return {"gac/cosine": opt_state.cosine, "gac/is_skipped": opt_state.is_skipped}
@@ -97,8 +100,8 @@ def _is_matrix(params):
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params, shardings, replicated):
-    """Shardings of the optimizer state: moments lie like the (abstract) parameters they belong to,
-    everything else on all devices."""
+    """Returns the shardings of the optimizer state: moments lie like the (abstract) parameters they
+    belong to, everything else on all devices."""
     return optax.tree.map_params(
         optimizer, lambda _, s: s, jax.eval_shape(optimizer.init, params), shardings,
         transform_non_params=lambda _: replicated,

@@ -11,7 +11,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Progress of one phase: a bar on a terminal, at most one line per five seconds elsewhere."""
+    """Shows the progress of one phase: a bar on a terminal, at most one line per five seconds
+    elsewhere."""
 
     def __init__(self, total: int, title: str, stream: TextIO | None = None):
         """Starts at 0 of `total` units (prompts, steps, ...); `stream` defaults to stderr."""

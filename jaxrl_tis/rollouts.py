@@ -44,7 +44,7 @@ class Sample:
 
 
 def components(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Each component of the rewards, [N]; 0 where a reward that failed has other names."""
+    """Returns each component of the rewards, [N]; 0 where a reward that failed has other names."""
     names = dict.fromkeys(name for s in samples for name in s.components)
     value = lambda sample, name: sample.components[name] if name in sample.components else 0.0
     return {name: np.array([value(s, name) for s in samples], np.float32) for name in names}
@@ -52,13 +52,14 @@ def components(samples: list[Sample]) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Prompter:
-    """Examples -> prompt ids: a template, optionally the model's chat format."""
+    """Turns examples into prompt ids: by a template and, where asked for, the model's chat
+    format."""
 
     tokenizer: Tokenizer
     task: ml_collections.ConfigDict
 
     def ids(self, record: dict[str, str]) -> np.ndarray:
-        """ValueError when the prompt is longer than max_prompt_tokens."""
+        """Returns the prompt of a record; ValueError when it is longer than max_prompt_tokens."""
         text = self.task.template.format(prompt=record["prompt"])
         if self.task.chat:
             system = [{"role": "system", "content": self.task.system}] if self.task.system else []
@@ -81,7 +82,8 @@ class Prompter:
 def run(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None
 ) -> list[Trajectory]:
-    """Trajectories in the order of the requests; `on_finished(n)` is called as they end."""
+    """Steps the scheduler until all requests have ended, and returns their trajectories in the
+    order of the requests; `on_finished(n)` is called as they end."""
     for request in requests:
         scheduler.add(request)
     done = {}
@@ -96,7 +98,8 @@ def run(
 def sampling_params(
     config: ml_collections.ConfigDict, tokenizer: Tokenizer, temperature: float, is_filtered: bool
 ) -> SamplingParams:
-    """Stop at the tokenizer's end ids or max_new_tokens; with the rollouts' filters or without."""
+    """Returns parameters that stop at the tokenizer's end ids or after max_new_tokens, with the
+    rollouts' filters or without."""
     rollout = config.rollout
     filters = dict(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
     return SamplingParams(
@@ -106,8 +109,9 @@ def sampling_params(
 
 
 def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """How often what could be drawn was too wide to be recorded, over all tokens, and the mean mass
-    that the filters dropped there: so much the ratios stay below 1. {} without kept sets."""
+    """Measures, over all tokens, how often what could be drawn was too wide to be recorded, and the
+    mean mass that the filters dropped there: by so much the ratios stay below 1. {} without kept
+    sets."""
     drawn = [t for t in trajectories if len(t.tokens)]
     if not any(t.kept.shape[-1] for t in drawn):
         return {}
@@ -126,13 +130,14 @@ class RolloutSource(Protocol):
         """Hands over the policy's parameters; tokens drawn with them carry this version."""
 
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """The samples of a step in group order, and metrics of how they came about."""
+        """Returns the samples of a step in group order, and metrics of how they came about."""
 
     def rest(self) -> None:
         """Gives the memory of the sampler's cache back until the next batch."""
 
     def get_state(self) -> dict[str, Any]:
-        """What JSON can hold and `set_state` needs to go on as if there had been no break."""
+        """Returns what JSON can hold and `set_state` needs to go on as if there had been no
+        break."""
 
     def set_state(self, state: dict[str, Any]) -> None: ...
 
@@ -177,8 +182,9 @@ class Collector:
             self._scheduler.set_params(serving, version)
 
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Metrics: groups discarded, rewards that failed, share of the slots that drew, of the
-        prompt tokens that were taken over, and of the drafted tokens that were accepted.
+        """Fills the batch. Its metrics are the groups discarded, the rewards that failed, and the
+        shares of the slots that drew, of the prompt tokens that were taken over, and of the drafted
+        tokens that were accepted.
 
         With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
         replaced by fresh prompts, for at most max_rounds rounds, then taken as they are.

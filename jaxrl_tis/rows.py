@@ -17,7 +17,7 @@ Rows = dict[str, np.ndarray]
 def trajectory_rows(
     trajectories: list[Trajectory], length: int, has_evictions: bool = False
 ) -> Rows:
-    """One sequence per row: prompt, response, padding.
+    """Lays each sequence into a row of its own: prompt, response, padding.
 
     Args:
       trajectories: N records of sampled sequences.
@@ -57,19 +57,19 @@ def trajectory_rows(
 
 
 def _padded(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of the field's padding."""
+    """Returns an array full of the field's padding."""
     return np.full(shape, field(name).padding, field(name).dtype)
 
 
 def _empty_rows(count: int, length: int) -> Rows:
-    """What every log-prob takes, [count, length], of rows without a token."""
+    """Returns what every log-prob takes, [count, length], of rows without a token."""
     names = ("tokens", "segment_ids", "mask", "temperature")
     positions = np.tile(np.arange(length, dtype=np.int32), (count, 1))
     return {name: _padded(name, (count, length)) for name in names} | {"positions": positions}
 
 
 def update_fields(count: int, version: int, step: int, seed: int) -> Rows:
-    """What the update of a step adds to `count` rows, whatever was sampled.
+    """Returns what the update of a step adds to `count` rows, whatever was sampled.
 
     Args:
       version: of the weights that the update starts from.
@@ -84,7 +84,7 @@ def update_fields(count: int, version: int, step: int, seed: int) -> Rows:
 
 
 def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> Rows:
-    """The same rows from (prompt ids, target ids) pairs, with every target token in the mask."""
+    """Lays (prompt ids, target ids) pairs into such rows, with every target token in the mask."""
     out = _empty_rows(len(pairs), length)
     for row, (prompt, target) in enumerate(pairs):
         ids = [*prompt, *target]
@@ -111,19 +111,20 @@ def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, 
 
 
 def _on_tokens(name: str, x: np.ndarray, length: int) -> np.ndarray:
-    """A field of sequences [N,...] on each of their tokens [N,length,...]; others as they are."""
+    """Puts a field of sequences [N,...] on each of their tokens [N,length,...]; returns others as
+    they are."""
     if field(name).unit != "sequence":
         return x
     return np.broadcast_to(x[:, None], (len(x), length, *x.shape[1:]))
 
 
 def forward_fields(rows: dict) -> dict:
-    """The fields that a log-prob takes; kept sets and evictions where they are recorded."""
+    """Returns the fields that a log-prob takes; kept sets and evictions where they are recorded."""
     return {name: x for name, x in rows.items() if field(name).use == "forward"}
 
 
 def num_sequences(rows: dict) -> int:
-    """Sequences with a valid token in rows [..., T], of one sequence each or packed."""
+    """Counts the sequences with a valid token in rows [..., T], of one sequence each or packed."""
     mask, segment = (rows[n].reshape(-1, rows[n].shape[-1]) for n in ("mask", "segment_ids"))
     row, token = np.nonzero(mask)
     return len(np.unique(np.stack((row, segment[row, token])), axis=1).T)
@@ -157,8 +158,8 @@ class Packer:
     max_segments: int
 
     def num_microbatches(self, count: int) -> int:
-        """Micro-batches that hold `count` sequences of any length: a row that first-fit closes
-        holds at least length // max_length of them, or max_segments."""
+        """Returns how many micro-batches hold `count` sequences of any length: a row that first-fit
+        closes holds at least length // max_length of them, or max_segments."""
         per_row = min(self.length // self.max_length, self.max_segments)
         return -(-count // (per_row * self.microbatch_rows))
 
@@ -166,13 +167,14 @@ class Packer:
     def of(
         cls, length: int, max_length: int, microbatch_rows: int, shards: int, context: int = 1
     ) -> "Packer":
-        """Rows of `length` tokens or what is missing to a whole block for each context shard."""
+        """Makes the packer of rows of `length` tokens, filled up to whole blocks for each context
+        shard."""
         whole = BLOCK * context
         length = -(-length // whole) * whole
         return cls(max_length, length, microbatch_rows, shards, MAX_SEGMENTS)
 
     def plan(self, lengths: np.ndarray) -> "Packing":
-        """As few micro-batches as first-fit decreasing needs, their rows filled evenly.
+        """Takes as few micro-batches as first-fit decreasing needs, and fills their rows evenly.
 
         The longest sequence first, each goes to the emptiest row of those micro-batches; where that
         leaves one without a place, all stay where first-fit has them. Then the rows are dealt out
@@ -210,7 +212,8 @@ class Packer:
         return Packing(lengths, row, offset, segment, shape)
 
     def _place(self, lengths, num_rows, choose):
-        """[N] the row chosen for each sequence in turn; -1 from the first without one on."""
+        """Returns the row chosen for each sequence in turn, [N]; -1 from the first without one
+        on."""
         free = np.full(num_rows, self.length)
         room = np.full(num_rows, self.max_segments)
         row_of = np.full(len(lengths), -1)
@@ -224,7 +227,7 @@ class Packer:
         return row_of
 
     def _deal(self, num_rows):
-        """Places of rows from the fullest down: one to each shard, to and fro."""
+        """Returns the places of rows from the fullest down: one to each shard, to and fro."""
         per_shard = self.microbatch_rows // self.shards
         turn, shard = np.divmod(np.arange(num_rows), self.shards)
         shard = np.where(turn % 2 == 0, shard, self.shards - 1 - shard)
@@ -251,14 +254,15 @@ class Packing:
 
     @functools.cached_property
     def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(sequence, token in it, cell of the flat packed rows) of every token."""
+        """Returns (sequence, token in it, cell of the flat packed rows) of every token."""
         sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.cumsum(self.lengths) - self.lengths
         token = np.arange(len(sequence)) - first[sequence]
         return sequence, token, (self.row * self.shape[2] + self.offset)[sequence] + token
 
     def pack(self, rows: Rows) -> Rows:
-        """Fields of one sequence a row -> [M,R,T,...], each with its own padding.
+        """Lays fields of one sequence a row into packed rows [M,R,T,...], each with its own
+        padding.
 
         Args:
           rows: fields of tokens [N,L,...]; of sequences [N,...], which come to stand on each of
@@ -279,15 +283,15 @@ class Packing:
         return packed | {"segment_ids": segments.reshape(self.shape)}
 
     def unpack(self, x: np.ndarray, length: int) -> np.ndarray:
-        """[M,R,T,...] -> [N,length,...], one sequence a row, 0 at padding."""
+        """Lays [M,R,T,...] back into rows [N,length,...] of one sequence each, 0 at padding."""
         sequence, token, cell = self._cells
         rows = np.zeros((len(self.lengths), length, *x.shape[3:]), x.dtype)
         rows[sequence, token] = x.reshape(-1, *x.shape[3:])[cell]
         return rows
 
     def metrics(self, shards: int) -> dict[str, float]:
-        """Rows of the micro-batches in use, how full they are, and the tokens of the fullest shard
-        over the mean."""
+        """Measures the rows of the micro-batches in use, how full they are, and the tokens of the
+        fullest shard over the mean."""
         shard = self.row % self.shape[1] // (self.shape[1] // shards)
         tokens = np.bincount(shard, weights=self.lengths, minlength=shards)
         num_rows = (self.row.max() // self.shape[1] + 1) * self.shape[1]
@@ -299,7 +303,7 @@ class Packing:
 
 
 def split_by_length(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Indices [count, N / count]: a random split into minibatches of about equally many tokens.
+    """Splits at random into minibatches of about equally many tokens: indices [count, N / count].
 
     Sequences are taken in the order of their lengths, `count` at a time, and each of them goes to
     another minibatch.
@@ -318,5 +322,5 @@ def packed_minibatches(rows: dict, packer: Packer, count: int, seed: tuple[int, 
 
 
 def sequence_lengths(rows: dict) -> np.ndarray:
-    """[N] prompt and response tokens of rows that hold one sequence each."""
+    """Counts the prompt and response tokens of rows that hold one sequence each, [N]."""
     return np.sum(rows["segment_ids"] > 0, axis=1)

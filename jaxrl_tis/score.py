@@ -47,7 +47,7 @@ def _check_tokens(tokens_bt: np.ndarray, vocab_size: int) -> None:
 
 
 def read_tokens(path: str) -> np.ndarray:
-    """The array in a .npy file; FileNotFoundError or ValueError where there is none."""
+    """Reads the array in a .npy file; FileNotFoundError or ValueError where there is none."""
     try:
         found = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:

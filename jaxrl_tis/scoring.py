@@ -40,7 +40,7 @@ class Learner:
 
 
 def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
-    """`token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere.
+    """Computes `token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere.
 
     Where the batch has kept sets, of the distributions over these sets: what the sampler drew from.
     So are then the entropy, the collisions and both sides of the KL to the reference, whose
@@ -67,13 +67,13 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
 
 
 def _kept(ids_bnk: jax.Array) -> Kept:
-    """Sets as Trajectory records them; at padding whatever there is."""
+    """Reads sets as a Trajectory records them; what stands at padding does not matter."""
     return Kept(ids_bnk, jnp.all(ids_bnk < 0, axis=-1))
 
 
 def _targets(mask_bt: jax.Array, max_targets: int):
-    """(hidden states [B,T,D] -> [B,N,D] that predict the targets, fields [B,T,...] of the targets
-    -> [B,N,...], and [B,N] back to [B,T]).
+    """Returns three functions: from hidden states [B,T,D] to those [B,N,D] that predict the
+    targets, from fields [B,T,...] to those of the targets [B,N,...], and from [B,N] back to [B,T].
 
     Token t is predicted from position t - 1. Where fewer tokens than T - 1 can be targets, the
     masked ones are gathered to the left; else N is T, and the row is shifted by one.
@@ -94,13 +94,15 @@ def _targets(mask_bt: jax.Array, max_targets: int):
 def response_logprobs(
     params: Any, learner: Learner, batch: Batch, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies [B,T] of the masked tokens at their temperatures; 0 elsewhere."""
+    """Computes log-probs and entropies [B,T] of the masked tokens at their temperatures; 0
+    elsewhere."""
     found = _score_targets(params, learner, batch, with_entropy=with_entropy)
     return found.logp, found.entropy
 
 
 def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
-    """Logits [B,T,V] over the temperature that each masked token was drawn from; 0 elsewhere."""
+    """Computes the logits [B,T,V] over the temperature that each masked token was drawn from; 0
+    elsewhere."""
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
@@ -113,7 +115,7 @@ def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 
 def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
-    """Critic's value [B,T] of the prefix before each token, float32."""
+    """Computes the critic's value [B,T] of the prefix before each token, float32."""
     x_btd = transformer.rows_hidden(
         params["decoder"], learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
@@ -123,8 +125,8 @@ def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 
 def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Batch], Batch]:
-    """(params, batch [M, rows, ...]) -> {"logp", "entropy"} [M, rows, T], one micro-batch at a
-    time."""
+    """Makes (params, batch [M, rows, ...]) -> {"logp", "entropy"} [M, rows, T], one micro-batch at
+    a time."""
 
     def score(params, micro):
         logp, entropy = response_logprobs(params, learner, micro, with_entropy)
@@ -134,8 +136,8 @@ def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Ba
 
 
 def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
-    """Jitted (params, batch [M, rows, ...]) -> measure(params, micro-batch) of each, stacked; 0 for
-    those of packed rows that are empty."""
+    """Makes the jitted (params, batch [M, rows, ...]) -> measure(params, micro-batch) of each,
+    stacked; 0 for micro-batches of packed rows that are empty."""
 
     def one(params, micro):
         if learner.max_segments is None:
@@ -154,8 +156,8 @@ def zeros_like(tree: Any) -> Any:
 
 
 def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
-    """(params, batch [M, rows, ...]) -> sum of pi^2 over the vocabulary at each masked token [M,
-    rows, T], 0 elsewhere."""
+    """Makes (params, batch [M, rows, ...]) -> sum of pi^2 over the vocabulary at each masked token
+    [M, rows, T], 0 elsewhere."""
 
     def collisions(params, micro):
         return _score_targets(params, learner, micro, with_collision=True).collision
@@ -164,13 +166,13 @@ def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
 
 
 def make_logits(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
-    """(params, batch [M, rows, ...]) -> `response_logits` [M, rows, T, V]."""
+    """Makes (params, batch [M, rows, ...]) -> `response_logits` [M, rows, T, V]."""
     return _by_micro_batch(learner, lambda params, b: response_logits(params, learner, b))
 
 
 def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
-    """(params, batch [M, rows, ...]) -> |grad sum_t log pi(y_t)|^2 of each row [M, rows], by a
-    backward pass for each. Rows hold one sequence."""
+    """Makes (params, batch [M, rows, ...]) -> |grad sum_t log pi(y_t)|^2 of each row [M, rows], by
+    a backward pass for each. Rows hold one sequence."""
 
     def log_prob(params, row):
         return jnp.sum(response_logprobs(params, learner, row, with_entropy=False)[0])
@@ -185,5 +187,5 @@ def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
 
 
 def make_values(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
-    """(critic params, batch [M, rows, ...]) -> values [M, rows, T]."""
+    """Makes (critic params, batch [M, rows, ...]) -> values [M, rows, T]."""
     return _by_micro_batch(learner, lambda params, b: prefix_values(params, learner, b))

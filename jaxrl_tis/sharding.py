@@ -42,8 +42,8 @@ SERVE_RULES = {
 
 
 def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
-    """Mesh (data, fsdp, tensor, context) over the first devices; context may be left out and is 1
-    then; one entry may be -1 and takes all that are left."""
+    """Makes the mesh (data, fsdp, tensor, context) over the first devices. Context may be left out
+    and is 1 then; one entry may be -1 and takes all that are left."""
     shape = (*shape, 1) if len(shape) == 3 else shape
     devices = jax.devices() if devices is None else devices
     known = math.prod(n for n in shape if n != -1)
@@ -61,7 +61,8 @@ def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
 
 
 def partition_spec(axes: tuple, rules: dict) -> PartitionSpec:
-    """Mesh axes of an array from its logical axes; an unknown or doubly used axis is an error."""
+    """Returns the mesh axes of an array from its logical axes; an unknown or doubly used axis is an
+    error."""
     unknown = [a for a in axes if a is not None and a not in rules]
     if unknown:
         raise ValueError(f"logical axes {unknown} have no rule; known are {sorted(rules)}")
@@ -85,12 +86,12 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Parts that the rows of a batch are cut into."""
+        """How many parts the rows of a batch are cut into."""
         return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
     @property
     def platform(self) -> str:
-        """Of its devices, such as "cpu"."""
+        """The platform of its devices, such as "cpu"."""
         return self.mesh.devices.flat[0].platform
 
     def sharding(self, axes: tuple) -> NamedSharding:
@@ -103,7 +104,8 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
     def shard(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """f, run on every device on its part of the arguments; f itself on one device."""
+        """Returns f, run on every device on its part of the arguments, or f itself on one
+        device."""
         if self.mesh.size == 1:
             return f
         return jax.shard_map(
@@ -111,7 +113,7 @@ class Layout:
         )
 
     def put_batch(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
-        """Fields [accumulation, rows, ...] of micro-batches from the host onto the mesh."""
+        """Puts fields [accumulation, rows, ...] of micro-batches from the host onto the mesh."""
         put = lambda name, x: jax.device_put(x, self.sharding(logical_axes(name, x.ndim)))
         return {name: put(name, x) for name, x in batch.items()}
 
@@ -122,8 +124,9 @@ class Layout:
 def layout(
     shape: tuple[int, ...], rules: dict, devices: list | None = None, vocab_size: int = 0
 ) -> Layout:
-    """The mesh under the rules; where its tensor shards do not divide a vocabulary of `vocab_size`
-    tokens, each stores all of it. ValueError where a context axis would shard nothing."""
+    """Makes the mesh under the rules. Where its tensor shards do not divide a vocabulary of
+    `vocab_size` tokens, each stores all of it. ValueError where a context axis would shard
+    nothing."""
     mesh = make_mesh(shape, devices)
     if vocab_size % mesh.shape["tensor"]:
         rules = rules | {"vocab": None}

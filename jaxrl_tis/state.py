@@ -14,7 +14,7 @@ from jaxrl_tis.step import TrainState
 
 
 def abstract_state(setup: Setup) -> dict[str, Any]:
-    """The state's shapes, dtypes and shardings, without its values."""
+    """Returns the state's shapes, dtypes and shardings, without its values."""
     shardings = placement.shardings(setup.layout, setup.model)
     params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
     replicated = setup.layout.replicated()
@@ -46,7 +46,8 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
 
 
 def initial_params(setup: Setup) -> Any:
-    """The checkpoint at model.path, or random values, in the training layout."""
+    """Returns the parameters of the checkpoint at model.path, or random ones, in the training
+    layout."""
     config, shardings = setup.config.model, placement.shardings(setup.layout, setup.model)
     if config.path:
         return models.load(config.path, shardings, config.param_dtype)[1]
@@ -57,8 +58,8 @@ def initial_params(setup: Setup) -> Any:
 
 
 def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
-    """State at step 0: the critic and the reference start as copies of the policy, which is
-    folded by `model.uaq_scale`."""
+    """Makes the state at step 0: the critic and the reference start as copies of the policy, which
+    is folded by `model.uaq_scale`."""
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 

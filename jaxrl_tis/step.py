@@ -37,7 +37,7 @@ LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
 
 def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
-    """(gradients, metrics) summed over the micro-batches of a minibatch.
+    """Sums (gradients, metrics) over the micro-batches of a minibatch.
 
     `loss_fn` divides by the minibatch's own token and sequence counts. Metrics named *_loss add up
     by themselves; the others are means over tokens and are weighted by each part's tokens.
@@ -76,7 +76,7 @@ def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
 
 
 def _count_sequences(minibatch: Batch) -> jax.Array:
-    """Sequences with a valid token."""
+    """Counts the sequences with a valid token."""
     mask = minibatch["mask"]
     if "seg" not in minibatch:
         return jnp.sum(jnp.any(mask, axis=-1))
@@ -91,7 +91,7 @@ def _make_step(
     prefix: str,
     measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
 ):
-    """A jitted, donating update; `measure` adds fields that take the parameters."""
+    """Makes a jitted, donating update; `measure` adds fields that take the parameters."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
         if learner.max_segments is not None:
@@ -110,8 +110,8 @@ def _make_step(
 
 
 def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTransformation):
-    """The policy update. Minibatch: the fields of `Correction.is_in_update`, [accumulation, rows,
-    ...]. The state is donated."""
+    """Makes the policy update. It takes a minibatch of the fields of `Correction.is_in_update`,
+    [accumulation, rows, ...]; the state is donated."""
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
@@ -129,7 +129,8 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):
-    """(params, minibatch) -> {"st_ppo_norm"}: norm of the gradient that its clip leaves out."""
+    """Makes (params, minibatch) -> {"st_ppo_norm"}: the norm of the gradient that the objective's
+    clip leaves out."""
     bounds = {name: c.objective[1][name] for name in ("clip_low", "clip_high")}
 
     def left_out(params, batch, num_tokens, num_seqs):
@@ -150,7 +151,8 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
 
 def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTransformation):
-    """The critic's update with the clipped value loss; minibatch fields values and returns."""
+    """Makes the critic's update with the clipped value loss; the minibatch has the fields values
+    and returns."""
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         values = prefix_values(params, learner, batch)
@@ -164,7 +166,7 @@ def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTra
 
 
 def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformation):
-    """Cross-entropy on the masked tokens, mean over tokens."""
+    """Makes the update by cross-entropy on the masked tokens, mean over tokens."""
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         logp, _ = response_logprobs(params, learner, batch, with_entropy=False)

@@ -25,7 +25,7 @@ from jaxrl_tis.warmup import warm_up
 
 
 def check_finite(step: int, values: dict[str, float], saved: int | None) -> None:
-    """FloatingPointError naming the step and the terms that are not finite."""
+    """Raises FloatingPointError naming the step and the terms that are not finite."""
     bad = {name: float(v) for name, v in values.items() if not math.isfinite(v)}
     # An unclamped divergence may overflow by itself; only what moves the weights stops the run.
     terms = {n: v for n, v in bad.items() if n.endswith(("_loss", "grad_norm", "reward/mean"))}
@@ -110,7 +110,8 @@ class Run:
         print(f"continuing {workdir} after step {self.done}", flush=True)
 
     def evaluate(self, step: int) -> None:
-        """Held-out accuracy of the learner itself: its weights and numerics, not the sampler's."""
+        """Measures the held-out accuracy of the learner itself: of its weights and numerics, not
+        the sampler's."""
         start = time.monotonic()
         engine = self.setup.learner_engine
         self.source.rest()  # there is room for one cache

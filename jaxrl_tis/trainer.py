@@ -43,7 +43,7 @@ class Trainer:
     def score(
         self, state: dict[str, Any], samples: list[Sample], sampled_by: Mapping[int, Any]
     ) -> Rows:
-        """The rollout batch [N,T] with everything that is computed once of it.
+        """Returns the rollout batch [N,T] with everything that is computed once of it.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy.
@@ -91,8 +91,8 @@ class Trainer:
             yield minibatch, packing.metrics(packer.shards)
 
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
-        """(new state, metrics) after all epochs and minibatches; `version` is that of the state's
-        policy, and the state is donated."""
+        """Runs all epochs and minibatches and returns (new state, metrics). `version` is that of
+        the state's policy; the state is donated."""
         config, count = self.setup.config, len(rows["mask"])
         rows = rows | update_fields(count, version, step, config.seed)
         controllers = state["controllers"] if "controllers" in state else {}
@@ -138,7 +138,7 @@ class Trainer:
 def at_versions(
     rows: Rows, policy: Any, sampled_by: Mapping[int, Any], log_probs: Callable[[Any], np.ndarray]
 ) -> np.ndarray:
-    """[N,T] log-probs of every token under the weights that drew it.
+    """Returns the log-probs of every token under the weights that drew it, [N,T].
 
     Args:
       rows: `version`, `mask` and `logp_prox`, which is taken where those weights are the policy's.
@@ -162,7 +162,8 @@ def at_versions(
 
 
 def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
-    """The fields [N] of the samples' rewards and groups, and what methods need beside them."""
+    """Returns the fields [N] of the samples' rewards and groups, and what methods need beside
+    them."""
     column = lambda name, dtype: np.array([getattr(s, name) for s in samples], dtype)
     fields = {"rewards": column("reward", np.float32), "group": column("group", np.int32)}
     if "greedy_rewards" in needs:
@@ -178,8 +179,8 @@ _length_metrics = jax.jit(batch_metrics.length_metrics)
 def sample_metrics(
     samples: list[Sample], rows: Rows, limits: tuple[int, int]
 ) -> dict[str, float]:
-    """Rewards, lengths and the learner's entropy of a rollout batch; `limits` are the most tokens
-    of a prompt and of a response."""
+    """Measures rewards, lengths and the learner's entropy of a rollout batch; `limits` are the most
+    tokens of a prompt and of a response."""
     prompts, lengths = (
         np.array([len(getattr(s.trajectory, field)) for s in samples])
         for field in ("prompt", "tokens")

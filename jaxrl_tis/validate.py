@@ -34,7 +34,8 @@ RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off
 
 
 def validate(config: ml_collections.ConfigDict) -> Correction:
-    """The methods that the config names; ValueError lists every problem of it, one a line."""
+    """Returns the methods that the config names; ValueError lists every problem of the config, one
+    a line."""
     chosen, problems = None, list(_tuples(config))
     if not problems:
         chosen, refusal = _parsed(config.correction)
@@ -49,7 +50,7 @@ def validate(config: ml_collections.ConfigDict) -> Correction:
 
 
 def _parsed(fields) -> tuple[Correction | None, list[str]]:
-    """(methods, why there are none); what `_names` reports is not said again."""
+    """Returns (methods, why there are none); what `_names` reports is not said again."""
     if fields.preset not in presets.PRESETS or fields.mode not in (None, *loss.MODES):
         return None, []
     try:
@@ -59,8 +60,8 @@ def _parsed(fields) -> tuple[Correction | None, list[str]]:
 
 
 def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
-    """A line for each setting of a valid config, with its methods, that is likely not what its user
-    means."""
+    """Returns a line for each setting of a valid config, with its methods, that is likely not what
+    its user means."""
     found = []
     if c.kl is None:
         return found
@@ -95,7 +96,7 @@ def _finite(config):
 
 
 def _tuples(config):
-    """What the command line can put into a tuple."""
+    """Checks what the command line can put into a tuple."""
     kinds = {
         "mesh.train": int, "mesh.serve": int, "engine.retention": int,
         "engine.unquantized": str, "model.unquantized": str,
@@ -109,7 +110,7 @@ def _tuples(config):
 
 
 def _task(config):
-    """Each split has the parameters of its task."""
+    """Checks that each split has the parameters of its task."""
     if config.task.name not in tasks.TASKS:
         return  # reported by _names
     splits = {"task": {}, "eval": config.eval.params}
@@ -372,7 +373,7 @@ def _controllers(c):
 
 
 def _bounds(name, parameters):
-    """Bounds that reject or truncate even where the two policies agree."""
+    """Finds bounds that reject or truncate even where the two policies agree."""
     for key, cap in parameters.items():
         if (key == "cap" or key.startswith("cap_")) and cap < 1:
             yield f"{key} is {cap} in {name!r}; a cap below 1 truncates even where policies agree"
@@ -418,7 +419,7 @@ def _sampling(config):
 
 
 def _numerics(config):
-    """Two programs can only agree bit by bit on the same formats."""
+    """Finds formats that differ, where two programs are to agree bit by bit."""
     if config.model.numerics != "invariant":
         return
     for name in ("dtype", "quantization", "unquantized"):

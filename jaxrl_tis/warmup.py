@@ -18,7 +18,7 @@ from jaxrl_tis.step import TrainState, make_supervised_step
 
 
 def warm_up(setup: Setup, params: Any, writer: MetricsWriter) -> Any:
-    """Supervised steps on (prompt, answer) pairs; returns the taught parameters.
+    """Takes supervised steps on (prompt, answer) pairs and returns the taught parameters.
 
     Raises ValueError when an answer and its end token exceed rollout.max_new_tokens.
     """

@@ -27,7 +27,7 @@ def abstract_minibatch(setup: Setup) -> Structs:
 
 
 def _rollout_batch(setup: Setup) -> Structs:
-    """Fields [N,...] of a rollout batch when the methods look at it."""
+    """Returns the fields [N,...] of a rollout batch as the methods find it."""
     config, c = setup.config, setup.correction
     components = c.advantage[1].get("gdpo_weights")
     widths = {
@@ -50,7 +50,7 @@ def _rollout_batch(setup: Setup) -> Structs:
 
 
 def _in_rows(setup: Setup, batch: Structs, parts: int) -> Structs:
-    """Fields [N,...] as the run lays N / parts sequences into micro-batches."""
+    """Lays the fields [N,...] out as the run lays N / parts sequences into micro-batches."""
     size, packer = setup.config.train.microbatch_rows, setup.packer
 
     def place(name, x):

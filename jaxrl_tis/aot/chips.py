@@ -70,7 +70,8 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str, num_slices: int = 1) -> "Topology":
-        """ValueError for a chip that is not in the table or a shape that is none."""
+        """Reads a topology; ValueError names a chip that is not in the table or a shape that no
+        slice has."""
         kind, _, shape = name.partition(":")
         if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
             raise ValueError(
@@ -90,7 +91,8 @@ class Topology:
         return f"{self.num_slices} x {name}" if self.num_slices > 1 else name
 
     def devices(self) -> list:
-        """Devices to compile for; none can run. Some chips show as two devices.
+        """Returns devices to compile for. None of them can run a program, and some chips show as
+        two devices.
 
         Raises:
           ModuleNotFoundError: libtpu, which holds the compiler, is not installed.

@@ -43,9 +43,9 @@ class Search:
         self._refusal: ValueError | None = None
 
     def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
-        """Entries {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in}, each shown to
-        `on_row`; sizes that the batch cannot be cut into are not tried. ValueError where no split is
-        legal."""
+        """Compiles settings until the largest that fit are known. Returns entries {program, mesh,
+        remat, size, fits, use_bytes, hbm_bytes, over_in}, and shows each to `on_row`. Sizes that
+        the batch cannot be cut into are not tried. ValueError where no split is legal."""
         self._on_row = on_row
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
@@ -93,7 +93,8 @@ class Search:
             fitting, failing = (middle, failing) if entry["fits"] else (fitting, middle)
 
     def _setup(self, changes: dict[str, dict]) -> Setup:
-        """With these fields of the config; ValueError where they contradict it."""
+        """Sets the run up with these fields of the config changed; ValueError where they contradict
+        it."""
         config = self._config.copy_and_resolve_references()
         with config.unlocked():
             config.update(changes)
@@ -114,7 +115,7 @@ def _doubled(start: int, limit: int) -> list[int]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Of the table under HEADER: what one compilation showed."""
+    """Writes one row of the table under HEADER: what one compilation showed."""
     mesh, use = "x".join(map(str, row["mesh"])), row["use_bytes"] / row["hbm_bytes"]
     verdict = "" if row["fits"] else f"  does not fit in {row['over_in']}"
     return _LINE.format(
@@ -124,8 +125,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By program, the entry of most rows or slots that fit: of equals the one that recomputes least,
-    then that of least tensor parallelism, which stands first. One that never fits is absent."""
+    """Picks for each program the entry of most rows or slots that fits. Of equals it takes the one
+    that recomputes least, then the one of least tensor parallelism, which stands first. A program
+    that never fits is absent."""
     found = {}
     for row in (r for r in rows if r["fits"]):
         best = found.get(row["program"])
@@ -140,7 +142,8 @@ def _rank(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
-    """The largest settings as options of a command, or that none fits; a line for each program."""
+    """Writes the largest settings as options of a command, or that none fits, one line for each
+    program."""
     best, lines = largest(rows), []
     for name in dict.fromkeys(row["program"] for row in rows):
         row = best.get(name)

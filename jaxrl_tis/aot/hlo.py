@@ -137,7 +137,7 @@ class Alias:
 
 
 class Module:
-    """A program.
+    """A compiled program, read from its HLO.
 
     Args:
       text: `compiled.as_text()`.
@@ -277,7 +277,7 @@ class Module:
         )
 
     def _source(self, line: Instruction) -> Shape:
-        """The largest array outside the fusions around `line` that it was made of."""
+        """Finds the largest array outside the fusions around `line` that it was made of."""
         while line.computation in self._fused:
             if line.opcode == "parameter":
                 line = self._operands(self._caller[line.computation])[int(line.arguments)]
@@ -290,7 +290,7 @@ class Module:
         return max(line.shapes, key=lambda s: s.size)
 
     def flops(self) -> int:
-        """Of all matrix products in one run of the program, on one device."""
+        """Adds up the FLOPs of all matrix products in one run of the program, on one device."""
         return sum(dot.flops * dot.runs for dot in self.dots())
 
     # Arrays
@@ -326,7 +326,8 @@ class Module:
         return self._behind_views(self._operands(line)[0]).opcode == "parameter"
 
     def _behind_views(self, line: Instruction) -> Instruction:
-        """Past bitcasts, and past fusions within a fusion that are their operand in other tiles."""
+        """Follows a line back through bitcasts, and through fusions within a fusion that only lay
+        their operand out in other tiles."""
         while line.opcode == "bitcast" or "output_to_operand_aliasing" in line.attributes:
             line = self._operands(line)[0]
         return line
@@ -388,7 +389,8 @@ class Module:
 
 
 def _written(line: Instruction) -> tuple[Shape, ...]:
-    """The arrays of a result that are no operands; an asynchronous start hands those on too."""
+    """Returns the arrays of a result that are no operands; an asynchronous start hands those on
+    too."""
     if line.opcode == "send":
         return ()
     if line.opcode in ("copy-start", "recv"):

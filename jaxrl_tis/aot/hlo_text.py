@@ -51,7 +51,7 @@ class Instruction:
     is_root: bool
 
     def attribute(self, name: str) -> str:
-        """Its text; "" where the line has no such attribute."""
+        """Returns the text of an attribute, "" where the line has none of this name."""
         found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
         return found[1] if found else ""
 
@@ -163,7 +163,7 @@ def _count(computations, loop: Instruction, comparison) -> int | None:
 
 
 def _start(computations, loop: Instruction, value: Value) -> int | None:
-    """A value before the first run."""
+    """Returns a value as it is before the first run of a loop."""
     if value[0] is None:
         return value[1]
     caller = computations[loop.computation]
@@ -175,7 +175,7 @@ def _start(computations, loop: Instruction, value: Value) -> int | None:
 
 
 def _next(computations, loop: Instruction, index: int) -> Value:
-    """State `index` after a run, in terms of the state before it."""
+    """Returns item `index` of the state after a run, in terms of the state before it."""
     body = computations[loop.names("body")[0]]
     state = root(body)
     if state.opcode != "tuple":
@@ -215,7 +215,7 @@ def _value(computations, scope: Computation, line: Instruction, inputs) -> Value
 
 
 def _through(computations, scope: Computation, line: Instruction, inputs, read: Callable):
-    """What `read` says of the root of a fusion; None for other lines."""
+    """Returns what `read` says of the root of a fusion, and None for other lines."""
     if line.opcode != "fusion":
         return None
     values = [_value(computations, scope, scope[x], inputs) for x in line.operands]

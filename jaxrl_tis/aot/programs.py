@@ -51,7 +51,8 @@ class Compiled:
 
 
 def model_of(config: ml_collections.ConfigDict, shapes: pathlib.Path) -> ModelConfig:
-    """The model's shape: of its checkpoint, else of the file that ships with the configs.
+    """Reads the model's shape from its checkpoint, or else from the file that ships with the
+    configs.
 
     Raises:
       FileNotFoundError: neither exists.
@@ -73,7 +74,8 @@ def setup_for(
     config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
     layers: int | None = None,
 ) -> build.Setup:
-    """What the run would set up, on the topology's devices; `layers` replaces the model's depth."""
+    """Makes the Setup that the run would have, on the topology's devices; `layers` replaces the
+    model's depth."""
     chosen = validate(config)
     model = model_of(config, shapes)
     if layers is not None:
@@ -82,7 +84,8 @@ def setup_for(
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
-    """PROGRAMS that the config's run has: name -> (jitted function, abstract arguments)."""
+    """Returns those of PROGRAMS that the config's run has: name -> (jitted function, abstract
+    arguments)."""
     state = abstract_state(setup)
     params = state["policy"].params
     micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
@@ -123,7 +126,7 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
 
 
 def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Module | None:
-    """What the compiler had made when it gave up; None if it wrote nothing."""
+    """Returns what the compiler had made when it gave up, or None if it wrote nothing."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -133,8 +136,8 @@ def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Mod
 
 
 def resident(setup: build.Setup) -> dict[str, Any]:
-    """Abstract arrays that a run keeps on its devices from step to step, or through an evaluation,
-    by name."""
+    """Returns, by name, the abstract arrays that a run keeps on its devices from step to step or
+    through an evaluation."""
     state = abstract_state(setup)
     engines = setup.engine, setup.learner_engine
     sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
@@ -151,7 +154,8 @@ def report(
     setup: build.Setup, topology: Topology, names: list[str] | None = None,
     on_program: Callable[[dict], None] = lambda entry: None,
 ) -> dict[str, Any]:
-    """The JSON: compiles the named programs (default: all), `on_program` sees each one's entry."""
+    """Compiles the named programs (default: all) and returns the JSON; `on_program` sees each one's
+    entry."""
     available = programs(setup)
     unknown = [n for n in names or () if n not in available]
     if unknown:

@@ -21,7 +21,7 @@ LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
 
 def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, Any]:
-    """What is common to all programs."""
+    """Returns the keys that are the same for all programs."""
     c = setup.model
     return {
         "config": setup.config.name,
@@ -40,7 +40,7 @@ def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, 
 
 
 def entry(setup: Setup, topology: Topology, made: Any, held: dict[str, Any]) -> dict[str, Any]:
-    """Of one `programs.Compiled`; all bytes are those of one device."""
+    """Describes one `programs.Compiled`; all bytes are those of one device."""
     hbm, job = _hbm(setup, topology), work.work(made.name, setup, made.args)
     beside = _beside(made.args, _alive(made.name, held))
     found = {
@@ -77,8 +77,8 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 
 
 def _alive(program: str, held: dict[str, Any]) -> dict[str, Any]:
-    """What a run keeps while it is at this program: an evaluation has weights and a cache of its
-    own, from `reshard` on, and the sampler's cache is given back for that time."""
+    """Returns what a run keeps in memory while it is at this program. An evaluation has weights and
+    a cache of its own, from `reshard` on, and the sampler's cache is given back for that time."""
     absent = {"decode state"} if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
@@ -86,7 +86,7 @@ def _alive(program: str, held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(args: tuple, held: dict[str, Any]) -> int:
-    """Bytes of what a run keeps on a device and the program does not take."""
+    """Counts the bytes that a run keeps on a device and the program does not take."""
     key = lambda x: (x.shape, x.dtype, getattr(x, "sharding", None))
     taken = Counter(key(x) for x in jax.tree.leaves(args))
     rest = []
@@ -111,8 +111,9 @@ def _memory(memory: Any, beside: int, hbm: int) -> dict[str, int]:
 
 
 def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
-    """The memory; bytes too many; of which memory space. Where HBM is too small, the compiler's own
-    sum stands for the peak; where another is (smem, vmem), only the arguments are known."""
+    """Returns (memory, bytes too many, name of the memory space) of a refused program. Where HBM is
+    too small, the compiler's own sum stands for the peak; where another space is (smem, vmem), only
+    the arguments are known."""
     unit = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
     number = r" ?([\d.]+)([KMGT]?)"
     said = lambda words: [
@@ -132,7 +133,8 @@ def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], i
 
 
 def largest(made: Any) -> list[dict[str, Any]]:
-    """The largest arrays on a device: arguments by name, arrays that the program makes by shape."""
+    """Names the largest arrays on a device: arguments by name, arrays that the program makes by
+    shape."""
     arguments = [
         {"bytes": device_bytes(leaf), "what": "argument" + jax.tree_util.keystr(path),
          "shape": f"{leaf.dtype}{list(leaf.shape)}"}
@@ -146,7 +148,7 @@ def largest(made: Any) -> list[dict[str, Any]]:
 
 
 def _buffers(module: Module) -> list[dict[str, Any]]:
-    """One for each shape and origin; an update in place is no further array."""
+    """Returns one entry for each shape and origin; an update in place is no further array."""
     found = {}
     for b in module.buffers():
         if not b.in_place and b.shape.memory_space == 0:
@@ -157,7 +159,7 @@ def _buffers(module: Module) -> list[dict[str, Any]]:
 
 
 def _allocations(refusal: str) -> list[dict[str, Any]]:
-    """What the compiler lists of the arrays of a program that it refuses."""
+    """Reads what the compiler lists of the arrays of a program that it refuses."""
     unit = {"B": 1, "K": 2**10, "M": 2**20, "G": GIB}
     pattern = r"Size: ([\d.]+)([BKMG]).*?(?:Operator: op_name=\"([^\"]*)\".*?)?Shape: (\S+?)\{"
     return [
@@ -203,7 +205,8 @@ def _hlo(setup: Setup, topology: Topology, made: Any, job: work.Work) -> dict[st
 
 
 def _collectives(found: list) -> list[dict[str, Any]]:
-    """Equal ones together: `count` of them in a run of `bytes` each, from the most bytes down."""
+    """Joins equal collectives: each entry says the `count` of them in a run, of `bytes` each. The
+    one that moves most bytes comes first."""
     counts = Counter()
     for c in found:
         shapes = ", ".join(map(str, c.shapes))
@@ -217,7 +220,7 @@ def _collectives(found: list) -> list[dict[str, Any]]:
 
 
 def _dots(found: list) -> list[dict[str, Any]]:
-    """Large products by dtypes: `flops` on one device in a run."""
+    """Sums large products by their dtypes: `flops` on one device in a run."""
     total = sum(d.flops * d.runs for d in found)
     flops = Counter()
     for d in found:
@@ -246,7 +249,7 @@ def title(setup: Setup, topology: Topology) -> str:
 
 
 def text(entry: dict[str, Any]) -> str:
-    """One program, in full."""
+    """Describes one program in full."""
     memory = entry["memory"]
     lines = [
         f"\n{entry['name']}: compiled in {entry['compile_seconds']} s; "
@@ -289,7 +292,7 @@ COLUMNS = (
 
 
 def table(result: dict[str, Any], markdown: bool = False) -> str:
-    """A line for each program. Bytes are of one device, FLOPs of the job."""
+    """Writes a line for each program. Bytes are those of one device, FLOPs those of the job."""
     rows = [COLUMNS, *(_row(e) for e in result["programs"].values())]
     if markdown:
         rows.insert(1, ("---",) * len(COLUMNS))

@@ -22,7 +22,8 @@ PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of th
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one run of a program: FLOPs of the whole job, and bytes through one device's HBM."""
+    """What one run of a program has to do: the FLOPs of the whole job, and the bytes that go
+    through the HBM of one device."""
 
     flops: int = 0
     weight_bytes: int = 0
@@ -46,27 +47,29 @@ def _shard_bytes(x) -> int:
 
 
 def layer_weights(c: ModelConfig) -> int:
-    """Elements of one layer's matrices."""
+    """Counts the elements of one layer's matrices."""
     attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     return attention + 3 * c.embed_dim * c.mlp_dim
 
 
 def forward_flops(c: ModelConfig, rows: int, length: int, targets: int) -> int:
-    """Of `rows` causal rows of `length` tokens, with logits at `targets` positions of each."""
+    """Counts the FLOPs of `rows` causal rows of `length` tokens, with logits at `targets` positions
+    of each."""
     products = 2 * layer_weights(c) * c.num_layers * rows * length
     attention = 2 * length**2 * c.num_heads * c.head_dim * c.num_layers * rows
     return products + attention + 2 * c.embed_dim * c.vocab_size * targets * rows
 
 
 def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
-    """Of `tokens` single tokens that each attend to `length` keys."""
+    """Counts the FLOPs of `tokens` single tokens that each attend to `length` keys."""
     products = 2 * (layer_weights(c) * c.num_layers + c.embed_dim * c.vocab_size) * tokens
     return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
 
 
 def kernel_flops(call: CustomCall, setup: Setup) -> int:
-    """Of one run of a Pallas kernel on a device: its own estimate; for splash attention, which has
-    none, half of its squares; 0 for a kernel that says nothing."""
+    """Counts the FLOPs of one run of a Pallas kernel on a device. A kernel's own estimate is
+    taken; splash attention has none and counts half of its squares; a kernel that says nothing
+    counts 0."""
     splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
     if splash is None:
         return call.flops or 0
@@ -76,7 +79,8 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
 
 
 def kernel_passes(call: CustomCall, setup: Setup) -> int:
-    """Of the products of a kernel: those with a float32 head take several."""
+    """Returns how many passes the products of a kernel take: several for those with a float32
+    head."""
     is_head = "token_logprob" in call.op_name
     return PASSES["highest"] if is_head and setup.learner.program.highest_head else 1
 
@@ -157,8 +161,8 @@ def roofline(
     chip: Chip, devices_per_chip: int, dots: list[Dot], collectives: list[Collective],
     kernel_flops: int, moved: Work,
 ) -> Roofline:
-    """Of one device: products at the rate of their operands, bytes at the memory's rate, and
-    collectives on rings at the rate of all links; traffic between slices is not timed."""
+    """Bounds the time of one device: products at the rate of their operands, bytes at the memory's
+    rate, and collectives on rings at the rate of all links. Traffic between slices is not timed."""
     compute = kernel_flops / chip.bf16_rate
     for dot in dots:
         is_int8 = all(s.dtype in ("s8", "u8", "s4", "u4") for s in dot.operands)
@@ -172,7 +176,7 @@ def roofline(
 
 
 def _wire_bytes(c: Collective) -> float:
-    """Bytes that a device sends on a ring."""
+    """Counts the bytes that a device sends on a ring."""
     if c.kind.startswith("collective-"):
         return c.bytes
     share = (c.group_size - 1) / c.group_size

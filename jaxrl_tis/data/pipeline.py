@@ -68,7 +68,8 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """The position as plain JSON values, with the fingerprint of what it is a position in."""
+        """Returns the position as plain JSON values, with the fingerprint of what it is a position
+        in."""
         return {"fingerprint": self.fingerprint, "position": self._iterator.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -91,7 +92,7 @@ class Batches:
 def _fingerprint(
     task: str, params: Mapping[str, Any], source: Source, batch_size: int, seed: int
 ) -> dict[str, Any]:
-    """What the sequence of batches depends on; `examples` digests the first, middle and last."""
+    """Digests what the sequence of batches depends on; of `examples` the first, middle and last."""
     probes = [source[index] for index in (0, len(source) // 2, len(source) - 1)]
     digest = hashlib.blake2b(json.dumps(probes, sort_keys=True).encode(), digest_size=8)
     facts = {

@@ -48,7 +48,7 @@ def _check_index(index: int, size: int) -> None:
 
 
 def _sum_of_products(values: list[int], ops: list[str]) -> int:
-    """values[0] ops[0] values[1] ..., with products first."""
+    """Computes values[0] ops[0] values[1] ..., with products first."""
     total, term = 0, values[0]
     for op, value in zip(ops, values[1:], strict=True):
         if op == "*":
@@ -207,7 +207,7 @@ class _ReasoningGym:
         return self.size
 
     def dataset(self, draw: int) -> Any:
-        """The package's data set that gives every example its draw number `draw`."""
+        """Returns the package's data set that gives every example its draw number `draw`."""
         if draw not in self.datasets:
             import reasoning_gym as package
 
@@ -273,13 +273,14 @@ TASKS = {
 
 
 def parameters(task: str) -> dict[str, inspect.Parameter]:
-    """The named parameters of a task."""
+    """Returns the named parameters of a task."""
     found = inspect.signature(TASKS[task]).parameters
     return {n: p for n, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def check(task: str, params: Mapping[str, Any]) -> None:
-    """ValueError for a task or a parameter that does not exist, is missing or of another type."""
+    """Raises ValueError for a task or a parameter that does not exist, is missing or of another
+    type."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
     known = parameters(task)
@@ -307,7 +308,7 @@ def check(task: str, params: Mapping[str, Any]) -> None:
 
 
 def make(task: str, params: Mapping[str, Any]) -> Source:
-    """The source that a config names.
+    """Makes the source that a config names.
 
     Raises:
         ValueError: see `check`; or the task refuses the parameters.

@@ -99,7 +99,7 @@ class HFTokenizer:
         return self.backend.decode([int(index) for index in ids])
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
-        """Messages rendered with the checkpoint's template.
+        """Renders messages with the checkpoint's template.
 
         Raises:
             ValueError: there is no template, or the template refuses these messages.
@@ -120,7 +120,7 @@ class HFTokenizer:
 
 
 def _template_environment() -> jinja2.Environment:
-    """The Jinja settings that chat templates are written for, in a sandbox.
+    """Returns the Jinja settings that chat templates are written for, in a sandbox.
 
     A template comes with a downloaded checkpoint, so it must not reach Python objects.
     """
@@ -155,7 +155,7 @@ def _make(backend, eos_ids, pad_id, bos_id, template, source) -> HFTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or an empty one where the checkpoint has no such file."""
+    """Reads the JSON object in `path`; {} where the checkpoint has no such file."""
     if not path.exists():
         return {}
     try:
@@ -165,7 +165,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Path) -> int | None:
-    """The id of a token that tokenizer_config.json gives as text or as {"content": text}."""
+    """Returns the id of a token that tokenizer_config.json gives as text or as {"content":
+    text}."""
     if token is None:
         return None
     text = token["content"] if isinstance(token, dict) else token
@@ -176,7 +177,8 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Pat
 
 
 def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
-    """chat_template.jinja if it is there, else the (default) one in tokenizer_config.json."""
+    """Returns chat_template.jinja if it is there, else the (default) one in
+    tokenizer_config.json."""
     separate = folder / "chat_template.jinja"
     if separate.exists():
         return separate.read_text(encoding="utf-8")
@@ -187,7 +189,7 @@ def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
 
 
 def from_folder(folder: str | os.PathLike) -> HFTokenizer:
-    """The tokenizer of a Hugging Face checkpoint folder.
+    """Reads the tokenizer of a Hugging Face checkpoint folder.
 
     A sequence ends at any id that tokenizer_config.json, generation_config.json or config.json
     calls end of sequence (checkpoints disagree); templates see the first of them.
@@ -266,7 +268,8 @@ def _byte_pair_backend(fields: dict[str, Any], path: Path) -> tokenizers.Tokeniz
 
 
 def from_gguf(path: str | os.PathLike) -> HFTokenizer:
-    """The byte-level BPE tokenizer in a GGUF file's metadata, id for id as Hugging Face has it.
+    """Reads the byte-level BPE tokenizer in a GGUF file's metadata, id for id as Hugging Face has
+    it.
 
     Raises:
         FileNotFoundError: no such file.
@@ -295,7 +298,8 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
 
 
 def load_tokenizer(path_or_spec: str | os.PathLike) -> Tokenizer:
-    """The tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint folder."""
+    """Loads the tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint
+    folder."""
     if path_or_spec == "char":
         return CharTokenizer(ARITHMETIC_CHARS)
     path = Path(path_or_spec)

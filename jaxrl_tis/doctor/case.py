@@ -88,23 +88,25 @@ class Case:
     last_step: int
 
     def window(self, metric: str, length: float, before: float = 0) -> dict[int, float]:
-        """The values of the `length` steps that end `before` steps ahead of the last one."""
+        """Returns the values of the `length` steps that end `before` steps ahead of the last
+        one."""
         end = self.last_step - before
         values = self.series[metric] if metric in self.series else {}
         return {step: v for step, v in values.items() if end - length < step <= end}
 
     def source(self, metric: str) -> str:
-        """The metric, or its fallback where the window that is judged has too few of its values."""
+        """Returns the metric, or its fallback where the judged window has too few of its values."""
         fallback = FALLBACKS.get(metric)
         few = len(self.recent(metric)) < self.thresholds["min_steps"]
         return fallback if few and fallback in self.series else metric
 
     def recent(self, metric: str) -> list[float]:
-        """The values of the window that is judged."""
+        """Returns the values of the judged window."""
         return list(self.window(metric, self.thresholds["window"]).values())
 
     def setting(self, field: str) -> Any:
-        """A field of the config, a preset's where it is not set; KeyError naming a missing one."""
+        """Returns a field of the config, or the preset's value where the config leaves it open;
+        KeyError names a field that is missing."""
         node = self.config
         for name in field.split("."):
             if name not in node:
@@ -115,7 +117,7 @@ class Case:
         return node
 
     def method(self, kind: str) -> methods.Method:
-        """The chosen weight, objective or kl: (name, every parameter with its value)."""
+        """Returns the chosen weight, objective or kl as (name, every parameter with its value)."""
         return methods.parse(kind, self.setting(f"correction.{kind}"))
 
 
@@ -165,7 +167,8 @@ class Finding:
 
 
 def _engine_share(case):
-    """1 while sampler and learner hold the same weights, so that the whole gap is the engine's."""
+    """Returns 1 while sampler and learner hold the same weights, because the whole gap is then the
+    engine's."""
     if not any(case.recent(LAG)):
         return 1.0
     shares = case.recent(ENGINE_SHARE)
@@ -222,12 +225,12 @@ def _has_plain_kl(case):
 
 
 def _clip_width(case):
-    """Of the band above 1; 0 for an objective without one."""
+    """Returns the width of the band above 1, and 0 for an objective without a band."""
     return case.method("objective")[1].get("clip_high", 0.0)
 
 
 def _clip_widening(case):
-    """Largest ratio of a clip parameter to its default."""
+    """Returns the largest ratio of a clip parameter to its default."""
     name, chosen = case.method("objective")
     usual = methods.parameters("objective", name)
     return max(chosen[clip] / usual[clip] for clip in ("clip_low", "clip_high"))

@@ -38,7 +38,7 @@ def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _problem(line):
-    """What keeps a line from being a record, or None."""
+    """Says what keeps a line from being a record, or None."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -92,7 +92,7 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
 
 
 def _adapted(case):
-    """The thresholds that are others for this kind of run."""
+    """Returns the thresholds, with those that differ for this kind of run replaced."""
     limits, adapted = case.thresholds, {}
     if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
         adapted["dp_max"] = limits["dp_max_quantized"]
@@ -152,7 +152,7 @@ def _result(case, finding, results):
 
 
 def _judge(case, clause):
-    """The result of a clause."""
+    """Judges one clause."""
     is_fact = clause.metric in FACTS
     clause = dataclasses.replace(clause, metric=case.source(clause.metric))
     if not is_fact and clause.metric not in case.series and clause.absent is not None:
@@ -209,7 +209,7 @@ def _statistic(case, clause):
 
 
 def _sigma(values, earlier):
-    """How many standard errors the mean of `values` is above that of `earlier`."""
+    """Returns by how many standard errors the mean of `values` is above that of `earlier`."""
     means, variances = [], []
     for x in (list(values.values()), list(earlier.values())):
         mean = math.fsum(x) / len(x)
@@ -224,7 +224,7 @@ def _sigma(values, earlier):
 
 
 def _changes(case, finding, asked):
-    """[{field, value, now}] of the fields of the run's config that would change.
+    """Lists {field, value, now} for the fields of the run's config that would change.
 
     `asked` holds what earlier findings ask for: they are nearer to the cause and keep their word.
     """
@@ -308,7 +308,7 @@ def _lines(finding):
 
 
 def describe(diagnosis: dict[str, Any]) -> str:
-    """The diagnosis for a reader."""
+    """Writes the diagnosis for a reader."""
     steps, window = diagnosis["steps"], diagnosis["window"]
     judged = f"steps {window[0]}-{window[1]} of {steps[0]}-{steps[1]}" if steps else "no steps"
     lines = [f"{diagnosis['workdir']} ({judged}): {', '.join(diagnosis['verdict'])}"]
@@ -327,7 +327,7 @@ def describe(diagnosis: dict[str, Any]) -> str:
 
 
 def strict(x):
-    """The same with strings for the numbers that JSON cannot write."""
+    """Returns the same tree with strings for the numbers that JSON cannot write."""
     if isinstance(x, dict):
         return {name: strict(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):

@@ -20,12 +20,12 @@ from jaxrl_tis.estimators import methods
 
 
 def _of(field: str, scale: float | None = None) -> Callable[[Case], Any]:
-    """The present value of a field of the config, perhaps times a number."""
+    """Returns a function that reads a field of the config, perhaps times a number."""
     return lambda case: case.setting(field) if scale is None else scale * case.setting(field)
 
 
 def _geo_mask(case):
-    """The masks with a band for the geometric mean that keeps about nine of ten responses.
+    """Returns the masks with a band for the geometric mean that keeps about nine of ten responses.
 
     A fixed 1 % suits responses of hundreds of tokens; the mean over a few tokens spreads more.
     """
@@ -38,17 +38,18 @@ def _geo_mask(case):
 
 
 def _weighable(case):
-    """PPO instead of an objective that corrects the gap itself, where a weight would be twice."""
+    """Returns PPO for an objective that corrects the gap itself, because a weight beside it would
+    correct twice."""
     return "ppo" if has_own_weight(case) else None
 
 
 def _weight(case):
-    """The usual weight where there is none."""
+    """Returns the usual weight where the config has none."""
     return TIS if case.method("weight")[0] == "none" else None
 
 
 def _token_weight(case):
-    """The usual weight where there is none, or one for sequences."""
+    """Returns the usual weight where the config has none, or one for sequences."""
     return TIS if case.method("weight")[0].startswith("seq_") else _weight(case)
 
 

@@ -25,7 +25,7 @@ PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attenti
 
 
 def _codes(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
-    """x [..., K] as the pool stores it, and its scales [...] if that is int8."""
+    """Returns x [..., K] as the pool stores it, and its scales [...] if the pool is int8."""
     if dtype == jnp.uint16:
         return _view(x.astype(jnp.bfloat16), dtype), None
     if dtype != jnp.int8:
@@ -67,18 +67,18 @@ class KV:
         return KV(k, v, k_scale, v_scale)
 
     def read(self, numbers: jax.Array) -> "KV":
-        """The pages [...,N,S,K] of these numbers [...]."""
+        """Returns the pages [...,N,S,K] with these numbers [...]."""
         pages = jax.tree.map(lambda x: x.at[numbers].get(mode="promise_in_bounds"), self)
         values = lambda x: _view(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
         return jax.tree.map(values, pages)
 
     def write(self, pages_m: jax.Array, k_mnsk: jax.Array, v_mnsk: jax.Array) -> "KV":
-        """Whole pages."""
+        """Writes whole pages."""
         new = self._leaves(k_mnsk, v_mnsk)
         return jax.tree.map(lambda x, y: _set_pages(x, y, pages_m, 0), self, new)
 
     def append(self, pages_m, offsets_m, k_mnk: jax.Array, v_mnk: jax.Array) -> "KV":
-        """One position of each of M pages."""
+        """Writes one position of each of M pages."""
         new = self._leaves(k_mnk, v_mnk)
         return jax.tree.map(lambda x, y: x.at[pages_m, :, offsets_m].set(y), self, new)
 
@@ -108,7 +108,8 @@ class StackedKV:
         return jax.tree.map(lambda x: _copy_pages(x, sources_m, targets_m, 1), self)
 
     def beside(self, k: jax.Array, v: jax.Array) -> "StackedKV":
-        """Keys and values [..., N,(S,)K] as the pool stores them, scales [..., N,2(,S)]."""
+        """Lays keys and values [..., N,(S,)K] side by side, as the pool stores them, with scales
+        [..., N,2(,S)]."""
         (k, k_scale), (v, v_scale) = _codes(k, self.kv.dtype), _codes(v, self.kv.dtype)
         scale = None if k_scale is None else jnp.stack([k_scale, v_scale], axis=2)
         return StackedKV(jnp.concatenate([k, v], axis=-1), scale)
@@ -170,7 +171,7 @@ def _copy_pages(pool, sources_m, targets_m, axis: int):
 
 
 def empty(config: ModelConfig, pages: int, size: int, dtype: str, unrolled: bool) -> Any:
-    """A pool of zeros for every layer."""
+    """Makes a pool of zeros for every layer."""
     if not unrolled:
         return StackedKV.empty(config, pages, size, jnp.dtype(dtype))
     layer = lambda: KV.empty(config, pages, size, jnp.dtype(dtype))
@@ -178,7 +179,8 @@ def empty(config: ModelConfig, pages: int, size: int, dtype: str, unrolled: bool
 
 
 def axes(x: jax.Array) -> tuple:
-    """Logical axes of an array of a pool: each part of the batch has pages of its own."""
+    """Returns the logical axes of an array of a pool: each part of the batch has pages of its
+    own."""
     first = (None,) * (x.ndim == 5) + ("batch", "kv_heads")
     return first + (None,) * (x.ndim - len(first))
 
@@ -187,7 +189,7 @@ def axes(x: jax.Array) -> tuple:
 
 
 def _on_devices(layout: Layout, step: Callable, cache: Any, arrays: tuple) -> Callable:
-    """step(q, k, v, cache, *arrays by row) on each device's rows, heads and pages."""
+    """Runs step(q, k, v, cache, *arrays by row) on each device's rows, heads and pages."""
     spec = lambda *names: layout.sharding(names).spec
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
@@ -207,8 +209,8 @@ def fill(
     starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout: Layout,
     numerics: str = "fast",
 ):
-    """For chunks of prompts: row r holds lengths_r[r] tokens from position starts_r[r] on, which
-    begins a page."""
+    """Makes the attention of chunks of prompts: row r holds lengths_r[r] tokens from position
+    starts_r[r] on, which begins a page."""
 
     def step(q_rthk, k_rtnk, v_rtnk, cache, starts_r, lengths_r, table_rp):
         r, t, n, k = k_rtnk.shape
@@ -232,8 +234,8 @@ def append(
     index_bt: jax.Array, is_written_bt: jax.Array, table_bp: jax.Array, layout: Layout,
     numerics: str = "fast",
 ):
-    """For T new tokens of every slot, at places index_bt of its pages; a token whose key is there
-    already, or that nobody waits for (is_written False), writes to page 0."""
+    """Makes the attention of T new tokens of every slot, at places index_bt of its pages. A token
+    whose key is there already, or that nobody waits for (is_written False), writes to page 0."""
     paged = PAGED[numerics]
     if numerics == "fast" and layout.platform == "cpu":
         paged = attention.paged_attention_by_length
@@ -264,7 +266,8 @@ def append(
 
 
 def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, index_bt, page_bt, table_bp):
-    """The kernel takes one token of every slot; the T of a draft follow one another."""
+    """Runs the kernel, which takes one token of every slot; the T tokens of a draft follow one
+    another."""
     b, _, h, k = q_bthk.shape
 
     def token(pool, rows):

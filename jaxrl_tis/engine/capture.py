@@ -9,8 +9,8 @@ BLOCK = 128
 
 
 def top(scores_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Array]:
-    """Ids [B,n] of the n tokens with the highest scores, the lower id first among equals, and these
-    scores [B,n]; id -1 and -inf where fewer are possible.
+    """Finds the n tokens with the highest scores: their ids [B,n], the lower id first among equals,
+    and their scores [B,n]. Where fewer are possible, the id is -1 and the score -inf.
 
     `scores_bv` are those of this part's tokens, at least n of them, -inf outside the support.
     """
@@ -23,7 +23,8 @@ def top(scores_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Ar
 
 
 def support(is_in_bv: jax.Array, n: int, shards: Shards) -> jax.Array:
-    """Ids [B,n] of the tokens that are in, ascending, then -1; -1 alone where more than n are.
+    """Lists the ids [B,n] of the tokens that are in, ascending, then -1. Where more than n are in,
+    all entries are -1.
 
     Nothing is sorted: the j-th of them lies in the first block of the vocabulary up to which there
     are j, and every device finds those of its own part.

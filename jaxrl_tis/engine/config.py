@@ -7,7 +7,7 @@ from jaxrl_tis.models import quant
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes, formats and records of an engine.
+    """The sizes and formats of an engine, and what it records of its draws.
 
     Attributes:
       slots: sequences decoded together.
@@ -61,5 +61,6 @@ class EngineConfig:
 
     @property
     def whole_chunk(self) -> int:
-        """prefill_chunk in whole pages, and no longer than a sequence."""
+        """The longest chunk of a prompt: prefill_chunk in whole pages, but no longer than a
+        sequence."""
         return -(-min(self.prefill_chunk, self.max_length) // self.page_size) * self.page_size

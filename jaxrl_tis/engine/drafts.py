@@ -20,20 +20,21 @@ MEMORY = 0.95  # what a measurement weighs after each further pass
 
 @dataclasses.dataclass
 class Group:
-    """The live samples of a prompt, and where each n-gram of theirs stood last: its tokens, and the
-    place behind it."""
+    """The live samples of one prompt, and where each n-gram of theirs stood last: in which tokens,
+    and the place behind it."""
 
     members: int = 0
     places: dict[tuple, tuple[list[int], int]] = dataclasses.field(default_factory=dict)
 
     def learn(self, tokens: list[int], start: int) -> None:
-        """Of a list that may grow: the n-grams before each of its tokens from `start` on."""
+        """Notes the n-grams before each token of a list from `start` on; the list may grow
+        later."""
         for n in NGRAMS:
             for i in range(max(start, n), len(tokens)):
                 self.places[tuple(tokens[i - n : i])] = tokens, i
 
     def guess(self, tokens: list[int], length: int) -> list[int]:
-        """What follows the tokens, and so on after what was guessed."""
+        """Guesses what follows the tokens, and what follows the guess, and so on."""
         last, draft = tuple(tokens[-NGRAMS[0] :]), []
         while len(draft) < length:
             known = [last[-n:] for n in NGRAMS if last[-n:] in self.places]
@@ -46,35 +47,35 @@ class Group:
 
 
 def lengths(longest: int) -> list[int]:
-    """1, 3, 7, ..., so that few programs are compiled."""
+    """Returns the lengths that drafts may have: 1, 3, 7, ..., so that few programs are compiled."""
     return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
 
 
 class NoDrafts:
-    """Never guesses; the engine decodes token by token."""
+    """Never guesses, so that the engine decodes token by token."""
 
     def forget(self) -> None:
-        """New weights."""
+        """Hears that the weights have changed."""
 
     def add(self, request: Request) -> None:
-        """A request lives from now on."""
+        """Hears that a request lives from now on."""
 
     def remove(self, request: Request) -> None:
-        """The request has ended."""
+        """Hears that the request has ended."""
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence goes on from what it has."""
+        """Hears that the sequence goes on from what it has."""
 
     def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
-        """The sequence drew tokens."""
+        """Hears that the sequence drew tokens."""
 
     def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, list[int]]]:
-        """(length, drafts of at most so many tokens); (0, {}) when plain decoding draws more tokens
-        in its time."""
+        """Returns (length, drafts of at most so many tokens), or (0, {}) when plain decoding draws
+        more tokens in the time of a draft."""
         return 0, {}
 
     def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
-        """How much of a draft was accepted; a sequence that ended rejected nothing."""
+        """Hears how much of a draft was accepted; a sequence that ended rejected nothing."""
 
 
 class Drafts(NoDrafts):
@@ -98,11 +99,12 @@ class Drafts(NoDrafts):
 
     @property
     def acceptance(self) -> float:
-        """Probability that the next token of a draft is accepted: 1/2 before anything is seen."""
+        """The probability that the next token of a draft is accepted; 1/2 before anything is
+        seen."""
         return (1 + self._accepted) / (2 + self._accepted + self._rejected)
 
     def forget(self) -> None:
-        """Acceptance is measured anew."""
+        """Measures the acceptance anew."""
         self._accepted = self._rejected = 0.0
 
     def add(self, request: Request) -> None:
@@ -143,8 +145,8 @@ class Drafts(NoDrafts):
         return length, {s: draft[:length] for s, draft in drafts.items() if draft}
 
     def _speed(self, lengths: np.ndarray, length: int) -> float:
-        """Expected tokens of a pass in units of its time: a + a^2 + ... of each draft and one more
-        of each sequence."""
+        """Returns the expected tokens of a pass per unit of its time: a + a^2 + ... of each draft,
+        and one more of each sequence."""
         a = self.acceptance
         accepted = a * (1 - a ** np.minimum(lengths, length)) / (1 - a)
         rows = self._slots * (length + 1)

@@ -30,7 +30,7 @@ from jaxrl_tis.sharding import Layout, single_device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Decode state that belongs to a slot, arrays with leading axis B.
+    """The decode state that belongs to the slots, arrays with leading axis B.
 
     Attributes:
       token, position: [B] int32, last token (not yet in the cache) and its absolute position.
@@ -107,7 +107,7 @@ class Engine:
     def load(
         self, params: transformer.Params, noise: transforms.Noise | None = None
     ) -> transformer.Params:
-        """Learner's parameters -> serving parameters, see weights.Weights."""
+        """Turns the learner's parameters into serving parameters, see weights.Weights."""
         return self._weights.load(params, noise)
 
     def _check_sizes(self) -> None:
@@ -144,14 +144,14 @@ class Engine:
     # Prefill
 
     def bucket(self, length: int) -> int:
-        """Padded length of a chunk: the next of 1, 1.5, 2, 3, 4, 6, 8, ... pages."""
+        """Returns the padded length of a chunk: the next of 1, 1.5, 2, 3, 4, 6, 8, ... pages."""
         pages, needed = 1, -(-length // self.page_size)
         while pages < needed:
             pages = pages * 3 // 2 if pages & (pages - 1) == 0 and pages > 1 else -(-pages * 4 // 3)
         return min(pages * self.page_size, self.prefill_chunk)
 
     def prefill(self, params, state: DecodeState, chunks: list[Chunk]) -> DecodeState:
-        """Writes the keys of the chunks, at most prefill_batch / shards of each shard."""
+        """Writes the keys of the chunks, of which each shard has at most prefill_batch / shards."""
         per_shard = self.prefill_batch // self.shards
         length = self.bucket(max(len(c.tokens) for c in chunks))
         tokens = np.zeros((self.prefill_batch, length), np.int32)
@@ -180,7 +180,7 @@ class Engine:
     # Insert
 
     def init_state(self) -> DecodeState:
-        """Empty slots and pages, each device holding its own part."""
+        """Makes empty slots and pages, of which each device holds its own part."""
         return self._init()
 
     def _empty_state(self) -> DecodeState:
@@ -204,7 +204,7 @@ class Engine:
         return DecodeState(kv, slots)
 
     def _state_shardings(self) -> DecodeState:
-        """Slots and pages over the data axes, key/value heads over tensor."""
+        """Cuts slots and pages over the data axes, and key/value heads over the tensor axis."""
         state = jax.eval_shape(self._empty_state)
         of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
         place = lambda tree, axes: jax.tree.map(lambda x: self.layout.sharding(axes(x)), tree)
@@ -218,8 +218,9 @@ class Engine:
         return self._insert(state, *self._insertion(rows))
 
     def _insertion(self, rows: dict[int, Insertion]) -> tuple:
-        """New content of the slots, their seeds and hashes, copies of pages, which are new, and the
-        tokens that penalties count: (tokens, how many are prompt, how many there are)."""
+        """Collects what an insert writes: the new content of the slots, their seeds and hashes, the
+        copies of pages, which slots are new, and the tokens that penalties count, as (tokens, how
+        many are prompt, how many there are)."""
         b = self.slots
         is_new = np.zeros(b, bool)
         token, position, remaining, cached = (np.zeros(b, np.int32) for _ in range(4))
@@ -260,7 +261,7 @@ class Engine:
         return DecodeState(self._copy_pages(state.cache, sources_b, targets_b), slots)
 
     def _copy_pages(self, kv, sources_b, targets_b):
-        """Of each device, for its own slots."""
+        """Copies pages on every device, for the slots that it holds."""
         pools = jax.tree.map(lambda sharding: sharding.spec, self._shardings.cache)
         slots = self.layout.sharding(("batch",)).spec
         is_pool = lambda x: isinstance(x, (cache.KV, cache.StackedKV))
@@ -280,16 +281,17 @@ class Engine:
     def generate(
         self, params, state: DecodeState, table: np.ndarray, shift: np.ndarray
     ) -> tuple[DecodeState, ResultTokens]:
-        """Up to `steps` tokens for every running slot, whose pages must have room for them."""
+        """Draws up to `steps` tokens for every running slot, whose pages must have room for
+        them."""
         return self._generate(params, state, table, shift)
 
     def verify(
         self, params, state: DecodeState, drafts: np.ndarray, counts: np.ndarray,
         table: np.ndarray, shift: np.ndarray,
     ) -> tuple[DecodeState, ResultTokens]:
-        """One pass over the last token of every running slot and its draft, `counts` [slots] of
-        `drafts` [slots, n]: draws a token after each as long as the draft says the same, so at
-        least one and at most counts + 1; K is n + 1 in the result."""
+        """Runs one pass over the last token of every running slot and its draft, `counts` [slots]
+        tokens of `drafts` [slots, n]. It draws a token after each as long as the draft says the
+        same, so at least one and at most counts + 1; in the result K is n + 1."""
         return self._verify(params, state, drafts, counts, table, shift)
 
     def _decode(self, params, state: DecodeState, table_bp, shift_b):
@@ -317,7 +319,8 @@ class Engine:
         return ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
 
     def _empty_draws(self) -> tuple[Draw, jax.Array]:
-        """Zeros in place of the draws of a whole call, and of what says which of them count."""
+        """Makes zeros in the place of the draws of a whole call, and of the booleans that say which
+        of them count."""
         shape = self.steps, self.slots
 
         def zeros(field):
@@ -327,8 +330,9 @@ class Engine:
         return Draw(**{name: zeros(f) for name, f in DRAWN.items()}), jnp.zeros(shape, bool)
 
     def _pass(self, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
-        """Draws after the last token and after the drafted ones, [B,T] with T = g + 1, as far as
-        they are what is drawn: (state, (draws, which of them count))."""
+        """Draws a token after the last one and after each drafted one, [B,T] with T = g + 1, as far
+        as the drafted tokens are those that are drawn. Returns (state, (draws, which of them
+        count))."""
         slots, numerics = state.slots, self.program.numerics
         width = drafts_bg.shape[1] + 1
         step_t, is_running = jnp.arange(width)[None], slots.remaining > 0
@@ -359,7 +363,8 @@ class Engine:
         return DecodeState(kv, slots), (drawn, is_valid_bt)
 
     def _penalties_along(self, penalties: Penalties | None, drafts_bg, is_live_bt):
-        """Penalties of the rows [B*T] of a pass: after each token of the draft."""
+        """Returns the penalties of the rows [B*T] of a pass: those after each token of the
+        draft."""
         if penalties is None:
             return None
         along = [penalties]
@@ -369,8 +374,8 @@ class Engine:
         return jax.tree.map(rows, *along)
 
     def _advance(self, slots: Slots, drawn_bt, drafts_bg, is_live_bt) -> tuple[Slots, jax.Array]:
-        """Slots after those draws that count [B,T]: up to the first that is a stop id or not the
-        draft's."""
+        """Moves the slots behind those draws [B,T] that count: all up to the first that is a stop
+        id or differs from the draft."""
         is_stop_bt = jnp.any(drawn_bt[..., None] == slots.stop_ids[:, None], axis=-1)
         goes_on_bg = (drawn_bt[:, :-1] == drafts_bg) & ~is_stop_bt[:, :-1] & is_live_bt[:, 1:]
         goes_on_bg = jnp.cumprod(goes_on_bg, axis=1, dtype=jnp.int32).astype(bool)
@@ -397,7 +402,8 @@ class Engine:
     # Programs from shapes alone
 
     def programs(self, params: transformer.Params | None = None) -> dict[str, tuple[Any, tuple]]:
-        """Every jitted program with abstract arguments: `fn.lower(*args)` allocates nothing.
+        """Returns every jitted program with abstract arguments: `fn.lower(*args)` allocates
+        nothing.
 
         Args:
           params: the learner's abstract parameters with their shardings; None takes float32 in the

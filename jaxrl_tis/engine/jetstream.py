@@ -1,7 +1,7 @@
 """Our engine behind the interface of JetStream: jetstream.engine.engine_api.Engine of
 google-jetstream 0.2.2, which `./launch/jetstream.sh` installs and tests it with.
 
-`prefill` fills the pages of a cache of one sequence (the Prefilled prompt), `insert` copies them to the pages
+`prefill` fills the pages of a cache of one sequence (`Prefilled`), `insert` copies them to the pages
 that a slot always has, and every token, the first included, comes from `generate`.
 """
 
@@ -25,7 +25,8 @@ MIN_PREFILL, MAX_PREFILL = 16, 32768  # JetStream pads prompts to powers of two 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """Prompt tokens [T] without padding, and pages whose first ones hold their keys."""
+    """A prefilled prompt: its tokens [T] without padding, and pages whose first ones hold their
+    keys."""
 
     tokens: Any
     cache: Any
@@ -41,7 +42,7 @@ class DecodeState:
 
 
 class Engine(engine_api.Engine):
-    """One of our engines with one tokenizer and one way of sampling.
+    """One of our engines, with one tokenizer and one way of sampling.
 
     Args:
       engine: of one step per call, since JetStream counts tokens call by call, and one data shard.
@@ -77,7 +78,7 @@ class Engine(engine_api.Engine):
         self._count = jax.jit(_count)
 
     def load_params(self, params: Any) -> Any:
-        """The learner's parameters -> serving parameters."""
+        """Turns the learner's parameters into serving parameters."""
         return self._engine.load(params)
 
     def init_decode_state(self) -> DecodeState:
@@ -87,7 +88,8 @@ class Engine(engine_api.Engine):
         self, *, params: Any, existing_prefix: Prefilled | None = None, padded_tokens: Any,
         true_length: int,
     ) -> Prefilled:
-        """ValueError for an empty prompt, NotImplementedError for one that extends another."""
+        """Fills the pages of a prompt; ValueError for an empty one, NotImplementedError for one
+        that extends another."""
         if existing_prefix is not None:
             raise NotImplementedError("a prompt is prefilled as a whole")
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
@@ -115,7 +117,7 @@ class Engine(engine_api.Engine):
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """A token of every slot that runs; not valid in the others."""
+        """Draws a token of every slot that runs; the entries of the others are not valid."""
         state, result = self._engine.generate(
             params, decode_state.engine, self._table, self._shift
         )
@@ -129,7 +131,7 @@ class Engine(engine_api.Engine):
         return Prefilled(self._engine.layout.replicated(), self._cache_shardings())
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
-        """Empty: `build_tokenizer` needs nothing of it."""
+        """Returns nothing, because `build_tokenizer` needs nothing of it."""
         return tokenizer_pb2.TokenizerParameters()
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> "PaddingTokenizer":
@@ -145,7 +147,7 @@ class Engine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """A power of two that leaves room for a token."""
+        """The longest prompt: a power of two that leaves room for a token."""
         longest = min(self._engine.max_length - 1, MAX_PREFILL)
         return 1 << (longest.bit_length() - 1)
 
@@ -171,7 +173,8 @@ class Engine(engine_api.Engine):
 
 
 def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:
-    """The pools with the pages of a prefix, but for its page 0, from page `first` on."""
+    """Writes the pages of a prefilled prompt, but for its page 0, into the pools from page `first`
+    on."""
 
     def place(pool, pages):
         axis = int(pool.ndim == 5)  # behind the layers, where they are stacked
@@ -182,7 +185,8 @@ def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:
 
 
 def _count(result: ResultTokens, lengths_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """([B,3] token, whether it is valid, tokens drawn so far; the latter alone)."""
+    """Returns ([B,3]: the token, whether it is valid, the tokens drawn so far; and those counts
+    alone)."""
     valid_b = result.valid[0].astype(jnp.int32)
     lengths_b = lengths_b + valid_b
     return jnp.stack([result.tokens[0], valid_b, lengths_b], axis=1), lengths_b
@@ -195,7 +199,8 @@ class PaddingTokenizer(tokenizer_api.Tokenizer):
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **kwargs) -> tuple[Any, int]:
-        """(padded tokens, how many they are without padding); see token_utils.pad_tokens."""
+        """Returns (padded tokens, how many they are without padding); see
+        token_utils.pad_tokens."""
         has_start = kwargs.pop("is_bos", True)
         tokens = np.array(self._tokenizer.encode(s, add_special=has_start), np.int32)
         return token_utils.pad_tokens(tokens, None, self.pad_id, is_bos=False, **kwargs)
@@ -213,7 +218,7 @@ class PaddingTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """ValueError where there is none: JetStream begins prompts of token ids with it."""
+        """The id that JetStream begins prompts with; ValueError where the tokenizer has none."""
         if self._tokenizer.bos_id is None:
             raise ValueError("the tokenizer has no start token; give prompts as text")
         return self._tokenizer.bos_id

@@ -6,7 +6,7 @@ NULL = 0  # the page that takes what nobody reads
 
 
 class Pages:
-    """Pages 1..count-1 of one shard of the cache; page NULL belongs to nobody."""
+    """The pages 1..count-1 of one shard of the cache; page NULL belongs to nobody."""
 
     def __init__(self, count: int):
         self._references = np.zeros(count, np.int32)
@@ -22,7 +22,7 @@ class Pages:
         return len(self._references) - 1 - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Pages of one reference each, or None when fewer are free."""
+        """Takes free pages, with one reference each; None when fewer are free."""
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]
@@ -31,7 +31,7 @@ class Pages:
         return taken
 
     def share(self, pages: list[int]) -> list[int]:
-        """The same pages with one more reference each."""
+        """Adds a reference to each of the pages and returns them."""
         assert NULL not in pages and (self._references[pages] > 0).all(), "a free page is shared"
         self._references[pages] += 1
         return list(pages)

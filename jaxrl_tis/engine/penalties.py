@@ -23,7 +23,7 @@ BY_ROW, BY_TOKEN = ("batch",), ("batch", "vocab")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Penalties:
-    """Of B rows.
+    """What the requests in B rows change about the logits.
 
     Attributes:
       repetition, presence, frequency: [B] float32, see SamplingParams.
@@ -42,7 +42,8 @@ class Penalties:
 
     @classmethod
     def of(cls, params: list[SamplingParams]) -> "Penalties":
-        """Of requests that have seen no token yet; `seen` says what they have."""
+        """Makes the penalties of requests that have seen no token yet; `seen` adds what they
+        have."""
         column = lambda name: np.array([getattr(p, name) for p in params], np.float32)
         bias_ids = np.full((len(params), MAX_BIAS), -1, np.int32)
         bias = np.zeros((len(params), MAX_BIAS), np.float32)
@@ -56,15 +57,15 @@ class Penalties:
 
     @classmethod
     def places(cls, place) -> "Penalties":
-        """`place` of the logical axes of every field."""
+        """Applies `place` to the logical axes of every field."""
         return cls(*[place(BY_ROW)] * 5, *[place(BY_TOKEN)] * 2)
 
     def seen(
         self, tokens_bt: jax.Array, prompts_b: jax.Array, lengths_b: jax.Array, vocab_size: int,
         layout: Layout,
     ) -> "Penalties":
-        """With the counts of rows whose first `prompts` tokens are the prompt and whose other ones,
-        up to `lengths`, were drawn."""
+        """Counts the tokens of rows: the first `prompts` tokens of each are its prompt, and the
+        others, up to `lengths`, were drawn."""
         shards, spec = Shards.of(layout), lambda axes: layout.sharding(axes).spec
         count = functools.partial(_count, width=vocab_size // shards.count, shards=shards)
         counted = layout.shard(count, (spec(BY_ROW),) * 3, (spec(BY_TOKEN),) * 2)
@@ -72,21 +73,21 @@ class Penalties:
         return dataclasses.replace(self, in_prompt=in_prompt, drawn=drawn)
 
     def draw(self, token_b: jax.Array, is_drawn_b: jax.Array, layout: Layout) -> "Penalties":
-        """After a draw of one token in some of the rows."""
+        """Counts one drawn token in some of the rows."""
         shards, spec = Shards.of(layout), lambda axes: layout.sharding(axes).spec
         specs = spec(BY_TOKEN), spec(BY_ROW), spec(BY_ROW)
         add = layout.shard(functools.partial(_add, shards=shards), specs, spec(BY_TOKEN))
         return dataclasses.replace(self, drawn=add(self.drawn, token_b, is_drawn_b))
 
     def filled(self, fill) -> "Penalties":
-        """With `fill` of what has an entry for every token."""
+        """Applies `fill` to what has an entry for every token."""
         return dataclasses.replace(self, in_prompt=fill(self.in_prompt), drawn=fill(self.drawn))
 
     def specs(self, layout: Layout) -> "Penalties":
         return Penalties.places(lambda axes: layout.sharding(axes).spec)
 
     def apply(self, logits_bv: jax.Array, shards: Shards) -> jax.Array:
-        """This part's logits [B,V] as the requests change them, float32."""
+        """Returns this part's logits [B,V] as the requests change them, float32."""
         logits_bv = logits_bv.astype(jnp.float32)
         factor_b1, was_drawn_bv = self.repetition[:, None], self.drawn > 0
         repeated_bv = jnp.where(logits_bv > 0, logits_bv / factor_b1, logits_bv * factor_b1)
@@ -97,12 +98,13 @@ class Penalties:
 
 
 def _cells(ids_bn: jax.Array, shards: Shards, width: int) -> tuple[jax.Array, jax.Array]:
-    """Indices [B,1] and [B,n] of tokens in this part of the vocabulary, out of range elsewhere."""
+    """Returns the indices [B,1] and [B,n] of tokens in this part of the vocabulary, out of range
+    for those of other parts."""
     return jnp.arange(len(ids_bn))[:, None], shards.local(ids_bn, width)
 
 
 def _count(tokens_bt, prompts_b, lengths_b, *, width: int, shards: Shards):
-    """(in_prompt, drawn) of this part's tokens."""
+    """Counts this part's tokens: (in_prompt, drawn)."""
     rows, ids = _cells(tokens_bt, shards, width)
     at, shape = jnp.arange(tokens_bt.shape[1])[None], (len(tokens_bt), width)
     is_prompt, is_drawn = at < prompts_b[:, None], at < lengths_b[:, None]

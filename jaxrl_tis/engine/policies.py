@@ -8,8 +8,9 @@ from jaxrl_tis.engine.records import Request
 
 
 class Policy(Protocol):
-    """`key` of a waiting request that has drawn `drawn` tokens. `added` and `removed` hear of every
-    request once, the latter with the tokens it drew, or None if it did not end by itself.
+    """Who of the waiting requests comes first: the one whose `key` is smallest, given how many
+    tokens it has drawn. `added` and `removed` hear of every request once, the latter with the
+    tokens it drew, or None if it did not end by itself.
 
     A key changes only where `removed` says so: it returns whether those of the other requests with
     this prompt may be others now.
@@ -21,7 +22,7 @@ class Policy(Protocol):
 
 
 class FirstCome:
-    """In the order of arrival."""
+    """Requests come in the order of their arrival."""
 
     def added(self, request: Request) -> None:
         pass
@@ -34,14 +35,15 @@ class FirstCome:
 
 
 class ShortestPrompt(FirstCome):
-    """The least to prefill first: the first tokens come soonest."""
+    """The request with the least to prefill comes first, so that first tokens come soon."""
 
     def key(self, request: Request, drawn: int) -> tuple:
         return (len(request.prompt) + drawn,)
 
 
 class LongestFirst(FirstCome):
-    """The most tokens still allowed first, so that no long sequence starts last."""
+    """The request that may still draw the most tokens comes first, so that no long sequence starts
+    last."""
 
     def key(self, request: Request, drawn: int) -> tuple:
         return (drawn - request.sampling.max_tokens,)
@@ -49,7 +51,7 @@ class LongestFirst(FirstCome):
 
 @dataclasses.dataclass
 class Group:
-    """`live` samples of one prompt; `longest` of those that finished."""
+    """One prompt: how many of its samples are `live`, and the `longest` of those that finished."""
 
     live: int = 0
     probe: str | None = None

@@ -10,7 +10,7 @@ from jaxrl_tis.engine.sequences import Sequence
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """Tokens in pages of a shard.
+    """Tokens whose keys lie, or will lie, in pages of a shard.
 
     Attributes:
       filled: tokens whose keys are there, or in the pages of `base`.
@@ -37,8 +37,9 @@ class Prefix:
 
 
 class Prefixes:
-    """At most one prefix of the same tokens in each shard. A sequence that drew tokens before its
-    pages were lost has a prefix of its own, which follows that of the prompt's full pages.
+    """All prefixes; each shard has at most one of the same tokens. A sequence that drew tokens
+    before its pages were lost has a prefix of its own, which follows the prefix of the prompt's
+    full pages.
 
     Args:
       pages: of each shard.
@@ -53,31 +54,31 @@ class Prefixes:
         return self._prefixes.get((key, shard))
 
     def unfilled(self) -> list[Prefix]:
-        """Those that somebody waits for and that can be filled now."""
+        """Returns the prefixes that some sequence waits for and that can be filled now."""
         return [
             p for p in self._prefixes.values()
             if not (p.is_idle or p.is_filled) and (p.base is None or p.base.is_filled)
         ]
 
     def filled(self) -> list[Prefix]:
-        """Those that somebody waits for."""
+        """Returns the filled prefixes whose waiting sequences can be put into their slots."""
         return [p for p in self._prefixes.values() if p.waiters and p.is_filled]
 
     def new_pages(self, sequence: Sequence, shard: int) -> int:
-        """How many pages `join` takes."""
+        """Counts the pages that `join` would take."""
         full, rest = divmod(sequence.length, self._size)
         if self.find(sequence.key, shard):
             return int(rest > 0)
         return full - self.shared(sequence, shard) // self._size + 2 * (rest > 0)
 
     def shared(self, sequence: Sequence, shard: int) -> int:
-        """How many tokens the sequence would take over from others."""
+        """Counts the tokens that the sequence would take over from others."""
         prefixes = (self.find(key, shard) for key in (sequence.key, sequence.base_key))
         return next((len(prefix.tokens) for prefix in prefixes if prefix), 0)
 
     def join(self, sequence: Sequence, shard: int) -> None:
-        """Gives the sequence the pages of its tokens, of which the last, unless it is full, will
-        be its own copy."""
+        """Gives the sequence the pages of its tokens. The last page will be its own copy, unless it
+        is full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
         base = None
@@ -91,7 +92,7 @@ class Prefixes:
         prefix.waiters.append(sequence)
 
     def _prefix(self, key, tokens, shard, base=None) -> Prefix:
-        """The one of these tokens, or a new one."""
+        """Returns the prefix of these tokens, a new one if there is none yet."""
         if self.find(key, shard) is None:
             pages, shared = self._pages[shard], base.pages if base else []
             own = pages.allocate(-(-len(tokens) // self._size) - len(shared))
@@ -103,26 +104,27 @@ class Prefixes:
         return self._prefixes[key, shard]
 
     def following(self) -> list[Sequence]:
-        """Sequences that wait for the prefix of another's pages."""
+        """Returns the sequences that wait for a prefix which shares the pages of another."""
         return [s for prefix in self._prefixes.values() if prefix.base for s in prefix.waiters]
 
     def forget(self) -> None:
-        """New weights: all are to be filled anew, in other pages where somebody may read them. No
-        sequence may be `following`."""
+        """Hears of new weights: all prefixes are to be filled anew, in other pages where somebody
+        may still read the old ones. No sequence may be `following`."""
         for prefix in reversed(list(self._prefixes.values())):
             prefix.filled = 0
             if prefix.is_idle:
                 self._drop(prefix)
 
     def drop(self, key: bytes) -> None:
-        """Those of these tokens that nobody waits for."""
+        """Drops the prefixes of these tokens that nobody waits for."""
         for shard in range(len(self._pages)):
             prefix = self.find(key, shard)
             if prefix and prefix.is_idle:
                 self._drop(prefix)
 
     def reclaim(self, shard: int, keep: tuple[bytes, ...]) -> bool:
-        """Drops one that nobody waits for, but not of the tokens `keep`; False if there is none."""
+        """Drops one prefix that nobody waits for, but none of the tokens `keep`; False if there is
+        no such prefix."""
         idle = [
             prefix for (key, s), prefix in self._prefixes.items()
             if s == shard and key not in keep and prefix.is_idle

@@ -11,8 +11,8 @@ from jaxrl_tis.engine.records import Request
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a sequence to be prefilled: its tokens from position `start` on, which begins a
-    page, and the pages of the sequence so far, in the shard of the cache that holds it."""
+    """A part of a sequence that is to be prefilled: its tokens from position `start` on, which
+    begins a page, and the pages of the sequence so far, in the shard of the cache that holds it."""
 
     shard: int
     tokens: np.ndarray

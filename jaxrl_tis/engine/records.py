@@ -97,7 +97,7 @@ class SamplingParams:
 
     @property
     def is_penalised(self) -> bool:
-        """Whether it draws from other logits than the model's."""
+        """Whether the request draws from other logits than the model's."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
 
@@ -181,7 +181,7 @@ class Request:
         object.__setattr__(self, "prompt", self._token_ids())
 
     def _token_ids(self) -> np.ndarray:
-        """The prompt as int32 [n]."""
+        """Returns the prompt as int32 [n]."""
         ids = np.asarray(self.prompt)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(
@@ -197,5 +197,5 @@ class Request:
 
     @property
     def hash(self) -> int:
-        """32 bits of the id; the sampling key is fold_in(fold_in(seed, hash), position)."""
+        """The id as 32 bits; the sampling key is fold_in(fold_in(seed, hash), position)."""
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=4).digest(), "little")

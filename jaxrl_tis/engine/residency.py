@@ -21,8 +21,8 @@ from jaxrl_tis.engine.waiting import Waiting
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Pages that a sequence keeps: its first `sinks` and its last `window` full ones (StreamingLLM,
-    arXiv:2309.17453); what it loses is recorded as evict_step."""
+    """How much of its pages a sequence keeps: its first `sinks` and its last `window` full ones
+    (StreamingLLM, arXiv:2309.17453). What it loses is recorded as evict_step."""
 
     sinks: int
     window: int
@@ -33,7 +33,7 @@ class Retention:
 
 
 class Residency:
-    """Slots and pages of an engine.
+    """The slots and pages of an engine, and the sequences that live there.
 
     Args:
       engine: sizes, see EngineProtocol.
@@ -74,7 +74,7 @@ class Residency:
         return sorted([*self._waiting, *self._slots.values()], key=lambda s: s.order)
 
     def running(self, shard: int | None = None) -> list[Sequence]:
-        """Oldest first."""
+        """Returns the sequences that decode, in one shard or in all, the oldest first."""
         is_in = lambda s: s.is_running and shard in (None, s.shard)
         return sorted(filter(is_in, self._slots.values()), key=lambda s: s.order)
 
@@ -89,7 +89,7 @@ class Residency:
         sequence.admitted_after = self._waiting.admissions
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out of wherever it is; its pages go back."""
+        """Takes a sequence out of wherever it is, and gives its pages back."""
         if sequence.slot >= 0:
             self._leave_slot(sequence)
         else:
@@ -100,7 +100,7 @@ class Residency:
         self.drop_idle(sequence)
 
     def retract(self, sequence: Sequence) -> None:
-        """Back to the waiting ones, without pages."""
+        """Puts a sequence back among the waiting ones, without pages."""
         had_pages = bool(sequence.pages)
         self.leave(sequence)
         if had_pages:
@@ -162,7 +162,7 @@ class Residency:
             self._waiting.add(sequence)
 
     def _free(self) -> dict[int, list[int]]:
-        """Free slots of each shard."""
+        """Returns the free slots of each shard."""
         free = {shard: [] for shard in range(self._engine.shards)}
         for slot in range(self._engine.slots):
             if slot not in self._slots:
@@ -170,7 +170,8 @@ class Residency:
         return free
 
     def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
-        """Pages for what it has so far in one of the shards, best where others have them."""
+        """Finds pages for what the sequence has so far, in the shard that serves it best: one where
+        others hold the same tokens. False where no shard has room."""
         shared = lambda shard: self.prefixes.shared(sequence, shard)
         preference = lambda shard: (-shared(shard), -self.pages[shard].free, shard)
         for shard in sorted(shards, key=preference):
@@ -187,8 +188,9 @@ class Residency:
         self.drop_idle(sequence)
 
     def _has_room(self, sequence: Sequence, shard: int) -> bool:
-        """Whether its pages are free, and one more for each running sequence to grow into; makes
-        them free, but not those it would share, if only waiting sequences are in the way."""
+        """Whether a shard has the pages of the sequence free, and one more for each running
+        sequence to grow into. Pages that only waiting sequences hold are made free for it, but not
+        those that it would share."""
         running, needed = len(self.running(shard)), self.prefixes.new_pages(sequence, shard)
         while self.pages[shard].free < needed + running:
             if not self._reclaim(shard, (sequence.key, sequence.base_key)):
@@ -196,8 +198,8 @@ class Residency:
         return True
 
     def _reclaim(self, shard: int, keep: tuple[bytes, ...] = ()) -> bool:
-        """Frees pages that no slot needs: of a prompt, not one of `keep`, that waits for more of
-        its samples, or of the youngest sequence that made way."""
+        """Frees pages that no slot needs: those of a prompt that waits for more of its samples,
+        unless it is one of `keep`, or those of the youngest sequence that made way."""
         if self.prefixes.reclaim(shard, keep):
             return True
         parked = self._waiting.parked(shard)
@@ -206,13 +208,13 @@ class Residency:
         return bool(parked)
 
     def drop_idle(self, sequence: Sequence) -> None:
-        """Lets shared pages of its tokens go that nobody will ask for."""
+        """Lets the shared pages of its tokens go, if nobody will ask for them."""
         for key in (sequence.key, sequence.base_key):
             if not self._waiting.has(key):
                 self.prefixes.drop(key)
 
     def settle(self, sequence: Sequence) -> None:
-        """It is in its slot and decodes from now on."""
+        """Notes that the sequence is in its slot and decodes from now on."""
         self.left.discard(sequence.slot)
         sequence.is_running = True
         self.shift[sequence.slot] = sequence.shift
@@ -225,7 +227,7 @@ class Residency:
     # More pages, and fewer
 
     def grow(self, width: int) -> None:
-        """Pages for the next tokens of every running sequence, the oldest first."""
+        """Gives every running sequence the pages for its next tokens, the oldest first."""
         size = self._engine.page_size
         for sequence in self.running():
             if not sequence.is_running:
@@ -245,8 +247,8 @@ class Residency:
             self._tabulate(sequence)
 
     def _preempt(self, sequence: Sequence) -> bool:
-        """Frees pages for a sequence: what nobody uses, else those of the youngest of its shard,
-        which may be the sequence itself; then False."""
+        """Frees pages for a sequence: those that nobody uses, or else those of the youngest of its
+        shard. Returns False if that was the sequence itself."""
         if self._reclaim(sequence.shard):
             return True
         youngest = max(

@@ -31,7 +31,7 @@ MAX_INT = 2**31 - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
-    """SamplingParams of B rows as arrays [B]."""
+    """The SamplingParams of B rows as arrays [B]."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -48,7 +48,7 @@ class SamplingRows:
 
 
 def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) -> jax.Array:
-    """(logits - their maximum) / temperature; temperature 1 for greedy rows."""
+    """Returns (logits - their maximum) / temperature; the temperature of greedy rows is 1."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     logits_bv = logits_bv.astype(jnp.float32)
     top_b1 = shards.max(jnp.max(logits_bv, axis=-1, keepdims=True))
@@ -57,7 +57,8 @@ def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) ->
 
 
 def _largest(is_low: Callable[[jax.Array], jax.Array], shape: tuple) -> jax.Array:
-    """The largest int32 >= 0 with is_low, which holds at 0, up to some integer and not beyond."""
+    """Finds the largest int32 >= 0 with is_low, which holds at 0, up to some integer and not
+    beyond."""
 
     def try_bit(i, low):
         trial = low | (1 << (KEY_BITS - 1 - i))
@@ -67,7 +68,8 @@ def _largest(is_low: Callable[[jax.Array], jax.Array], shape: tuple) -> jax.Arra
 
 
 def _keys(scaled_bv: jax.Array) -> jax.Array:
-    """Integers >= 0 in the order of probability, most likely token first: the bits of |scaled|."""
+    """Returns integers >= 0 in the order of probability, most likely token first: the bits of
+    |scaled|."""
     return jax.lax.bitcast_convert_type(jnp.abs(scaled_bv), jnp.int32)
 
 
@@ -83,7 +85,7 @@ class Support:
 
 
 def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Support:
-    """Support after top-k, top-p and min-p; ties go to the lower token id.
+    """Returns the support after top-k, top-p and min-p; ties go to the lower token id.
 
     Top-k and top-p keep what lies before an edge, and at the edge as many ties as still fit; the
     nearer of the two edges counts.
@@ -116,8 +118,8 @@ def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Suppo
 
 
 def _support(scaled_bv, rows: SamplingRows, any_filtered, any_greedy, shards=WHOLE) -> Support:
-    """Support of every row. Filters and the search for the maximum run only when a row of any
-    device asks for them, so that all devices take the same branch."""
+    """Returns the support of every row. Filters and the search for the maximum run only when a row
+    of any device asks for them, so that all devices take the same branch."""
     column = lambda value: jnp.full((len(scaled_bv), 1), value)
     everything = Support(column(MAX_INT), column(MAX_INT), column(0.0))
     is_filtered, is_greedy = _is_filtered(rows)[:, None], (rows.temperature <= 0)[:, None]
@@ -139,7 +141,7 @@ def _support(scaled_bv, rows: SamplingRows, any_filtered, any_greedy, shards=WHO
 
 
 def _weights(scaled_bv: jax.Array, support: Support, id_1v: jax.Array) -> jax.Array:
-    """exp(scaled) [B,V] inside the support, 0 outside."""
+    """Returns exp(scaled) [B,V] inside the support, and 0 outside."""
     key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
     is_out = (key_bv > support.edge) | ((key_bv == support.edge) & (id_1v >= support.cut))
     return jnp.where(is_out | (raw_bv < support.min_p), 0.0, raw_bv)
@@ -151,7 +153,7 @@ def _is_filtered(rows: SamplingRows) -> jax.Array:
 
 
 def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
-    """Whether any row is filtered, and whether any is greedy."""
+    """Returns whether any row is filtered, and whether any is greedy."""
     return jnp.any(_is_filtered(rows)), jnp.any(rows.temperature <= 0)
 
 
@@ -160,7 +162,7 @@ def distribution(
     rows: SamplingRows | SamplingParams,
     penalties: Penalties | None = None,
 ) -> jax.Array:
-    """Log-probabilities [B,V] of what `sample` draws from; -inf outside the support. One
+    """Returns the log-probabilities [B,V] that `sample` draws from; -inf outside the support. One
     SamplingParams stands for all rows; `penalties` are what it says of them in these rows."""
     if isinstance(rows, SamplingParams):
         rows = SamplingRows.of([rows] * len(logits_bv))
@@ -176,8 +178,8 @@ def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
 
 
 def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
-    """This part's weights [B,n,BLOCK] on the grid of blocks of the whole vocabulary, zero outside
-    the part, and the number of its first block."""
+    """Lays this part's weights on the grid of blocks of the whole vocabulary, [B,n,BLOCK] with
+    zeros outside the part, and returns the number of its first block too."""
     b, v = weights_bv.shape
     if shards.count == 1 or v % BLOCK == 0:
         blocks = jnp.pad(weights_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
@@ -191,8 +193,9 @@ def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array
 
 
 def _is_reached(weights_bn, cumulative_bn, target_b, has_last_b1=True) -> jax.Array:
-    """[B,n] where the weight is positive and the cumulative weight exceeds the target. The last of
-    positive weight does in any case: a cumulative sum may round to less there than at the end."""
+    """Marks [B,n] where the weight is positive and the cumulative weight exceeds the target. The
+    last positive weight is marked in any case, because a cumulative sum may round to less there
+    than at the end."""
     place_1n = jnp.arange(weights_bn.shape[1])[None]
     is_possible = weights_bn > 0
     last_b1 = jnp.max(jnp.where(is_possible, place_1n, -1), axis=-1, keepdims=True)
@@ -201,8 +204,8 @@ def _is_reached(weights_bn, cumulative_bn, target_b, has_last_b1=True) -> jax.Ar
 
 
 def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax.Array:
-    """Inverse CDF in two levels, blocks and tokens within the block, one uniform for each; a token
-    of weight zero is never drawn."""
+    """Draws by inverse CDF in two levels, blocks and tokens within the block, with one uniform
+    number for each. A token of weight zero is never drawn."""
     blocks, first = _blocks(weights_bv, shards)
     if shards.is_invariant:
         block_b = _draw_invariant_block(weights_bv, u_b2[:, 0], shards)
@@ -220,8 +223,9 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
 
 
 def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
-    """Number [B] of the first block whose cumulative weight exceeds u times the total; 0 if the
-    weights are NaN. The last block of a part counts with its pieces in the parts that follow."""
+    """Returns the number [B] of the first block whose cumulative weight exceeds u times the total;
+    0 if the weights are NaN. The last block of a part counts with its pieces in the parts that
+    follow."""
     cumulative = jnp.cumsum(sums_bn, axis=-1)
     pieces = shards.gather(jnp.stack([cumulative[:, -1], sums_bn[:, 0]]))
     ends = [jnp.zeros_like(u_b)]
@@ -244,8 +248,8 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
 
 
 def _draw_invariant_block(weights_bv: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
-    """The same from the sums of all blocks on each device; every part holds whole runs of COLUMNS
-    tokens, of which a block has several."""
+    """Draws the block as `_draw_block` does, from the sums of all blocks on each device. Every part
+    holds whole runs of COLUMNS tokens, of which a block has several."""
     b, run = len(u_b), tiles.COLUMNS
     if shards.count == 1:
         weights_bv = tiles.fill(weights_bv, 1, tiles.VOCAB_UNIT)
@@ -257,7 +261,8 @@ def _draw_invariant_block(weights_bv: jax.Array, u_b: jax.Array, shards: Shards)
 
 
 def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
-    """Raw key data [B,2] of fold_in(key(seed), request) for uint32 seeds and request hashes."""
+    """Returns the raw key data [B,2] of fold_in(key(seed), request) for uint32 seeds and request
+    hashes."""
     key = lambda seed, request: jax.random.fold_in(jax.random.key(seed), request)
     return jax.random.key_data(jax.vmap(key)(seeds_b, requests_b))
 

@@ -43,7 +43,7 @@ class Full(RuntimeError):
 
 
 class Scheduler:
-    """Feeds an engine; `step()` until `pending` is 0.
+    """Feeds an engine: call `step()` until `pending` is 0.
 
     Args:
       engine: see EngineProtocol.
@@ -94,18 +94,18 @@ class Scheduler:
 
     @property
     def pending(self) -> int:
-        """Requests that have not been returned yet."""
+        """The number of requests that have not been returned yet."""
         return len(self._live)
 
     @property
     def pages(self) -> list[Pages]:
-        """Of each shard."""
+        """The pages of each shard."""
         return self._residency.pages
 
     def set_params(self, params: Any, version: int) -> None:
-        """Weights of all tokens drawn from now on. Running sequences keep the keys that older
-        weights wrote (`kv_version` says so), while prompts are filled anew: in other pages where
-        running sequences may read the old ones."""
+        """Replaces the weights of all tokens that are drawn from now on. Running sequences keep the
+        keys that older weights wrote (`kv_version` says so), while prompts are filled anew, in
+        other pages where running sequences may read the old ones."""
         self._params, self._version = params, version
         for sequence in self._residency.prefixes.following():
             self._residency.retract(sequence)
@@ -113,7 +113,7 @@ class Scheduler:
         self._drafts.forget()
 
     def add(self, request: Request) -> None:
-        """Queues a request; ValueError when it can never run or its id is alive, Full when
+        """Queues a request. ValueError when it can never run or its id is alive, Full when
         max_pending are pending."""
         self._check(request)
         if self._max_pending is not None and self.pending >= self._max_pending:
@@ -134,9 +134,9 @@ class Scheduler:
             self._abort(self._live[request_id])
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """The tokens that these requests have drawn so far, of those that have not ended. Later
-        ones follow them; but a stop string may end the record before the last of them, and one
-        that saw evicted keys may have to start again."""
+        """Returns the tokens that those of these requests have drawn so far that have not ended.
+        Later ones follow them; but a stop string may end the record before the last of them, and a
+        sequence that saw evicted keys may have to start again."""
         live = {id: self._live[id] for id in request_ids if id in self._live}
         return {id: s.field("tokens") for id, s in live.items() if self._residency.holds(s)}
 
@@ -257,7 +257,7 @@ class Scheduler:
             calls += 1
 
     def _prefill(self, unfilled: list[Prefix]) -> None:
-        """One chunk of each of the first prefixes, as far as they fit into one call."""
+        """Prefills one chunk of each of the first prefixes, as far as they fit into one call."""
         engine = self._engine
         left = dict.fromkeys(range(engine.shards), engine.prefill_batch // engine.shards)
         next_chunk = lambda p: p.tokens[p.filled : p.filled + engine.prefill_chunk]
@@ -302,7 +302,7 @@ class Scheduler:
     # Decode
 
     def _propose(self) -> tuple[int, dict[Sequence, list[int]]]:
-        """(tokens that the next call may draw, drafts if there are any)."""
+        """Returns (how many tokens the next call may draw, the drafts if there are any)."""
         length, drafts = self._drafts.propose(self._residency.running())
         return (length + 1 if drafts else self._engine.steps), drafts
 
@@ -366,8 +366,9 @@ class Scheduler:
             self.stats.accepted += len(drawn) - 1
 
     def _stop(self, sequence: Sequence, drawn: list[int], is_last: bool) -> int | None:
-        """Tokens up to a stop string, found in the text of the calls before, and for the last one
-        of this one too: the others are searched while the engine goes on."""
+        """Returns how many tokens there are up to a stop string. The text of the calls before has
+        been searched, and for the last call this one too; the others are searched while the engine
+        goes on."""
         stop = sequence.found_stop()
         if stop is None:
             if sequence.search is None:

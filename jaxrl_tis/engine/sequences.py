@@ -25,14 +25,14 @@ class Drawn:
     segment: int
 
     def field(self, name: str) -> np.ndarray | None:
-        """Of each token; None if that was not recorded."""
+        """Returns a field of DRAWN for each token; None if it was not recorded."""
         values = getattr(self.result, name)
         return None if values is None else values[: self.count, self.slot]
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A live request.
+    """A live request, and where it lives.
 
     Attributes:
       order: number of its arrival; admitted_after: admissions before it began to wait.
@@ -92,7 +92,7 @@ class Sequence:
         return self.sampling.max_tokens - self.count
 
     def field(self, name: str) -> np.ndarray:
-        """What it drew so far."""
+        """Returns a field of all that it drew so far."""
         dtype = "int32" if name in OF_RUN else DRAWN[name].dtype
         if not self.pieces:
             is_wide = name in DRAWN and DRAWN[name].width
@@ -109,24 +109,24 @@ class Sequence:
         return np.concatenate(parts).astype(dtype)
 
     def tokens(self) -> np.ndarray:
-        """Prompt and drawn tokens."""
+        """Returns the prompt and the drawn tokens."""
         return np.concatenate([self.request.prompt, self.field("tokens")])
 
     def forget(self) -> None:
-        """Its pages are gone; what it drew stays, unless some of it saw evicted keys: that cannot
-        be rebuilt by a prefill, so it starts again as it came."""
+        """Notes that its pages are gone. What it drew stays, unless some of it saw evicted keys:
+        that cannot be rebuilt by a prefill, so it starts again as it came."""
         if self.shift:
             new = Sequence.of(self.request, self.order, self.admitted_after)
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
 
     def filled(self, version: int) -> None:
-        """Weights of this version wrote the keys of all that it has so far."""
+        """Notes that weights of this version wrote the keys of all that it has so far."""
         self.kv_version = version
         self.segment += self.count > 0
 
     def evict(self, index: int, size: int, capacity: int) -> int:
-        """Takes out page `index`, and returns it; keys in it are unseen from the last token on."""
+        """Takes out page `index` and returns it; its keys are unseen from the last token on."""
         if self.evict_step is None:
             self.evict_step = np.full(capacity, NEVER, np.int32)
         first = self.page_numbers.pop(index) * size
@@ -135,11 +135,12 @@ class Sequence:
         return self.pages.pop(index)
 
     def found_stop(self) -> int | None:
-        """Tokens up to a stop string, as far as the text was searched; waits for the search."""
+        """Returns how many tokens there are up to a stop string, as far as the text was searched;
+        waits for the search."""
         return self.stop.result() if self.stop else None
 
     def trajectory(self, stop_reason: str, quant_id: str, count: int) -> Trajectory:
-        """The record of its first `count` tokens."""
+        """Returns the record of its first `count` tokens."""
         request = self.request
         fields = {name: self.field(name)[:count] for name in (*DRAWN, *OF_RUN)}
         evict_step = np.zeros(0, np.int32)

@@ -35,7 +35,7 @@ class Shards:
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def totals(self, *numbers_bv: jax.Array) -> jax.Array:
-        """[n,B] sums of n arrays over the vocabulary."""
+        """Returns the sums of n arrays over the vocabulary, [n,B]."""
         if self.is_invariant:
             sums = [tiles.vocabulary_sum(x, self.axis, self.count) for x in numbers_bv]
             return jnp.stack(sums)
@@ -48,21 +48,21 @@ class Shards:
         return x if self.axis is None else jax.lax.pmin(x, self.axis)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The parts' x, stacked on a new first axis."""
+        """Stacks the parts' x on a new first axis."""
         return x[None] if self.axis is None else jax.lax.all_gather(x, self.axis)
 
     def at(self, x_bv: jax.Array, ids_b: jax.Array) -> jax.Array:
-        """[B] the entry of each row at a token id."""
+        """Returns the entry of each row at a token id, [B]."""
         local_b1 = self.local(ids_b, x_bv.shape[1])[:, None]
         here_b1 = jnp.take_along_axis(x_bv, local_b1, axis=1, mode="fill", fill_value=0)
         return self.sum(here_b1[:, 0])
 
     def ids(self, width: int) -> jax.Array:
-        """[1,width] token ids of a part of this width."""
+        """Returns the token ids of a part of this width, [1,width]."""
         return self.index * width + jnp.arange(width)[None]
 
     def local(self, ids: jax.Array, width: int) -> jax.Array:
-        """Token ids counted from the first of this part; `width` for those of other parts."""
+        """Counts token ids from the first of this part; ids of other parts become `width`."""
         local = ids - self.index * width
         return jnp.where((local >= 0) & (local < width), local, width)
 

@@ -33,5 +33,5 @@ class Stats:
         return self.busy / max(self.slot_steps, 1)
 
     def since(self, before: "Stats") -> "Stats":
-        """What was counted after a copy was made."""
+        """Returns what was counted after a copy was made."""
         return Stats(*(now - old for now, old in zip(*map(dataclasses.astuple, (self, before)))))

@@ -10,7 +10,8 @@ Decode = Callable[[np.ndarray], str]
 
 
 class Text:
-    """`decode` of all tokens so far, which is asked for the newest and a few before them alone.
+    """The text of all tokens so far. `decode` is asked for the newest tokens and a few before them
+    alone.
 
     More tokens leave the text of a decoder as it is, but for INCOMPLETE at its end; and what they
     add depends on a few tokens that have a text before them (the first token of all may lose its
@@ -29,7 +30,7 @@ class Text:
         self._known = self._context = ""  # text of the tokens before `_end`, which stays
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text of all, with these."""
+        """Returns the text of all tokens, these included."""
         self.tokens += tokens
         recent = self._of(self._start)
         if not recent.startswith(self._context):
@@ -50,7 +51,7 @@ class Text:
 
 
 class StopSearch:
-    """Where the text of a sequence first holds a stop string.
+    """Finds where the text of a sequence first holds a stop string.
 
     Args:
       stops: the stop strings.
@@ -63,8 +64,8 @@ class StopSearch:
         self._text, self._overlap = Text(decode, tokens), max(map(len, stops)) - 1
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """How many tokens there are with the one, of these, that ends a stop string; None if there
-        is none in the text of all."""
+        """Returns how many tokens there are up to the one, of these, that ends a stop string; None
+        if the text holds none."""
         known = len(self._text.tokens)
         text = self._text.add(tokens)
         start = max(0, self._text.same - self._overlap)

@@ -10,8 +10,9 @@ from jaxrl_tis.engine.sequences import Sequence
 
 
 class Waiting:
-    """In the order of a policy, unless somebody was passed over too often. Both orders are kept
-    from call to call, so that who comes and goes costs a search, however many wait.
+    """The waiting sequences in the order of a policy, unless one was passed over too often. Both
+    orders are kept from call to call, so that a sequence that comes or goes costs a search, however
+    many wait.
 
     Args:
       policy: see policies.POLICIES.
@@ -35,7 +36,7 @@ class Waiting:
         self.admissions = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of their coming."""
+        """Yields them in the order of their coming."""
         return iter(self._sequences.values())
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -72,22 +73,23 @@ class Waiting:
         self.admissions += 1
 
     def ended(self, request: Request, drawn: int | None) -> None:
-        """Tells the policy, see Policy.removed."""
+        """Tells the policy that a request has ended, see Policy.removed."""
         if self._policy.removed(request, drawn):
             for order, sequence in self._of_prompt.get(request.prompt.tobytes(), {}).items():
                 self._unranked.pop(order, None)  # to be ranked in the order of their coming
                 self._unranked[order] = sequence
 
     def has(self, key: bytes) -> bool:
-        """Whether one waits that would start from these tokens."""
+        """Whether a sequence waits that would start from these tokens."""
         return key in self._keys
 
     def parked(self, shard: int) -> list[Sequence]:
-        """Those with pages there."""
+        """Returns the waiting sequences that kept pages in this shard."""
         return [s for s in self._parked.values() if s.shard == shard]
 
     def in_order(self) -> Iterator[Sequence]:
-        """Each once, also if it leaves and comes back meanwhile; no other may come."""
+        """Yields each waiting sequence once, also if it leaves and comes back meanwhile; no other
+        may come."""
         seen = set()
         by_policy = by_age = ()  # sorts before all
         while True:
@@ -115,7 +117,7 @@ class Waiting:
         self._unranked.clear()
 
     def priority(self, sequence: Sequence) -> tuple:
-        """The smallest comes first."""
+        """Returns the place of a sequence in the policy's order; the smallest comes first."""
         return (self._policy.key(sequence.request, sequence.count), sequence.order)
 
     def is_overdue(self, sequence: Sequence) -> bool:
@@ -131,11 +133,11 @@ def _age(sequence: Sequence) -> tuple:
 
 
 def _after(entries: list[tuple], last: tuple) -> tuple | None:
-    """The next of a sorted list."""
+    """Returns the entry of a sorted list that follows `last`."""
     index = bisect_right(entries, last)
     return entries[index] if index < len(entries) else None
 
 
 def _take(entries: list[tuple], entry: tuple) -> None:
-    """Out of a sorted list."""
+    """Takes an entry out of a sorted list."""
     del entries[bisect_left(entries, entry)]

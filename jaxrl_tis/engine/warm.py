@@ -11,8 +11,9 @@ from jaxrl_tis.engine.protocol import Chunk
 
 
 def prefill_lengths(engine: Engine) -> list[int]:
-    """Padded lengths of the chunks that a prefill call can have: those of prompts, and of sequences
-    that lost their pages, which may be of any length that leaves a token to draw."""
+    """Returns the padded lengths that the chunks of a prefill call can have: those of prompts, and
+    those of sequences that lost their pages, which may be of any length that leaves a token to
+    draw."""
     longest = min(engine.prefill_chunk, engine.max_length - 1)
     return sorted({engine.bucket(length) for length in range(1, longest + 1)})
 

@@ -36,8 +36,8 @@ class Weights:
     def load(
         self, params: transformer.Params, noise: transforms.Noise | None = None
     ) -> transformer.Params:
-        """Adds noise to the norms, casts and quantises once where parameters lie, and moves only
-        the result. What lies on no mesh is laid out to serve first."""
+        """Adds noise to the norms, casts and quantises where the parameters lie, and moves only the
+        result. Parameters that lie on no mesh are laid out to serve first."""
         homes = _homes(params)
         if not homes:
             params = placement.put(params, self._layout, self._config)
@@ -48,7 +48,8 @@ class Weights:
         return jax.device_put(served, self.shardings)
 
     def loader(self, params: transformer.Params) -> Any:
-        """The jitted function of `load` for parameters, maybe abstract, with these shardings."""
+        """Returns the jitted function of `load` for parameters, maybe abstract, with these
+        shardings."""
         return self._loader(_homes(params))
 
     def _load_from(self, homes: tuple[NamedSharding, ...]) -> Any:
@@ -59,12 +60,12 @@ class Weights:
         )
 
     def _holds(self, homes: tuple[NamedSharding, ...]) -> bool:
-        """Whether what lies so is on the devices of the serving mesh, in whatever layout."""
+        """Whether all of an array is on the devices of the serving mesh, in whatever layout."""
         devices = tuple(self._layout.mesh.devices.flat)
         return all(tuple(s.mesh.devices.flat) == devices for s in homes)
 
     def _serving_shardings(self):
-        """A scale has no input axis to split."""
+        """Returns the shardings of the serving parameters. A scale has no input axis to split."""
         scale = lambda axes: self._layout.sharding((*axes[:-2], None, axes[-1]))
 
         def place(path, axes):
@@ -99,9 +100,9 @@ class Weights:
         return outer | {"layers": jax.lax.map(serve, params["layers"])}
 
     def _outer(self, name, w, home):
-        """A parameter outside the layers; a float32 head multiplies float32 weights. Devices first
-        exchange parts of their own columns: in one step from the learner's layout XLA would move
-        the whole table to each of them."""
+        """Returns a parameter outside the layers; a float32 head multiplies float32 weights.
+        Devices first exchange parts of their own columns, because in one step from the learner's
+        layout XLA would move the whole table to each of them."""
         head = "embed" if self._config.tie_embeddings else "head"
         is_float = name == head and self._program.highest_head
         w = w.astype("float32" if is_float else self._program.dtype)
@@ -112,7 +113,7 @@ class Weights:
         return w
 
     def _layers(self, layers, homes):
-        """One layer, or all of them stacked."""
+        """Returns the serving parameters of one layer, or of all of them stacked."""
         quantized = quant.quantize_params({"layers": layers}, self._recipe)["layers"]
 
         def stay(w, home):
@@ -129,6 +130,7 @@ class Weights:
 
 
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
-    """Of each parameter, in the order of the tree; none if one of them lies on no mesh."""
+    """Returns where each parameter lies, in the order of the tree; none if one of them lies on no
+    mesh."""
     found = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
     return found if all(isinstance(s, NamedSharding) for s in found) else ()

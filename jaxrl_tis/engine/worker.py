@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Requests that somebody waits for."""
+        """The number of requests that somebody waits for."""
         return len(self._listeners)
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class Worker:
         self._thread.join()
 
     def submit(self, requests: list[Request], listener: Listener, is_streamed: bool) -> Future:
-        """Adds all of them or none; the Future raises what Scheduler.add raises. A streamed
+        """Adds all of the requests or none; the Future raises what Scheduler.add raises. A streamed
         request's listener hears of its tokens after every step that drew some."""
 
         def add():
@@ -83,7 +83,8 @@ class Worker:
         self._call(abort)
 
     def set_params(self, params: Any) -> Future:
-        """Serving parameters for all tokens drawn after the running step; their version."""
+        """Replaces the serving parameters for all tokens drawn after the running step; the Future
+        returns their version."""
 
         def change():
             self._scheduler.set_params(params, self.version + 1)
@@ -111,7 +112,7 @@ class Worker:
         return self._scheduler.pending > 0 and self.error is None
 
     def _next_commands(self) -> list[tuple[Callable[[], Any], Future]]:
-        """Those that wait; waits for one when there is no step to do."""
+        """Returns the commands that wait; waits for one when there is no step to do."""
         commands = [] if self._is_running else [self._commands.get()]
         while not self._commands.empty():
             commands.append(self._commands.get())

@@ -9,9 +9,9 @@ The full ratio of the trained policy to the sampler has three factors:
 The entries are part of `weights.WEIGHTS`, whose module states the arguments that all share, and
 `attribution.capped_ratio` measures what their caps do. They take the log-probs themselves, and
 log_ratio is not used. logp_old is the learner at the weights that sampled, in bypass mode too.
-Where nothing is stale, logp and logp_prox are the same as it before the updates, and the weight is the
-engine's factor; in bypass mode it is judged at every update, and what the update has moved is the
-trust region's factor.
+Where nothing is stale, logp and logp_prox are the same as it before the updates, and the weight is
+the engine's factor; in bypass mode it is judged at every update, and what the update has moved is
+the trust region's factor.
 """
 
 import chex

@@ -71,7 +71,7 @@ class Rung:
 
     @property
     def difference(self) -> np.ndarray:
-        """[N,T] float64 in nats, without rounding."""
+        """The difference of the two sides [N,T], float64 in nats, without rounding."""
         return self.before.astype(np.float64) - self.after.astype(np.float64)
 
 
@@ -87,7 +87,8 @@ def learner_settings(setup: Setup) -> Settings:
 
 
 def changes(setup: Setup) -> dict[str, dict[str, Any]]:
-    """Cause -> the fields of `Settings` that lead on to the sampler's, in the rungs' order."""
+    """Returns cause -> the fields of `Settings` that lead on to the sampler's, in the rungs'
+    order."""
     engine, learner = setup.engine, learner_settings(setup)
     is_exact = engine.config.dtype == "float32"  # it holds every norm
     is_stored = engine.config.cache_dtype in ("float32", engine.config.dtype)
@@ -108,7 +109,7 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
 
 
 def _of_whole_rows(layout: sharding.Layout) -> sharding.Layout:
-    """A training layout on as many of its devices as it needs to cut no row."""
+    """Returns a training layout on as many of its devices as it needs to cut no row."""
     devices = layout.mesh.devices
     if devices.shape[-1] == 1:
         return layout
@@ -116,7 +117,8 @@ def _of_whole_rows(layout: sharding.Layout) -> sharding.Layout:
 
 
 def _serving_layout(setup: Setup) -> sharding.Layout:
-    """The training layout, or that of the engine's tensor-parallel degree if it is another."""
+    """Returns the training layout, or that of the engine's tensor-parallel degree if it is
+    another."""
     mesh = setup.engine.layout.mesh
     degree = mesh.shape["tensor"]
     if degree == setup.layout.mesh.shape["tensor"]:
@@ -126,7 +128,7 @@ def _serving_layout(setup: Setup) -> sharding.Layout:
 
 
 def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe:
-    """The sampler's weights with the learner's activations."""
+    """Returns the recipe of the sampler's weights with the learner's activations."""
     if sampler.scheme == "none":
         return sampler
     wanted = quant.Scheme(
@@ -137,13 +139,13 @@ def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe
 
 
 def sampling_filters(setup: Setup) -> SamplingParams:
-    """The run's filters at temperature 1."""
+    """Returns the run's filters at temperature 1."""
     rollout = setup.config.rollout
     return SamplingParams(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
 
 
 def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Array:
-    """Log-probs [M,R,T] of micro-batches by the learner's program with these settings."""
+    """Computes log-probs [M,R,T] of micro-batches by the learner's program with these settings."""
     program = dataclasses.replace(
         setup.learner.program, dtype=settings.dtype, layout=settings.layout,
         quantization=settings.quantization, kv_dtype=settings.kv_dtype,
@@ -165,7 +167,7 @@ def _with_norms(params: Any, dtype: str) -> Any:
 
 
 def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Rung]:
-    """The rungs from the learner's log-probs to the recorded ones; 0 at padding.
+    """Returns the rungs from the learner's log-probs to the recorded ones; 0 at padding.
 
     Args:
       params: the learner's parameters, those that sampled.
@@ -190,8 +192,8 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
 
 
 def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
-    """[N,T] sampled tokens of which the learner scores the whole distribution and the sampler
-    filtered it."""
+    """Marks the sampled tokens [N,T] of which the learner scores the whole distribution although
+    the sampler filtered it."""
     if not sampling_filters(setup).is_filtered:
         return np.zeros_like(rows["mask"])
     if "kept" not in rows:
@@ -200,13 +202,13 @@ def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _raw(setup: Setup, trajectories: list[Trajectory]) -> np.ndarray:
-    """logp_raw [N,T] as `batch.rows` lays out logp_behav."""
+    """Lays logp_raw [N,T] out as `rows.trajectory_rows` does logp_behav."""
     unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
     return setup.rows(unfiltered)["logp_behav"]
 
 
 def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """What `docs/gate.md` calls the measures of two log-probs [N,T] of sampled tokens."""
+    """Computes what `docs/gate.md` calls the measures of two log-probs [N,T] of sampled tokens."""
     return {name: float(x) for name, x in _gap(logp_old, logp_behav, mask).items()}
 
 

@@ -30,7 +30,7 @@ class MismatchError(RuntimeError):
 
 
 def sample(setup: Setup, params: Any, prompts: int) -> list[Trajectory]:
-    """Groups of responses to the first prompts of the config's task, by its engine."""
+    """Draws groups of responses to the first prompts of the config's task, with its engine."""
     config = setup.config
     prompter = rollouts.Prompter(setup.tokenizer, config.task)
     records = next(
@@ -48,7 +48,7 @@ def sample(setup: Setup, params: Any, prompts: int) -> list[Trajectory]:
 
 
 def check_prompts(setup: Setup, prompts: int) -> None:
-    """ValueError for a batch that the learner's micro-batches do not divide."""
+    """Raises ValueError for a batch that the learner's micro-batches do not divide."""
     count, size = prompts * setup.config.rollout.group_size, setup.config.train.microbatch_rows
     if prompts < 1 or (setup.packer is None and count % size):
         raise ValueError(
@@ -60,8 +60,9 @@ def check_prompts(setup: Setup, prompts: int) -> None:
 def support_agreement(
     setup: Setup, params: Any, rows: dict[str, np.ndarray]
 ) -> dict[str, float | None]:
-    """Shares of the sampled tokens that say how far the sets agree which the sampling filters keep
-    in the learner's distribution and kept in the sampler's; keys AGREEMENT, see docs/gate.md.
+    """Measures how far two sets agree: those that the sampling filters keep in the learner's
+    distribution, and those that they kept in the sampler's. Returns shares of the sampled tokens
+    under the keys AGREEMENT, see docs/gate.md.
 
     None without filters, without such a token, or where the logits of a micro-batch are more than
     MAX_LOGITS.
@@ -83,7 +84,7 @@ def support_agreement(
 
 
 def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dict) -> dict:
-    """Name -> (tokens that agree, tokens) of one micro-batch."""
+    """Returns name -> (tokens that agree, tokens) of one micro-batch."""
     tokens, mask, vocab = rows["tokens"], rows["mask"], logits_btv.shape[-1]
     flat = sampling.distribution(logits_btv.reshape(-1, vocab), filters)
     own = (flat > -np.inf).reshape(logits_btv.shape)
@@ -102,7 +103,8 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
 
 
 def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """The report on these records of `setup.engine` with these parameters, see docs/gate.md."""
+    """Makes the report on these records of `setup.engine` with these parameters, see
+    docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
     rows = setup.rows(trajectories)
     mask = rows["mask"]
@@ -136,13 +138,13 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
 
 
 def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
-    """The report on a fresh batch."""
+    """Makes the report on a fresh batch."""
     check_prompts(setup, prompts)
     return judge(setup, params, sample(setup, params, prompts))
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Why the gate fails, one sentence each; none when it passes."""
+    """Says why the gate fails, one sentence each; none when it passes."""
     counts, total, bounds = report["non_finite"], report["total"], report["budgets"]
     return [
         f"log-probs of the {side} that are not finite: {count}"
@@ -154,13 +156,13 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 
 def to_json(report: dict[str, Any]) -> str:
-    """The report as JSON, which has no NaN and no infinity: they are null."""
+    """Writes the report as JSON, which has no NaN and no infinity: they are null."""
     strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
     return json.dumps(strict, indent=1, allow_nan=False)
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Writes the report as text."""
     lines = [f"{'cause':<18}" + "".join(f"{name:>12}" for name in MEASURES)]
     numbers = lambda r: "".join(f"{r[name]:>12.3g}" for name in MEASURES)
     for r in report["rungs"]:

@@ -18,7 +18,8 @@ CORES = 2  # of a chip, at most: each takes a half of the slots
 
 
 def is_supported(page_size: int) -> bool:
-    """Pages are whole tiles, also of scales and scores, where positions lie along the lanes."""
+    """Whether pages are whole tiles, also those of scales and scores, where positions lie along the
+    lanes."""
     return page_size % LANES == 0
 
 
@@ -120,7 +121,7 @@ def _div(x: jax.Array, n: int) -> jax.Array:
 
 
 def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
-    """`count` positions of a page or block ref[lead], along its axis `axis`."""
+    """Returns `count` positions of a page or block ref[lead], along its axis `axis`."""
     index = [slice(None)] * 3
     index[axis] = pl.ds(pl.multiple_of(start, count), count)
     return ref.at[(*lead, *index)]
@@ -129,9 +130,9 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
 def _kernel(
     layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts, columns
 ):
-    """One slot. Each of the `parts` of the cache (values; scales of int8 values) has its pages in
-    HBM and two blocks in VMEM. The running softmax lives in scratch, as does `turn`: how many
-    blocks this core took before, which says where the next one goes."""
+    """Attends for one slot. Each of the `parts` of the cache (values; scales of int8 values) has
+    its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does `turn`:
+    how many blocks this core took before, which says where the next one goes."""
     new_refs, refs = refs[:parts], refs[2 * parts:]  # the cache is read where it is written
     out_ref, pools, blocks, refs = refs[0], refs[1:][:parts], refs[1 + parts:][:parts], (
         refs[1 + 2 * parts:]

@@ -31,23 +31,24 @@ class Head:
         return jax.lax.Precision.HIGHEST if self.highest else None
 
     def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
-        """The head and x in the dtype that they are multiplied in."""
+        """Returns the head and x in the dtype that they are multiplied in."""
         dtype = jnp.float32 if self.highest else x.dtype
         return dataclasses.replace(self, weight=self.weight.astype(dtype)), x.astype(dtype)
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
-        """Contraction of the axes (of a, of b), accumulated and returned in float32."""
+        """Contracts the axes (of a, of b); sums and result are float32."""
         return jax.lax.dot_general(
             a, b, (axes, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
         )
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """x [..., D] -> [..., V] float32."""
+        """Multiplies x [..., D] with the head -> [..., V] float32."""
         head, x = self.cast(x)
         return self.dot(x, head.weight, ((x.ndim - 1,), (1 - self.vocab_axis,)))
 
     def pull(self, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """From the gradient [..., V] of the logits those of x and, in float32, of the weight."""
+        """Turns the gradient [..., V] of the logits into those of x and, in float32, of the
+        weight."""
         head, cast_x = self.cast(x)
         gradient = gradient.astype(cast_x.dtype)
         x_bar = self.dot(gradient, head.weight, ((x.ndim - 1,), (self.vocab_axis,)))

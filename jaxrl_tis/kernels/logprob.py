@@ -43,9 +43,9 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Mesh axes over which rows, positions, the vocabulary and the width are cut; none without a
-    mesh. Rows, positions and a vocabulary that these do not divide are filled up, never where
-    they are stored."""
+    """Over which mesh axes rows, positions, the vocabulary and the width are cut; none without a
+    mesh. Rows, positions and a vocabulary that these do not divide are filled up, never where they
+    are stored."""
 
     mesh: Mesh | None = None
     rows: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Cut:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def fill(self, x: jax.Array, value: float = 0) -> jax.Array:
-        """[B,N,...] filled up to multiples of what the mesh cuts rows and positions into."""
+        """Fills [B,N,...] up to multiples of what the mesh cuts rows and positions into."""
         if self.mesh is None:
             return x
         missing = -x.shape[0] % self.count(self.rows), -x.shape[1] % self.count(self.positions)
@@ -85,7 +85,7 @@ class Cut:
         return jnp.pad(x, width, constant_values=value)
 
     def fill_head(self, head: Head, numerics: str = "fast") -> Head:
-        """With as many columns on each device; the last ones, of zeros, are no tokens."""
+        """Gives the head as many columns on each device; the last ones, of zeros, are no tokens."""
         count = self.count(self.vocab) if self.vocab else 1
         unit = tiles.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
         return dataclasses.replace(head, weight=tiles.fill(head.weight, head.vocab_axis, unit))
@@ -95,7 +95,7 @@ class Cut:
         return PartitionSpec(*(cuts if head.vocab_axis == 0 else cuts[::-1]))
 
     def run(self, body, in_specs: tuple, out_specs: Any, *inputs) -> Any:
-        """`body` on every device of the mesh; as it is without one."""
+        """Runs `body` on every device of the mesh, or as it is without a mesh."""
         if self.mesh is None:
             return body(*inputs)
         return jax.shard_map(
@@ -103,7 +103,7 @@ class Cut:
         )(*inputs)
 
     def whole_width(self, head: Head, x: jax.Array) -> Head:
-        """This device's vocabulary in the compute dtype, its width gathered."""
+        """Returns this device's vocabulary in the compute dtype, with its width gathered."""
         weight = head.cast(x)[0].weight
         if self.width:
             axis = 1 - head.vocab_axis
@@ -111,7 +111,7 @@ class Cut:
         return dataclasses.replace(head, weight=weight)
 
     def sum_over_tokens(self, weight_bar: jax.Array, width_axis: int) -> jax.Array:
-        """The head's gradient summed over all devices' tokens; a device keeps its own width."""
+        """Sums the head's gradient over all devices' tokens; a device keeps its own width."""
         if self.width:
             weight_bar = jax.lax.psum_scatter(
                 weight_bar, self.width, scatter_dimension=width_axis, tiled=True
@@ -120,13 +120,14 @@ class Cut:
         return jax.lax.psum(weight_bar, rest) if rest else weight_bar
 
     def local_size(self, vocab_size: int, columns: int) -> jax.Array | int:
-        """How many of this device's columns are tokens."""
+        """Returns how many of this device's columns are tokens."""
         if not self.vocab or columns * self.count(self.vocab) == vocab_size:
             return columns
         return jnp.clip(vocab_size - jax.lax.axis_index(self.vocab) * columns, 0, columns)
 
     def local_ids(self, ids: jax.Array, columns: int) -> jax.Array:
-        """Token ids counted from the first of this device's; ELSEWHERE for other devices'."""
+        """Counts token ids from the first of this device's; those of other devices become
+        ELSEWHERE."""
         if not self.vocab:
             return ids
         local = ids - jax.lax.axis_index(self.vocab) * columns
@@ -140,8 +141,8 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How scores are computed: which body, tokens of the vocabulary, arguments of
-    `token_logprob`."""
+    """How scores are computed: by which body, over how many tokens of the vocabulary, and with
+    which arguments of `token_logprob`."""
 
     body: str
     cut: Cut
@@ -164,7 +165,8 @@ def token_logprob(
     layout: Layout | None = None,
     numerics: str = "fast",
 ) -> Scores:
-    """Log-softmax of head(x) / temperature at the targets, and moments of that distribution.
+    """Computes the log-softmax of head(x) / temperature at the targets, and moments of that
+    distribution.
 
     Differentiable in x and the head's weight through `logp` and `entropy`, in reverse mode only.
     The backward pass computes the logits again and saves one normaliser and one entropy per token
@@ -214,7 +216,7 @@ def scores(
     temperature_bn: jax.Array,
     kept: Kept | None,
 ) -> Scores:
-    """`token_logprob` as planned, of rows, positions and a head that the mesh divides."""
+    """Computes `token_logprob` as planned, for rows, positions and a head that the mesh divides."""
     return _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept)[0]
 
 
@@ -248,7 +250,8 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept):
 
 
 def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
-    """Moments over the whole vocabulary from those over the parts on devices along the axes."""
+    """Computes the moments over the whole vocabulary from those over the parts on devices along the
+    axes."""
     if not axes:
         return m
     top = jax.lax.pmax(m.top, axes)
@@ -259,7 +262,7 @@ def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
 
 
 def _finish(m: Moments, plan: Plan) -> tuple[Scores, jax.Array]:
-    """(scores, normaliser)"""
+    """Returns (scores, normaliser)."""
     normaliser = m.top + jnp.log(m.total)
     zeros = jnp.zeros_like(normaliser)
     entropy = jnp.log(m.total) - m.dot / m.total if plan.with_entropy else zeros

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Of weight = exp(logit - top) over a part of the vocabulary, each [B,N] float32.
+    """Sums of weight = exp(logit - top) over a part of the vocabulary, each [B,N] float32.
 
     Attributes:
       top: the largest logit.
@@ -52,15 +52,16 @@ class Fields(NamedTuple):
     g_entropy: jax.Array
 
     def is_live(self) -> jax.Array:
-        """Tokens that have a gradient; what the others hold may be NaN and must not be read."""
+        """Marks the tokens that have a gradient; what the others hold may be NaN and must not be
+        read."""
         return (self.g_logp != 0) | (self.g_entropy != 0)
 
 
 def moments(
     head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision
 ):
-    """(Moments, logits [1,B,N,V] of a single chunk or None); the first `size` columns of the head
-    are tokens, the other arguments as in `token_logprob`."""
+    """Returns (Moments, logits [1,B,N,V] of a single chunk or None). The first `size` columns of
+    the head are tokens; the other arguments are those of `token_logprob`."""
     split, join = chunks(targets_bn.shape, chunk)
     head = head.cast(x_bnd)[0]
 
@@ -84,7 +85,7 @@ def moments(
 
 
 def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
-    """Gradients of x and, in float32, of the head's weight."""
+    """Returns the gradients of x and, in float32, of the head's weight."""
     split, join = chunks(fields.targets.shape, chunk)
     head = head.cast(x_bnd)[0]
 
@@ -113,8 +114,8 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
 
 
 def restrict(logits: jax.Array, kept: Kept | None, size: jax.Array | int) -> jax.Array:
-    """The logits without what is outside the kept sets or beyond the first `size`; other shards'
-    ids are dropped."""
+    """Excludes what is outside the kept sets or beyond the first `size` logits; ids of other shards
+    are dropped."""
     vocab = logits.shape[-1]
     if not isinstance(size, int):
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -135,7 +136,7 @@ def split_kept(split, kept: Kept | None) -> Kept | None:
 
 
 def chunks(shape: tuple[int, int], chunk: int):
-    """(split, join): [B,N,...] <-> [chunks, B, positions, ...], the last filled up."""
+    """Returns (split, join): [B,N,...] <-> [chunks, B, positions, ...], the last filled up."""
     b, n = shape
     size = min(n, max(1, chunk // b))
 

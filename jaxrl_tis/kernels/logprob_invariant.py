@@ -13,8 +13,9 @@ def finished(
     head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision,
     axes: tuple, count: int,
 ):
-    """(logp, entropy, collision), normaliser [B,N] of the whole vocabulary, of which each of
-    `count` devices along mesh axes holds a part; the other arguments as in `token_logprob`."""
+    """Returns (logp, entropy, collision), and the normaliser [B,N] of the whole vocabulary, of
+    which each of `count` devices along mesh axes holds a part; the other arguments are those of
+    `token_logprob`."""
     split, join = logprob_chunked.chunks(targets_bn.shape, chunk)
 
     def part(inputs):
@@ -33,7 +34,8 @@ def finished(
 
 
 def _tile(logits_rv, targets_r, temperature_r, with_entropy, with_collision, axes, count):
-    """As in engine/sampling.py: the largest logit is taken off before the temperature divides."""
+    """Scores a tile as engine/sampling.py does: the largest logit is taken off before the
+    temperature divides."""
     top_r = jnp.max(logits_rv, axis=-1)
     top_r = jax.lax.pmax(top_r, axes) if axes else top_r
     scaled_rv = tiles.scaled(logits_rv - top_r[:, None], temperature_r[:, None])

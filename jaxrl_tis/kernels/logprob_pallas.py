@@ -48,16 +48,16 @@ class Tiling:
         )
 
     def rows(self, x_bn: jax.Array) -> jax.Array:
-        """[B,N,...] -> [tokens,...], the last zeros."""
+        """Lays [B,N,...] out as [tokens,...], with zeros at the end."""
         x = x_bn.reshape(-1, *x_bn.shape[2:])
         return jnp.pad(x, ((0, self.tokens - len(x)),) + ((0, 0),) * (x.ndim - 1))
 
     def columns(self, *fields_bn: jax.Array) -> jax.Array:
-        """[tokens, fields] float32, in which token ids below 2^24 are exact."""
+        """Returns [tokens, fields] float32, in which token ids below 2^24 are exact."""
         return jnp.stack([self.rows(f).astype(jnp.float32) for f in fields_bn], axis=-1)
 
     def tokens_spec(self, width: int, axis: int) -> pl.BlockSpec:
-        """Tiles of [tokens, width] along an axis of the grid."""
+        """Returns the tiles of [tokens, width] along an axis of the grid."""
         return pl.BlockSpec((self.token_tile, width), lambda *ids: (ids[axis], 0))
 
     def weight_spec(self, axis: int) -> pl.BlockSpec:
@@ -75,14 +75,14 @@ class Tiling:
         return self.dot(x, weight, 1, 1 - self.vocab_axis) * inverse
 
     def ids(self, tile: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-        """Token ids along the vocabulary axis of a tile's array."""
+        """Returns the token ids along the vocabulary axis of a tile's array."""
         return tile * self.vocab_tile + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def call(
         self, kernel, grid: tuple, in_specs, out_specs, out_shape, scratch_shapes=(), products=2
     ):
-        """The second axis of the grid is the one that a kernel accumulates over; `products` counts
-        the matrix products of tokens, width and vocabulary."""
+        """Calls a kernel. The second axis of the grid is the one that it accumulates over;
+        `products` counts the matrix products of tokens, width and vocabulary."""
         size = self.tokens * self.vocab
         cost = pl.CostEstimate(
             flops=2 * products * size * self.width, transcendentals=size,
@@ -101,7 +101,7 @@ class Tiling:
 def moments(
     head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision
 ):
-    """(Moments, None); the interface of `logprob_chunked.moments`, kept sets apart."""
+    """Returns (Moments, None): the interface of `logprob_chunked.moments`, without kept sets."""
     del kept, chunk
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, targets_bn.size)
@@ -148,7 +148,7 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
 
 
 def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
-    """Gradients of x and, in float32, of the head's weight."""
+    """Returns the gradients of x and, in float32, of the head's weight."""
     del kept, logits, chunk
     dtype, is_live = x_bnd.dtype, fields.is_live()
     x_bnd = jnp.where(is_live[..., None], x_bnd, 0)
@@ -182,7 +182,7 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
 
 
 def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):
-    """[tokens, vocabulary] of a tile in the dtype of x."""
+    """Returns the gradient [tokens, vocabulary] of a tile's logits in the dtype of x."""
     targets, inverse, normaliser, entropy, g_logp, g_entropy, size = (
         fields_ref[:, i : i + 1] for i in range(len(Fields._fields) + 1)
     )

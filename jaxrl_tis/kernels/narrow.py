@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 
 
 def pallas_call(*args, **kwargs) -> Callable:
-    """`pl.pallas_call`, traced without 64-bit types: a TPU kernel has none, and with
-    JAX_ENABLE_X64 every Python int of an index map or a loop would be one. int64 arguments, ids of
-    something, become int32."""
+    """Calls `pl.pallas_call`, traced without 64-bit types: a TPU kernel has none, and with
+    JAX_ENABLE_X64 every Python int of an index map or a loop would be one. int64 arguments, which
+    are ids of something, become int32."""
     call = pl.pallas_call(*args, **kwargs)
 
     def run(*arrays: jax.Array):

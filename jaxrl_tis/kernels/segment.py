@@ -74,7 +74,7 @@ def segment_reduce(
     *,
     rows: NamedSharding | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
-    """One number per segment of every row, [B, S]; several inputs in one pass.
+    """Reduces every segment of every row to one number, [B, S]; several inputs in one pass.
 
     Args:
       x: [B, T] values, or a tuple of such arrays for a tuple of results.
@@ -95,7 +95,7 @@ def segment_reduce(
 def segment_broadcast(
     x: chex.Array, seg: chex.Array, *, rows: NamedSharding | None = None
 ) -> chex.Array:
-    """Each segment's value on its tokens, [B, S] -> [B, T]; 0 at padding.
+    """Puts each segment's value on its tokens, [B, S] -> [B, T]; 0 at padding.
 
     Args:
       x: [B, S] values.
@@ -115,7 +115,7 @@ def segment_scan(
     reverse: bool = False,
     rows: NamedSharding | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
-    """Running result over the positions of the run up to each position, [B, T].
+    """Computes the running result over the positions of the run up to each position, [B, T].
 
     Args:
       x: [B, T] values, or a tuple of such arrays for a tuple of results.
@@ -154,7 +154,7 @@ def log_ratio_stats(
     *,
     rows: NamedSharding | None = None,
 ) -> RatioStats:
-    """The statistics of `ratio_stats` that need the log-ratio [B, T] alone."""
+    """Computes the statistics of `ratio_stats` that need the log-ratio [B, T] alone."""
     return _stats((log_ratio,), mask, seg, num_segments, rows)
 
 
@@ -167,7 +167,8 @@ def ratio_stats(
     *,
     rows: NamedSharding | None = None,
 ) -> RatioStats:
-    """Everything that weights, masks and metrics ask of a sequence, in one pass over memory.
+    """Computes everything that weights, masks and metrics ask of a sequence, in one pass over
+    memory.
 
     Args:
       logp_old: [B, T] learner's log-probs, nats.
@@ -226,12 +227,12 @@ def _stats(xs, mask, seg, num_segments, rows):
 
 
 def _unwrap(x, results):
-    """The results as the caller gave x: a tuple for a tuple."""
+    """Returns the results as the caller gave x: a tuple for a tuple."""
     return tuple(results) if isinstance(x, tuple) else results[0]
 
 
 def _choose(kernel: Callable, reference: Callable, num_results, num_segments, rows) -> Callable:
-    """The kernel on a TPU, the reference elsewhere and for what a kernel does not do.
+    """Chooses the kernel on a TPU, and the reference elsewhere and for what a kernel does not do.
 
     A row of one segment needs no kernel, and where a row may hold as many segments as tokens its
     loop over segments would save nothing.
@@ -257,7 +258,7 @@ def _choose(kernel: Callable, reference: Callable, num_results, num_segments, ro
 
 
 def _totals(op, num_segments, rows, xs, ids):
-    """([B, S] per input, [B, S] number of tokens), in one pass."""
+    """Returns ([B, S] per input, [B, S] number of tokens), in one pass."""
     ops = [op] * len(xs) + ["sum"]
 
     def reference(ids, *xs):
@@ -370,7 +371,8 @@ def _scan_forward(op, reverse, rows, xs, is_start, decay):
 
 
 def _scan_backward(op, reverse, rows, saved, gradients):
-    """A sum's gradient is the scan the other way; a minimum's the sum over where it held."""
+    """Computes the gradient of a scan: of a sum the scan the other way, of a minimum the sum over
+    the positions where it held."""
     xs, is_start, decay, results = saved
     gradients = tuple(g.astype(y.dtype) for g, y in zip(gradients, results))
     before = [_shift(y, reverse, 0.0) for y in results]
@@ -394,12 +396,14 @@ _scan.defvjp(_scan_forward, _scan_backward)
 
 
 def _shift(x, reverse, fill):
-    """What stands one position before, in the direction of the scan; `fill` at its beginning."""
+    """Returns what stands one position before, in the direction of the scan, and `fill` at its
+    beginning."""
     if reverse:
         return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
 
 
 def _begins(is_first, reverse):
-    """Where runs begin in the direction of the scan, from where they begin from left to right."""
+    """Returns where runs begin in the direction of the scan, from where they begin from left to
+    right."""
     return _shift(is_first, True, True) if reverse else jnp.asarray(is_first).at[:, 0].set(True)

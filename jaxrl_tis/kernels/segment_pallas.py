@@ -27,7 +27,8 @@ NEUTRAL = segment_reference.NEUTRAL | {"logsumexp": -jnp.inf}
 
 
 def expm1(x: jax.Array) -> jax.Array:
-    """exp(x) - 1 in float32; a Taylor series near 0, as no TPU kernel has the function."""
+    """Computes exp(x) - 1 in float32, near 0 by a Taylor series, because no TPU kernel has the
+    function."""
     series = jnp.ones_like(x)
     for k in range(9, 1, -1):
         series = 1.0 + x / k * series
@@ -67,7 +68,7 @@ def reduce(
     terms: Callable[..., Sequence[jax.Array]],
     ops: Sequence[str],
 ) -> list[jax.Array]:
-    """Reductions over segments of what `terms` makes of the inputs, [B, num_segments] float32 each.
+    """Reduces over segments what `terms` makes of the inputs, [B, num_segments] float32 each.
 
     Args:
       inputs: [B, T] arrays, float32 or bfloat16.
@@ -120,7 +121,8 @@ def _reduce_kernel(terms, ops, shape, num_segments, ids_ref, *refs):
 def broadcast(
     inputs: Sequence[jax.Array], ids: jax.Array, num_segments: int
 ) -> list[jax.Array]:
-    """Each segment's value on its tokens, [B, num_segments] -> [B, T] float32; 0 where no id."""
+    """Puts each segment's value on its tokens, [B, num_segments] -> [B, T] float32; 0 where there
+    is no id."""
     shape, width = ids.shape, _round_up(num_segments, LANES)
     rows, tile = _block((), shape[1], REDUCE_TILE)
     tokens = pl.BlockSpec((rows, tile), lambda i, t: (i, t))
@@ -162,7 +164,7 @@ def scan(
     decay: jax.Array | None,
     reverse: bool,
 ) -> list[jax.Array]:
-    """Running sum, minimum or maximum from the last start, [B, T] float32 each.
+    """Computes the running sum, minimum or maximum from the last start, [B, T] float32 each.
 
     Args:
       inputs: [B, T] arrays, float32 or bfloat16.
@@ -192,7 +194,8 @@ def scan(
 
 
 def _scan_kernel(op, has_decay, reverse, is_open_ref, *refs):
-    """Doubling: after the step of width d, lane t holds the result of its last 2 d positions.
+    """Scans by doubling: after the step of width d, lane t holds the result of its last 2 d
+    positions.
 
     `is_open` is 1 while no run has begun among them, and in the end where the run began before this
     tile. The state of the first tile is never used: its first position is a start.
@@ -224,7 +227,7 @@ def _scan_kernel(op, has_decay, reverse, is_open_ref, *refs):
 
 
 def on_mesh(function: Callable, rows: NamedSharding | None) -> Callable:
-    """The function of arrays [B, ...], each device with its own rows; `rows` shards B."""
+    """Runs the function of arrays [B, ...] on each device with its own rows; `rows` shards B."""
     if rows is None:
         return function
     spec = PartitionSpec(*rows.spec[:1])
@@ -239,13 +242,13 @@ def _round_up(n, multiple):
 
 
 def _block(arrays, num_tokens, largest):
-    """Rows and tokens of a tile: packed types have more rows per register."""
+    """Returns the rows and tokens of a tile: packed types have more rows per register."""
     rows = max([8] + [32 // x.dtype.itemsize for x in arrays])
     return rows, min(largest, _round_up(num_tokens, LANES))
 
 
 def _valid_ids(ids_ref, window, shape, num_segments):
-    """The ids of a chunk, 0 for padding and for what lies outside the array."""
+    """Returns the ids of a chunk, 0 for padding and for what lies outside the array."""
     ids = ids_ref[:, window]
     rows, tile = ids_ref.shape
     row = pl.program_id(0) * rows + jax.lax.broadcasted_iota(jnp.int32, ids.shape, 0)
@@ -266,7 +269,7 @@ def _for_chunks(ids_ref, chunk):
 
 
 def _for_segments(ids, num_segments, body, initial):
-    """body for every number between the smallest and the largest id of the chunk."""
+    """Runs body for every number between the smallest and the largest id of the chunk."""
     ids = ids.astype(jnp.float32)  # whole numbers, exact up to 2^24
     low = jnp.min(jnp.where(ids > 0, ids, num_segments + 1.0)).astype(jnp.int32)
     high = jnp.max(ids).astype(jnp.int32)
@@ -274,7 +277,8 @@ def _for_segments(ids, num_segments, body, initial):
 
 
 def _lane_of(s, rows):
-    """Where segment s is in a row of results: a window of lanes, and its lane there [R, 128]."""
+    """Returns where segment s is in a row of results: a window of lanes, and its lane there [R,
+    128]."""
     index = s - 1
     place = jax.lax.rem(index, LANES)
     window = pl.ds(pl.multiple_of(index - place, LANES), LANES)

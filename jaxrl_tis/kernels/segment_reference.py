@@ -19,17 +19,18 @@ SCATTER = {
 
 
 def as_float(x: chex.Array) -> chex.Array:
-    """x in its compute dtype, promote_types(x, float32)."""
+    """Casts x to its compute dtype, promote_types(x, float32)."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def is_valid(ids: chex.Array, num_segments: int) -> chex.Array:
-    """True at the tokens of segments 1..num_segments."""
+    """Marks the tokens of segments 1..num_segments."""
     return (ids >= 1) & (ids <= num_segments)
 
 
 def reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.Array:
-    """Sum, max, min or logsumexp over the segments of every row, [B, S], by XLA's scatter."""
+    """Reduces over the segments of every row by sum, max, min or logsumexp, [B, S], with XLA's
+    scatter."""
     if op == "logsumexp":
         top_bs = reduce(x, ids, num_segments, "max")
         top_bs = jnp.where(jnp.isfinite(top_bs), top_bs, 0.0)
@@ -45,7 +46,7 @@ def reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.A
 
 
 def broadcast(x_bs: chex.Array, ids: chex.Array) -> chex.Array:
-    """Each segment's value on its tokens, 0 at padding, [B, T]."""
+    """Puts each segment's value on its tokens, 0 at padding, [B, T]."""
     if x_bs.shape[1] == 1:
         return jnp.where(ids == 1, x_bs, 0.0)
     x_bt = jnp.take_along_axis(x_bs, jnp.clip(ids - 1, 0, x_bs.shape[1] - 1), axis=1)
@@ -58,8 +59,8 @@ def scan(
     op: str,
     decay: chex.Array | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
-    """`segment_scan` from left to right, by XLA and on any mesh: one position after the other on a
-    CPU, by doubling (of logarithmic depth) elsewhere."""
+    """Computes `segment_scan` from left to right, by XLA and on any mesh: one position after the
+    other on a CPU, by doubling (of logarithmic depth) elsewhere."""
     xs, decay = jax.tree.map(as_float, (x if isinstance(x, tuple) else (x,), decay))
     ys = jax.lax.platform_dependent(
         is_start, xs, decay,
@@ -70,7 +71,7 @@ def scan(
 
 
 def _scan_by_position(op, is_start, xs, decay):
-    """Eight columns at a time, so that rows are read by the cache line."""
+    """Scans eight columns at a time, so that rows are read by the cache line."""
     num_tokens, width = is_start.shape[1], 8
     num_blocks = -(-num_tokens // width)
     pad = lambda a: jnp.pad(a, ((0, 0), (0, num_blocks * width - num_tokens)))

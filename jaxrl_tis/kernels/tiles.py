@@ -34,7 +34,8 @@ MAX_UNROLLED, MAX_PAIRED = 32, 8
 
 
 def tree_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis of odd * 2^m numbers: of runs of `odd` one by one, of those pairwise.
+    """Sums the last axis, of odd * 2^m numbers: runs of `odd` numbers one by one, and their sums
+    pairwise.
 
     The sum of each of 2^j equal parts is a node of the tree, so parts summed apart and added by
     `butterfly` give the same bits.
@@ -57,7 +58,7 @@ def tree_sum(x: jax.Array) -> jax.Array:
 
 
 def butterfly(x: jax.Array, axis: Any, count: int) -> jax.Array:
-    """Sum over a mesh axis of 2^j devices, pairwise: every device gets the same bits."""
+    """Sums over a mesh axis of 2^j devices, pairwise: every device gets the same bits."""
     distance = 1
     while distance < count:
         partners = [(i, i ^ distance) for i in range(count)]
@@ -67,7 +68,8 @@ def butterfly(x: jax.Array, axis: Any, count: int) -> jax.Array:
 
 
 def by_rows(f: Callable, *arrays: Any) -> Any:
-    """f on tiles [ROWS, ...] of arrays [n, ...] (or trees of them), joined again."""
+    """Applies f to tiles [ROWS, ...] of arrays [n, ...] (or trees of them), and joins the
+    results."""
     n = jax.tree.leaves(arrays)[0].shape[0]
     count = max(2, -(-n // ROWS))
 
@@ -83,14 +85,14 @@ def by_rows(f: Callable, *arrays: Any) -> Any:
 
 
 def fill(x: jax.Array, axis: int, multiple: int, value: float = 0) -> jax.Array:
-    """x with the axis filled up to a multiple."""
+    """Fills the axis of x up to a multiple."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, width, constant_values=value)
 
 
 def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> jax.Array:
-    """[R,i] times w, whose axis `in_axis` is i -> [R,o] float32, on one device."""
+    """Multiplies [R,i] with w, whose axis `in_axis` is i -> [R,o] float32, on one device."""
     columns, used = w.shape[1 - in_axis], -(-w.shape[in_axis] // K_TILE)
     # A batch of one tile would be another kind of product: a tile of zeros goes with it.
     tiles = max(2, used)
@@ -120,19 +122,19 @@ def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> 
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """x, whose last operation may be a product, that of exp too, and is not contracted with what
-    follows: a compiler would where both are in one loop, and not where, on another mesh, they are
-    in two. The choice stands between them."""
+    """Returns x such that its last operation, which may be a product or that of exp, is not
+    contracted with what follows. A compiler would contract them where both are in one loop, and
+    would not where, on another mesh, they are in two. The choice stands between them."""
     return jnp.where(x != 0, x, 0.0)
 
 
 def scaled(logits_rv: jax.Array, temperature_r1: jax.Array) -> jax.Array:
-    """The quotient by way of the reciprocal, which XLA takes in some programs and not in others."""
+    """Divides by way of the reciprocal, which XLA takes in some programs and not in others."""
     return apart(logits_rv * (1 / temperature_r1))
 
 
 def vocabulary_sum(x_rv: jax.Array, axis: Any, count: int) -> jax.Array:
-    """Sum [R] of numbers over the whole vocabulary, of which each of `count` devices along a mesh
+    """Sums numbers over the whole vocabulary [R], of which each of `count` devices along a mesh
     axis holds a part, all of them together a multiple of VOCAB_UNIT."""
     x_rv = apart(x_rv)
     if count == 1:

@@ -37,14 +37,14 @@ SPLASH_RESIDUALS = "splash_residuals"
 
 
 def row_mask(segment_ids_bt: jax.Array) -> jax.Array:
-    """[B,T,T] bool: token t may look at s <= t of its own segment; segment 0 is padding."""
+    """Returns [B,T,T] bool: token t may look at s <= t of its own segment; segment 0 is padding."""
     return _causal_mask(segment_ids_bt, segment_ids_bt, None, 0)
 
 
 def _causal_mask(
     segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None, first: jax.Array
 ) -> jax.Array:
-    """[B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens."""
+    """Returns [B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens."""
     same = segments_bt[:, :, None] == segments_bs[:, None, :]
     position_t = first + jnp.arange(segments_bt.shape[1])
     mask_bts = same & (position_t[:, None] >= jnp.arange(segments_bs.shape[1])[None])[None]
@@ -61,7 +61,7 @@ def row_attention(
     layout: Layout | None = None,
     unseen_bt: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of every token to itself and the earlier tokens of its segment in the row.
+    """Lets every token attend to itself and to the earlier tokens of its segment in the row.
 
     Args:
       q_bthk: [B,T,H,K] queries; k_btnk, v_btnk: [B,T,N,K] keys and values, H a multiple of N.
@@ -113,8 +113,8 @@ def row_attention(
 
 
 def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
-    """`attend` for one key/value head and its queries at a time; the backward pass does again what
-    splash attention does not keep."""
+    """Runs `attend` for one key/value head and its queries at a time. The backward pass does again
+    what splash attention does not keep."""
     n = k_btnk.shape[2]
     one = jax.checkpoint(
         attend, policy=jax.checkpoint_policies.save_only_these_names(SPLASH_RESIDUALS)
@@ -125,7 +125,7 @@ def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
 
 
 def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """The T queries from position `first` on, of rows of S tokens, on one device."""
+    """Attends for the T queries from position `first` on, of rows of S tokens, on one device."""
     arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel)
     if kernel is None:
         return _scores_attention(*arrays)
@@ -133,7 +133,7 @@ def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
 
 
 def splash_blocks(length: int) -> splash_attention.BlockSizes:
-    """For queries of a device, `length` tokens in whole tiles."""
+    """Returns the block sizes for the queries of a device, `length` tokens in whole tiles."""
     block = math.gcd(length, SPLASH_BLOCK)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     return splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
@@ -141,7 +141,8 @@ def splash_blocks(length: int) -> splash_attention.BlockSizes:
 
 @functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
 def _splash_kernel(length: int, shards: int, interpret: bool = False):
-    """Causal splash attention of rows whose queries are cut into shards; None where it cannot be.
+    """Returns causal splash attention of rows whose queries are cut into shards; None where it
+    cannot be.
 
     Its fused backward kernel stores a dq per block of keys, T^2 numbers, and is not used.
     """
@@ -158,7 +159,7 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
 
 
 def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """`first` is in the kernel's mask, `unseen_bs` is None."""
+    """Attends with the splash kernel: `first` is in its mask, and `unseen_bs` is None."""
     heads_first = lambda x: jnp.swapaxes(x, 1, 2)
     scaled = (q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5).astype(q_bthk.dtype)
     segments = splash_attention.SegmentIds(segments_bt, segments_bs)
@@ -169,7 +170,8 @@ def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
 
 
 def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """All scores of a short row, a chunk's scores at a time of a long one."""
+    """Attends by way of the scores: all of them for a short row, a chunk's at a time for a long
+    one."""
 
     def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
         mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first)
@@ -195,7 +197,7 @@ def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_b
 
 
 def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts: jax.Array):
-    """Softmax attention in float32 with H query heads sharing N key/value heads.
+    """Computes softmax attention in float32 with H query heads that share N key/value heads.
 
     Args:
       q_bthk: [B,T,H,K] queries; k_bsnk, v_bsnk: [B,S,N,K] keys and values, H a multiple of N.
@@ -223,8 +225,8 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """The same against keys and values in pages, block by block in the order of the table, up to
-    the last one that a query of any row looks at. A block is one page, or several small ones.
+    """Attends to keys and values in pages, block by block in the order of the table, up to the last
+    one that a query of any row looks at. A block is one page, or several small ones.
 
     Args:
       q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
@@ -278,9 +280,9 @@ def paged_attention(
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """`paged_attention` of rows of any lengths, a few rows of about the same length at a time: for
-    CPU, where smaller operations cost little more than their share. How it computes depends on
-    shapes alone, so that no row changes with its company."""
+    """Computes `paged_attention` of rows of any lengths, a few rows of about the same length at a
+    time. It is for CPU, where smaller operations cost little more than their share. How it computes
+    depends on shapes alone, so that no row changes with its company."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
         return paged_attention(q_bthk, read, table_bp, index_bt)

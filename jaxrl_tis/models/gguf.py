@@ -47,7 +47,7 @@ PERMUTED = ("llama",)
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
-    """The ModelConfig of a GGUF file; errors as `load`."""
+    """Reads the ModelConfig of a GGUF file; errors as `load`."""
     return _config(_open(pathlib.Path(path)), str(path))
 
 
@@ -77,7 +77,7 @@ def load(
 
 
 class _BoundedReader(GGUFReader):
-    """GGUFReader that refuses to read past the end, where its own slices are silently short: a
+    """A GGUFReader that refuses to read past the end. Its own slices are silently short, and a
     forged array length would otherwise be walked to its end."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
@@ -153,7 +153,7 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
 
 
 def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
-    """A setting, or the value that the format gives it when it is absent."""
+    """Returns a setting, or the value that the format gives it when it is absent."""
     return settings[key] if key in settings else otherwise
 
 
@@ -175,7 +175,7 @@ def _shape(tensor) -> tuple[int, ...]:
 
 
 def _tensors(reader: GGUFReader, config: ModelConfig) -> dict[str, Tensor]:
-    """Stored name -> Tensor in the Hugging Face row order."""
+    """Returns stored name -> Tensor in the Hugging Face row order."""
     heads = {}
     if config.family in PERMUTED:
         for layer in range(config.num_layers):
@@ -203,7 +203,8 @@ def _dequantize(tensor) -> np.ndarray:
 
 
 def unpermute(w: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a Q or K matrix [heads * K, in] from llama.cpp's order back to Hugging Face's.
+    """Brings the rows of a Q or K matrix [heads * K, in] from llama.cpp's order back to Hugging
+    Face's.
 
     llama.cpp rotates neighbouring rows (2i, 2i+1) of a head where Hugging Face rotates
     (i, i + K/2), so the converter stored row i at 2i and row i + K/2 at 2i + 1.

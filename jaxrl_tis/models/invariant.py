@@ -28,14 +28,14 @@ SCHEMES = ("none", "w8a16", "w8a8")
 
 
 def _tensor(layout: Layout | None) -> tuple[str | None, int]:
-    """Mesh axis that cuts heads, MLP and vocabulary, and its size."""
+    """Returns the mesh axis that cuts heads, MLP and vocabulary, and its size."""
     if layout is None or layout.mesh.size == 1:
         return None, 1
     return layout.rules["mlp"], layout.mesh.shape[layout.rules["mlp"]]
 
 
 def _on(layout: Layout | None, f: Callable, in_axes: tuple, out_axes: tuple) -> Callable:
-    """f on every device's part of arrays with these logical axes."""
+    """Runs f on every device's part of arrays with these logical axes."""
     if layout is None:
         return f
     spec = lambda axes: layout.sharding(axes).spec
@@ -43,7 +43,7 @@ def _on(layout: Layout | None, f: Callable, in_axes: tuple, out_axes: tuple) -> 
 
 
 def dot(x: jax.Array, w: Any, layout: Layout | None, is_split_in: bool) -> jax.Array:
-    """x [B,T,i] @ w [i,o] -> [B,T,o] in x's dtype; `quant.dot` of any kind of weight.
+    """Multiplies x [B,T,i] @ w [i,o] -> [B,T,o] in x's dtype: `quant.dot` of any kind of weight.
 
     Args:
       layout: cuts w over devices, along i (a butterfly adds up) or along o; None: one device.
@@ -74,8 +74,8 @@ _trained.defvjp(_trained_fwd, _trained_bwd)
 
 
 def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in: bool):
-    """`dot` without a gradient. Sums of s8 x s8 are exact in any order, and the largest number of
-    a row is the same in any."""
+    """Computes `dot` without a gradient. Sums of s8 x s8 are exact in any order, and the largest
+    number of a row is the same in any."""
     lead, axes = ("batch", "length"), ("mlp", None) if is_split_in else (None, "mlp")
     axis, count = _tensor(layout) if is_split_in else (None, 1)
     is_quant = isinstance(w, quant.QuantArray)
@@ -109,8 +109,8 @@ def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in
 def rms_norm(
     x: jax.Array, scale: jax.Array, eps: float, layout: Layout | None, plain: Callable
 ) -> jax.Array:
-    """`plain(x, scale, eps)` of rows [B,T,D], or [B,T,H,K] with heads cut over devices; the scale
-    is rounded to x's dtype, in which a sampler holds it."""
+    """Applies `plain(x, scale, eps)` to rows [B,T,D], or [B,T,H,K] with heads cut over devices. The
+    scale is rounded to x's dtype, in which a sampler holds it."""
     return _normed(x, scale.astype(x.dtype), eps, layout, plain)
 
 
@@ -139,7 +139,7 @@ _normed.defvjp(_normed_fwd, _normed_bwd)
 
 
 def rotation(angles: Callable, positions_bt: jax.Array, layout: Layout | None) -> tuple:
-    """`angles(positions [B,T])` (cos and sin, [B,T,1,K/2] each) of tiles of rows."""
+    """Computes `angles(positions [B,T])` (cos and sin, [B,T,1,K/2] each) by tiles of rows."""
 
     def local(positions_bt):
         tile = lambda positions_r: jax.tree.map(lambda x: x[0], angles(positions_r[None]))
@@ -153,7 +153,7 @@ def rotation(angles: Callable, positions_bt: jax.Array, layout: Layout | None) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def rotate(x_bthk, cos, sin, layout, plain: Callable) -> jax.Array:
-    """`plain(x, cos, sin)` of tiles of (token, head) rows."""
+    """Applies `plain(x, cos, sin)` to tiles of (token, head) rows."""
 
     def local(x_bthk, cos, sin):
         rows = lambda x: jnp.broadcast_to(x, (*x_bthk.shape[:3], x.shape[-1])).reshape(
@@ -180,7 +180,7 @@ rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 def paged_attention(q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array):
-    """`attention.paged_attention` in which every query looks at its pages by itself."""
+    """Computes `attention.paged_attention`, in which every query looks at its pages by itself."""
     b, t = index_bt.shape
     row_m = jnp.repeat(jnp.arange(b), t)
     return _attend(q_bthk, index_bt, row_m, lambda i, row_r: read(table_bp[row_r, i]))
@@ -190,7 +190,7 @@ def paged_attention(q_bthk: jax.Array, read: Callable, table_bp: jax.Array, inde
 def row_attention(
     q_bthk, k_btnk, v_btnk, segment_ids_bt, layout: Layout | None = None
 ) -> jax.Array:
-    """`attention.row_attention` in which the keys of a segment are pages of PAGE keys."""
+    """Computes `attention.row_attention`, in which the keys of a segment are pages of PAGE keys."""
 
     def local(q_bthk, k_btnk, v_btnk, segments_bt):
         b, t = segments_bt.shape
@@ -234,7 +234,7 @@ class Page(NamedTuple):
 
 
 def _attend(q_bthk: jax.Array, index_bt: jax.Array, source_m: jax.Array, read: Callable):
-    """Online softmax, page by page.
+    """Computes an online softmax, page by page.
 
     Args:
       q_bthk: [B,T,H,K] queries on one device; index_bt: [B,T] the last place that each looks at.
@@ -285,7 +285,7 @@ def _attend(q_bthk: jax.Array, index_bt: jax.Array, source_m: jax.Array, read: C
 
 
 def logits(x: jax.Array, head: Head, layout: Layout | None) -> jax.Array:
-    """`head.logits` of x [B,D] or [B,T,D] in float32, cut over devices by vocabulary."""
+    """Computes `head.logits` of x [B,D] or [B,T,D] in float32, cut over devices by vocabulary."""
     lead = ("batch", "length")[: x.ndim - 1]
     axes = (None, "vocab") if head.vocab_axis == 1 else ("vocab", None)
     local = lambda x, w: tiled_logits(x, dataclasses.replace(head, weight=w))
@@ -300,7 +300,7 @@ def logits(x: jax.Array, head: Head, layout: Layout | None) -> jax.Array:
 
 
 def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
-    """ValueError for a model, a mesh or a recipe that the contract does not cover."""
+    """Raises ValueError for a model, a mesh or a recipe that the contract does not cover."""
     parts = mesh_shape["tensor"]
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sizes = {

@@ -12,7 +12,7 @@ from jaxrl_tis.sharding import Layout
 
 
 def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") -> Any:
-    """Tree of shardings for the parameters of a model; "pinned_host" keeps them off the
+    """Returns the tree of shardings for the parameters of a model; "pinned_host" keeps them off the
     accelerator. ValueError when the mesh does not divide them."""
     check_tensor_parallel(config, layout.mesh.shape["tensor"])
 
@@ -27,7 +27,7 @@ def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") 
 
 
 def put(params: Any, layout: Layout, config: ModelConfig) -> Any:
-    """The parameters of a model on the mesh of a layout."""
+    """Puts the parameters of a model onto the mesh of a layout."""
     return jax.device_put(params, shardings(layout, config))
 
 

@@ -69,7 +69,8 @@ class Recipe:
 
     @property
     def id(self) -> str:
-        """"w8a8", or "w8a8 except o,down"; the same for every spelling of the same recipe."""
+        """The recipe as a word: "w8a8", or "w8a8 except o,down"; the same for every spelling of the
+        same recipe."""
         whole = [name for name in QUANTIZED if name in self.unquantized]
         return self.scheme + (f" except {','.join(whole)}" if whole else "")
 
@@ -109,7 +110,7 @@ class Transposed:
 
 
 def transposed(w: jax.Array | QuantArray) -> Transposed:
-    """The same weight [in, out], stored the other way; scales stay as they are."""
+    """Returns the same weight [in, out], stored the other way; scales stay as they are."""
     if isinstance(w, QuantArray):
         return Transposed(dataclasses.replace(w, q=w.q.T))
     return Transposed(w.T)
@@ -129,7 +130,7 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
 
 
 def stored(x: jax.Array, dtype: str) -> jax.Array:
-    """Keys or values [..., K] as a cache of this dtype gives them back, in x's dtype."""
+    """Returns keys or values [..., K] as a cache of this dtype gives them back, in x's dtype."""
     if dtype == "int8":
         codes, scale = quantize(x, axis=-1)
         return (codes.astype(jnp.float32) * scale).astype(x.dtype)
@@ -139,12 +140,13 @@ def stored(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def quantize_weight(w: jax.Array, scheme: str) -> QuantArray:
-    """[..., in, out] float -> its QuantArray."""
+    """Turns a float weight [..., in, out] into its QuantArray."""
     return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype), scheme=scheme)
 
 
 def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Array:
-    """x [..., i] @ w [i, o] -> [..., o] in x's dtype; sums in float32, of s8 x s8 in int32."""
+    """Multiplies x [..., i] @ w [i, o] -> [..., o] in x's dtype; sums are float32, of s8 x s8
+    int32."""
     if isinstance(w, Master):
         return _straight_through(x, w.w, w.scheme)
     is_transposed = isinstance(w, Transposed)
@@ -173,8 +175,8 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _straight_through(x: jax.Array, w: jax.Array, scheme: str) -> jax.Array:
-    """The sampler's product of x and the quantised w; its gradient is that of the float product
-    x @ w, with x and w as they were before quantisation."""
+    """Computes the sampler's product of x and the quantised w. Its gradient is that of the float
+    product x @ w, with x and w as they were before quantisation."""
     return dot(x, quantize_weight(w, scheme))
 
 
@@ -190,15 +192,14 @@ _straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def quantize_params(params: dict, recipe: Recipe) -> dict:
-    """The same tree with the recipe's projections of the layers as QuantArrays; embedding, norms,
-    biases and the output head keep their dtype. Call it once per weight sync, inside jit."""
+    """Quantises the recipe's projections of the layers to QuantArrays; embedding, norms, biases and
+    the output head keep their dtype. Call it once per weight sync, inside jit."""
     quantized = lambda name, w: quantize_weight(w, recipe.scheme) if recipe.covers(name) else w
     return {**params, "layers": {name: quantized(name, w) for name, w in params["layers"].items()}}
 
 
 def masters(layer: dict, recipe: Recipe) -> dict:
-    """The parameters of layers with the recipe's projections as `Master`s: what the learner
-    differentiates while it computes what the sampler does (Jet-RL, arXiv:2601.14243; QaRL,
-    arXiv:2604.07853)."""
+    """Makes the recipe's projections of the layers `Master`s: the learner differentiates them while
+    it computes what the sampler does (Jet-RL, arXiv:2601.14243; QaRL, arXiv:2604.07853)."""
     master = lambda name, w: Master(w, recipe.scheme) if recipe.covers(name) else w
     return {name: master(name, w) for name, w in layer.items()}

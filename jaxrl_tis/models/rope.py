@@ -8,7 +8,7 @@ from jaxrl_tis.models.config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angular frequency of each rotated pair, and the scale of cos and sin.
+    """Returns the angular frequency of each rotated pair, and the scale of cos and sin.
 
     Position p turns the pair (i, i + head_dim/2) of queries and keys by p * inv_freq[i] radians;
     cos and sin are multiplied by `attention_scale`, so scores grow with its square.
@@ -60,13 +60,15 @@ def _yarn(base: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_pair_index(turns: float, rope: RopeConfig, head_dim: int) -> float:
-    """Fractional index of the pair that makes `turns` turns over the trained context."""
+    """Returns the fractional index of the pair that makes `turns` turns over the trained
+    context."""
     inv_freq = 2 * math.pi * turns / rope.original_max_position
     return -head_dim * math.log(inv_freq) / (2 * math.log(rope.theta))
 
 
 def _yarn_attention_scale(rope: RopeConfig) -> float:
-    """The softmax temperature of YaRN, folded into cos and sin (arXiv:2309.00071, section 3.4)."""
+    """Returns the softmax temperature of YaRN, folded into cos and sin (arXiv:2309.00071, section
+    3.4)."""
     if rope.attention_factor is not None:
         return float(rope.attention_factor)
     if rope.mscale and rope.mscale_all_dim:

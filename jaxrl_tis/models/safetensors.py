@@ -46,7 +46,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | os.PathLike) -> ModelConfig:
-    """The ModelConfig of a checkpoint folder.
+    """Reads the ModelConfig of a checkpoint folder.
 
     Raises:
       FileNotFoundError: the folder or its config.json does not exist.
@@ -143,7 +143,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _open_tensors(folder: pathlib.Path, files: contextlib.ExitStack) -> dict[str, Tensor]:
-    """Stored name -> Tensor over all weight files, which stay open as long as `files`."""
+    """Returns stored name -> Tensor over all weight files, which stay open as long as `files`."""
     if (folder / SINGLE).is_file():
         return _open_file(folder / SINGLE, files)
     if not (folder / INDEX).is_file():
@@ -162,7 +162,8 @@ def _open_tensors(folder: pathlib.Path, files: contextlib.ExitStack) -> dict[str
 
 
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:
-    """The index's {tensor: shard}; shards are plain file names, so none lies outside the folder."""
+    """Reads the index's {tensor: shard}; shards are plain file names, so none lies outside the
+    folder."""
     index = _read_json(folder / INDEX)
     if "weight_map" not in index or not isinstance(index["weight_map"], dict):
         raise ValueError(f"{folder / INDEX} has no weight_map object.")
@@ -206,7 +207,7 @@ def _check_tied(tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
 
 
 def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Stored"]:
-    """Every tensor to write, in order, still on its device.
+    """Yields every tensor to write, in order, still on its device.
 
     Raises:
       ValueError: a parameter is missing, unknown, quantised or of the wrong shape.
@@ -242,7 +243,7 @@ class _Stored:
 
 
 def _write_shards(folder: pathlib.Path, stored: list[_Stored], metadata: dict[str, str]) -> None:
-    """One file if everything fits into SHARD_BYTES, else numbered shards and their index."""
+    """Writes one file if everything fits into SHARD_BYTES, else numbered shards and their index."""
     shards, room = [], 0
     for tensor in stored:
         if not shards or tensor.nbytes > room:

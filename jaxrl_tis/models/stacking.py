@@ -38,7 +38,7 @@ class Slot:
 
 
 def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
-    """A tree like the parameters', with a `Slot` per parameter."""
+    """Returns a tree like the parameters', with a `Slot` per parameter."""
 
     def slot(path, leaf) -> Slot:
         key, is_stacked = path[-1].key, path[0].key == "layers"
@@ -119,7 +119,7 @@ def assemble(
 
 
 def _read_block(slot: Slot, tensors: Mapping[str, Tensor], spans, dtype: jnp.dtype) -> np.ndarray:
-    """The block of a (stacked) parameter given by (start, stop) per axis, in model layout."""
+    """Reads the block of a (stacked) parameter given by (start, stop) per axis, in model layout."""
     names, inner = slot.names, spans
     if slot.is_stacked:
         names, inner = slot.names[slice(*spans[0])], spans[1:]

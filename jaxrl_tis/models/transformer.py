@@ -70,11 +70,11 @@ class Program:
 
     @property
     def compiler_options(self) -> dict | None:
-        """Of every jitted function that runs this program."""
+        """The options of every jitted function that runs this program."""
         return tiles.COMPILER_OPTIONS if self.is_invariant else None
 
     def dot(self, x: jax.Array, w: Any, is_split_in: bool = False) -> jax.Array:
-        """`quant.dot`; a mesh cuts w along its input or, by default, its output."""
+        """Computes `quant.dot`; a mesh cuts w along its input or, by default, its output."""
         if self.is_invariant:
             return invariant.dot(x, w, self.layout, is_split_in)
         return quant.dot(x, w)
@@ -96,7 +96,7 @@ class Program:
         return _rotate(x_bthk, cos, sin)
 
     def row_attention(self, q, k, v, segment_ids_bt, unseen_bt) -> jax.Array:
-        """ValueError for keys that become unseen, in invariant numerics."""
+        """Attends within rows; ValueError for keys that become unseen, in invariant numerics."""
         if not self.is_invariant:
             return attention.row_attention(q, k, v, segment_ids_bt, self.layout, unseen_bt)
         if unseen_bt is not None:
@@ -178,14 +178,14 @@ def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last axis, computed in float32, returned in x's dtype."""
+    """Computes x / rms(x) * scale over the last axis, in float32; the result has x's dtype."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def _rotation(config: ModelConfig, positions_bt: jax.Array):
-    """cos and sin [B,T,1,K/2] in float32, scaled by the attention factor of yarn."""
+    """Returns cos and sin [B,T,1,K/2] in float32, scaled by the attention factor of yarn."""
     inv_freq, scale = rope_frequencies(config.rope, config.head_dim)
     angles = positions_bt[..., None, None].astype(jnp.float32) * jnp.asarray(
         inv_freq, jnp.float32
@@ -205,7 +205,7 @@ def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @functools.cache
 def _graph(module: type[nnx.Module], config: ModelConfig):
-    """(graphdef, abstract parameters, logical axes) of a module, as plain trees."""
+    """Returns (graphdef, abstract parameters, logical axes) of a module, as plain trees."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
     axes = jax.tree.map(lambda v: v.get_metadata()["axes"], state, is_leaf=is_variable)
@@ -218,7 +218,7 @@ def _values(module: nnx.Module) -> Params:
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
+    """Draws random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
     outer_key, layers_key = jax.random.split(key)
     layers = jax.vmap(lambda k: _values(Block(config, nnx.Rngs(k))))(
         jax.random.split(layers_key, config.num_layers)
@@ -227,7 +227,7 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
-    """The tree of jax.ShapeDtypeStruct that `init` would fill."""
+    """Returns the tree of jax.ShapeDtypeStruct that `init` would fill."""
     stack = lambda s: jax.ShapeDtypeStruct((config.num_layers, *s.shape), jnp.dtype(dtype))
     outer = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), _graph(Embedding, config)[1]
@@ -236,13 +236,13 @@ def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """The same tree with a tuple of logical axis names per parameter."""
+    """Returns the same tree with a tuple of logical axis names per parameter."""
     layers = {name: ("layers", *axes) for name, axes in _graph(Block, config)[2].items()}
     return {**_graph(Embedding, config)[2], "layers": layers}
 
 
 def unstack(params: Params) -> Params:
-    """Layers as a tuple of per-layer dicts, for programs that unroll them."""
+    """Returns the layers as a tuple of per-layer dicts, for programs that unroll them."""
     layers = params["layers"]
     count = jax.tree.leaves(layers)[0].shape[0]
     return {**params, "layers": tuple(jax.tree.map(lambda x: x[i], layers) for i in range(count))}
@@ -296,8 +296,8 @@ def hidden(
 
 
 def _embedded(table_vd: jax.Array, tokens: jax.Array) -> jax.Array:
-    """[..., D] rows of the table. XLA on CPU converts a whole table of bfloat16 to float32 to take
-    some rows of it, and does not when it sees only their bits."""
+    """Takes rows [..., D] of the table. XLA on CPU converts a whole table of bfloat16 to float32 to
+    take some rows of it, and does not when it sees only their bits."""
     take = functools.partial(jnp.take, axis=0)
     if table_vd.dtype != jnp.bfloat16:
         return take(table_vd, tokens)
@@ -327,8 +327,8 @@ _taken_bits.defvjp(_taken_bits_fwd, _taken_bits_bwd)
 def rows_hidden(
     params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None
 ) -> jax.Array:
-    """[B,T,D] of whole rows; tokens attend within their segment, and where `evict_step_bt` is given
-    to those of which it is above their own position."""
+    """Returns the hidden states [B,T,D] of whole rows. Tokens attend within their segment and,
+    where `evict_step_bt` is given, only to tokens whose step is above their own position."""
     unseen_bt = None
     if evict_step_bt is not None:
         unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
@@ -342,20 +342,20 @@ def rows_hidden(
 
 
 def output_head(params: Params, program: Program) -> Head:
-    """The output head, or the tied table in its place."""
+    """Returns the output head, or the tied table in its place."""
     if "head" in params:
         return Head(params["head"], vocab_axis=1, highest=program.highest_head)
     return Head(params["embed"], vocab_axis=0, highest=program.highest_head)
 
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
-    """x [..., D] -> logits [..., V] in float32."""
+    """Multiplies x [..., D] with the head -> logits [..., V] in float32."""
     head = output_head(params, program)
     return invariant.logits(x, head, program.layout) if program.is_invariant else head.logits(x)
 
 
 def logits(params, config, tokens, positions=None, segment_ids=None, program=Program()):
-    """Logits [B,T,V] in float32 of rows of tokens [B,T].
+    """Computes the logits [B,T,V] of rows of tokens [B,T], in float32.
 
     Args:
       positions: [B,T] int32, default 0..T-1 in each row.

@@ -16,8 +16,9 @@ NORM_FED = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
 
 
 def fold(params: Params, scale: float) -> Params:
-    """The invariant scaling of QuRL (arXiv:2602.13953): the same function of the tokens, with the
-    projections that read a norm divided by `scale` and the norm multiplied by it.
+    """Applies the invariant scaling of QuRL (arXiv:2602.13953): the model stays the same function
+    of the tokens, with the projections that read a norm divided by `scale` and the norm multiplied
+    by it.
 
     An optimizer whose steps do not depend on the size of a gradient, such as Adam, then moves these
     projections by `scale` times more of their own size, and so of their quantisation step: an
@@ -34,14 +35,15 @@ def fold(params: Params, scale: float) -> Params:
 
 
 class Noise(NamedTuple):
-    """Noise of one sync: a key, and the standard deviation, a float32 scalar."""
+    """The noise of one sync: a key, and the standard deviation, a float32 scalar."""
 
     key: jax.Array
     sigma: jax.Array
 
 
 def noise(seed: int, version: int, steps: int, start: float, end: float, stages: int) -> Noise:
-    """The noise of the weights of a version, drawn anew for each: the same in a run that continues.
+    """Returns the noise of the weights of a version. It is drawn anew for each, and is the same in
+    a run that continues.
 
     Args:
       version: updates before these weights, 0 .. steps - 1.
@@ -55,7 +57,8 @@ NOISE_STREAM = 0x61716E  # keeps these draws apart from others of the run's seed
 
 
 def noise_sigma(version: int, steps: int, start: float, end: float, stages: int) -> float:
-    """Annealing of QeRL (arXiv:2510.11696): sigma_k = start (end / start)^((k - 1) / (stages - 1)).
+    """Computes the annealing of QeRL (arXiv:2510.11696): sigma_k = start (end / start)^((k - 1) /
+    (stages - 1)).
 
     The run is cut into stages + 1 equal parts: in the first nothing is added to the noise of
     quantisation itself (sigma 0), then follow k = 1 .. stages.

@@ -20,7 +20,7 @@ class Answer:
         self._created, self._model = int(time.time()), model
 
     def whole(self, trajectories: list[Trajectory]) -> Json:
-        """Of all choices, in their order."""
+        """Writes all choices, in their order."""
         choices = []
         for index, trajectory in enumerate(trajectories):
             text = self.text(trajectory)
@@ -32,21 +32,21 @@ class Answer:
         return self._envelope("chat.completion", choices) | {"usage": usage}
 
     def first(self, index: int) -> Json:
-        """The chunk that opens a choice of a chat."""
+        """Writes the chunk that opens a choice of a chat."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def more(self, index: int, text: str) -> Json:
-        """A chunk with more text of a choice."""
+        """Writes a chunk with more text of a choice."""
         content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
         return self._chunk(index, content)
 
     def last(self, index: int, trajectory: Trajectory) -> Json:
-        """The chunk that ends a choice: it has no text, and all log-probs."""
+        """Writes the chunk that ends a choice: it has no text, and all log-probs."""
         content = {"delta": {}} if self._completion.is_chat else {"text": ""}
         return self._chunk(index, content, self._end(trajectory))
 
     def end(self, num_tokens: int) -> Json:
-        """The chunk after all others: how many tokens were sampled."""
+        """Writes the chunk after all others: how many tokens were sampled."""
         return self._envelope("chat.completion.chunk", []) | {"usage": self._usage(num_tokens)}
 
     def text(self, trajectory: Trajectory) -> str:
@@ -72,7 +72,7 @@ class Answer:
         }
 
     def _end(self, trajectory: Trajectory) -> Json:
-        """Why a choice ended, the versions of the weights that drew it, and its log-probs."""
+        """Says why a choice ended, the versions of the weights that drew it, and its log-probs."""
         return {
             "finish_reason": trajectory.stop_reason,
             "versions": list(dict.fromkeys(trajectory.version.tolist())),
@@ -99,7 +99,7 @@ class Answer:
         ]}
 
     def _top(self, ids, logps) -> list[tuple[str, float | None]]:
-        """The likeliest tokens of a draw, as far as so many were possible."""
+        """Returns the likeliest tokens of a draw, as far as so many were possible."""
         pairs = list(zip(ids, logps))[: self._completion.logprobs]
         return [(self._piece(id), _finite(logp)) for id, logp in pairs if id >= 0]
 
@@ -108,7 +108,7 @@ class Answer:
 
 
 def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
-    """The log-prob of each text, that of the likeliest of its tokens, which comes first."""
+    """Returns the log-prob of each text: that of the likeliest of its tokens, which comes first."""
     by_text = {}
     for text, logp in row:
         by_text.setdefault(text, logp)
@@ -116,11 +116,11 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity and no NaN, which a diverged model gives."""
+    """Replaces infinities and NaN, which JSON does not have and a diverged model gives."""
     return float(value) if math.isfinite(value) else None
 
 
 def described(status: int, message: str) -> Json:
-    """What is wrong, as the API says it."""
+    """Says what is wrong as the API says it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": status}}

@@ -59,7 +59,8 @@ class Served:
 
 
 class Inbox:
-    """The newest of each choice since it was last looked at; `put` belongs to the event loop."""
+    """Holds the newest of each choice since it was last looked at; `put` belongs to the event
+    loop."""
 
     def __init__(self):
         self._news: dict[str, News] = {}
@@ -117,7 +118,7 @@ class Job:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a job, which is closed when they end or the client leaves."""
+    """Sends the events of a job, which is closed when they end or the client leaves."""
 
     def __init__(self, job: Job, events: AsyncIterator[str]):
         super().__init__(events, media_type="text/event-stream")
@@ -132,7 +133,7 @@ class EventStream(StreamingResponse):
 
 
 class Server:
-    """The handlers."""
+    """The handlers of the routes."""
 
     def __init__(self, served: Served):
         self._served, self._loading = served, asyncio.Lock()
@@ -286,7 +287,7 @@ REFUSALS = {UnknownModel: 404, ValueError: 400, Full: 429, RuntimeError: 500}
 
 
 def make(served: Served) -> Starlette:
-    """The ASGI application; its lifespan is that of the worker."""
+    """Makes the ASGI application; its lifespan is that of the worker."""
     if served.is_closed and not served.token:
         raise ValueError("a server beyond this machine needs a token")
     server = Server(served)

@@ -46,7 +46,7 @@ class Guard:
 
 
 def refusal(scope: Scope, hosts: Collection[str] | None) -> tuple[int, str] | None:
-    """(status, words) for what is not answered."""
+    """Returns (status, words) for what is not answered."""
     headers = Headers(scope=scope)
     if "transfer-encoding" in headers and (
         "content-length" in headers or scope["http_version"] == "1.0"
@@ -64,7 +64,7 @@ def refusal(scope: Scope, hosts: Collection[str] | None) -> tuple[int, str] | No
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without port and brackets; "" if it is none."""
+    """Returns the name in a Host header, without port and brackets; "" if it has none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

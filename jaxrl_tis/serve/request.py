@@ -103,7 +103,7 @@ class UnknownModel(ValueError):
 def parse(
     body: bytes, is_chat: bool, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits
 ) -> Completion:
-    """ValueError that says what is wrong with the body."""
+    """Reads a body; ValueError says what is wrong with it."""
     values = _values(object_of(body), CHAT if is_chat else TEXT)
     if values["model"] not in (None, model):
         raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
@@ -138,7 +138,7 @@ def parse(
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """What the body holds."""
+    """Returns what the body holds."""
 
     def refuse(literal: str):
         raise ValueError(f"{literal} is no number of JSON")
@@ -154,7 +154,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def _values(given: dict[str, Any], fields: dict[str, tuple]) -> dict[str, Any]:
-    """Every field, checked for its type."""
+    """Returns every field, checked for its type."""
     unknown = [name for name in given if name not in fields]
     if unknown:
         raise ValueError(
@@ -178,7 +178,7 @@ def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
 
 
 def _check_unserved(values: dict[str, Any]) -> None:
-    """ValueError for values that the API has, but not this server."""
+    """Raises ValueError for values that the API has, but not this server."""
     if values.get("echo"):
         raise ValueError("echo is True; the prompt is not repeated here")
     if values.get("suffix") is not None:

@@ -20,7 +20,7 @@ from jaxrl_tis.state import abstract_state, initial_params, initial_state
 
 
 def read_token(path: str | None) -> str | None:
-    """The token in a file, None without a file."""
+    """Reads the token in a file; None without a file."""
     if path is None:
         return None
     token = pathlib.Path(path).read_text(encoding="utf-8").strip()
@@ -30,8 +30,8 @@ def read_token(path: str | None) -> str | None:
 
 
 def read_params(setup: Setup, path: str) -> Any:
-    """The policy's parameters in a run's newest checkpoint, or those of a model folder or .gguf
-    file, in the training layout.
+    """Reads the policy's parameters in a run's newest checkpoint, or those of a model folder or
+    .gguf file, in the training layout.
 
     Raises FileNotFoundError or ValueError where there are none, or not those of this model.
     """
@@ -47,7 +47,7 @@ def read_params(setup: Setup, path: str) -> Any:
 
 
 def load(setup: Setup, path: str | None) -> Any:
-    """Serving parameters from `path`; None takes the weights that the config starts from."""
+    """Loads serving parameters from `path`; None takes the weights that the config starts from."""
     if path is None:
         params = initial_state(setup, initial_params(setup))["policy"].params
     else:
@@ -59,8 +59,8 @@ def make_app(
     setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str,
     hosts: Collection[str] = (),
 ) -> Starlette:
-    """The application that serves `params` at an address, all programs compiled; `hosts` are more
-    names of that address.
+    """Makes the application that serves `params` at an address, with all programs compiled; `hosts`
+    are more names of that address.
 
     Raises ValueError where others reach the address and there is no token.
     """

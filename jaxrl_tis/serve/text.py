@@ -8,13 +8,13 @@ from jaxrl_tis.engine.text import INCOMPLETE, Decode, Text
 
 
 def cut(text: str, stops: Collection[str]) -> str:
-    """The text before the first stop string."""
+    """Returns the text before the first stop string."""
     return text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
 
 
 def settled(text: str, stops: Collection[str]) -> str:
-    """The part of an unfinished text that `cut` of the finished one begins with: it ends before a
-    character that lacks bytes, a stop string, and what may become one."""
+    """Returns the part of an unfinished text that `cut` of the finished one begins with: it ends
+    before a character that lacks bytes, a stop string, and what may become one."""
     ended = cut(text, stops)
     if ended != text:
         return ended
@@ -32,7 +32,8 @@ class Shown:
         self._stops, self._decode, self._text = stops, decode, Text(decode)
 
     def of(self, tokens: np.ndarray) -> str:
-        """Of all tokens so far; not those of the call before if it had to start again."""
+        """Returns the settled text of all tokens so far, which may be shorter than that of the call
+        before if the sequence had to start again."""
         seen = len(self._text.tokens)
         if not np.array_equal(tokens[:seen], self._text.tokens):
             self._text, seen = Text(self._decode), 0
@@ -40,7 +41,8 @@ class Shown:
 
 
 def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:
-    """Where each token begins in the text of all; those of one character share where it begins."""
+    """Returns where each token begins in the text of all; those of one character share where it
+    begins."""
     text, ends = Text(decode), [0]
     for token in tokens.tolist():
         ends.append(len(text.add([token]).rstrip(INCOMPLETE)))
@@ -48,5 +50,6 @@ def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:
 
 
 def utf8(piece: str) -> list[int] | None:
-    """The bytes of a token's text, None where it has bytes of a character that other tokens end."""
+    """Returns the bytes of a token's text, None where it has bytes of a character that other tokens
+    end."""
     return None if INCOMPLETE in piece else list(piece.encode())
