@@ -17,6 +17,7 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.optimizer import align, make_optimizer
@@ -194,7 +195,7 @@ def assemble(
 def _check_logits(config, chosen: Correction, vocab_size: int) -> None:
     """Refuses with ValueError a method that keeps more than MAX_LOGITS numbers of every rollout
     batch."""
-    needs = {f: user for f, user in chosen.needs.items() if f.startswith("logits")}
+    needs = {f: user for f, user in chosen.needs.items() if "vocabulary" in FIELDS[f].axes}
     tokens = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.rollout.prompts * config.rollout.group_size
     count = len(needs) * rows * tokens * vocab_size

@@ -73,7 +73,7 @@ class Run:
             seed=config.seed,
         )
         prompter.check(batches.source)
-        self.source = rollouts.Collector(
+        self.source: rollouts.RolloutSource = rollouts.Collector(
             config, prompter, batches, rewards, self.timer, load=setup.serving_params,
             start=functools.partial(setup.scheduler, setup.engine),
             with_greedy="greedy_rewards" in setup.correction.needs,

@@ -325,7 +325,8 @@ def _methods(c: Correction, config):
     for field, user in c.needs.items():
         if field not in FIELDS:
             yield f"{user!r} needs {field}, which a run does not record"
-    whole = [user for field, user in c.needs.items() if field.startswith("logits")]
+    needs = {f: user for f, user in c.needs.items() if f in FIELDS}
+    whole = [user for f, user in needs.items() if "vocabulary" in FIELDS[f].axes]
     if whole and rollout.kept_set:
         yield (
             f"{whole[0]!r} needs the whole distribution, and with rollout.kept_set the learner has "

@@ -2,10 +2,12 @@
 
 import pathlib
 import re
+from unittest import mock
 
 import pytest
 
 from configs import default
+from jaxrl_tis import build, correction
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
@@ -231,3 +233,11 @@ def test_every_field_is_explained_or_plain():
             full = name if field is None else f"{name}.{field}"
             assert name == "critic" or name == "optimizer" or re.search(
                 rf"^    c\.{re.escape(full)} = ", text, re.M), full
+
+
+def test_a_config_is_parsed_once():
+    parse, seen = correction.parse, []
+    with mock.patch.object(correction, "parse", lambda c: seen.append(c) or parse(c)):
+        setup = build.build(tiny.config())
+        doubts(setup.config, setup.correction)
+    assert len(seen) == 1

@@ -1,0 +1,1 @@
+"""The rollout engine: programs, pages, scheduler and records; docs/engine.md explains it."""
