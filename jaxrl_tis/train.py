@@ -79,8 +79,6 @@ class Run:
             with_greedy="greedy_rewards" in setup.correction.needs,
         )
         self.last_eval: dict[str, float] = {}
-        # From here on nothing is refused for its config.
-        write_run_files(workdir, config.to_dict())
         if checkpoints.latest() is None:
             self._start(workdir)
         else:
@@ -88,6 +86,8 @@ class Run:
 
     def _start(self, workdir: pathlib.Path) -> None:
         self.done = self.version = 0
+        # From here on nothing is refused for its config.
+        write_run_files(workdir, self.setup.config.to_dict())
         self.writer = MetricsWriter(workdir)
         params = warm_up(self.setup, initial_params(self.setup), self.writer)
         self.state = initial_state(self.setup, params)
@@ -103,6 +103,7 @@ class Run:
                 f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of "
                 "another version of jaxrl_tis; use that one, or a new workdir"
             )
+        write_run_files(workdir, self.setup.config.to_dict())
         self.done = self.saved = meta["step"]
         self.version = meta["version"]
         self.source.set_state(meta["source"])

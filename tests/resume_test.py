@@ -1,6 +1,7 @@
 """An interrupted run ends with the bits of the uninterrupted one, wherever it was cut."""
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -240,3 +241,5 @@ def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_
     ):
         tiny.run(tmp_path, steps=2)
     assert "\n" not in str(error.value)
+    config = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert config["steps"] == 1  # what is refused writes nothing
