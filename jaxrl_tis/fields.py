@@ -118,7 +118,7 @@ FIELDS = {
         "token", "float32", "reference", "method", axes=("vocabulary",), is_optional=True,
         is_large=True,
     ),
-    # Of the step.
+    # One value for the whole step.
     "current_version": Field("step", "int32", "step", "method", axes=(1,)),
     "draw": Field("step", "uint32", "step", "update"),
     "lr_scale": Field("step", "float32", "controller", "update", is_optional=True),

@@ -124,7 +124,7 @@ class Trainer:
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)
         if collisions is not None:
-            # Of all updates only the first has its gradient at the weights that sampled.
+            # Only the first update has its gradient at the weights that sampled.
             measured |= self._variance_proxies(
                 rows["logp_old"], rows["adv"], collisions, rows["mask"],
                 w=rows["weights"] if "weights" in rows else None,

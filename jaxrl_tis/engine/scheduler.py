@@ -161,7 +161,7 @@ class Scheduler:
         start = time.perf_counter()
         if self._state is None:
             self._state = self._engine.init_state()
-        # Of the last position no keys are there yet.
+        # The last token's key is not in its pages yet: decode writes it.
         parked = self._residency.admit()
         self._insert({s: (s.length - 1, (NULL, NULL)) for s in parked})
         self._fill()

@@ -29,7 +29,8 @@ MASKED = -1e30
 LONG_ROW = 1024
 QUERY_CHUNK = 512
 PAGED_BLOCK = 64  # positions of pages that are attended to together
-# Of so many rows, with room for more than two blocks, a group need not wait for longer ones.
+# Rows are attended to in groups of so many, where they have room for more than two blocks: a group
+# then does not wait for longer rows.
 GROUPED_FROM, GROUP = 32, 8
 # Splash attention takes whole tiles of 128 tokens; its default block of one tile is small.
 SPLASH_TILE, SPLASH_BLOCK = 128, 512

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 
 
 @pytest.mark.parametrize("name, value", [
@@ -102,3 +102,17 @@ def test_a_seed_that_is_no_int_is_refused(seed):
 def test_an_id_that_is_no_text_is_refused(id):
     with pytest.raises(ValueError, match=re.escape(f"request id {id!r} is a")):
         of([1], id=id)
+
+
+def test_a_record_is_one_turn_of_the_policy_unless_its_builder_says_otherwise():
+    numbers = np.zeros(3, np.float32)
+    fields = dict(
+        id="a", prompt=np.array([1]), tokens=np.array([5, 6, 7]), logp_behav=numbers,
+        logp_raw=numbers, entropy=numbers, version=np.zeros(3, np.int32), stop_reason="stop",
+        seed=0, request=1, quant_id="none", temperature=1.0,
+    )
+    plain = Trajectory(**fields)
+    assert plain.mask.tolist() == [True] * 3 and plain.turn.tolist() == [0] * 3
+    assert (plain.mask.dtype, plain.turn.dtype) == (bool, np.int32)
+    built = Trajectory(**fields, mask=np.array([True, False, True]), turn=np.array([0, 0, 1]))
+    assert built.mask.tolist() == [True, False, True] and built.turn.tolist() == [0, 0, 1]

@@ -120,7 +120,7 @@ MUTANTS = [
         "engine/records.py",
         ("a record without a mask has no token of the policy's",
          '"mask", np.ones(count, bool)', '"mask", np.zeros(count, bool)',
-         "engine/scheduler_test.py::test_record_has_the_dtypes_and_provenance_of_the_contract"),
+         "test_a_record_is_one_turn_of_the_policy_unless_its_builder_says_otherwise"),
     ),
     *of(
         "engine/policies.py",
