@@ -48,10 +48,10 @@ def _traced_once():
     """A correction is traced once for all configs that have it."""
     found, traced = {}, validation._traced
 
-    def once(config):
-        key = config.correction.to_json()
+    def once(chosen):
+        key = repr(chosen)
         if key not in found:
-            found[key] = list(traced(config))
+            found[key] = list(traced(chosen))
         return found[key]
 
     with mock.patch.object(validation, "_traced", once):

@@ -33,7 +33,7 @@ MUTANTS = [
          "control_test.py::test_settings_replace_those_of_the_config"),
         ("the KL is in the reward too when it is in the loss",
          'if c.kl is None or c.kl_placement == "loss":', "if c.kl is None:",
-         "step_test.py::test_kl_and_entropy_terms"),
+         "test_kl_in_the_loss_leaves_the_rewards_alone"),
         ("the draw of a selection ignores the step",
          'jax.random.key(batch["draw"][0])', "jax.random.key(0)"),
     ),
@@ -182,7 +182,7 @@ MUTANTS = [
         "warmup.py",
         ("a warm-up answer of full length is refused",
          "if len(ids) > limit:", "if len(ids) >= limit:",
-         "test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused"),
+         "test_the_warm_up_taught_the_format"),
     ),
     *of(
         "trainer.py",
