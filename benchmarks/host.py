@@ -59,7 +59,9 @@ class Engine:
         self.remaining = np.maximum(self.remaining - STEPS, 0)
         none = np.zeros(valid.shape, np.float32)
         wide = np.zeros((*valid.shape, 0), np.float32)
-        return 0, ResultTokens(tokens, none, none, none, wide, valid, self.remaining.copy())
+        return 0, ResultTokens(
+            tokens, none, none, none, wide, valid=valid, remaining=self.remaining.copy()
+        )
 
 
 def requests(count: int, lengths: tuple[int, int], group: int = 8, **sampling) -> list[Request]:

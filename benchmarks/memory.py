@@ -13,6 +13,8 @@ from jaxrl_tis import cli
 from jaxrl_tis.state import abstract_state
 from jaxrl_tis.step import make_train_step
 
+FLOATS = ("logp_old", "logp_prox", "logp_behav", "weights", "adv")
+
 
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     """(temporary bytes of the update, parameter bytes)."""
@@ -21,7 +23,7 @@ def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     rows, t = made.config.train.microbatch_rows, made.row_length
     struct = lambda dtype: jax.ShapeDtypeStruct((1, rows, t), dtype)
     batch = {name: struct("int32") for name in ("tokens", "positions", "segment_ids")}
-    batch |= {name: struct("float32") for name in ("logp_old", "logp_behav", "weights", "adv")}
+    batch |= {name: struct("float32") for name in FLOATS}
     batch |= {"mask": struct("bool"), "temperature": struct("float32")}
     update = make_train_step(made.learner, made.correction, made.optimizer)
     analysis = update.lower(state, batch).compile().memory_analysis()
