@@ -164,7 +164,7 @@ class Engine(engine_api.Engine):
         return cache.empty(
             engine.model, 1 + engine.pages_per_slot, engine.page_size,
             engine.config.cache_dtype,
-            engine.unroll,
+            engine.config.unroll,
         )
 
     def _cache_shardings(self) -> Any:
