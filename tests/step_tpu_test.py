@@ -12,6 +12,7 @@ from configs import default
 from jaxrl_tis import correction, sharding
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import MOSAIC, Module
+from jaxrl_tis.fields import logical_axes
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.optimizer import optimizer_shardings
@@ -59,9 +60,8 @@ def abstract_state(chips="v5e:2x4", layers=L):
 
 
 def abstract_rows(chips, names, dtype=jnp.float32):
-    shape = (1, B, T)
-    place = layout(chips).sharding(sharding.batch_axes(shape))
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name in names}
+    place = lambda name: layout(chips).sharding(logical_axes(name, 3))
+    return {name: jax.ShapeDtypeStruct((1, B, T), dtype, sharding=place(name)) for name in names}
 
 
 def minibatch(chips="v5e:2x4"):
@@ -69,8 +69,7 @@ def minibatch(chips="v5e:2x4"):
     return (
         rows(("tokens", "positions", "segment_ids"), jnp.int32)
         | rows(("mask",), jnp.bool_)
-        | rows(("temperature", "logp_old", "logp_prox", "logp_behav", "adv",
-                "weights"))
+        | rows(("temperature", "logp_old", "logp_prox", "logp_behav", "adv", "weights"))
     )
 
 
