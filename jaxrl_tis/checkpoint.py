@@ -8,12 +8,11 @@ checkpoint or none. Nothing is ever pickled.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-import pathlib
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -21,9 +20,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
+from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxrl_tis.provenance import differences, write_json
+from jaxrl_tis import storage
+from jaxrl_tis.cli import Unwritable
+from jaxrl_tis.provenance import differences
 
 MANIFEST = "manifest.json"
 CORRUPT, UNCOMMITTED = ".corrupt", ".uncommitted"
@@ -36,21 +38,32 @@ class Checkpoints:
     several processes every process makes the same calls, on a file system that all of them see.
     """
 
-    def __init__(self, workdir: str | os.PathLike, keep: int):
-        """Opens WORKDIR/checkpoints, made if missing; `keep` >= 1 steps are kept."""
+    def __init__(self, workdir: str | os.PathLike, keep: int,
+                 before_commit: Callable[[], None] = lambda: None):
+        """Opens WORKDIR/checkpoints, made if missing, on this machine or on a bucket.
+
+        Args:
+          keep: how many steps are kept, at least 1.
+          before_commit: called on process 0, in the background, before a step counts.
+        """
         if keep < 1:
             raise ValueError(f"keep={keep} checkpoints: at least 1 is needed to resume")
-        self._directory = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._keep = keep
+        self._directory = storage.folder(workdir) / "checkpoints"
+        self._keep, self._before_commit = keep, before_commit
         self._pending = None  # (step, Future) of the save in the background
         self._executor = futures.ThreadPoolExecutor(max_workers=1)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RuntimeError(f"cannot make {self._directory}: {error}") from error
-        # Orbax deletes and cleans up nothing: a step may go only after a newer manifest is on disk.
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=ocp.CheckpointManagerOptions(create=False))
+            raise Unwritable(f"cannot make {self._directory}: {error}") from error
+        self._stack = contextlib.ExitStack()
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Opened once damaged steps are set aside, which Orbax would complain about. It deletes and
+        cleans up nothing: a step may go only after a newer manifest is on disk."""
+        return self._stack.enter_context(contextlib.closing(ocp.CheckpointManager(
+            self._directory, options=ocp.CheckpointManagerOptions(create=False))))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Starts saving; the caller may donate or overwrite `state` as soon as this returns.
@@ -62,7 +75,7 @@ class Checkpoints:
 
         Raises:
           ValueError: the step exists, a leaf is no array, or `meta` is not JSON.
-          RuntimeError: this save, or the one before it in the background, could not be written.
+          Unwritable: this save, or the one before it in the background, could not be written.
         """
         self.wait()
         try:
@@ -92,7 +105,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps whose manifest is written, oldest first (their bytes are not read)."""
-        return sorted(int(path.name) for path in self._directory.iterdir()
+        return sorted(int(path.name) for path in storage.children(self._directory)
                       if path.name.isdigit() and (path / MANIFEST).exists())
 
     def latest(self) -> int | None:
@@ -104,7 +117,8 @@ class Checkpoints:
         self.wait()
         steps = self.steps()
         newest = _agreed(steps[-1] if steps else None)
-        damaged = sorted(path.name for path in self._directory.glob("*" + CORRUPT))
+        damaged = [path.name for path in storage.children(self._directory)
+                   if path.name.endswith(CORRUPT)]
         if newest is None and damaged:
             raise ValueError(f"{self._directory} holds only damaged checkpoints ({damaged}): start "
                              "a new workdir, or delete them to train again from the beginning")
@@ -145,7 +159,8 @@ class Checkpoints:
             self.wait()
         finally:
             self._executor.shutdown()
-            self._manager.close()
+            with contextlib.suppress(Exception):  # Orbax raises once more what a save has raised
+                self._stack.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -157,26 +172,31 @@ class Checkpoints:
         """Waits for Orbax, writes the manifest, then deletes the steps that are too many."""
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
+            self._before_commit()
             write_manifest(self._directory / str(step))
             for old in self.steps()[:-self._keep]:
-                path = self._directory / str(old)  # renamed first: half a step must not count
-                shutil.rmtree(path.rename(path.with_name(path.name + ocp.utils.TMP_DIR_SUFFIX)))
+                (self._directory / str(old) / MANIFEST).unlink()  # half a step must not count
+                (self._directory / str(old)).rmtree()
 
     def _tidy(self) -> None:
         """Removes what failed or killed saves left behind (never called while one is running)."""
         if jax.process_index() == 0:
-            for path in self._directory.iterdir():
+            newest = max(self.steps(), default=-1)
+            for path in storage.children(self._directory):
                 if ocp.utils.TMP_DIR_SUFFIX in path.name:
-                    shutil.rmtree(path)
+                    path.rmtree()
                 elif path.name.isdigit() and not (path / MANIFEST).exists():
-                    self._set_aside(path, UNCOMMITTED)
+                    if int(path.name) < newest:
+                        path.rmtree()  # its deletion was cut short
+                    else:
+                        self._set_aside(path, UNCOMMITTED)
         multihost_utils.sync_global_devices("checkpoints_tidy")
         self._manager.reload()
 
-    def _set_aside(self, path: pathlib.Path, suffix: str) -> pathlib.Path:
-        target = path.with_name(path.name + suffix)
+    def _set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
+        target = path.parent / (path.name + suffix)
         if target.exists():
-            shutil.rmtree(target)
+            target.rmtree()
         path.rename(target)
         return target
 
@@ -205,8 +225,8 @@ class Checkpoints:
             logging.error("%s: %s; restoring step %d instead.", self._directory, problem, chosen)
         return chosen
 
-    def _explained(self, step: int, error: Exception) -> RuntimeError:
-        return RuntimeError(f"checkpoint {step} could not be written to {self._directory}: "
+    def _explained(self, step: int, error: Exception) -> Unwritable:
+        return Unwritable(f"checkpoint {step} could not be written to {self._directory}: "
                             f"{error}. The older steps {self.steps()} are intact; free space or "
                             "make the folder writable, then start the same command again to "
                             "resume.")
@@ -230,7 +250,7 @@ def describe_leaves(tree: Any) -> dict[str, str]:
     return leaves
 
 
-def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: pathlib.Path) -> None:
+def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: epath.Path) -> None:
     """Raises ValueError naming every leaf that the checkpoint and the program do not share."""
     different = [f"{name}: {old} in the checkpoint, {new} in this program"
                  for name, old, new in differences(saved, wanted)]
@@ -239,23 +259,25 @@ def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: path
                          + "; ".join(different[:8]) + ("; ..." if len(different) > 8 else ""))
 
 
-def write_manifest(step_directory: pathlib.Path) -> None:
+def write_manifest(step_directory: epath.Path) -> None:
     """Writes manifest.json: size and sha256 of every file below `step_directory`."""
     files = {str(path.relative_to(step_directory)): _size_and_hash(path)
-             for path in sorted(step_directory.rglob("*")) if path.is_file()}
-    write_json(step_directory / MANIFEST, {"files": files})
+             for path in storage.files(step_directory)}
+    storage.write_json(step_directory / MANIFEST, {"files": files})
 
 
-def verify(step_directory: pathlib.Path) -> str | None:
+def verify(step_directory: str | os.PathLike) -> str | None:
     """Returns what is wrong with the files of a step by its manifest, None if nothing is."""
+    step_directory = storage.folder(step_directory)
     try:
-        files = json.loads((step_directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads((step_directory / MANIFEST).read_bytes())["files"]
         for name, expected in files.items():
             path = step_directory / name
-            if not path.is_file():
+            if not path.exists() or path.is_dir():
                 return f"file {name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"file {name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+            size = path.stat().length
+            if size != expected["bytes"]:
+                return f"file {name} has {size} bytes instead of {expected['bytes']}"
             if _size_and_hash(path) != expected:
                 return f"the sha256 of file {name} does not match"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -265,7 +287,7 @@ def verify(step_directory: pathlib.Path) -> str | None:
     return None
 
 
-def _size_and_hash(path: pathlib.Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
+def _size_and_hash(path: epath.Path) -> dict[str, Any]:
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}

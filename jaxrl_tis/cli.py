@@ -3,7 +3,8 @@
 A command ends with the message alone and exit code 2 where its user can mend it: a flag or a field
 that does not exist, a config that is refused, a file that is missing, broken or cannot be written.
 It ends with the message alone and 1 where a run cannot go on: a loss is not finite, the gate fails.
-A mistake in the code keeps its traceback, and exits with 1.
+A mistake in the code keeps its traceback, and exits with 1. A run that was interrupted from outside
+ends with 42: the same command continues it, and what started it should start it again.
 """
 
 import contextlib
@@ -17,24 +18,38 @@ from collections.abc import Callable, Iterator
 
 PACKAGE = pathlib.Path(__file__).parent
 # What a machine with a TPU, an NVIDIA or an AMD GPU has one of, bare, in a container or in WSL.
-DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
+DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 TPU_VARIABLES = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
-REFUSALS = (ValueError, OSError, ImportError)
+RESTART = 42
+
+class Unwritable(RuntimeError):
+    """A disk is full, or may not be written: the user can mend it, and continue."""
+
+
+class Interrupted(Exception):
+    """A run has to stop where it is, by no fault of its own; the same command continues it."""
+
+
+REFUSALS = (ValueError, OSError, ImportError, Unwritable)
 FAILURES = (FloatingPointError, RuntimeError)
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Returns 2 for an error that the user can mend, 1 for a run that cannot go on, None for a bug.
+    """Returns 2 for an error that the user can mend, 1 for a run that cannot go on, RESTART for one
+    that was interrupted, None for a bug.
 
     A `raise` statement of this package is a sentence for the user. What Python, JAX or another
     library raised, however deep inside, is a bug of ours, but for a file that cannot be used.
     """
+    if isinstance(error, Interrupted):
+        return RESTART
     if isinstance(error, OSError) and error.filename is not None:
         return 2
     last = traceback.extract_tb(error.__traceback__)[-1]
     if PACKAGE not in pathlib.Path(last.filename).parents or not last.line.startswith("raise "):
         return None
-    if isinstance(error, REFUSALS) or isinstance(error.__cause__, OSError):
+    if isinstance(error, REFUSALS):
         return 2
     return 1 if isinstance(error, FAILURES) else None
 
@@ -59,15 +74,21 @@ def check_folder(flag: str, path: str | None) -> None:
         raise FileNotFoundError(f"--{flag}={path}: there is no such folder")
 
 
+def has_tpu() -> bool:
+    """Whether this looks like a machine with a TPU on which libtpu is installed."""
+    has_hint = any(name in os.environ for name in TPU_VARIABLES)
+    has_device = any(glob.glob(pattern) for pattern in TPUS)
+    return importlib.util.find_spec("libtpu") is not None and (has_hint or has_device)
+
+
 def leave_out_missing_tpu() -> None:
     """Keeps JAX from loading libtpu on a machine without any accelerator.
 
     There libtpu, installed for its compiler, only costs time and writes errors to the terminal.
     JAX_PLATFORMS, or JAX itself where it sees a TPU, decides before this.
     """
-    has_hint = any(name in os.environ for name in TPU_VARIABLES)
     has_device = any(glob.glob(pattern) for pattern in DEVICES)
-    if importlib.util.find_spec("libtpu") is None or has_hint or has_device:
+    if importlib.util.find_spec("libtpu") is None or has_tpu() or has_device:
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for a JAX that is imported later
     if "jax" in sys.modules and sys.modules["jax"].config.jax_platforms is None:

@@ -8,6 +8,7 @@ What a command line names in place of the config's own choice replaces all that 
 """
 
 import difflib
+import functools
 import pathlib
 import re
 import sys
@@ -35,19 +36,46 @@ def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     return holder
 
 
-def run(main: Callable[[], object], required: Sequence[str] = ()) -> None:
-    """Runs a command whose flags are defined with absl; see jaxrl_tis.cli."""
+def run(
+    main: Callable[..., object], required: Sequence[str] = (), words: Sequence[str] = ()
+) -> None:
+    """Runs a command whose flags are defined with absl; see jaxrl_tis.cli.
+
+    Args:
+      required: names of flags.
+      words: what the arguments without a flag are, each of which must be given; `main` takes them.
+    """
     flags.mark_flags_as_required(required)
-    app.run(lambda argv: cli.run(main), flags_parser=_parse)
+    parse = functools.partial(_parse, words)
+    app.run(lambda argv: cli.run(lambda: main(*argv[1:])), flags_parser=parse)
 
 
-def _parse(argv: list[str]) -> list[str]:
+def parsed(arguments: Sequence[str]) -> ml_collections.ConfigDict:
+    """Returns the config of another command line, which has --config and fields of it.
+
+    Raises:
+      flags.Error, ValueError: as the command would refuse them.
+    """
+    values, before = flags.FlagValues(), sys.argv
+    holder = define_config(values)
+    sys.argv = ["", *arguments]
+    try:
+        values(sys.argv)
+        return holder.value
+    finally:
+        sys.argv = before
+
+
+def _parse(words: Sequence[str], argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(_refused(str(error)))
-    if len(rest) > 1:
-        sys.exit(_refused(f"unexpected arguments {' '.join(rest[1:])}; a flag is --name=value"))
+    if missing := words[len(rest) - 1 :]:
+        sys.exit(_refused(f"{' '.join(missing)} is missing"))
+    if len(rest) > 1 + len(words):
+        unexpected = " ".join(rest[1 + len(words) :])
+        sys.exit(_refused(f"unexpected arguments {unexpected}; a flag is --name=value"))
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING  # Orbax and JAX tell much on INFO
     return rest

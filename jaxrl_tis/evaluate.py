@@ -1,24 +1,41 @@
-"""Held-out accuracy: greedy, sampled, and what the commonest answer alone would score."""
+"""Held-out accuracy: greedy, sampled, and what the commonest answer alone would score.
+
+As a command it measures the newest checkpoint of a run, a Hugging Face folder, a .gguf file or a
+model of the hub on a config's held-out task, with the learner's numerics:
+
+    python -m jaxrl_tis.evaluate WORKDIR|MODEL --config=configs/quickstart.py [--samples=8]
+"""
 
 import collections
+import json
+import math
+from collections.abc import Callable
+from typing import Any
 
 import ml_collections
+import numpy as np
+from absl import flags
 
-from jaxrl_tis import rollouts
+from jaxrl_tis import cli, cli_flags, intervals, rollouts
+from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
-from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.progress import Progress
+from jaxrl_tis.state import read_params
 
 
 class Evaluator:
-    """Answers the first eval.prompts examples of the held-out split, each twice.
+    """Answers the first eval.prompts examples of the held-out split, each twice; `digest` tells
+    that split from another, `greedy` are the greedy answers of the last `run`.
 
     Raises ValueError when the split has fewer examples.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, prompter: rollouts.Prompter):
         self._config, self._prompter = config, prompter
+        self.greedy: list[rollouts.Sample] = []
         params = {**config.task.params, **config.eval.params}
         source = tasks.make(config.task.name, params)
         if len(source) < config.eval.prompts:
@@ -27,38 +44,122 @@ class Evaluator:
                 f"{config.eval.prompts}; lower that"
             )
         self._records = [source[i] for i in range(config.eval.prompts)]
+        self.digest = source.digest()
         self._prompts = [prompter.ids(record) for record in self._records]
 
     def run(
-        self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress
+        self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress,
+        pulse: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Returns accuracies (the share of answers with score >= 1) and the number of prompts."""
         answers = collections.Counter(record["answer"] for record in self._records)
         commonest = answers.most_common(1)[0][0]
         constant = rewards.score([commonest] * len(self._records), self._records)
-        texts = self._answers(scheduler, step, progress)
+        trajectories = self._answers(scheduler, step, 1, progress, pulse)
+        texts = self._texts(trajectories)
+        scores = rewards.score(texts[0::2], self._records)
+        self.greedy = [
+            rollouts.Sample(trajectory, record, text, score, score, group=i)
+            for i, (trajectory, record, text, score) in enumerate(
+                zip(trajectories[0::2], self._records, texts[0::2], scores, strict=True)
+            )
+        ]
         return {
-            "eval/greedy_accuracy": _share(rewards.score(texts[0::2], self._records)),
+            "eval/greedy_accuracy": _share(scores),
             "eval/sampled_accuracy": _share(rewards.score(texts[1::2], self._records)),
             "eval/constant_accuracy": _share(constant),
             "eval/n": len(self._records),
         }
 
-    def _answers(self, scheduler, step: int, progress) -> list[str]:
-        """Draws a greedy and a sampled answer to each prompt; the two share one prefill."""
+    def scores(
+        self, scheduler: Scheduler, rewards: RewardWorker, samples: int, progress
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which answers are right: greedy [N], and of `samples` draws [N,samples]."""
+        texts = self._texts(self._answers(scheduler, 0, samples, progress, lambda: None))
+        records = [record for record in self._records for _ in range(1 + samples)]
+        scores = np.array(rewards.score(texts, records)).reshape(len(self._records), 1 + samples)
+        return scores[:, 0] >= 1, scores[:, 1:] >= 1
+
+    def _answers(self, scheduler, step: int, samples: int, progress, pulse) -> list[Trajectory]:
+        """Draws a greedy and sampled answers to each prompt; those of a prompt share one
+        prefill."""
         tokenizer = self._prompter.tokenizer
         sampling = {
             name: rollouts.sampling_params(self._config, tokenizer, temperature, is_filtered=False)
             for name, temperature in (("greedy", 0.0), ("sampled", 1.0))
         }
+        draws = [("greedy", "greedy"), ("sampled", "sampled")]
+        draws += [(f"sampled{j}", "sampled") for j in range(1, samples)]
         requests = [
-            Request(f"eval/{step}/{name}/{i}", ids, self._config.seed, params)
+            Request(f"eval/{step}/{name}/{i}", ids, self._config.seed, sampling[kind])
             for i, ids in enumerate(self._prompts)
-            for name, params in sampling.items()
+            for name, kind in draws
         ]
-        trajectories = rollouts.run(scheduler, requests, progress.update)
-        return [tokenizer.decode(t.tokens) for t in trajectories]
+        return rollouts.run(scheduler, requests, progress.update, pulse)
+
+    def _texts(self, trajectories: list[Trajectory]) -> list[str]:
+        return [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
 
 
 def _share(scores: list[float]) -> float:
     return sum(score >= 1 for score in scores) / len(scores)
+
+
+def pass_at(k: int, right: np.ndarray) -> np.ndarray:
+    """Returns, for each prompt [N], the chance that one of k of its draws is right.
+
+    The unbiased estimate 1 - C(n-c, k) / C(n, k) with c of n draws right (arXiv:2107.03374).
+
+    Args:
+      right: [N,n] bool, n at least k.
+    """
+    n = right.shape[1]
+    return np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.sum(axis=1).tolist()])
+
+
+def measure(setup: Setup, path: str, samples: int) -> dict[str, Any]:
+    """Returns {"n", "samples", "greedy", "sampled", "pass_at_<k>", ...}, each accuracy as {"mean",
+    "low", "high"} with its 95 % Wilson interval over prompts; k are the powers of 2 up to
+    `samples`.
+
+    Raises: see `state.read_params` and `Evaluator`.
+    """
+    config, engine = setup.config, setup.learner_engine
+    evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
+    scheduler = setup.scheduler(engine, engine.load(read_params(setup, path)), 0)
+    total = config.eval.prompts * (1 + samples)
+    reward = config.reward
+    with (
+        RewardWorker(reward.name, timeout=reward.timeout, on_error=reward.on_error) as rewards,
+        Progress(total, "answers") as progress,
+    ):
+        greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)
+    shares = {"greedy": greedy, "sampled": sampled.mean(axis=1)}
+    shares |= {f"pass_at_{2**i}": pass_at(2**i, sampled) for i in range(samples.bit_length())}
+    names = "mean", "low", "high"
+    measured = {name: dict(zip(names, intervals.of_shares(x))) for name, x in shares.items()}
+    return {"n": len(greedy), "samples": samples, **measured}
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    config = cli_flags.define_config()
+    samples = flags.DEFINE_integer("samples", 8, "Answers drawn of each prompt.", lower_bound=1)
+    path = flags.DEFINE_string("json", None, "File to write the numbers to.")
+
+    def run(model: str) -> None:
+        cli.check_folder("json", path.value)
+        measured = measure(build(config.value), model, samples.value)
+        print(f"{model}: {measured['n']} prompts, {samples.value} draws each")
+        for name in list(measured)[2:]:
+            mean, low, high = (100 * measured[name][key] for key in ("mean", "low", "high"))
+            print(f"{name:10} {mean:5.1f} %  [{low:.1f}, {high:.1f}]")
+        if path.value:
+            with open(path.value, "w", encoding="utf-8") as file:
+                json.dump(measured, file, indent=2)
+
+    cli_flags.run(run, required=["config"], words=["WORKDIR|MODEL"])
+
+
+if __name__ == "__main__":
+    main()

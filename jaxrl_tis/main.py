@@ -2,16 +2,23 @@
 
 from absl import flags
 
-from jaxrl_tis import cli_flags, train
+from jaxrl_tis import cli_flags, processes, train
 
 CONFIG = cli_flags.define_config()
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder of the run; an interrupted run in it is continued."
 )
+PROFILE_STEPS = flags.DEFINE_list(
+    "profile_steps", [], "Steps whose traces go to WORKDIR/profile, for XProf or TensorBoard."
+)
+CONNECTED = processes.define_flags()
 
 
 def main() -> None:
-    train.run(CONFIG.value, WORKDIR.value)
+    if wrong := [step for step in PROFILE_STEPS.value if not step.isdigit()]:
+        raise ValueError(f"--profile_steps: {', '.join(wrong)} is no number of a step")
+    with CONNECTED():
+        train.run(CONFIG.value, WORKDIR.value, {int(step) for step in PROFILE_STEPS.value})
 
 
 if __name__ == "__main__":

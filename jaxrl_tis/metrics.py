@@ -1,8 +1,8 @@
-"""The record of a run: metrics.jsonl, the same values for TensorBoard, and timers.
+"""The record of a run: metrics.jsonl, the same values for TensorBoard and other sinks, and timers.
 
 metrics.jsonl is the run's only record, one JSON object per line: {"step", "phase", metric: value}.
-Every metric that is a duration or a rate starts with "time/", so two runs of the same program are
-equal once those are left out.
+Every metric of the machine, durations, rates and memory, starts with "time/", so two runs of the same
+program are equal once those are left out. docs/metrics.md explains each.
 """
 
 import contextlib
@@ -11,15 +11,46 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
+from jaxrl_tis import storage
+from jaxrl_tis.cli import Unwritable
+
 FILE_NAME = "metrics.jsonl"
 # JSON has no literal for these; written as strings, turned back into floats by `read`.
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+# What metrics.record="compact" keeps, beside all of an evaluation: names, or their beginnings.
+COMPACT = (
+    "actor/entropy", "actor/grad_norm", "actor/lr", "actor/pg_loss", "actor/pg_clipfrac",
+    "actor/ppo_kl", "critic/vf_loss", "eval/", "grpo/", "reward/", "response_length/mean",
+    "response_length/truncated_ratio", "rollout_corr/kl", "rollout_corr/k3_kl",
+    "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max",
+    "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction",
+    "time/step_s", "training/rollout_probs_diff_", "warmup/", "loss",
+)
+
+
+class Sink(Protocol):
+    """Where a run's values go beside its record."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def is_compact(name: str) -> bool:
+    return name.startswith(COMPACT)
+
+
+def seconds_of(record: Mapping[str, Any]) -> float:
+    """Returns how long a line's step or evaluation took."""
+    return sum(record[name] for name in ("time/step_s", "time/eval_s") if name in record)
 
 
 def encode(step: int, phase: str, values: Mapping[str, Any]) -> str:
@@ -61,10 +92,10 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
       FileNotFoundError: the folder has no metrics.jsonl.
       ValueError: a line other than the last is no JSON object.
     """
-    path = pathlib.Path(workdir) / FILE_NAME
+    path = storage.folder(workdir) / FILE_NAME
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: is {workdir} the --workdir of a run?")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().decode(errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -85,14 +116,68 @@ def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[d
     return [r for r in records if is_early(r) or (has_begun and r["phase"] == "warmup")]
 
 
-class MetricsWriter:
-    """Appends to WORKDIR/metrics.jsonl and mirrors every value to WORKDIR/tensorboard.
+class LineFile:
+    """A file that lines are appended to. Each is handed to the system before `write` returns, so a
+    killed process loses nothing but a torn last line.
 
-    Each line is handed to the system before `write` returns, so a killed process loses nothing but
-    a torn last line, which the next writer drops.
+    Args:
+      path: its folder is made if missing.
+      kept: lines to begin with, in the place of those that are there; None sets a file that an
+        earlier attempt left behind aside, as NAME.old.
     """
 
-    def __init__(self, workdir: str | os.PathLike, resume_step: int | None = None):
+    def __init__(self, path: pathlib.Path, kept: Sequence[str] | None):
+        self._path = path
+        with self.explained_errors():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and kept is None:
+                os.replace(path, f"{path}.old")
+            elif path.exists():
+                self._rewrite(kept)
+            # Unbuffered: after a failed write no half line waits in memory for the next one.
+            self._file = open(path, "ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        """Raises Unwritable where the line cannot be written (disk full, read-only, ...)."""
+        with self.explained_errors():
+            data = (line + "\n").encode()
+            while data:
+                data = data[self._file.write(data):]
+
+    def close(self) -> None:
+        with self.explained_errors():
+            self._file.close()
+
+    def _rewrite(self, lines: Sequence[str]) -> None:
+        """Replaces the file, all or nothing."""
+        new_path = self._path.with_name(self._path.name + ".new")
+        with open(new_path, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new_path, self._path)
+
+    @contextlib.contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Unwritable(
+                f"cannot write the run's record {self._path}: {error}. The checkpoints beside it "
+                "are intact; free space or make it writable, then start the same command again "
+                "to resume from the newest one.") from error
+
+
+class MetricsWriter:
+    """Appends to WORKDIR/metrics.jsonl and mirrors every value to WORKDIR/tensorboard and the sinks.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike, resume_step: int | None = None,
+        sinks: Sequence[Sink] = (), is_compact: bool = False,
+    ):
         """Opens the record.
 
         Args:
@@ -100,42 +185,49 @@ class MetricsWriter:
           resume_step: step of the restored checkpoint; later lines are dropped, as the run writes
             them again. None: the run starts at its beginning, and a record that an earlier attempt
             left behind is renamed to metrics.jsonl.old.
+          sinks: where values go, too.
+          is_compact: metrics.jsonl gets those of COMPACT alone; the others get all.
         """
-        self._path = pathlib.Path(workdir) / FILE_NAME
-        with self._explained_errors():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists() and resume_step is None:
-                os.replace(self._path, f"{self._path}.old")
-            elif self._path.exists():
-                self._drop_after(resume_step)
-            # Unbuffered: after a failed write no half line waits in memory for the next one.
-            self._file = open(self._path, "ab", buffering=0)
-            self._events = _open_events(self._path.parent / "tensorboard", resume_step)
+        path = pathlib.Path(workdir) / FILE_NAME
+        kept, self.lost_seconds = None, 0.0
+        if path.exists() and resume_step is not None:
+            records = read(workdir)
+            kept = records_on_resume(records, resume_step)
+            dropped = [r for r in records if r["step"] > resume_step and r["phase"] != "warmup"]
+            self.lost_seconds = sum(seconds_of(record) for record in dropped)
+        lines = kept and [encode(r.pop("step"), r.pop("phase"), r) for r in kept]
+        self._file = LineFile(path, None if kept is None else lines)
+        with self._file.explained_errors():
+            self._events = _open_events(path.parent / "tensorboard", resume_step)
+        self._sinks, self._is_compact = sinks, is_compact
 
     def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
         """Appends one line; see `encode` for the arguments.
 
         Raises:
           ValueError: see `encode`.
-          RuntimeError: the line cannot be written (disk full, read-only, ...).
+          Unwritable: the line cannot be written (disk full, read-only, ...).
         """
         line = encode(step, phase, values)
-        with self._explained_errors():
-            data = (line + "\n").encode()
-            while data:
-                data = data[self._file.write(data):]
-            for name, value in decode(line).items():
-                if name not in ("step", "phase"):
-                    scalar = summary_pb2.Summary.Value(tag=f"{phase}/{name}", simple_value=value)
-                    self._events.write_event(event_pb2.Event(
-                        wall_time=time.time(), step=int(step),
-                        summary=summary_pb2.Summary(value=[scalar])))
+        kept = {name: x for name, x in values.items() if is_compact(name)}
+        self._file.write(encode(step, phase, kept) if self._is_compact else line)
+        numbers = {n: x for n, x in decode(line).items() if n not in ("step", "phase")}
+        with self._file.explained_errors():
+            for name, value in numbers.items():
+                scalar = summary_pb2.Summary.Value(tag=f"{phase}/{name}", simple_value=value)
+                self._events.write_event(event_pb2.Event(
+                    wall_time=time.time(), step=int(step),
+                    summary=summary_pb2.Summary(value=[scalar])))
             self._events.flush()
+        for sink in self._sinks:
+            sink.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def close(self) -> None:
-        """Closes both files."""
-        with self._explained_errors():
-            self._file.close()
+        """Closes all of them."""
+        for sink in self._sinks:
+            sink.close()
+        self._file.close()
+        with self._file.explained_errors():
             self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
@@ -144,27 +236,20 @@ class MetricsWriter:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _drop_after(self, resume_step: int) -> None:
-        """Rewrites the record without the lines after `resume_step`, all or nothing."""
-        records = records_on_resume(read(self._path.parent), resume_step)
-        new_path = self._path.with_suffix(".jsonl.new")
-        with open(new_path, "w", encoding="utf-8") as file:
-            for record in records:
-                values = {name: record[name] for name in record if name not in ("step", "phase")}
-                file.write(encode(record["step"], record["phase"], values) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new_path, self._path)
 
-    @contextlib.contextmanager
-    def _explained_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot write the run's record {self._path}: {error}. The checkpoints beside it "
-                "are intact; free space or make it writable, then start the same command again "
-                "to resume from the newest one.") from error
+class NoRecord:
+    """In the place of a MetricsWriter where another process writes the record."""
+
+    def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+        """Checks the values as a writer does."""
+        encode(step, phase, values)
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> "NoRecord":
+        return self
+
+    def __exit__(self, *_) -> None: ...
 
 
 def _open_events(folder: pathlib.Path, resume_step: int | None) -> event_file_writer.EventsWriter:
@@ -187,20 +272,29 @@ class Timer:
     """Adds up wall-clock seconds per phase: `with timer("rollout"): ...`.
 
     Dispatched JAX work counts only once something in the block waits for it.
+
+    Args:
+      compile_seconds: a counter; by what it grows in a block is not that phase's time, but that of
+        the phase "compile".
     """
 
-    def __init__(self):
-        self._seconds = {}
+    def __init__(self, compile_seconds: Callable[[], float] = lambda: 0.0):
+        self._seconds, self._compile_seconds = {}, compile_seconds
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Times the block, also when it raises; blocks of one phase add up."""
-        start = time.monotonic()
+        start, compiled_before = time.monotonic(), self._compile_seconds()
         try:
             yield
         finally:
-            seconds = time.monotonic() - start
-            self._seconds[phase] = self._seconds.setdefault(phase, 0.0) + seconds
+            compiled = self._compile_seconds() - compiled_before
+            self.add(phase, max(time.monotonic() - start - compiled, 0.0))
+            if compiled:
+                self.add("compile", compiled)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.setdefault(phase, 0.0) + seconds
 
     def collect(self) -> dict[str, float]:
         """Returns {"time/<phase>_s": seconds} since the last call and starts again at zero."""

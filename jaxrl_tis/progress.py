@@ -14,14 +14,17 @@ class Progress:
     """Shows the progress of one phase: a bar on a terminal, at most one line per five seconds
     elsewhere."""
 
-    def __init__(self, total: int, title: str, stream: TextIO | None = None):
+    def __init__(
+        self, total: int, title: str, stream: TextIO | None = None, is_shown: bool = True
+    ):
         """Starts at 0 of `total` units (prompts, steps, ...); `stream` defaults to stderr."""
         self._stream = sys.stderr if stream is None else stream
+        self._is_shown = is_shown
         self._total, self._title, self._done = total, title, 0
         self._start = self._printed_at = time.monotonic()
         self._printed_done, self._values = 0, {}
         self._bar = None
-        if self._stream.isatty():
+        if is_shown and self._stream.isatty():
             self._bar = tqdm.tqdm(total=total, desc=title, file=self._stream, dynamic_ncols=True)
 
     def update(self, n: int = 1, **values: float) -> None:
@@ -49,6 +52,8 @@ class Progress:
         self.close()
 
     def _print_line(self) -> None:
+        if not self._is_shown:
+            return
         self._printed_at, self._printed_done = time.monotonic(), self._done
         seconds = self._printed_at - self._start
         left = seconds / max(self._done, 1) * max(self._total - self._done, 0)

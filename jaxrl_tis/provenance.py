@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from jaxrl_tis import storage
+from jaxrl_tis.cli import Unwritable
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -21,17 +24,25 @@ def write_run_files(workdir: str | os.PathLike, config_dict: Mapping[str, Any]) 
 
     Raises:
       TypeError: a value of the configuration is not JSON.
-      RuntimeError: the file cannot be written.
+      Unwritable: the file cannot be written.
     """
     versions = {name: metadata.version(name) for name in PACKAGES}
     path = pathlib.Path(workdir) / "config.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"config": _plain(config_dict),
-                           "versions": {"python": platform.python_version(), **versions},
-                           "git_revision": git_revision()})
+        storage.write_json(path, {"config": _plain(config_dict),
+                                  "versions": {"python": platform.python_version(), **versions},
+                                  "git_revision": git_revision()})
     except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error}") from error
+        raise Unwritable(f"cannot write {path}: {error}") from error
+
+
+def facts(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns by name what decides the numbers of a run beside its data: the fields of the
+    configuration, the versions of packages, the code."""
+    versions = {f"version of {name}": metadata.version(name) for name in PACKAGES}
+    fields = _flat(_plain(config_dict), "config")
+    return fields | versions | {"git revision": git_revision()}
 
 
 def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any],
@@ -46,13 +57,10 @@ def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any]
     Raises:
       ValueError: fields differ, each is listed as "name: old -> new"; or the file is broken.
     """
-    path = pathlib.Path(workdir) / "config.json"
-    if not path.exists():
+    old = saved_config(workdir)
+    if old is None:
         return
-    try:
-        old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not what a run writes: {error!r}") from error
+    old = _flat(old)
     new = _flat(json.loads(json.dumps(_plain(config_dict))))
     changes = [f"{name}: {before} -> {after}" for name, before, after in differences(old, new)
                if name not in ignore]
@@ -61,8 +69,24 @@ def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any]
                          "Use a new workdir, or the old values to resume.")
 
 
+def saved_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
+    """Returns the configuration of the run in a folder, None where there is none.
+
+    Raises:
+      ValueError: the file is broken.
+    """
+    path = storage.folder(workdir) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_bytes())["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not what a run writes: {error!r}") from error
+
+
 def git_revision() -> str | None:
-    """Returns the commit of the repository that tracks this file, or None."""
+    """Returns the commit of the repository that tracks this file, that which `git archive` took it
+    from, or None."""
     here = pathlib.Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]
     try:
@@ -72,7 +96,9 @@ def git_revision() -> str | None:
                                    "--exclude=*"], check=True, capture_output=True, text=True)
         return describe.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
+        exported = here.with_name("revision.txt")
+        text = exported.read_text().strip() if exported.exists() else "$"
+        return None if text.startswith("$") else text
 
 
 def _plain(value: Any) -> Any:
@@ -92,16 +118,6 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     return {name: leaf for key, item in value.items()
             for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()}
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a JSON file, all or nothing."""
-    new_path = path.with_name(path.name + ".new")
-    with open(new_path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new_path, path)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from jaxrl_tis import processes
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
 from jaxrl_tis.data.tasks import Source
@@ -80,15 +81,17 @@ class Prompter:
 
 
 def run(
-    scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None
+    scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
+    pulse: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
     """Steps the scheduler until all requests have ended, and returns their trajectories in the
-    order of the requests; `on_finished(n)` is called as they end."""
+    order of the requests; `on_finished(n)` is called as they end, `pulse` after every step."""
     for request in requests:
         scheduler.add(request)
     done = {}
     while scheduler.pending:
         finished = scheduler.step()
+        pulse()
         done.update({t.id: t for t in finished})
         if finished:
             on_finished(len(finished))
@@ -141,6 +144,9 @@ class RolloutSource(Protocol):
 
     def set_state(self, state: dict[str, Any]) -> None: ...
 
+    def facts(self) -> dict[str, Any]:
+        """Returns by name what decides about the next batch, the same on every process."""
+
 
 class Collector:
     """The synchronous source: the learner waits while it fills one batch of rollout.prompts groups
@@ -148,10 +154,11 @@ class Collector:
 
     Args:
       batches: records of prompts.
-      timer: of the phases "rollout" and "reward".
+      timer: of the phases "data", "rollout" and "reward".
       load: (the policy's parameters, version) -> serving parameters.
       start: (serving parameters, version) -> a scheduler.
       with_greedy: also answer each prompt once at temperature 0, for the baseline of ReMax.
+      pulse: called between two calls of the engine.
     """
 
     def __init__(
@@ -164,10 +171,11 @@ class Collector:
         load: Callable[[Any, int], Any],
         start: Callable[[Any, int], Scheduler],
         with_greedy: bool = False,
+        pulse: Callable[[], None] = lambda: None,
     ):
         self._config, self._prompter = config, prompter
         self._batches, self._rewards, self._timer = batches, rewards, timer
-        self._load, self._start, self._scheduler = load, start, None
+        self._load, self._start, self._scheduler, self._pulse = load, start, None, pulse
         self._sampling = sampling_params(
             config, prompter.tokenizer, config.rollout.temperature, is_filtered=True
         )
@@ -228,8 +236,13 @@ class Collector:
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
 
+    def facts(self) -> dict[str, Any]:
+        counts = {} if self._scheduler is None else self._scheduler.stats.counts()
+        return self.get_state() | {f"scheduler.{name}": n for name, n in counts.items()}
+
     def _sample_groups(self, tag) -> list[list[Sample]]:
-        records = next(self._batches)
+        with self._timer("data"):
+            records = processes.gather(next(self._batches))
         size = self._config.rollout.group_size
         samplings = [self._sampling] * size + [self._greedy] * self._with_greedy
         requests = [
@@ -239,7 +252,7 @@ class Collector:
             for g, sampling in enumerate(samplings)
         ]
         with self._timer("rollout"):
-            trajectories = run(self._scheduler, requests)
+            trajectories = run(self._scheduler, requests, pulse=self._pulse)
         with self._timer("reward"):
             repeated = [record for record in records for _ in samplings]
             texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]

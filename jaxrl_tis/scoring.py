@@ -38,6 +38,39 @@ class Learner:
     chunk: int
     max_segments: int | None = None
 
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether gradients are added over devices in an order of our own: in invariant numerics,
+        and on CPU, where XLA's order depends on how many processes the devices belong to."""
+        layout = self.program.layout
+        is_cut = layout is not None and layout.shards > 1
+        return is_cut and (self.program.is_invariant or layout.platform == "cpu")
+
+    def by_parts(self, measure: Callable[[Any, "Learner", Any], Any], params: Any, batch: "Batch"):
+        """Computes measure(params, learner, batch), whose results are [B,...], with gradients that
+        are added up in order where `sums_in_order`."""
+        if not self.sums_in_order:
+            return measure(params, self, batch)
+        layout = self.program.layout
+        inside = dataclasses.replace(
+            self, program=dataclasses.replace(self.program, layout=layout.inside())
+        )
+        rows = {name: x for name, x in batch.items() if name != "seg"}
+        return layout.by_parts(lambda p, part: measure(p, inside, part), params, rows)
+
+    def on_every_device(self, tree: Any) -> Any:
+        """Keeps all of each array on every device where `sums_in_order`, so that what is computed
+        of it is no sum over devices."""
+        if not self.sums_in_order:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, self.program.layout.replicated())
+
+    def judge(self, f: Callable[[Any, Any], tuple], made: Any, given: Any) -> tuple:
+        """Computes f(made, given) -> (loss, metrics) of what `by_parts` made; where `sums_in_order`
+        on every device alike."""
+        f = self.program.layout.everywhere(f) if self.sums_in_order else f
+        return f(made, given)
+
 
 def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
     """Computes `token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere.

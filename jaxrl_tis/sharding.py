@@ -5,11 +5,13 @@ parameters from one table to the other is a `jax.device_put`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -57,6 +59,12 @@ def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
         )
     shape = tuple(len(devices) // known if n == -1 else n for n in shape)
     used = np.array(devices[: math.prod(shape)])
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if idle and jax.process_count() > 1:  # a described topology may be left unused in part
+        raise ValueError(
+            f"mesh {dict(zip(MESH_AXES, shape))} leaves the devices of process {min(idle)} out; it "
+            "must use some of every process"
+        )
     return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -90,6 +98,11 @@ class Layout:
         return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several processes have devices of it."""
+        return self.mesh.is_multi_process
+
+    @property
     def platform(self) -> str:
         """The platform of its devices, such as "cpu"."""
         return self.mesh.devices.flat[0].platform
@@ -112,13 +125,85 @@ class Layout:
             f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
+    def inside(self) -> "Layout | None":
+        """Returns the layout of one part of the rows, as the functions that `by_parts` calls see
+        it."""
+        if self.mesh.shape["tensor"] * self.mesh.shape["context"] == 1:
+            return None
+        rules = self.rules | {"batch": None, "embed": None}
+        return dataclasses.replace(self, rules_items=tuple(rules.items()))
+
+    def by_parts(self, f: Callable[[Any, Any], Any], params: Any, rows: Any) -> Any:
+        """Computes f(params, rows) on each device for its part of the rows [B,...]; every device
+        gets all of the results [B,...].
+
+        The gradients for params are added up over the parts two by two, in the order of the rows:
+        no sum is left to the collectives of a backend, which add in an order of their own. A device
+        holds all of the gradient.
+        """
+        axes = self.rules["batch"]
+
+        def place(x, *first):
+            free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(first))
+            spec = PartitionSpec(*first, *free)
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+        @jax.custom_vjp
+        def copies(x):
+            return place(jnp.broadcast_to(x[None], (self.shards, *x.shape)), axes)
+
+        def add(_, x):
+            while len(x) > 1:
+                half = len(x) // 2
+                x = jnp.concatenate([x[:half] + x[half : 2 * half], x[2 * half :]])
+            return (jax.lax.with_sharding_constraint(x[0], self.replicated()),)
+
+        copies.defvjp(lambda x: (copies(x), None), add)
+        cut = lambda x: place(x.reshape(self.shards, -1, *x.shape[1:]), axes)
+        found = jax.vmap(f, spmd_axis_name=axes)(
+            jax.tree.map(copies, params), jax.tree.map(cut, rows)
+        )
+        join = lambda x: x.reshape(-1, *x.shape[2:])
+        return jax.lax.with_sharding_constraint(jax.tree.map(join, found), self.replicated())
+
+    def everywhere(self, f: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
+        """Returns f: (made, given) -> (value, metrics), as every device computes it by itself from
+        all of its arguments; its gradient is that for `made`."""
+        spec = PartitionSpec()
+        run = jax.shard_map(
+            jax.value_and_grad(f, has_aux=True), mesh=self.mesh, in_specs=spec, out_specs=spec,
+            check_vma=False,
+        )
+        call = jax.custom_vjp(lambda made, given: run(made, given)[0])
+
+        def scaled(gradient, bars):
+            return jax.tree.map(lambda x: x * bars[0], gradient), None
+
+        call.defvjp(run, scaled)
+        return call
+
+    def put(self, x: np.ndarray, axes: tuple) -> jax.Array:
+        """Puts what every process has in full onto the mesh, each process its own part."""
+        return jax.make_array_from_process_local_data(self.sharding(axes), x, x.shape)
+
     def put_batch(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
         """Puts fields [accumulation, rows, ...] of micro-batches from the host onto the mesh."""
-        put = lambda name, x: jax.device_put(x, self.sharding(logical_axes(name, x.ndim)))
-        return {name: put(name, x) for name, x in batch.items()}
+        return {name: self.put(x, logical_axes(name, x.ndim)) for name, x in batch.items()}
+
+    def fetch(self, x: jax.Array | np.ndarray) -> np.ndarray:
+        """Returns all of an array on the host, on every process."""
+        is_here = isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated
+        if not is_here:
+            x = _replicate(self.replicated())(x)
+        return np.asarray(x)
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+@functools.cache
+def _replicate(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=everywhere)
 
 
 def layout(

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis import control, models
+from jaxrl_tis import control, hub, models, storage
 from jaxrl_tis.build import Setup
+from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.models import placement, transformer, transforms
 from jaxrl_tis.optimizer import optimizer_shardings
 from jaxrl_tis.step import TrainState
@@ -81,3 +82,20 @@ def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
         return state
 
     return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)
+
+
+def read_params(setup: Setup, path: str, step: int | None = None) -> Any:
+    """Reads the policy's parameters in a run's newest checkpoint, or that of `step`, or those of a
+    model folder or .gguf file, in the training layout.
+
+    Raises FileNotFoundError or ValueError where there are none, or not those of this model.
+    """
+    if not hub.is_hub(path) and (storage.folder(path) / "checkpoints").is_dir():
+        with Checkpoints(path, keep=1) as checkpoints:
+            wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
+            return checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]
+    found = models.read_config(path)
+    if found != setup.model:
+        raise ValueError(f"{path} holds another model: {found}, the config has {setup.model}")
+    shardings = placement.shardings(setup.layout, setup.model)
+    return models.load(path, shardings, setup.config.model.param_dtype)[1]

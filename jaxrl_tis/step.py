@@ -8,6 +8,7 @@ of any sequence are then skipped.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ class TrainState:
 
 
 LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+
+_without_entropy = functools.partial(response_logprobs, with_entropy=False)
 
 
 def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
@@ -70,7 +73,7 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
 
 def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
     layout = learner.program.layout
-    is_cut = layout is not None and layout.mesh.size > 1
+    is_cut = layout is not None and layout.mesh.size > 1 and not learner.sums_in_order
     rows = layout.sharding(("batch", None)) if is_cut else None
     return Segments(segment_ids, learner.max_segments, rows)
 
@@ -94,10 +97,12 @@ def _make_step(
     """Makes a jitted, donating update; `measure` adds fields that take the parameters."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
+        minibatch = learner.on_every_device(minibatch)
         if learner.max_segments is not None:
             minibatch = minibatch | {"seg": _segments(learner, minibatch["segment_ids"])}
         minibatch = minibatch | measure(state.params, minibatch)
         grads, metrics = _accumulate(loss_fn, state.params, minibatch)
+        grads = learner.on_every_device(grads)
         metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics |= alignment_metrics(opt_state)
@@ -113,15 +118,23 @@ def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTr
     """Makes the policy update. It takes a minibatch of the fields of `Correction.is_in_update`,
     [accumulation, rows, ...]; the state is donated."""
 
+    scores = functools.partial(response_logprobs, with_entropy=c.entropy_coeff != 0)
+
     def loss_fn(params, batch, num_tokens, num_seqs):
-        logp, entropy = response_logprobs(params, learner, batch, c.entropy_coeff != 0)
+        made = dict(zip(("logp", "entropy"), learner.by_parts(scores, params, batch)))
         if "logits" in c.needs:
-            batch = batch | {"logits": response_logits(params, learner, batch)}
+            made["logits"] = learner.by_parts(response_logits, params, batch)
+        return learner.judge(judged, made, (batch, num_tokens, num_seqs))
+
+    def judged(made, given):
+        batch, num_tokens, num_seqs = given
+        if "logits" in made:
+            batch = batch | {"logits": made["logits"]}
         value, metrics = loss.policy_loss(
-            logp, with_key(c, batch), entropy=entropy, num_tokens=num_tokens, num_seqs=num_seqs,
-            **loss_arguments(c, batch),
+            made["logp"], with_key(c, batch), entropy=made["entropy"], num_tokens=num_tokens,
+            num_seqs=num_seqs, **loss_arguments(c, batch),
         )
-        return value, metrics | drift_metrics(c, logp, batch)
+        return value, metrics | drift_metrics(c, made["logp"], batch)
 
     if "st_ppo_norm" not in c.needs:
         return _make_step(learner, loss_fn, optimizer, "actor")
@@ -135,7 +148,11 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     def left_out(params, batch, num_tokens, num_seqs):
         batch = loss.bypassed(batch, c.mode)
-        logp, _ = response_logprobs(params, learner, batch, with_entropy=False)
+        logp, _ = learner.by_parts(_without_entropy, params, batch)
+        return learner.judge(judged, logp, (batch, num_seqs))
+
+    def judged(logp, given):
+        batch, num_seqs = given
         seg = batch["seg"] if "seg" in batch else None
         loss_bt = sequence_clipped.turn_clipping_bias(
             logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
@@ -145,7 +162,8 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     def measure(params, minibatch):
         grads, _ = _accumulate(left_out, params, minibatch)
-        return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), optax.global_norm(grads))}
+        norm = optax.global_norm(learner.on_every_device(grads))
+        return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 
     return measure
 
@@ -155,7 +173,11 @@ def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTra
     and returns."""
 
     def loss_fn(params, batch, num_tokens, num_seqs):
-        values = prefix_values(params, learner, batch)
+        values = learner.by_parts(prefix_values, params, batch)
+        return learner.judge(judged, values, (batch, num_tokens))
+
+    def judged(values, given):
+        batch, num_tokens = given
         loss_bt, metrics = objectives.value_loss(
             values, batch["values"], batch["returns"], batch["mask"], clip
         )
@@ -169,7 +191,11 @@ def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformati
     """Makes the update by cross-entropy on the masked tokens, mean over tokens."""
 
     def loss_fn(params, batch, num_tokens, num_seqs):
-        logp, _ = response_logprobs(params, learner, batch, with_entropy=False)
+        logp, _ = learner.by_parts(_without_entropy, params, batch)
+        return learner.judge(judged, logp, (batch, num_tokens))
+
+    def judged(logp, given):
+        batch, num_tokens = given
         value = -reduce.aggregate(logp, batch["mask"], "token-mean", num_tokens=num_tokens)
         return value, {"supervised/ce_loss": value}
 

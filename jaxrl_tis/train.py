@@ -1,27 +1,34 @@
 """The run: `run(config, workdir)` at the end of this file is the whole loop."""
 
+import contextlib
 import functools
+import json
 import math
-import pathlib
-import signal
 import sys
 import time
+from collections.abc import Collection, Iterator
 
+import jax
 import ml_collections
 
-from jaxrl_tis import evaluate, rollouts, validate
+from jaxrl_tis import (
+    evaluate, goodput, hub, lock, processes, rollouts, samples, sinks, storage, validate,
+)
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.cli import Interrupted
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.gate.report import require
-from jaxrl_tis.metrics import MetricsWriter, Timer
+from jaxrl_tis.interrupt import Interrupt
+from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
-from jaxrl_tis.provenance import check_same_config, write_run_files
+from jaxrl_tis.provenance import check_same_config, facts, saved_config, write_run_files
 from jaxrl_tis.report import page
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
 from jaxrl_tis.warmup import warm_up
+from jaxrl_tis.watchdog import Watchdog
 
 
 def check_finite(step: int, values: dict[str, float], saved: int | None) -> None:
@@ -35,161 +42,309 @@ def check_finite(step: int, values: dict[str, float], saved: int | None) -> None
         raise FloatingPointError(f"step {step}: {named}; the run stops here{rest}")
 
 
-class Interrupt:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop after the step."""
-
-    def __enter__(self) -> "Interrupt":
-        self.is_set = False
-        self._old = {s: signal.signal(s, self._request) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _request(self, number, frame) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
-        print("\nstopping after this step; press again to stop at once", flush=True)
-
-
 class Run:
     """The moving parts of a run: state, source of rollouts, record and checkpoints.
 
     Attributes:
+      state: None until there is one.
+      done: the last step that is complete; saved: the last that is saved, if there is one.
       version: of the policy in `state`: how many steps have updated it.
     """
 
-    def __init__(self, setup: Setup, workdir: pathlib.Path, checkpoints, rewards: RewardWorker):
+    def __init__(
+        self, setup: Setup, mirror: storage.Mirror, checkpoints: Checkpoints, rewards: RewardWorker,
+        watchdog: Watchdog, interrupt: Interrupt, profile_steps: Collection[int] = (),
+    ):
         config = setup.config
         self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints
-        self.timer = Timer()
+        self._mirror, self._workdir = mirror, mirror.folder
+        self._watchdog, self._interrupt = watchdog, interrupt
+        self._timer = Timer(goodput.compile_seconds)
+        self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
+        self._evaluator = evaluate.Evaluator(config, self._prompter)
+        self.source = self._make_source()
         self.trainer = Trainer(setup)
-        prompter = rollouts.Prompter(setup.tokenizer, config.task)
-        self._evaluator = evaluate.Evaluator(config, prompter)
+        self.state, self.done, self.saved, self.version = None, 0, None, 0
+        self.writer: MetricsWriter | NoRecord = NoRecord()
+        self._samples: LineFile | None = None
+        self._profile_steps = profile_steps
+        self.last_eval: dict[str, float] = {}
+
+    def _make_source(self) -> rollouts.RolloutSource:
+        setup, config = self.setup, self.setup.config
         batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
-            seed=config.seed,
+            seed=config.seed, **processes.shard(),
         )
-        prompter.check(batches.source)
-        self.source: rollouts.RolloutSource = rollouts.Collector(
-            config, prompter, batches, rewards, self.timer, load=setup.serving_params,
+        self._prompter.check(batches.source)
+        return rollouts.Collector(
+            config, self._prompter, batches, self.rewards, self._timer, load=setup.serving_params,
             start=functools.partial(setup.scheduler, setup.engine),
-            with_greedy="greedy_rewards" in setup.correction.needs,
+            with_greedy="greedy_rewards" in setup.correction.needs, pulse=self.pulse,
         )
-        self.last_eval: dict[str, float] = {}
-        if checkpoints.latest() is None:
-            self._start(workdir)
-        else:
-            self._continue(workdir)
 
-    def _start(self, workdir: pathlib.Path) -> None:
-        self.done = self.version = 0
+    def begin(self) -> None:
+        """Makes the state at step 0, or reads that of the newest checkpoint, and evaluates it where
+        that is due and was not done."""
+        self._source_state = self.source.get_state()
+        self._timer.add("init", goodput.seconds_since_start())
+        if not processes.is_alone():
+            agreed = facts(self.setup.config.to_dict()) | self.source.facts()
+            if difference := processes.difference(agreed):
+                raise ValueError(difference)
+        if self._checkpoints.latest() is None:
+            self._start()
+        else:
+            self._continue()
+        self.stop_if_asked()
+        if self._is_due(self.done) and not processes.first(self._has_evaluation):
+            self.evaluate()
+        if self.saved is None:
+            self.save()
+
+    def _start(self) -> None:
         # From here on nothing is refused for its config.
-        write_run_files(workdir, self.setup.config.to_dict())
-        self.writer = MetricsWriter(workdir)
-        params = warm_up(self.setup, initial_params(self.setup), self.writer)
+        processes.first(lambda: write_run_files(self._workdir, self.setup.config.to_dict()))
+        self._open_record()
+        with self._phase("warm-up"):
+            params = warm_up(self.setup, initial_params(self.setup), self.writer, self.pulse)
         self.state = initial_state(self.setup, params)
         if self.setup.config.gate.required:
             require(self.setup, self.state["policy"].params)
-        self.evaluate(0)
-        self.save(0)
 
-    def _continue(self, workdir: pathlib.Path) -> None:
-        self.state, meta = self._checkpoints.restore(abstract_state(self.setup))
-        if missing := [name for name in ("step", "version", "source") if name not in meta]:
+    def _continue(self) -> None:
+        with self._phase("restore"):
+            self.state, meta = self._checkpoints.restore(abstract_state(self.setup))
+        needed = "step", "version", "source", "held_out"
+        if missing := [name for name in needed if name not in meta]:
             raise ValueError(
-                f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of "
-                "another version of jaxrl_tis; use that one, or a new workdir"
+                f"the checkpoints in {self._mirror.workdir} say nothing of {' and '.join(missing)}: they "
+                "are of another version of jaxrl_tis; use that one, or a new workdir"
             )
-        write_run_files(workdir, self.setup.config.to_dict())
-        self.done = self.saved = meta["step"]
-        self.version = meta["version"]
+        if meta["held_out"] != self._evaluator.digest:
+            raise ValueError(
+                f"the held-out examples are others than those that the run in {self._mirror.workdir} was "
+                "measured on; use those, or a new workdir"
+            )
         self.source.set_state(meta["source"])
-        self.writer = MetricsWriter(workdir, self.done)
-        print(f"continuing {workdir} after step {self.done}", flush=True)
+        processes.first(lambda: write_run_files(self._workdir, self.setup.config.to_dict()))
+        self.done = self.saved = meta["step"]
+        self.version, self._source_state = meta["version"], meta["source"]
+        self._open_record(self.done)
+        processes.say(f"continuing {self._mirror.workdir} after step {self.done}")
 
-    def evaluate(self, step: int) -> None:
+    def _open_record(self, resume_step: int | None = None) -> None:
+        if not processes.is_first():
+            return
+        config = self.setup.config
+        # TensorBoard and the sinks are told of every attempt, the record of the last one's steps.
+        made = [
+            sinks.make(name, str(self._workdir), config.to_dict()) for name in config.metrics.sinks
+        ]
+        is_compact = config.metrics.record == "compact"
+        self.writer = MetricsWriter(self._workdir, resume_step, made, is_compact)
+        self._samples = samples.open_file(self._workdir, resume_step)
+        if self.writer.lost_seconds:
+            self._timer.add("lost", self.writer.lost_seconds)
+
+    def close(self) -> None:
+        """Closes what is written to."""
+        self.writer.close()
+        if self._samples is not None:
+            self._samples.close()
+
+    def pulse(self) -> None:
+        """Says that the run came on; Interrupted where the step is to be given up. All processes
+        call it at the same places."""
+        self._watchdog.beat()
+        self._interrupt.check()
+
+    def stop_if_asked(self) -> None:
+        """Raises Interrupted between steps, if the run was asked to stop."""
+        if self._interrupt.is_agreed():
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self._named(name), self._timer(name):
+            yield
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Names a phase to the watchdog, and to the profiler where that is on."""
+        self._watchdog.beat(f"step {self.done + 1}, {name}")
+        with jax.profiler.TraceAnnotation(name):
+            yield
+
+    def _profiled(self, step: int) -> contextlib.AbstractContextManager:
+        if step not in self._profile_steps:
+            return contextlib.nullcontext()
+        return jax.profiler.trace(str(self._workdir / "profile" / f"step{step}"))
+
+    def take(self, step: int) -> dict[str, float]:
+        """Takes a step, with the evaluation and the checkpoint that are due after it, and returns
+        its metrics."""
+        config, start = self.setup.config, time.monotonic()
+        with self._profiled(step), jax.profiler.StepTraceAnnotation("step", step_num=step):
+            with self._phase("sync"):
+                self.source.publish(self.state["policy"].params, self.version)
+            with self._named("rollout"):
+                drawn, values = self.source.next(step)
+            with self._phase("score"):
+                sampled_by = {self.version: self.state["policy"].params}
+                rows = self.trainer.score(self.state, drawn, sampled_by)
+            self._compare(step, rows)
+            with self._phase("update"):
+                self.state, measured = self.trainer.update(self.state, rows, step, self.version)
+                self.version += 1
+
+        limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
+        values |= measured | sample_metrics(drawn, rows, limits)
+        check_finite(step, values, self.saved)
+        self._timer.add("step", time.monotonic() - start)
+        times = self._timer.collect() | goodput.memory()
+        times["time/rollout_tokens_per_s"] = rows["mask"].sum() / times["time/rollout_s"]
+        self.writer.write(step, "train", values | times)
+        if config.metrics.samples_every and step % config.metrics.samples_every == 0:
+            self._write_samples(samples.of_step(
+                step, drawn, rows, self.trainer.weights, self.setup.tokenizer.decode,
+                config.metrics.samples,
+            ))
+        self.done, self._source_state = step, self.source.get_state()
+
+        self.stop_if_asked()
+        if self._is_due(step):
+            self.evaluate()
+        if step % config.checkpoint.every == 0 or step == config.steps:
+            self.save()
+        return values
+
+    def _write_samples(self, lines: list[dict]) -> None:
+        for line in lines if self._samples is not None else ():
+            self._samples.write(json.dumps(line))
+
+    def _compare(self, step: int, rows: dict) -> None:
+        """Raises RuntimeError where the processes do not hold the same batch."""
+        if step % self.setup.config.processes.check_every:
+            return
+        batch = {f"batch.{name}": x for name, x in rows.items()}
+        if difference := processes.difference(self.source.facts() | batch):
+            raise RuntimeError(f"step {step}: {difference}; the run stops, as it would diverge")
+
+    def _has_evaluation(self) -> bool:
+        """Whether the last step's is on record: a run that was interrupted leaves it out."""
+        return any((r["step"], r["phase"]) == (self.done, "eval") for r in read(self._workdir))
+
+    def _is_due(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        return step % self.setup.config.eval.every == 0 or step == self.setup.config.steps
+
+    def evaluate(self) -> None:
         """Measures the held-out accuracy of the learner itself: of its weights and numerics, not
         the sampler's."""
-        start = time.monotonic()
+        start, step = time.monotonic(), self.done
+        self._watchdog.beat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
         self.source.rest()  # there is room for one cache
         params = engine.load(self.state["policy"].params)
         scheduler = self.setup.scheduler(engine, params, self.version)
         total = 2 * self.setup.config.eval.prompts
-        with Progress(total, f"evaluation at step {step}") as progress:
-            values = self._evaluator.run(scheduler, self.rewards, step, progress)
+        title = f"evaluation at step {step}"
+        with Progress(total, title, is_shown=processes.is_first()) as progress:
+            values = self._evaluator.run(scheduler, self.rewards, step, progress, self.pulse)
         self.writer.write(step, "eval", values | {"time/eval_s": time.monotonic() - start})
+        self._write_samples(samples.of_evaluation(
+            step, self._evaluator.greedy, self.setup.tokenizer.decode,
+            self.setup.config.metrics.samples,
+        ))
         self.last_eval = values
-        print(
+        processes.say(
             f"step {step}: held-out accuracy {values['eval/greedy_accuracy']:.3f} greedy, "
-            f"{values['eval/sampled_accuracy']:.3f} sampled", flush=True,
+            f"{values['eval/sampled_accuracy']:.3f} sampled"
         )
 
-    def save(self, step: int) -> None:
+    def save(self) -> None:
         """Saves in the background; the time of the blocking part counts to the next step."""
-        with self.timer("checkpoint"):
-            meta = {"step": step, "version": self.version, "source": self.source.get_state()}
-            self._checkpoints.save(step, self.state, meta)
-        self.saved = step
+        with self._phase("checkpoint"):
+            meta = {
+                "step": self.done, "version": self.version, "source": self._source_state,
+                "held_out": self._evaluator.digest,
+            }
+            self._checkpoints.save(self.done, self.state, meta)
+        self.saved = self.done
+
+    def stop(self) -> Interrupted:
+        """Saves what is not saved, after an interruption, and returns what to raise."""
+        if self.state is None:
+            return Interrupted("stopped before there was anything to save")
+        if self.saved != self.done:
+            self.save()
+        return Interrupted(f"stopped after step {self.done}; the same command continues")
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
+def run(
+    config: ml_collections.ConfigDict, workdir: str, profile_steps: Collection[int] = ()
+) -> dict[str, float]:
     """Trains to config.steps, or continues the run that `workdir` holds; returns the last eval.
 
+    `profile_steps` are traced, each into WORKDIR/profile/step<N>, with its phases by name.
+
     Raises:
-      ValueError, FileNotFoundError: the config, data or model cannot be used; before any step.
+      ValueError, FileNotFoundError: the config, data or model cannot be used, or another process
+        runs in the folder; before any step.
       FloatingPointError: a loss or gradient is not finite; the last checkpoint is intact.
       MismatchError: with config.gate.required, learner and sampler are too far apart
         before the first step.
+      Interrupted: by a signal; saved, and the same call continues.
     """
-    workdir = pathlib.Path(workdir)
-    setup = build(config)
-    for doubt in validate.doubts(config, setup.correction):
-        print(f"warning: {doubt}", file=sys.stderr, flush=True)
-    check_same_config(workdir, config.to_dict(), ignore=("steps",))
-    with (
-        Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
-        RewardWorker(
-            config.reward.name, timeout=config.reward.timeout, on_error=config.reward.on_error
-        ) as rewards,
-        Interrupt() as interrupt,
-    ):
-        r = Run(setup, workdir, checkpoints, rewards)
-        with r.writer, Progress(config.steps - r.done, "training") as progress:
-            for step in range(r.done + 1, config.steps + 1):
-                if interrupt.is_set:
-                    print(f"stopped after step {step - 1}; the same command continues", flush=True)
-                    break
-                with r.timer("step"):
-                    with r.timer("sync"):
-                        r.source.publish(r.state["policy"].params, r.version)
-                    samples, values = r.source.next(step)
-                    with r.timer("score"):
-                        sampled_by = {r.version: r.state["policy"].params}
-                        rows = r.trainer.score(r.state, samples, sampled_by)
-                    with r.timer("update"):
-                        r.state, measured = r.trainer.update(r.state, rows, step, r.version)
-                        r.version += 1
-
-                limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
-                values |= measured | sample_metrics(samples, rows, limits)
-                check_finite(step, values, r.saved)
-                times = r.timer.collect()
-                times["time/rollout_tokens_per_s"] = rows["mask"].sum() / times["time/rollout_s"]
-                r.writer.write(step, "train", values | times)
-                progress.update(
-                    1, reward=values["reward/mean"],
-                    dp_max=values["training/rollout_probs_diff_max"],
-                )
-
-                is_last = step == config.steps or interrupt.is_set
-                if step % config.eval.every == 0 or step == config.steps:
-                    r.evaluate(step)
-                if step % config.checkpoint.every == 0 or is_last:
-                    r.save(step)
-    page.write([workdir], workdir / "report.html")
-    print(f"report: {workdir / 'report.html'}", flush=True)
+    with contextlib.ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt(config.checkpoint.grace))
+        config = _pinned(config, workdir)
+        setup = build(config)
+        for doubt in validate.doubts(config, setup.correction):
+            processes.say(f"warning: {doubt}", sys.stderr)
+        mirror = storage.Mirror(workdir)
+        folder = mirror.folder
+        processes.first(lambda: stack.enter_context(lock.locked(folder)))
+        processes.first(lambda: check_same_config(workdir, config.to_dict(), ignore=("steps",)))
+        processes.first(lambda: stack.enter_context(mirror).fetch())
+        watchdog = stack.enter_context(Watchdog(folder, config.watchdog.timeout))
+        checkpoints = stack.enter_context(
+            Checkpoints(workdir, config.checkpoint.keep, before_commit=mirror.upload)
+        )
+        rewards = stack.enter_context(RewardWorker(
+            config.reward.name, timeout=config.reward.timeout, on_error=config.reward.on_error,
+            share=processes.share, pulse=watchdog.beat,
+        ))
+        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps)
+        try:
+            r.begin()
+            _train(r)
+        except Interrupted:
+            raise r.stop() from None
+        finally:
+            r.close()
+        if processes.is_first():
+            watchdog.beat("report")
+            page.write([folder], folder / "report.html")
+        processes.say(f"report: {mirror.workdir / 'report.html'}")
     return r.last_eval
+
+
+def _pinned(config: ml_collections.ConfigDict, workdir: str) -> ml_collections.ConfigDict:
+    """Returns the config with every path of the hub at one commit, that of the run in `workdir` if
+    there is one."""
+    values = config.to_dict()
+    find = lambda: hub.pins(values, hub.leaves(saved_config(workdir)))
+    pinned = processes.first(find)
+    return ml_collections.ConfigDict(hub.replaced(values, pinned)) if pinned else config
+
+
+def _train(r: Run) -> None:
+    total = r.setup.config.steps
+    with Progress(total - r.done, "training", is_shown=processes.is_first()) as progress:
+        for step in range(r.done + 1, total + 1):
+            values = r.take(step)
+            progress.update(
+                1, reward=values["reward/mean"], dp_max=values["training/rollout_probs_diff_max"]
+            )

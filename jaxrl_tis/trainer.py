@@ -20,10 +20,15 @@ from jaxrl_tis.step import make_critic_step, make_train_step
 
 
 class Trainer:
-    """One step of reinforcement learning over the state; the programs are compiled once."""
+    """One step of reinforcement learning over the state; the programs are compiled once.
+
+    `weights` are those of the last update's tokens, [N,T], None where the correction gives none
+    before the update.
+    """
 
     def __init__(self, setup: Setup):
         self.setup, learner = setup, setup.update_learner
+        self.weights: np.ndarray | None = None
         self._score = make_score(learner)
         self._prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
@@ -107,6 +112,7 @@ class Trainer:
                 micro, flat = self.setup.micro_batches(rows)
                 collisions = flat(self._collisions(state["policy"].params, micro))
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        self.weights = rows["weights"] if "weights" in rows else None
         is_taken = self.setup.correction.is_in_update
         updated = {name: x for name, x in rows.items() if is_taken(name)}
         collected, counts = [], []
@@ -127,7 +133,7 @@ class Trainer:
             # Only the first update has its gradient at the weights that sampled.
             measured |= self._variance_proxies(
                 rows["logp_old"], rows["adv"], collisions, rows["mask"],
-                w=rows["weights"] if "weights" in rows else None,
+                w=self.weights,
                 gradient_norm=collected[0]["actor/grad_norm"], num_sequences=counts[0],
             )
         if controllers:

@@ -17,6 +17,7 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.optimizer import SCHEDULES
 from jaxrl_tis.rows import MAX_SEGMENTS
+from jaxrl_tis.sinks import SINKS
 
 DTYPES = ("float32", "bfloat16")
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
@@ -99,7 +100,7 @@ def _tuples(config):
     """Checks what the command line can put into a tuple."""
     kinds = {
         "mesh.train": int, "mesh.serve": int, "engine.retention": int,
-        "engine.unquantized": str, "model.unquantized": str,
+        "engine.unquantized": str, "model.unquantized": str, "metrics.sinks": str,
     }
     for field, kind in kinds.items():
         value = _read(config, field)
@@ -157,6 +158,7 @@ def _names(config):
         "model.remat": (config.model.remat, transformer.REMAT),
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "critic.schedule": (config.critic.schedule, SCHEDULES),
+        "metrics.record": (config.metrics.record, ("full", "compact")),
         "task.name": (config.task.name, tasks.TASKS),
     }
     for field, (value, allowed) in allowed_values.items():
@@ -167,6 +169,9 @@ def _names(config):
         for name in _read(config, field):
             if name not in quant.QUANTIZED:
                 yield f"{field} names {name!r}; choose of {', '.join(quant.QUANTIZED)}"
+    for name in _read(config, "metrics.sinks"):
+        if name not in SINKS:
+            yield f"metrics.sinks names {name!r}; choose of {', '.join(SINKS)}"
     if config.reward.name not in REWARDS and ":" not in config.reward.name:
         yield (
             f"reward.name is {config.reward.name!r}; choose one of {', '.join(REWARDS)} or give "

@@ -1,15 +1,16 @@
 """Supervised steps before the first step of reinforcement learning."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import ml_collections
 
-from jaxrl_tis import rollouts
+from jaxrl_tis import processes, rollouts
 from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.metrics import MetricsWriter
+from jaxrl_tis.metrics import MetricsWriter, NoRecord
 from jaxrl_tis.models import placement
 from jaxrl_tis.optimizer import make_optimizer, optimizer_shardings
 from jaxrl_tis.progress import Progress
@@ -17,8 +18,11 @@ from jaxrl_tis.rows import supervised_rows
 from jaxrl_tis.step import TrainState, make_supervised_step
 
 
-def warm_up(setup: Setup, params: Any, writer: MetricsWriter) -> Any:
-    """Takes supervised steps on (prompt, answer) pairs and returns the taught parameters.
+def warm_up(
+    setup: Setup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None]
+) -> Any:
+    """Takes supervised steps on (prompt, answer) pairs and returns the taught parameters; calls
+    `pulse` after each.
 
     Raises ValueError when an answer and its end token exceed rollout.max_new_tokens.
     """
@@ -28,7 +32,7 @@ def warm_up(setup: Setup, params: Any, writer: MetricsWriter) -> Any:
     prompter = rollouts.Prompter(setup.tokenizer, config.task)
     batches = Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
-        batch_size=config.warmup.rows, seed=config.seed,
+        batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
     )
     tx = make_optimizer(
         ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr}), config.warmup.steps
@@ -41,9 +45,10 @@ def warm_up(setup: Setup, params: Any, writer: MetricsWriter) -> Any:
     state = TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
     context = layout.mesh.shape["context"]
     length = -(-setup.row_length // context) * context
-    with Progress(config.warmup.steps, "warm-up") as progress:
+    with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):
-            pairs = [(prompter.ids(r), _target(setup, r)) for r in next(batches)]
+            records = processes.gather(next(batches))
+            pairs = [(prompter.ids(r), _target(setup, r)) for r in records]
             rows = supervised_rows(pairs, length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
@@ -52,6 +57,7 @@ def warm_up(setup: Setup, params: Any, writer: MetricsWriter) -> Any:
                 raise FloatingPointError(f"warm-up step {index}: the cross-entropy is {loss}")
             writer.write(index, "warmup", {"warmup/loss": loss})
             progress.update(1, loss=loss)
+            pulse()
     return state.params
 
 

@@ -394,13 +394,13 @@ def test_no_space_left_for_the_record(tmp_path):
         def close(self):
             self._file.close()
 
-    init = metrics.MetricsWriter.__init__
+    init = metrics.LineFile.__init__
 
     def broken(self, *arguments):
         init(self, *arguments)
         self._file = Full(self._file)
 
-    with mock.patch.object(metrics.MetricsWriter, "__init__", broken), \
+    with mock.patch.object(metrics.LineFile, "__init__", broken), \
             pytest.raises(RuntimeError, match="record .*metrics.jsonl.*No space left"):
         tiny.run(tmp_path)
     with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:

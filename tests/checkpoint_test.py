@@ -244,7 +244,7 @@ def test_full_disk_while_writing_the_manifest(tmp_path, monkeypatch):
         checkpoints.save(1, make_state(1), META)
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "write_json", no_space)
+            patch.setattr(checkpoint.storage, "write_json", no_space)
             checkpoints.save(2, make_state(2), META)
             with pytest.raises(RuntimeError, match=r"2 .*No space left.* \[1\] are intact"):
                 checkpoints.save(3, make_state(3), META)

@@ -141,7 +141,7 @@ def test_parameters_that_do_not_fit_the_task_are_named(read, fields, message):
      "max_dp_max, max_k3, required"),
     ("steps.many=1", "config.steps has no field 'many'; it has none"),
     ("mesh.train[0]=2", "config.mesh has no field 'train[0]'; did you mean 'train'?"),
-    ("checkpoint=1", "config.checkpoint is a group of fields: set one of every, keep"),
+    ("checkpoint=1", "config.checkpoint is a group of fields: set one of every, grace, keep"),
     ("steps=abc", "flag --config.steps=abc: invalid literal for int() with base 10: 'abc'"),
 ])
 def test_a_mistyped_field_is_named_with_the_nearest(read, field, message):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import cli, libtpu_flags, score, train
-from jaxrl_tis.aot import chips
+from jaxrl_tis import chips, cli, libtpu_flags, score, state, train
 from jaxrl_tis.data import tasks
 from jaxrl_tis.doctor.__main__ import _threshold
 from jaxrl_tis.doctor.__main__ import main as doctor_main
@@ -48,7 +47,7 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: score.read_tokens(folder / "file"), "file is no .npy file of numbers"),
     (lambda folder: score.score(folder, np.zeros((1, 1), int), "x"), "has no config.json"),
     (lambda folder: serving.read_token(folder / "none"), "No such file or directory"),
-    (lambda folder: serving.read_params(tiny.setup(), folder / "none"), "No model folder"),
+    (lambda folder: state.read_params(tiny.setup(), folder / "none"), "No model folder"),
     (lambda folder: chips.Topology.parse("v9:2x2"), "topology 'v9:2x2' is not a chip of v4, v5e"),
     (lambda folder: cli.check_folder("json", folder / "none" / "x"), "there is no such folder"),
 ])

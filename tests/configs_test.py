@@ -132,6 +132,16 @@ def test_the_published_settings():
 # Shapes, on a checkpoint folder without weights
 
 
+def local_config(name):
+    """The config with local folders and files in the place of those of the hub."""
+    config = get_config(name).unlock()
+    local = lambda path, end: path.replace("hf://", "here/") + (end if "hf://" in path else "")
+    config.model.path = local(config.model.path, "")
+    for params in (config.task.params, config.eval.params):
+        params.path = local(params.path, ".jsonl")
+    return config.lock()
+
+
 def write_checkpoint(folder, hf):
     """The true config.json, with a tokenizer of single bytes."""
     folder.mkdir(parents=True)
@@ -155,7 +165,7 @@ def large(request, tmp_path, monkeypatch):
     """(config, build of it on the eight devices, chips, parameter count), with the folder's
     own relative paths."""
     hf, chips, count = LARGE[request.param]
-    config = get_config(request.param)
+    config = local_config(request.param)
     monkeypatch.chdir(tmp_path)
     write_checkpoint(pathlib.Path(config.model.path), hf)
     return config, train.build(config), chips, count
@@ -301,7 +311,7 @@ def test_a_doomed_serving_mesh_is_found_by_build(tmp_path):
 @pytest.mark.parametrize("name", LARGE)
 def test_a_missing_model_says_what_to_put_where(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = get_config(name)
+    config = local_config(name)
     with pytest.raises(FileNotFoundError) as error:
         train.run(config, str(tmp_path / "run"))
     for word in (config.model.path, "config.json", "safetensors", "tokenizer.json"):
@@ -317,7 +327,7 @@ def test_a_missing_model_says_what_to_put_where(name, tmp_path, monkeypatch):
 ])
 def test_missing_data_says_what_to_put_where(name, missing, fields, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = get_config(name)
+    config = local_config(name)
     write_checkpoint(pathlib.Path(config.model.path), LARGE[name][0])
     paths = {"train": config.task.params.path, "eval": config.eval.params.path}
     absent = paths.pop(missing)

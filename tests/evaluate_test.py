@@ -1,9 +1,15 @@
 """Held-out accuracy with a sampler that answers by rule."""
 
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
-from jaxrl_tis import evaluate, rollouts
+from jaxrl_tis import evaluate, export, rollouts
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from tests import tiny
 from tests.rollouts_test import FakeRewards, FakeScheduler
@@ -92,3 +98,67 @@ def test_too_few_held_out_examples_names_both_numbers():
 def test_a_held_out_prompt_that_is_too_long_is_found_at_set_up():
     with pytest.raises(ValueError, match="5 prompt tokens.*max_prompt_tokens is 4"):
         evaluator(task__max_prompt_tokens=4)
+
+
+# The command
+
+
+@pytest.mark.parametrize("right, k, expected", [
+    ([[1, 0, 0, 0]], 1, 0.25), ([[1, 0, 0, 0]], 2, 0.5),  # 1 - C(3,2) / C(4,2) = 1 - 3/6
+    ([[1, 1, 0, 0]], 2, 5 / 6),  # 1 - C(2,2) / C(4,2)
+    ([[0, 0, 0, 0]], 4, 0.0), ([[1, 0, 0, 0]], 4, 1.0), ([[1, 1, 1, 0]], 2, 1.0),
+])
+def test_pass_at_k(right, k, expected):
+    assert evaluate.pass_at(k, np.array(right, bool)).tolist() == [pytest.approx(expected)]
+
+
+def test_pass_at_k_is_what_drawing_without_replacement_gives():
+    right = np.array([[1, 0, 1, 0, 0, 0]], bool)
+    for k in (1, 2, 3):
+        drawn = [any(right[0, list(chosen)]) for chosen in itertools.combinations(range(6), k)]
+        assert evaluate.pass_at(k, right)[0] == pytest.approx(np.mean(drawn))
+
+
+def test_several_draws_of_each_prompt():
+    held_out, _ = evaluator()
+    scheduler = Answers()
+    rewards = FakeRewards(lambda text, record: float(text == record["answer"]))
+    greedy, sampled = held_out.scores(scheduler, rewards, 3, Progress())
+    assert greedy.tolist() == [True] * 8
+    assert sampled.tolist() == [[i % 2 == 0] * 3 for i in range(8)]
+    assert len({r.hash for r in scheduler.requests}) == 8 * 4  # no two draws share their noise
+
+
+@pytest.mark.parametrize("path", ["run", "model"])
+def test_the_command_measures_a_run_and_a_model(path, tmp_path):
+    """What it says of a run's last checkpoint is what the run's own record has."""
+    run = tiny.finished()
+    if path == "model":
+        export.export(str(run), str(tmp_path / "model"), dtype="float32")
+    target = str(run if path == "run" else tmp_path / "model")
+    with tiny.one_device():
+        measured = evaluate.measure(tiny.setup(), target, samples=4)
+    assert list(measured) == ["n", "samples", "greedy", "sampled", "pass_at_1", "pass_at_2", "pass_at_4"]
+    last = [r for r in tiny.lines(run) if r["phase"] == "eval"][-1]
+    assert measured["n"] == 8
+    assert measured["greedy"]["mean"] == last["eval/greedy_accuracy"]
+    assert measured["pass_at_1"] == pytest.approx(measured["sampled"])
+    assert measured["pass_at_4"]["mean"] >= measured["pass_at_2"]["mean"] >= measured["sampled"]["mean"]
+    low, high = measured["greedy"]["low"], measured["greedy"]["high"]
+    assert 0 <= low <= measured["greedy"]["mean"] <= high <= 1
+
+
+def test_the_command_line(tmp_path):
+    run = tiny.finished()
+    call = lambda *words: subprocess.run(
+        [sys.executable, "-m", "jaxrl_tis.evaluate", *words], capture_output=True, text=True,
+        cwd=pathlib.Path(__file__).parents[1],
+    )
+    done = call(str(run), "--config=tests/small_run.py", "--samples=2", f"--json={tmp_path / 'a.json'}")
+    assert done.returncode == 0, done.stderr
+    assert "8 prompts, 2 draws each" in done.stdout and "pass_at_2" in done.stdout
+    assert json.loads((tmp_path / "a.json").read_text())["samples"] == 2
+    missing = call("--config=tests/small_run.py")
+    assert (missing.returncode, missing.stderr) == (2, "WORKDIR|MODEL is missing\n")
+    none = call(str(tmp_path / "none"), "--config=tests/small_run.py")
+    assert none.returncode == 2 and "No model folder" in none.stderr

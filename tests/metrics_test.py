@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -159,7 +160,7 @@ def test_full_disk_is_explained(tmp_path, monkeypatch):
             def write(self, _):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(writer, "_file", FullDisk())
+        monkeypatch.setattr(writer._file, "_file", FullDisk())
         with pytest.raises(RuntimeError, match="metrics.jsonl: .*No space left.*checkpoints"):
             writer.write(2, "train", {"a": 2})
     assert [record["step"] for record in metrics.read(tmp_path)] == [1]
@@ -176,7 +177,7 @@ def test_short_writes_go_on(tmp_path, monkeypatch):
 
     file = FiveBytesAtATime()
     with metrics.MetricsWriter(tmp_path) as writer:
-        monkeypatch.setattr(writer, "_file", file)
+        monkeypatch.setattr(writer._file, "_file", file)
         writer.write(1, "train", {"a": 0.5})
     assert file.taken == b'{"step": 1, "phase": "train", "a": 0.5}\n'
 
@@ -224,3 +225,54 @@ def test_timer_adds_up_and_starts_again(monkeypatch):
         raise KeyError
     assert timer.collect() == {"time/rollout_s": 3.5, "time/reward_s": 0.5}
     assert timer.collect() == {}
+
+
+def test_a_compact_record_keeps_what_is_marked(tmp_path):
+    values = {"reward/mean": 0.5, "mismatch/tv_seq": 0.1, "time/step_s": 2.0}
+    with metrics.MetricsWriter(tmp_path, is_compact=True) as writer:
+        writer.write(1, "train", values)
+    assert metrics.read(tmp_path) == [
+        {"step": 1, "phase": "train", "reward/mean": 0.5, "time/step_s": 2.0}]
+
+
+def test_sinks_get_everything(tmp_path):
+    class Sink:
+        logged, is_closed = [], False
+
+        def log(self, step, values):
+            self.logged.append((step, values))
+
+        def close(self):
+            self.is_closed = True
+
+    sink = Sink()
+    with metrics.MetricsWriter(tmp_path, sinks=[sink], is_compact=True) as writer:
+        writer.write(3, "train", {"reward/mean": 0.5, "mismatch/tv_seq": float("nan")})
+    [(step, values)] = sink.logged
+    assert step == 3 and values["train/reward/mean"] == 0.5 and sink.is_closed
+    assert np.isnan(values["train/mismatch/tv_seq"])
+
+
+def test_lost_time_is_that_of_the_lines_that_are_dropped(tmp_path):
+    with metrics.MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, "train", {"time/step_s": 10.0 * step})
+        writer.write(3, "eval", {"time/eval_s": 5.0})
+    with metrics.MetricsWriter(tmp_path, resume_step=1) as writer:
+        assert writer.lost_seconds == 20 + 30 + 5
+    with metrics.MetricsWriter(tmp_path, resume_step=1) as writer:
+        assert writer.lost_seconds == 0
+
+
+def test_compilation_is_a_phase_of_its_own():
+    compiled = [0.0]
+    timer = metrics.Timer(lambda: compiled[0])
+    with timer("update"):
+        time.sleep(0.03)
+        compiled[0] += 0.02
+    with timer("score"):
+        pass
+    times = timer.collect()
+    assert times["time/compile_s"] == pytest.approx(0.02)
+    assert 0.005 < times["time/update_s"] < 5 and times["time/score_s"] < 5
+    assert "time/compile_s" not in timer.collect()

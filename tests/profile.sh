@@ -8,4 +8,5 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export JAX_COMPILATION_CACHE_DIR=$work/cache COMPILE_LOG=$work/log.jsonl PYTHONPATH=.
 ./launch/test.sh -p tests.compile_log --durations=40 "$@" || echo "some tests failed"
-"$(ls -d .venv-*/bin/python | head -1)" -m tests.compile_log "$work/log.jsonl"
+pythons=(.venv-*/bin/python)
+"${pythons[0]}" -m tests.compile_log "$work/log.jsonl"

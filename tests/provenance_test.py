@@ -47,3 +47,13 @@ def test_full_disk_while_writing_the_config(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="cannot write .*config.json"):
         write_run_files(tmp_path / "file", {"seed": 1})
+
+
+def test_the_revision_of_an_exported_tree(tmp_path, monkeypatch):
+    """`git archive` writes the commit into revision.txt; a plain copy knows none."""
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
+    assert provenance.git_revision() is None
+    (tmp_path / "revision.txt").write_text("$Format:%H$\n")
+    assert provenance.git_revision() is None
+    (tmp_path / "revision.txt").write_text("a" * 40 + "\n")
+    assert provenance.git_revision() == "a" * 40

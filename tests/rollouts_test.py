@@ -172,7 +172,7 @@ def test_groups_share_a_prompt_and_no_noise():
     # One id and one 32-bit hash for every sample of the run.
     for name in ("id", "hash"):
         assert len({getattr(r, name) for r in scheduler.requests}) == 12
-    assert timer.phases == ["rollout", "reward"] * 2
+    assert timer.phases == ["data", "rollout", "reward"] * 2
 
 
 def test_a_greedy_answer_per_prompt_where_it_is_asked_for():

@@ -17,6 +17,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.scoring import Learner
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer
 from tests import tiny
@@ -127,6 +128,44 @@ def test_the_cache_is_split_over_slots_and_heads():
             assert local_shape(leaf)[-4:] == (4, 1, 16, 8 if unroll else 16)
 
 
+# Sums over devices
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1), (3, 1, 2), (1, 1, 8)])
+def test_gradients_of_parts_are_added_two_by_two_in_the_order_of_the_rows(shape):
+    """One row a part: the gradient of sum(p * row) is a sum of the rows, and its bits tell the
+    order."""
+    layout = sharding.layout(shape, sharding.TRAIN_RULES)
+    rows = np.random.default_rng(0).standard_normal((layout.shards, 1000)).astype(np.float32)
+    total = lambda p: jnp.sum(layout.by_parts(lambda p, part: p[None] * part, p, rows))
+    found = jax.jit(jax.grad(total))(jnp.ones(1000))
+    r = list(rows)
+    expected = {
+        8: lambda: ((r[0] + r[4]) + (r[2] + r[6])) + ((r[1] + r[5]) + (r[3] + r[7])),
+        3: lambda: (r[0] + r[1]) + r[2],
+        1: lambda: r[0],
+    }[layout.shards]()
+    np.testing.assert_array_equal(found, expected)
+    if layout.shards == 8:
+        assert (functools.reduce(np.add, r) != expected).any()
+
+
+def test_parts_see_a_layout_that_does_not_cut_rows():
+    inside = sharding.layout((2, 2, 2), sharding.TRAIN_RULES).inside()
+    assert inside.sharding(("batch", "mlp")).spec == P(None, "tensor")
+    assert inside.sharding(("embed", "mlp")).spec == P(None, "tensor")
+    assert sharding.layout((2, 4, 1), sharding.TRAIN_RULES).inside() is None
+
+
+def test_what_every_device_computes_has_its_gradient_and_metrics():
+    layout = sharding.layout((2, 4, 1), sharding.TRAIN_RULES)
+    x = layout.put(np.arange(16, dtype=np.float32).reshape(8, 2), ("batch", None))
+    f = layout.everywhere(lambda made, given: (jnp.sum(made**2 * given), {"mean": jnp.mean(made)}))
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(f, has_aux=True))(x, jnp.float32(0.5))
+    assert (float(value), float(metrics["mean"])) == (620, 7.5)  # 0.5 * 15 * 16 * 31 / 6
+    np.testing.assert_array_equal(gradient, np.asarray(x))
+
+
 # The same two updates on one device and on eight
 
 CRITIC = dict(correction__kl_coeff=0.1, correction__advantage="gae", train__epochs=2)
@@ -176,11 +215,14 @@ def two_updates(setup):
     return out, state
 
 
-@pytest.mark.parametrize("vocab_size, others", [
-    (24, CRITIC), (25, {"train__epochs": 1}),  # the tensor shards do not divide 25
+@pytest.mark.parametrize("vocab_size, others, in_order", [
+    (24, CRITIC, False), (25, {"train__epochs": 1}, True),  # the tensor shards do not divide 25
 ])
-def test_eight_devices_give_the_numbers_of_one(vocab_size, others, tmp_path):
-    """Policy, critic and reference; and the policy where each shard holds the whole head."""
+def test_eight_devices_give_the_numbers_of_one(vocab_size, others, in_order, tmp_path, monkeypatch):
+    """Policy, critic and reference; and the policy where each shard holds the whole head. As on a
+    TPU, where XLA adds the gradients up, and with sums in order."""
+    if not in_order:
+        monkeypatch.setattr(Learner, "sums_in_order", False)
     fields = overrides(tmp_path / "qwen2", vocab_size, **others)
     spread, spread_state = two_updates(train.build(tiny.config(**fields, **SPREAD)))
     single, single_state = two_updates(tiny.setup(**fields))

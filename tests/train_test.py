@@ -191,3 +191,22 @@ def test_logits_of_a_large_batch_are_refused_before_anything_is_made():
     config = tiny.config(correction__masks="trm(trm_delta=0.1)", rollout__prompts=1_000_000)
     with pytest.raises(ValueError, match=r"'trm' needs logits.* numbers a batch, where 268,435,456"):
         train.build(config)
+
+
+def test_profiled_steps_leave_a_trace_with_named_phases(tmp_path):
+    with tiny.one_device():
+        train.run(tiny.config(steps=2), str(tmp_path / "run"), profile_steps={2})
+    assert [p.name for p in (tmp_path / "run" / "profile").iterdir()] == ["step2"]
+    [trace] = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    for phase in (b"sync", b"rollout", b"score", b"update", b"step"):
+        assert phase in content
+
+
+def test_a_compact_record_and_an_unknown_sink(tmp_path):
+    tiny.run(tmp_path / "run", steps=1, metrics__record="compact")
+    [line] = [x for x in tiny.lines(tmp_path / "run") if x["phase"] == "train"]
+    assert "reward/mean" in line and "mismatch/tv_seq" not in line
+    assert len(json.dumps(line)) < 1500
+    with pytest.raises(ValueError, match="metrics.sinks names 'wandbb'; choose of trackio, wandb"):
+        tiny.run(tmp_path / "other", metrics__sinks=("wandbb",))

@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from jaxrl_tis import cli, cli_flags
 from jaxrl_tis.aot import fit, programs, report
-from jaxrl_tis.aot.chips import TOPOLOGIES, Topology
+from jaxrl_tis.chips import TOPOLOGIES, Topology
 
 CONFIG = cli_flags.define_config()
 TOPOLOGY = flags.DEFINE_string(

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis import build, models
+from jaxrl_tis import build, hub, models
 from jaxrl_tis.aot.batches import abstract_microbatches, abstract_minibatch
-from jaxrl_tis.aot.chips import Topology
+from jaxrl_tis.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, entry, header
@@ -57,12 +57,14 @@ def model_of(config: ml_collections.ConfigDict, shapes: pathlib.Path) -> ModelCo
     Raises:
       FileNotFoundError: neither exists.
     """
-    path = pathlib.Path(config.model.path)
+    path = pathlib.Path(config.model.path.partition("@")[0])
     if not config.model.path:
         return build.small_model(config, load_tokenizer(config.task.tokenizer).vocab_size)
     if path.exists():
         return models.read_config(path)
     shipped = shapes / f"{path.name}.json"
+    if not shipped.exists() and hub.is_hub(config.model.path):
+        return models.read_config(config.model.path)
     if not shipped.exists():
         raise FileNotFoundError(
             f"the shape of {path} is unknown: put the model's config.json there or at {shipped}"

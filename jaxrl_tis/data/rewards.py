@@ -3,26 +3,19 @@
 A function returns a number, or several by name: their sum is the score, and an advantage such as
 "gdpo" sees them one by one. It returns the same names for every text.
 
-This file imports the standard library only, so the scoring process starts in tens of
-milliseconds and never holds an accelerator.
+This file imports the standard library only: see confined.py, whose process it runs in.
 """
 
 import functools
 import importlib
 import json
 import math
-import os
-import queue
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
+
+from jaxrl_tis.data import confined
 
 Reward = Callable[[str, dict[str, str]], float | Mapping[str, float]]
 
@@ -30,7 +23,6 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9)])[-+])?(?:\$(?P<sign2>[-+])?)?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 )
-START_SECONDS = 60.0
 
 
 def exact(text: str, record: dict[str, str]) -> float:
@@ -147,43 +139,44 @@ def resolve(name: str) -> Reward:
         importlib.import_module(name)  # Seconds, which must not count against the first item.
     if name in REWARDS:
         return REWARDS[name]
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(
             f"unknown reward {name!r}; use one of {', '.join(REWARDS)} or 'module:function'"
         )
-    return getattr(importlib.import_module(module), function)
+    return confined.function(name)
 
 
 class RewardWorker:
-    """Scores texts with one reward function in one process of its own.
+    """Scores texts with one reward function in one process of its own: see confined.Confined.
 
     The function may hang, crash, raise or return NaN: the item then scores `on_error` and is
     counted in `counts`, the process is replaced where it has to be, and scoring goes on.
-    Messages are JSON, so nothing that a reward does can run code on this side. This keeps a
-    faulty function from stopping a run; it is no sandbox against a hostile one.
-
-    The process is a new interpreter rather than a multiprocessing child, because the latter
-    imports the main module again, and with it JAX. It leads its own process group: killing it
-    also kills what the function started. If this process dies, it ends by itself (a function
-    that hangs inside C code without releasing the interpreter lock is the exception).
 
     Args:
         function: a name in REWARDS, or "module:function" importable along this process's sys.path.
         timeout: seconds that one item may take.
         on_error: the score of an item that could not be scored.
+        share: (items, f: items -> results) -> results; where several processes have the same texts,
+            each calls f with its part and gets the results of all.
+        pulse: called whenever results come.
 
     Raises:
         ValueError: the function cannot be loaded.
     """
 
-    def __init__(self, function: str, *, timeout: float, on_error: float):
-        self.function, self.timeout, self.on_error = function, timeout, on_error
+    def __init__(
+        self, function: str, *, timeout: float, on_error: float,
+        share: Callable[[list, Callable], list] = lambda items, f: f(items),
+        pulse: Callable[[], None] = lambda: None,
+    ):
+        self.on_error, self._share, self._pulse = on_error, share, pulse
         self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
         self._names: list[str] = []  # of the components, from the first result
         self.last_error = ""
-        self._process: subprocess.Popen | None = None
-        self._start()
+        self._confined = confined.Confined(
+            "jaxrl_tis.data.rewards:scorer", function, what=f"the reward {function!r}",
+            timeout=timeout,
+        )
 
     def __enter__(self) -> "RewardWorker":
         return self
@@ -200,66 +193,20 @@ class RewardWorker:
     ) -> list[dict[str, float]]:
         """The components of each score by name, {"reward": score} where there is only a number."""
         items = [[text, dict(record)] for text, record in zip(texts, records, strict=True)]
-        scores: list[dict[str, float] | None] = []
-        while len(scores) < len(items):
-            if self._process is None:
-                self._start()
-            try:
-                self._score_in_process(items[len(scores) :], scores)
-            except (TimeoutError, EOFError, OSError) as fault:
-                self.close()
-                name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
-                scores.append(self._failed(name, f"{type(fault).__name__}: {fault}"))
+        call = lambda items: self._confined.calls(items, self._pulse)
+        scores = [self._checked(result) for result in self._share(items, call)]
         names = self._names or ["reward"]
         failed = {name: self.on_error / len(names) for name in names}
         return [failed if parts is None else parts for parts in scores]
 
     def close(self) -> None:
         """Ends the process and all that it started; a later `score` starts a new one."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        # Before wait(): until then the id of the group cannot be given to another process.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-    def _start(self) -> None:
-        code = (
-            "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-            "from jaxrl_tis.data import rewards; rewards.serve(sys.argv[2])"
-        )
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, path, self.function],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._unread = b""
-        try:
-            [loaded] = self._read_lines(time.monotonic() + START_SECONDS)
-        except (TimeoutError, EOFError) as fault:
-            loaded = {"error": f"{type(fault).__name__}: {fault}"}
-        if loaded["error"]:
-            self.close()
-            raise ValueError(f"the reward {self.function!r} cannot be loaded: {loaded['error']}")
-
-    def _score_in_process(self, items: list, scores: list) -> None:
-        """Appends to `scores` until all items are done; raises at the first that stops this."""
-        self._write(json.dumps(items).encode() + b"\n", time.monotonic() + self.timeout)
-        end = len(scores) + len(items)
-        while len(scores) < end:
-            for result in self._read_lines(time.monotonic() + self.timeout):
-                scores.append(self._checked(result))
+        self._confined.close()
 
     def _checked(self, result: dict[str, Any]) -> dict[str, float] | None:
-        if result["error"]:
-            return self._failed("errors", result["error"])
-        parts = result["score"]
+        if result["fault"]:
+            return self._failed(result["fault"], result["error"])
+        parts = result["value"]
         if not all(map(math.isfinite, parts.values())):
             return self._failed("non_finite", f"the score is {parts}")
         self._names = self._names or list(parts)
@@ -271,65 +218,13 @@ class RewardWorker:
         self.counts[name] += 1
         self.last_error = error
 
-    def _write(self, message: bytes, deadline: float) -> None:
-        stdin = self._process.stdin.fileno()
-        while message:
-            _wait(stdin, select.POLLOUT, deadline)
-            message = message[os.write(stdin, message) :]
 
-    def _read_lines(self, deadline: float) -> list[dict[str, Any]]:
-        """All complete lines that are there, after waiting for at least one."""
-        stdout = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
-            _wait(stdout, select.POLLIN, deadline)
-            data = os.read(stdout, 1 << 20)
-            if not data:
-                raise EOFError("the reward process ended")
-            self._unread += data
-        complete, _, self._unread = self._unread.rpartition(b"\n")
-        return [json.loads(line) for line in complete.split(b"\n")]
-
-
-def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll = select.poll()  # select() refuses descriptors above 1023.
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-        raise TimeoutError("the reward function ran past its time limit")
-
-
-def serve(function: str) -> None:
-    """The scoring process: reads batches of items from stdin, writes one result line per item."""
-    items, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    # The function must not read our messages or write among them.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-
-    def send(score: dict[str, float], error: str) -> None:
-        results.write(json.dumps({"score": score, "error": error}).encode() + b"\n")
-
-    try:
-        reward = resolve(function)
-    except BaseException as error:
-        send({}, f"{type(error).__name__}: {error}")
-        return
-    send({}, "")
-    batches = queue.SimpleQueue()
-    threading.Thread(target=_read_batches, args=(items, batches), daemon=True).start()
-    while True:
-        for text, record in batches.get():
-            try:
-                score, error = _named(reward(text, record)), ""
-            except BaseException as fault:
-                score, error = {}, f"{type(fault).__name__}: {fault}"[:1000]
-            send(score, error)
+def scorer(name: str) -> Callable[[str, dict[str, str]], dict[str, float]]:
+    """The reward of this name, which gives its components: what runs in the process."""
+    reward = resolve(name)
+    return lambda text, record: _named(reward(text, record))
 
 
 def _named(reward: float | Mapping[str, float]) -> dict[str, float]:
     parts = reward if isinstance(reward, Mapping) else {"reward": reward}
     return {str(name): float(value) for name, value in parts.items()}
-
-
-def _read_batches(items, batches: queue.SimpleQueue) -> None:
-    for line in items:
-        batches.put(json.loads(line))
-    os.killpg(0, signal.SIGKILL)  # The other side is gone, and the function may be hanging.

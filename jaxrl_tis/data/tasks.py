@@ -11,10 +11,12 @@ import json
 import os
 import random
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from jaxrl_tis import hub
 
 # Tenths of all problem texts that each split owns. "warmup" is for supervised steps before RL.
 SPLITS = {"train": range(0, 6), "warmup": range(6, 9), "eval": range(9, 10)}
@@ -27,6 +29,39 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, str]: ...
+
+    def digest(self) -> str:
+        """Returns what tells these examples from others with the same parameters."""
+
+
+class Generated:
+    """A source whose examples follow from its parameters and its code."""
+
+    def digest(self) -> str:
+        """Digests the first, middle and last example: the code may have changed."""
+        probes = [self[index] for index in (0, len(self) // 2, len(self) - 1)]
+        return _digest(json.dumps(probes, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples from files, with the digest of all bytes of these."""
+
+    examples: list[dict[str, str]]
+    of_files: str
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return self.examples[index]
+
+    def digest(self) -> str:
+        return self.of_files
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def in_split(problem: str, split: str) -> bool:
@@ -59,7 +94,7 @@ def _sum_of_products(values: list[int], ops: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class _Arithmetic:
+class _Arithmetic(Generated):
     size: int
     split: str
     seed: int
@@ -114,28 +149,56 @@ def arithmetic(
     return _Arithmetic(size, split, seed, digits, terms, ops)
 
 
-def _read_lines(paths: str | os.PathLike | Sequence, example: dict) -> list[tuple[str, dict]]:
-    """(file:line, object) for every line that is not blank.
+def _read_lines(
+    paths: str | os.PathLike | Sequence, example: dict
+) -> tuple[list[tuple[str, dict]], str]:
+    """(file:line, object) for every line that is not blank, and the digest of the files: JSON
+    lines or parquet, here or on the hub.
 
     Raises:
         FileNotFoundError: a file is not there.
+        ImportError: a file is parquet, and pyarrow is not installed.
         ValueError: a line is not a JSON object, or a file has no line.
     """
-    rows = []
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        if not Path(path).exists():
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    rows, digest = [], hashlib.blake2b(digest_size=8)
+    for name, path in [file for path in paths for file in hub.data_files(path)]:
+        if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing; put a file there with one JSON object a line, such as "
                 f"{json.dumps(example)}"
             )
         before = len(rows)
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append((f"{path}:{number}", _parse_object(line, f"{path}:{number}")))
+        rows += _parquet(name, path, digest) if path.suffix == ".parquet" else _lines(
+            name, path, digest
+        )
         if len(rows) == before:
-            raise ValueError(f"{path} is empty; one line looks like {json.dumps(example)}")
-    return rows
+            raise ValueError(f"{name} is empty; one line looks like {json.dumps(example)}")
+    return rows, digest.hexdigest()
+
+
+def _lines(name: str, path: Path, digest) -> Iterator[tuple[str, dict]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            digest.update(line)
+            if line.strip():
+                yield f"{name}:{number}", _parse_object(line, f"{name}:{number}")
+
+
+def _parquet(name: str, path: Path, digest) -> Iterator[tuple[str, dict]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(f"{name} needs the package pyarrow: pip install 'jaxrl_tis[hub]'") from error
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name} is no parquet file that can be read: {error}") from error
+    yield from ((f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _parse_object(line: bytes, place: str) -> dict[str, Any]:
@@ -163,7 +226,7 @@ def jsonl(
     answer_field: str = "answer",
     id_field: str | None = "id",
 ) -> Source:
-    """Examples from files with one JSON object a line; id_field=None uses "file:line" as the id.
+    """Examples from files with one JSON object a line, or parquet; id_field=None uses "file:line" as the id.
 
     Raises:
         FileNotFoundError: a file is not there.
@@ -171,31 +234,34 @@ def jsonl(
             that came before (equal ids would share sampling noise), or a file with no lines.
     """
     examples, places = [], {}
-    for place, row in _read_lines(path, {prompt_field: "2+3=", answer_field: "5", "id": "sum-1"}):
+    rows, digest = _read_lines(path, {prompt_field: "2+3=", answer_field: "5", "id": "sum-1"})
+    for place, row in rows:
         name = place if id_field is None else _text(row, id_field, place)
         if name in places:
             raise ValueError(f"{place}: the id {name!r} was already used at {places[name]}")
         places[name] = place
         prompt, answer = _text(row, prompt_field, place), _text(row, answer_field, place)
         examples.append({"prompt": prompt, "answer": answer, "id": name})
-    return examples
+    return Examples(examples, digest)
 
 
 def gsm8k_jsonl(*, path: str | os.PathLike | Sequence[str]) -> Source:
-    """GSM8K's own files, {"question", "answer"}, whose final answer follows "####" (2110.14168)."""
+    """GSM8K's own files, {"question", "answer"}, whose final answer follows "####" (2110.14168),
+    as JSON lines or as the parquet files of the hub."""
     examples = []
-    for place, row in _read_lines(path, {"question": "2+3?", "answer": "2 plus 3 is 5.\n#### 5"}):
+    rows, digest = _read_lines(path, {"question": "2+3?", "answer": "2 plus 3 is 5.\n#### 5"})
+    for place, row in rows:
         prompt, solution = _text(row, "question", place), _text(row, "answer", place)
         _, mark, answer = solution.rpartition("####")
         if not mark:
             raise ValueError(f"{place}: 'answer' has no '####' before the final answer")
         answer = answer.strip().replace(",", "")
         examples.append({"prompt": prompt, "answer": answer, "id": place})
-    return examples
+    return Examples(examples, digest)
 
 
 @dataclass(frozen=True)
-class _ReasoningGym:
+class _ReasoningGym(Generated):
     name: str
     size: int
     split: str

@@ -4,7 +4,7 @@ Padding is never found by its id: the rest of the code carries masks. `pad_id` o
 write into cells that a mask hides, so it may not be an id that ends a sequence.
 """
 
-import datetime
+import functools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from jaxrl_tis import hub
+from jaxrl_tis.data import confined
+
 ARITHMETIC_CHARS = "0123456789+-*/= "
+TEMPLATE_SECONDS = 5.0  # for one prompt
+TEMPLATE_MEMORY = 512 << 20  # bytes
 
 # Token types of the GGUF specification that mark added tokens.
 GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
@@ -111,32 +113,19 @@ class HFTokenizer:
             name: "" if index is None else self.backend.id_to_token(index)
             for name, index in names.items()
         }
-        try:
-            return _template_environment().from_string(self.template).render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self.source} failed: {error}") from error
+        [result] = self._template.calls([[list(messages), add_generation_prompt, tokens]])
+        if result["error"]:
+            raise ValueError(f"the chat template of {self.source} failed: {result['error']}")
+        return result["value"]
 
-
-def _template_environment() -> jinja2.Environment:
-    """Returns the Jinja settings that chat templates are written for, in a sandbox.
-
-    A template comes with a downloaded checkpoint, so it must not reach Python objects.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    return environment
+    @functools.cached_property
+    def _template(self) -> confined.Confined:
+        """The template in its process: it came with a downloaded checkpoint."""
+        return confined.Confined(
+            "jaxrl_tis.data.templates:renderer", self.template,
+            what=f"the chat template of {self.source}", timeout=TEMPLATE_SECONDS,
+            memory=TEMPLATE_MEMORY,
+        )
 
 
 def _make(backend, eos_ids, pad_id, bos_id, template, source) -> HFTokenizer:
@@ -299,10 +288,10 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
 
 def load_tokenizer(path_or_spec: str | os.PathLike) -> Tokenizer:
     """Loads the tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint
-    folder."""
+    folder, also of the hub."""
     if path_or_spec == "char":
         return CharTokenizer(ARITHMETIC_CHARS)
-    path = Path(path_or_spec)
+    path = hub.local(path_or_spec, weights=False)
     return from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
 
 

@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_tis import metrics
+from etils import epath
+
+from jaxrl_tis import metrics, storage
 from jaxrl_tis.doctor.case import FACTS, FLIPS, OPS, THRESHOLDS, Case, Clause, Finding
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
@@ -17,17 +18,17 @@ IS_VALID = "training/rollout_probs_diff_valid"
 # Reading
 
 
-def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
+def read_records(path: epath.Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line that is still being written is left out.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a line is not a record of `metrics.encode`; names the file and the line.
     """
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path} not found: is {path.parent} the --workdir of a run?")
     records = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = path.read_bytes().decode(errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         problem = _problem(line)
         if problem is None:
@@ -54,16 +55,16 @@ def _problem(line):
     return None
 
 
-def read_config(path: pathlib.Path) -> dict[str, Any]:
+def read_config(path: epath.Path) -> dict[str, Any]:
     """The configuration in a config.json, {} without such a file.
 
     Raises:
       ValueError: the file is not one that a run writes; names the file and the line.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        content = json.loads(path.read_bytes().decode(errors="replace"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
     is_config = isinstance(content, dict) and "config" in content
@@ -77,7 +78,7 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
     for name in thresholds:
         if name not in THRESHOLDS:
             raise ValueError(f"unknown threshold {name!r}; choose one of {', '.join(THRESHOLDS)}")
-    workdir = pathlib.Path(workdir)
+    workdir = storage.folder(workdir)
     series, last_step = {}, 0
     for record in read_records(workdir / metrics.FILE_NAME):
         # Without a valid token the metrics of a batch are 0 and mean nothing.

@@ -164,7 +164,8 @@ class Engine:
             tokens[row, : len(chunk.tokens)] = chunk.tokens
             starts[row], lengths[row] = chunk.start, len(chunk.tokens)
             table[row, : len(chunk.pages)] = chunk.pages
-        return self._prefill(params, state, tokens, starts, lengths, table)
+        rows = lambda x: self.layout.put(x, ("batch",) + (None,) * (x.ndim - 1))
+        return self._prefill(params, state, *map(rows, (tokens, starts, lengths, table)))
 
     def _prefill_rows(
         self, params, state, tokens_rt, starts_r, lengths_r, table_rp
@@ -316,7 +317,10 @@ class Engine:
 
     def _result(self, state: DecodeState, drawn: Draw, valid) -> ResultTokens:
         fields = {name: getattr(drawn, name) for name in DRAWN}
-        return ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
+        result = ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
+        if self.layout.is_shared:  # the schedulers of all processes read all of it
+            result = jax.lax.with_sharding_constraint(result, self.layout.replicated())
+        return result
 
     def _empty_draws(self) -> tuple[Draw, jax.Array]:
         """Makes zeros in the place of the draws of a whole call, and of the booleans that say which

@@ -32,6 +32,10 @@ class Stats:
     def occupancy(self) -> float:
         return self.busy / max(self.slot_steps, 1)
 
+    def counts(self) -> dict[str, int]:
+        """Returns what does not depend on the clock."""
+        return {n: x for n, x in dataclasses.asdict(self).items() if not n.endswith("seconds")}
+
     def since(self, before: "Stats") -> "Stats":
         """Returns what was counted after a copy was made."""
         return Stats(*(now - old for now, old in zip(*map(dataclasses.astuple, (self, before)))))

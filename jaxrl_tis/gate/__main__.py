@@ -13,7 +13,7 @@ import sys
 
 from absl import flags
 
-from jaxrl_tis import cli, cli_flags
+from jaxrl_tis import cli, cli_flags, processes
 from jaxrl_tis.build import build
 from jaxrl_tis.gate.report import check_prompts, failures, measure, table, to_json
 from jaxrl_tis.state import initial_params, initial_state
@@ -25,17 +25,27 @@ PROMPTS = flags.DEFINE_integer(
 JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
 
+CONNECTED = processes.define_flags()
+
+
 def main() -> None:
+    with CONNECTED():
+        code = gate()
+    sys.exit(code)
+
+
+def gate() -> int:
+    """Prints the report and returns whether the gate fails."""
     cli.check_folder("json", JSON.value)
     setup = build(CONFIG.value)
     prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
     check_prompts(setup, prompts)
     params = initial_state(setup, initial_params(setup))["policy"].params
     report = measure(setup, params, prompts)
-    print(table(report))
-    if JSON.value:
+    processes.say(table(report))
+    if JSON.value and processes.is_first():
         pathlib.Path(JSON.value).write_text(to_json(report) + "\n")
-    sys.exit(bool(failures(report)))
+    return int(bool(failures(report)))
 
 
 if __name__ == "__main__":

@@ -123,8 +123,10 @@ def _serving_layout(setup: Setup) -> sharding.Layout:
     degree = mesh.shape["tensor"]
     if degree == setup.layout.mesh.shape["tensor"]:
         return _of_whole_rows(setup.layout)
-    devices = list(mesh.devices.flat)[:degree]
-    return sharding.layout((1, 1, degree), setup.engine.layout.rules, devices)
+    devices, rules = list(mesh.devices.flat), setup.engine.layout.rules
+    if mesh.is_multi_process:  # each has to take part: rows are copied, not cut
+        return sharding.layout((-1, 1, degree), rules | {"batch": None}, devices)
+    return sharding.layout((1, 1, degree), rules, devices[:degree])
 
 
 def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe:
@@ -144,7 +146,7 @@ def sampling_filters(setup: Setup) -> SamplingParams:
     return SamplingParams(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
 
 
-def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Array:
+def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndarray:
     """Computes log-probs [M,R,T] of micro-batches by the learner's program with these settings."""
     program = dataclasses.replace(
         setup.learner.program, dtype=settings.dtype, layout=settings.layout,
@@ -153,12 +155,12 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> jax.Arr
     learner = dataclasses.replace(setup.update_learner, program=program)
     params = placement.put(_with_norms(params, settings.norm_dtype), settings.layout, setup.model)
     shape = micro["mask"].shape
-    in_rows = lambda x: np.asarray(x).reshape(-1, settings.rows, *x.shape[2:])
+    in_rows = lambda x: setup.layout.fetch(x).reshape(-1, settings.rows, *x.shape[2:])
     micro = settings.layout.put_batch(jax.tree.map(in_rows, micro))
     compiled = make_score(learner).lower(params, micro).compile(
         compiler_options={EXCESS_PRECISION: settings.excess_precision}
     )
-    return compiled(params, micro)["logp"].reshape(shape)
+    return settings.layout.fetch(compiled(params, micro)["logp"]).reshape(shape)
 
 
 def _with_norms(params: Any, dtype: str) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import rollouts
+from jaxrl_tis import processes, rollouts
 from jaxrl_tis.build import MAX_LOGITS, Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine import sampling
@@ -178,7 +178,7 @@ def table(report: dict[str, Any]) -> str:
 def require(setup: Setup, params: Any) -> None:
     """Prints the gap at the start of a run; MismatchError when the gate fails."""
     report = measure(setup, params, setup.config.rollout.prompts)
-    print(table(report), flush=True)
+    processes.say(table(report))
     if found := failures(report):
         raise MismatchError(
             f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "

@@ -1,14 +1,16 @@
-"""Language models: `load` and `read_config` take a Hugging Face folder or a GGUF file."""
+"""Language models: `load` and `read_config` take a Hugging Face folder, a GGUF file or a path of the
+hub, see jaxrl_tis.hub."""
 
 import os
 import pathlib
 from typing import Any
 
+from jaxrl_tis import hub
 from jaxrl_tis.models import gguf, safetensors
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.safetensors import save
 
-__all__ = ["load", "read_config", "save"]
+__all__ = ["ModelConfig", "load", "read_config", "save"]
 
 
 def load(
@@ -17,7 +19,8 @@ def load(
     """Reads a model straight into its sharding.
 
     Args:
-      folder_or_gguf: a folder with config.json and safetensors files, or a .gguf file.
+      folder_or_gguf: a folder with config.json and safetensors files, a .gguf file, or either of
+        the hub.
       sharding: a jax Sharding, a tree of them like the parameters' (or a prefix of it), or None
         for the default device.
       dtype: of every parameter.
@@ -27,13 +30,15 @@ def load(
     Raises:
       FileNotFoundError, ValueError: see `safetensors.load` and `gguf.load`.
     """
-    return _format(folder_or_gguf).load(folder_or_gguf, sharding, dtype)
+    path = hub.local(folder_or_gguf)
+    return _format(path).load(path, sharding, dtype)
 
 
 def read_config(folder_or_gguf: str | os.PathLike) -> ModelConfig:
     """The model's config alone, e.g. to lay out the sharding that `load` takes."""
-    return _format(folder_or_gguf).read_config(folder_or_gguf)
+    path = hub.local(folder_or_gguf, weights=False)
+    return _format(path).read_config(path)
 
 
-def _format(path: str | os.PathLike):
-    return gguf if pathlib.Path(path).suffix == ".gguf" else safetensors
+def _format(path: pathlib.Path):
+    return gguf if path.suffix == ".gguf" else safetensors

@@ -44,6 +44,9 @@ ROPE_REQUIRED = {
     "yarn": ("factor",),
 }
 
+# A forged size ends here, and not in a full memory.
+LARGEST, MOST_LAYERS = 10**9, 10**4
+
 # Read by from_hf, so neither harmless nor unknown.
 IMPLEMENTED = frozenset({
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -181,8 +184,9 @@ class ModelConfig:
                 f"model_type={self.family!r} is not implemented; known: {sorted(ARCHITECTURES)}.")
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads",
                      "head_dim", "mlp_dim", "max_position"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+            most = MOST_LAYERS if name == "num_layers" else LARGEST
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 1 to {most}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} must be a multiple of "
@@ -198,7 +202,7 @@ class ModelConfig:
           ValueError: a field is missing, unknown, or set to a value that is not implemented.
         """
         family = _required(hf, "model_type")
-        if family not in ARCHITECTURES:
+        if not isinstance(family, str) or family not in ARCHITECTURES:
             raise ValueError(
                 f"model_type={family!r} is not implemented; known: {sorted(ARCHITECTURES)}.")
         _refuse_unimplemented(hf, family)
@@ -309,7 +313,8 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) 
     """
     if _is_set(hf, "layer_types"):
         types = hf["layer_types"]
-        if len(types) != num_layers or set(types) != {"full_attention"}:
+        is_full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+        if not is_full or len(types) != num_layers:
             raise ValueError(
                 f"layer_types={types!r} is not implemented; only 'full_attention' in each of the "
                 f"num_hidden_layers={num_layers} layers is.")
@@ -337,7 +342,7 @@ def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int
     """qwen3 must state it; for the others it is hidden_size / heads unless stated."""
     if family == "qwen3" or _is_set(hf, "head_dim"):
         return _integer(hf, "head_dim")
-    if embed_dim % num_heads:
+    if num_heads < 1 or embed_dim % num_heads:
         raise ValueError(
             f"hidden_size={embed_dim} must be a multiple of num_attention_heads={num_heads} "
             "when head_dim is not given.")
@@ -354,6 +359,8 @@ def _merge_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     sources = [{"rope_theta": hf["rope_theta"]}] if _is_set(hf, "rope_theta") else []
     for key in ("rope_scaling", "rope_parameters"):
         if _is_set(hf, key):
+            if not isinstance(hf[key], Mapping):
+                raise ValueError(f"{key}={hf[key]!r} in config.json must be an object.")
             fields = {k: v for k, v in hf[key].items() if v is not None}
             if "type" in fields:
                 sources.append({"rope_type": fields.pop("type")})
@@ -376,7 +383,7 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
     """
     fields = _merge_rope(hf)
     kind = fields.pop("rope_type") if "rope_type" in fields else "default"
-    if kind not in ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise ValueError(f"rope_type={kind!r} is not implemented; known: {sorted(ROPE_FIELDS)}.")
     theta = 10000.0
     if "rope_theta" in fields:

@@ -7,10 +7,9 @@ plots.py.
 """
 
 import argparse
-import pathlib
 from collections.abc import Sequence
 
-from jaxrl_tis import cli
+from jaxrl_tis import cli, storage
 from jaxrl_tis.report import plots
 from jaxrl_tis.report.page import load, write
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="HTML file; default: report.html in the first WORKDIR")
     parser.add_argument("--png", help="also write a picture of six plots here")
     args = parser.parse_args(argv)
-    print(write(args.workdirs, args.out or pathlib.Path(args.workdirs[0]) / "report.html"))
+    print(write(args.workdirs, args.out or storage.folder(args.workdirs[0]) / "report.html"))
     if args.png:
         print(plots.write_png(load(args.workdirs), args.png))
 

@@ -3,16 +3,16 @@
 import html
 import json
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 
 import matplotlib
 import numpy as np
+from etils import epath
 from matplotlib import colors
 
-from jaxrl_tis import metrics
+from jaxrl_tis import intervals, metrics, samples, storage
 from jaxrl_tis.progress import clock
-from jaxrl_tis.report import plots
+from jaxrl_tis.report import answers, plots
 from jaxrl_tis.report.plots import Run
 
 
@@ -25,7 +25,7 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
     """
     if not workdirs:
         raise ValueError("no workdir given: a report needs at least one")
-    paths = [pathlib.Path(workdir).resolve() for workdir in workdirs]
+    paths = [storage.folder(workdir) for workdir in workdirs]
     names = [path.name for path in paths]
     palette = plots.COLORS
     if len(paths) > len(plots.COLORS):
@@ -33,15 +33,17 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
     runs = []
     for path, color in zip(paths, palette):
         label = path.name if names.count(path.name) == 1 else str(path)
-        runs.append(Run(label, color, metrics.read(path), _read_config(path / "config.json")))
+        records = metrics.read(path)
+        config = _read_config(path / "config.json")
+        runs.append(Run(label, color, records, config, samples.read(path)))
     return runs
 
 
-def _read_config(path: pathlib.Path) -> dict:
+def _read_config(path: epath.Path) -> dict:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
@@ -54,7 +56,7 @@ def _percent(run: Run, key: str, index: int) -> str:
     record = records[index]
     if "eval/n" not in record:
         return f"{100 * record[key]:.1f} %"
-    low, high = plots.wilson(record[key], record["eval/n"])
+    low, high = intervals.wilson(record[key], record["eval/n"])
     return f"{100 * record[key]:.1f} % <small>[{100 * low:.1f}, {100 * high:.1f}]</small>"
 
 
@@ -81,6 +83,7 @@ def summary_row(run: Run) -> dict[str, str]:
         "Largest |Δp|": _number(run, difference + "max", np.nanmax),
         "Mean |Δp|": _number(run, difference + "mean", np.nanmean),
         "Final ESS": _number(run, "rollout_corr/rollout_is_eff_sample_size", lambda ess: ess[-1]),
+        "Goodput": "–" if (share := plots.goodput(run)) is None else f"{100 * share:.0f} %",
         "Time": clock(sum(plots.phase_seconds(run).values())),
     }
 
@@ -124,10 +127,11 @@ def page(runs: Sequence[Run]) -> str:
         f'<details class="card"><summary>{html.escape(run.label)}</summary><pre>'
         f"{html.escape(json.dumps(run.config, indent=2))}</pre></details>"
         for run in runs if run.config)
+    written = "".join(answers.section(run.label, run.samples) for run in runs)
     title = html.escape(", ".join(run.label for run in runs))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}{answers.CSS}</style></head>
 <body><main><h1>{title}</h1>
 <p class="lead">Pale lines: every step. Strong lines: moving average over 1/25 of the run. |Δp|:
 difference between the probabilities that the sampler and the learner give to the same token at the
@@ -135,12 +139,16 @@ same weights.</p>
 <div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>
 {sections or "<p>No metric to plot yet.</p>"}
 <h2>Configuration</h2>{configs or "<p>No config.json beside the records.</p>"}
+<h2>What did it write, and where did the two disagree</h2>
+<p class="lead">The colour of a token is |Δp|, full at {answers.FULL_COLOR}; the pointer on it tells
+more. An evaluation has the learner's program alone.</p>
+{written or "<p>No samples.jsonl beside the records.</p>"}
 </main></body></html>
 """
 
 
-def write(workdirs: Sequence[str | os.PathLike], out: str | os.PathLike) -> pathlib.Path:
+def write(workdirs: Sequence[str | os.PathLike], out: str | os.PathLike) -> epath.Path:
     """Writes the page of one or several runs and returns its path; see `load` for the errors."""
-    path = pathlib.Path(out)
-    path.write_text(page(load(workdirs)), encoding="utf-8")
+    path = storage.folder(out)
+    path.write_bytes(page(load(workdirs)).encode())
     return path

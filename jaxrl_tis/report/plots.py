@@ -15,15 +15,22 @@ import numpy as np
 from matplotlib import figure, lines, ticker
 from matplotlib.axes import Axes
 
-Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+from jaxrl_tis import intervals
+
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 INTERVALS = ("eval/greedy_accuracy", "eval/sampled_accuracy")  # fractions of eval/n problems
 LINE_STYLES = ("-", "--", ":", "-.")
-STEP_PHASES = ("sync", "rollout", "reward", "score", "update")  # parts of time/step_s
-OTHER_PHASES = ("eval", "checkpoint")  # beside it
-PHASE_COLORS = {**dict(zip((*STEP_PHASES, "eval"), COLORS)), "checkpoint": "#332288",
-                "rest of the step": "#B0B7BF"}
+STEP_PHASES = ("sync", "data", "rollout", "reward", "score", "update")  # parts of time/step_s
+# Beside it, or, compilation, in it or not; lost: steps that were taken again after a fault.
+OTHER_PHASES = ("eval", "checkpoint", "compile", "init", "restore", "warm-up", "lost")
+GOOD_PHASES = ("rollout", "reward", "score", "update")
+PHASE_COLORS = {
+    "sync": "#0072B2", "data": "#999933", "rollout": "#D55E00", "reward": "#009E73",
+    "score": "#CC79A7", "update": "#56B4E9", "rest of the step": "#B0B7BF", "eval": "#E69F00",
+    "checkpoint": "#332288", "compile": "#661100", "init": "#DDCC77", "restore": "#44AA99",
+    "warm-up": "#88CCEE", "lost": "#000000",
+}
 STYLE = {
     "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
@@ -43,6 +50,7 @@ class Run:
     color: Any  # of matplotlib
     records: list[dict[str, Any]]
     config: dict[str, Any]  # config.json, {} when there is none
+    samples: Sequence[dict[str, Any]] = ()  # samples.jsonl
 
     def curve(self, phase: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns (steps [n], values [n]) of a metric."""
@@ -136,17 +144,6 @@ PLOTS = (
 )
 
 
-def wilson(p: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 95 % Wilson score interval of a fraction `p` seen in `n` trials.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
-    """
-    z2n = Z_95**2 / n
-    center = (p + z2n / 2) / (1 + z2n)
-    half = Z_95 / (1 + z2n) * np.sqrt(p * (1 - p) / n + z2n / (4 * n))
-    return center - half, center + half
-
-
 def smooth(values: np.ndarray) -> np.ndarray:
     """Returns the centred moving average over 1/25 of the run; NaN entries are left out."""
     window = len(values) // 25 | 1  # odd
@@ -194,7 +191,7 @@ def _draw_interval(axes: Axes, run: Run, key: str) -> None:
               if record["phase"] == "eval" and key in record and "eval/n" in record]
     if points:
         steps, values, counts = np.array(points, float).T
-        axes.fill_between(steps, *wilson(values, counts), color=run.color, alpha=0.13, linewidth=0)
+        axes.fill_between(steps, *intervals.wilson(values, counts), color=run.color, alpha=0.13, linewidth=0)
 
 
 def _set_log_scale(axes: Axes, values: np.ndarray) -> None:
@@ -235,14 +232,22 @@ def _literal(text: str) -> str:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Returns the seconds that every phase took in the whole run, warm-up left out."""
+    """Returns the seconds that every phase took in the whole run."""
     def total(name):
         return sum(record[f"time/{name}_s"] for record in run.records
                    if record["phase"] != "warmup" and f"time/{name}_s" in record)
 
     seconds = {phase: total(phase) for phase in (*STEP_PHASES, *OTHER_PHASES)}
-    rest = total("step") - sum(seconds[phase] for phase in STEP_PHASES)
+    rest = total("step") - sum(seconds[phase] for phase in (*STEP_PHASES, "compile"))
     return {**seconds, "rest of the step": max(rest, 0.0)}
+
+
+def goodput(run: Run) -> float | None:
+    """Returns the share of the time that was spent on samples, rewards, scores and updates that
+    count; None without times."""
+    seconds = phase_seconds(run)
+    total = sum(seconds.values())
+    return sum(seconds[phase] for phase in GOOD_PHASES) / total if total else None
 
 
 def draw_phases(axes: Axes, runs: Sequence[Run]) -> None:
@@ -289,7 +294,7 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
             draw_phases(axes, timed)
             picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
             sections.setdefault(TIME, []).append(
-                (svg(picture), "Without warm-up, and without work lost to a killed process."))
+                (svg(picture), "lost: steps that were taken again after a fault."))
     return sections
 
 

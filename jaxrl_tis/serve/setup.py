@@ -7,16 +7,13 @@ from typing import Any
 import jax
 from starlette.applications import Starlette
 
-from jaxrl_tis import models
 from jaxrl_tis.build import Setup
-from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import Worker
-from jaxrl_tis.models import placement
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.guard import is_loopback
 from jaxrl_tis.serve.request import Limits
-from jaxrl_tis.state import abstract_state, initial_params, initial_state
+from jaxrl_tis.state import initial_params, initial_state, read_params
 
 
 def read_token(path: str | None) -> str | None:
@@ -27,23 +24,6 @@ def read_token(path: str | None) -> str | None:
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(f"{path} must hold a token: printable ASCII characters without spaces")
     return token
-
-
-def read_params(setup: Setup, path: str) -> Any:
-    """Reads the policy's parameters in a run's newest checkpoint, or those of a model folder or
-    .gguf file, in the training layout.
-
-    Raises FileNotFoundError or ValueError where there are none, or not those of this model.
-    """
-    if (pathlib.Path(path) / "checkpoints").is_dir():
-        with Checkpoints(path, keep=1) as checkpoints:
-            wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
-            return checkpoints.restore(wanted, is_part=True)[0]["policy"]["params"]
-    found = models.read_config(path)
-    if found != setup.model:
-        raise ValueError(f"{path} holds another model: {found}, but {setup.model} is served")
-    shardings = placement.shardings(setup.layout, setup.model)
-    return models.load(path, shardings, setup.config.model.param_dtype)[1]
 
 
 def load(setup: Setup, path: str | None) -> Any:

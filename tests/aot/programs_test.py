@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_tis.aot import report
 from jaxrl_tis.aot import programs as aot
-from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
+from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
 from tests import commands, tpu
 

@@ -3,15 +3,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from jaxrl_tis.data import rewards
+from jaxrl_tis.data import confined
 from jaxrl_tis.data.rewards import REWARDS, RewardWorker, soft_overlong_penalty
 
 USER_REWARDS = '''
-import os, subprocess, sys, time
+import os, random, subprocess, sys, time
+
+IDENTITY = random.SystemRandom().random()  # process numbers may be of a namespace
 
 def length(text, record):
     return len(text) + len(record["answer"])
@@ -30,8 +33,8 @@ def faulty(text, record):
     if text == "hang":
         time.sleep(600)
     if text == "hang with a child":
-        child = subprocess.Popen(["sleep", "600"])
-        open(record["answer"], "w").write(str(child.pid))
+        code = "import time; time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", code, record["answer"]], start_new_session=True)
         time.sleep(600)
     if text == "crash":
         os._exit(3)
@@ -39,8 +42,8 @@ def faulty(text, record):
         raise KeyError("no such key")
     if text == "exit":
         sys.exit(1)
-    if text == "pid":
-        return os.getpid()
+    if text == "which":
+        return IDENTITY
     if text == "read":
         return float(len(sys.stdin.read()))
     return {"nan": float("nan"), "inf": float("-inf"), "none": None}.get(text, 1.0)
@@ -48,8 +51,8 @@ def faulty(text, record):
 def has_jax(text, record):
     return "jax" in sys.modules
 
-def process_id(text, record):
-    return os.getpid()
+def which(text, record):
+    return IDENTITY
 '''
 RECORD = {"prompt": "2+3=", "answer": "5", "id": "x"}
 
@@ -67,6 +70,27 @@ def is_running(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def scorer(worker):
+    """The process that runs the function: the first child of `unshare`, if there is that."""
+    pid = worker._confined._process.pid
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return int((file.read().split() or [pid])[0])
+
+
+def running_with(argument):
+    """Processes that were started with this argument."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(argument).encode() in words:
+            found.append(int(pid))
+    return found
 
 
 def wait_until_ended(pid):
@@ -203,11 +227,9 @@ def test_worker_returns_the_components_of_a_score(user_module):
 def test_worker_runs_without_jax_in_one_other_process(user_module):
     with RewardWorker(f"{user_module}:has_jax", timeout=10, on_error=-1.0) as worker:
         assert worker.score(["a"], [RECORD]) == [0.0]
-    with RewardWorker(f"{user_module}:process_id", timeout=10, on_error=-1.0) as worker:
-        pids = set(worker.score(["a", "b"], [RECORD] * 2) + worker.score(["c"], [RECORD]))
-        assert len(pids) == 1
-        assert pids != {os.getpid()}
-        assert is_running(int(pids.pop()))
+    with RewardWorker(f"{user_module}:which", timeout=10, on_error=-1.0) as worker:
+        assert len(set(worker.score(["a", "b"], [RECORD] * 2) + worker.score(["c"], [RECORD]))) == 1
+        assert scorer(worker) != os.getpid() and is_running(scorer(worker))
 
 
 def test_worker_scores_a_batch_in_milliseconds():
@@ -237,14 +259,13 @@ def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
 
 def test_an_exception_does_not_cost_the_process(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=-1.0) as worker:
-        before, *_, after = worker.score(["pid", "raise", "exit", "pid"], [RECORD] * 4)
-        assert before == after
+        before, *_, after = worker.score(["which", "raise", "exit", "which"], [RECORD] * 4)
+        assert before == after != -1.0
 
 
 def test_a_process_that_no_longer_reads_is_replaced(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=0.5, on_error=-1.0) as worker:
-        [pid] = worker.score(["pid"], [RECORD])
-        os.kill(int(pid), signal.SIGSTOP)
+        os.kill(scorer(worker), signal.SIGSTOP)
         assert worker.score(["x" * 1_000_000, "a"], [RECORD] * 2) == [-1.0, 1.0]
         assert worker.counts["timeouts"] == 1
 
@@ -263,33 +284,38 @@ def test_a_message_larger_than_the_pipe(user_module):
         assert worker.score(["x" * 1_000_000] * 3, [RECORD] * 3) == [1_000_001.0] * 3
 
 
+@pytest.mark.skipif(not confined.namespaces(), reason="without them a new session gets away")
 def test_a_hanging_item_is_killed_with_what_it_started(user_module, tmp_path):
-    note = tmp_path / "pid"
+    note, seen = str(tmp_path / "child"), []
     with RewardWorker(f"{user_module}:faulty", timeout=1.0, on_error=0.0) as worker:
-        worker.score(["hang with a child"], [RECORD | {"answer": str(note)}])
+        look = threading.Timer(0.7, lambda: seen.extend(running_with(note)))
+        look.start()
+        worker.score(["hang with a child"], [RECORD | {"answer": note}])
         assert worker.counts["timeouts"] == 1
-    wait_until_ended(int(note.read_text()))
+    look.join()
+    [child] = seen
+    wait_until_ended(child)
 
 
 def test_close_leaves_no_process_and_can_be_repeated(user_module):
-    worker = RewardWorker(f"{user_module}:process_id", timeout=10, on_error=0.0)
-    [pid] = worker.score(["a"], [RECORD])
+    worker = RewardWorker(f"{user_module}:which", timeout=10, on_error=0.0)
+    [before], pid = worker.score(["a"], [RECORD]), scorer(worker)
     worker.close()
     worker.close()
-    assert not os.path.exists(f"/proc/{int(pid)}")
+    wait_until_ended(pid)
     [other] = worker.score(["a"], [RECORD])
-    assert other != pid
+    assert other != before
     worker.close()
 
 
 def test_a_worker_killed_from_outside_is_replaced(user_module):
-    with RewardWorker(f"{user_module}:process_id", timeout=10, on_error=-1.0) as worker:
-        [pid] = worker.score(["a"], [RECORD])
-        os.kill(int(pid), signal.SIGKILL)
-        wait_until_ended(int(pid))
+    with RewardWorker(f"{user_module}:which", timeout=10, on_error=-1.0) as worker:
+        [before], pid = worker.score(["a"], [RECORD]), scorer(worker)
+        os.kill(pid, signal.SIGKILL)
+        wait_until_ended(pid)
         scores = worker.score(["a", "b"], [RECORD] * 2)
         assert scores[0] == -1.0
-        assert scores[1] not in (-1.0, pid)
+        assert scores[1] not in (-1.0, before)
         assert worker.counts["errors"] == 1
 
 
@@ -299,9 +325,10 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
         "import sys, os, signal\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from jaxrl_tis.data.rewards import RewardWorker\n"
-        "worker = RewardWorker('user_rewards:process_id', timeout=10, on_error=0.0)\n"
-        "record = {'prompt': '', 'answer': '', 'id': ''}\n"
-        f"open({str(note)!r}, 'w').write(str(int(worker.score(['a'], [record])[0])))\n"
+        "worker = RewardWorker('user_rewards:which', timeout=10, on_error=0.0)\n"
+        "pid = worker._confined._process.pid\n"
+        "children = open(f'/proc/{pid}/task/{pid}/children').read().split()\n"
+        f"open({str(note)!r}, 'w').write(str((children or [pid])[0]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=os.getcwd()).returncode == -9
@@ -314,7 +341,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
         ("guess", "unknown reward 'guess'; use one of boxed, exact"),
         ("no_such_module:f", "'no_such_module:f' cannot be loaded: ModuleNotFoundError"),
         ("math:no_such_function", "AttributeError"),
-        ("dying:f", "EOFError: the reward process ended"),
+        ("dying:f", "EOFError: its process ended"),
     ],
 )
 def test_a_function_that_cannot_be_loaded(function, message, tmp_path, monkeypatch):
@@ -327,7 +354,7 @@ def test_a_function_that_cannot_be_loaded(function, message, tmp_path, monkeypat
 def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(rewards, "START_SECONDS", 0.3)
+    monkeypatch.setattr(confined, "START_SECONDS", 0.3)
     with pytest.raises(ValueError, match="cannot be loaded: TimeoutError"):
         RewardWorker("endless:f", timeout=1, on_error=0.0)
 

@@ -1,7 +1,10 @@
 import json
 import re
 import sys
+from unittest import mock
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from jaxrl_tis.data.tasks import SPLITS, TASKS, in_split, make
@@ -122,6 +125,29 @@ def test_jsonl_bytes_that_are_no_text(tmp_path):
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl:2: the line is not JSON"):
         TASKS["jsonl"](path=path)
+
+
+def test_parquet_is_read_as_lines_are(tmp_path):
+    rows = [{"question": "2+3?", "answer": "2 plus 3\n#### 5"}, {"question": "1?", "answer": "#### 1,000"}]
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    source = TASKS["gsm8k_jsonl"](path=str(path))
+    assert read_all(source) == [
+        {"prompt": "2+3?", "answer": "5", "id": f"{path}:1"},
+        {"prompt": "1?", "answer": "1000", "id": f"{path}:2"},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), path)
+    assert TASKS["gsm8k_jsonl"](path=str(path)).digest() != source.digest()
+
+
+def test_a_broken_parquet_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1 but no more")
+    with pytest.raises(ValueError, match="train.parquet is no parquet file that can be read"):
+        TASKS["gsm8k_jsonl"](path=str(path))
+    with mock.patch.dict(sys.modules, {"pyarrow": None}):
+        with pytest.raises(ImportError, match=r"pip install 'jaxrl_tis\[hub\]'"):
+            TASKS["gsm8k_jsonl"](path=str(path))
 
 
 def test_jsonl_missing_file_says_what_to_put_there(tmp_path):

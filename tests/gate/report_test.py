@@ -1,6 +1,7 @@
 """The gap of sampler and learner at the same weights, found, attributed and refused."""
 
 import dataclasses
+import contextlib
 import functools
 import json
 import pathlib
@@ -373,6 +374,7 @@ def command(config, path, noise=0.0, prompts=None):
     sample = functools.partial(noisy.sample, noise) if noise else report.sample
     with (
         mock.patch.object(report, "sample", sample),
+        mock.patch.object(gate, "CONNECTED", contextlib.nullcontext),
         commands.exits(gate, CONFIG=config, JSON=path, PROMPTS=prompts) as exited,
     ):
         gate.main()

@@ -8,7 +8,7 @@ import pathlib
 class Mutant:
     """One change of one source.
 
-    `source` is relative to jaxrl_tis/; `old` stands in it exactly once; `tests` are the files that
+    `source` is relative to jaxrl_tis/ (a launcher is ../launch/...); `old` stands in it exactly once; `tests` are the files that
     have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
     "name" in the first of the files or as "file::name".
     """

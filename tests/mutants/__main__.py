@@ -24,9 +24,11 @@ import threading
 import time
 
 from tests.mutants import Mutant, runner
-from tests.mutants import algorithms, engine, estimators, kernels, models, surroundings, update
+from tests.mutants import (
+    algorithms, engine, estimators, kernels, models, outside, surroundings, update,
+)
 
-TABLES = (estimators, algorithms, update, engine, kernels, models, surroundings)
+TABLES = (estimators, algorithms, update, engine, kernels, models, surroundings, outside)
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
 
 

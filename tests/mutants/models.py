@@ -127,7 +127,7 @@ MUTANTS = [
         ("a field with another value is taken",
          "if value != only[key]:", "if value != only[key] and False:"),
         ("one window layer among many is taken",
-         'set(types) != {"full_attention"}', 'not set(types) & {"full_attention"}'),
+         'all(kind == "full_attention" for', 'any(kind == "full_attention" for'),
         ("two values of a RoPE field are taken",
          "if key in merged and merged[key] != value:", "if key in merged and False:"),
         ("missing RoPE fields are taken",

@@ -158,8 +158,7 @@ MUTANTS = [
     *of(
         "evaluate.py",
         ("greedy and sampled are exchanged",
-         '"eval/greedy_accuracy": _share(rewards.score(texts[0::2]',
-         '"eval/greedy_accuracy": _share(rewards.score(texts[1::2]'),
+         "scores = rewards.score(texts[0::2]", "scores = rewards.score(texts[1::2]"),
         ("partial credit is accuracy", "score >= 1 for", "score > 0 for"),
         ("the constant answer is the rarest",
          "answers.most_common(1)[0][0]", "answers.most_common()[-1][0]"),

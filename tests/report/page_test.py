@@ -90,7 +90,8 @@ def test_every_plot_with_data_and_no_other(page):
     assert titles == ["Reward", "Held-out accuracy, greedy", "Probability difference",
                       "Effective sample size", "Time per step", "Where the time went"]
     assert page.headings == ["Learning", "Sampler against learner", "Importance weights", "Time",
-                             "Configuration"]
+                             "Configuration",
+                             "What did it write, and where did the two disagree"]
     assert page.open_tags == []
 
 
@@ -142,7 +143,7 @@ def test_run_without_training_yet(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     page = Page(write([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.figures == []
-    assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "0s"]
+    assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "–", "0s"]
 
 
 def test_missing_workdir_is_named(tmp_path):

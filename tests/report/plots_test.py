@@ -55,15 +55,6 @@ def test_accuracy_band_is_the_wilson_interval():
     assert heights.max() == pytest.approx(0.59617, abs=2e-5)
 
 
-@pytest.mark.parametrize("p, n, low, high", [
-    (0.0, 10, 0.0, 0.27753),  # z^2/n / (1 + z^2/n) = 0.384146 / 1.384146
-    (1.0, 10, 0.72247, 1.0),  # 1 / 1.384146
-    (0.5, 100, 0.40383, 0.59617),
-])
-def test_wilson(p, n, low, high):
-    np.testing.assert_allclose(plots.wilson(p, n), (low, high), atol=2e-5)
-
-
 def test_time_by_phase():
     seconds = plots.phase_seconds(INT8)
     # Of 4 x 4 s: 8 s rollout, 4 s update, 4 s unnamed; the evaluation comes on top.

@@ -1,7 +1,9 @@
-"""Published facts of TPU chips, and the topologies that the shipped configs are meant for.
+"""Published facts of TPU chips, how slices of them are rented, and those that the shipped configs are
+meant for.
 
 Sources, per chip: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; what they do not give is
-named beside the number. Peak rates are peaks: no program reaches them.
+named beside the number. Peak rates are peaks: no program reaches them. Labels, machine types and
+chips per machine are those that xpk 1.16 writes into its manifests.
 """
 
 import dataclasses
@@ -49,6 +51,41 @@ CHIPS = {
     "tpu7x": Chip(192 * GIB, 7380e9, 2307e12, 2307e12, 600e9, 2),
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """How slices of a chip are rented.
+
+    Attributes:
+      prefix: first part of their names: v5litepod of v5litepod-8.
+      runtime: the image of a TPU VM.
+      label: the accelerator that a GKE node is chosen by.
+      machine: the type of such a node, before its number of chips.
+      host_chips: most chips of a slice that is one host; each host of a larger one has 4.
+    """
+
+    prefix: str
+    runtime: str
+    label: str
+    machine: str
+    host_chips: int
+
+
+OFFERS = {
+    "v4": Offer("v4", "tpu-ubuntu2204-base", "tpu-v4-podslice", "ct4p-hightpu", 4),
+    "v5e": Offer("v5litepod", "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice", "ct5lp-hightpu", 8),
+    "v5p": Offer("v5p", "v2-alpha-tpuv5", "tpu-v5p-slice", "ct5p-hightpu", 4),
+    "v6e": Offer("v6e", "v2-alpha-tpuv6e", "tpu-v6e-slice", "ct6e-standard", 8),
+}
+# Chips of a slice -> its shape.
+FLAT_SHAPES = {
+    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
+}
+CUBE_SHAPES = {
+    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8",
+    512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
+}
+
 # Name of a file in configs/ -> the slice that it is meant for.
 TOPOLOGIES = {
     "quickstart": "v5e:2x2",
@@ -79,15 +116,65 @@ class Topology:
             )
         return cls(name, kind, CHIPS[kind], math.prod(map(int, shape.split("x"))), num_slices)
 
+    @classmethod
+    def rented(cls, accelerator: str, num_slices: int = 1) -> "Topology":
+        """Returns the slices of a name to rent them by, v5litepod-8 or v5p-128; ValueError for one
+        that is not offered."""
+        kinds = {offer.prefix: kind for kind, offer in OFFERS.items()}
+        prefix, _, count = accelerator.rpartition("-")
+        if prefix not in kinds or not count.isdigit():
+            raise ValueError(
+                f"accelerator {accelerator!r} is none of {', '.join(f'{p}-N' for p in kinds)}"
+            )
+        chip = CHIPS[kinds[prefix]]
+        shapes = FLAT_SHAPES if kinds[prefix] in ("v5e", "v6e") else CUBE_SHAPES
+        names = {chips * chip.cores_per_chip: shape for chips, shape in shapes.items()}
+        if int(count) not in names:
+            raise ValueError(
+                f"there is no {accelerator}; {prefix} comes as "
+                f"{', '.join(f'{prefix}-{n}' for n in names)}"
+            )
+        return cls.parse(f"{kinds[prefix]}:{names[int(count)]}", num_slices)
+
+    @property
+    def offer(self) -> Offer:
+        if self.kind not in OFFERS:
+            raise ValueError(f"how {self.kind} is rented is not known here: {', '.join(OFFERS)}")
+        return OFFERS[self.kind]
+
+    @property
+    def shape(self) -> str:
+        """Chips along each side of a slice: 4x4."""
+        return self.name.partition(":")[2]
+
+    @property
+    def hosts_per_slice(self) -> int:
+        few = self.chips_per_slice <= self.offer.host_chips
+        return 1 if few else math.ceil(self.chips_per_slice / 4)
+
+    @property
+    def chips_per_host(self) -> int:
+        return self.chips_per_slice // self.hosts_per_slice
+
+    @property
+    def machine_type(self) -> str:
+        """Of a GKE node: ct5lp-hightpu-8t."""
+        return f"{self.offer.machine}-{self.chips_per_host}t"
+
     @property
     def num_chips(self) -> int:
         return self.chips_per_slice * self.num_slices
 
     @property
+    def accelerator(self) -> str:
+        """The name to rent one of the slices by: v5litepod-8, v5p-128."""
+        prefix = OFFERS[self.kind].prefix if self.kind in OFFERS else self.kind
+        return f"{prefix}-{self.chips_per_slice * self.chip.cores_per_chip}"
+
+    @property
     def product_name(self) -> str:
-        """The name to rent it by: v5litepod-8, v5p-128."""
-        prefix = "v5litepod" if self.kind == "v5e" else self.kind
-        name = f"{prefix}-{self.chips_per_slice * self.chip.cores_per_chip}"
+        """The same with the number of slices."""
+        name = self.accelerator
         return f"{self.num_slices} x {name}" if self.num_slices > 1 else name
 
     def devices(self) -> list:

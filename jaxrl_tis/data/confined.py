@@ -1,0 +1,244 @@
+"""A function that may do harm, in a process of its own: a reward, a template that came with a model.
+
+This file imports the standard library only, so the process starts in tens of milliseconds and never
+holds an accelerator.
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import queue
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+START_SECONDS = 60.0
+MEMORY = 4 << 30  # bytes
+# Of the process and of each that it starts, beside its memory.
+LIMITS = {
+    resource.RLIMIT_FSIZE: 1 << 30,  # bytes of a file
+    resource.RLIMIT_NPROC: 512,  # processes in its namespace; root has no such limit
+    resource.RLIMIT_CORE: 0,
+}
+SHOWN_BYTES = 64 << 10  # of what the process prints
+RESULT_BYTES = 4 << 20
+NAMESPACES = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+class Confined:
+    """Calls a function in a process of its own, which is replaced when a call runs past its time or
+    ends the process.
+
+    Messages are JSON, so nothing that the function does can run code on this side. This keeps a
+    faulty function from stopping a run; it is no sandbox against a hostile one, which can read and
+    write the files of its user.
+
+    The process is a new interpreter rather than a multiprocessing child, because the latter
+    imports the main module again, and with it JAX. It leads its own process group, and where
+    `unshare` works it has no network and process numbers of its own: killing it also kills what
+    the function started, whatever that has made of itself. LIMITS and `memory` bound it, and the
+    first SHOWN_BYTES of what it prints go to stderr. If this process dies, it ends by itself (a
+    function that hangs inside C code without releasing the interpreter lock is the exception).
+
+    Args:
+        make: "module:function" importable along this process's sys.path, which is called there
+            with `argument`, and returns the function.
+        argument: what JSON can hold.
+        what: the function's name for messages.
+        timeout: seconds that one call may take.
+        memory: bytes of the process.
+
+    Raises:
+        ValueError: `make` failed.
+    """
+
+    def __init__(
+        self, make: str, argument: Any, *, what: str, timeout: float, memory: int = MEMORY
+    ):
+        self._setup = {"make": make, "argument": argument, "memory": memory}
+        self._what, self._timeout = what, timeout
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.Lock()
+        self._start()
+
+    def calls(
+        self, items: Sequence[Sequence[Any]], pulse: Callable[[], None] = lambda: None
+    ) -> list[dict[str, Any]]:
+        """Calls the function with the arguments of each item, in order.
+
+        Returns {"value": what it returned, "error": ""} for each, or what went wrong and how:
+        {"value": None, "error": text, "fault": "errors" or "timeouts"}. `pulse` is called whenever
+        results come.
+        """
+        results = []
+        with self._lock:
+            while len(results) < len(items):
+                if self._process is None:
+                    self._start()
+                try:
+                    self._call_in_process(items[len(results) :], results, pulse)
+                except (TimeoutError, EOFError, OSError) as fault:
+                    self.close()
+                    name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
+                    error = f"{type(fault).__name__}: {fault}"
+                    results.append({"value": None, "error": error, "fault": name})
+        return results
+
+    def close(self) -> None:
+        """Ends the process and all that it started; a later call starts a new one."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # Before wait(): until then the id of the group cannot be given to another process.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+    def _start(self) -> None:
+        code = (
+            "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+            "from jaxrl_tis.data import confined; confined.serve()"
+        )
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        self._process = subprocess.Popen(
+            [*namespaces(), sys.executable, "-c", code, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            # On a large host the threads of BLAS alone would reserve more memory than the limit.
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )
+        shown = self._process.stderr, self._what
+        threading.Thread(target=_show, args=shown, daemon=True).start()
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._unread = b""
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            self._write(self._setup, deadline)
+            [made] = self._read_lines(deadline)
+        except (TimeoutError, EOFError, OSError) as fault:
+            made = {"error": f"{type(fault).__name__}: {fault}"}
+        if made["error"]:
+            self.close()
+            raise ValueError(f"{self._what} cannot be loaded: {made['error']}")
+
+    def _call_in_process(self, items: Sequence, results: list, pulse: Callable) -> None:
+        """Appends to `results` until all items are done; raises at the first that stops this."""
+        self._write(items, time.monotonic() + self._timeout)
+        end = len(results) + len(items)
+        while len(results) < end:
+            for result in self._read_lines(time.monotonic() + self._timeout):
+                results.append(result | {"fault": "errors" if result["error"] else None})
+            pulse()
+
+    def _write(self, message: Any, deadline: float) -> None:
+        data, stdin = json.dumps(message).encode() + b"\n", self._process.stdin.fileno()
+        while data:
+            self._wait(stdin, select.POLLOUT, deadline)
+            data = data[os.write(stdin, data) :]
+
+    def _read_lines(self, deadline: float) -> list[dict[str, Any]]:
+        """All complete lines that are there, after waiting for at least one."""
+        stdout = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            self._wait(stdout, select.POLLIN, deadline)
+            data = os.read(stdout, 1 << 20)
+            if not data:
+                raise EOFError("its process ended")
+            self._unread += data
+            if len(self._unread) > RESULT_BYTES and b"\n" not in self._unread:
+                raise EOFError(f"a result of more than {RESULT_BYTES} bytes")
+        complete, _, self._unread = self._unread.rpartition(b"\n")
+        return [json.loads(line) for line in complete.split(b"\n")]
+
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        poll = select.poll()  # select() refuses descriptors above 1023.
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise TimeoutError(f"{self._what} ran past its time limit")
+
+
+@functools.cache
+def namespaces() -> tuple[str, ...]:
+    """Returns the command that runs another one without network and with process numbers of its
+    own; none where the system does not allow it."""
+    for user in ((), ("--user", "--map-current-user")):
+        command = ("unshare", *user, *NAMESPACES)
+        try:
+            if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
+                return command
+        except OSError:
+            break  # there is no unshare
+    return ()
+
+
+def _show(stream, what: str) -> None:
+    """Passes the beginning of what a process prints on to stderr, and reads the rest."""
+    left = SHOWN_BYTES
+    with stream:
+        while data := stream.read(SHOWN_BYTES):
+            if left:
+                sys.stderr.write(data[:left].decode(errors="replace"))
+                sys.stderr.flush()
+            if left and len(data) >= left:
+                print(f"\n(no more of what {what} prints is shown)", file=sys.stderr)
+            left = max(0, left - len(data))
+
+
+def function(path: str) -> Any:
+    """Returns what "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def serve() -> None:
+    """The process: reads what to make and then batches of calls from stdin, and writes one line for
+    each result."""
+    items, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    # The function must not read our messages or write among them.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    setup = json.loads(items.readline())
+    for limit, value in {resource.RLIMIT_AS: setup["memory"], **LIMITS}.items():
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+
+    def send(call: Callable[[], Any]) -> None:
+        try:
+            line = json.dumps({"value": call(), "error": ""})
+        except BaseException as fault:
+            error = f"{type(fault).__name__}: {fault}"[:1000]
+            line = json.dumps({"value": None, "error": error})
+        results.write(line.encode() + b"\n")
+
+    made = []
+    send(lambda: made.append(function(setup["make"])(setup["argument"])))
+    if not made:
+        return
+    batches = queue.SimpleQueue()
+    threading.Thread(target=_read_batches, args=(items, batches), daemon=True).start()
+    while True:
+        for arguments in batches.get():
+            send(lambda: made[0](*arguments))
+
+
+def _read_batches(items, batches: queue.SimpleQueue) -> None:
+    for line in items:
+        batches.put(json.loads(line))
+    # The other side is gone, and the function may be hanging. The first process of a namespace is
+    # safe from its own signal; with it end all others there.
+    with contextlib.suppress(OSError):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,40 @@
+"""95 % intervals of what was measured a few times."""
+
+import numpy as np
+from scipy import stats
+
+Z_95 = 1.959964
+
+
+def wilson(p: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 95 % Wilson score interval of a fraction `p` seen in `n` trials.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+    """
+    z2n = Z_95**2 / n
+    center = (p + z2n / 2) / (1 + z2n)
+    half = Z_95 / (1 + z2n) * np.sqrt(p * (1 - p) / n + z2n / (4 * n))
+    return center - half, center + half
+
+
+def of_shares(shares: np.ndarray) -> tuple[float, float, float]:
+    """Returns the mean of `shares` [n], each in 0 .. 1 and independent, and its Wilson interval.
+
+    The trials are as many as give a fraction the variance that the mean is seen to have: n where
+    each share is 0 or 1, more where it is itself the mean of several draws.
+    """
+    shares = np.asarray(shares, float)
+    mean, variance = shares.mean(), shares.var() / len(shares)
+    trials = len(shares) if variance == 0 else max(mean * (1 - mean) / variance, len(shares))
+    low, high = wilson(mean, trials)
+    return float(mean), float(low), float(high)
+
+
+def of_mean(values: np.ndarray) -> tuple[float, float, float]:
+    """Returns the mean of `values` [n] and its Student-t interval, infinite for a single one."""
+    values = np.asarray(values, float)
+    mean, n = float(values.mean()), len(values)
+    if n == 1:
+        return mean, -np.inf, np.inf
+    half = stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)
+    return mean, float(mean - half), float(mean + half)

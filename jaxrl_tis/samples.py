@@ -1,0 +1,101 @@
+"""Some of what a run wrote, token by token: WORKDIR/samples.jsonl, one answer a line.
+
+A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
+"logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
+tokens of the response; `length` counts all. `weight` is null where the correction gives weights
+inside the update alone. An evaluation (phase "eval", greedy answers) has one program and thus one
+log-prob, in `logp_old`; `logp_behav`, `weight` and `version` are null.
+"""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis import storage
+from jaxrl_tis.metrics import LineFile
+
+FILE_NAME = "samples.jsonl"
+MAX_TOKENS = 512
+DIGITS = 6  # after the point
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def of_step(
+    step: int, samples: Sequence[Any], rows: Mapping[str, np.ndarray],
+    weights: np.ndarray | None, decode: Decode, count: int,
+) -> list[dict[str, Any]]:
+    """Returns the lines of a training step: the first answer of each of the first `count` groups.
+
+    Args:
+      samples: of the batch, as rollouts.Sample.
+      rows: of the batch, [N,T], in the order of the samples: mask, logp_behav, logp_old, version.
+      weights: [N,T] or None.
+    """
+    groups = [s.group for s in samples]
+    lines = []
+    for i in [groups.index(g) for g in dict.fromkeys(groups)][:count]:
+        mask = rows["mask"][i]
+        of_tokens = {name: rows[name][i][mask] for name in ("logp_behav", "logp_old", "version")}
+        of_tokens["weight"] = None if weights is None else weights[i][mask]
+        sample = samples[i]
+        lines.append(_line(step, "train", sample, sample.reward, of_tokens, decode))
+    return lines
+
+
+def of_evaluation(
+    step: int, samples: Sequence[Any], decode: Decode, count: int
+) -> list[dict[str, Any]]:
+    """Returns the lines of an evaluation, of its first `count` answers."""
+    return [
+        _line(step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_behav}, decode)
+        for sample in samples[:count]
+    ]
+
+
+def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
+    ids = sample.trajectory.tokens.tolist()
+    names = "logp_behav", "logp_old", "weight", "version"
+    found = {n: of_tokens[n] if n in of_tokens else None for n in names}
+    return {
+        "step": step, "phase": phase, "id": sample.record["id"],
+        "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
+        "answer": sample.record["answer"], "reward": round(float(reward), DIGITS),
+        "length": len(ids), "tokens": [decode([token]) for token in ids[:MAX_TOKENS]],
+        **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in found.items()},
+    }
+
+
+def _numbers(values: np.ndarray) -> list[float | int]:
+    return [round(x, DIGITS) for x in values.tolist()]
+
+
+def open_file(workdir: str | os.PathLike, resume_step: int | None) -> LineFile:
+    """Opens the file; lines after `resume_step` are dropped, as the run writes them again."""
+    kept = None
+    if resume_step is not None:
+        kept = [json.dumps(line) for line in read(workdir) if line["step"] <= resume_step]
+    return LineFile(pathlib.Path(workdir) / FILE_NAME, kept)
+
+
+def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """Returns the lines of a run, [] where it has none; a torn last line is left out.
+
+    Raises:
+      ValueError: another line is not JSON.
+    """
+    path = storage.folder(workdir) / FILE_NAME
+    if not path.exists():
+        return []
+    lines, found = path.read_bytes().decode(errors="replace").splitlines(), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    return found

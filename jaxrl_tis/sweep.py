@@ -1,0 +1,300 @@
+"""Runs what the `sweep()` of a config lists, each with every seed:
+
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py [--seeds=0,1,2] [--jobs=2]
+    python -m jaxrl_tis.sweep --config=... --dry_run             # the commands, one a line
+    python -m jaxrl_tis.sweep --config=... --launch=tpu_vm       # those that launch them
+
+`sweep()` stands beside `get_config()` and returns a list of arms, each {dotted field: value}, made by
+hand or with `grid`, `zipped` and `product`. Every arm is checked before the first one runs. The same
+command continues a sweep: what is finished is not run again, and what was interrupted goes on. At
+the end there are table.md and report.html in the folder of the sweep; arms that failed are named, and
+the command then ends with 1.
+"""
+
+import itertools
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from importlib import util
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_tis import cli, cli_flags, intervals, metrics, storage
+from jaxrl_tis.report import page
+from jaxrl_tis.validate import validate
+
+Arm = dict[str, Any]
+
+# Column of the table -> the metric, and the phase that it is of.
+COLUMNS = {
+    "greedy accuracy": ("eval", "eval/greedy_accuracy"),
+    "sampled accuracy": ("eval", "eval/sampled_accuracy"),
+    "reward": ("train", "reward/mean"),
+    "max abs dp": ("train", "training/rollout_probs_diff_max"),
+}
+LAST_SHARE = 0.1  # of the steps, over which metrics of training are averaged
+
+
+def grid(values: Mapping[str, Sequence]) -> list[Arm]:
+    """Returns every combination of the fields' values, the last field changing fastest."""
+    return [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
+
+
+def zipped(values: Mapping[str, Sequence]) -> list[Arm]:
+    """Returns the first values of all fields, the second values, and so on.
+
+    Raises:
+      ValueError: the fields have different numbers of values.
+    """
+    counts = {name: len(column) for name, column in values.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"zipped fields have different numbers of values: {counts}")
+    return [dict(zip(values, row)) for row in zip(*values.values())]
+
+
+def product(*sweeps: Sequence[Arm]) -> list[Arm]:
+    """Returns every combination of an arm of each sweep.
+
+    Raises:
+      ValueError: two of the sweeps set one field.
+    """
+    fields = [name for sweep in sweeps for name in dict.fromkeys(f for arm in sweep for f in arm)]
+    if twice := sorted({name for name in fields if fields.count(name) > 1}):
+        raise ValueError(f"{', '.join(twice)} is set by two parts of a product")
+    return [
+        {name: value for arm in chosen for name, value in arm.items()}
+        for chosen in itertools.product(*sweeps)
+    ]
+
+
+@dataclass(frozen=True)
+class Job:
+    """An arm with a seed.
+
+    Attributes:
+      arm: its name.
+      arguments: of jaxrl_tis.main, but --workdir.
+      steps: of the config.
+    """
+
+    arm: str
+    seed: int
+    workdir: str
+    arguments: tuple[str, ...]
+    steps: int
+
+    @property
+    def log(self) -> pathlib.Path:
+        """On this machine, beside the workdir or, if that is on a bucket, under runs/."""
+        return pathlib.Path(f"{self.workdir.replace('gs://', 'runs/')}.log")
+
+    @property
+    def command(self) -> list[str]:
+        return ["python", "-m", "jaxrl_tis.main", *self.arguments, f"--workdir={self.workdir}"]
+
+    def is_finished(self) -> bool:
+        try:
+            records = metrics.read(self.workdir)
+        except FileNotFoundError:
+            return False
+        return any((r["phase"], r["step"]) == ("eval", self.steps) for r in records)
+
+
+def name_of(arm: Arm) -> str:
+    """Returns the name of an arm, which is the name of a folder, too: "preset=tis_2,epochs=4"."""
+    words = [f"{field.rpartition('.')[2]}={value}" for field, value in arm.items()]
+    return re.sub(r"[^\w.=,+-]+", "_", ",".join(words)).strip("_") or "base"
+
+
+def jobs_of(
+    config: str, overrides: Sequence[str], arms: Sequence[Arm], seeds: Sequence[int], out: str
+) -> list[Job]:
+    """Checks all arms and returns their jobs.
+
+    Raises:
+      ValueError: an arm has a field that does not exist, or is refused; two are the same. All such
+        problems are in the message.
+    """
+    names = [name_of(arm) for arm in arms]
+    problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    jobs = []
+    for name, arm in zip(names, arms):
+        fields = [f"--config.{field}={value}" for field, value in arm.items()]
+        arguments = [f"--config={config}", *overrides, *fields]
+        try:
+            found = cli_flags.parsed(arguments)
+            validate(found)
+        except (flags.Error, ValueError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        for seed in seeds:
+            workdir = f"{out}/{name}-seed{seed}"
+            own = (*arguments, f"--config.seed={seed}")
+            jobs.append(Job(name, seed, workdir, own, found.steps))
+    if problems:
+        raise ValueError("nothing was run, as the sweep has mistakes:\n" + "\n".join(problems))
+    return jobs
+
+
+def arms_of(config: str) -> list[Arm]:
+    """Returns what `sweep()` of a config file lists.
+
+    Raises:
+      ValueError: there is none, or it lists no arms.
+    """
+    path = config.partition(":")[0]
+    spec = util.spec_from_file_location("swept", path)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "sweep"):
+        raise ValueError(f"{path} has no sweep(); it returns a list of {{field: value}}")
+    arms = module.sweep()
+    if not arms or not all(isinstance(arm, dict) for arm in arms):
+        raise ValueError(f"{path}: sweep() returned {arms!r}, not a list of {{field: value}}")
+    return arms
+
+
+def launch_command(job: Job, index: int, launcher: str, more: Sequence[str]) -> list[str]:
+    """Returns the command that runs a job on Cloud TPU."""
+    script = {"tpu_vm": "launch/tpu_vm.py", "gke": "launch/gke/jobset.py"}[launcher]
+    stem = pathlib.Path(job.arguments[0].partition("=")[2].partition(":")[0]).stem
+    name = re.sub(r"[^a-z0-9]+", "-", f"{stem[:24]}-{index}-s{job.seed}".lower())
+    return ["python", script, "run", *job.arguments, f"--workdir={job.workdir}", f"--name={name}", *more]
+
+
+class Runner:
+    """Runs jobs, some at a time, each a process of its own with a log beside its workdir."""
+
+    def __init__(self, jobs: int):
+        self._jobs, self._running, self._is_stopping = jobs, set(), False
+
+    def run(self, jobs: Sequence[Job]) -> dict[Job, int]:
+        """Returns the exit code of each.
+
+        Raises:
+          Interrupted: by a signal, once all that ran have saved and ended.
+        """
+        before = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            with futures.ThreadPoolExecutor(self._jobs) as pool:
+                codes = dict(zip(jobs, pool.map(self._run, jobs)))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._is_stopping:
+            raise cli.Interrupted("stopped; the same command continues")
+        return codes
+
+    def _run(self, job: Job) -> int:
+        if self._is_stopping:
+            return cli.RESTART
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        with open(job.log, "ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, *job.command[1:]], stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._running.add(process)
+        if self._is_stopping:  # asked since it was looked at above
+            process.send_signal(signal.SIGTERM)
+        code = process.wait()
+        self._running.discard(process)
+        ended = "done" if code == 0 else f"ended with {code}, see {job.log}"
+        print(f"{job.arm}, seed {job.seed}: {ended} ({time.monotonic() - start:.0f} s)", flush=True)
+        return code
+
+    def _stop(self, number: int, _) -> None:
+        self._is_stopping = True
+        for process in list(self._running):
+            process.send_signal(number)
+
+
+def table(jobs: Sequence[Job]) -> str:
+    """Returns the table of the finished jobs, in Markdown: the mean over seeds of each column and
+    its 95 % interval, Student's over seeds or, of one seed's accuracy, Wilson's."""
+    lines = [f"| arm | seeds | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
+    for arm in dict.fromkeys(job.arm for job in jobs):
+        records = [metrics.read(j.workdir) for j in jobs if j.arm == arm and j.is_finished()]
+        cells = [_cell(records, *column) for column in COLUMNS.values()] if records else []
+        cells = cells or ["none finished", *[""] * (len(COLUMNS) - 1)]
+        lines.append(f"| {arm} | {len(records)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
+    values, trials = [], None
+    for records in runs:
+        records = [r for r in records if r["phase"] == phase and metric in r]
+        if not records:
+            return "–"
+        first = int((1 - LAST_SHARE) * len(records)) if phase == "train" else -1
+        values.append(np.mean([r[metric] for r in records[first:]]))
+        trials = records[-1].get("eval/n")
+    mean, low, high = intervals.of_mean(values)
+    if len(values) == 1:
+        if trials is None:
+            return f"{mean:.4g}"
+        low, high = intervals.wilson(mean, trials)
+    return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    cli_flags.define_config()
+    seeds = flags.DEFINE_list("seeds", ["0"], "Seeds of every arm.")
+    count = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1)
+    out = flags.DEFINE_string("out", None, "Folder of the sweep; default runs/sweep-NAME.")
+    dry_run = flags.DEFINE_boolean("dry_run", False, "Show the commands and run none.")
+    launcher = flags.DEFINE_enum("launch", None, ["tpu_vm", "gke"], "Show commands that launch them.")
+    more = flags.DEFINE_string("launch_flags", "", "Further flags of the launcher.")
+
+    def run() -> None:
+        config = config_flags.get_config_filename(flags.FLAGS["config"])
+        name = pathlib.Path(config.partition(":")[0]).stem
+        folder = out.value or f"runs/sweep-{name}"
+        given = cli_flags.overrides(sys.argv)
+        overrides = [f"--config.{field}={text}" for field, text in given.items()]
+        if not all(re.fullmatch(r"\d+", seed) for seed in seeds.value):
+            raise ValueError(f"--seeds={','.join(seeds.value)}: give whole numbers, as in 0,1,2")
+        numbers = list(dict.fromkeys(map(int, seeds.value)))
+        jobs = jobs_of(config, overrides, arms_of(config), numbers, folder)
+        if launcher.value:
+            for i, job in enumerate(jobs):
+                print(shlex.join(launch_command(job, i, launcher.value, shlex.split(more.value))))
+        elif dry_run.value:
+            print("\n".join(shlex.join(job.command) for job in jobs))
+        else:
+            _run_all(jobs, folder, count.value)
+
+    cli_flags.run(run, required=["config"])
+
+
+def _run_all(jobs: Sequence[Job], folder: str, count: int) -> None:
+    waiting = [job for job in jobs if not job.is_finished()]
+    print(f"{len(jobs)} runs in {folder}, {len(jobs) - len(waiting)} of them finished before")
+    codes = Runner(count).run(waiting)
+    finished = [job for job in jobs if job.is_finished()]
+    text = table(jobs)
+    place = storage.folder(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "table.md").write_text(text)
+    print(text, end="")
+    if finished:
+        print(f"report: {page.write([j.workdir for j in finished], place / 'report.html')}")
+    if failed := [f"{job.arm}, seed {job.seed}" for job in waiting if codes[job]]:
+        raise RuntimeError(f"{len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

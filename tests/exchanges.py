@@ -1,0 +1,61 @@
+"""What a process of several gets from each function of jaxrl_tis.processes, as JSON on stdout."""
+
+import json
+
+import jax
+import numpy as np
+from absl import app
+
+from jaxrl_tis import cli, processes
+
+CONNECTED = processes.define_flags()
+
+
+def refused(f):
+    """(kind, message) of what processes.first raises."""
+    try:
+        processes.first(f)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+def refuse():
+    return cli.check_folder("json", "/none/x")
+
+
+def calls():
+    me = processes.index()
+    done = []
+    shared = processes.share(list(range(5)), lambda items: done.extend(items) or
+                             [[x, me] for x in items])
+    return {
+        "index": me,
+        "first": processes.is_first(),
+        "alone": processes.is_alone(),
+        "exchange": processes.exchange({"me": me, "long": "é" * (me * 3000), "x": 0.1 + me}),
+        "gather": processes.gather(["a", "b"] if me == 0 else []),
+        "share": shared,
+        "did": done,
+        "shard": processes.shard(),
+        "any": [processes.any_of(False), processes.any_of(me == 1)],
+        "told": processes.first(lambda: {"by": me}),
+        "refused": refused(refuse),
+        "same": processes.difference({"a": np.arange(3), "b": {"x": [1, None]}}),
+        "other dtype": processes.difference({"a": np.zeros(2, np.int32 if me else np.float32)}),
+        "other value": processes.difference({"a": 1, "config.seed": me, "c": me}),
+        "missing": processes.difference({"a": 1} | ({"b": 2} if me == 0 else {})),
+    }
+
+
+def main(_):
+    with CONNECTED():
+        found = calls()
+        with open(f"{FOLDER.value}/found{jax.process_index()}.json", "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    from absl import flags
+
+    FOLDER = flags.DEFINE_string("folder", None, "")
+    app.run(main)

@@ -1,0 +1,135 @@
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis import export, models
+from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.models import transformer
+from jaxrl_tis.provenance import write_run_files
+from tests import configs_test, tiny
+
+pytestmark = pytest.mark.by_jax("checkpoints through orbax")
+
+
+@pytest.fixture(scope="module")
+def run():
+    return tiny.finished()
+
+
+def restored(workdir, step=None):
+    """The policy of a checkpoint, as the run itself reads it."""
+    from jaxrl_tis.state import read_params
+
+    return read_params(tiny.setup(), str(workdir), step)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_folder_holds_the_policy(run, tmp_path, dtype):
+    assert export.export(str(run), str(tmp_path / "out"), dtype=dtype) == tiny.STEPS
+    model, params = models.load(tmp_path / "out", dtype="float32")
+    assert model == tiny.setup().model
+    for read, own in zip(jax.tree.leaves(params), jax.tree.leaves(restored(run)), strict=True):
+        np.testing.assert_array_equal(read, own.astype(dtype).astype("float32"))
+    tokens = np.arange(6)[None]
+    expected = transformer.logits(restored(run), model, tokens)
+    tolerance = 0 if dtype == "float32" else 0.05
+    np.testing.assert_allclose(transformer.logits(params, model, tokens), expected, atol=tolerance)
+
+
+def test_an_older_step(run, tmp_path):
+    assert export.export(str(run), str(tmp_path / "out"), step=4, dtype="float32") == 4
+    _, params = models.load(tmp_path / "out")
+    np.testing.assert_array_equal(params["embed"], restored(run, 4)["embed"])
+    assert not np.array_equal(params["embed"], restored(run)["embed"])
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="numpy") as file:
+        assert file.metadata()["step"] == "4" and file.metadata()["run"] == "tiny"
+
+
+def workdir_of(folder, path):
+    """A workdir with the parameters at `path` as its policy."""
+    config = tiny.config(model__path=str(path), task__tokenizer="")
+    write_run_files(folder, config.to_dict())
+    with Checkpoints(folder, keep=1) as checkpoints:
+        _, params = models.load(path)
+        checkpoints.save(3, {"policy": {"params": params}}, {"step": 3})
+
+
+HF = {"model_type": "qwen2", "vocab_size": 272, "hidden_size": 16, "intermediate_size": 24,
+      "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+      "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+      "rope_theta": 1e4, "hidden_act": "silu", "eos_token_id": 258}
+
+
+def test_tokenizer_and_chat_template_come_along(tmp_path):
+    source = tmp_path / "model"
+    configs_test.write_checkpoint(source, HF)
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    config = models.read_config(source)
+    models.save(tmp_path / "weights", config, transformer.init(config, jax.random.key(0)))
+    (tmp_path / "weights" / "model.safetensors").rename(source / "model.safetensors")
+    workdir_of(tmp_path / "run", source)
+    assert export.export(str(tmp_path / "run"), str(tmp_path / "out"), dtype="float32") == 3
+    names = {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
+             "chat_template.jinja"}
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert tokenizer.chat([{"role": "user", "content": "2+3"}]) == "2+3!"
+
+
+def test_the_tokenizer_of_a_gguf_file_becomes_files(tmp_path, monkeypatch):
+    from tests.data import tokenizer_test
+
+    path = tmp_path / "model.gguf"
+    tokenizer_test.write_gguf(path)
+    tokenizer = load_tokenizer(path)
+    config = tiny.config(model__path=str(path), task__tokenizer="")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "folder").mkdir()
+    for file in export._tokenizer_files(config, tokenizer, tmp_path / "made"):
+        file.rename(tmp_path / "folder" / file.name)
+    again = load_tokenizer(tmp_path / "folder")
+    assert again.eos_ids == tokenizer.eos_ids and again.template == tokenizer.template
+    assert (again.pad_id, again.bos_id) == (tokenizer.pad_id, tokenizer.bos_id)
+    text = "ab a"
+    assert again.encode(text) == tokenizer.encode(text)
+
+
+def test_what_reads_back_wrong_is_set_aside(run, tmp_path, monkeypatch):
+    load = models.load
+
+    def damaged(*args, **kwargs):
+        config, params = load(*args, **kwargs)
+        return config, params | {"embed": params["embed"] + 1}
+
+    monkeypatch.setattr(export.models, "load", damaged)
+    with pytest.raises(RuntimeError, match="reads back as another model"):
+        export.export(str(run), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.wrong").is_dir()
+
+
+def test_refusals(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="is it the --workdir of a run"):
+        export.export(str(tmp_path), str(tmp_path / "out"))
+    with pytest.raises(FileNotFoundError, match="no checkpoint 99 .*complete steps there"):
+        export.export(str(run), str(tmp_path / "out"), step=99)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="give the export a folder of its own"):
+        export.export(str(run), str(tmp_path / "out"))
+
+
+def test_the_command(run, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl_tis.export", str(run), str(tmp_path / "out")],
+        capture_output=True, text=True, cwd=configs_test.ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'out'}: the policy after step 5, in bfloat16, read back and compared\n"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"

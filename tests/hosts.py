@@ -1,0 +1,74 @@
+"""Processes in the place of hosts: a command on several of them at once, on simulated devices."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+DEVICES = 8
+SECONDS = 240  # far more than any of these takes
+HEARTBEAT = 10
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Hosts:
+    """`count` processes of a Python command (what follows `python`), each with its part of eight
+    devices. Output goes to FOLDER/host<i>.log; all are killed at the end of the block."""
+
+    def __init__(self, folder, command, count=2, devices=DEVICES, per_host=None, **environment):
+        self.logs = [pathlib.Path(folder) / f"host{i}.log" for i in range(count)]
+        folder.mkdir(parents=True, exist_ok=True)
+        connection = [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={count}",
+                      f"--heartbeat_timeout={HEARTBEAT}"]
+        flag = "--xla_force_host_platform_device_count"
+        flags = re.sub(rf"{flag}=\d+", f"{flag}={devices // count}", os.environ["XLA_FLAGS"])
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags} | environment
+        self.processes = []
+        for i, log in enumerate(self.logs):
+            own = [*connection, f"--process_id={i}"] if count > 1 else []
+            with open(log, "w") as out:
+                self.processes.append(subprocess.Popen(
+                    [sys.executable, *command, *own, *(per_host or {}).get(i, ())], cwd=ROOT,
+                    env=environment, stdout=out, stderr=subprocess.STDOUT,
+                ))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+    def text(self, i: int) -> str:
+        lines = self.logs[i].read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if "[Gloo]" not in line)
+
+    def wait_for(self, text: str, i: int = 0) -> None:
+        """Returns once a host has printed this."""
+        end = time.monotonic() + SECONDS
+        while text not in self.text(i):
+            assert self.processes[i].poll() is None and time.monotonic() < end, self.text(i)[-3000:]
+            time.sleep(0.02)
+
+    def send(self, i: int, number: signal.Signals) -> None:
+        self.processes[i].send_signal(number)
+
+    def codes(self) -> list[int]:
+        """Waits for all and returns their exit codes."""
+        end = time.monotonic() + SECONDS
+        for process in self.processes:
+            process.wait(max(end - time.monotonic(), 0.1))
+        return [process.returncode for process in self.processes]

@@ -1,0 +1,232 @@
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import cli, metrics, sweep
+
+ROOT = pathlib.Path(__file__).parents[1]
+SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
+
+
+# Lists of arms
+
+
+def test_grid():
+    assert sweep.grid({"a": [1, 2], "b": ["x", "y"]}) == [
+        {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
+
+
+def test_zipped():
+    assert sweep.zipped({"a": [1, 2], "b": [3, 4]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
+    with pytest.raises(ValueError, match=r"different numbers of values: \{'a': 2, 'b': 1\}"):
+        sweep.zipped({"a": [1, 2], "b": [3]})
+
+
+def test_product():
+    assert sweep.product([{"a": 1}, {"a": 2}], [{"b": 3, "c": 4}], [{"d": 5}]) == [
+        {"a": 1, "b": 3, "c": 4, "d": 5}, {"a": 2, "b": 3, "c": 4, "d": 5}]
+    with pytest.raises(ValueError, match="a is set by two parts"):
+        sweep.product([{"a": 1}], [{"a": 2}])
+
+
+@pytest.mark.parametrize("arm, name", [
+    ({"correction.preset": "tis_2", "train.epochs": 4}, "preset=tis_2,epochs=4"),
+    ({"correction.masks": "a(x=1) & b"}, "masks=a_x=1_b"),
+    ({"mesh.train": (1, 8, 1)}, "train=_1,_8,_1"), ({}, "base"),
+])
+def test_names(arm, name):
+    assert sweep.name_of(arm) == name and "/" not in name
+
+
+# Checks before anything runs
+
+
+def jobs(arms, seeds=(0,), overrides=(), config="tests/small_run.py", out="out"):
+    return sweep.jobs_of(config, overrides, arms, seeds, out)
+
+
+def test_jobs_of_arms_and_seeds(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = jobs([{"optimizer.lr": 0.1}, {"train.epochs": 3}], (0, 7), ["--config.steps=9"])
+    assert [(j.arm, j.seed, j.workdir, j.steps) for j in found] == [
+        ("lr=0.1", 0, "out/lr=0.1-seed0", 9), ("lr=0.1", 7, "out/lr=0.1-seed7", 9),
+        ("epochs=3", 0, "out/epochs=3-seed0", 9), ("epochs=3", 7, "out/epochs=3-seed7", 9)]
+    assert found[1].command == [
+        "python", "-m", "jaxrl_tis.main", "--config=tests/small_run.py", "--config.steps=9",
+        "--config.optimizer.lr=0.1", "--config.seed=7", "--workdir=out/lr=0.1-seed7"]
+
+
+def test_every_mistake_of_every_arm_is_told(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arms = [{"optimizer.lr": 0.1}, {"optimzer.lr": 0.1}, {"correction.preset": "tis_9"},
+            {"train.epochs": "four"}, {"optimizer.lr": 0.1}]
+    with pytest.raises(ValueError) as error:
+        jobs(arms)
+    for part in ("two arms are called lr=0.1", "did you mean 'optimizer'", "'tis_9'", "epochs=four"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
+def test_the_shipped_sweeps_are_valid(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = str(path.relative_to(ROOT))
+    arms = sweep.arms_of(config)
+    found = jobs(arms, (0, 1), config=config)
+    assert len(found) == 2 * len(arms) >= 8
+
+
+def test_a_file_without_a_sweep_is_refused(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("def get_config(): ...\n")
+    with pytest.raises(ValueError, match=r"a.py has no sweep\(\)"):
+        sweep.arms_of(str(path))
+    path.write_text("def sweep(): return []\n")
+    with pytest.raises(ValueError, match=r"sweep\(\) returned \[\]"):
+        sweep.arms_of(str(path))
+
+
+def test_commands_for_launchers():
+    job = sweep.Job("lr=0.1", 3, "gs://b/lr=0.1-seed3",
+                    ("--config=configs/sweeps/staleness.py", "--config.optimizer.lr=0.1"), 5)
+    for launcher, script in (("tpu_vm", "launch/tpu_vm.py"), ("gke", "launch/gke/jobset.py")):
+        words = sweep.launch_command(job, 4, launcher, ["--spot", "--image=i", "--accelerator=v5litepod-4"])
+        assert words[1:3] == [script, "run"] and "--name=staleness-4-s3" in words
+        if launcher == "tpu_vm":
+            words.remove("--image=i")
+        done = subprocess.run([sys.executable, *words[1:], "--dry-run"], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "--config.optimizer.lr=0.1" in done.stdout
+
+
+# Running
+
+
+SCRIPT = """
+import json, pathlib, signal, sys, time
+folder = pathlib.Path({workdir!r})
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "starts").open("a").write("x")
+{body}
+(folder / "metrics.jsonl").write_text(json.dumps({{"step": 2, "phase": "train", "reward/mean": {value}}})
+    + "\\n" + json.dumps({{"step": 2, "phase": "eval", "eval/greedy_accuracy": {value}, "eval/n": 100}}) + "\\n")
+"""
+
+
+class Scripted(sweep.Job):
+    """A job whose run is a few lines of Python."""
+
+    @property
+    def command(self):
+        return ["python", "-c", self.arguments[0]]
+
+
+def scripted(folder, arm, seed=0, value=0.5, body=""):
+    workdir = str(folder / f"{arm}-seed{seed}")
+    return Scripted(arm, seed, workdir, (SCRIPT.format(workdir=workdir, body=body, value=value),), 2)
+
+
+def starts(job):
+    return len((pathlib.Path(job.workdir) / "starts").read_text())
+
+
+def test_a_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, capsys):
+    found = [scripted(tmp_path, "a"), scripted(tmp_path, "b", body="sys.exit(1)"),
+             scripted(tmp_path, "c")]
+    with pytest.raises(RuntimeError, match="1 of 3 runs failed: b, seed 0"):
+        sweep._run_all(found, str(tmp_path), 2)
+    out = capsys.readouterr().out
+    assert "b, seed 0: ended with 1, see" in out and "| b | 0 | none finished" in out
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "table.md").read_text().splitlines()[2].startswith("| a | 1 | 0.5 [")
+
+
+def test_a_sweep_goes_on_where_it_was(tmp_path, capsys):
+    done, open_ = scripted(tmp_path, "a"), scripted(tmp_path, "b")
+    assert sweep.Runner(1).run([done]) == {done: 0}
+    sweep._run_all([done, open_], str(tmp_path), 1)
+    assert (starts(done), starts(open_)) == (1, 1)
+    assert "2 runs in" in capsys.readouterr().out
+
+
+def test_several_run_at_a_time(tmp_path):
+    body = "import os\nfor _ in range(200):\n    if len(list(folder.parent.glob('*/starts'))) == 2: break\n    time.sleep(0.05)\nelse: sys.exit(1)"
+    found = [scripted(tmp_path, name, body=body) for name in "ab"]
+    assert set(sweep.Runner(2).run(found).values()) == {0}
+
+
+def test_a_signal_reaches_the_runs_and_ends_the_sweep(tmp_path):
+    body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n(folder / 'ready').touch()\ntime.sleep(60)"
+    found = [scripted(tmp_path, name, body=body) for name in "ab"]
+    import threading
+
+    def ask():
+        while not pathlib.Path(found[0].workdir, "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(cli.Interrupted, match="the same command continues"):
+        sweep.Runner(1).run(found)
+    assert starts(found[0]) == 1 and not pathlib.Path(found[1].workdir).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# The table
+
+
+def test_the_table(tmp_path):
+    """Student's interval of 0.4 and 0.6: 0.5 -+ 12.7062 * 0.1; Wilson's of 0.5 of 100."""
+    found = [scripted(tmp_path, "a", 0, 0.4), scripted(tmp_path, "a", 1, 0.6), scripted(tmp_path, "b")]
+    assert set(sweep.Runner(1).run(found).values()) == {0}
+    header, _, a, b = sweep.table(found).splitlines()
+    assert header == "| arm | seeds | greedy accuracy | sampled accuracy | reward | max abs dp |"
+    assert a == "| a | 2 | 0.5 [-0.7706, 1.771] | – | 0.5 [-0.7706, 1.771] | – |"
+    assert b == "| b | 1 | 0.5 [0.4038, 0.5962] | – | 0.5 | – |"
+
+
+def test_metrics_of_training_are_averaged_over_the_last_tenth(tmp_path):
+    lines = [json.dumps({"step": i, "phase": "train", "reward/mean": float(i)}) for i in range(1, 21)]
+    lines.append(json.dumps({"step": 20, "phase": "eval", "eval/greedy_accuracy": 1.0, "eval/n": 4}))
+    (tmp_path / "a-seed0").mkdir()
+    (tmp_path / "a-seed0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    job = sweep.Job("a", 0, str(tmp_path / "a-seed0"), (), 20)
+    assert "| 19.5 |" in sweep.table([job])
+
+
+# The command
+
+
+def test_the_command(tmp_path):
+    call = lambda *words: subprocess.run(
+        [sys.executable, "-m", "jaxrl_tis.sweep", "--config=tests/small_sweep.py",
+         f"--out={tmp_path}", *words], cwd=ROOT, capture_output=True, text=True)
+    dry = call("--dry_run", "--seeds=0,1")
+    assert dry.returncode == 0 and len(dry.stdout.splitlines()) == 6, dry.stderr
+    assert shlex.split(dry.stdout.splitlines()[0])[-1] == f"--workdir={tmp_path}/lr=0.001-seed0"
+    assert not list(tmp_path.iterdir())
+    typo = call("--config.optimizer.lrr=1")
+    assert typo.returncode == 2 and "did you mean 'lr'" in typo.stderr and not list(tmp_path.iterdir())
+    wrong = call("--seeds=0,x")
+    assert wrong.returncode == 2 and "give whole numbers" in wrong.stderr
+
+    done = call("--jobs=2")
+    assert done.returncode == 1
+    assert "1 of 3 runs failed: name=tests.tiny_rewards_absent, seed 0" in done.stderr
+    assert "absent" in (tmp_path / "name=tests.tiny_rewards_absent-seed0.log").read_text()
+    rows = (tmp_path / "table.md").read_text().splitlines()[2:]
+    assert [row.split("|")[1:3] for row in rows] == [
+        [" lr=0.001 ", " 1 "], [" lr=0.003 ", " 1 "], [" name=tests.tiny_rewards_absent ", " 0 "]]
+    assert (tmp_path / "report.html").exists()
+    rewards = [metrics.read(tmp_path / f"lr={lr}-seed0")[-1]["step"] for lr in ("0.001", "0.003")]
+    assert np.all(np.array(rewards) == 1)
+    again = call()
+    assert "3 runs in" in again.stdout and "2 of them finished before" in again.stdout
