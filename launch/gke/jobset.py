@@ -1,0 +1,219 @@
+"""Runs a config on a GKE cluster, as a JobSet or through xpk:
+
+    python launch/gke/jobset.py run --image=IMAGE --config=configs/dapo_qwen25_32b.py \\
+      --workdir=gs://BUCKET/dapo [--num_slices=2] [--spot] [--config.field=value ...]
+    python launch/gke/jobset.py manifest | status | logs | delete ...
+    python launch/gke/jobset.py run --xpk --cluster=NAME ...
+
+`manifest` prints what `run` gives to kubectl: one Job for each slice, one Pod for each host. A Pod
+that ends with 1 or 2 ends the run; any other failure, 42 for an interruption among them, starts all
+of them again, at most --max_restarts times, and the run continues from its workdir. HF_TOKEN and the
+like go from the environment into a Secret, and from there into the Pods; no manifest holds them.
+With --dry-run everything is shown, and nothing happens.
+"""
+
+import argparse
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import plan as plans  # noqa: E402
+
+from jaxrl_tis.aot.flags import init_args  # noqa: E402
+
+GRACE_SECONDS = 60  # for the last checkpoint, after config.checkpoint.grace
+FINAL_CODES = [1, 2]
+
+MANIFEST = """\
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {name}
+  annotations:
+    # The Pods of a slice on the nodes of one slice.
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
+spec:
+  failurePolicy:
+    maxRestarts: {max_restarts}
+    rules:
+      - action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: slice
+      replicas: {slices}
+      template:
+        spec:
+          parallelism: {hosts}
+          completions: {hosts}
+          completionMode: Indexed
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes:
+                  containerName: run
+                  operator: In
+                  values: {final}
+          template:
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: {grace}
+              hostNetwork: true
+              dnsPolicy: ClusterFirstWithHostNet
+              nodeSelector:
+                cloud.google.com/gke-tpu-accelerator: {label}
+                cloud.google.com/gke-tpu-topology: {shape}
+{spot}\
+              tolerations:
+                - key: google.com/tpu
+                  operator: Exists
+              containers:
+                - name: run
+                  image: {image}
+                  workingDir: /jaxrl_tis
+                  command: [python, -m, jaxrl_tis.main]
+                  args:
+{args}
+                  env:
+                    - name: LIBTPU_INIT_ARGS
+                      value: {flags}
+                    - name: PYTHONUNBUFFERED
+                      value: "1"
+                  envFrom:
+                    - secretRef:
+                        name: {name}
+                        optional: true
+                  securityContext:
+                    privileged: true
+                  resources:
+                    limits:
+                      google.com/tpu: {chips}
+                  volumeMounts:
+                    - name: shared-memory
+                      mountPath: /dev/shm
+              volumes:
+                - name: shared-memory
+                  emptyDir:
+                    medium: Memory
+"""
+SPOT = '                cloud.google.com/gke-spot: "true"\n'
+
+
+def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
+    """Returns the JobSet of a plan."""
+    topology, quoted = plan.topology, json.dumps
+    return MANIFEST.format(
+        name=plan.name, max_restarts=given.max_restarts, slices=topology.num_slices,
+        hosts=topology.hosts_per_slice, final=FINAL_CODES, grace=GRACE_SECONDS,
+        label=topology.offer.label, shape=topology.shape, spot=SPOT if given.spot else "",
+        image=quoted(given.image), flags=quoted(init_args(topology.kind)),
+        args="\n".join(f"                    - {quoted(word)}" for word in plan.arguments),
+        chips=topology.chips_per_host,
+    )
+
+
+def xpk(plan: plans.Plan, given: argparse.Namespace) -> list[str]:
+    """Returns the command of xpk that runs a plan; xpk has its own rule for exit codes: 42 and those
+    of signals start again."""
+    flags = init_args(plan.topology.kind)
+    return [
+        "xpk", "workload", "create", f"--cluster={given.cluster}", f"--workload={plan.name}",
+        f"--tpu-type={plan.topology.accelerator}", f"--num-slices={plan.topology.num_slices}",
+        f"--docker-image={given.image}", f"--max-restarts={given.max_restarts}",
+        *[f"--env=LIBTPU_INIT_ARGS={flags}"] * bool(flags), *["--spot"] * given.spot,
+        *[f"--{name}={value}" for name in ("project", "zone") if (value := getattr(given, name))],
+        f"--command=cd /jaxrl_tis && python -m jaxrl_tis.main {shlex.join(plan.arguments)}",
+    ]
+
+
+def _apply(shell: plans.Shell, text: str, shown: str) -> None:
+    command = ["kubectl", "apply", "-f", "-"]
+    if shell.is_dry:
+        print(f"{plans.show(command)} <<'END'\n{shown.rstrip()}\nEND")
+    else:
+        subprocess.run(command, input=text, text=True, check=True)
+
+
+def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
+    """Starts it."""
+    if shell.is_dry:
+        shell.say(plans.sizes(plan))
+        for line in plans.cost(plan, given):
+            shell.say(line)
+    if given.xpk:
+        if plans.secrets():
+            shell.say("xpk writes an environment into its manifest: secrets are not passed; "
+                      "without --xpk they are")
+        shell.run(xpk(plan, given))
+        return
+    if found := plans.secrets():
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": plan.name}}
+        shown = f"the Secret {plan.name} with {', '.join(found)} from the environment"
+        _apply(shell, json.dumps(secret | {"stringData": found}), shown)
+    text = manifest(plan, given)
+    _apply(shell, text, text)
+
+
+def status(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
+    """Shows the JobSet and its Pods."""
+    shell.run(["kubectl", "get", "jobset", plan.name])
+    shell.run(["kubectl", "get", "pods", f"--selector={_selector(plan)}", "--output=wide"])
+
+
+def logs(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
+    """Shows the log of the first host."""
+    first = f"{_selector(plan)},jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+    shell.run(["kubectl", "logs", "--follow", "--tail=-1", f"--selector={first}"])
+
+
+def delete(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
+    """Ends it; its workdir stays."""
+    if given.xpk:
+        shell.run(["xpk", "workload", "delete", f"--cluster={given.cluster}",
+                   f"--workload={plan.name}"])
+        return
+    shell.run(["kubectl", "delete", "jobset", plan.name])
+    shell.run(["kubectl", "delete", "secret", plan.name, "--ignore-not-found"])
+
+
+def _selector(plan: plans.Plan) -> str:
+    return f"jobset.sigs.k8s.io/jobset-name={plan.name}"
+
+
+COMMANDS = {
+    "manifest": lambda shell, plan, given: print(manifest(plan, given), end=""),
+    "run": run, "status": status, "logs": logs, "delete": delete,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], allow_abbrev=False,
+        epilog="Other arguments are fields of the config: --config.NAME=VALUE.",
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    plans.add_flags(parser)
+    parser.add_argument("--image", help="see launch/gke/Dockerfile")
+    parser.add_argument("--max_restarts", type=int, default=20)
+    parser.add_argument("--xpk", action="store_true", help="through xpk, with --cluster")
+    for name in ("cluster", "project", "zone"):
+        parser.add_argument(f"--{name}", help="for xpk")
+    given, overrides = parser.parse_known_args()
+    if given.command in ("manifest", "run") and not given.image:
+        raise ValueError("--image is missing; launch/gke/Dockerfile makes it")
+    if given.xpk and not given.cluster:
+        raise ValueError("--xpk takes --cluster=NAME")
+    plan = plans.make(given, overrides)
+    if given.command in ("manifest", "run") and not plan.is_on_bucket:
+        raise ValueError(
+            f"--workdir={plan.workdir} would go with the Pod; give --workdir=gs://BUCKET/FOLDER"
+        )
+    COMMANDS[given.command](plans.Shell(given.dry_run), plan, given)
+
+
+if __name__ == "__main__":
+    plans.main(main)

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Writes the manifests beside it, which are examples to read and to copy: launch/gke/manifests.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+jobset() { python3 launch/gke/jobset.py manifest --image=REGISTRY/jaxrl_tis "$@"; }
+
+jobset --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://BUCKET/gsm8k --spot >launch/gke/v5e-8.yaml
+jobset --config=configs/dapo_qwen25_32b.py --workdir=gs://BUCKET/dapo >launch/gke/v5p-128.yaml
+jobset --config=configs/dapo_qwen25_32b.py --workdir=gs://BUCKET/dapo-two --name=dapo-two-slices \
+  --num_slices=2 "--config.mesh.train=(2,64,1)" >launch/gke/two-slices.yaml

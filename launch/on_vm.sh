@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# What runs on every host of a TPU VM, in the clone of this repository:
+#
+#   launch/on_vm.sh setup                # a virtual environment with [tpu,hub,gcs]
+#   launch/on_vm.sh start CHIP ARGS...   # python -m jaxrl_tis.main ARGS under supervise.py, detached
+#   launch/on_vm.sh follow               # its log, until it ends; exits as it did
+#   launch/on_vm.sh status | stop
+#
+# Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there.
+set -euo pipefail
+# shellcheck source=launch/venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+state=$root/run.json log=$root/run.log supervisor=$root/run.pid
+
+newer_python() {  # prints an interpreter of at least 3.11; images come with 3.10
+  local name
+  for name in python3.13 python3.12 python3.11; do
+    command -v "$name" && return
+  done
+  python3 -m pip install --quiet --user uv >&2
+  python3 -m uv python install --quiet 3.12 >&2
+  python3 -m uv python find 3.12
+}
+
+secrets() {
+  if [ -r "$HOME/.jaxrl_tis_env" ]; then
+    set -a
+    # shellcheck source=/dev/null
+    source "$HOME/.jaxrl_tis_env"
+    set +a
+  fi
+}
+
+is_running() { [ -r "$supervisor" ] && kill -0 "$(cat "$supervisor")" 2>/dev/null; }
+
+case ${1:-} in
+  setup)
+    PYTHON=$(newer_python)
+    prepare_venv tpu,hub,gcs
+    ;;
+  start)
+    chip=$2
+    shift 2
+    if is_running; then
+      echo "already running here: process $(cat "$supervisor")"
+      exit
+    fi
+    PYTHON=$(newer_python)
+    prepare_venv tpu,hub,gcs
+    secrets
+    LIBTPU_INIT_ARGS=$("$PY" -m jaxrl_tis.libtpu_flags "$chip")
+    export LIBTPU_INIT_ARGS
+    rm -f "$state"
+    nohup setsid "$PY" launch/supervise.py --state="$state" -- \
+      "$PY" -m jaxrl_tis.main "$@" >>"$log" 2>&1 </dev/null &
+    echo $! >"$supervisor"
+    echo "started; its log is $log"
+    ;;
+  follow)
+    tail -n +1 -F --pid="$(cat "$supervisor")" "$log" 2>/dev/null
+    code=$(sed -n 's/.*"code": \([0-9]*\).*/\1/p' "$state")
+    exit "${code:-1}"
+    ;;
+  status)
+    if is_running; then echo "running: $(cat "$state")"; else echo "not running: $(cat "$state" 2>/dev/null)"; fi
+    ;;
+  stop)
+    if is_running; then kill -TERM "$(cat "$supervisor")"; fi
+    ;;
+  *)
+    sed -n '2,9p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,155 @@
+"""What the launchers share: which run on which chips, and commands that are shown or run."""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jaxrl_tis.chips import TOPOLOGIES, Topology  # noqa: E402
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # taken from the environment, never shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run and the slices for it.
+
+    Attributes:
+      config: as --config takes it, a path in the clone.
+      overrides: further arguments of jaxrl_tis.main.
+    """
+
+    config: str
+    overrides: tuple[str, ...]
+    workdir: str
+    topology: Topology
+    name: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of jaxrl_tis.main."""
+        return [f"--config={self.config}", f"--workdir={self.workdir}", *self.overrides]
+
+    @property
+    def hosts(self) -> int:
+        return self.topology.hosts_per_slice * self.topology.num_slices
+
+    @property
+    def is_on_bucket(self) -> bool:
+        return self.workdir.startswith("gs://")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="as of jaxrl_tis.main, a path in the clone")
+    parser.add_argument("--accelerator", help="v5litepod-8, v5p-128, ...; default: the config's own")
+    parser.add_argument("--num_slices", type=int, default=1)
+    parser.add_argument("--workdir", help="gs://BUCKET/FOLDER outlives the machine; default runs/NAME")
+    parser.add_argument("--name", help="of what is made; default: from the config")
+    parser.add_argument("--spot", action="store_true", help="cheaper, and taken away at any time")
+    parser.add_argument("--dry-run", action="store_true", help="show the commands and run none")
+    parser.add_argument("--price_per_chip_hour", type=float, help="for --dry-run to show a cost")
+    parser.add_argument("--hours", type=float, default=1.0, help="for the same")
+
+
+def make(given: argparse.Namespace, overrides: Sequence[str]) -> Plan:
+    """Raises ValueError for what cannot be a plan."""
+    path, _, variant = given.config.partition(":")
+    stem = pathlib.Path(path).stem
+    if not (ROOT / path).is_file():
+        raise ValueError(f"--config={given.config}: there is no file {path!r} in {ROOT}")
+    if wrong := [word for word in overrides if not word.startswith("--config.")]:
+        raise ValueError(f"unknown arguments {' '.join(wrong)}; fields are --config.NAME=VALUE")
+    if given.num_slices < 1:
+        raise ValueError(f"--num_slices={given.num_slices}: there is at least 1")
+    accelerator = given.accelerator
+    if accelerator is None:
+        if stem not in TOPOLOGIES:
+            raise ValueError(f"--accelerator is not given, and {path} has no slice of its own")
+        accelerator = Topology.parse(TOPOLOGIES[stem]).accelerator
+    topology = Topology.rented(accelerator, given.num_slices)
+    name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise ValueError(f"--name={name}: small letters, digits and dashes, at most 40")
+    return Plan(given.config, tuple(overrides), given.workdir or f"runs/{name}", topology, name)
+
+
+def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    return {name: environment[name] for name in SECRETS if environment.get(name)}
+
+
+def sizes(plan: Plan) -> str:
+    topology = plan.topology
+    hosts = "1 host" if plan.hosts == 1 else f"{plan.hosts} hosts"
+    return f"{topology.product_name}: {topology.num_chips} chips, {hosts}"
+
+
+def cost(plan: Plan, given: argparse.Namespace) -> list[str]:
+    """A line with what the plan would cost, if a price is given: none is known here."""
+    if given.price_per_chip_hour is None:
+        return []
+    chips, price = plan.topology.num_chips, given.price_per_chip_hour
+    total = chips * price * given.hours
+    return [f"{chips} chips x {given.hours:g} h x {price:g} a chip and hour = {total:,.2f}"]
+
+
+class Shell:
+    """Runs commands, or shows the script that they are."""
+
+    def __init__(self, is_dry: bool):
+        self.is_dry = is_dry
+
+    def say(self, text: str) -> None:
+        """Prints a comment of the script, or a line of the log."""
+        print(f"# {text}" if self.is_dry else text, flush=True)
+
+    def run(self, command: Sequence[str]) -> None:
+        """Raises subprocess.CalledProcessError where it fails."""
+        if self.is_dry:
+            print(show(command), flush=True)
+        else:
+            subprocess.run(command, check=True)
+
+    def code(self, command: Sequence[str]) -> int:
+        """Runs it for its exit code; not for a dry run."""
+        return subprocess.run(command).returncode
+
+    def read(self, command: Sequence[str]) -> tuple[int, str]:
+        """Returns its exit code and what it printed, errors too; not for a dry run."""
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return done.returncode, done.stdout.strip()
+
+
+def show(command: Sequence[str]) -> str:
+    """The command as a shell takes it, its flags on lines of their own where it is long."""
+    words = [shlex.quote(word) for word in command]
+    if len(" ".join(words)) <= 96:
+        return " ".join(words)
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + len(word) > 90:
+            lines.append(line)
+            line = " "
+        line += f" {word}" if line else word
+    return " \\\n".join([*lines, line])
+
+
+def main(run) -> None:
+    """Runs a launcher: what its user can mend is told in a line, and exits with 2."""
+    try:
+        sys.exit(run() or 0)
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except subprocess.CalledProcessError as error:
+        print(f"{show(error.cmd)} failed with {error.returncode}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

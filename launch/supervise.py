@@ -1,0 +1,96 @@
+"""Runs a command, and runs it again when it was interrupted:
+
+    python launch/supervise.py [--max_restarts=20] [--state=FILE] -- python -m jaxrl_tis.main ...
+
+A command that ends with 42, or that a signal ended (out of memory, or a process of another host is
+gone), is started again, at most --max_restarts times. Any other exit is final: 0 is the end, 2 a
+config or data that its user has to mend, 1 a run that cannot go on. SIGTERM and SIGINT go to the
+command, which saves, and no restart follows. FILE always holds {"attempt", "code", "pid"} as JSON,
+with code null while the command runs.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+RESTART = 42
+WAIT_SECONDS = 10.0  # between an exit and the next start
+
+
+@dataclasses.dataclass
+class Supervisor:
+    """Decides what follows an exit: no clock, no process.
+
+    Attributes:
+      max_restarts: how many may follow each other.
+      attempt: of starts, from 1.
+      is_stopping: whether it was asked to end.
+    """
+
+    max_restarts: int
+    attempt: int = 1
+    is_stopping: bool = False
+
+    def after(self, code: int) -> str:
+        """Returns "restart" or "end" for an exit code, negative for a signal as subprocess has it."""
+        interrupted = code == RESTART or code < 0 or code >= 128
+        if self.is_stopping or not interrupted or self.attempt > self.max_restarts:
+            return "end"
+        self.attempt += 1
+        return "restart"
+
+
+def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | None) -> int:
+    """Runs the command until it is over; returns the code to exit with."""
+    while True:
+        process = subprocess.Popen(command, start_new_session=True)
+        _write(state, supervisor.attempt, None, process.pid)
+        forward = lambda number, _: _stop(supervisor, process, number)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, forward)
+        code = process.wait()
+        attempt, decision = supervisor.attempt, supervisor.after(code)
+        if decision == "end":
+            code = 128 - code if code < 0 else code
+            _write(state, attempt, code, process.pid)
+            print(f"supervise: ended with {code} after {attempt} starts", flush=True)
+            return code
+        print(f"supervise: start {attempt} ended with {code}, the next one follows", flush=True)
+        _sleep(supervisor)
+
+
+def _stop(supervisor: Supervisor, process: subprocess.Popen, number: int) -> None:
+    supervisor.is_stopping = True
+    process.send_signal(number)
+
+
+def _sleep(supervisor: Supervisor) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until and not supervisor.is_stopping:
+        time.sleep(0.1)
+
+
+def _write(state: pathlib.Path | None, attempt: int, code: int | None, pid: int) -> None:
+    if state is not None:
+        new = state.with_name(state.name + ".new")
+        new.write_text(json.dumps({"attempt": attempt, "code": code, "pid": pid}) + "\n")
+        os.replace(new, state)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--max_restarts", type=int, default=20)
+    parser.add_argument("--state", type=pathlib.Path)
+    parser.add_argument("command", nargs="+")
+    given = parser.parse_args()
+    return supervise(given.command, Supervisor(given.max_restarts), given.state)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

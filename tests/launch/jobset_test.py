@@ -1,0 +1,179 @@
+"""kubectl and xpk are scripts that write down their calls."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "launch" / "gke" / "jobset.py"
+MANIFESTS = sorted((ROOT / "launch" / "gke").glob("*.yaml"))
+DAPO = "--config=configs/dapo_qwen25_32b.py"
+
+# jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go), as far as
+# a manifest here may use it; what is inside a Job is checked by kubernetes-validate.
+OBJECT = {"type": "object", "additionalProperties": False}
+SCHEMA = OBJECT | {
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": OBJECT | {
+            "required": ["replicatedJobs"],
+            "properties": {
+                "replicatedJobs": {"type": "array", "minItems": 1, "items": OBJECT | {
+                    "required": ["name", "template"],
+                    "properties": {
+                        "name": {"type": "string"}, "replicas": {"type": "integer", "minimum": 0},
+                        "template": OBJECT | {"required": ["spec"], "properties": {
+                            "metadata": {"type": "object"}, "spec": {"type": "object"}}},
+                    },
+                }},
+                "failurePolicy": OBJECT | {"properties": {
+                    "maxRestarts": {"type": "integer", "minimum": 0},
+                    "restartStrategy": {"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]},
+                    "rules": {"type": "array", "items": OBJECT | {
+                        "required": ["action"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "action": {"enum": [
+                                "FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts",
+                                "RestartJob", "RestartJobAndIgnoreMaxRestarts"]},
+                            "onJobFailureReasons": {"type": "array", "items": {"enum": [
+                                "BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes",
+                                "MaxFailedIndexesExceeded", "PodFailurePolicy"]}},
+                            "targetReplicatedJobs": {"type": "array", "items": {"type": "string"}},
+                        },
+                    }},
+                }},
+                "ttlSecondsAfterFinished": {"type": "integer", "minimum": 0},
+                "suspend": {"type": "boolean"},
+            },
+        },
+    },
+}
+
+
+def call(*arguments, **environment):
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True,
+                          env=os.environ | environment, cwd=ROOT)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_is_valid(path):
+    jobset = yaml.safe_load(path.read_text())
+    jsonschema.validate(jobset, SCHEMA)
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"},
+               "spec": replicated["template"]["spec"]}
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_validator_would_see_a_mistake():
+    jobset = yaml.safe_load(MANIFESTS[0].read_text())
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job["template"]["spec"]["containers"][0]["imagee"] = "x"
+    with pytest.raises(kubernetes_validate.ValidationError, match="imagee"):
+        kubernetes_validate.validate(
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job},
+            kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_shipped_manifests_are_what_the_script_writes(tmp_path):
+    assert [path.stem for path in MANIFESTS] == ["two-slices", "v5e-8", "v5p-128"]
+    script = (ROOT / "launch" / "gke" / "manifests.sh").read_text()
+    script = script.replace(">launch/gke/", f">{tmp_path}/")
+    script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/../.."', f"cd {ROOT}")
+    subprocess.run(["bash", "-c", script], check=True)
+    for path in MANIFESTS:
+        assert path.read_text() == (tmp_path / path.name).read_text()
+
+
+@pytest.mark.parametrize("name, slices, hosts, chips, label, shape", [
+    ("v5e-8", 1, 1, 8, "tpu-v5-lite-podslice", "2x4"),
+    ("v5p-128", 1, 16, 4, "tpu-v5p-slice", "4x4x4"),
+    ("two-slices", 2, 16, 4, "tpu-v5p-slice", "4x4x4"),
+])
+def test_what_the_manifests_ask_for(name, slices, hosts, chips, label, shape):
+    text = (ROOT / "launch" / "gke" / f"{name}.yaml").read_text()
+    [replicated] = yaml.safe_load(text)["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    assert (replicated["replicas"], job["parallelism"], job["completions"]) == (slices, hosts, hosts)
+    assert container["resources"]["limits"]["google.com/tpu"] == chips
+    selector = pod["nodeSelector"]
+    assert selector["cloud.google.com/gke-tpu-accelerator"] == label
+    assert selector["cloud.google.com/gke-tpu-topology"] == shape
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+    grace = pod["terminationGracePeriodSeconds"]
+    from configs import default
+
+    assert grace > 2 * default.get_config().checkpoint.grace
+    assert container["args"][1].startswith("--workdir=gs://")
+
+
+def test_run_gives_the_manifest_to_kubectl(cloud):
+    shown = call("manifest", "--image=i", DAPO, "--workdir=gs://b/x").stdout
+    done = call("run", "--image=i", DAPO, "--workdir=gs://b/x")
+    assert done.returncode == 0, done.stderr
+    assert cloud.calls() == [["kubectl", "apply", "-f", "-"]] and cloud.inputs() == [shown]
+
+
+def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud):
+    secret = {"HF_TOKEN": "hf_very_secret"}
+    done = call("run", "--image=i", DAPO, "--workdir=gs://b/x", **secret)
+    given, manifest = cloud.inputs()
+    assert json.loads(given)["stringData"] == secret and json.loads(given)["kind"] == "Secret"
+    dry = call("run", "--dry-run", "--image=i", DAPO, "--workdir=gs://b/x", **secret)
+    through_xpk = call("run", "--xpk", "--cluster=c", "--image=i", DAPO, "--workdir=gs://b/x", **secret)
+    seen = f"{manifest}{done.stdout}{dry.stdout}{through_xpk.stdout}{cloud.calls()}"
+    assert "hf_very_secret" not in seen
+    assert "HF_TOKEN" in dry.stdout and "secrets are not passed" in through_xpk.stdout
+
+
+def test_xpk_gets_the_same_run(cloud):
+    call("run", "--xpk", "--cluster=c", "--zone=z", "--image=i", "--spot", "--max_restarts=3",
+         "--config=configs/gsm8k_qwen25_0p5b.py:ppo", "--workdir=gs://b/x", "--config.steps=7")
+    [words] = cloud.calls()
+    assert words == [
+        "xpk", "workload", "create", "--cluster=c", "--workload=gsm8k-qwen25-0p5b-ppo",
+        "--tpu-type=v5litepod-8", "--num-slices=1", "--docker-image=i", "--max-restarts=3",
+        "--env=LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000", "--spot",
+        "--zone=z", "--command=cd /jaxrl_tis && python -m jaxrl_tis.main "
+        "--config=configs/gsm8k_qwen25_0p5b.py:ppo --workdir=gs://b/x --config.steps=7",
+    ]
+
+
+@pytest.mark.parametrize("command, verbs", [
+    ("status", ["get", "get"]), ("logs", ["logs"]), ("delete", ["delete", "delete"]),
+])
+def test_the_other_commands(cloud, command, verbs):
+    assert call(command, DAPO).returncode == 0
+    assert [words[1] for words in cloud.calls()] == verbs
+    dry = call(command, DAPO, "--dry-run")
+    assert dry.stdout.count("kubectl") == len(verbs) and len(cloud.calls()) == len(verbs)
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["run", DAPO, "--workdir=gs://b/x"], "--image is missing"),
+    (["run", DAPO, "--image=i"], "would go with the Pod"),
+    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--xpk"], "--xpk takes --cluster"),
+    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--sopt"], "unknown arguments --sopt"),
+])
+def test_refusals_are_one_line(cloud, arguments, said):
+    done = call(*arguments)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_failure_of_kubectl_is_passed_on(cloud):
+    cloud.answer(apply=[(1, "no such kind")])
+    done = call("run", "--image=i", DAPO, "--workdir=gs://b/x")
+    assert done.returncode == 1 and "kubectl apply -f - failed with 1" in done.stderr

@@ -1,0 +1,110 @@
+"""launch/on_vm.sh in a folder with an environment whose Python only writes down what it runs."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHELLCHECK = str(pathlib.Path(sys.executable).with_name("shellcheck"))
+STUB = """#!/usr/bin/env bash
+case "$*" in
+  *libtpu_flags*) echo "--flag_of=$3" ;;
+  *"-m jaxrl_tis.main"*supervise*) exec {python} "$@" ;;
+  *supervise.py*) exec {python} "$@" ;;
+  *jaxrl_tis.main*)
+    printf '%s\\n' "$LIBTPU_INIT_ARGS" "$HF_TOKEN" "$@" >called
+    echo "step 1"
+    sleep "$(cat seconds)"
+    exit "$(cat code)" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Calls on_vm.sh there."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    shutil.copytree(ROOT / "launch", clone / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    (clone / "setup.py").write_text("")
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    python = clone / f".venv-{version}" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STUB.format(python=sys.executable))
+    python.chmod(0o755)
+    stamp = subprocess.run(["cksum", "setup.py"], cwd=clone, capture_output=True, text=True).stdout
+    (clone / f".venv-{version}" / ".installed-tpu,hub,gcs").write_text(stamp)
+    names = tmp_path / "bin"
+    names.mkdir()
+    (names / "python3.13").symlink_to(sys.executable)
+    (clone / "seconds").write_text("0")
+    (clone / "code").write_text("0")
+    (tmp_path / ".jaxrl_tis_env").write_text("HF_TOKEN='hf a'\n")
+    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{names}:{os.environ['PATH']}"}
+    run = lambda *words: subprocess.run(
+        ["bash", "launch/on_vm.sh", *words], cwd=clone, env=environment, capture_output=True,
+        text=True, timeout=60,
+    )
+    yield clone, run
+    run("stop")
+
+
+def wait_for(path):
+    for _ in range(200):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise TimeoutError(path)
+
+
+def test_setup_uses_the_environment_that_is_there(host):
+    clone, run = host
+    done = run("setup")
+    assert done.returncode == 0 and "using .venv-" in done.stdout
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_start_and_follow(host, code):
+    clone, run = host
+    (clone / "code").write_text(f"{code}")
+    started = run("start", "v5e", "--config=a.py", "--workdir=gs://b/c d")
+    assert started.returncode == 0, started.stderr
+    followed = run("follow")
+    assert followed.returncode == code and "step 1" in followed.stdout
+    assert (clone / "called").read_text().splitlines() == [
+        "--flag_of=v5e", "hf a", "-m", "jaxrl_tis.main", "--config=a.py", "--workdir=gs://b/c d"]
+    assert f'"code": {code}' in run("status").stdout
+    assert "hf a" not in (clone / "run.log").read_text()
+
+
+def test_a_run_that_goes_on_is_not_started_twice(host):
+    clone, run = host
+    (clone / "seconds").write_text("30")
+    run("start", "v5e", "--config=a.py")
+    wait_for(clone / "called")
+    assert run("status").stdout.startswith("running: ")
+    assert "already running" in run("start", "v5e", "--config=b.py").stdout
+    assert json.loads((clone / "run.json").read_text())["attempt"] == 1
+    run("stop")
+    assert run("follow").returncode == 143  # its own exit: SIGTERM went to the run
+    assert run("status").stdout.startswith("not running")
+
+
+def test_another_word_shows_the_usage(host):
+    done = host[1]("begin")
+    assert done.returncode == 2 and "launch/on_vm.sh start CHIP ARGS" in done.stderr
+
+
+def test_every_shell_script_passes_shellcheck():
+    scripts = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob(".ci/*")]
+    assert len(scripts) > 8
+    done = subprocess.run([SHELLCHECK, "--external-sources", *map(str, scripts)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

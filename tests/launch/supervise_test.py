@@ -1,0 +1,117 @@
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "supervise.py"
+
+
+# Decisions
+
+
+@pytest.mark.parametrize("code, decision", [
+    (0, "end"), (1, "end"), (2, "end"), (3, "end"), (42, "restart"),
+    (-9, "restart"),  # out of memory
+    (-6, "restart"), (134, "restart"),  # JAX aborts when a peer is gone
+    (127, "end"),  # no such command
+])
+def test_what_follows_an_exit(scripts, code, decision):
+    supervisor = scripts("supervise").Supervisor(max_restarts=1)
+    assert supervisor.after(code) == decision
+    assert supervisor.attempt == (2 if decision == "restart" else 1)
+
+
+def test_restarts_are_bounded(scripts):
+    supervisor = scripts("supervise").Supervisor(max_restarts=3)
+    assert [supervisor.after(42) for _ in range(4)] == ["restart"] * 3 + ["end"]
+
+
+def test_no_restart_once_it_was_asked_to_end(scripts):
+    supervisor = scripts("supervise").Supervisor(max_restarts=3, is_stopping=True)
+    assert supervisor.after(42) == "end"
+
+
+def test_the_code_is_that_of_the_runs(scripts):
+    from jaxrl_tis import cli
+
+    assert scripts("supervise").RESTART == cli.RESTART
+
+
+# Processes
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    """Starts the script on a Python program that sees FOLDER and counts its starts there."""
+    def start(body, *flags):
+        program = (
+            "import pathlib, signal, sys, time\n"
+            f"folder = pathlib.Path({str(tmp_path)!r})\n"
+            "starts = len(list(folder.glob('start*'))) + 1\n"
+            "(folder / f'start{starts}').touch()\n" + body
+        )
+        quick = (
+            f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import supervise; "
+            "supervise.WAIT_SECONDS = 0.1; sys.exit(supervise.main())"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", quick, f"--state={tmp_path / 'state.json'}", *flags, "--",
+             sys.executable, "-c", program],
+            stdout=subprocess.PIPE, text=True,
+        )
+    yield start
+
+
+def starts(folder):
+    return len(list(folder.glob("start*")))
+
+
+def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
+    process = supervised("sys.exit({1: 42, 2: 42}.get(starts, 0))")
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and starts(tmp_path) == 3
+    assert "start 1 ended with 42" in out and "ended with 0 after 3 starts" in out
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert (state["attempt"], state["code"]) == (3, 0)
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_mistake_is_not_repeated(supervised, tmp_path, code):
+    process = supervised(f"sys.exit({code})")
+    process.communicate(timeout=30)
+    assert process.returncode == code and starts(tmp_path) == 1
+
+
+def test_after_the_last_restart_the_code_is_passed_on(supervised, tmp_path):
+    process = supervised("sys.exit(42)", "--max_restarts=1")
+    process.communicate(timeout=30)
+    assert process.returncode == 42 and starts(tmp_path) == 2
+
+
+def test_a_killed_command_is_started_again(supervised, tmp_path):
+    process = supervised("import os\nif starts == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and starts(tmp_path) == 2
+
+
+def test_the_exit_of_a_killed_command_is_as_a_shell_has_it(supervised, tmp_path):
+    process = supervised("import os; os.kill(os.getpid(), signal.SIGKILL)", "--max_restarts=0")
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, number):
+    process = supervised(
+        f"signal.signal({int(number)}, lambda *_: sys.exit(42))\n"
+        "(folder / 'ready').touch()\ntime.sleep(30)"
+    )
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 42 and starts(tmp_path) == 1
