@@ -1,11 +1,16 @@
-"""The notebooks run from top to bottom, and what they draw is what the tables hold."""
+"""The notebooks run from top to bottom, and what is drawn of the estimators is what they hold."""
 
+import importlib.util
 import json
 import math
+import os
 import pathlib
+import shutil
 import subprocess
+import sys
 import time
 
+import jax
 import matplotlib
 import numpy as np
 import pytest
@@ -14,11 +19,12 @@ from matplotlib import pyplot as plt
 from jaxrl_tis.estimators import kl, masks, objectives, weights
 from jaxrl_tis.experiments import frontier
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("the notebook's calls of jax")]
-
 FOLDER = pathlib.Path(__file__).parents[1] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"), key=lambda path: path.name)
+NAMES = ["estimators", "quickstart", "read_a_run", "tpu_fit"]
 LONGEST_S = 120.0
+LONGEST_TEXT = 6000  # characters of a cell's text or HTML
+LONGEST_PICTURE = 200_000  # characters of base64
 E = math.e
 
 
@@ -132,16 +138,17 @@ def check_run(figure):
 
 
 CHECKS = {
-    "estimators.ipynb": {
-        "weight_figure": check_weights, "mask_figure": check_masks,
-        "objective_figure": check_objectives, "kl_figure": check_kl, "cap_figure": check_caps,
-        "sweep_figure": check_sweep, "run_figure": check_run,
-    },
+    "weight_figure": check_weights, "mask_figure": check_masks,
+    "objective_figure": check_objectives, "kl_figure": check_kl, "cap_figure": check_caps,
+    "sweep_figure": check_sweep, "run_figure": check_run,
 }
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_draws_what_it_says(path, monkeypatch):
+@pytest.mark.compiles
+@pytest.mark.by_jax("the notebook's calls of jax")
+def test_estimators_draws_what_it_says(monkeypatch):
+    path = FOLDER / "estimators.ipynb"
+
     def refuse(*args, **kwargs):
         raise AssertionError(f"{path.name} starts {args}: nothing is to be installed here")
 
@@ -153,13 +160,76 @@ def test_a_notebook_draws_what_it_says(path, monkeypatch):
         variables = run(path)
         assert time.perf_counter() - start < LONGEST_S
         drawn = [plt.figure(number) for number in plt.get_fignums()]
-        checks = CHECKS[path.name]
-        assert drawn == [variables[name] for name in checks]
-        for name, check in checks.items():
+        assert drawn == [variables[name] for name in CHECKS]
+        for name, check in CHECKS.items():
             check(variables[name])
         for line in (line for figure in drawn for ax in figure.axes for line in ax.get_lines()):
             assert len(line.get_xydata()) and np.isfinite(line.get_xydata()).all()
     plt.close("all")
+
+
+def executed(name, folder):
+    """The outputs of a notebook by cell, from a kernel of its own: [{kind: text}].
+
+    Runs go to `folder`; two CPU cores are what a reader has, so none of this suite's devices.
+    """
+    text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+    path = folder / f"{name}.ipynb"
+    path.write_text(text.replace("runs/notebook-", f"{folder}/notebook-"), encoding="utf-8")
+    env = {n: x for n, x in os.environ.items() if not n.startswith(("JAX_", "XLA_", "PYTEST_"))}
+    command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "-p", "no:cacheprovider",
+               f"--rootdir={folder}", str(path)]
+    done = subprocess.run(
+        command, cwd=folder, env=env | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    outputs = {}
+    for cell in code_cells(path):
+        outputs[cell["id"]] = [
+            {kind: "".join(x) for kind, x in (output.get("data") or {"text": output["text"]}).items()}
+            for output in cell["outputs"]
+        ]
+    return outputs
+
+
+def text_of(outputs, cell):
+    return "".join(output.get("text", "") for output in outputs[cell])
+
+
+def check_quickstart(outputs):
+    line = text_of(outputs, "result").splitlines()[0]
+    before, after = (float(line.split(mark)[0].split()[-1]) for mark in (" before", " after"))
+    assert line.startswith("greedy accuracy on 128 unseen sums") and after > before + 0.05
+    assert "image/png" in outputs["train"][0]
+
+
+def check_read_a_run(outputs):
+    assert "24 steps" in text_of(outputs, "record")
+    assert "title=" in outputs["answers"][0]["text/html"]
+    gaps = [float(line.split()[2]) for line in text_of(outputs, "worst").splitlines()]
+    assert len(gaps) == 5 and gaps == sorted(gaps, reverse=True) and gaps[-1] > 0
+    assert "engine.corrected" in text_of(outputs, "doctor")
+
+
+def check_tpu_fit(outputs):
+    assert "v5litepod-8: 8 chips of 15.75 GiB" in text_of(outputs, "compile")
+    fits = [line.endswith(" fits") for line in text_of(outputs, "table").splitlines()]
+    assert fits == [True, True, False]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name, check", [
+    ("estimators", lambda outputs: None), ("quickstart", check_quickstart),
+    ("read_a_run", check_read_a_run), ("tpu_fit", check_tpu_fit),
+])
+def test_a_notebook_runs_in_a_kernel_and_says_little(name, check, tmp_path):
+    if name == "tpu_fit" and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("no libtpu for this Python")
+    outputs = executed(name, tmp_path)
+    for cell, found in outputs.items():
+        for kind, text in (item for output in found for item in output.items()):
+            longest = LONGEST_PICTURE if kind.startswith("image/") else LONGEST_TEXT
+            assert len(text) <= longest, (cell, kind)
+    check(outputs)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -171,3 +241,77 @@ def test_a_notebook_is_stored_without_outputs(path):
     assert len(set(ids)) == len(ids)
     for cell in code_cells(path):
         assert cell["outputs"] == [] and cell["execution_count"] is None
+
+
+def notebooks():
+    spec = importlib.util.spec_from_file_location("notebooks", FOLDER / "notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_notebooks_are_made_from_their_sources():
+    """After an edit: python colab/notebooks.py."""
+    module = notebooks()
+    assert [path.stem for path in NOTEBOOKS] == NAMES
+    for path in NOTEBOOKS:
+        assert path.read_text(encoding="utf-8") == module.notebook(path.with_suffix(".py")), path
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_begins_with_its_badge_and_the_install_cell(path):
+    title, install = json.loads(path.read_text(encoding="utf-8"))["cells"][:2]
+    text = "".join(title["source"])
+    assert text.startswith("# ") and f"/blob/main/colab/{path.name})" in text
+    assert install["id"] == "install"
+
+
+class Installed(Exception):
+    """The install cell came to its last command."""
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive", "zip", "git"])
+def test_the_install_cell_takes_a_folder_an_archive_or_a_git_url(kind, tmp_path, monkeypatch):
+    """What it would give pip: the clone, constrained to the jax that is here."""
+    source = tmp_path / "made" / "jaxrl_tis-main"
+    source.mkdir(parents=True)
+    (source / "setup.py").write_text("")
+    given = {"folder": source, "archive": tmp_path / "a.tar.gz", "zip": tmp_path / "a.zip",
+             "git": tmp_path / "a.git"}[kind]
+    if kind == "archive":
+        subprocess.run(["tar", "-czf", given, "-C", tmp_path / "made", source.name], check=True)
+    elif kind == "zip":
+        shutil.make_archive(given.with_suffix(""), "zip", tmp_path / "made")
+    elif kind == "git":
+        git = ["git", "-C", source, "-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "a"]):
+            subprocess.run([*git, *words], check=True)
+        subprocess.run(["git", "clone", "--quiet", "--bare", source, given], check=True)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run_command, find = subprocess.run, importlib.util.find_spec
+
+    def pip_refused(command, **options):
+        if "pip" not in command:
+            return run_command(command, **options)
+        raise Installed(command)
+
+    monkeypatch.setattr(subprocess, "run", pip_refused)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jaxrl_tis" else find(name))
+    cell = notebooks().INSTALL.replace('SOURCE = ".."', f'SOURCE = "{given}"')
+    with pytest.raises(Installed) as installed:
+        exec(compile(cell, "install", "exec"), {})
+    (command,) = installed.value.args
+    assert command[:5] == [sys.executable, "-m", "pip", "install", "--quiet"]
+    assert (pathlib.Path(command[-1]) / "setup.py").exists()
+    pins = pathlib.Path(command[command.index("--constraint") + 1])
+    assert pins.read_text().strip() == f"jax=={jax.__version__}"
+
+
+def test_a_source_that_is_no_clone_is_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    cell = notebooks().INSTALL.replace('SOURCE = ".."', f'SOURCE = "{tmp_path}"')
+    with pytest.raises(FileNotFoundError, match="set SOURCE"):
+        exec(compile(cell, "install", "exec"), {})

@@ -1,0 +1,73 @@
+# %% [markdown] title
+# # Reading a run
+#
+# What a workdir holds, without any accelerator: the record, plots, answers with both probabilities of
+# each token, and what the doctor makes of it. `WORKDIR` is any run's folder, also `gs://...`; the one
+# here is a short recorded run of the quickstart.
+
+# %% setup
+import matplotlib.pyplot as plt
+from IPython.display import HTML, display
+
+from jaxrl_tis import metrics, samples
+from jaxrl_tis.doctor import diagnose
+from jaxrl_tis.report import answers, page, plots
+
+plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})
+WORKDIR = CLONE / "colab" / "example_run"
+
+# %% [markdown] record-text
+# ## The record
+#
+# `metrics.jsonl` has one line for each step and each evaluation; `docs/metrics.md` explains the names.
+
+# %% record
+records = metrics.read(WORKDIR)
+train = [r for r in records if r["phase"] == "train"]
+print(f"{len(train)} steps, {len(train[-1])} values in the last line; some of them:")
+for name in ("reward/mean", "training/rollout_probs_diff_max", "rollout_corr/k3_kl",
+             "rollout_corr/rollout_is_eff_sample_size", "mismatch/engine/share"):
+    print(f"{name:42} first {train[0][name]:.4g}, last {train[-1][name]:.4g}")
+
+# %% [markdown] plots-text
+# ## Plots
+#
+# The same as in `report.html`. `plots.PLOTS` is the table of them.
+
+# %% plots
+runs = page.load([WORKDIR])
+shown = [plot for plot in plots.PLOTS if plot.in_overview and plots.is_present(plot, runs)][:6]
+overview_figure, axes = plt.subplots(2, 3, figsize=(11, 5), layout="constrained")
+for ax, plot in zip(axes.flat, shown):
+    plots.draw(ax, plot, runs)
+plt.show()
+
+# %% [markdown] answers-text
+# ## What did it write, and where did the two disagree
+#
+# The darker a token, the larger the difference of its probability between sampler and learner; point
+# at it for the numbers. Below, the tokens of all recorded answers that differ most.
+
+# %% answers
+lines = samples.read(WORKDIR)
+display(HTML(f"<style>{answers.CSS}</style>" + answers.section("this run", lines)))
+
+# %% worst
+import math
+
+tokens = [
+    (abs(math.exp(new) - math.exp(old)), token, line["step"], line["response"])
+    for line in lines if line["phase"] == "train"
+    for token, old, new in zip(line["tokens"], line["logp_behav"], line["logp_old"])
+]
+for gap, token, step, response in sorted(tokens, reverse=True)[:5]:
+    print(f"|Δp| = {gap:.4f} at {token!r} of {response!r}, step {step}")
+
+# %% [markdown] doctor-text
+# ## The doctor
+#
+# `python -m jaxrl_tis.doctor WORKDIR` says the same: which cause the numbers point to, on what
+# evidence, and what to change.
+
+# %% doctor
+print(diagnose.describe(diagnose.diagnose(WORKDIR, {})))
