@@ -160,7 +160,8 @@ def get_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also after the last
     c.checkpoint.keep = 2
-    # Seconds that a step may go on once the run is asked to stop; GKE kills 30 s after it asks.
+    # Seconds that a step may go on once the run is asked to stop. A run that reaches no place to stop
+    # within 20 more ends without a save; GKE kills after the time that the manifest gives.
     c.checkpoint.grace = 10.0
 
     c.watchdog = ConfigDict()

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -23,12 +23,14 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxrl_tis import storage
+from jaxrl_tis import processes, storage
 from jaxrl_tis.cli import Unwritable
 from jaxrl_tis.provenance import differences
 
 MANIFEST = "manifest.json"
 CORRUPT, UNCOMMITTED = ".corrupt", ".uncommitted"
+STREAMS = 16  # files that are read at a time to be hashed
+COMMIT_SECONDS = 3600  # for process 0 to hash a checkpoint
 
 
 class Checkpoints:
@@ -88,6 +90,8 @@ class Checkpoints:
             self._tidy()
             self._manager.save(step, force=True, args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(json.loads(text))))
+        except jax.errors.JaxRuntimeError:
+            raise  # another process is gone: no word about this folder
         except Exception as error:
             raise self._explained(step, error) from error
         self._pending = step, self._executor.submit(self._commit, step)
@@ -101,6 +105,8 @@ class Checkpoints:
             except Exception as error:
                 with contextlib.suppress(Exception):  # Orbax raises it once more, in this thread
                     self._manager.wait_until_finished()
+                if isinstance(error, jax.errors.JaxRuntimeError):
+                    raise
                 raise self._explained(step, error) from error
 
     def steps(self) -> list[int]:
@@ -165,18 +171,27 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            logging.error("%s", error)  # what ends the block is the cause, and says more
 
     def _commit(self, step: int) -> None:
-        """Waits for Orbax, writes the manifest, then deletes the steps that are too many."""
-        self._manager.wait_until_finished()
-        if jax.process_index() == 0:
-            self._before_commit()
-            write_manifest(self._directory / str(step))
-            for old in self.steps()[:-self._keep]:
-                (self._directory / str(old) / MANIFEST).unlink()  # half a step must not count
-                (self._directory / str(old)).rmtree()
+        """Waits for Orbax, writes the manifest, then deletes the steps that are too many. Processes
+        wait for the first one: those that ended before would take it with them."""
+        try:
+            self._manager.wait_until_finished()
+            if jax.process_index() == 0:
+                self._before_commit()
+                write_manifest(self._directory / str(step))
+                for old in self.steps()[:-self._keep]:
+                    (self._directory / str(old) / MANIFEST).unlink()  # half a step must not count
+                    (self._directory / str(old)).rmtree()
+        finally:
+            processes.meet(f"checkpoint {step} is complete", COMMIT_SECONDS)
 
     def _tidy(self) -> None:
         """Removes what failed or killed saves left behind (never called while one is running)."""
@@ -221,6 +236,10 @@ class Checkpoints:
             raise ValueError(f"no intact checkpoint{'' if wanted is None else f' {wanted}'} left "
                              f"in {self._directory}: {'; '.join(problems)}; other complete steps: "
                              f"{self.steps()}")
+        if jax.process_index() == 0 and wanted is None:
+            problems += [f"checkpoint {path.name} was not completed"
+                         for path in storage.children(self._directory)
+                         if path.name.isdigit() and int(path.name) > chosen]
         for problem in problems:
             logging.error("%s: %s; restoring step %d instead.", self._directory, problem, chosen)
         return chosen
@@ -261,9 +280,8 @@ def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: epat
 
 def write_manifest(step_directory: epath.Path) -> None:
     """Writes manifest.json: size and sha256 of every file below `step_directory`."""
-    files = {str(path.relative_to(step_directory)): _size_and_hash(path)
-             for path in storage.files(step_directory)}
-    storage.write_json(step_directory / MANIFEST, {"files": files})
+    names = [str(path.relative_to(step_directory)) for path in storage.files(step_directory)]
+    storage.write_json(step_directory / MANIFEST, {"files": _hashes(step_directory, names)})
 
 
 def verify(step_directory: str | os.PathLike) -> str | None:
@@ -278,13 +296,22 @@ def verify(step_directory: str | os.PathLike) -> str | None:
             size = path.stat().length
             if size != expected["bytes"]:
                 return f"file {name} has {size} bytes instead of {expected['bytes']}"
-            if _size_and_hash(path) != expected:
+        found = _hashes(step_directory, list(files))
+        for name in files:
+            if found[name] != files[name]:
                 return f"the sha256 of file {name} does not match"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is unreadable: {error}"
     except OSError as error:
         return f"read error: {error}"
     return None
+
+
+def _hashes(folder: epath.Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns size and sha256 of files, several read at a time: a bucket is slow to begin with
+    each."""
+    with futures.ThreadPoolExecutor(STREAMS) as pool:
+        return dict(zip(names, pool.map(lambda name: _size_and_hash(folder / name), names)))
 
 
 def _size_and_hash(path: epath.Path) -> dict[str, Any]:

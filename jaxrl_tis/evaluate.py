@@ -1,9 +1,9 @@
 """Held-out accuracy: greedy, sampled, and what the commonest answer alone would score.
 
-As a command it measures the newest checkpoint of a run, a Hugging Face folder, a .gguf file or a
+As a command it measures a checkpoint of a run, the newest by default, a Hugging Face folder, a .gguf file or a
 model of the hub on a config's held-out task, with the learner's numerics:
 
-    python -m jaxrl_tis.evaluate WORKDIR|MODEL --config=configs/quickstart.py [--samples=8]
+    python -m jaxrl_tis.evaluate WORKDIR|MODEL --config=configs/quickstart.py [--samples=8] [--step=N]
 """
 
 import collections
@@ -117,7 +117,7 @@ def pass_at(k: int, right: np.ndarray) -> np.ndarray:
     return np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.sum(axis=1).tolist()])
 
 
-def measure(setup: Setup, path: str, samples: int) -> dict[str, Any]:
+def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> dict[str, Any]:
     """Returns {"n", "samples", "greedy", "sampled", "pass_at_<k>", ...}, each accuracy as {"mean",
     "low", "high"} with its 95 % Wilson interval over prompts; k are the powers of 2 up to
     `samples`.
@@ -126,7 +126,7 @@ def measure(setup: Setup, path: str, samples: int) -> dict[str, Any]:
     """
     config, engine = setup.config, setup.learner_engine
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
-    scheduler = setup.scheduler(engine, engine.load(read_params(setup, path)), 0)
+    scheduler = setup.scheduler(engine, engine.load(read_params(setup, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
     reward = config.reward
     with (
@@ -145,11 +145,12 @@ def main() -> None:
     """Command line: see the top of the file."""
     config = cli_flags.define_config()
     samples = flags.DEFINE_integer("samples", 8, "Answers drawn of each prompt.", lower_bound=1)
+    step = flags.DEFINE_integer("step", None, "Of the checkpoint; default: the newest.")
     path = flags.DEFINE_string("json", None, "File to write the numbers to.")
 
     def run(model: str) -> None:
         cli.check_folder("json", path.value)
-        measured = measure(build(config.value), model, samples.value)
+        measured = measure(build(config.value), model, samples.value, step.value)
         print(f"{model}: {measured['n']} prompts, {samples.value} draws each")
         for name in list(measured)[2:]:
             mean, low, high = (100 * measured[name][key] for key in ("mean", "low", "high"))

@@ -13,8 +13,10 @@ import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from jaxrl_tis import cli, storage
 
 SCHEME = "hf://"
 MODEL_FILES = ["*.json", "*.jinja"]
@@ -73,14 +75,15 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
     return _fetch(found, MODEL_FILES + WEIGHT_FILES * weights, ["*/*"])
 
 
-def data_files(path: str | os.PathLike) -> list[tuple[str, pathlib.Path]]:
-    """Returns [(name that is the same on every machine, where it is)] of the files of a split.
+def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
+    """Returns [(name that is the same on every machine, where it is)] of the files of a split; a
+    path that is not of the hub is a file, here or on a bucket.
 
     Raises:
       FileNotFoundError: the data set has no such split; and see `_fetch`.
     """
     if not is_hub(path):
-        return [(f"{path}", pathlib.Path(path))]
+        return [(f"{path}", storage.folder(path) if storage.is_remote(path) else pathlib.Path(path))]
     found = Reference.parse(path)
     inside = found.inside or "*"
     folder = _fetch(found, [inside, f"{inside}.*", f"{inside}-*", f"{inside}/*"])
@@ -96,18 +99,17 @@ def data_files(path: str | os.PathLike) -> list[tuple[str, pathlib.Path]]:
     return [(str(dataclasses.replace(found, inside=name)), folder / name) for name in names]
 
 
-def pins(values: Mapping[str, Any], before: Iterable[str] = ()) -> dict[str, str]:
+def pins(values: Mapping[str, Any], before: Mapping[str, str] = {}) -> dict[str, str]:
     """Returns for every path of the hub in nested `values` the same path at one commit.
 
-    A repository that a path of `before` pins keeps that commit, so that a run which is continued
-    uses what it began with; all others get the newest of their revision.
+    A path that `before` has keeps what it was pinned to, so that a run which is continued uses what
+    it began with; all others get the newest of their revision.
     """
-    commits = {}
-    for path in filter(is_hub, before):
-        found = Reference.parse(path)
-        commits[found.kind, found.repository, ""] = found.revision
-    pinned = {}
+    commits, pinned = {}, {}
     for path in sorted(set(filter(is_hub, leaves(values)))):
+        if path in before:
+            pinned[path] = before[path]
+            continue
         found = Reference.parse(path)
         key = found.kind, found.repository, found.revision
         if not COMMIT.fullmatch(found.revision):
@@ -146,6 +148,7 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
       FileNotFoundError: the hub has no such repository or revision, or it is not in the cache and
         there is no network.
       ValueError: the hub asks for a token, or refuses the one in HF_TOKEN.
+      Interrupted: the hub cannot answer now.
     """
     try:
         import huggingface_hub
@@ -168,4 +171,12 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
         ) from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled,
             errors.HFValidationError) as error:
+        if _is_passing(error) or _is_passing(error.__cause__):
+            raise cli.Interrupted(f"the hub could not give {found} now: {error}") from error
         raise FileNotFoundError(f"cannot fetch {found}: {error}") from error
+
+
+def _is_passing(error: BaseException | None) -> bool:
+    """Whether the hub said that it is asked too much, or that something is wrong with it."""
+    response = getattr(error, "response", None)
+    return response is not None and (response.status_code == 429 or response.status_code >= 500)

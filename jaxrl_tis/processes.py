@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jaxrl_tis import cli
 
 END_SECONDS = 10  # for the others to end, too, before a process ends by itself
+OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of JAX that no other process is the cause of
 
 
 def define_flags() -> Callable:
@@ -107,7 +108,8 @@ def _leave(error: Exception) -> None:
         traceback.print_exception(error)
     else:
         print(error, file=sys.stderr)
-    is_lost = isinstance(error, jax.errors.JaxRuntimeError) and not _all_came()
+    is_foreign = isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OWN)
+    is_lost = is_foreign and not _all_came()
     if is_lost:
         print("another process is gone; the same command on all hosts continues", file=sys.stderr)
     elif code is not None:
@@ -122,11 +124,20 @@ def _leave(error: Exception) -> None:
 def _all_came() -> bool:
     """Whether all processes come here within END_SECONDS."""
     try:
-        client = distributed.global_state.client
-        client.wait_at_barrier("jaxrl_tis_end", 1000 * END_SECONDS)
+        meet("the end", END_SECONDS)
     except jax.errors.JaxRuntimeError:
         return False
     return True
+
+
+def meet(where: str, seconds: float) -> None:
+    """Returns once all processes are here, in any thread of theirs; no device takes part.
+
+    Raises:
+      jax.errors.JaxRuntimeError: one is gone, or does not come within these seconds.
+    """
+    if jax.process_count() > 1:
+        distributed.global_state.client.wait_at_barrier(where, int(1000 * seconds))
 
 
 def is_alone() -> bool:
@@ -216,8 +227,8 @@ def difference(facts: Mapping[str, Any]) -> str | None:
     if jax.process_count() == 1:
         return None
     everyone = exchange({name: _digest(value) for name, value in facts.items()})
-    for name in everyone[0]:
-        if any(name not in other or other[name] != everyone[0][name] for other in everyone):
+    for name in dict.fromkeys(name for names in everyone for name in names):
+        if len({other[name] if name in other else None for other in everyone}) > 1:
             shown = exchange(f"{facts[name]}"[:60] if name in facts else "nothing")
             held = ", ".join(f"{text} on process {i}" for i, text in enumerate(shown))
             return f"{name} is not the same everywhere: {held}"

@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import subprocess
+import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -16,11 +17,15 @@ from jaxrl_tis.cli import Unwritable
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def write_run_files(workdir: str | os.PathLike, config_dict: Mapping[str, Any]) -> None:
-    """Writes WORKDIR/config.json: {"config", "versions", "git_revision"}.
+def write_run_files(
+    workdir: str | os.PathLike, config_dict: Mapping[str, Any], pins: Mapping[str, str] = {}
+) -> None:
+    """Writes WORKDIR/config.json: {"config", "versions", "git_revision", "pins", "run_id"}.
 
     "config" is the resolved configuration, "versions" those of Python and the packages that decide
-    numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git.
+    numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git,
+    "pins" the paths of the hub as they were given and as they stand in "config". "run_id" is drawn
+    once and stays with the folder.
 
     Raises:
       TypeError: a value of the configuration is not JSON.
@@ -28,11 +33,13 @@ def write_run_files(workdir: str | os.PathLike, config_dict: Mapping[str, Any]) 
     """
     versions = {name: metadata.version(name) for name in PACKAGES}
     path = pathlib.Path(workdir) / "config.json"
+    run_id = saved(workdir, "run_id") or uuid.uuid4().hex[:16]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         storage.write_json(path, {"config": _plain(config_dict),
                                   "versions": {"python": platform.python_version(), **versions},
-                                  "git_revision": git_revision()})
+                                  "git_revision": git_revision(), "pins": dict(pins),
+                                  "run_id": run_id})
     except OSError as error:
         raise Unwritable(f"cannot write {path}: {error}") from error
 
@@ -75,13 +82,29 @@ def saved_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
     Raises:
       ValueError: the file is broken.
     """
+    return saved(workdir, "config")
+
+
+def saved(workdir: str | os.PathLike, name: str) -> Any:
+    """Returns an entry of the config.json in a folder, None where there is no such file.
+
+    Raises:
+      ValueError: the file is broken.
+    """
     path = storage.folder(workdir) / "config.json"
     if not path.exists():
         return None
     try:
-        return dict(json.loads(path.read_bytes())["config"])
+        found = json.loads(path.read_bytes())
+        found["config"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not what a run writes: {error!r}") from error
+    if name not in found:
+        raise ValueError(
+            f"{path} says nothing of {name}: it is of another version of jaxrl_tis; use that one, or "
+            "a new workdir"
+        )
+    return found[name]
 
 
 def git_revision() -> str | None:

@@ -237,8 +237,8 @@ class Collector:
         self._batches.set_state(state["batches"])
 
     def facts(self) -> dict[str, Any]:
-        counts = {} if self._scheduler is None else self._scheduler.stats.counts()
-        return self.get_state() | {f"scheduler.{name}": n for name, n in counts.items()}
+        facts = {} if self._scheduler is None else self._scheduler.facts()
+        return self.get_state() | {f"scheduler.{name}": fact for name, fact in facts.items()}
 
     def _sample_groups(self, tag) -> list[list[Sample]]:
         with self._timer("data"):

@@ -4,7 +4,8 @@ A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tok
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
 tokens of the response; `length` counts all. `weight` is null where the correction gives weights
 inside the update alone. An evaluation (phase "eval", greedy answers) has one program and thus one
-log-prob, in `logp_old`; `logp_behav`, `weight` and `version` are null.
+log-prob, that of the model at temperature 1, in `logp_old`; `logp_behav`, `weight` and `version` are
+null.
 """
 
 import json
@@ -21,6 +22,7 @@ from jaxrl_tis.metrics import LineFile
 FILE_NAME = "samples.jsonl"
 MAX_TOKENS = 512
 DIGITS = 6  # after the point
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are part of a character
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -52,7 +54,7 @@ def of_evaluation(
 ) -> list[dict[str, Any]]:
     """Returns the lines of an evaluation, of its first `count` answers."""
     return [
-        _line(step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_behav}, decode)
+        _line(step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_raw}, decode)
         for sample in samples[:count]
     ]
 
@@ -65,9 +67,22 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
         "step": step, "phase": phase, "id": sample.record["id"],
         "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
         "answer": sample.record["answer"], "reward": round(float(reward), DIGITS),
-        "length": len(ids), "tokens": [decode([token]) for token in ids[:MAX_TOKENS]],
+        "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in found.items()},
     }
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Returns what each token adds to the text: together they are the text. A character that is not
+    complete yet belongs to the token that completes it."""
+    found, shown = [], ""
+    for count, token in enumerate(ids, start=1):
+        text = decode(ids[:count])
+        if text.endswith(INCOMPLETE) and count < len(ids):
+            text = shown
+        found.append(text[len(shown):] if text.startswith(shown) else decode([token]))
+        shown = text
+    return found
 
 
 def _numbers(values: np.ndarray) -> list[float | int]:

@@ -6,22 +6,27 @@ the steps since then.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 
 from etils import epath
 
-from jaxrl_tis.cli import Unwritable
+from jaxrl_tis.cli import Interrupted, Unwritable
 
 OWNER = "owner.json"
+SIGN_SECONDS, SIGNS = 15.0, 3  # after so many without a sign an owner is dead
 KEPT_APART = ("checkpoints", "lock", OWNER)  # not files that grow
+NEW = ".new"  # end of the name of a file that is being written
+STACKS = "stacks"  # of a process that hung: written when nothing can be copied any more
 
 
 def is_remote(path: str | os.PathLike) -> bool:
@@ -74,7 +79,7 @@ def write_json(path: str | os.PathLike, value: object) -> None:
         epath.Path(path).write_text(text)
         return
     path = pathlib.Path(path)
-    new_path = path.with_name(path.name + ".new")
+    new_path = path.with_name(path.name + NEW)
     with open(new_path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -86,13 +91,16 @@ class Mirror:
     """The files of a run but its checkpoints: written to `folder`, on this machine, and copied to
     the workdir if that is on a bucket; else `folder` is the workdir.
 
-    As a context manager it copies once more at the end.
+    Who fetched last owns a workdir on a bucket and signs it every SIGN_SECONDS. As a context manager
+    it copies once more at the end, and gives the workdir up.
     """
 
     def __init__(self, workdir: str | os.PathLike):
         self.workdir = folder(workdir)
         self._is_remote = is_remote(workdir)
-        self._token, self._copied = uuid.uuid4().hex, {}
+        self._copied, self._is_over = {}, threading.Event()
+        self._sign = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(),
+                      "time": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
         self.folder = pathlib.Path(workdir)
         if self._is_remote:
             cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -103,8 +111,11 @@ class Mirror:
         return self
 
     def __exit__(self, kind, *_) -> None:
+        self._is_over.set()
         try:
             self.upload()
+            if self._is_remote and self._owns(self._owner()):
+                (self.workdir / OWNER).unlink()
         except Exception:
             if kind is None:
                 raise
@@ -113,21 +124,56 @@ class Mirror:
         """Makes this process the owner of the workdir, and `folder` what was last copied there.
 
         Raises:
+          ValueError: a run on another machine owns it and is alive.
           Unwritable: the bucket cannot be read or written.
         """
         if not self._is_remote:
             return
         with self._explained():
+            owner = self._owner()
+            is_alive = owner is not None and self._signs(owner)
+        if is_alive:
+            raise ValueError(
+                f"{self.workdir} is in use by process {owner['pid']} on {owner['host']}, started "
+                f"{owner['time']}; wait for it, or choose another --workdir"
+            )
+        with self._explained():
             self._begin()
+        threading.Thread(target=self._keep_signing, daemon=True).start()
+
+    def _signs(self, owner: dict) -> bool:
+        """Whether the owner is seen to sign; one on this machine would hold the lock."""
+        if owner["host"] == self._sign["host"]:
+            return False
+        for _ in range(SIGNS):
+            time.sleep(SIGN_SECONDS)
+            if (now := self._owner()) != owner:
+                return now is not None
+        return False
+
+    def _keep_signing(self) -> None:
+        """Signs until the end, or until another run has taken the workdir over."""
+        for count in itertools.count(1):
+            if self._is_over.wait(SIGN_SECONDS):
+                return
+            with contextlib.suppress(Exception):  # the next copy tells what is wrong
+                if not self._owns(self._owner()):
+                    return
+                write_json(self.workdir / OWNER, self._signed(count))
+
+    def _signed(self, count: int) -> dict:
+        """Always as long: who reads while it is replaced would get the new text at the old length."""
+        return self._sign | {"signs": f"{count:09}"}
+
+    def _owns(self, owner: dict | None) -> bool:
+        return owner is not None and owner["token"] == self._sign["token"]
 
     def _begin(self) -> None:
-        sign = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(),
-                "time": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
         self.workdir.mkdir(parents=True, exist_ok=True)
-        write_json(self.workdir / OWNER, sign)
+        write_json(self.workdir / OWNER, self._signed(0))
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
-            if path.name not in KEPT_APART:
+            if path.name not in (*KEPT_APART, STACKS):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         growing = [p for p in children(self.workdir) if p.name not in KEPT_APART]
         for path in [f for p in growing for f in (files(p) if p.is_dir() else [p])]:
@@ -147,7 +193,7 @@ class Mirror:
             return
         with self._explained():
             owner = self._owner()
-        if owner is not None and owner["token"] != self._token:
+        if owner is not None and not self._owns(owner):
             raise ValueError(
                 f"{self.workdir} was taken over by process {owner['pid']} on {owner['host']}, "
                 f"started {owner['time']}: this run stops"
@@ -158,11 +204,12 @@ class Mirror:
     def _copy(self) -> None:
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder)
-            if path.is_dir() or name.parts[0] in KEPT_APART or self._copied.get(path) == _stamp(path):
+            if path.is_dir() or name.parts[0] in KEPT_APART or path.suffix == NEW:
                 continue
             stamp = _stamp(path)  # what grows meanwhile is copied the next time
-            (self.workdir / name).write_bytes(path.read_bytes())
-            self._copied[path] = stamp
+            if self._copied.get(path) != stamp:
+                (self.workdir / name).write_bytes(path.read_bytes())
+                self._copied[path] = stamp
 
     def _owner(self) -> dict | None:
         """Returns who fetched last; None if nobody did."""
@@ -177,6 +224,9 @@ class Mirror:
         try:
             yield
         except Exception as error:
+            code = getattr(error, "code", None)
+            if code == 429 or isinstance(code, int) and code >= 500:
+                raise Interrupted(f"{self.workdir} does not answer: {error}") from error
             raise Unwritable(f"{self.workdir} cannot be used: {error}") from error
 
 

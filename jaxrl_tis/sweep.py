@@ -11,6 +11,7 @@ the end there are table.md and report.html in the folder of the sweep; arms that
 the command then ends with 1.
 """
 
+import collections
 import itertools
 import pathlib
 import re
@@ -29,7 +30,8 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_tis import cli, cli_flags, intervals, metrics, storage
+from jaxrl_tis import cli, cli_flags, hub, intervals, metrics, storage
+from jaxrl_tis.provenance import check_same_config, saved
 from jaxrl_tis.report import page
 from jaxrl_tis.validate import validate
 
@@ -110,10 +112,14 @@ class Job:
         return any((r["phase"], r["step"]) == ("eval", self.steps) for r in records)
 
 
-def name_of(arm: Arm) -> str:
-    """Returns the name of an arm, which is the name of a folder, too: "preset=tis_2,epochs=4"."""
-    words = [f"{field.rpartition('.')[2]}={value}" for field, value in arm.items()]
-    return re.sub(r"[^\w.=,+-]+", "_", ",".join(words)).strip("_") or "base"
+def names_of(arms: Sequence[Arm]) -> list[str]:
+    """Returns the names of arms, which are names of folders, too: "preset=tis_2,epochs=4". A field
+    goes by its last word where no other field of the sweep has that."""
+    fields = dict.fromkeys(field for arm in arms for field in arm)
+    last = collections.Counter(field.rpartition(".")[2] for field in fields)
+    short = lambda field: field.rpartition(".")[2] if last[field.rpartition(".")[2]] == 1 else field
+    words = [",".join(f"{short(field)}={value}" for field, value in arm.items()) for arm in arms]
+    return [re.sub(r"[^\w.=,+-]+", "_", word).strip("_") or "base" for word in words]
 
 
 def jobs_of(
@@ -122,10 +128,10 @@ def jobs_of(
     """Checks all arms and returns their jobs.
 
     Raises:
-      ValueError: an arm has a field that does not exist, or is refused; two are the same. All such
-        problems are in the message.
+      ValueError: an arm has a field that does not exist, or is refused; two are the same; a folder
+        holds a run of another configuration. All such problems are in the message.
     """
-    names = [name_of(arm) for arm in arms]
+    names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     jobs = []
     for name, arm in zip(names, arms):
@@ -141,9 +147,21 @@ def jobs_of(
             workdir = f"{out}/{name}-seed{seed}"
             own = (*arguments, f"--config.seed={seed}")
             jobs.append(Job(name, seed, workdir, own, found.steps))
+            try:
+                found.seed = seed
+                _check_same(workdir, found.to_dict())
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
     if problems:
         raise ValueError("nothing was run, as the sweep has mistakes:\n" + "\n".join(problems))
     return jobs
+
+
+def _check_same(workdir: str, values: dict[str, Any]) -> None:
+    """Raises ValueError where the folder holds a run of another configuration."""
+    if storage.is_remote(workdir) or saved(workdir, "config") is None:
+        return  # the run itself looks at what is on a bucket
+    check_same_config(workdir, hub.replaced(values, saved(workdir, "pins")), ignore=("steps",))
 
 
 def arms_of(config: str) -> list[Arm]:

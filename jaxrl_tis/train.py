@@ -4,9 +4,10 @@ import contextlib
 import functools
 import json
 import math
+import pathlib
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 import ml_collections
@@ -23,7 +24,7 @@ from jaxrl_tis.gate.report import require
 from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
-from jaxrl_tis.provenance import check_same_config, facts, saved_config, write_run_files
+from jaxrl_tis.provenance import check_same_config, facts, saved, write_run_files
 from jaxrl_tis.report import page
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
@@ -54,6 +55,7 @@ class Run:
     def __init__(
         self, setup: Setup, mirror: storage.Mirror, checkpoints: Checkpoints, rewards: RewardWorker,
         watchdog: Watchdog, interrupt: Interrupt, profile_steps: Collection[int] = (),
+        pins: Mapping[str, str] = {},
     ):
         config = setup.config
         self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints
@@ -67,7 +69,7 @@ class Run:
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
-        self._profile_steps = profile_steps
+        self._profile_steps, self._pins = profile_steps, pins
         self.last_eval: dict[str, float] = {}
 
     def _make_source(self) -> rollouts.RolloutSource:
@@ -104,7 +106,7 @@ class Run:
 
     def _start(self) -> None:
         # From here on nothing is refused for its config.
-        processes.first(lambda: write_run_files(self._workdir, self.setup.config.to_dict()))
+        processes.first(self._describe)
         self._open_record()
         with self._phase("warm-up"):
             params = warm_up(self.setup, initial_params(self.setup), self.writer, self.pulse)
@@ -127,20 +129,22 @@ class Run:
                 "measured on; use those, or a new workdir"
             )
         self.source.set_state(meta["source"])
-        processes.first(lambda: write_run_files(self._workdir, self.setup.config.to_dict()))
+        processes.first(self._describe)
         self.done = self.saved = meta["step"]
         self.version, self._source_state = meta["version"], meta["source"]
         self._open_record(self.done)
         processes.say(f"continuing {self._mirror.workdir} after step {self.done}")
+
+    def _describe(self) -> None:
+        write_run_files(self._workdir, self.setup.config.to_dict(), self._pins)
 
     def _open_record(self, resume_step: int | None = None) -> None:
         if not processes.is_first():
             return
         config = self.setup.config
         # TensorBoard and the sinks are told of every attempt, the record of the last one's steps.
-        made = [
-            sinks.make(name, str(self._workdir), config.to_dict()) for name in config.metrics.sinks
-        ]
+        about = str(self._workdir), saved(self._workdir, "run_id"), config.to_dict()
+        made = [sinks.make(name, *about) for name in config.metrics.sinks]
         is_compact = config.metrics.record == "compact"
         self.writer = MetricsWriter(self._workdir, resume_step, made, is_compact)
         self._samples = samples.open_file(self._workdir, resume_step)
@@ -242,7 +246,7 @@ class Run:
     def evaluate(self) -> None:
         """Measures the held-out accuracy of the learner itself: of its weights and numerics, not
         the sampler's."""
-        start, step = time.monotonic(), self.done
+        start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
         self._watchdog.beat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
         self.source.rest()  # there is room for one cache
@@ -252,7 +256,10 @@ class Run:
         title = f"evaluation at step {step}"
         with Progress(total, title, is_shown=processes.is_first()) as progress:
             values = self._evaluator.run(scheduler, self.rewards, step, progress, self.pulse)
-        self.writer.write(step, "eval", values | {"time/eval_s": time.monotonic() - start})
+        compiled = goodput.compile_seconds() - compiled
+        self._timer.add("compile", compiled)
+        seconds = time.monotonic() - start - compiled
+        self.writer.write(step, "eval", values | {"time/eval_s": seconds})
         self._write_samples(samples.of_evaluation(
             step, self._evaluator.greedy, self.setup.tokenizer.decode,
             self.setup.config.metrics.samples,
@@ -299,13 +306,18 @@ def run(
     """
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(config.checkpoint.grace))
-        config = _pinned(config, workdir)
+        pins = processes.first(
+            lambda: hub.pins(config.to_dict(), saved(workdir, "pins") or {})
+        )
+        if pins:
+            config = ml_collections.ConfigDict(hub.replaced(config.to_dict(), pins))
         setup = build(config)
         for doubt in validate.doubts(config, setup.correction):
             processes.say(f"warning: {doubt}", sys.stderr)
         mirror = storage.Mirror(workdir)
         folder = mirror.folder
         processes.first(lambda: stack.enter_context(lock.locked(folder)))
+        _check_shared(workdir, folder)
         processes.first(lambda: check_same_config(workdir, config.to_dict(), ignore=("steps",)))
         processes.first(lambda: stack.enter_context(mirror).fetch())
         watchdog = stack.enter_context(Watchdog(folder, config.watchdog.timeout))
@@ -316,11 +328,12 @@ def run(
             config.reward.name, timeout=config.reward.timeout, on_error=config.reward.on_error,
             share=processes.share, pulse=watchdog.beat,
         ))
-        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps)
+        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins)
         try:
             r.begin()
             _train(r)
         except Interrupted:
+            interrupt.obeyed()
             raise r.stop() from None
         finally:
             r.close()
@@ -331,13 +344,19 @@ def run(
     return r.last_eval
 
 
-def _pinned(config: ml_collections.ConfigDict, workdir: str) -> ml_collections.ConfigDict:
-    """Returns the config with every path of the hub at one commit, that of the run in `workdir` if
-    there is one."""
-    values = config.to_dict()
-    find = lambda: hub.pins(values, hub.leaves(saved_config(workdir)))
-    pinned = processes.first(find)
-    return ml_collections.ConfigDict(hub.replaced(values, pinned)) if pinned else config
+def _check_shared(workdir: str, folder: pathlib.Path) -> None:
+    """Raises ValueError where the processes do not work in one folder; `folder` holds the lock."""
+    if difference := processes.difference({"workdir": workdir}):
+        raise ValueError(difference)
+    if processes.is_alone() or storage.is_remote(workdir):
+        return
+    owner = processes.first((folder / "lock").read_text)
+    path = folder / "lock"
+    if processes.any_of(not path.exists() or path.read_text() != owner):
+        raise ValueError(
+            f"--workdir={workdir} is not one folder for all processes: give one on a disk that all of "
+            "them see, or gs://BUCKET/FOLDER"
+        )
 
 
 def _train(r: Run) -> None:

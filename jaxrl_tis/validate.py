@@ -197,6 +197,12 @@ def _counts(config):
     for field in positive:
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
+    if 0 < config.watchdog.timeout <= config.reward.timeout:
+        yield (
+            f"reward.timeout is {config.reward.timeout} and watchdog.timeout "
+            f"{config.watchdog.timeout}; a reward that hangs would end the run instead of costing its "
+            "text"
+        )
     not_negative = [
         "engine.num_pages", "engine.max_bypass", "engine.divide", "engine.max_draft",
         "engine.noise_start", "warmup.steps",

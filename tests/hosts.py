@@ -13,7 +13,8 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 DEVICES = 8
 SECONDS = 240  # far more than any of these takes
-HEARTBEAT = 10
+HEARTBEAT = 10  # seconds, where a process is killed
+PATIENCE = 60  # of others: this machine may have something else to do
 
 
 def free_port() -> int:
@@ -26,11 +27,14 @@ class Hosts:
     """`count` processes of a Python command (what follows `python`), each with its part of eight
     devices. Output goes to FOLDER/host<i>.log; all are killed at the end of the block."""
 
-    def __init__(self, folder, command, count=2, devices=DEVICES, per_host=None, **environment):
+    def __init__(
+        self, folder, command, count=2, devices=DEVICES, per_host=None, heartbeat=PATIENCE,
+        **environment,
+    ):
         self.logs = [pathlib.Path(folder) / f"host{i}.log" for i in range(count)]
         folder.mkdir(parents=True, exist_ok=True)
         connection = [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={count}",
-                      f"--heartbeat_timeout={HEARTBEAT}"]
+                      f"--heartbeat_timeout={heartbeat}"]
         flag = "--xla_force_host_platform_device_count"
         flags = re.sub(rf"{flag}=\d+", f"{flag}={devices // count}", os.environ["XLA_FLAGS"])
         environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags} | environment
@@ -69,6 +73,9 @@ class Hosts:
     def codes(self) -> list[int]:
         """Waits for all and returns their exit codes."""
         end = time.monotonic() + SECONDS
-        for process in self.processes:
-            process.wait(max(end - time.monotonic(), 0.1))
+        for i, process in enumerate(self.processes):
+            try:
+                process.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"host {i} goes on and on: {self.text(i)[-3000:]}") from None
         return [process.returncode for process in self.processes]

@@ -174,7 +174,7 @@ def test_pins_take_the_newest_commit_and_keep_an_older_one(served):
     server.put("models/o/m", "3", MODEL)
     count = len(server.asked)
     again, newest, same = client.ask(
-        ("pins", [values, list(first.values())]), ("pins", [values]),
+        ("pins", [values, first]), ("pins", [values]),
         ("pins", [{"a": "hf://o/m@" + "1" * 40}]),
     )
     assert again == first
@@ -182,6 +182,28 @@ def test_pins_take_the_newest_commit_and_keep_an_older_one(served):
     assert list(same.values()) == ["hf://o/m@" + "1" * 40]
     asked_for_data = [a for a in server.asked[count:] if "datasets" in a and "revision" in a]
     assert len(asked_for_data) == 1  # by the second call alone
+
+
+def test_a_branch_keeps_its_commit_too(served):
+    server, client = served
+    server.put("models/o/m", "1", MODEL)
+    values = ["hf://o/m@main"]
+    [first] = client.ask(("pins", [values]))
+    assert first == {"hf://o/m@main": "hf://o/m@" + "1" * 40}
+    server.put("models/o/m", "3", MODEL)
+    again, other = client.ask(("pins", [values, first]), ("pins", [["hf://o/m"], first]))
+    assert again == first and other == {"hf://o/m": "hf://o/m@" + "3" * 40}
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_hub_is_asked_again_later(served, status):
+    server, client = served
+    server.put("models/o/m", "1", MODEL)
+    server.status = status
+    done = client.run("-m", "jaxrl_tis.main", "--config=tests/small_run.py",
+                      f"--workdir={client.home}/run", "--config.model.path=hf://o/m")
+    assert done.returncode == 42 and "could not give hf://o/m now" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def parquet_of(rows):

@@ -3,13 +3,19 @@
 import contextlib
 import http.server
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 from jaxrl_tis import cli, interrupt
 from jaxrl_tis.interrupt import Interrupt
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -68,6 +74,33 @@ def test_with_other_processes_it_looks_at_them_every_eighth_time(monkeypatch):
     assert looked == [False]
 
 
+FORCED = """
+import sys, threading
+from jaxrl_tis import interrupt
+
+interrupt.FORCED_SECONDS = 0.3
+
+with interrupt.Interrupt(grace=0.1) as asked:
+    if sys.argv[1] == "saves":
+        asked.obeyed()
+    print("ready", flush=True)
+    threading.Event().wait({"hangs": 60, "saves": 1.5}[sys.argv[1]])
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("case, code", [("hangs", 42), ("saves", 0)])
+def test_a_process_that_reaches_no_place_to_stop_ends_all_the_same(case, code):
+    """But for one that is saving."""
+    process = subprocess.Popen([sys.executable, "-c", FORCED, case], stdout=subprocess.PIPE, text=True,
+                               cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=50)
+    assert process.returncode == code and ("ends without a save" in out) == (case == "hangs"), out
+    assert ("saved" in out) == (case == "saves")
+
+
 @contextlib.contextmanager
 def metadata_server(answers, monkeypatch):
     """A server on this machine that answers as Google Cloud's does: {name: text}."""
@@ -115,6 +148,47 @@ def test_a_notice_asks_the_run_to_stop_as_a_signal_does(monkeypatch):
         assert not came.wait(0.3)
         answers["preempted"] = "TRUE"
         assert came.wait(10)
+
+
+def test_a_notice_that_is_there_from_the_beginning_does_not_stop_each_start(monkeypatch):
+    answers = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "FALSE"}
+    told, came = [], threading.Event()
+    monkeypatch.setattr(cli, "has_tpu", lambda: True)
+    monkeypatch.setattr(interrupt, "POLL_SECONDS", 0.05)
+    with metadata_server(answers, monkeypatch), Interrupt(grace=10) as asked:
+        asked.ask = lambda reason: told.append(reason) or came.set()
+        assert not came.wait(0.5)
+        answers["preempted"] = "TRUE"
+        answers["maintenance-event"] = "NONE"
+        assert came.wait(10) and told == ["preempted is TRUE"]
+
+
+def test_a_server_that_does_not_answer_for_a_while_is_asked_again(monkeypatch):
+    answers = iter(["", *[OSError] * 5, "preempted is TRUE"])
+    came = threading.Event()
+
+    def read():
+        answer = next(answers)
+        if answer is OSError:
+            raise OSError
+        return answer
+
+    monkeypatch.setattr(cli, "has_tpu", lambda: True)
+    monkeypatch.setattr(interrupt, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(interrupt, "read_notice", read)
+    with Interrupt(grace=10) as asked:
+        asked.ask = lambda reason: came.set()
+        assert came.wait(10)
+
+
+def test_a_machine_of_another_kind_is_not_asked_for_ever(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "has_tpu", lambda: True)
+    monkeypatch.setattr(interrupt, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(interrupt, "read_notice", lambda: asked.append(1) or open("/none"))
+    with Interrupt(grace=10):
+        time.sleep(0.3)
+    assert len(asked) == interrupt.MAX_FAILURES
 
 
 def test_without_a_metadata_server_nobody_asks(monkeypatch):

@@ -18,10 +18,10 @@ MAY_IMPORT = {
     "chips": (),
     "fields": (),
     "intervals": (),
-    "hub": (),
+    "storage": ("cli",),
+    "hub": ("cli", "storage"),
     "data": ("hub",),
     "lock": ("cli",),
-    "storage": ("cli",),
     "metrics": ("cli", "storage"),
     "samples": ("metrics", "storage"),
     "sinks": ("metrics",),
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "interrupt": ("cli", "processes"),
     "progress": (),
     "provenance": ("cli", "storage"),
-    "checkpoint": ("cli", "provenance", "storage"),
+    "checkpoint": ("cli", "processes", "provenance", "storage"),
     "watchdog": ("cli", "processes", "storage"),
     "cli_flags": ("cli", "data"),
     "report": ("cli", "intervals", "metrics", "progress", "samples", "storage"),
@@ -84,7 +84,10 @@ MAY_IMPORT = {
     ),
     "score": ("cli_flags", "models"),
     "serve": ("build", "cli_flags", "data", "engine", "state"),
-    "sweep": ("cli", "cli_flags", "intervals", "metrics", "report", "storage", "validate"),
+    "sweep": (
+        "cli", "cli_flags", "hub", "intervals", "metrics", "provenance", "report", "storage",
+        "validate",
+    ),
     # The run knows everything.
     "train": (
         "build", "checkpoint", "cli", "data", "evaluate", "gate", "goodput", "hub", "interrupt",

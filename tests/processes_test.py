@@ -113,8 +113,8 @@ def reference(tmp_path_factory) -> pathlib.Path:
 def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
     reference, tmp_path
 ):
-    """Two processes of which one is asked to stop, a worker and then the coordinator killed, and
-    four processes at the end: every metric and every bit of the state."""
+    """Two processes of which one is asked to stop, a worker and then the coordinator killed, one
+    process, and four at the end: every metric and every bit of the state."""
     workdir = tmp_path / "run"
     command = [*MAIN, f"--workdir={workdir}", *INVARIANT]
     with hosts.Hosts(tmp_path / "asked", command) as pair:
@@ -125,13 +125,15 @@ def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
     steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
     assert steps[-1] < 3 and len(tiny.lines(workdir)) < len(tiny.lines(reference))
     for killed, left in ((1, 0), (0, 1)):
-        with hosts.Hosts(tmp_path / f"killed{killed}", command) as pair:
+        with hosts.Hosts(tmp_path / f"killed{killed}", command, heartbeat=hosts.HEARTBEAT) as pair:
             pair.wait_for("continuing")
             pair.send(killed, signal.SIGKILL)
             codes = pair.codes()
             assert codes[killed] == -9 and codes[left] in (42, -signal.SIGABRT), pair.text(left)
+    assert run(workdir, 1, *INVARIANT, "--config.steps=2")[0] == [0]
     codes, texts = run(workdir, 4, *INVARIANT)
     assert codes == [0] * 4, texts
+    assert (workdir / "report.html").stat().st_mtime > (workdir / "config.json").stat().st_mtime
     assert "continuing" in texts[0] and "continuing" not in texts[1]
     assert tiny.lines(workdir) == tiny.lines(reference)
     (ours, meta), (theirs, expected) = (state_of(w, INVARIANT) for w in (workdir, reference))
@@ -152,6 +154,18 @@ def test_two_processes_train_to_the_parameters_of_one(tmp_path):
     (ours, _), (theirs, _) = (state_of(tmp_path / f"run{n}") for n in (2, 1))
     for a, b in zip(*map(jax.tree.leaves, (ours["policy"].params, theirs["policy"].params))):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
+
+
+def test_the_gate_of_two_processes_is_that_of_one(tmp_path):
+    reports = []
+    for count in (1, 2):
+        path = tmp_path / f"gate{count}.json"
+        command = ["-m", "jaxrl_tis.gate", MAIN[2], f"--json={path}", "--prompts=8", *INVARIANT]
+        with hosts.Hosts(tmp_path / f"gate{count}", command, count) as all_hosts:
+            assert all_hosts.codes() == [0] * count, all_hosts.text(0)
+            assert all_hosts.text(count - 1).count("d_mean") == (1 if count == 1 else 0)
+        reports.append(json.loads(path.read_text()))
+    assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize("case, arguments, per_host, code, told", [

@@ -14,7 +14,8 @@ def decode(ids):
 
 def sample(group, tokens, score=0.5):
     trajectory = types.SimpleNamespace(
-        prompt=np.array([1, 2]), tokens=np.array(tokens), logp_behav=np.full(len(tokens), -0.5))
+        prompt=np.array([1, 2]), tokens=np.array(tokens), logp_behav=np.zeros(len(tokens)),
+        logp_raw=np.full(len(tokens), -0.5))
     record = {"id": f"id{group}", "answer": "right"}
     return types.SimpleNamespace(trajectory=trajectory, record=record, text=decode(tokens),
                                  score=score, reward=score + 1, group=group)
@@ -50,6 +51,15 @@ def test_long_answers_are_cut_and_say_so(monkeypatch):
     assert line["response"] == "cde"
 
 
+def test_tokens_are_what_each_adds_to_the_text():
+    """The bytes of "é" are two tokens, and the text of the second depends on the first."""
+    text = {3: b"a", 4: b"\xc3", 5: b"\xa9", 6: b"", 7: b" b"}
+    decode = lambda ids: b"".join(text[i] for i in ids).decode(errors="replace").strip()
+    assert samples.pieces([3, 4, 5, 7, 6], decode) == ["a", "", "é", " b", ""]
+    assert samples.pieces([3, 4], decode) == ["a", "\ufffd"]  # it ends there
+    assert samples.pieces([7, 3], decode) == ["b", "a"]
+
+
 def test_an_evaluation_has_one_program():
     [line] = samples.of_evaluation(2, [sample(0, [3]), sample(1, [4])], decode, 1)
     assert line["phase"] == "eval" and line["reward"] == 0.5 and line["logp_old"] == [-0.5]
@@ -80,6 +90,9 @@ def test_a_run_writes_them_and_a_resumed_one_the_same(tmp_path):
     assert [(x["step"], x["phase"]) for x in lines] == [
         (step, phase) for step, phase in [(0, "eval"), (2, "train"), (2, "eval"), (4, "train"),
                                           (4, "eval"), (5, "eval")] for _ in range(2)]
+    # Greedy answers, at the model's own probabilities.
+    greedy = np.exp(np.concatenate([x["logp_old"] for x in lines if x["phase"] == "eval"]))
+    assert (0 < greedy).all() and (greedy < 1).all() and np.ptp(greedy) > 0.01
     train = [x for x in lines if x["phase"] == "train"]
     for x in train:
         assert len(x["tokens"]) == len(x["logp_behav"]) == len(x["logp_old"]) == x["length"]

@@ -7,12 +7,16 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import gcsfs
 import pytest
 
 from jaxrl_tis import cli, storage, sweep
+from jaxrl_tis.data import tasks
 from tests import gcs_server, tiny
+from tests.hub_test import parquet_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -89,10 +93,15 @@ def test_another_machine_begins_with_what_was_copied(bucket, monkeypatch, tmp_pa
     mirror.folder.mkdir(parents=True)
     (mirror.folder / "metrics.jsonl").write_text("of an older run\n")
     (mirror.folder / "samples.jsonl").write_text("of an older run\n")
+    (mirror.folder / "stacks").mkdir()
+    (mirror.folder / "stacks" / "a.txt").write_text("where it hung")
     mirror.fetch()
     found = {str(p.relative_to(mirror.folder)): p.read_bytes()
              for p in mirror.folder.rglob("*") if p.is_file()}
-    assert found == {"metrics.jsonl": b"1\n", "tensorboard/events.1": b"e"}
+    assert found == {"metrics.jsonl": b"1\n", "tensorboard/events.1": b"e",
+                     "stacks/a.txt": b"where it hung"}
+    mirror.upload()
+    assert bucket.objects["run/stacks/a.txt"][0] == b"where it hung"
 
 
 def test_two_runs_of_one_name_have_folders_of_their_own(bucket):
@@ -111,6 +120,73 @@ def test_a_run_that_was_taken_over_stops(bucket, monkeypatch, tmp_path):
         first.upload()
     second.upload()
     assert "run/metrics.jsonl" not in bucket.names()
+
+
+def test_a_run_that_is_alive_on_another_machine_is_not_disturbed(bucket, monkeypatch, tmp_path):
+    monkeypatch.setattr(storage, "SIGN_SECONDS", 0.2)
+    host = lambda: json.loads(bucket.objects["run/owner.json"][0])["host"]
+    first = storage.Mirror("gs://bucket/run")
+    first.fetch()
+    before = host()
+    monkeypatch.setattr(storage.socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(storage, "SIGNS", 50)
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on .*another --workdir"):
+        storage.Mirror("gs://bucket/run").fetch()
+    assert host() == before
+    first._is_over.set()  # it dies
+    monkeypatch.setattr(storage, "SIGNS", 5)
+    time.sleep(1)
+    with storage.Mirror("gs://bucket/run") as second:
+        second.fetch()
+        assert host() == "another"
+    assert "run/owner.json" not in bucket.names()
+
+
+def test_files_that_vanish_while_the_mirror_copies_are_not_its_own(bucket):
+    """What is being written is renamed at any moment."""
+    mirror = storage.Mirror("gs://bucket/run")
+    mirror.fetch()
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            storage.write_json(mirror.folder / "heartbeat.json", {"a": 1})
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(40):
+            mirror.upload()
+    finally:
+        stop.set()
+        thread.join()
+    assert bucket.names() == ["run/heartbeat.json", "run/owner.json"]
+
+
+@pytest.mark.parametrize("status, error", [(403, cli.Unwritable), (503, cli.Interrupted)])
+def test_a_bucket_that_is_ill_is_tried_again_later(bucket, status, error, monkeypatch):
+    from gcsfs.retry import HttpError
+
+    mirror = storage.Mirror("gs://bucket/run")
+    mirror.fetch()
+
+    def fails():
+        raise HttpError({"code": status, "message": "no"})
+
+    monkeypatch.setattr(mirror, "_owner", fails)
+    with pytest.raises(error, match="gs://bucket/run"):
+        mirror.upload()
+
+
+def test_data_on_a_bucket(bucket):
+    line = b'{"prompt": "1+1=", "answer": "2", "id": "a"}\n'
+    bucket.put("data/train.jsonl", line)
+    bucket.put("data/train.parquet", parquet_of([{"prompt": "1+1=", "answer": "2", "id": "a"}]))
+    for name in ("train.jsonl", "train.parquet"):
+        source = tasks.make("jsonl", {"path": f"gs://bucket/data/{name}"})
+        assert source[0] == {"prompt": "1+1=", "answer": "2", "id": "a"}
+    with pytest.raises(FileNotFoundError, match="gs://bucket/data/none.jsonl is missing"):
+        tasks.make("jsonl", {"path": "gs://bucket/data/none.jsonl"})
 
 
 def test_the_end_copies_once_more_and_hides_no_error(bucket):

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_tis import cli, metrics, sweep
+from jaxrl_tis import cli, cli_flags, metrics, provenance, sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
@@ -43,7 +43,24 @@ def test_product():
     ({"mesh.train": (1, 8, 1)}, "train=_1,_8,_1"), ({}, "base"),
 ])
 def test_names(arm, name):
-    assert sweep.name_of(arm) == name and "/" not in name
+    assert sweep.names_of([arm]) == [name] and "/" not in name
+
+
+def test_fields_of_one_last_word_keep_their_groups():
+    arms = [{"optimizer.lr": 1}, {"critic.lr": 1, "train.epochs": 2}]
+    assert sweep.names_of(arms) == ["optimizer.lr=1", "critic.lr=1,epochs=2"]
+
+
+def test_a_folder_with_a_run_of_another_configuration_is_refused(tmp_path, monkeypatch):
+    """Its results would stand in the table as those of this sweep."""
+    monkeypatch.chdir(ROOT)
+    config = cli_flags.parsed(["--config=tests/small_run.py", "--config.optimizer.lr=0.1"])
+    provenance.write_run_files(tmp_path / "lr=0.1-seed0", config.to_dict())
+    arms = [{"optimizer.lr": 0.1}]
+    assert len(jobs(arms, out=str(tmp_path))) == 1
+    assert len(jobs(arms, out=str(tmp_path), overrides=["--config.steps=9"])) == 1
+    with pytest.raises(ValueError, match="lr=0.1: .*another configuration: train.epochs: 2 -> 3"):
+        jobs(arms, out=str(tmp_path), overrides=["--config.train.epochs=3"])
 
 
 # Checks before anything runs
@@ -70,7 +87,7 @@ def test_every_mistake_of_every_arm_is_told(monkeypatch):
             {"train.epochs": "four"}, {"optimizer.lr": 0.1}]
     with pytest.raises(ValueError) as error:
         jobs(arms)
-    for part in ("two arms are called lr=0.1", "did you mean 'optimizer'", "'tis_9'", "epochs=four"):
+    for part in ("two arms are called optimizer.lr=0.1", "did you mean 'optimizer'", "'tis_9'", "epochs=four"):
         assert part in str(error.value)
 
 

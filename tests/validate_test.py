@@ -19,6 +19,12 @@ def problems(**changes):
     return [line for line in str(error.value).splitlines() if line.startswith("- ")]
 
 
+def test_a_reward_may_not_take_longer_than_the_watchdog_waits():
+    [problem] = problems(reward__timeout=60.0, watchdog__timeout=60.0)
+    assert "reward.timeout is 60.0 and watchdog.timeout 60.0" in problem
+    validate(tiny.config(reward__timeout=60.0, watchdog__timeout=0.0))
+
+
 def test_the_tiny_config_is_sound():
     validate(tiny.config())
 

@@ -6,6 +6,7 @@ holds an accelerator.
 
 import contextlib
 import functools
+import glob
 import importlib
 import json
 import os
@@ -25,7 +26,7 @@ MEMORY = 4 << 30  # bytes
 # Of the process and of each that it starts, beside its memory.
 LIMITS = {
     resource.RLIMIT_FSIZE: 1 << 30,  # bytes of a file
-    resource.RLIMIT_NPROC: 512,  # processes in its namespace; root has no such limit
+    resource.RLIMIT_NPROC: 512,  # more threads of its user; root has no such limit
     resource.RLIMIT_CORE: 0,
 }
 SHOWN_BYTES = 64 << 10  # of what the process prints
@@ -81,15 +82,16 @@ class Confined:
         results = []
         with self._lock:
             while len(results) < len(items):
-                if self._process is None:
-                    self._start()
                 try:
+                    if self._process is None:
+                        self._start()
                     self._call_in_process(items[len(results) :], results, pulse)
-                except (TimeoutError, EOFError, OSError) as fault:
+                except (TimeoutError, EOFError, OSError, ValueError) as fault:
                     self.close()
                     name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
                     error = f"{type(fault).__name__}: {fault}"
                     results.append({"value": None, "error": error, "fault": name})
+                    pulse()
         return results
 
     def close(self) -> None:
@@ -139,6 +141,8 @@ class Confined:
         end = len(results) + len(items)
         while len(results) < end:
             for result in self._read_lines(time.monotonic() + self._timeout):
+                if len(results) == end:
+                    raise EOFError("more results than texts")
                 results.append(result | {"fault": "errors" if result["error"] else None})
             pulse()
 
@@ -210,7 +214,12 @@ def serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     setup = json.loads(items.readline())
-    for limit, value in {resource.RLIMIT_AS: setup["memory"], **LIMITS}.items():
+    batches, process = queue.SimpleQueue(), os.getpid()
+    reader = threading.Thread(target=_read_batches, args=(items, batches), daemon=True)
+    reader.start()
+    limits = {resource.RLIMIT_AS: setup["memory"], **LIMITS}
+    limits[resource.RLIMIT_NPROC] += _count_threads()
+    for limit, value in limits.items():
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
@@ -221,17 +230,27 @@ def serve() -> None:
         except BaseException as fault:
             error = f"{type(fault).__name__}: {fault}"[:1000]
             line = json.dumps({"value": None, "error": error})
+        if os.getpid() != process:  # a fork that the function left to come back here
+            os._exit(1)
         results.write(line.encode() + b"\n")
 
     made = []
     send(lambda: made.append(function(setup["make"])(setup["argument"])))
     if not made:
         return
-    batches = queue.SimpleQueue()
-    threading.Thread(target=_read_batches, args=(items, batches), daemon=True).start()
     while True:
         for arguments in batches.get():
             send(lambda: made[0](*arguments))
+
+
+def _count_threads() -> int:
+    """Returns how many threads the user of this process has in its namespace: they count, too."""
+    count = 0
+    for tasks in glob.glob("/proc/[0-9]*/task"):
+        with contextlib.suppress(OSError):
+            if os.stat(tasks).st_uid == os.getuid():
+                count += len(os.listdir(tasks))
+    return count
 
 
 def _read_batches(items, batches: queue.SimpleQueue) -> None:

@@ -153,7 +153,7 @@ def _read_lines(
     paths: str | os.PathLike | Sequence, example: dict
 ) -> tuple[list[tuple[str, dict]], str]:
     """(file:line, object) for every line that is not blank, and the digest of the files: JSON
-    lines or parquet, here or on the hub.
+    lines or parquet, here, on a bucket or on the hub.
 
     Raises:
         FileNotFoundError: a file is not there.
@@ -178,7 +178,7 @@ def _read_lines(
 
 
 def _lines(name: str, path: Path, digest) -> Iterator[tuple[str, dict]]:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             digest.update(line)
             if line.strip():
@@ -191,11 +191,12 @@ def _parquet(name: str, path: Path, digest) -> Iterator[tuple[str, dict]]:
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(f"{name} needs the package pyarrow: pip install 'jaxrl_tis[hub]'") from error
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     try:
-        rows = parquet.read_table(path).to_pylist()
+        with path.open("rb") as file:
+            rows = parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{name} is no parquet file that can be read: {error}") from error
     yield from ((f"{name}:{number}", row) for number, row in enumerate(rows, start=1))

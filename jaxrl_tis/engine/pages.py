@@ -18,6 +18,11 @@ class Pages:
         return len(self._free)
 
     @property
+    def order(self) -> list[int]:
+        """The free pages, that which is taken next at the end."""
+        return list(self._free)
+
+    @property
     def used(self) -> int:
         return len(self._references) - 1 - len(self._free)
 

@@ -112,6 +112,17 @@ class Scheduler:
         self._residency.prefixes.forget()
         self._drafts.forget()
 
+    def facts(self) -> dict[str, Any]:
+        """Returns by name what it has counted and what decides its next step: who waits and lives,
+        and the pages in the order in which they will be taken, which tells of all that was given
+        back."""
+        residency = self._residency
+        return self.stats.counts() | {
+            "live": list(self._live), "waiting": [s.request.id for s in self._waiting],
+            "free_pages": [pages.order for pages in residency.pages], "table": residency.table,
+            "shift": residency.shift,
+        }
+
     def add(self, request: Request) -> None:
         """Queues a request. ValueError when it can never run or its id is alive, Full when
         max_pending are pending."""

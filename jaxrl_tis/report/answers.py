@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL_COLOR = 0.25  # |Δp| that is drawn in full colour
+EMPTY = "\N{WHITE SQUARE}"  # for a token without text, such as the end
 
 CSS = """
 .answer { padding: 10px 14px; margin: 10px 0; } .answer p { margin: 4px 0; white-space: pre-wrap;
@@ -53,4 +54,4 @@ def _token(line: dict[str, Any], i: int) -> str:
         alpha = min(abs(math.exp(old) - math.exp(behav)) / FULL_COLOR, 1.0)
         style = f' style="background:rgba(213,94,0,{alpha:.3f})"'
     title = html.escape(", ".join(told), quote=True)
-    return f'<span title="{title}"{style}>{html.escape(line["tokens"][i])}</span>'
+    return f'<span title="{title}"{style}>{html.escape(line["tokens"][i]) or EMPTY}</span>'

@@ -23,9 +23,7 @@ import json, shutil, sys, traceback
 from jaxrl_tis import cli
 from tests import tiny
 
-workdir, kept, fill = sys.argv[1:]
-if fill:
-    open(workdir + "/filler", "wb").write(bytes(int(fill)))
+workdir, kept = sys.argv[1:]
 try:
     tiny.run(workdir + "/run", checkpoint__every=1)
     print("ended")
@@ -36,16 +34,14 @@ shutil.copytree(workdir + "/run", kept, dirs_exist_ok=True)
 """
 
 
-def run_in_mount(folder, options, fill=""):
-    """Runs the tiny config in a mounted folder; returns the last line of stdout, and
-    stderr; leaves what the
-    folder held in FOLDER/kept."""
+def run_in_mount(folder, options):
+    """Runs the tiny config in a mounted folder; returns the last line of stdout, and stderr; leaves
+    what the folder held in FOLDER/kept."""
     mount, kept = folder / "mount", folder / "kept"
     mount.mkdir(exist_ok=True)
     command = f'mount -t tmpfs {options} none "$1" && shift && exec "$@"'
     done = subprocess.run(
-        [*MOUNT, "bash", "-c", command, "_", mount, sys.executable, "-c", CODE, mount, kept,
-         f"{fill}"],
+        [*MOUNT, "bash", "-c", command, "_", mount, sys.executable, "-c", CODE, mount, kept],
         cwd=ROOT, text=True, capture_output=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_RANK_PROMOTION": "raise"},
     )

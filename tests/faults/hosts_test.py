@@ -1,7 +1,8 @@
-"""One of two processes hangs, or holds another batch than the other."""
+"""One of two processes hangs, saves for long, or holds another batch than the other."""
 
 import json
 import pathlib
+import signal
 
 import pytest
 
@@ -13,12 +14,15 @@ pytestmark = [
 ]
 
 MAIN = ["-m", "jaxrl_tis.main", "--config=tests/small_run.py:cut"]
-# Started in the place of jaxrl_tis.main: one process forges a token of its second batch.
-FORGED = """
-import sys
-from jaxrl_tis import cli_flags, main, processes, rows
+# Each is started in the place of jaxrl_tis.main.
+START = """
+import sys, time
+from jaxrl_tis import checkpoint, cli_flags, main, processes, rows
 from jaxrl_tis.trainer import Trainer
-
+{}
+cli_flags.run(main.main, required=["config", "workdir"])
+"""
+FORGED = """
 score = Trainer.score
 
 def forged(self, state, samples, sampled_by):
@@ -29,46 +33,81 @@ def forged(self, state, samples, sampled_by):
     return out
 
 Trainer.score = forged
-cli_flags.run(main.main, required=["config", "workdir"])
 """
-HANGING = '''
-import os, time
-from tests.tiny_rewards import closeness
+HANGING = """
+score = Trainer.score
 
-def reward(text, record):
-    if os.environ.get("HANGS") and os.path.exists(os.environ["HANGS"]):
+def hanging(self, state, samples, sampled_by):
+    if processes.index() == 1:
         time.sleep(600)
-    return closeness(text, record)
-'''
+    return score(self, state, samples, sampled_by)
+
+Trainer.score = hanging
+"""
+SLOW = """
+processes.END_SECONDS = 1
+write = checkpoint.write_manifest
+
+def slow(folder):
+    time.sleep(5)
+    write(folder)
+
+checkpoint.write_manifest = slow
+"""
 
 
-def test_a_hang_in_one_process_ends_both_with_42_and_their_stacks(tmp_path, monkeypatch):
-    """Its reward never returns: the other waits in a collective for what it does not send."""
-    (tmp_path / "hanging.py").write_text(HANGING)
-    workdir, sign = tmp_path / "run", tmp_path / "now"
-    command = [*MAIN, f"--workdir={workdir}", "--config.reward.name=hanging:reward",
-               "--config.reward.timeout=600", "--config.watchdog.timeout=12"]
-    environment = {"PYTHONPATH": f"{hosts.ROOT}:{tmp_path}", "HANGS": str(sign)}
-    with hosts.Hosts(tmp_path / "logs", command, **environment) as pair:
-        pair.wait_for("step 0: held-out")
-        sign.touch()
+def script(folder, change):
+    path = folder / "changed.py"
+    path.write_text(START.replace("{}", change))
+    return [str(path), *MAIN[2:], f"--workdir={folder / 'run'}"]
+
+
+def stacks_of(folder):
+    """{"process1": text}"""
+    paths = sorted((folder / "run" / "stacks").iterdir())
+    return {path.name.partition("-")[0]: path.read_text() for path in paths}
+
+
+def test_a_process_that_hangs_ends_both_with_42(tmp_path):
+    """The one that hangs ends by its watchdog, and the other one, which waits for it in a
+    collective, by its own or by the loss."""
+    command = script(tmp_path, HANGING) + ["--config.watchdog.timeout=12"]
+    with hosts.Hosts(tmp_path / "logs", command) as pair:
         assert pair.codes() == [42, 42], pair.text(0) + pair.text(1)
-        texts = [pair.text(i) for i in range(2)]
-    stacks = sorted((workdir / "stacks").iterdir())
-    assert stacks and all("no progress for 12 s" in path.read_text() for path in stacks)
-    named = {path.name.partition("-")[0] for path in stacks}
-    assert named <= {"process0", "process1"} and "Traceback" not in "".join(texts)
-    sign.unlink()
-    beat = json.loads((workdir / "heartbeat.json").read_text())
+        assert all("Traceback" not in pair.text(i) for i in range(2))
+        assert "no progress for 12 s" in pair.text(1) and "in hanging" in pair.text(1)
+    found = stacks_of(tmp_path)
+    assert "step 1, score: no progress for 12 s" in found["process1"]
+    assert "in hanging" in found["process1"]
+    beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
     assert beat["seconds_since_progress"] > 5
 
 
-def test_another_token_on_one_process_stops_both_and_is_named(tmp_path):
-    script = tmp_path / "forged.py"
-    script.write_text(FORGED)
-    workdir = tmp_path / "run"
-    command = [str(script), "--config=tests/small_run.py:cut", f"--workdir={workdir}"]
+def test_a_process_that_waits_for_a_host_that_stands_still_ends_by_itself(tmp_path):
+    command = [*MAIN, f"--workdir={tmp_path / 'run'}", "--config.watchdog.timeout=12"]
     with hosts.Hosts(tmp_path / "logs", command) as pair:
+        pair.wait_for("step 0: held-out")
+        pair.send(1, signal.SIGSTOP)
+        assert pair.processes[0].wait(hosts.SECONDS) == 42, pair.text(0)
+    found = stacks_of(tmp_path)
+    assert list(found) == ["process0"] and "no progress for 12 s" in found["process0"]
+    assert "jaxrl_tis/train.py" in found["process0"]
+
+
+def test_the_last_save_is_complete_before_any_process_ends(tmp_path):
+    """Process 0 hashes it, for longer than the others wait at their end."""
+    with hosts.Hosts(tmp_path / "logs", script(tmp_path, SLOW)) as pair:
+        pair.wait_for("step 1: held-out")
+        pair.send(1, signal.SIGTERM)
+        assert pair.codes() == [42, 42], pair.text(0) + pair.text(1)
+    record = max(r["step"] for r in tiny.lines(tmp_path / "run") if r["phase"] == "train")
+    newest = max(pathlib.Path(tmp_path, "run", "checkpoints").iterdir(), key=lambda p: int(p.name))
+    assert int(newest.name) == record and (newest / "manifest.json").exists()
+
+
+def test_another_token_on_one_process_stops_both_and_is_named(tmp_path):
+    workdir = tmp_path / "run"
+    with hosts.Hosts(tmp_path / "logs", script(tmp_path, FORGED)) as pair:
         assert pair.codes() == [1, 1], pair.text(0) + pair.text(1)
         for i in range(2):
             told = pair.text(i)

@@ -33,6 +33,11 @@ def test_a_token_tells_what_it_was_and_is_coloured_by_the_difference():
     assert "&lt;b&gt;" in text and "2&amp;" in text and "b" not in Spans(text).tags
 
 
+def test_a_token_without_text_is_seen():
+    text = answers.answer(LINE | {"tokens": ["2", ""]})
+    assert text.count("</span>") == 2 and f">{answers.EMPTY}</span>" in text
+
+
 def test_an_evaluation_has_no_colour():
     line = LINE | {"phase": "eval", "logp_behav": None, "weight": None, "version": None}
     first, _ = Spans(answers.answer(line)).spans
