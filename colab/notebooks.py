@@ -21,14 +21,17 @@ import subprocess
 import sys
 
 # The folder with setup.py, an archive of it, or a git URL; used where jaxrl_tis is not installed.
-SOURCE = ".."
+# "": the folder above, or in Colab the repository that this notebook came from.
+SOURCE = ""
 
+SOURCE = SOURCE or ("REPOSITORY" if "google.colab" in sys.modules else "..")
 found = importlib.util.find_spec("jaxrl_tis")
 if found is None or found.origin is None:  # a plain folder of that name is not the package
     CLONE = pathlib.Path(SOURCE).resolve()
-    if SOURCE.endswith(".git"):
+    if "://" in SOURCE or SOURCE.endswith(".git"):
         CLONE = pathlib.Path("jaxrl_tis_clone").resolve()
-        subprocess.run(["git", "clone", "--quiet", "--depth=1", SOURCE, str(CLONE)], check=True)
+        if not CLONE.exists():
+            subprocess.run(["git", "clone", "--quiet", "--depth=1", SOURCE, str(CLONE)], check=True)
     elif CLONE.is_file():
         archive, CLONE = CLONE, pathlib.Path("jaxrl_tis_clone").resolve()
         CLONE.mkdir(exist_ok=True)
@@ -39,7 +42,9 @@ if found is None or found.origin is None:  # a plain folder of that name is not 
         CLONE = next(CLONE.glob("**/setup.py"), CLONE / "setup.py").parent
     if not (CLONE / "setup.py").exists():
         raise FileNotFoundError(f"no setup.py in {CLONE}: set SOURCE above")
-    pins = pathlib.Path("pins.txt")  # the jax that is here stays, as it fits the machine
+    # The jax that is here stays, as it fits the machine. If pip refuses it as too old for setup.py:
+    # write an empty pins.txt instead, and restart the runtime afterwards.
+    pins = pathlib.Path("pins.txt")
     has_jax = importlib.util.find_spec("jax") is not None
     version = "import jax; print(f'jax=={jax.__version__}')"
     pins.write_text(
@@ -69,7 +74,7 @@ def cells(text: str) -> list[tuple[str, str, str]]:
 
 def notebook(path: pathlib.Path) -> str:
     """Returns the .ipynb of a .py file: a badge under the title, the install cell after it."""
-    made = []
+    made, install = [], INSTALL.strip("\n").replace("REPOSITORY", f"https://github.com/{REPOSITORY}")
     for kind, name, body in cells(path.read_text(encoding="utf-8")):
         if not made:
             title, _, rest = body.partition("\n")
@@ -78,7 +83,7 @@ def notebook(path: pathlib.Path) -> str:
         made.append(cell if kind == "markdown" else _code(cell))
         if len(made) == 1:
             made.append(_code({"cell_type": "code", "id": "install", "metadata": {},
-                               "source": _lines(INSTALL.strip("\n"))}))
+                               "source": _lines(install)}))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     whole = {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}

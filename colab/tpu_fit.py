@@ -9,13 +9,15 @@
 import json
 import subprocess
 
+import jax
 import matplotlib.pyplot as plt
 
 from jaxrl_tis.report import plots
 
 plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})
 if importlib.util.find_spec("libtpu") is None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "libtpu"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"jax[tpu]=={jax.__version__}"],
+                   check=True)
 
 # %% [markdown] settings-text
 # ## Settings

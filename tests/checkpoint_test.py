@@ -52,6 +52,36 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_a_lost_process_is_no_fault_of_the_folder(tmp_path, monkeypatch):
+    """Nobody shall be told to make room because another process is gone."""
+    gone = jax.errors.JaxRuntimeError("UNAVAILABLE: Gloo AllGather failed")
+
+    def fails(*_):
+        raise gone
+
+    for name in ("_tidy", "_commit"):
+        with monkeypatch.context() as m, pytest.raises(jax.errors.JaxRuntimeError) as error:
+            with checkpoint.Checkpoints(tmp_path / name, 1) as checkpoints:
+                m.setattr(checkpoints, name, fails)
+                checkpoints.save(1, make_state(1), META)
+        assert error.value is gone
+
+
+def test_what_ends_the_block_is_told_before_a_save_that_failed(tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        raise OSError("No space left on device")
+
+    with caplog.at_level(logging.ERROR, logger="absl"), pytest.raises(KeyError, match="the cause"):
+        with checkpoint.Checkpoints(tmp_path, 1) as checkpoints:
+            monkeypatch.setattr(checkpoint, "write_manifest", fails)
+            checkpoints.save(1, make_state(1), META)
+            raise KeyError("the cause")
+    assert "No space left" in caplog.text
+    with pytest.raises(RuntimeError, match="No space left"):
+        with checkpoint.Checkpoints(tmp_path / "b", 1) as checkpoints:
+            checkpoints.save(1, make_state(1), META)
+
+
 def save_steps(workdir, steps, keep=5):
     with checkpoint.Checkpoints(workdir, keep) as checkpoints:
         for step in steps:

@@ -300,7 +300,7 @@ def test_the_install_cell_takes_a_folder_an_archive_or_a_git_url(kind, tmp_path,
     monkeypatch.setattr(subprocess, "run", pip_refused)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "jaxrl_tis" else find(name))
-    cell = notebooks().INSTALL.replace('SOURCE = ".."', f'SOURCE = "{given}"')
+    cell = notebooks().INSTALL.replace('SOURCE = ""', f'SOURCE = "{given}"')
     with pytest.raises(Installed) as installed:
         exec(compile(cell, "install", "exec"), {})
     (command,) = installed.value.args
@@ -310,8 +310,33 @@ def test_the_install_cell_takes_a_folder_an_archive_or_a_git_url(kind, tmp_path,
     assert pins.read_text().strip() == f"jax=={jax.__version__}"
 
 
+def test_in_colab_the_clone_is_that_of_the_badge_and_made_once(tmp_path, monkeypatch):
+    called, find = [], importlib.util.find_spec
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "google.colab", object())
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jaxrl_tis" else find(name))
+
+    def fake(command, **options):
+        called.append(command)
+        if command[0] == "git":
+            (pathlib.Path(command[-1])).mkdir()
+            (pathlib.Path(command[-1]) / "setup.py").write_text("")
+        if "pip" in command:
+            raise Installed(command)
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    cell = "".join(json.loads(NOTEBOOKS[0].read_text())["cells"][1]["source"])
+    for _ in range(2):
+        with pytest.raises(Installed):
+            exec(compile(cell, "install", "exec"), {})
+    cloned = [command for command in called if command[0] == "git"]
+    assert len(cloned) == 1 and f"https://github.com/{notebooks().REPOSITORY}" in cloned[0]
+
+
 def test_a_source_that_is_no_clone_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    cell = notebooks().INSTALL.replace('SOURCE = ".."', f'SOURCE = "{tmp_path}"')
+    cell = notebooks().INSTALL.replace('SOURCE = ""', f'SOURCE = "{tmp_path}"')
     with pytest.raises(FileNotFoundError, match="set SOURCE"):
         exec(compile(cell, "install", "exec"), {})

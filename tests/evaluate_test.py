@@ -148,6 +148,16 @@ def test_the_command_measures_a_run_and_a_model(path, tmp_path):
     assert 0 <= low <= measured["greedy"]["mean"] <= high <= 1
 
 
+def test_an_older_checkpoint_is_measured_where_it_is_asked_for():
+    run = tiny.finished()  # its checkpoints are those of steps 4 and 5
+    with tiny.one_device():
+        measured = evaluate.measure(tiny.setup(), str(run), samples=1, step=4)
+        with pytest.raises(FileNotFoundError, match="no checkpoint 3"):
+            evaluate.measure(tiny.setup(), str(run), samples=1, step=3)
+    [record] = [r for r in tiny.lines(run) if (r["phase"], r["step"]) == ("eval", 4)]
+    assert measured["greedy"]["mean"] == record["eval/greedy_accuracy"]
+
+
 def test_the_command_line(tmp_path):
     run = tiny.finished()
     call = lambda *words: subprocess.run(

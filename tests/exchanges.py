@@ -1,6 +1,8 @@
 """What a process of several gets from each function of jaxrl_tis.processes, as JSON on stdout."""
 
 import json
+import threading
+import time
 
 import jax
 import numpy as np
@@ -23,6 +25,17 @@ def refuse():
     return cli.check_folder("json", "/none/x")
 
 
+def met():
+    """When this process went to meet the other, which is late, and when it came from there."""
+    if processes.index() == 0:
+        time.sleep(1)
+    start = time.time()
+    thread = threading.Thread(target=processes.meet, args=("somewhere", 60))
+    thread.start()
+    thread.join()
+    return start, time.time()
+
+
 def calls():
     me = processes.index()
     done = []
@@ -43,6 +56,7 @@ def calls():
         "same": processes.difference({"a": np.arange(3), "b": {"x": [1, None]}}),
         "other dtype": processes.difference({"a": np.zeros(2, np.int32 if me else np.float32)}),
         "other value": processes.difference({"a": 1, "config.seed": me, "c": me}),
+        "of the second alone": processes.difference({"a": 1} | ({"b": 2} if me else {})),
         "missing": processes.difference({"a": 1} | ({"b": 2} if me == 0 else {})),
     }
 
@@ -50,6 +64,7 @@ def calls():
 def main(_):
     with CONNECTED():
         found = calls()
+        found["met"] = met()
         with open(f"{FOLDER.value}/found{jax.process_index()}.json", "w") as file:
             json.dump(found, file)
 

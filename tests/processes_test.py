@@ -63,7 +63,15 @@ def test_the_first_difference_is_named_with_both_values(found):
         assert of["other dtype"].startswith("a is not the same everywhere")
         assert of["other value"] == (
             "config.seed is not the same everywhere: 0 on process 0, 1 on process 1")
+        assert of["of the second alone"] == (
+            "b is not the same everywhere: nothing on process 0, 2 on process 1")
         assert of["missing"] == "b is not the same everywhere: 2 on process 0, nothing on process 1"
+
+
+def test_nobody_leaves_before_all_came(found):
+    starts, ends = zip(*(of["met"] for of in found))
+    assert starts[1] < starts[0] and min(ends) >= max(starts)
+    processes.meet("alone", 0)
 
 
 def test_one_process_has_nobody_to_ask():
