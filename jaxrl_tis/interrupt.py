@@ -100,11 +100,10 @@ class Interrupt:
     def _enforce(self, bell: socket.socket) -> None:
         with bell:
             while heard := bell.recv(64):
-                if set(heard) & set(STOPPING):
-                    break
-        if heard and not self._is_obeyed.wait(self._grace + FORCED_SECONDS):
-            print("the run could not stop in time: it ends without a save", flush=True)
-            os._exit(cli.RESTART)
+                is_asked = bool(set(heard) & set(STOPPING))
+                if is_asked and not self._is_obeyed.wait(self._grace + FORCED_SECONDS):
+                    print("the run could not stop in time: it ends without a save", flush=True)
+                    os._exit(cli.RESTART)
 
     def _watch_machine(self) -> None:
         failures, before = 0, None

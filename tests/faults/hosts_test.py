@@ -8,10 +8,7 @@ import pytest
 
 from tests import hosts, tiny
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.by_jax("jax.distributed and gloo connect the processes"),
-]
+pytestmark = pytest.mark.faults
 
 MAIN = ["-m", "jaxrl_tis.main", "--config=tests/small_run.py:cut"]
 # Each is started in the place of jaxrl_tis.main.
