@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # What runs on every host of a TPU VM, in the clone of this repository:
 #
-#   launch/on_vm.sh setup                # a virtual environment with [tpu,hub,gcs]
+#   launch/on_vm.sh setup                # a virtual environment with what a run may need
 #   launch/on_vm.sh start CHIP ARGS...   # python -m jaxrl_tis.main ARGS under supervise.py, detached
 #   launch/on_vm.sh follow               # its log, until it ends; exits as it did
-#   launch/on_vm.sh status | stop
+#   launch/on_vm.sh status | stop        # a line about it; ask it to save and to end
 #
 # Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-state=$root/run.json log=$root/run.log supervisor=$root/run.pid
+extras=tpu,hub,gcs,tasks,wandb
+state=$root/run.json arguments=$root/run.args log=$root/run.log supervisor=$root/run.pid
 
 newer_python() {  # prints an interpreter of at least 3.11; images come with 3.10
   local name
@@ -31,12 +32,15 @@ secrets() {
   fi
 }
 
-is_running() { [ -r "$supervisor" ] && kill -0 "$(cat "$supervisor")" 2>/dev/null; }
+is_running() {  # once the machine was started anew, its process may be anything
+  [ -r "$supervisor" ] &&
+    grep -qsaE 'supervise\.py|on_vm\.sh' "/proc/$(cat "$supervisor")/cmdline"
+}
 
 case ${1:-} in
   setup)
     PYTHON=$(newer_python)
-    prepare_venv tpu,hub,gcs
+    prepare_venv "$extras"
     ;;
   start)
     chip=$2
@@ -46,11 +50,12 @@ case ${1:-} in
       exit
     fi
     PYTHON=$(newer_python)
-    prepare_venv tpu,hub,gcs
+    prepare_venv "$extras"
     secrets
     LIBTPU_INIT_ARGS=$("$PY" -m jaxrl_tis.libtpu_flags "$chip")
     export LIBTPU_INIT_ARGS
     rm -f "$state"
+    echo "${*@Q}" >"$arguments"
     nohup setsid "$PY" launch/supervise.py --state="$state" -- \
       "$PY" -m jaxrl_tis.main "$@" >>"$log" 2>&1 </dev/null &
     echo $! >"$supervisor"
@@ -62,10 +67,18 @@ case ${1:-} in
     exit "${code:-1}"
     ;;
   status)
-    if is_running; then echo "running: $(cat "$state")"; else echo "not running: $(cat "$state" 2>/dev/null)"; fi
+    if is_running; then said="running"; else said="not running"; fi
+    said+=": $(cat "$state" 2>/dev/null || echo "no run.json") on $HOSTNAME"
+    if [ -r "$arguments" ]; then said+=" with $(cat "$arguments")"; fi
+    echo "$said"
     ;;
   stop)
-    if is_running; then kill -TERM "$(cat "$supervisor")"; fi
+    if is_running; then
+      kill -TERM "$(cat "$supervisor")"
+      echo "process $(cat "$supervisor") was asked to save and to end"
+    else
+      echo "nothing runs here"
+    fi
     ;;
   *)
     sed -n '2,9p' "${BASH_SOURCE[0]}" >&2

@@ -25,12 +25,13 @@ class Plan:
     Attributes:
       config: as --config takes it, a path in the clone.
       overrides: further arguments of jaxrl_tis.main.
+      topology: None where nobody said which, and only the name is needed.
     """
 
     config: str
     overrides: tuple[str, ...]
     workdir: str
-    topology: Topology
+    topology: Topology | None
     name: str
 
     @property
@@ -59,8 +60,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=float, default=1.0, help="for the same")
 
 
-def make(given: argparse.Namespace, overrides: Sequence[str]) -> Plan:
-    """Raises ValueError for what cannot be a plan."""
+def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool) -> Plan:
+    """Raises ValueError for what cannot be a plan; without `needs_slice` one may be unknown."""
     path, _, variant = given.config.partition(":")
     stem = pathlib.Path(path).stem
     if not (ROOT / path).is_file():
@@ -70,11 +71,11 @@ def make(given: argparse.Namespace, overrides: Sequence[str]) -> Plan:
     if given.num_slices < 1:
         raise ValueError(f"--num_slices={given.num_slices}: there is at least 1")
     accelerator = given.accelerator
-    if accelerator is None:
-        if stem not in TOPOLOGIES:
-            raise ValueError(f"--accelerator is not given, and {path} has no slice of its own")
+    if accelerator is None and stem in TOPOLOGIES:
         accelerator = Topology.parse(TOPOLOGIES[stem]).accelerator
-    topology = Topology.rented(accelerator, given.num_slices)
+    if accelerator is None and needs_slice:
+        raise ValueError(f"--accelerator is not given, and {path} has no slice of its own")
+    topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise ValueError(f"--name={name}: small letters, digits and dashes, at most 40")
@@ -100,6 +101,10 @@ def cost(plan: Plan, given: argparse.Namespace) -> list[str]:
     return [f"{chips} chips x {given.hours:g} h x {price:g} a chip and hour = {total:,.2f}"]
 
 
+class Expanded(str):
+    """A word that the shell expands where a command is shown: it is not a literal."""
+
+
 class Shell:
     """Runs commands, or shows the script that they are."""
 
@@ -122,14 +127,14 @@ class Shell:
         return subprocess.run(command).returncode
 
     def read(self, command: Sequence[str]) -> tuple[int, str]:
-        """Returns its exit code and what it printed, errors too; not for a dry run."""
+        """Returns its exit code and what it printed, errors too; a dry run may only look."""
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout.strip()
 
 
 def show(command: Sequence[str]) -> str:
     """The command as a shell takes it, its flags on lines of their own where it is long."""
-    words = [shlex.quote(word) for word in command]
+    words = [f'"{word}"' if isinstance(word, Expanded) else shlex.quote(word) for word in command]
     if len(" ".join(words)) <= 96:
         return " ".join(words)
     lines, line = [], ""

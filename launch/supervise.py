@@ -48,26 +48,33 @@ class Supervisor:
 
 def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | None) -> int:
     """Runs the command until it is over; returns the code to exit with."""
+    process, missed = None, []  # signals that came while there was no process to send them to
+
+    def stop(number: int, _) -> None:
+        supervisor.is_stopping = True
+        if process is None:
+            missed.append(number)
+        else:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     while True:
         process = subprocess.Popen(command, start_new_session=True)
+        for number in missed:
+            process.send_signal(number)
         _write(state, supervisor.attempt, None, process.pid)
-        forward = lambda number, _: _stop(supervisor, process, number)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, forward)
-        code = process.wait()
-        attempt, decision = supervisor.attempt, supervisor.after(code)
-        if decision == "end":
-            code = 128 - code if code < 0 else code
-            _write(state, attempt, code, process.pid)
-            print(f"supervise: ended with {code} after {attempt} starts", flush=True)
-            return code
-        print(f"supervise: start {attempt} ended with {code}, the next one follows", flush=True)
-        _sleep(supervisor)
-
-
-def _stop(supervisor: Supervisor, process: subprocess.Popen, number: int) -> None:
-    supervisor.is_stopping = True
-    process.send_signal(number)
+        code, pid, attempt = process.wait(), process.pid, supervisor.attempt
+        process = None
+        if supervisor.after(code) == "restart":
+            print(f"supervise: start {attempt} ended with {code}, the next one follows", flush=True)
+            _sleep(supervisor)
+            if not supervisor.is_stopping:
+                continue
+        code = 128 - code if code < 0 else code
+        _write(state, attempt, code, pid)
+        print(f"supervise: ended with {code} after {attempt} starts", flush=True)
+        return code
 
 
 def _sleep(supervisor: Supervisor) -> None:

@@ -2,13 +2,14 @@
 
     python launch/tpu_vm.py run --config=configs/gsm8k_qwen25_0p5b.py:grpo --accelerator=v5litepod-8 \\
       --workdir=gs://BUCKET/gsm8k [--spot] [--config.field=value ...]
-    python launch/tpu_vm.py create | status | logs | delete --config=...
+    python launch/tpu_vm.py create | status | logs | stop | delete --config=...
 
 `run` does all there is to do: asks for the machines and waits, copies this clone's commit to every
 host, makes an environment there, starts the run under launch/supervise.py on all of them, and shows
 the log of host 0. Machines that are taken away are asked for anew, and the run continues from its
 workdir. `create` ends once the machines are ready. Interrupting `run` or `logs` does not end the
-run. With --dry-run everything is shown as a shell script, and nothing happens.
+run; `stop` asks it to save and to end, `delete` gives the machines back. With --dry-run everything
+is shown as a shell script, and nothing happens.
 
 It needs gcloud, logged in; project and zone are gcloud's own unless --project and --zone say others.
 """
@@ -16,14 +17,12 @@ It needs gcloud, logged in; project and zone are gcloud's own unless --project a
 import argparse
 import contextlib
 import dataclasses
-import os
-import pathlib
+import re
 import shlex
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 
+import clone
 import plan as plans
 
 POLL_SECONDS = 30.0
@@ -31,8 +30,42 @@ WAITING = (
     "ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED", "DELETING",
 )
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED")
-LOST_TOUCH = 255  # of ssh
-CHANGES = ["git", "-C", str(plans.ROOT), "status", "--porcelain", "--untracked-files=no"]
+UNKNOWN = "UNKNOWN"  # the state of machines, where gcloud cannot say it for now
+LOST_TOUCH, MISUSED = 255, 2  # of ssh, of gcloud
+SECRETS_FILE = ".jaxrl_tis_env"
+# What gcloud says where asking again is of no use.
+REFUSALS = (
+    "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT", "active account",
+    "Failed to find attribute", "required property",
+)
+
+
+class OutOfTouch(ValueError):
+    """gcloud failed, and may not the next time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What a host says of the run.
+
+    Attributes:
+      code: its exit code; None while it runs, where none was started, or where its host was
+        restarted and nobody was left to write it down.
+      arguments: those that it was started with, None where none was started.
+    """
+
+    is_running: bool
+    code: int | None = None
+    arguments: list[str] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Status | None":
+        """Reads the line of `on_vm.sh status` among what ssh says; None if it is not there."""
+        found = re.search(r"^(not )?running: (.*?)(?: on \S+(?: with (.*))?)?$", text, re.MULTILINE)
+        if found is None:
+            return None
+        code = re.search(r'"code": (\d+)', found[2])
+        return cls(found[1] is None, code and int(code[1]), found[3] and shlex.split(found[3]))
 
 
 @dataclasses.dataclass
@@ -41,41 +74,62 @@ class Machines:
 
     Attributes:
       max_creations: how often machines that are lost are asked for anew.
+      max_lost_touch: how long nothing is heard, in POLL_SECONDS: an hour.
       creations: how often they were asked for.
       has_run: whether the run was started on those that are there.
-      lost_touch: how often in a row nothing was heard of them, though they are said to be active.
+      lost_touch: how often in a row nothing was heard of machines that should run it, or they had
+        forgotten it.
     """
 
     max_creations: int = 20
-    max_lost_touch: int = 20
+    max_lost_touch: int = 120
     creations: int = 0
     has_run: bool = False
     lost_touch: int = 0
 
     def next(self, state: str | None) -> str:
         """Returns "create", "delete", "wait", "start", "follow" or "give up"; `state` is that of
-        the queued resource, None if there is none."""
+        the queued resource, None if there is none, UNKNOWN if it could not be had."""
         if state is None:
             if self.creations >= self.max_creations:
                 return "give up"
             self.creations += 1
+            self.lost_touch = 0
             self.has_run = False
             return "create"
-        if state in LOST:
-            return "delete"
-        if state != "ACTIVE":
-            return "wait"
         if self.lost_touch >= self.max_lost_touch:
             return "give up"
+        if state in LOST:
+            return "delete"
+        if state == UNKNOWN:
+            self.lost_touch += 1
+            return "wait"
+        if state != "ACTIVE":
+            self.lost_touch = 0
+            return "wait"
         if not self.has_run:
             self.has_run = True
             return "start"
         return "follow"
 
-    def is_over(self, code: int) -> bool:
-        """Whether the run ended, by the exit code of following it."""
-        self.lost_touch = self.lost_touch + 1 if code == LOST_TOUCH else 0
-        return code != LOST_TOUCH
+    def missed(self) -> None:
+        """Takes note that nothing could be done with them, or that the run is gone."""
+        self.has_run = False
+        self.lost_touch += 1
+
+    def ended(self, status: Status | None) -> int | None:
+        """Takes what is heard of the run once its log stops, None for nothing; returns its exit
+        code if it is over. The code of ssh says too little: gcloud ends with its own 1 where a
+        machine is on its way out."""
+        if status is None:
+            self.lost_touch += 1
+        elif status.is_running:
+            self.lost_touch = 0
+        elif status.code is None:
+            self.missed()
+        else:
+            return status.code
+        return None
 
 
 class Gcloud:
@@ -83,7 +137,7 @@ class Gcloud:
 
     def __init__(self, plan: plans.Plan, given: argparse.Namespace):
         self.plan, self.given = plan, given
-        count = plan.topology.num_slices
+        count = given.num_slices
         self.nodes = [plan.name] if count == 1 else [f"{plan.name}-{i}" for i in range(count)]
         where = {"project": given.project, "zone": given.zone}
         self._where = [f"--{name}={value}" for name, value in where.items() if value]
@@ -106,6 +160,10 @@ class Gcloud:
     def state(self) -> list[str]:
         return self._queued("describe", "--format=value(state.state)")
 
+    def reason(self) -> list[str]:
+        """Says why the machines could not be had."""
+        return self._queued("describe", "--format=value(state.failedData.error.message)")
+
     def delete(self) -> list[str]:
         return self._queued("delete", "--force", "--quiet")
 
@@ -116,6 +174,28 @@ class Gcloud:
     def scp(self, source: str, node: str, target: str) -> list[str]:
         return ["gcloud", "compute", "tpus", "tpu-vm", "scp", source, f"{node}:{target}",
                 *self._where, "--worker=all"]
+
+    def on_vm(self, node: str, verb: str, worker: str = "all") -> list[str]:
+        return self.ssh(node, f"bash {self.plan.name}/launch/on_vm.sh {verb}", worker)
+
+    def ask(self, node: str, worker: str = "all") -> list[str]:
+        """Asks for the status of the run. Hosts without the code say so, to tell them from those
+        that cannot be reached."""
+        script = f"{self.plan.name}/launch/on_vm.sh"
+        return self.ssh(node, f"if [ -e {script} ]; then bash {script} status; "
+                        "else echo not running: no code; fi", worker)
+
+    def follow(self) -> list[str]:
+        return self.on_vm(self.nodes[0], "follow", "0")
+
+    def again(self, command: str) -> str:
+        """Returns this script's own command for the same machines."""
+        names = ("config", "name", "accelerator", "project", "zone")
+        words = {name: getattr(self.given, name) for name in names}
+        if self.given.num_slices > 1:
+            words["num_slices"] = self.given.num_slices
+        flags = [f"--{name}={value}" for name, value in words.items() if value]
+        return shlex.join(["python", "launch/tpu_vm.py", command, *flags])
 
 
 def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
@@ -128,42 +208,45 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
         )
     if shell.is_dry:
         return _show_run(shell, gcloud, is_whole)
+    _look_at_clone(shell, gcloud)
     machines = Machines()
     while True:
-        state = _state(shell, gcloud)
+        state = _state_or_unknown(shell, gcloud)
         action = machines.next(state)
         if action == "give up":
-            shell.say(f"given up: {machines.creations} times created, now {state}; see `status`, "
-                      "and `delete` what is left")
+            shell.say(f"given up: {machines.creations} times created, {machines.lost_touch} times "
+                      f"in a row nothing heard, now {state}; see `status`; what is left is billed "
+                      f"until: {gcloud.again('delete')}")
             return 1
         if action == "create":
-            shell.say(f"asking for {gcloud.plan.topology.product_name} as {gcloud.plan.name}")
+            shell.say(f"asking for {plan.topology.product_name} as {plan.name}")
             shell.run(gcloud.create())
         elif action == "delete":
-            shell.say(f"{gcloud.plan.name} is {state}: deleting it, to ask for it anew")
-            shell.run(gcloud.delete())
+            shell.say(f"{plan.name} is {state}: deleting it, to ask for it anew")
+            if state == "FAILED" and (reason := shell.read(gcloud.reason())[1]):
+                shell.say(reason)
+            if shell.code(gcloud.delete()):
+                machines.missed()
             time.sleep(POLL_SECONDS)
         elif action == "wait":
-            shell.say(f"{gcloud.plan.name} is {state}")
+            shell.say(f"{plan.name} is {state}")
             time.sleep(POLL_SECONDS)
         elif not is_whole:
             _install(shell, gcloud)
             return 0
         elif action == "start":
-            try:
-                if not _is_running(shell, gcloud):
-                    _install(shell, gcloud)
-                    _start(shell, gcloud)
-            except subprocess.CalledProcessError as error:
-                machines.has_run = False
-                if machines.is_over(error.returncode) and _state(shell, gcloud) == "ACTIVE":
-                    raise
+            if not _begin(shell, gcloud):
+                machines.missed()
                 time.sleep(POLL_SECONDS)
-        elif machines.is_over(code := shell.code(_follow(gcloud))):
-            shell.say(f"the run ended with {code}; {gcloud.plan.name} is still there, and billed, "
-                      f"until: python launch/tpu_vm.py delete --config={gcloud.plan.config}")
-            return code
         else:
+            shell.code(gcloud.follow())
+            code = machines.ended(_status(shell, gcloud, gcloud.nodes[0]))
+            if code is not None:
+                shell.say(f"the run ended with {code}; {plan.name} is still there, and billed, "
+                          f"until: {gcloud.again('delete')}")
+                return code
+            if not machines.has_run:
+                shell.say("its host knows nothing of the run any more: it is started again")
             time.sleep(POLL_SECONDS)
 
 
@@ -175,6 +258,7 @@ def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
         shell.say(line)
     if not plan.is_on_bucket:
         shell.say(f"{plan.workdir} is on the machine's disk and goes with it; gs://... stays")
+    _look_at_clone(shell, gcloud)
     shell.say("1. ask for the machines, and wait until they are there")
     shell.run(gcloud.create())
     print(f'until [ "$({plans.show(gcloud.state())})" = ACTIVE ]; do sleep {POLL_SECONDS:g}; done')
@@ -183,106 +267,136 @@ def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
     if is_whole:
         shell.say("3. the run on every host under launch/supervise.py, and the log of host 0")
         _start(shell, gcloud)
-        shell.run(_follow(gcloud))
+        shell.run(gcloud.follow())
         shell.say(f"then: whenever the state is one of {', '.join(LOST)}, delete --force and again "
                   "from 1; the run continues from its workdir")
     return 0
 
 
+def _look_at_clone(shell: plans.Shell, gcloud: Gcloud) -> None:
+    """Refuses a clone whose commit cannot run; where nothing is done, it only says so."""
+    if gcloud.given.git:
+        return
+    if problem := clone.problem(shell, gcloud.plan):
+        if not shell.is_dry:
+            raise ValueError(problem)
+        shell.say(f"refused as it stands: {problem}")
+    if changes := clone.changes(shell):
+        shell.say(f"what is not committed here is not copied: {changes}")
+
+
 def _state(shell: plans.Shell, gcloud: Gcloud) -> str | None:
+    """Returns the state of the machines, None if there are none.
+
+    Raises:
+      OutOfTouch: it cannot be had now.
+      ValueError: it cannot be had at all.
+    """
     code, text = shell.read(gcloud.state())
     if code == 0:
         return text.splitlines()[-1] if text else "STATE_UNSPECIFIED"
-    if "NOT_FOUND" in text or "not found" in text:
+    if "NOT_FOUND" in text or "was not found" in text:
         return None
-    raise ValueError(f"{plans.show(gcloud.state())} failed with {code}:\n{text}")
+    is_final = code == MISUSED or any(words in text for words in REFUSALS)
+    error = ValueError if is_final else OutOfTouch
+    raise error(f"{plans.show(gcloud.state())} failed with {code}:\n{text}")
 
 
-def _is_running(shell: plans.Shell, gcloud: Gcloud) -> bool:
-    """Whether a run is under way, which may have been started elsewhere."""
-    _, text = shell.read(_ask(gcloud, gcloud.nodes[0]))
-    return any(line.startswith("running: ") for line in text.splitlines())
+def _state_or_unknown(shell: plans.Shell, gcloud: Gcloud) -> str | None:
+    try:
+        return _state(shell, gcloud)
+    except OutOfTouch as error:
+        shell.say(str(error))
+        return UNKNOWN
 
 
-def _ask(gcloud: Gcloud, node: str) -> list[str]:
-    return gcloud.ssh(node, f"bash {gcloud.plan.name}/launch/on_vm.sh status", "0")
+def _status(shell: plans.Shell, gcloud: Gcloud, node: str) -> Status | None:
+    """Returns what the first host of a node says of the run, None if it cannot be asked."""
+    code, text = shell.read(gcloud.ask(node, "0"))
+    return Status.parse(text) if code == 0 else None
+
+
+def _begin(shell: plans.Shell, gcloud: Gcloud) -> bool:
+    """Starts the run where none is under way; returns False if the machines cannot be reached."""
+    status = _status(shell, gcloud, gcloud.nodes[0])
+    if status is None:
+        return False
+    if status.is_running:
+        _check_same(gcloud.plan, status)
+        return True
+    try:
+        _install(shell, gcloud)
+        _start(shell, gcloud)
+    except subprocess.CalledProcessError as error:
+        can_ask = all(_status(shell, gcloud, node) is not None for node in gcloud.nodes)
+        if error.returncode != LOST_TOUCH and can_ask:
+            raise
+        return False
+    return True
+
+
+def _check_same(plan: plans.Plan, status: Status) -> None:
+    if status.arguments not in (None, plan.arguments):
+        raise ValueError(
+            f"{plan.name} runs already, with {shlex.join(status.arguments)}; this would be "
+            f"{shlex.join(plan.arguments)}: see its `logs`, `stop` it, or give another --name"
+        )
 
 
 def _install(shell: plans.Shell, gcloud: Gcloud) -> None:
     """Puts the code and its environment on every host, and the secrets, if there are any."""
-    clone = gcloud.plan.name
-    if git := gcloud.given.git:
-        url, _, revision = git.partition("#")
-        fetch = f"git clone {shlex.quote(url)} {clone} && cd {clone}"
-        fetch += f" && git checkout --quiet {shlex.quote(revision)}" if revision else ""
-        fetch = f"rm -rf {clone} && {fetch}"
-        for node in gcloud.nodes:
-            shell.run(gcloud.ssh(node, fetch))
-    else:
-        if not shell.is_dry and shell.read(CHANGES)[1]:
-            shell.say("what is not committed here is not copied")
-        archive = f"{tempfile.gettempdir()}/{clone}.tar.gz"
-        shell.run(["git", "-C", str(plans.ROOT), "archive", "--format=tar.gz",
-                   f"--output={archive}", "HEAD"])
-        unpack = f"mkdir -p {clone} && tar -xzf {clone}.tar.gz -C {clone}"
-        for node in gcloud.nodes:
-            shell.run(gcloud.scp(archive, node, f"{clone}.tar.gz"))
-            shell.run(gcloud.ssh(node, unpack))
-    with _secrets(shell) as path:
-        for node in gcloud.nodes if path else []:
-            shell.run(gcloud.scp(path, node, ".jaxrl_tis_env"))
+    name, git, secrets = gcloud.plan.name, gcloud.given.git, plans.secrets()
+    with contextlib.nullcontext() if git and not secrets else clone.folder(shell) as folder:
+        if git:
+            for node in gcloud.nodes:
+                shell.run(gcloud.ssh(node, clone.fetch(name, git)))
+        else:
+            archive = clone.inside(folder, "code.tar.gz")
+            shell.run(clone.archive(archive))
+            for node in gcloud.nodes:
+                shell.run(gcloud.scp(archive, node, f"{name}.tar.gz"))
+                shell.run(gcloud.ssh(node, f"mkdir -p {name} && tar -xzf {name}.tar.gz -C {name}"))
+        if secrets:
+            path = clone.inside(folder, "environment")
+            clone.write_secrets(shell, path, secrets)
+            for node in gcloud.nodes:
+                shell.run(gcloud.scp(path, node, SECRETS_FILE))
+    setup = f"bash {name}/launch/on_vm.sh setup"
     for node in gcloud.nodes:
-        shell.run(gcloud.ssh(node, f"bash {clone}/launch/on_vm.sh setup"))
-
-
-@contextlib.contextmanager
-def _secrets(shell: plans.Shell) -> Iterator[str | None]:
-    """Yields a file, readable by its owner alone, with the secrets of the environment."""
-    found = plans.secrets()
-    if not found:
-        yield None
-    elif shell.is_dry:
-        shell.say(f"a file with {', '.join(found)} from the environment, which is not shown")
-        yield "SECRETS_FILE"
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "environment"
-            with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-                file.writelines(f"{name}={shlex.quote(value)}\n" for name, value in found.items())
-            yield str(path)
+        shell.run(gcloud.ssh(node, setup if secrets else f"rm -f {SECRETS_FILE} && {setup}"))
 
 
 def _start(shell: plans.Shell, gcloud: Gcloud) -> None:
     plan = gcloud.plan
-    words = ["bash", f"{plan.name}/launch/on_vm.sh", "start", plan.topology.kind, *plan.arguments]
     for node in gcloud.nodes:
-        shell.run(gcloud.ssh(node, shlex.join(words)))
-
-
-def _follow(gcloud: Gcloud) -> list[str]:
-    return gcloud.ssh(gcloud.nodes[0], f"bash {gcloud.plan.name}/launch/on_vm.sh follow", "0")
+        shell.run(gcloud.on_vm(node, shlex.join(["start", plan.topology.kind, *plan.arguments])))
 
 
 def status(shell: plans.Shell, gcloud: Gcloud) -> int:
-    """Shows the state of the machines, and of the run on host 0 of each slice."""
-    commands = [_ask(gcloud, node) for node in gcloud.nodes]
+    """Shows the state of the machines, and of the run on every host."""
+    commands = [gcloud.ask(node) for node in gcloud.nodes]
     if shell.is_dry:
         for command in [gcloud.state(), *commands]:
             shell.run(command)
         return 0
     state = _state(shell, gcloud)
     shell.say(f"{gcloud.plan.name}: {state or 'there is none'}")
-    for command in commands if state == "ACTIVE" else []:
-        shell.run(command)
-    return 0
+    return max([shell.code(command) for command in commands if state == "ACTIVE"], default=0)
 
 
 def logs(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Shows the log of host 0 until the run ends."""
     if shell.is_dry:
-        shell.run(_follow(gcloud))
+        shell.run(gcloud.follow())
         return 0
-    return shell.code(_follow(gcloud))
+    return shell.code(gcloud.follow())
+
+
+def stop(shell: plans.Shell, gcloud: Gcloud) -> int:
+    """Asks the run to save and to end, on every host."""
+    for node in gcloud.nodes:
+        shell.run(gcloud.on_vm(node, "stop"))
+    return 0
 
 
 def delete(shell: plans.Shell, gcloud: Gcloud) -> int:
@@ -293,7 +407,7 @@ def delete(shell: plans.Shell, gcloud: Gcloud) -> int:
 
 COMMANDS = {
     "create": lambda shell, gcloud: run(shell, gcloud, is_whole=False),
-    "run": run, "status": status, "logs": logs, "delete": delete,
+    "run": run, "status": status, "logs": logs, "stop": stop, "delete": delete,
 }
 
 
@@ -309,7 +423,8 @@ def main() -> int:
     parser.add_argument("--runtime", help="image of the machines; default: that of the chip")
     parser.add_argument("--git", help="URL[#REVISION] to clone there instead of copying this clone")
     given, overrides = parser.parse_known_args()
-    gcloud = Gcloud(plans.make(given, overrides), given)
+    needs_slice = given.command in ("create", "run")
+    gcloud = Gcloud(plans.make(given, overrides, needs_slice), given)
     return COMMANDS[given.command](plans.Shell(given.dry_run), gcloud)
 
 

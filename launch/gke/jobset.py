@@ -130,17 +130,32 @@ def xpk(plan: plans.Plan, given: argparse.Namespace) -> list[str]:
     ]
 
 
-def _apply(shell: plans.Shell, text: str, shown: str) -> None:
+def _apply(shell: plans.Shell, text: str) -> None:
     command = ["kubectl", "apply", "-f", "-"]
     if shell.is_dry:
-        print(f"{plans.show(command)} <<'END'\n{shown.rstrip()}\nEND")
+        print(f"{plans.show(command)} <<'END'\n{text.rstrip()}\nEND")
     else:
         subprocess.run(command, input=text, text=True, check=True)
+
+
+def _keep_secrets(shell: plans.Shell, name: str, found: dict[str, str]) -> None:
+    """Makes them a Secret. The server applies it: a client would repeat it in an annotation."""
+    create = ["kubectl", "create", "secret", "generic", name, "--from-env-file=/dev/stdin",
+              "--dry-run=client", "--output=yaml"]
+    apply = ["kubectl", "apply", "--server-side", "--force-conflicts", "--filename=-"]
+    if shell.is_dry:
+        lines = " ".join(f'"{key}=${key}"' for key in found)
+        print(f"printf '%s\\n' {lines} |\n  {plans.show(create)} |\n  {plans.show(apply)}")
+    else:
+        lines = "".join(f"{key}={value}\n" for key, value in found.items())
+        made = subprocess.run(create, input=lines, text=True, check=True, stdout=subprocess.PIPE)
+        subprocess.run(apply, input=made.stdout, text=True, check=True)
 
 
 def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
     """Starts it."""
     if shell.is_dry:
+        print("set -euo pipefail")
         shell.say(plans.sizes(plan))
         for line in plans.cost(plan, given):
             shell.say(line)
@@ -151,11 +166,8 @@ def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None
         shell.run(xpk(plan, given))
         return
     if found := plans.secrets():
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": plan.name}}
-        shown = f"the Secret {plan.name} with {', '.join(found)} from the environment"
-        _apply(shell, json.dumps(secret | {"stringData": found}), shown)
-    text = manifest(plan, given)
-    _apply(shell, text, text)
+        _keep_secrets(shell, plan.name, found)
+    _apply(shell, manifest(plan, given))
 
 
 def status(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
@@ -176,7 +188,7 @@ def delete(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> N
         shell.run(["xpk", "workload", "delete", f"--cluster={given.cluster}",
                    f"--workload={plan.name}"])
         return
-    shell.run(["kubectl", "delete", "jobset", plan.name])
+    shell.run(["kubectl", "delete", "jobset", plan.name, "--ignore-not-found"])
     shell.run(["kubectl", "delete", "secret", plan.name, "--ignore-not-found"])
 
 
@@ -207,7 +219,7 @@ def main() -> None:
         raise ValueError("--image is missing; launch/gke/Dockerfile makes it")
     if given.xpk and not given.cluster:
         raise ValueError("--xpk takes --cluster=NAME")
-    plan = plans.make(given, overrides)
+    plan = plans.make(given, overrides, given.command in ("manifest", "run"))
     if given.command in ("manifest", "run") and not plan.is_on_bucket:
         raise ValueError(
             f"--workdir={plan.workdir} would go with the Pod; give --workdir=gs://BUCKET/FOLDER"

@@ -5,6 +5,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 jobset() { python3 launch/gke/jobset.py manifest --image=REGISTRY/jaxrl_tis "$@"; }
 
 jobset --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://BUCKET/gsm8k --spot >launch/gke/v5e-8.yaml
-jobset --config=configs/dapo_qwen25_32b.py --workdir=gs://BUCKET/dapo >launch/gke/v5p-128.yaml
-jobset --config=configs/dapo_qwen25_32b.py --workdir=gs://BUCKET/dapo-two --name=dapo-two-slices \
-  --num_slices=2 "--config.mesh.train=(2,64,1)" >launch/gke/two-slices.yaml
+dapo() {
+  jobset --config=configs/dapo_qwen25_32b.py --config.model.path=hf://Qwen/Qwen2.5-32B \
+    --config.task.params.path=gs://BUCKET/dapo/train.jsonl \
+    --config.eval.params.path=gs://BUCKET/dapo/aime2024.jsonl "$@"
+}
+dapo --workdir=gs://BUCKET/runs/dapo >launch/gke/v5p-128.yaml
+dapo --workdir=gs://BUCKET/runs/dapo-two --name=dapo-two-slices --num_slices=2 \
+  "--config.mesh.train=(2,64,1)" >launch/gke/two-slices.yaml

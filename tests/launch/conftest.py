@@ -1,12 +1,14 @@
 import importlib
 import pathlib
+import shutil
 import sys
 
 import pytest
 
-from tests.launch import fakes
+from tests.launch import clones, fakes
 
-LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
 
 
 @pytest.fixture
@@ -15,7 +17,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCH))
     monkeypatch.syspath_prepend(str(LAUNCH / "gke"))
     yield importlib.import_module
-    for name in ("plan", "supervise", "tpu_vm", "jobset"):
+    for name in ("plan", "clone", "supervise", "tpu_vm", "jobset"):
         sys.modules.pop(name, None)
 
 
@@ -26,3 +28,24 @@ def cloud(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     return found
+
+
+@pytest.fixture(scope="session")
+def committed(tmp_path_factory):
+    """A git clone with the configs of this one; to be read."""
+    folder = tmp_path_factory.mktemp("committed")
+    shutil.copytree(ROOT / "configs", folder / "configs", ignore=shutil.ignore_patterns("__pycache__"))
+    return clones.commit(folder)
+
+
+@pytest.fixture
+def call(scripts, cloud, committed, monkeypatch):
+    """Runs a launcher, `call("tpu_vm", "run", ...)`, in this process; returns its exit code."""
+    def run(name, *arguments):
+        plan, script = scripts("plan"), scripts(name)
+        monkeypatch.setattr(plan, "ROOT", committed)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as exited:
+            plan.main(script.main)
+        return exited.value.code
+    return run

@@ -27,6 +27,11 @@ def test_a_command_of_the_page_is_taken(command):
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
+def test_the_table_of_commands(scripts):
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE)
+    assert {name for name, _ in rows} == set(scripts("tpu_vm").COMMANDS)
+
+
 def test_the_commands_that_a_sweep_emits_are_taken():
     text = BLOCKS.replace("\\\n", " ")
     [line] = [line for line in text.splitlines() if "jaxrl_tis.sweep" in line]

@@ -5,15 +5,19 @@ import os
 import pathlib
 import sys
 
-# {"log": file, "answers": [[words that a call must have, [[exit code, text], ...]], ...]}; the
-# answers of a matching entry are used in turn, the last one for ever.
-FAKE = """#!{python}
-import json, os, pathlib, sys
+# {"log": file, "copies": folder, "answers": [[words that a call must have, [[exit code, text], ...]],
+# ...]}; the answers of a matching entry are used in turn, the last one for ever. What is copied to a
+# host is kept.
+FAKE = """#!{python} -IS
+import json, os, pathlib, shutil, sys
 script = pathlib.Path({script!r})
 told = json.loads(script.read_text())
 call = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
 with open(told["log"], "a") as log:
     log.write(json.dumps({{"call": call, "stdin": "" if sys.stdin.isatty() else sys.stdin.read()}}) + "\\n")
+if "scp" in call:
+    source, target = call[call.index("scp") + 1:][:2]
+    shutil.copy2(source, os.path.join(told["copies"], target.partition(":")[2]))
 for words, answers in told["answers"]:
     if all(any(word in part for part in call) for word in words):
         code, text = answers[0]
@@ -26,12 +30,18 @@ for words, answers in told["answers"]:
 
 
 class Cloud:
-    """Fakes of these commands at the front of PATH."""
+    """Fakes of these commands at the front of PATH.
+
+    Attributes:
+      copies: a folder with the files that were copied to a host.
+    """
 
     def __init__(self, folder: pathlib.Path, *names: str):
         self._script, self._log = folder / "script.json", folder / "log.jsonl"
+        self.copies = folder / "copies"
         bin_folder = folder / "bin"
-        bin_folder.mkdir(parents=True)
+        for path in (bin_folder, self.copies):
+            path.mkdir(parents=True)
         for name in names:
             path = bin_folder / name
             path.write_text(FAKE.format(python=sys.executable, script=str(self._script)))
@@ -42,7 +52,8 @@ class Cloud:
     def answer(self, **by_words) -> None:
         """`answer(describe=[(0, "ACTIVE")])`: what calls with that word print and exit with."""
         answers = [[name.split("__"), given] for name, given in by_words.items()]
-        self._script.write_text(json.dumps({"log": str(self._log), "answers": answers}))
+        self._script.write_text(json.dumps(
+            {"log": str(self._log), "copies": str(self.copies), "answers": answers}))
 
     def calls(self) -> list[list[str]]:
         return [told["call"] for told in self._told()]
@@ -51,4 +62,5 @@ class Cloud:
         return [told["stdin"] for told in self._told()]
 
     def _told(self) -> list[dict]:
-        return [json.loads(line) for line in self._log.read_text().splitlines()]
+        text = self._log.read_text() if self._log.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]

@@ -1,6 +1,5 @@
 """kubectl and xpk are scripts that write down their calls."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -13,6 +12,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "gke" / "jobset.py"
+SHELLCHECK = str(pathlib.Path(sys.executable).with_name("shellcheck"))
 MANIFESTS = sorted((ROOT / "launch" / "gke").glob("*.yaml"))
 DAPO = "--config=configs/dapo_qwen25_32b.py"
 
@@ -127,16 +127,41 @@ def test_run_gives_the_manifest_to_kubectl(cloud):
     assert cloud.calls() == [["kubectl", "apply", "-f", "-"]] and cloud.inputs() == [shown]
 
 
+SECRETS = {"HF_TOKEN": "hf_very_secret", "WANDB_API_KEY": "very 'secret' too"}
+LINES = "".join(f"{name}={value}\n" for name, value in SECRETS.items())
+MADE = "kind: Secret"
+
+
 def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud):
-    secret = {"HF_TOKEN": "hf_very_secret"}
-    done = call("run", "--image=i", DAPO, "--workdir=gs://b/x", **secret)
-    given, manifest = cloud.inputs()
-    assert json.loads(given)["stringData"] == secret and json.loads(given)["kind"] == "Secret"
-    dry = call("run", "--dry-run", "--image=i", DAPO, "--workdir=gs://b/x", **secret)
-    through_xpk = call("run", "--xpk", "--cluster=c", "--image=i", DAPO, "--workdir=gs://b/x", **secret)
-    seen = f"{manifest}{done.stdout}{dry.stdout}{through_xpk.stdout}{cloud.calls()}"
-    assert "hf_very_secret" not in seen
-    assert "HF_TOKEN" in dry.stdout and "secrets are not passed" in through_xpk.stdout
+    cloud.answer(create=[(0, MADE)])
+    done = call("run", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
+    dry = call("run", "--dry-run", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
+    through_xpk = call("run", "--xpk", "--cluster=c", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
+    create, apply, manifest, _ = cloud.calls()
+    assert create == ["kubectl", "create", "secret", "generic", "dapo-qwen25-32b",
+                      "--from-env-file=/dev/stdin", "--dry-run=client", "--output=yaml"]
+    # A client that applies leaves the whole object in an annotation.
+    assert apply[:3] == ["kubectl", "apply", "--server-side"] and manifest[-1] == "-"
+    lines, secret, jobset, _ = cloud.inputs()
+    assert lines == LINES and secret == f"{MADE}\n"
+    seen = f"{jobset}{done.stdout}{dry.stdout}{through_xpk.stdout}{cloud.calls()}"
+    assert not any(value in seen for value in SECRETS.values())
+    assert "secrets are not passed" in through_xpk.stdout
+
+
+def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
+    cloud.answer(create=[(0, MADE)])
+    arguments = ["run", "--image=i", DAPO, "--workdir=gs://b/x"]
+    call(*arguments, **SECRETS)
+    calls, inputs = cloud.calls(), cloud.inputs()
+    shown = call(*arguments, "--dry-run", **SECRETS).stdout
+    script = tmp_path / "script.sh"
+    script.write_text(f"#!/usr/bin/env bash\n{shown}")
+    checked = subprocess.run([SHELLCHECK, str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    subprocess.run(["bash", str(script)], check=True, env=os.environ | SECRETS)
+    told = sorted(zip(map(str, cloud.calls()[len(calls):]), cloud.inputs()[len(calls):]))
+    assert told == sorted(zip(map(str, calls), inputs))
 
 
 def test_xpk_gets_the_same_run(cloud):
@@ -158,8 +183,27 @@ def test_xpk_gets_the_same_run(cloud):
 def test_the_other_commands(cloud, command, verbs):
     assert call(command, DAPO).returncode == 0
     assert [words[1] for words in cloud.calls()] == verbs
+    assert all("--ignore-not-found" in words for words in cloud.calls()) == (command == "delete")
     dry = call(command, DAPO, "--dry-run")
     assert dry.stdout.count("kubectl") == len(verbs) and len(cloud.calls()) == len(verbs)
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "delete"])
+def test_the_other_commands_need_no_slice(cloud, command):
+    done = call(command, "--config=configs/default.py", "--name=mine")
+    assert done.returncode == 0 and "mine" in f"{cloud.calls()}", done.stderr
+
+
+def test_the_large_manifests_find_model_and_data_outside_the_image():
+    for name in ("v5p-128", "two-slices"):
+        text = (ROOT / "launch" / "gke" / f"{name}.yaml").read_text()
+        [replicated] = yaml.safe_load(text)["spec"]["replicatedJobs"]
+        [container] = replicated["template"]["spec"]["template"]["spec"]["containers"]
+        given = dict(word.split("=", 1) for word in container["args"])
+        assert given["--config.model.path"].startswith("hf://")
+        data = [given["--config.task.params.path"], given["--config.eval.params.path"]]
+        assert all(path.startswith("gs://") for path in data)
+        assert not any(path.startswith(f"{given['--workdir']}/") for path in data)
 
 
 @pytest.mark.parametrize("arguments, said", [

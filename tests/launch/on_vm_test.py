@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+[EXTRAS] = re.findall(r"^extras=(\S+)$", (ROOT / "launch/on_vm.sh").read_text(), re.MULTILINE)
 SHELLCHECK = str(pathlib.Path(sys.executable).with_name("shellcheck"))
 STUB = """#!/usr/bin/env bash
 case "$*" in
@@ -40,7 +42,7 @@ def host(tmp_path):
     python.write_text(STUB.format(python=sys.executable))
     python.chmod(0o755)
     stamp = subprocess.run(["cksum", "setup.py"], cwd=clone, capture_output=True, text=True).stdout
-    (clone / f".venv-{version}" / ".installed-tpu,hub,gcs").write_text(stamp)
+    (clone / f".venv-{version}" / f".installed-{EXTRAS}").write_text(stamp)
     names = tmp_path / "bin"
     names.mkdir()
     (names / "python3.13").symlink_to(sys.executable)
@@ -92,9 +94,40 @@ def test_a_run_that_goes_on_is_not_started_twice(host):
     assert run("status").stdout.startswith("running: ")
     assert "already running" in run("start", "v5e", "--config=b.py").stdout
     assert json.loads((clone / "run.json").read_text())["attempt"] == 1
-    run("stop")
+    assert "was asked to save and to end" in run("stop").stdout
     assert run("follow").returncode == 143  # its own exit: SIGTERM went to the run
     assert run("status").stdout.startswith("not running")
+
+
+def test_status_says_what_the_run_was_started_with(host, scripts):
+    clone, run = host
+    read = lambda: scripts("tpu_vm").Status.parse(run("status").stdout)
+    assert (read().is_running, read().code, read().arguments) == (False, None, None)
+    arguments = ["--config=a.py:b", "--workdir=gs://b/c d", "--config.x='y' \"$HOME\" (1, 2)"]
+    (clone / "code").write_text("2")
+    run("start", "v5e", *arguments)
+    run("follow")
+    assert (read().is_running, read().code, read().arguments) == (False, 2, arguments)
+    assert len(run("status").stdout.splitlines()) == 1
+
+
+def test_a_process_that_has_the_number_of_the_supervisor_is_not_it(host):
+    clone, run = host
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (clone / "run.pid").write_text(f"{other.pid}\n")
+        (clone / "run.json").write_text('{"attempt": 1, "code": null, "pid": 5}\n')
+        assert run("status").stdout.startswith("not running: ")
+        assert "nothing runs here" in run("stop").stdout
+        assert other.poll() is None
+        other.kill()
+
+
+def test_hosts_and_image_have_what_the_page_and_the_configs_need():
+    image = (ROOT / "launch" / "gke" / "Dockerfile").read_text()
+    page = (ROOT / "docs" / "launch.md").read_text()
+    assert f'".[{EXTRAS}]"' in image and f"`[{EXTRAS}]`" in page
+    # gs:// and hf://, metrics.sinks=wandb, configs/smollm2_135m.py
+    assert {"tpu", "hub", "gcs", "wandb", "tasks"} <= set(EXTRAS.split(","))
 
 
 def test_another_word_shows_the_usage(host):

@@ -46,8 +46,9 @@ def test_the_code_is_that_of_the_runs(scripts):
 
 @pytest.fixture
 def supervised(tmp_path):
-    """Starts the script on a Python program that sees FOLDER and counts its starts there."""
-    def start(body, *flags):
+    """Starts the script on a Python program that sees FOLDER and counts its starts there; `before`
+    is run by the script."""
+    def start(body, *flags, wait=0.1, before=""):
         program = (
             "import pathlib, signal, sys, time\n"
             f"folder = pathlib.Path({str(tmp_path)!r})\n"
@@ -55,8 +56,8 @@ def supervised(tmp_path):
             "(folder / f'start{starts}').touch()\n" + body
         )
         quick = (
-            f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import supervise; "
-            "supervise.WAIT_SECONDS = 0.1; sys.exit(supervise.main())"
+            f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import supervise\n"
+            f"supervise.WAIT_SECONDS = {wait}\n{before}\nsys.exit(supervise.main())"
         )
         return subprocess.Popen(
             [sys.executable, "-c", quick, f"--state={tmp_path / 'state.json'}", *flags, "--",
@@ -113,5 +114,35 @@ def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, numb
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
     process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 42 and starts(tmp_path) == 1
+
+
+def test_a_signal_between_two_starts_is_followed_by_none(supervised, tmp_path):
+    process = supervised("sys.exit(42)", wait=600)
+    assert "the next one follows" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 42 and starts(tmp_path) == 1
+    assert "ended with 42 after 1 starts" in out
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert (state["attempt"], state["code"]) == (1, 42)
+
+
+def test_a_signal_while_the_command_is_being_started_reaches_it(supervised, tmp_path):
+    process = supervised(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        "(folder / 'ready').touch()\ntime.sleep(30)",
+        before=f"""
+import os, pathlib, signal, time
+start = supervise.subprocess.Popen
+def slow(*words, **options):
+    process = start(*words, **options)
+    while not (pathlib.Path({str(tmp_path)!r}) / "ready").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+supervise.subprocess.Popen = slow
+""")
     process.communicate(timeout=30)
     assert process.returncode == 42 and starts(tmp_path) == 1
