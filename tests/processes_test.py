@@ -13,10 +13,8 @@ from jaxrl_tis.build import build
 from jaxrl_tis.state import abstract_state
 from tests import hosts, small_run, tiny
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("jax.distributed, gloo and orbax connect the processes"),
-]
+pytestmark = pytest.mark.compiles
+BY_JAX = pytest.mark.by_jax("jax.distributed, gloo and orbax connect the processes")
 
 MAIN = ["-m", "jaxrl_tis.main", "--config=tests/small_run.py:cut"]
 INVARIANT = ["--config.model.numerics=invariant", "--config.engine.quantization=none"]
@@ -34,6 +32,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"found{i}.json").read_text()) for i in range(2)]
 
 
+@BY_JAX
 def test_both_get_what_each_passed_in_their_order(found):
     for i, of in enumerate(found):
         assert (of["index"], of["first"], of["alone"]) == (i, i == 0, False)
@@ -68,6 +67,7 @@ def test_the_first_difference_is_named_with_both_values(found):
         assert of["missing"] == "b is not the same everywhere: 2 on process 0, nothing on process 1"
 
 
+@BY_JAX
 def test_nobody_leaves_before_all_came(found):
     starts, ends = zip(*(of["met"] for of in found))
     assert starts[1] < starts[0] and min(ends) >= max(starts)
@@ -152,6 +152,7 @@ def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
+@BY_JAX
 def test_two_processes_train_to_the_parameters_of_one(tmp_path):
     """In fast numerics with an int8 sampler."""
     for count in (1, 2):

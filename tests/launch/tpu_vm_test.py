@@ -185,7 +185,7 @@ def test_a_run_that_is_under_way_is_only_followed(play, arguments):
 
 def test_another_run_of_the_same_name_is_not_followed(play, capfd):
     code, verbs = play("run", GSM8K, BUCKET, "--config.steps=7", describe=[(0, "ACTIVE")],
-                       status=[(0, f"{RUNNING[1]} with {GSM8K} --workdir=gs://b/y")])
+                       status=[(0, f"{RUNNING[1]} with {GSM8K} --workdir=gs://b/y"), ended(0)])
     assert code == 2 and verbs == ["describe", "status"]
     said = capfd.readouterr().err
     assert f"runs already, with {GSM8K} --workdir=gs://b/y;" in said
@@ -381,8 +381,8 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(
     calls = [" ".join(words) for words in cloud.calls()]
     assert [word for word, text in zip(order, calls, strict=True) if word in text] == order
     copy = cloud.copies / ".jaxrl_tis_env"
-    told = subprocess.run(["bash", "-c", f'source {copy}; printf %s "$HF_TOKEN"'], text=True,
-                          capture_output=True)
+    told = subprocess.run(["bash", "-c", f'unset HF_TOKEN; source {copy}; printf %s "$HF_TOKEN"'],
+                          capture_output=True, text=True)
     assert told.stdout == secret and copy.stat().st_mode & 0o777 == 0o600
     assert list((tmp_path / "temporary").iterdir()) == []
 
@@ -424,7 +424,7 @@ def unfit(scripts, monkeypatch):
 def test_a_clone_that_cannot_run_is_refused_before_machines_are_asked_for(
     unfit, play, cloud, capfd, command
 ):
-    assert play(command, GSM8K) == (2, [])
+    assert play(command, GSM8K, describe=[(1, "PERMISSION_DENIED")]) == (2, [])
     assert capfd.readouterr().err == "it is not committed\n"
     assert play(command, GSM8K, "--dry-run") == (0, [])
     out = capfd.readouterr().out
