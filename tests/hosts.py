@@ -17,6 +17,24 @@ HEARTBEAT = 10  # seconds, where a process is killed
 PATIENCE = 60  # of others: this machine may have something else to do
 
 
+MAIN = ["-m", "jaxrl_tis.main"]
+# Started in the place of jaxrl_tis.main.
+CHANGED = """
+import sys, time
+from jaxrl_tis import checkpoint, cli_flags, main, processes
+from jaxrl_tis.trainer import Trainer
+{}
+cli_flags.run(main.main, required=["config", "workdir"])
+"""
+
+
+def changed(folder: pathlib.Path, change: str) -> list[str]:
+    """The command of jaxrl_tis.main after a change, lines of Python."""
+    path = folder / "changed.py"
+    path.write_text(CHANGED.replace("{}", change))
+    return [str(path)]
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

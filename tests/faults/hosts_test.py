@@ -1,4 +1,4 @@
-"""One of two processes hangs, saves for long, or holds another batch than the other."""
+"""One of two processes hangs, or holds another batch than the other."""
 
 import json
 import pathlib
@@ -10,15 +10,7 @@ from tests import hosts, tiny
 
 pytestmark = pytest.mark.faults
 
-MAIN = ["-m", "jaxrl_tis.main", "--config=tests/small_run.py:cut"]
-# Each is started in the place of jaxrl_tis.main.
-START = """
-import sys, time
-from jaxrl_tis import checkpoint, cli_flags, main, processes, rows
-from jaxrl_tis.trainer import Trainer
-{}
-cli_flags.run(main.main, required=["config", "workdir"])
-"""
+ARGUMENTS = ["--config=tests/small_run.py:cut"]
 FORGED = """
 score = Trainer.score
 
@@ -41,24 +33,6 @@ def hanging(self, state, samples, sampled_by):
 
 Trainer.score = hanging
 """
-SLOW = """
-processes.END_SECONDS = 1
-write = checkpoint.write_manifest
-
-def slow(folder):
-    time.sleep(5)
-    write(folder)
-
-checkpoint.write_manifest = slow
-"""
-
-
-def script(folder, change):
-    path = folder / "changed.py"
-    path.write_text(START.replace("{}", change))
-    return [str(path), *MAIN[2:], f"--workdir={folder / 'run'}"]
-
-
 def stacks_of(folder):
     """{"process1": text}"""
     paths = sorted((folder / "run" / "stacks").iterdir())
@@ -68,7 +42,8 @@ def stacks_of(folder):
 def test_a_process_that_hangs_ends_both_with_42(tmp_path):
     """The one that hangs ends by its watchdog, and the other one, which waits for it in a
     collective, by its own or by the loss."""
-    command = script(tmp_path, HANGING) + ["--config.watchdog.timeout=12"]
+    command = [*hosts.changed(tmp_path, HANGING), *ARGUMENTS, f"--workdir={tmp_path / 'run'}",
+               "--config.watchdog.timeout=12"]
     with hosts.Hosts(tmp_path / "logs", command) as pair:
         assert pair.codes() == [42, 42], pair.text(0) + pair.text(1)
         assert all("Traceback" not in pair.text(i) for i in range(2))
@@ -81,7 +56,8 @@ def test_a_process_that_hangs_ends_both_with_42(tmp_path):
 
 
 def test_a_process_that_waits_for_a_host_that_stands_still_ends_by_itself(tmp_path):
-    command = [*MAIN, f"--workdir={tmp_path / 'run'}", "--config.watchdog.timeout=12"]
+    command = [*hosts.MAIN, *ARGUMENTS, f"--workdir={tmp_path / 'run'}",
+               "--config.watchdog.timeout=12"]
     with hosts.Hosts(tmp_path / "logs", command) as pair:
         pair.wait_for("step 0: held-out")
         pair.send(1, signal.SIGSTOP)
@@ -91,20 +67,10 @@ def test_a_process_that_waits_for_a_host_that_stands_still_ends_by_itself(tmp_pa
     assert "jaxrl_tis/train.py" in found["process0"]
 
 
-def test_the_last_save_is_complete_before_any_process_ends(tmp_path):
-    """Process 0 hashes it, for longer than the others wait at their end."""
-    with hosts.Hosts(tmp_path / "logs", script(tmp_path, SLOW)) as pair:
-        pair.wait_for("step 1: held-out")
-        pair.send(1, signal.SIGTERM)
-        assert pair.codes() == [42, 42], pair.text(0) + pair.text(1)
-    record = max(r["step"] for r in tiny.lines(tmp_path / "run") if r["phase"] == "train")
-    newest = max(pathlib.Path(tmp_path, "run", "checkpoints").iterdir(), key=lambda p: int(p.name))
-    assert int(newest.name) == record and (newest / "manifest.json").exists()
-
-
 def test_another_token_on_one_process_stops_both_and_is_named(tmp_path):
     workdir = tmp_path / "run"
-    with hosts.Hosts(tmp_path / "logs", script(tmp_path, FORGED)) as pair:
+    command = [*hosts.changed(tmp_path, FORGED), *ARGUMENTS, f"--workdir={workdir}"]
+    with hosts.Hosts(tmp_path / "logs", command) as pair:
         assert pair.codes() == [1, 1], pair.text(0) + pair.text(1)
         for i in range(2):
             told = pair.text(i)
