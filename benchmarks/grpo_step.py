@@ -1,6 +1,6 @@
 """Time of one GRPO step (rollout + score + update), and of its correction and metrics.
 
-    python -m benchmarks.grpo_step [--rounds=10]
+    python -m benchmarks.grpo_step [--rounds=10] [--fuse_score=never]
 
 A 4-layer, 256-wide random model with vocabulary 49,152; 4 prompts x 8 samples, 64 + 64 tokens.
 """
@@ -25,15 +25,15 @@ def timed(function, *args) -> tuple[float, object]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--fuse_score", choices=("auto", "never"), default="auto")
     args = parser.parse_args()
-    step = model.Step(*model.setup())
+    step = model.Step(*model.setup(fuse_score=args.fuse_score))
     step(), step()
     prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
     collisions = lambda rows: step.trainer._collisions(
         step.state["policy"].params, step.trainer.setup.micro_batches(rows)[0]
     )
-    first = step.score(step.rollout())
-    prepared(first), collisions(first)
+    prepared(step.rows), collisions(step.rows)
     names = "rollout", "score", "correction", "variance proxies", "update", "step"
     parts = {name: [] for name in names}
     for index in range(args.rounds):
@@ -41,14 +41,14 @@ def main() -> None:
         parts["rollout"].append(seconds)
         seconds, rows = timed(step.score, samples)
         parts["score"].append(seconds)
-        # `update` runs the correction and its metrics too; timed alone for its share.
-        correction, _ = timed(prepared, rows)
-        parts["correction"].append(correction)
-        # What a step takes longer where the profiles fall due; elsewhere no step has it.
-        seconds, _ = timed(collisions, rows)
-        parts["variance proxies"].append(seconds)
         seconds, _ = timed(step.update, rows, 1 + 10 * index)
         parts["update"].append(seconds)
+        # `update` runs the correction and its metrics too; timed alone for its share.
+        correction, _ = timed(prepared, step.rows)
+        parts["correction"].append(correction)
+        # What a step takes longer where the profiles fall due; elsewhere no step has it.
+        proxies, _ = timed(collisions, step.rows)
+        parts["variance proxies"].append(proxies)
         parts["step"].append(parts["rollout"][-1] + parts["score"][-1] + seconds)
     for name, values in parts.items():
         print(f"{name:16s} median {statistics.median(values):.4f} s, max {max(values):.4f} s")

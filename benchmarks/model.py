@@ -22,12 +22,16 @@ from jaxrl_tis.trainer import Trainer
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
 
 
-def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int = NEW_TOKENS):
+def setup(
+    vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int = NEW_TOKENS,
+    fuse_score: str = "auto",
+):
     """(Setup, state) of 4 prompts x 8 samples with 64 + new_tokens tokens each."""
     config = default.get_config()
     config.task.max_prompt_tokens, config.rollout.max_new_tokens = PROMPT_TOKENS, new_tokens
     config.rollout.prompts, config.rollout.group_size = PROMPTS, GROUP
     config.train.microbatch_rows = 8
+    config.train.fuse_score = fuse_score
     model = ModelConfig(
         family="llama", vocab_size=vocab_size, embed_dim=256, num_layers=4, num_heads=8,
         num_kv_heads=4, head_dim=32, mlp_dim=768, rope=RopeConfig("default", 1e4),
@@ -50,7 +54,8 @@ def setup(vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int =
 
 
 class Step:
-    """Rollout, score and update with random rewards; call it to run one step."""
+    """Rollout, score and update with random rewards; call it to run one step. `rows` are the last
+    update's."""
 
     def __init__(self, made: build.Setup, state: dict):
         self.trainer, self.state = Trainer(made), state
@@ -58,7 +63,7 @@ class Step:
         self._scheduler = Scheduler(made.engine, made.engine.load(state["policy"].params))
         self._new_tokens = made.config.rollout.max_new_tokens
         self._rng = np.random.default_rng(0)
-        self._count = 0
+        self._count, self.rows = 0, None
 
     def rollout(self) -> list[rollouts.Sample]:
         self._count += 1
@@ -86,5 +91,5 @@ class Step:
         )
 
     def update(self, rows: Rows, step: int) -> dict[str, float]:
-        self.state, metrics = self.trainer.update(self.state, rows, step, self._count)
+        self.state, self.rows, metrics = self.trainer.update(self.state, rows, step, self._count)
         return metrics

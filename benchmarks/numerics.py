@@ -99,7 +99,7 @@ class Parts:
 
     def update(self) -> float:
         start = time.perf_counter()
-        self.state, _ = self.trainer.update(self.state, self.rows, 1, 0)
+        self.state, *_ = self.trainer.update(self.state, self.rows, 1, 0)
         jax.block_until_ready(self.state)
         return time.perf_counter() - start
 

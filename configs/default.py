@@ -134,6 +134,8 @@ def get_config() -> ConfigDict:
     c.train.epochs = 1
     c.train.microbatch_rows = 32  # rows per forward and backward pass
     c.train.pack_length = 0  # tokens of a row shared by several sequences; 0: one sequence a row
+    # auto: a batch that gets one update is scored by it, where the methods allow; never: before it
+    c.train.fuse_score = "auto"
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
 
     c.metrics = ConfigDict()

@@ -49,6 +49,16 @@ class Setup:
     learner_engine: Engine
 
     @property
+    def why_scored(self) -> str | None:
+        """Why a rollout batch is scored before it is trained on, and not within its update."""
+        train = self.config.train
+        if train.fuse_score == "never":
+            return "train.fuse_score is never"
+        if (updates := train.minibatches * train.epochs) > 1:
+            return f"a rollout batch gets {updates} updates"
+        return self.correction.why_scored
+
+    @property
     def has_critic(self) -> bool:
         return "values" in self.correction.needs
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis.estimators import advantages, attribution, batch_metrics, diagnostics, divergences
-from jaxrl_tis.estimators import factor_weights, loss, methods, presets, ratios
+from jaxrl_tis.estimators import factor_weights, loss, methods, presets, rank_masks, ratios
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
 from jaxrl_tis.fields import FIELDS, SCORED, shape
@@ -54,11 +54,40 @@ class Correction:
             chosen.append(("kl", self.kl))
         return _needs(chosen)
 
-    def is_in_update(self, field: str) -> bool:
+    @property
+    def why_scored(self) -> str | None:
+        """Why the learner's log-probs of a whole rollout batch are needed before its only update;
+        None if those that the update computes anyway serve: what is made of them before is of one
+        token, or of one sequence."""
+        once, _ = loss.split(self.masks, self.mode)
+        own = "logp", "logp_old", "logp_prox", "entropy", "logits", "weights", "key", "adv"
+        made = lambda field: FIELDS[field].source in ("learner", "prepare", "update")
+        chosen = [("weight", self.weight, own), ("objective", self.objective, own),
+                  ("advantage", self.advantage, ()), *(("mask", m, own) for m in self.masks)]
+        for kind, (name, _), allowed in chosen:
+            for field in methods.needs(kind, name):
+                if made(field) and field not in allowed:
+                    return f"the {kind} {name} needs {field} of the batch"
+        for name, _ in once:
+            if name in rank_masks.MASKS:
+                return f"the mask {name} ranks the tokens of the batch"
+        if self.mode == "decoupled" and self.is_batch_normalized:
+            return "weights are divided by their mean over the batch"
+        if once and self.mode == "decoupled" and not self.counts_rejected:
+            return "how many tokens the masks keep decides what the loss is divided by"
+        if self.kl is not None and self.kl_placement != "loss":
+            return "the KL to the reference is a part of the reward"
+        if "ess_scale" in dict(self.controllers):
+            return "ess_scale looks at the batch before its update"
+        return None
+
+    def is_in_update(self, field: str, is_scored: bool = True) -> bool:
         """Whether the updates take this field of the rollout batch: they and all log-probs read it,
-        or a method that is judged at every update names it."""
-        at_update = [("objective", self.objective), *(("mask", m) for m in self.masks_at_update)]
-        if self.mode == "bypass":
+        or a method that is judged at every update names it; so are weight and masks where the batch
+        was not scored before."""
+        masks = self.masks_at_update if is_scored else self.masks
+        at_update = [("objective", self.objective), *(("mask", m) for m in masks)]
+        if self.mode == "bypass" or not is_scored:
             at_update.append(("weight", self.weight))
         if self.kl is not None and self.kl_placement == "loss":
             at_update.append(("kl", self.kl))
@@ -153,13 +182,26 @@ def _judge(c: Correction, batch: Batch) -> _Judged:
     batch = with_key(c, batch | {"logp": batch["logp_prox"]})
     w, factor = loss.importance_weights(log_ratio, batch, c.weight, c.is_batch_normalized)
     batch, rewards = batch | {"weights": w}, _rewards(c, batch)
-    name, parameters = c.advantage
-    adv = advantages.ADVANTAGES[name](
-        rewards, mask, batch["group"], **loss.needed("advantage", name, batch), **parameters
-    )
+    adv = _advantage(c, rewards, batch)
     now = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
     is_accepted = loss.accepted(log_ratio, batch | {"adv": adv}, now)
     return _Judged(log_ratio, w, factor, rewards, adv, is_accepted)
+
+
+def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
+    name, parameters = c.advantage
+    needed = loss.needed("advantage", name, batch)
+    return advantages.ADVANTAGES[name](rewards, batch["mask"], batch["group"], **needed, **parameters)
+
+
+def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch) -> Batch:
+    name, parameters = c.advantage
+    if name != "gae":
+        return fields
+    return fields | {"returns": advantages.gae_returns(
+        rewards, batch["mask"], values=batch["values"],
+        gamma=parameters["gamma"], lam=parameters["lam"],
+    )}
 
 
 def _prepared(c: Correction, batch: Batch, judged: _Judged) -> Batch:
@@ -169,13 +211,32 @@ def _prepared(c: Correction, batch: Batch, judged: _Judged) -> Batch:
         fields["weights"] = jnp.where(judged.is_accepted, w, 0.0)
         if not c.counts_rejected:
             fields["mask"] = judged.is_accepted
-    name, parameters = c.advantage
-    if name == "gae":
-        fields["returns"] = advantages.gae_returns(
-            judged.rewards, batch["mask"], values=batch["values"],
-            gamma=parameters["gamma"], lam=parameters["lam"],
-        )
-    return fields
+    return _with_returns(c, judged.rewards, batch, fields)
+
+
+def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
+    """Returns the jitted function that computes what an update takes of a rollout batch [N,T] that
+    was not scored before it, see `Correction.why_scored`: the advantages, and returns."""
+
+    def unscored(batch: Batch) -> Batch:
+        rewards = batch["rewards"]
+        return _with_returns(c, rewards, batch, {"adv": _advantage(c, rewards, batch)})
+
+    return jax.jit(unscored)
+
+
+def judged_alone(c: Correction, logp: jax.Array, entropy: jax.Array, batch: Batch) -> Batch:
+    """Returns an update's batch [B,T] with what `make_prepare` would have given it, made of the
+    update's own log-probs and entropies, detached; see `Correction.why_scored`."""
+    logp, entropy = jax.lax.stop_gradient((logp, entropy))
+    batch = batch | {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
+    if c.mode == "bypass":
+        return batch
+    log_ratio = ratios.safe_log_ratio(logp, batch["logp_behav"], batch["mask"])
+    seen = with_key(c, batch | {"logp": logp})
+    w, _ = loss.importance_weights(log_ratio, seen, c.weight)
+    is_accepted = loss.accepted(log_ratio, seen | {"weights": w}, loss.split(c.masks, c.mode)[0])
+    return batch | {"weights": jnp.where(is_accepted, w, 0.0)}
 
 
 def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, prepared: Batch) -> Metrics:

@@ -97,7 +97,8 @@ def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> Ro
 
 
 def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, ...]):
-    """Yields `count` minibatches [accumulation, microbatch_rows, ...] in a shuffled order.
+    """Yields `count` minibatches [accumulation, microbatch_rows, ...] in a shuffled order, each
+    with the numbers of its sequences.
 
     Args:
       batch: fields of a rollout batch of N sequences, a multiple of count * microbatch_rows.
@@ -107,7 +108,7 @@ def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, 
     order = np.random.default_rng(seed).permutation(n).reshape(count, -1, microbatch_rows)
     batch = {name: _on_tokens(name, x, length) for name, x in batch.items()}
     for index in order:
-        yield {name: x[index] for name, x in batch.items()}
+        yield {name: x[index] for name, x in batch.items()}, index.reshape(-1)
 
 
 def _on_tokens(name: str, x: np.ndarray, length: int) -> np.ndarray:
@@ -314,11 +315,12 @@ def split_by_length(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> n
 
 
 def packed_minibatches(rows: dict, packer: Packer, count: int, seed: tuple[int, ...]):
-    """Yields `count` minibatches (fields [M,R,T,...], their Packing) of rows of one sequence."""
+    """Yields `count` minibatches of rows of one sequence: fields [M,R,T,...], the numbers of the
+    sequences, and their Packing."""
     lengths = sequence_lengths(rows)
     for index in split_by_length(lengths, count, seed):
         packing = packer.plan(lengths[index])
-        yield packing.pack({name: x[index] for name, x in rows.items()}), packing
+        yield packing.pack({name: x[index] for name, x in rows.items()}), index, packing
 
 
 def sequence_lengths(rows: dict) -> np.ndarray:

@@ -125,11 +125,13 @@ def _targets(mask_bt: jax.Array, max_targets: int):
 
 
 def response_logprobs(
-    params: Any, learner: Learner, batch: Batch, with_entropy: bool
+    params: Any, learner: Learner, batch: Batch, with_entropy: bool, pulls_entropy: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Computes log-probs and entropies [B,T] of the masked tokens at their temperatures; 0
-    elsewhere."""
-    found = _score_targets(params, learner, batch, with_entropy=with_entropy)
+    elsewhere. Without `pulls_entropy` the entropies have no gradient."""
+    found = _score_targets(
+        params, learner, batch, with_entropy=with_entropy, pulls_entropy=pulls_entropy
+    )
     return found.logp, found.entropy
 
 

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_tis.correction import Correction, drift_metrics, loss_arguments, with_key
+from jaxrl_tis.correction import (
+    Correction, drift_metrics, judged_alone, loss_arguments, with_key,
+)
 from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.optimizer import alignment_metrics
@@ -34,13 +36,16 @@ class TrainState:
     opt_state: Any
 
 
-LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+# (parameters, micro-batch, tokens, sequences of the minibatch) -> (loss, metrics), or (loss, metrics,
+# fields [B,T] of the micro-batch that were made with it).
+LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
 
 _without_entropy = functools.partial(response_logprobs, with_entropy=False)
 
 
 def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
-    """Sums (gradients, metrics) over the micro-batches of a minibatch.
+    """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
+    [M,B,T] that `loss_fn` makes, {} if it makes none.
 
     `loss_fn` divides by the minibatch's own token and sequence counts. Metrics named *_loss add up
     by themselves; the others are means over tokens and are weighted by each part's tokens.
@@ -50,25 +55,32 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     num_seqs = jnp.maximum(_count_sequences(minibatch), 1).astype(jnp.float32)
 
     def part(params, micro):
-        value, metrics = loss_fn(params, micro, num_tokens, num_seqs)
+        value, metrics, *made = loss_fn(params, micro, num_tokens, num_seqs)
         share = jnp.sum(micro["mask"]) / num_tokens
         scale = lambda name, x: x if name.endswith("_loss") else x * share
-        return value, {name: scale(name, x) for name, x in metrics.items()}
+        metrics = {name: scale(name, x) for name, x in metrics.items()}
+        return value, (metrics, made[0] if made else {})
 
-    gradient = jax.grad(part, has_aux=True)
+    def gradient(params, micro):
+        grads, (metrics, made) = jax.grad(part, has_aux=True)(params, micro)
+        return (grads, metrics), made
 
     def add(total, micro):
-        return jax.tree.map(jnp.add, total, gradient(params, micro))
+        found, made = gradient(params, micro)
+        return jax.tree.map(jnp.add, total, found), made
 
     def add_packed(total, micro):
-        return jax.lax.cond(jnp.any(micro["mask"]), add, lambda total, _: total, total, micro)
+        return jax.lax.cond(
+            jnp.any(micro["mask"]), add, lambda total, _: (total, none), total, micro
+        )
 
     first = jax.tree.map(lambda x: x[0], minibatch)
     if len(mask) == 1:
-        return gradient(params, first)
-    add_next = add_packed if "seg" in minibatch else add
-    zeros = zeros_like(jax.eval_shape(gradient, params, first))
-    return jax.lax.scan(lambda total, micro: (add_next(total, micro), None), zeros, minibatch)[0]
+        found, made = gradient(params, first)
+        return *found, jax.tree.map(lambda x: x[None], made)
+    zeros, none = zeros_like(jax.eval_shape(gradient, params, first))
+    found, made = jax.lax.scan(add_packed if "seg" in minibatch else add, zeros, minibatch)
+    return *found, made
 
 
 def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
@@ -94,40 +106,54 @@ def _make_step(
     prefix: str,
     measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
 ):
-    """Makes a jitted, donating update; `measure` adds fields that take the parameters."""
+    """Makes a jitted, donating update; `measure` adds fields that take the parameters. It returns
+    (state, metrics), and the fields that `loss_fn` makes, if any."""
 
-    def train_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, minibatch: Batch) -> tuple:
         minibatch = learner.on_every_device(minibatch)
         if learner.max_segments is not None:
             minibatch = minibatch | {"seg": _segments(learner, minibatch["segment_ids"])}
         minibatch = minibatch | measure(state.params, minibatch)
-        grads, metrics = _accumulate(loss_fn, state.params, minibatch)
+        grads, metrics, made = _accumulate(loss_fn, state.params, minibatch)
         grads = learner.on_every_device(grads)
         metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics |= alignment_metrics(opt_state)
         if prefix == "actor" and "lr_scale" in minibatch:
             updates = jax.tree.map(lambda u: u * minibatch["lr_scale"][0, 0], updates)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
+        state = TrainState(optax.apply_updates(state.params, updates), opt_state)
+        return (state, metrics, made) if made else (state, metrics)
 
     options = learner.program.compiler_options
     return jax.jit(train_step, donate_argnums=(0,), compiler_options=options)
 
 
-def make_train_step(learner: Learner, c: Correction, optimizer: optax.GradientTransformation):
+def make_train_step(
+    learner: Learner, c: Correction, optimizer: optax.GradientTransformation, is_scored: bool = True
+):
     """Makes the policy update. It takes a minibatch of the fields of `Correction.is_in_update`,
-    [accumulation, rows, ...]; the state is donated."""
+    [accumulation, rows, ...]; the state is donated.
 
-    scores = functools.partial(response_logprobs, with_entropy=c.entropy_coeff != 0)
+    A batch that was not scored before, see `Correction.why_scored`, gets its logp_old here: the
+    update's own log-prob, detached, of which weights and masks are made. The update then returns
+    (state, metrics, {"logp", "entropy"} [accumulation, rows, T]).
+    """
+    pulls_entropy = c.entropy_coeff != 0
+    scores = functools.partial(
+        response_logprobs, with_entropy=pulls_entropy or not is_scored, pulls_entropy=pulls_entropy
+    )
 
     def loss_fn(params, batch, num_tokens, num_seqs):
         made = dict(zip(("logp", "entropy"), learner.by_parts(scores, params, batch)))
+        scored = [] if is_scored else [jax.lax.stop_gradient(made)]
         if "logits" in c.needs:
             made["logits"] = learner.by_parts(response_logits, params, batch)
-        return learner.judge(judged, made, (batch, num_tokens, num_seqs))
+        return *learner.judge(judged, made, (batch, num_tokens, num_seqs)), *scored
 
     def judged(made, given):
         batch, num_tokens, num_seqs = given
+        if not is_scored:
+            batch = judged_alone(c, made["logp"], made["entropy"], batch)
         if "logits" in made:
             batch = batch | {"logits": made["logits"]}
         value, metrics = loss.policy_loss(
@@ -161,7 +187,7 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
         return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg), {}
 
     def measure(params, minibatch):
-        grads, _ = _accumulate(left_out, params, minibatch)
+        grads, *_ = _accumulate(left_out, params, minibatch)
         norm = optax.global_norm(learner.on_every_device(grads))
         return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 

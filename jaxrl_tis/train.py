@@ -199,7 +199,9 @@ class Run:
                 rows = self.trainer.score(self.state, drawn, sampled_by)
             self._compare(step, rows)
             with self._phase("update"):
-                self.state, measured = self.trainer.update(self.state, rows, step, self.version)
+                self.state, rows, measured = self.trainer.update(
+                    self.state, rows, step, self.version
+                )
                 self.version += 1
 
         limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
@@ -314,6 +316,8 @@ def run(
         setup = build(config)
         for doubt in validate.doubts(config, setup.correction):
             processes.say(f"warning: {doubt}", sys.stderr)
+        if setup.why_scored:
+            processes.say(f"score and update are two programs: {setup.why_scored}")
         mirror = storage.Mirror(workdir)
         folder = mirror.folder
         processes.first(lambda: stack.enter_context(lock.locked(folder)))

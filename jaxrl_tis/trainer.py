@@ -35,7 +35,10 @@ class Trainer:
         self._end = jax.jit(functools.partial(control.end, setup.correction))
         self._profile = jax.jit(correction.profile_metrics, static_argnums=1)
         self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
-        self._train_step = make_train_step(learner, setup.correction, setup.optimizer)
+        self._train_step = make_train_step(
+            learner, setup.correction, setup.optimizer, is_scored=bool(setup.why_scored)
+        )
+        self._unscored = correction.make_unscored(setup.correction)
         self._collisions = make_collisions(learner)
         self._logits = make_logits(learner)
         self._score_norms = make_score_norms(learner)
@@ -48,21 +51,30 @@ class Trainer:
     def score(
         self, state: dict[str, Any], samples: list[Sample], sampled_by: Mapping[int, Any]
     ) -> Rows:
-        """Returns the rollout batch [N,T] with everything that is computed once of it.
+        """Returns the rollout batch [N,T] with everything that is computed once of it before the
+        update; without the policy's log-probs where the update itself computes them, see
+        `Setup.why_scored`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy.
           samples: whole groups.
           sampled_by: version -> the policy's parameters then, for every version in the records:
-            logp_old is scored at the weights that drew each token. ValueError where one is missing.
+            logp_old is scored at the weights that drew each token. ValueError where one is missing,
+            or where an update that scores its batch would need another than its own.
         """
         rows = self.setup.rows([s.trajectory for s in samples])
         policy = state["policy"].params
         micro, flat = self.setup.micro_batches(rows)
-        scored = self._score(policy, micro)
-        rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
         log_probs = lambda params: flat(self._score(params, micro)["logp"])
-        rows["logp_old"] = at_versions(rows, policy, sampled_by, log_probs)
+        if self.setup.why_scored:
+            scored = self._score(policy, micro)
+            rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
+            rows["logp_old"] = at_versions(rows, policy, sampled_by, log_probs)
+        elif any(sampled_by[v] is not policy for v in check_versions(rows, sampled_by)):
+            raise ValueError(
+                "tokens were drawn by other weights than those that the update starts from, which it "
+                "cannot score: set train.fuse_score to never"
+            )
         if "critic" in state:
             rows["values"] = flat(self._values(state["critic"].params, micro))
         needs = self.setup.correction.needs
@@ -82,50 +94,64 @@ class Trainer:
         }
 
     def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
-        """Yields the updates' (minibatch, metrics of its packing)."""
+        """Yields the updates' (minibatch, metrics of its packing, a function that turns its results
+        [M,R,T] back into rows [N,T] of all)."""
         train, packer = self.setup.config.train, self.setup.packer
+        shape, fetch = rows["mask"].shape, self.setup.layout.fetch
+
+        def back(index, x):
+            out = np.zeros(shape, x.dtype)
+            out[index] = x
+            return out
+
         if packer is None:
-            for minibatch in minibatches(
+            for minibatch, index in minibatches(
                 rows, train.minibatches, train.microbatch_rows, seed
             ):
-                yield minibatch, {}
+                yield minibatch, {}, lambda x: back(index, fetch(x).reshape(-1, shape[1]))
             return
-        for minibatch, packing in packed_minibatches(
-            rows, packer, train.minibatches, seed
-        ):
-            yield minibatch, packing.metrics(packer.shards)
+        for minibatch, index, packing in packed_minibatches(rows, packer, train.minibatches, seed):
+            unpacked = lambda x: back(index, packing.unpack(fetch(x), shape[1]))
+            yield minibatch, packing.metrics(packer.shards), unpacked
 
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
-        """Runs all epochs and minibatches and returns (new state, metrics). `version` is that of
-        the state's policy; the state is donated."""
+        """Runs all epochs and minibatches and returns (new state, rows, metrics): the rows with all
+        that `score` or the update has computed of them. `version` is that of the state's policy;
+        the state is donated."""
         config, count = self.setup.config, len(rows["mask"])
         rows = rows | update_fields(count, version, step, config.seed)
         controllers = state["controllers"] if "controllers" in state else {}
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
-        prepared, measured = self._prepare(rows)
-        measured |= {f"control/{name}": value for name, value in settings.items()}
+        is_scored, is_profiled = "logp_old" in rows, step % config.metrics.percentile_every == 0
+        prepared, measured = self._prepare(rows) if is_scored else (self._unscored(rows), {})
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
-        if step % config.metrics.percentile_every == 0:
-            measured |= self._profile(rows, bool(rows["turn"].any()))
-            if collisions is None:
-                micro, flat = self.setup.micro_batches(rows)
-                collisions = flat(self._collisions(state["policy"].params, micro))
-        rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
-        self.weights = rows["weights"] if "weights" in rows else None
-        is_taken = self.setup.correction.is_in_update
-        updated = {name: x for name, x in rows.items() if is_taken(name)}
+        if is_profiled and collisions is None:
+            micro, flat = self.setup.micro_batches(rows)
+            collisions = flat(self._collisions(state["policy"].params, micro))
+        taken = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        is_taken = functools.partial(self.setup.correction.is_in_update, is_scored=is_scored)
+        updated = {name: x for name, x in taken.items() if is_taken(name)}
         collected, counts = [], []
         for epoch in range(config.train.epochs):
-            for minibatch, packing in self._minibatches(updated, (config.seed, step, epoch)):
+            for minibatch, packing, flat in self._minibatches(updated, (config.seed, step, epoch)):
                 counts.append(num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)
-                policy, values = self._train_step(state["policy"], minibatch)
+                policy, values, *scored = self._train_step(state["policy"], minibatch)
                 state = state | {"policy": policy}
                 if "critic" in state:
                     critic, critic_values = self._critic_step(state["critic"], minibatch)
                     state, values = state | {"critic": critic}, values | critic_values
                 collected.append(values | packing)
+        if not is_scored:
+            logp, entropy = (flat(scored[0][name]) for name in ("logp", "entropy"))
+            rows |= {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
+            prepared, measured = self._prepare(rows)
+        if is_profiled:
+            measured |= self._profile(rows, bool(rows["turn"].any()))
+        measured |= {f"control/{name}": value for name, value in settings.items()}
+        rows |= {name: np.asarray(value) for name, value in prepared.items()}
+        self.weights = rows["weights"] if "weights" in rows else None
         collected = jax.device_get(collected)
         means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)
@@ -138,7 +164,7 @@ class Trainer:
             )
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}
-        return state, measured
+        return state, rows, measured
 
 
 def at_versions(
@@ -151,6 +177,16 @@ def at_versions(
       policy, sampled_by: see `Trainer.score`.
       log_probs: parameters -> log-probs [N,T] of all tokens.
     """
+    logp_old = rows["logp_prox"]
+    for version in check_versions(rows, sampled_by):
+        if sampled_by[version] is not policy:
+            logp = log_probs(sampled_by[version])
+            logp_old = np.where(rows["version"] == version, logp, logp_old)
+    return logp_old
+
+
+def check_versions(rows: Rows, sampled_by: Mapping[int, Any]) -> list[int]:
+    """Returns the versions that drew tokens; ValueError for one whose weights are not there."""
     versions = np.unique(rows["version"][rows["mask"]]).tolist()
     missing = [v for v in versions if v not in sampled_by]
     if missing:
@@ -159,12 +195,7 @@ def at_versions(
             f"that are still there ({', '.join(map(str, sampled_by))}) none is theirs, so logp_old "
             "cannot be scored"
         )
-    logp_old = rows["logp_prox"]
-    for version in versions:
-        if sampled_by[version] is not policy:
-            logp = log_probs(sampled_by[version])
-            logp_old = np.where(rows["version"] == version, logp, logp_old)
-    return logp_old
+    return versions
 
 
 def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:

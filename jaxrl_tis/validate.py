@@ -160,6 +160,7 @@ def _names(config):
         "critic.schedule": (config.critic.schedule, SCHEDULES),
         "metrics.record": (config.metrics.record, ("full", "compact")),
         "task.name": (config.task.name, tasks.TASKS),
+        "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
     }
     for field, (value, allowed) in allowed_values.items():
         if value not in allowed:

@@ -70,15 +70,17 @@ def test_supervised_rows():
 def test_minibatches_hold_every_row_once_in_a_seeded_order():
     data = {"mask": np.ones((24, 3), bool), "draw": np.arange(24), "group": 5 * np.arange(24),
             "tokens": np.arange(72).reshape(24, 3)}
-    split = list(minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)))
+    split, numbers = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)))
     assert [m["tokens"].shape for m in split] == [(4, 2, 3)] * 3
     ids = np.concatenate([m["draw"].ravel() for m in split])
     assert sorted(ids) == list(range(24)) and list(ids) != list(range(24))
+    for minibatch, number in zip(split, numbers):
+        np.testing.assert_array_equal(minibatch["draw"].ravel(), number)
     # Fields stay together, and a value of a sequence stands on each of its tokens.
     np.testing.assert_array_equal(split[1]["tokens"][..., 0], 3 * split[1]["draw"])
     np.testing.assert_array_equal(split[1]["group"], 5 * split[1]["draw"][..., None].repeat(3, -1))
-    again = list(minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)))
-    other = list(minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 2)))
+    again, _ = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)))
+    other, _ = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 2)))
     assert all((a["draw"] == b["draw"]).all() for a, b in zip(split, again))
     assert any((a["draw"] != b["draw"]).any() for a, b in zip(split, other))
 

@@ -4,7 +4,7 @@ import jax
 
 from jaxrl_tis import control, fields
 from jaxrl_tis.build import Setup
-from jaxrl_tis.correction import make_prepare
+from jaxrl_tis.correction import make_prepare, make_unscored
 from jaxrl_tis.rows import forward_fields
 
 Structs = dict[str, jax.ShapeDtypeStruct]
@@ -17,12 +17,15 @@ def abstract_microbatches(setup: Setup) -> Structs:
 
 def abstract_minibatch(setup: Setup) -> Structs:
     """Fields [M,R,T,...] of one update, in the training layout."""
-    batch, c = _rollout_batch(setup), setup.correction
+    batch, c, is_scored = _rollout_batch(setup), setup.correction, bool(setup.why_scored)
+    if not is_scored:
+        batch = {n: x for n, x in batch.items() if fields.FIELDS[n].source != "learner"}
     _, settings = jax.eval_shape(lambda batch: control.begin(c, control.init(c), batch), batch)
     count, _ = batch["mask"].shape
     batch |= {name: jax.ShapeDtypeStruct((count,), "float32") for name in settings}
-    batch |= jax.eval_shape(make_prepare(c), batch)[0]
-    taken = {name: x for name, x in batch.items() if c.is_in_update(name)}
+    prepare = (lambda batch: make_prepare(c)(batch)[0]) if is_scored else make_unscored(c)
+    batch |= jax.eval_shape(prepare, batch)
+    taken = {name: x for name, x in batch.items() if c.is_in_update(name, is_scored)}
     return _in_rows(setup, taken, setup.config.train.minibatches)
 
 

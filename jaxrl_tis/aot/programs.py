@@ -93,10 +93,11 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
     learner, sampling = setup.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
-    update = make_train_step(learner, setup.correction, setup.optimizer)
+    is_scored, has_reference = bool(setup.why_scored), "reference" in state
+    update = make_train_step(learner, setup.correction, setup.optimizer, is_scored)
     found = {
         "train": (update, (state["policy"], mini)),
-        "score": (make_score(learner), (params, micro)),
+        **({"score": (make_score(learner), (params, micro))} if is_scored or has_reference else {}),
         "quantize": sampling["load"],
         "reshard": evaluating["load"],
         **{name: sampling[name] for name in sampling if name != "load"},

@@ -150,6 +150,7 @@ class Plan:
     chunk: int
     with_entropy: bool
     with_collision: bool
+    pulls_entropy: bool
 
 
 def token_logprob(
@@ -161,6 +162,7 @@ def token_logprob(
     *,
     with_entropy: bool = False,
     with_collision: bool = False,
+    pulls_entropy: bool = True,
     kept: Kept | None = None,
     layout: Layout | None = None,
     numerics: str = "fast",
@@ -181,6 +183,8 @@ def token_logprob(
       x_bnd: [B,N,D] hidden states; targets_bn: [B,N] int32 tokens that they predict.
       temperature_bn: [B,N] positive; gets no gradient.
       chunk: positions per chunk outside TPU, summed over the rows of a device.
+      pulls_entropy: whether a gradient flows through `entropy`; without, the backward pass is that
+        of `logp` alone.
       kept: sets that the distributions are restricted to; chunked on every platform.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
         "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed".
@@ -191,8 +195,10 @@ def token_logprob(
     cut = Cut.of(layout)
     rows = cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
     inputs = cut.fill_head(head, numerics), *rows
+    pulls_entropy = with_entropy and pulls_entropy
     run = lambda body: functools.partial(
-        scores, Plan(body, cut, head.vocab_size, chunk, with_entropy, with_collision)
+        scores,
+        Plan(body, cut, head.vocab_size, chunk, with_entropy, with_collision, pulls_entropy),
     )
     if kept is not None:
         kept = Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn))
@@ -280,15 +286,15 @@ def _backward(plan, saved, cotangents: Scores):
         x_bar, weight_bar = BODIES[plan.body].gradients(
             local, x, fields._replace(targets=cut.local_ids(fields.targets, columns)),
             cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
-            logits, plan.chunk, plan.with_entropy,
+            logits, plan.chunk, plan.pulls_entropy,
         )
         x_bar = jax.lax.psum(x_bar, cut.vocab) if cut.vocab else x_bar
         weight_bar = cut.sum_over_tokens(weight_bar, 1 - head.vocab_axis)
         return x_bar, weight_bar.astype(head.weight.dtype)
 
+    g_entropy = cotangents.entropy if plan.pulls_entropy else jnp.zeros_like(cotangents.entropy)
     fields = Fields(
-        targets_bn, temperature_bn, normaliser_bn, entropy_bn,
-        cotangents.logp, cotangents.entropy,
+        targets_bn, temperature_bn, normaliser_bn, entropy_bn, cotangents.logp, g_entropy
     )
     token_spec, head_spec = PartitionSpec(cut.rows, cut.positions), cut.head_spec(head)
     x_bar, weight_bar = cut.run(
