@@ -298,8 +298,8 @@ def test_nan_gradients_alone_stop_the_run(tmp_path):
     update = Trainer.update
 
     def broken(self, state, rows, now, version):
-        state, values = update(self, state, rows, now, version)
-        return state, values | {"actor/grad_norm": np.float32("inf")}
+        state, rows, values = update(self, state, rows, now, version)
+        return state, rows, values | {"actor/grad_norm": np.float32("inf")}
 
     with mock.patch.object(Trainer, "update", broken), \
             pytest.raises(FloatingPointError, match="step 1: actor/grad_norm is inf"):

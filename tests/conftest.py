@@ -43,8 +43,10 @@ gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them gar
 
 
 def pytest_collection_modifyitems(items):
-    """Files that compile come first, so that no long one is left to a single process at the end."""
-    heavy = {item.path for item in items if item.get_closest_marker("compiles")}
+    """Files that compile or inject faults come first, so that no long one is left to a single process
+    at the end."""
+    is_heavy = lambda item: any(map(item.get_closest_marker, ("compiles", "faults")))
+    heavy = {item.path for item in items if is_heavy(item)}
     items.sort(key=lambda item: item.path not in heavy)
 
 

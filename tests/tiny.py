@@ -80,7 +80,8 @@ def _shared_trainer(setup):
     c, devices = setup.config, [d.id for d in setup.layout.mesh.devices.flat]
     updates = c.steps * c.train.epochs * c.train.minibatches
     schedules = [(o.to_json(), o.schedule == "constant" or updates) for o in (c.optimizer, c.critic)]
-    made_of = setup.update_learner, setup.correction, setup.has_critic, schedules, devices
+    made_of = (setup.update_learner, setup.correction, setup.has_critic, schedules, devices,
+               bool(setup.why_scored))
     store = _cached("trainer", repr(made_of))
     if not store:
         store["trainer"] = _trainer(setup)

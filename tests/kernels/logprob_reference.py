@@ -110,7 +110,8 @@ def scored_by(body: str, cut: logprob.Cut = logprob.Cut(), chunk: int = 1000):
 
     def score(head, *inputs):
         plan = logprob.Plan(
-            body, cut, head.vocab_size, chunk, with_entropy=True, with_collision=True
+            body, cut, head.vocab_size, chunk, with_entropy=True, with_collision=True,
+            pulls_entropy=True,
         )
         return logprob.scores(plan, cut.fill_head(head), *inputs)
 
