@@ -14,8 +14,6 @@ from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from tests import tiny
 from tests.rollouts_test import FakeRewards, FakeScheduler
 
-pytestmark = pytest.mark.by_jax("a run: flax, optax, orbax and XLA together")
-
 TOKENIZER = CharTokenizer(ARITHMETIC_CHARS)
 
 

@@ -12,7 +12,7 @@ import jax  # noqa: F401  (for the forks)
 
 from tests import tiny
 
-SETTINGS = dict(checkpoint__every=1, checkpoint__keep=2)
+SETTINGS = dict(steps=3, eval__every=3, checkpoint__every=1, checkpoint__keep=2)
 
 
 def child(workdir: str) -> None:

@@ -167,7 +167,6 @@ def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
-@BY_JAX
 def test_two_processes_train_to_the_parameters_of_one(tmp_path):
     """In fast numerics with an int8 sampler."""
     for count in (1, 2):

@@ -53,7 +53,7 @@ def final_state(workdir, **overrides):
     """Everything in the newest checkpoint, and its meta."""
     setup = tiny.setup(**overrides)
     with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
-        assert checkpoints.latest() == tiny.STEPS
+        assert checkpoints.latest() == tiny.config(**overrides).steps
         return checkpoints.restore(abstract_state(setup))
 
 

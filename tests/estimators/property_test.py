@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from tests.estimators import samples
 from tests.estimators.samples import ADVANTAGES, ENTRIES, LOSSES, SCALARS, VOCAB, WIDTH
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("one pass over every entry: jax.numpy's rules of types and gradients"),
-]
+pytestmark = pytest.mark.compiles
 
 NUM_ROWS = len(samples.LENGTHS)
 SHAPE = (NUM_ROWS, WIDTH)

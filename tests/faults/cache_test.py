@@ -12,7 +12,7 @@ import pytest
 from tests import tiny
 from tests.resume_test import assert_same_run
 
-pytestmark = [pytest.mark.faults, pytest.mark.by_jax("the format of the compilation cache")]
+pytestmark = pytest.mark.faults
 
 ROOT = pathlib.Path(__file__).parents[2]
 CODE = "import sys; from tests import tiny; tiny.run(sys.argv[1])"
