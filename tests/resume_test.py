@@ -21,10 +21,7 @@ from jaxrl_tis.trainer import Trainer
 from jaxrl_tis.warmup import warm_up
 from tests import tiny
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
 
 ROOT = pathlib.Path(__file__).parents[1]
 CRITIC = dict(

@@ -21,7 +21,7 @@ from jaxrl_tis.validate import validate
 from tests import tiny
 from tests.correction_test import update_loss
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+pytestmark = pytest.mark.compiles
 
 B, T, V = 8, 9, 19
 CONFIG = ModelConfig(

@@ -20,7 +20,7 @@ from jaxrl_tis.models import transformer
 from tests import arithmetic
 from tests.engine import engine_test
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+pytestmark = pytest.mark.compiles
 
 
 def begun(drafts, id, prompt, drawn=(), max_tokens=30):
