@@ -23,6 +23,7 @@ DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 TPU_VARIABLES = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
 RESTART = 42
 
+
 class Unwritable(RuntimeError):
     """A disk is full, or may not be written: the user can mend it, and continue."""
 

@@ -1,7 +1,7 @@
 """Held-out accuracy: greedy, sampled, and what the commonest answer alone would score.
 
-As a command it measures a checkpoint of a run, the newest by default, a Hugging Face folder, a .gguf file or a
-model of the hub on a config's held-out task, with the learner's numerics:
+As a command it measures a checkpoint of a run, the newest by default, a Hugging Face folder, a .gguf
+file or a model of the hub on a config's held-out task, with the learner's numerics:
 
     python -m jaxrl_tis.evaluate WORKDIR|MODEL --config=configs/quickstart.py [--samples=8] [--step=N]
 """

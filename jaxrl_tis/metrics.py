@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from etils import epath
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -95,15 +96,23 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     path = storage.folder(workdir) / FILE_NAME
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: is {workdir} the --workdir of a run?")
-    lines = path.read_bytes().decode(errors="replace").splitlines()
-    records = []
+    return read_lines(path, decode)
+
+
+def read_lines(path: epath.Path, parse: Callable[[str], Any]) -> list[Any]:
+    """Returns the parsed lines of a file that grew by whole ones; a torn last line is left out.
+
+    Raises:
+      ValueError: `parse` raised it for another line.
+    """
+    lines, found = path.read_bytes().decode(errors="replace").splitlines(), []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(decode(line))
+            found.append(parse(line))
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return records
+    return found
 
 
 def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
@@ -133,7 +142,7 @@ class LineFile:
             if path.exists() and kept is None:
                 os.replace(path, f"{path}.old")
             elif path.exists():
-                self._rewrite(kept)
+                storage.write_text(path, "".join(f"{line}\n" for line in kept))
             # Unbuffered: after a failed write no half line waits in memory for the next one.
             self._file = open(path, "ab", buffering=0)
 
@@ -147,15 +156,6 @@ class LineFile:
     def close(self) -> None:
         with self.explained_errors():
             self._file.close()
-
-    def _rewrite(self, lines: Sequence[str]) -> None:
-        """Replaces the file, all or nothing."""
-        new_path = self._path.with_name(self._path.name + ".new")
-        with open(new_path, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new_path, self._path)
 
     @contextlib.contextmanager
     def explained_errors(self) -> Iterator[None]:

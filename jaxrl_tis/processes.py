@@ -164,7 +164,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def exchange(value: Any) -> list[Any]:
     """Returns what each process passed, in their order: anything that JSON can hold."""
-    if jax.process_count() == 1:
+    if is_alone():
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
@@ -194,7 +194,7 @@ def shard() -> dict[str, int]:
 
 def any_of(flag: bool) -> bool:
     """Whether it is so on any process."""
-    if jax.process_count() == 1:
+    if is_alone():
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
@@ -202,7 +202,7 @@ def any_of(flag: bool) -> bool:
 def first(f: Callable[[], Any]) -> Any:
     """Calls f on process 0 and returns what it returned there, which JSON can hold, on all. What f
     raises on process 0 is raised on all."""
-    if jax.process_count() == 1:
+    if is_alone():
         return f()
     failed, outcome = None, None
     if is_first():
@@ -224,7 +224,7 @@ def first(f: Callable[[], Any]) -> Any:
 def difference(facts: Mapping[str, Any]) -> str | None:
     """Compares arrays, and what JSON can hold, by name over all processes. Returns which is the
     first to differ and what each process has; None if they are all alike."""
-    if jax.process_count() == 1:
+    if is_alone():
         return None
     everyone = exchange({name: _digest(value) for name, value in facts.items()})
     for name in dict.fromkeys(name for names in everyone for name in names):

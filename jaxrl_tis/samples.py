@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis import storage
-from jaxrl_tis.metrics import LineFile
+from jaxrl_tis.metrics import LineFile, read_lines
 
 FILE_NAME = "samples.jsonl"
 MAX_TOKENS = 512
@@ -104,13 +104,4 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
       ValueError: another line is not JSON.
     """
     path = storage.folder(workdir) / FILE_NAME
-    if not path.exists():
-        return []
-    lines, found = path.read_bytes().decode(errors="replace").splitlines(), []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return found
+    return read_lines(path, json.loads) if path.exists() else []

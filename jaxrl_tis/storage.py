@@ -74,7 +74,11 @@ def files(path: epath.Path) -> Iterator[epath.Path]:
 
 def write_json(path: str | os.PathLike, value: object) -> None:
     """Writes a JSON file, all or nothing."""
-    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a file, all or nothing."""
     if is_remote(path):
         epath.Path(path).write_text(text)
         return

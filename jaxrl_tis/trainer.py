@@ -64,9 +64,15 @@ class Trainer:
         """
         rows = self.setup.rows([s.trajectory for s in samples])
         policy = state["policy"].params
-        micro, flat = self.setup.micro_batches(rows)
-        log_probs = lambda params: flat(self._score(params, micro)["logp"])
+        laid_out = functools.cache(lambda: self.setup.micro_batches(rows))  # if any pass takes them
+
+        def measured(measure, params):
+            micro, flat = laid_out()
+            return flat(measure(params, micro))
+
+        log_probs = lambda params: measured(lambda *a: self._score(*a)["logp"], params)
         if self.setup.why_scored:
+            micro, flat = laid_out()
             scored = self._score(policy, micro)
             rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
             rows["logp_old"] = at_versions(rows, policy, sampled_by, log_probs)
@@ -76,20 +82,20 @@ class Trainer:
                 "cannot score: set train.fuse_score to never"
             )
         if "critic" in state:
-            rows["values"] = flat(self._values(state["critic"].params, micro))
+            rows["values"] = measured(self._values, state["critic"].params)
         needs = self.setup.correction.needs
         if "reference" in state:
             reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
             rows["logp_ref"] = log_probs(reference)
             if "logits_ref" in needs:
-                rows["logits_ref"] = flat(self._logits(reference, micro))
+                rows["logits_ref"] = measured(self._logits, reference)
         rows |= reward_fields(samples, needs)
         by_learner = {
             "sum_pi_squared": self._collisions, "logits": self._logits,
             "grad_norms": self._score_norms,
         }
         return rows | {
-            name: flat(measure(policy, micro)) for name, measure in by_learner.items()
+            name: measured(measure, policy) for name, measure in by_learner.items()
             if name in needs
         }
 
@@ -123,7 +129,8 @@ class Trainer:
         controllers = state["controllers"] if "controllers" in state else {}
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
-        is_scored, is_profiled = "logp_old" in rows, step % config.metrics.percentile_every == 0
+        is_profiled = step % config.metrics.percentile_every == 0
+        is_scored = bool(self.setup.why_scored)
         prepared, measured = self._prepare(rows) if is_scored else (self._unscored(rows), {})
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -48,16 +48,23 @@ class Plan:
         return self.workdir.startswith("gs://")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="as of jaxrl_tis.main, a path in the clone")
-    parser.add_argument("--accelerator", help="v5litepod-8, v5p-128, ...; default: the config's own")
-    parser.add_argument("--num_slices", type=int, default=1)
-    parser.add_argument("--workdir", help="gs://BUCKET/FOLDER outlives the machine; default runs/NAME")
-    parser.add_argument("--name", help="of what is made; default: from the config")
-    parser.add_argument("--spot", action="store_true", help="cheaper, and taken away at any time")
-    parser.add_argument("--dry-run", action="store_true", help="show the commands and run none")
-    parser.add_argument("--price_per_chip_hour", type=float, help="for --dry-run to show a cost")
-    parser.add_argument("--hours", type=float, default=1.0, help="for the same")
+def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
+    """Returns the parser of a launcher with what all of them take; `about` is its docstring."""
+    made = argparse.ArgumentParser(
+        description=about.partition("\n")[0], allow_abbrev=False,
+        epilog="Other arguments are fields of the config: --config.NAME=VALUE.",
+    )
+    made.add_argument("command", choices=commands)
+    made.add_argument("--config", required=True, help="as of jaxrl_tis.main, a path in the clone")
+    made.add_argument("--accelerator", help="v5litepod-8, v5p-128, ...; default: the config's own")
+    made.add_argument("--num_slices", type=int, default=1)
+    made.add_argument("--workdir", help="gs://BUCKET/FOLDER outlives the machine; default runs/NAME")
+    made.add_argument("--name", help="of what is made; default: from the config")
+    made.add_argument("--spot", action="store_true", help="cheaper, and taken away at any time")
+    made.add_argument("--dry-run", action="store_true", help="show the commands and run none")
+    made.add_argument("--price_per_chip_hour", type=float, help="for --dry-run to show a cost")
+    made.add_argument("--hours", type=float, default=1.0, help="for the same")
+    return made
 
 
 def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool) -> Plan:

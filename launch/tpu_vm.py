@@ -412,12 +412,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], allow_abbrev=False,
-        epilog="Other arguments are fields of the config: --config.NAME=VALUE.",
-    )
-    parser.add_argument("command", choices=COMMANDS)
-    plans.add_flags(parser)
+    parser = plans.parser(__doc__, COMMANDS)
     parser.add_argument("--project")
     parser.add_argument("--zone")
     parser.add_argument("--runtime", help="image of the machines; default: that of the chip")

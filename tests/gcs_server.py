@@ -12,6 +12,8 @@ import urllib.parse
 import zlib
 from collections.abc import Iterator
 
+from tests import web
+
 TIME = "2026-01-01T00:00:00.000Z"
 
 
@@ -68,12 +70,9 @@ class _Server(http.server.ThreadingHTTPServer):
         """A client that is gone is none of ours."""
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(web.Answering):
     wbufsize = 1 << 16  # a response in one packet
     storage: Storage
-
-    def log_message(self, *_) -> None: ...
 
     def _serve(self) -> None:
         url = urllib.parse.urlsplit(self.path)
@@ -190,11 +189,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _json(self, value: dict, status: int = 200) -> None:
         self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": f"{len(body)}", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)

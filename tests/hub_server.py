@@ -9,6 +9,8 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 
+from tests import web
+
 
 class Hub:
     """Repositories: {"models/owner/name": {"commit": 40 digits, "files": {name: bytes}}}. `asked`
@@ -40,11 +42,8 @@ def serving() -> Iterator[tuple[Hub, str]]:
         server.server_close()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(web.Answering):
     hub: Hub
-
-    def log_message(self, *_) -> None: ...
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -107,14 +106,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         headers = {"ETag": f'"{_etag(files[name])}"', "X-Repo-Commit": commit}
         self._send(200, files[name], headers)
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": f"{len(body)}", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
 
 def _etag(data: bytes) -> str:

@@ -227,7 +227,8 @@ def jsonl(
     answer_field: str = "answer",
     id_field: str | None = "id",
 ) -> Source:
-    """Examples from files with one JSON object a line, or parquet; id_field=None uses "file:line" as the id.
+    """Examples from files with one JSON object a line, or parquet; id_field=None uses "file:line"
+    as the id.
 
     Raises:
         FileNotFoundError: a file is not there.

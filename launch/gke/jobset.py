@@ -203,12 +203,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], allow_abbrev=False,
-        epilog="Other arguments are fields of the config: --config.NAME=VALUE.",
-    )
-    parser.add_argument("command", choices=COMMANDS)
-    plans.add_flags(parser)
+    parser = plans.parser(__doc__, COMMANDS)
     parser.add_argument("--image", help="see launch/gke/Dockerfile")
     parser.add_argument("--max_restarts", type=int, default=20)
     parser.add_argument("--xpk", action="store_true", help="through xpk, with --cluster")
