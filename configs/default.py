@@ -97,11 +97,13 @@ def get_config() -> ConfigDict:
 
     c.correction = ConfigDict()
     # A method is spelled "name" or "name(parameter=value, ...)"; docs/methods.md lists them.
-    c.correction.preset = "tis_2"  # a name in jaxrl_tis.estimators.presets.PRESETS, sets the next 4
+    c.correction.preset = "tis_2"  # a name in jaxrl_tis.estimators.presets.PRESETS, sets the next 5
     c.correction.mode = placeholder(str)  # decoupled (learner recomputes logp_old) or bypass
     c.correction.weight = placeholder(str)  # e.g. "token_tis(cap=2.0)", or "none"
     c.correction.masks = placeholder(str)  # joined by &: "seq_mean_k3(upper=0.01) & veto"; or ""
     c.correction.objective = placeholder(str)  # e.g. "ppo(clip_low=0.2, clip_high=0.28)"
+    # Scores are centred over the likeliest tokens, "top(32)", or over the recorded support, "kept"
+    c.correction.centering = placeholder(str)  # or "none"
     c.correction.batch_normalize = False  # divide the weights by their batch mean
     # Rejected tokens stay in the denominators. Those that masks reject at an update always do: all
     # of bypass mode, and opsm, trm, trm_k3, m2po, clip_cov, which judge the policy of the update.

@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from jaxrl_tis.estimators import advantages, controllers, kl, masks, methods, objectives, presets
+from jaxrl_tis.estimators import advantages, centering, controllers, kl, masks, methods, objectives, presets
 from jaxrl_tis.estimators import weights
 from jaxrl_tis.fields import FIELDS
 
@@ -25,7 +25,7 @@ CONTROLLER_COLUMNS = {"Reads": "reads", "Sets": "sets"}
 LABEL = re.compile(r"(?:^|(?<= ))(Unit|Trust region|Gradient|Reads|Sets|Use): ")
 # An author with a year, or the program for what has no paper.
 NAMED = re.compile(
-    r"[A-Z][a-z]+(?: et al\.)? (?:19|20)\d\d|\b(?:verl|slime|TRL|AReaL|NeMo-RL|OpenRLHF)\b|no paper"
+    r"[A-Z][a-z]+(?: et al\.)? (?:19|20)\d\d|\b(?:verl|slime|prime-rl|TRL|AReaL|NeMo-RL|OpenRLHF)\b|no paper"
 )
 HEAD = """\
 # Methods
@@ -34,8 +34,8 @@ Written by `python docs/make_methods.py` from the docstrings; edit those.
 
 A correction is a weight, any number of masks, an objective, an advantage and, if wanted, a KL term,
 each a name in a table below with the parameters that are not to be the defaults. They are fields of
-`config.correction` (`configs/default.py`). A preset sets the mode and the first three; what the
-config spells out wins:
+`config.correction` (`configs/default.py`). A preset sets the mode, the first three and whether scores
+are centred; what the config spells out wins:
 
 ```
 --config.correction.weight="token_tis(cap=4.0)"
@@ -47,6 +47,18 @@ config spells out wins:
 
 Where a survey describes another form of a method than its authors' code, both are there:
 `form=survey`, as in `kl_cov(form=survey)`, chooses the survey's; the docstring has the formulas.
+
+**Centred scores** (`estimators/centering.py`, [2609.20807](https://arxiv.org/abs/2609.20807)). Drawn
+from `mu`, weighted scores have a mean, the drift, which a constant advantage turns into a step at
+every prefix. `centering` subtracts it: the expected step of a prefix becomes the covariance of
+advantage and weighted score. It needs the sampler's probabilities of other tokens than the drawn one,
+which the engine then records: `"top(n)"`, the n likeliest, with the rest taken to be in proportion to
+`pi`; or `"kept"`, the recorded support (`rollout.kept_set`), where nothing is left to be modelled. It
+goes with the weights {centred_weights}, the masks {centred_masks}, and the objectives
+{centred_objectives} in bypass mode; in decoupled mode with one update of a batch also with
+{centred_at_one}. With `token_vanilla` there is nothing to subtract. Other methods have no weight of a
+token that was not drawn and are refused by name. Evidence is mixed: the paper (0.6B to 30B) finds
+it at or above weights under quantised rollouts, a replication with a Qwen model found nothing.
 
 To add a method: one function in `jaxrl_tis/estimators/`, with the labels of its neighbours'
 docstrings; one line in the dict at the end of the file, and in `NEEDS` if it takes more from the
@@ -72,7 +84,8 @@ is part of the checkpoint.
 Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning
 from Mixed Rollouts"; Schulman 2020, "Approximating KL Divergence"; Ionides 2008, "Truncated
 Importance Sampling"; Williams 1992, "Simple Statistical Gradient-Following Algorithms"; else code.
-Presets: verl's up to `disabled`, those that Yao et al. compare up to `tis_8`, then by system.
+Presets: verl's up to `disabled`, those that Yao et al. compare up to `tis_8`, those of
+arXiv:2609.20807, then by system.
 """
 
 
@@ -139,13 +152,18 @@ def controller_row(name: str) -> list[str]:
 def page() -> str:
     header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
     at_update = ", ".join(f"`{name}`" for name in masks.MASKS if name in masks.AT_UPDATE)
-    text = HEAD.format(at_update=at_update)
+    names = lambda of: ", ".join(f"`{name}`" for name in of)
+    text = HEAD.format(
+        at_update=at_update, centred_weights=names(centering.WEIGHTS),
+        centred_masks=names(centering.MASKS), centred_objectives=names(centering.OBJECTIVES),
+        centred_at_one=names(centering.AT_RATIO_ONE),
+    )
     text += "".join(section(KINDS[k][0], header, method_rows(k)) for k in KINDS)
     header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]
     text += section("Controllers", header, map(controller_row, controllers.CONTROLLERS))
     bundles = [[name, *preset.values()] for name, preset in presets.PRESETS.items()]
     rows = [[f"`{cell}`" if cell else "–" for cell in bundle] for bundle in bundles]
-    text += section("Presets", ["name", "mode", "weight", "masks", "objective"], rows)
+    text += section("Presets", ["name", "mode", "weight", "masks", "objective", "centering"], rows)
     return text.replace("docs/oracle.md", "[docs/oracle.md](oracle.md)")
 
 

@@ -17,6 +17,7 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.estimators import centering
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -186,10 +187,14 @@ def assemble(
         steps=e.steps_per_call, max_draft=e.max_draft, prefill_batch=e.prefill_batch,
         prefill_chunk=e.prefill_chunk, unroll=e.unroll, numerics=config.model.numerics,
     )
+    # Of a smaller vocabulary the head is all of it.
+    top_n = min(
+        centering.head_size(chosen.centering, config.rollout.kept_set), model.vocab_size
+    )
     sampling = sizes(
         dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
         unquantized=tuple(e.unquantized), records_logits="logits_behav" in chosen.needs,
-        num_kept=config.rollout.kept_set, **sampler,
+        num_kept=config.rollout.kept_set, **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(
         dtype=config.model.dtype, cache_dtype=config.model.dtype,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis.estimators import advantages, attribution, batch_metrics, diagnostics, divergences
-from jaxrl_tis.estimators import factor_weights, loss, methods, presets, rank_masks, ratios
+from jaxrl_tis.estimators import centering, factor_weights, loss, methods, presets, rank_masks, ratios
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
 from jaxrl_tis.fields import FIELDS, SCORED, shape
@@ -31,6 +31,7 @@ class Correction:
     counts_rejected: bool
     advantage: Method
     objective: Method
+    centering: str
     aggregation: str
     scale: float
     kl: Method | None
@@ -52,7 +53,17 @@ class Correction:
                   ("objective", self.objective), *(("mask", m) for m in self.masks)]
         if self.kl is not None:
             chosen.append(("kl", self.kl))
-        return _needs(chosen)
+        return _needs(chosen) | self._head
+
+    @property
+    def is_centered(self) -> bool:
+        """Whether scores are centred, see `estimators.centering`."""
+        return self.centering != "none"
+
+    @property
+    def _head(self) -> dict[str, str]:
+        """The fields of the head that scores are centred over."""
+        return dict.fromkeys(("top_ids", "top_logps"), "centering") if self.is_centered else {}
 
     @property
     def why_scored(self) -> str | None:
@@ -92,7 +103,8 @@ class Correction:
         if self.kl is not None and self.kl_placement == "loss":
             at_update.append(("kl", self.kl))
         use = FIELDS[field].use
-        return use in ("forward", "update") or (use == "method" and field in _needs(at_update))
+        needed = _needs(at_update) | self._head
+        return use in ("forward", "update") or (use == "method" and field in needed)
 
 
 def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
@@ -101,7 +113,7 @@ def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
 
 
 def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
-    """Returns mode, weight, masks and objective: those that the config spells out, and the preset's
+    """Returns mode, weight, masks, objective and centering: those that the config spells out, and the preset's
     for the rest."""
     if fields.preset not in presets.PRESETS:
         raise ValueError(
@@ -123,6 +135,7 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
         counts_rejected=fields.counts_rejected,
         advantage=methods.parse("advantage", fields.advantage),
         objective=methods.parse("objective", parts["objective"]),
+        centering=parts["centering"],
         aggregation=fields.aggregation,
         scale=fields.scale,
         kl=methods.parse("kl", fields.kl) if fields.kl_coeff else None,
@@ -303,7 +316,7 @@ def check(c: Correction) -> None:
     """Raises ValueError for a parameter that a method refuses, by tracing one step on a tiny
     batch."""
     given, (b, t) = c.advantage[1].get("gdpo_weights"), (2, 3)
-    widths = {"vocabulary": 2, "kept": 1, "components": len(given) if given else 1}
+    widths = {"vocabulary": 2, "kept": 1, "top": 1, "components": len(given) if given else 1}
     rows = {
         name: jax.ShapeDtypeStruct(shape(name, b, t, widths), field.dtype)
         for name, field in FIELDS.items() if field.source in SCORED
@@ -315,7 +328,7 @@ def check(c: Correction) -> None:
         batch |= {"group": jnp.broadcast_to(rows["group"][:, None], (b, t))}
         return loss.policy_loss(
             rows["logp_prox"], batch, entropy=rows["entropy"], num_tokens=1.0, num_seqs=1.0,
-            **loss_arguments(c, batch),
+            logp_top=rows["top_logps"] if c.is_centered else None, **loss_arguments(c, batch),
         )
 
     try:

@@ -51,7 +51,8 @@ class Field:
       dtype: numpy's name of it.
       source: who computes it. "record": the sampler, when it drew the token. "rows": the layout.
         "reward": the rollouts. "learner", "critic", "reference": a forward pass over the rollout
-        batch; that of the learner may be the update itself, see `Correction.why_scored`. "step": the run, at the start of an update. "controller": `control.py`. "prepare":
+        batch; that of the learner may be the update itself, see `Correction.why_scored`. "step":
+        the run, at the start of an update. "controller": `control.py`. "prepare":
         `correction.make_prepare`. "update": the update itself.
       use: who reads it. "forward": every program that computes log-probs. "update": every update.
         "method": the methods that name it in their `NEEDS`. "batch": what is computed once of a
@@ -90,6 +91,13 @@ FIELDS = {
     "logits_behav": Field(
         "token", "float32", "record", "method", axes=("vocabulary",), is_optional=True,
         is_large=True, record="logits",
+    ),
+    "top_ids": Field(
+        "token", "int32", "record", "method", padding=-1, axes=("top",), is_optional=True,
+        record="top_ids",
+    ),
+    "top_logps": Field(
+        "token", "float32", "record", "method", axes=("top",), is_optional=True, record="top_logps"
     ),
     "version": Field("token", "int32", "record", "method", padding=-1, record="version"),
     "turn": Field("token", "int32", "record", "method", record="turn"),

@@ -73,7 +73,8 @@ class Learner:
 
 
 def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
-    """Computes `token_logprob` of the masked tokens at their temperatures, [B,T]; 0 elsewhere.
+    """Computes `token_logprob` of the masked tokens at their temperatures, and of `top_ids` where the
+    batch has them, [B,T] and [B,T,K]; 0 elsewhere.
 
     Where the batch has kept sets, of the distributions over these sets: what the sampler drew from.
     So are then the entropy, the collisions and both sides of the KL to the reference, whose
@@ -92,11 +93,15 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
         gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),
         learner.chunk,
         kept=kept,
+        ids_bnk=gather(batch["top_ids"]) if "top_ids" in batch else None,
         layout=learner.program.layout,
         numerics=learner.program.numerics,
         **options,
     )
-    return Scores(*(ratios.zero_padding(scatter(x), batch["mask"]) for x in found))
+    mask = batch["mask"]
+    *single, others = map(scatter, found)
+    single = (ratios.zero_padding(x, mask) for x in single)
+    return Scores(*single, ratios.zero_padding(others, mask[..., None]))
 
 
 def _kept(ids_bnk: jax.Array) -> Kept:
@@ -106,7 +111,7 @@ def _kept(ids_bnk: jax.Array) -> Kept:
 
 def _targets(mask_bt: jax.Array, max_targets: int):
     """Returns three functions: from hidden states [B,T,D] to those [B,N,D] that predict the
-    targets, from fields [B,T,...] to those of the targets [B,N,...], and from [B,N] back to [B,T].
+    targets, from fields [B,T,...] to those of the targets [B,N,...], and from those back to [B,T,...].
 
     Token t is predicted from position t - 1. Where fewer tokens than T - 1 can be targets, the
     masked ones are gathered to the left; else N is T, and the row is shifted by one.
@@ -120,19 +125,26 @@ def _targets(mask_bt: jax.Array, max_targets: int):
     return (
         lambda x_btd: jnp.take_along_axis(x_btd, source_bn[..., None], axis=1),
         lambda x: jnp.take_along_axis(x, after(x.ndim), axis=1),
-        lambda x_bn: jnp.zeros((b, t)).at[rows, source_bn + 1].set(x_bn),
+        lambda x: jnp.zeros((b, t, *x.shape[2:])).at[rows, source_bn + 1].set(x),
     )
 
 
-def response_logprobs(
+def response_scores(
     params: Any, learner: Learner, batch: Batch, with_entropy: bool, pulls_entropy: bool = True
-) -> tuple[jax.Array, jax.Array]:
-    """Computes log-probs and entropies [B,T] of the masked tokens at their temperatures; 0
-    elsewhere. Without `pulls_entropy` the entropies have no gradient."""
+) -> Batch:
+    """Computes `logp` and `entropy` [B,T] of the masked tokens at their temperatures and, where the
+    batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. Without `pulls_entropy` the
+    entropies have no gradient."""
     found = _score_targets(
         params, learner, batch, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )
-    return found.logp, found.entropy
+    made = {"logp": found.logp, "entropy": found.entropy}
+    return made | ({"logp_top": found.others} if "top_ids" in batch else {})
+
+
+def response_logprobs(params: Any, learner: Learner, batch: Batch) -> jax.Array:
+    """Computes the log-probs [B,T] of the masked tokens at their temperatures; 0 elsewhere."""
+    return response_scores(params, learner, batch, with_entropy=False)["logp"]
 
 
 def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
@@ -164,8 +176,7 @@ def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Ba
     a time."""
 
     def score(params, micro):
-        logp, entropy = response_logprobs(params, learner, micro, with_entropy)
-        return {"logp": logp, "entropy": entropy}
+        return response_scores(params, learner, micro, with_entropy)
 
     return _by_micro_batch(learner, score)
 
@@ -210,7 +221,7 @@ def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     a backward pass for each. Rows hold one sequence."""
 
     def log_prob(params, row):
-        return jnp.sum(response_logprobs(params, learner, row, with_entropy=False)[0])
+        return jnp.sum(response_logprobs(params, learner, row))
 
     def squared_norm(params, row):
         gradient = jax.grad(log_prob)(params, jax.tree.map(lambda x: x[None], row))

@@ -23,7 +23,8 @@ from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clip
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.optimizer import alignment_metrics
 from jaxrl_tis.scoring import (
-    Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, zeros_like,
+    Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
+    zeros_like,
 )
 
 
@@ -39,9 +40,6 @@ class TrainState:
 # (parameters, micro-batch, tokens, sequences of the minibatch) -> (loss, metrics), or (loss, metrics,
 # fields [B,T] of the micro-batch that were made with it).
 LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
-
-_without_entropy = functools.partial(response_logprobs, with_entropy=False)
-
 
 def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
@@ -140,12 +138,15 @@ def make_train_step(
     """
     pulls_entropy = c.entropy_coeff != 0
     scores = functools.partial(
-        response_logprobs, with_entropy=pulls_entropy or not is_scored, pulls_entropy=pulls_entropy
+        response_scores, with_entropy=pulls_entropy or c.is_centered or not is_scored,
+        pulls_entropy=pulls_entropy,
     )
 
     def loss_fn(params, batch, num_tokens, num_seqs):
-        made = dict(zip(("logp", "entropy"), learner.by_parts(scores, params, batch)))
-        scored = [] if is_scored else [jax.lax.stop_gradient(made)]
+        made = learner.by_parts(scores, params, batch)
+        scored = [] if is_scored else [
+            jax.lax.stop_gradient({name: made[name] for name in ("logp", "entropy")})
+        ]
         if "logits" in c.needs:
             made["logits"] = learner.by_parts(response_logits, params, batch)
         return *learner.judge(judged, made, (batch, num_tokens, num_seqs)), *scored
@@ -158,7 +159,7 @@ def make_train_step(
             batch = batch | {"logits": made["logits"]}
         value, metrics = loss.policy_loss(
             made["logp"], with_key(c, batch), entropy=made["entropy"], num_tokens=num_tokens,
-            num_seqs=num_seqs, **loss_arguments(c, batch),
+            num_seqs=num_seqs, logp_top=made.get("logp_top"), **loss_arguments(c, batch),
         )
         return value, metrics | drift_metrics(c, made["logp"], batch)
 
@@ -174,7 +175,7 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     def left_out(params, batch, num_tokens, num_seqs):
         batch = loss.bypassed(batch, c.mode)
-        logp, _ = learner.by_parts(_without_entropy, params, batch)
+        logp = learner.by_parts(response_logprobs, params, batch)
         return learner.judge(judged, logp, (batch, num_seqs))
 
     def judged(logp, given):
@@ -217,7 +218,7 @@ def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformati
     """Makes the update by cross-entropy on the masked tokens, mean over tokens."""
 
     def loss_fn(params, batch, num_tokens, num_seqs):
-        logp, _ = learner.by_parts(_without_entropy, params, batch)
+        logp = learner.by_parts(response_logprobs, params, batch)
         return learner.judge(judged, logp, (batch, num_tokens))
 
     def judged(logp, given):

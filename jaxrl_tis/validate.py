@@ -11,7 +11,7 @@ from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.estimators import loss, methods, presets, reduce
+from jaxrl_tis.estimators import centering, loss, methods, presets, reduce
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
@@ -357,6 +357,36 @@ def _methods(c: Correction, config):
     for name, parameters in (c.weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
     yield from _controllers(c)
+    if c.is_centered:
+        yield from _centering(c, config)
+
+
+def _centering(c: Correction, config):
+    """Finds what scores cannot be centred with."""
+    try:
+        size = centering.head_size(c.centering, config.rollout.kept_set)
+    except ValueError as error:
+        yield f"correction.{error}"
+        return
+    if not size:
+        yield (
+            "correction.centering is 'kept', and no support is recorded: set rollout.kept_set, or "
+            "correction.centering to 'top(32)'"
+        )
+    is_one_update = config.train.epochs * config.train.minibatches == 1
+    chosen = c.weight, c.masks, c.objective, c.mode
+    if refusal := centering.why_not(*chosen, is_one_update):
+        yield f"correction.centering needs a weight of any token: {refusal}"
+    if c.is_batch_normalized:
+        yield (
+            "correction.centering takes weights as they are, and correction.batch_normalize divides "
+            "them: set it to False"
+        )
+    if c.masks and c.mode == "decoupled" and not c.counts_rejected:
+        yield (
+            "correction.centering subtracts at rejected tokens, too: set correction.counts_rejected "
+            "to True"
+        )
 
 
 def _is_whole(config) -> bool:
@@ -391,7 +421,9 @@ def _bounds(name, parameters):
         if (key == "cap" or key.startswith("cap_")) and cap < 1:
             yield f"{key} is {cap} in {name!r}; a cap below 1 truncates even where policies agree"
     low, high = (parameters.get(key) for key in ("lower", "upper"))
-    if not name.endswith(("_k2", "_k3")) and high is not None:
+    if name == "token_dp" and not 0 < high <= 1:
+        yield f"upper is {high} in {name!r}; a difference of probabilities lies between 0 and 1"
+    if not name.endswith(("_k2", "_k3", "_dp")) and high is not None:
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:
             yield f"the band [{low}, {high}] of {name!r} must hold the ratio 1"

@@ -29,6 +29,11 @@ FUSED = {
         correction__masks="seq_sum_k2(upper=1.0)", correction__counts_rejected=True,
     ),
     "bypass": dict(correction__preset="bypass_ppo_clip"),
+    "centred": dict(correction__preset="centered_tis_2", train__pack_length=40),
+    "centred, by a mask": dict(
+        correction__preset="tis_2", correction__centering="top(4)",
+        correction__masks="token_dp(upper=0.1)", correction__counts_rejected=True,
+    ),
     "factors": dict(correction__weight="capped_ratio"),
     "entropy and reference": dict(
         correction__weight="token_mis(upper=2.0)", correction__entropy_coeff=0.01,

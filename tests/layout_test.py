@@ -54,8 +54,8 @@ MAY_IMPORT = {
         "optimizer", "rows", "sinks",
     ),
     "build": (
-        "correction", "data", "engine", "fields", "models", "optimizer", "rows", "scoring",
-        "sharding", "validate",
+        "correction", "data", "engine", "estimators", "fields", "models", "optimizer", "rows",
+        "scoring", "sharding", "validate",
     ),
     "state": ("build", "checkpoint", "control", "hub", "models", "optimizer", "step", "storage"),
     "warmup": (

@@ -20,6 +20,7 @@ RUNS = {
         "correction__batch_normalize": True,
     },
     "bypass": {"correction__preset": "bypass_ppo_clip", "correction__controllers": "ess_scale"},
+    "centred": {"correction__preset": "centered_tis_2"},
 }
 
 

@@ -22,7 +22,7 @@ from jaxrl_tis.estimators import reduce
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.scoring import (
-    Learner, make_logits, make_score, make_score_norms, make_values, response_logprobs,
+    Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
 from jaxrl_tis.step import TrainState, make_critic_step, make_supervised_step, make_train_step
 
@@ -172,9 +172,12 @@ def difference(ours, theirs):
 def test_log_probs_and_entropies_are_those_of_the_whole_logits(chunk, max_targets):
     learner = dataclasses.replace(LEARNER, chunk=chunk, max_targets=max_targets)
     data, mask = batch(), batch()["mask"]
-    logp, entropy = jax.jit(
-        lambda p, b: response_logprobs(p, learner, b, with_entropy=True)
-    )(params(), data)
+    ids = np.stack([data["tokens"], np.full_like(data["tokens"], -1)], axis=-1)
+    found = jax.jit(lambda p, b: response_scores(p, learner, b, with_entropy=True))(
+        params(), data | {"top_ids": ids}
+    )
+    logp, entropy = found["logp"], found["entropy"]
+    np.testing.assert_array_equal(found["logp_top"], np.stack([logp, 0 * logp], axis=-1))
     expected = np.where(mask, reference_logprob(params(), data), 0)
     np.testing.assert_allclose(logp, expected, atol=2e-5)
     np.testing.assert_allclose(

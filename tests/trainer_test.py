@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-def fake_samples(count=16, vocab_size=0):
+def fake_samples(count=16, vocab_size=0, top_n=0):
     """Random trajectories with random rewards, drawn from all tokens alike."""
     rng, out = np.random.default_rng(0), []
     for i in range(count):
@@ -32,7 +32,9 @@ def fake_samples(count=16, vocab_size=0):
         trajectory = Trajectory(
             str(i), np.array([1, 4, 13, 5, 15], np.int32), rng.integers(3, 13, n).astype(np.int32),
             zeros - 2, zeros, zeros, zeros.astype(np.int32), "stop", 0, i, "none", 1.0,
-            logits=np.full((n, vocab_size), -2, np.float32))
+            logits=np.full((n, vocab_size), -2, np.float32),
+            top_ids=np.tile(np.arange(top_n, dtype=np.int32), (n, 1)),
+            top_logps=np.full((n, top_n), -3, np.float32))
         reward = float(rng.random())
         parts = {"closeness": reward + 0.1 * i, "length": -0.1 * i}
         out.append(rollouts.Sample(trajectory, {}, "", 0.0, reward, i // 4, parts, 0.5))
@@ -49,7 +51,8 @@ def one_update(optimizer=None, **changes):
     # A copy on the device: a NumPy view of a buffer would keep it from being donated.
     before = jax.tree.map(jnp.copy, state["policy"].params)
     num_logits = setup.model.vocab_size if "logits_behav" in setup.correction.needs else 0
-    rows = trainer.score(state, fake_samples(vocab_size=num_logits), {0: state["policy"].params})
+    samples = fake_samples(vocab_size=num_logits, top_n=setup.engine.top_n)
+    rows = trainer.score(state, samples, {0: state["policy"].params})
     state, rows, metrics = trainer.update(state, rows, 1, 0)
     return before, state, rows, metrics, trainer
 

@@ -142,6 +142,17 @@ def test_measures_are_positive(name):
     (dict(model__numerics="invariant", engine__page_size=tiles.PAGE),
      ["engine.quantization is 'w8a8' and model.quantization is 'none'", "both alike"]),
     (dict(engine__max_draft=5), ["engine.max_draft is 5", "0, 1, 3, 7"]),
+    (dict(correction__masks="token_dp(upper=1.5)"), ["upper is 1.5 in 'token_dp'"]),
+    (dict(correction__centering="all"), ["correction.centering 'all'", "'kept' and 'top(n)'"]),
+    (dict(correction__preset="centered", correction__centering="kept"),
+     ["no support is recorded", "rollout.kept_set", "'top(32)'"]),
+    (dict(correction__preset="centered", correction__weight="seq_tis"),
+     ["correction.centering", "the weight 'seq_tis'", "token_tis"]),
+    (dict(correction__centering="top(8)"), ["several updates", "'bypass'", "'reinforce'"]),
+    (dict(correction__preset="centered", correction__batch_normalize=True,
+          train__minibatches=1, train__microbatch_rows=16), ["correction.batch_normalize", "False"]),
+    (dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1,
+          correction__masks="token_dp(upper=0.2)"), ["correction.counts_rejected", "True"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):
@@ -155,6 +166,9 @@ def test_each_contradiction(changes, words):
     dict(correction__mode="bypass", correction__weight="none"),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
     dict(rollout__top_k=5, rollout__kept_set=5),
+    dict(rollout__top_k=5, rollout__kept_set=5, correction__preset="centered",
+         correction__centering="kept"),
+    dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1),
     dict(rollout__top_k=5, rollout__top_p=0.9, rollout__kept_set=4),
     dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
     dict(correction__mode="bypass", correction__objective="reinforce", train__minibatches=1,

@@ -31,6 +31,7 @@ THRESHOLDS = {
     "chi2_high": 1.0,
     "chi2_toxic": 2.0,
     "chi2_systems": 4.0,
+    "head_low": 0.9,  # (ours) the 32 likeliest tokens of a language model hold about 0.95
     "chi2_seq": 100.0,  # (ours) independent tokens of chi2_token 0.05 make it 130 in 100 tokens
     "chi2_seq_product": 10.0,  # where that product weighs: 11 sequences count for one (ours)
     "ess_low": 0.5,
@@ -218,6 +219,13 @@ def _is_corrected(case):
     return is_weighted or has_own_weight(case) or case.setting("correction.masks") != ""
 
 
+def _is_centered(case):
+    try:
+        return case.setting("correction.centering") != "none"
+    except KeyError:  # written by code without this field
+        return False
+
+
 def _has_plain_kl(case):
     is_loss = case.setting("correction.kl_coeff") > 0
     is_loss &= case.setting("correction.kl_placement") == "loss"
@@ -242,6 +250,7 @@ FACTS: dict[str, Callable[[Case], float]] = {
     "config/is_bypass": lambda c: c.setting("correction.mode") == "bypass",
     "config/is_weighted": lambda c: c.method("weight")[0] != "none",
     "config/is_corrected": _is_corrected,
+    "config/is_centered": _is_centered,
     "config/is_product": _is_product,
     "config/is_rejecting": _is_rejecting,
     "config/is_filtered": _is_filtered,

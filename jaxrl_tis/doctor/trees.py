@@ -68,8 +68,12 @@ def _serve_like_train(case):
 
 TIS = "token_tis(cap=2.0)"
 ASYNCHRONOUS = ("decoupled", "a3po")  # objectives for stale samples, which no run here trains on
-GEO = {"correction.masks": _geo_mask}
-WEIGHABLE = {"correction.mode": "decoupled", "correction.objective": _weighable}
+# Scores are centred with weights of single tokens alone, see estimators/centering.py.
+GEO = {"correction.masks": _geo_mask, "correction.centering": "none"}
+WEIGHABLE = {
+    "correction.mode": "decoupled", "correction.objective": _weighable,
+    "correction.centering": "none",
+}
 WEIGHED = WEIGHABLE | {"correction.weight": _weight}
 TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}
 ICEPOP = WEIGHABLE | {"correction.weight": "token_icepop(lower=0.5, upper=5.0)"}
@@ -107,6 +111,7 @@ CLIPPING = (
 STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
+UNCENTRED = _is_not("config/is_centered")
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
@@ -146,7 +151,8 @@ CAUSES = (
         "Sample once with the learner's arithmetic: if the gap closes, it is the cause. If the "
         "speed is needed, let the learner multiply as the sampler does, by model.quantization "
         "(arXiv:2601.14243, 2604.07853), or keep the sampler as a behaviour policy of its own, "
-        "with token-level weights (arXiv:2601.18150, 2602.13953).",
+        "with token-level weights (arXiv:2601.18150, 2602.13953) or centred scores "
+        "(arXiv:2609.20807; correction.preset centered or centered_tis_2).",
         all_of=(_is("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
     ),
     Finding(
@@ -338,27 +344,37 @@ SETUP = (
         all_of=(DIFFERENT, _is_not("config/is_bypass"), _is("config/is_corrected")),
     ),
     Finding(
+        "engine.centred", "another engine samples, and the drift of its scores is subtracted",
+        "Keep it; a weight bounds what single tokens do beside it.",
+        all_of=(DIFFERENT, _is("config/is_centered")),
+    ),
+    Finding(
+        "engine.head", "the tokens that scores are centred over hold little of the sampler's mass",
+        "What is outside is modelled. Record more of the likeliest tokens, as in top(64).",
+        all_of=(Clause("centering/sampler_mass", "<", "head_low", absent=False),),
+    ),
+    Finding(
         "engine.uncorrected", "another engine samples, and nothing corrects it",
         "Recomputed log-probs keep the clip in place, but the samples still are the sampler's: add "
         "a truncated weight, unless the drift is below kl_bug and chi2_moderate.",
-        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected")),
+        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected"), UNCENTRED),
         unless=("healthy",), changes=WEIGHED,
     ),
     Finding(
         "engine.tolerated", "another engine samples, and nothing corrects its small gap",
         "Fine while the gap stays this small.",
-        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected")),
+        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected"), UNCENTRED),
         unless=("engine.uncorrected",),
     ),
     Finding(
         "engine.folded", "another engine samples, and the clipped ratio contains its gap",
         "The trust region assumes a ratio that starts at 1: separate the two.",
-        all_of=(DIFFERENT, _is("config/is_bypass")), unless=("healthy",), changes=WEIGHED,
+        all_of=(DIFFERENT, _is("config/is_bypass"), UNCENTRED), unless=("healthy",), changes=WEIGHED,
     ),
     Finding(
         "engine.bypass", "another engine samples, and the clipped ratio contains its small gap",
         "Fine while the gap stays this small.",
-        all_of=(DIFFERENT, _is("config/is_bypass")), unless=("engine.folded",),
+        all_of=(DIFFERENT, _is("config/is_bypass"), UNCENTRED), unless=("engine.folded",),
     ),
     Finding(
         "training.once", "synchronous, one update per batch", "No correction of staleness.",

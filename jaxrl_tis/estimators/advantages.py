@@ -82,6 +82,27 @@ def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Ar
     return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
+def maxrl(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+    """MaxRL (arXiv:2602.02710), A = (R - mean) / mean of the group, 0 where the mean is not positive.
+
+    With rewards 0 and 1, of which a response earns the 1 with chance p, and G responses in a group
+    the expected step is the gradient of -sum_k (1 - p)^k / k over k < G, the first terms of log p
+    (docs/oracle.md). A group whose rewards are all equal gives exactly 0; so does a group of one.
+
+    Unit: group. Use: rewards of 0 and 1, to learn most from prompts that are seldom solved; negative
+    rewards have no meaning here.
+
+    Args:
+      rewards, mask, group: see the module.
+
+    Returns adv [B, T].
+    """
+    scores_b = returns.sequence_rewards(rewards, mask)
+    _, mean, _, is_constant = returns.group_moments(scores_b, group)
+    adv_b = ratios.safe_divide(scores_b - mean, mean)
+    return returns.on_tokens(jnp.where(is_constant, 0.0, adv_b), mask)
+
+
 def grpo_passk(
     rewards: chex.Array,
     mask: chex.Array,
@@ -347,6 +368,7 @@ def reinforce_plus_plus_baseline(
 ADVANTAGES = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "maxrl": maxrl,
     "grpo_passk": grpo_passk,
     "rloo": rloo,
     "gpg": gpg,

@@ -1,4 +1,5 @@
-"""The policy loss: ratio -> mask -> weight -> objective -> reduction, and the KL and entropy terms.
+"""The policy loss: ratio -> mask -> weight -> objective -> reduction, with centred scores, and the KL
+and entropy terms.
 
 A method is a (name, parameters) pair, see `methods.parse`. The policy that sampled can be used in
 two ways.
@@ -17,7 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import methods, ratios, reduce, weights
+from jaxrl_tis.estimators import centering, methods, ratios, reduce, weights
 from jaxrl_tis.estimators.masks import AT_UPDATE, all_of
 from jaxrl_tis.estimators.methods import Method
 
@@ -130,6 +131,7 @@ def policy_loss(
     kl_coeff: chex.Numeric = 0.0,
     entropy: chex.Array | None = None,
     entropy_coeff: float = 0.0,
+    logp_top: chex.Array | None = None,
     num_tokens: chex.Numeric | None = None,
     num_seqs: chex.Numeric | None = None,
     scale: chex.Numeric | None = None,
@@ -157,6 +159,9 @@ def policy_loss(
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
       entropy_coeff: weight of the entropy bonus per nat.
+      logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats; the
+        gradient flows through it. With it scores are centred, see `centering`: the batch then has
+        `tokens`, `top_ids`, `top_logps` and `logp_behav`, and rejected tokens must be counted.
       num_tokens, num_seqs, scale: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
@@ -189,6 +194,11 @@ def policy_loss(
         loss_bt = batch["weights"] * loss_bt
     loss = aggregate(loss_bt)
     metrics = metrics | {"actor/pg_loss": loss}
+    if logp_top is not None:
+        f = centering.rule(weight, masks, objective)
+        centered_bt, measured = centering.centered(logp_top, batch, entropy, f)
+        loss = loss + aggregate(centered_bt)
+        metrics |= measured
     if split(masks, mode)[1]:
         metrics |= {"actor/rejected_fraction": rejected}
     if kl is not None:

@@ -238,6 +238,31 @@ def token_ratio(
     return _inside_ratio("token", log_ratio, mask, seg, lower, upper)
 
 
+def token_dp(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    upper: chex.Numeric,
+) -> chex.Array:
+    """Tokens by the difference of their probabilities, prime-rl's band; no paper.
+
+    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: beside `token_tis`, as prime-rl
+    has it; a ratio far from 1 passes where both probabilities are small, and a likely token is
+    dropped at a ratio near 1.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      upper: largest difference kept, inclusive; required, as no default is known.
+    """
+    del seg
+    behav_bt = ratios.zero_padding(logp_behav, mask)
+    dp_bt = jnp.exp(behav_bt + ratios.detached_log_ratio(log_ratio, mask)) - jnp.exp(behav_bt)
+    return ratios.as_bool(mask) & (jnp.abs(jax.lax.stop_gradient(dp_bt)) <= upper)
+
+
 def seq_sum_ratio(
     log_ratio: chex.Array,
     mask: chex.Array,
@@ -440,6 +465,7 @@ MASKS = {
     "seq_max_k2": seq_max_k2,
     "seq_max_k3": seq_max_k3,
     "token_ratio": token_ratio,
+    "token_dp": token_dp,
     "seq_sum_ratio": seq_sum_ratio,
     "seq_mean_ratio": seq_mean_ratio,
     "veto": veto,
@@ -455,6 +481,7 @@ MASKS = {
 AT_UPDATE = frozenset(("trm", "trm_k3", "opsm")) | rank_masks.AT_UPDATE
 
 NEEDS = {
+    "token_dp": ("logp_behav",),
     "trm": ("logits_behav", "logits"),
     "opsm": ("logp", "logp_behav", "adv"),
     "staleness": ("version", "current_version"),

@@ -13,20 +13,30 @@ K3_BOUND = "seq_mean_k3(upper=0.01)"
 ICEPOP = "token_icepop(lower=0.5, upper=5.0)"
 
 
+def _bundle(mode: str, weight: str, masks: str, objective: str) -> dict[str, str]:
+    return {
+        "mode": mode, "weight": weight, "masks": masks, "objective": objective, "centering": "none",
+    }
+
+
 def _decoupled(weight: str, masks: str = "") -> dict[str, str]:
-    return {"mode": "decoupled", "weight": weight, "masks": masks, "objective": "dual_clip"}
+    return _bundle("decoupled", weight, masks, "dual_clip")
 
 
 def _bypass(objective: str, weight: str = "none", masks: str = "") -> dict[str, str]:
-    return {"mode": "bypass", "weight": weight, "masks": masks, "objective": objective}
+    return _bundle("bypass", weight, masks, objective)
 
 
 def _ppo(weight: str, mode: str = "decoupled") -> dict[str, str]:
-    return {"mode": mode, "weight": weight, "masks": "", "objective": "ppo"}
+    return _bundle(mode, weight, "", "ppo")
 
 
 def _asynchronous() -> dict[str, str]:
-    return {"mode": "decoupled", "weight": "none", "masks": "", "objective": "decoupled(upper=5.0)"}
+    return _bundle("decoupled", "none", "", "decoupled(upper=5.0)")
+
+
+def _centered(weight: str) -> dict[str, str]:
+    return _bypass("reinforce", weight) | {"centering": "top(32)"}
 
 
 PRESETS = {
@@ -55,6 +65,9 @@ PRESETS = {
     "vanilla_is": _ppo("token_vanilla"),
     "tis_2": _ppo("token_tis(cap=2.0)"),
     "tis_8": _ppo("token_tis(cap=8.0)"),
+    # Centred scores (arXiv:2609.20807), alone and with a weight.
+    "centered": _centered("none"),
+    "centered_tis_2": _centered("token_tis(cap=2.0)"),
     # By system: what samples, and how far behind the learner.
     "same_engine": _ppo("none"),
     "colocated": _ppo("token_tis(cap=2.0)"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.estimators import controllers, methods, rank_masks
@@ -29,6 +30,7 @@ class Step:
 
     Attributes:
       is_ess_scaled: multiply the step by VCPO's factor of the learning rate.
+      head: centre the scores over so many of the sampler's likeliest tokens; 0 leaves them.
     """
 
     advantage: str = "rloo"
@@ -39,6 +41,7 @@ class Step:
     aggregation: str = "seq-mean-token-sum"
     is_batch_normalized: bool = False
     is_ess_scaled: bool = False
+    head: int = 0
 
 
 BAND = "clip_cov_lower=0.0, clip_cov_upper=inf"
@@ -132,9 +135,16 @@ def loss(step: Step) -> exact.LossFn:
     }
 
     def loss_fn(logp, batch):
+        fields, logp_top = with_advantage(step, logp, batch), None
+        if step.head:
+            logps, ids = jax.lax.top_k(jax.nn.log_softmax(batch["logits_behav"]), step.head)
+            fields = fields | {"top_ids": ids, "top_logps": logps}
+            logp_top = jnp.take_along_axis(jax.nn.log_softmax(batch["logits"]), ids, axis=-1)
         value, _ = policy_loss(
             logp,
-            with_advantage(step, logp, batch),
+            fields,
+            entropy=batch["entropy"],
+            logp_top=logp_top,
             mode=step.mode,
             aggregation=step.aggregation,
             is_batch_normalized=step.is_batch_normalized,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators import centering, methods
 from jaxrl_tis.estimators.loss import MODES
 from jaxrl_tis.experiments import exact, group_bias
 from jaxrl_tis.experiments.group_bias import Row, Step
@@ -39,6 +39,7 @@ OBJECTIVES = (
 # The mean of a group of one is no baseline: the advantage is the reward.
 STEPS = {
     **{name: Step("dr_grpo", weight=name) for name in WEIGHTS},
+    **{f"{name}, centred": Step("dr_grpo", weight=name, head=3) for name in centering.WEIGHTS},
     **{
         f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, mode="bypass")
         for spelled in OBJECTIVES

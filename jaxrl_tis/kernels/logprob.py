@@ -2,7 +2,7 @@
 
 The output head, the softmax and the gather are one operation, so [tokens, vocabulary] is never
 stored: on TPU a Pallas kernel walks tiles of both (`logprob_pallas`), elsewhere chunks of positions
-go through XLA (`logprob_chunked`). Either gives, for the vocabulary of one device, the same five
+go through XLA (`logprob_chunked`). Either gives, for the vocabulary of one device, the same few
 numbers per token (`Moments`). A vocabulary that is cut over mesh axes needs those combined over
 them, and in the backward pass the gradient of x summed; the logits never leave a device.
 """
@@ -27,18 +27,20 @@ BODIES = {
 
 
 class Scores(NamedTuple):
-    """What is said of each token, [B,N] float32.
+    """What is said of each token, [B,N] float32, and of others in its place.
 
     Attributes:
       logp: log-probability of the token, in nats.
       entropy: of the distribution that it was drawn from, in nats; zeros when not asked for.
       collision: sum of the squared probabilities, the chance that two draws agree; without
         gradient; zeros when not asked for.
+      others: [B,N,K] log-probabilities of the K ids asked for, in nats; 0 where an id is negative.
     """
 
     logp: jax.Array
     entropy: jax.Array
     collision: jax.Array
+    others: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +166,15 @@ def token_logprob(
     with_collision: bool = False,
     pulls_entropy: bool = True,
     kept: Kept | None = None,
+    ids_bnk: jax.Array | None = None,
     layout: Layout | None = None,
     numerics: str = "fast",
 ) -> Scores:
     """Computes the log-softmax of head(x) / temperature at the targets, and moments of that
     distribution.
 
-    Differentiable in x and the head's weight through `logp` and `entropy`, in reverse mode only.
+    Differentiable in x and the head's weight through `logp`, `entropy` and `others`, in reverse mode
+    only.
     The backward pass computes the logits again and saves one normaliser and one entropy per token
     (a single chunk outside TPU keeps its logits). Temporaries are per-token numbers, one block of
     logits ([chunk, V]; a tile in VMEM on TPU), the head in the compute dtype where it is stored in
@@ -186,6 +190,8 @@ def token_logprob(
       pulls_entropy: whether a gradient flows through `entropy`; without, the backward pass is that
         of `logp` alone.
       kept: sets that the distributions are restricted to; chunked on every platform.
+      ids_bnk: [B,N,K] int32 tokens of which the log-probabilities are wanted, too, of the kept set
+        if there is one; negative ones are none.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
         "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed".
         None is one device.
@@ -193,7 +199,10 @@ def token_logprob(
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout)
-    rows = cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1)
+    if ids_bnk is None:
+        ids_bnk = jnp.zeros((b, n, 0), jnp.int32)
+    ids_bnk = cut.fill(jnp.where(ids_bnk < 0, ELSEWHERE, ids_bnk))
+    rows = cut.fill(x_bnd), cut.fill(targets_bn), cut.fill(temperature_bn, 1), ids_bnk
     inputs = cut.fill_head(head, numerics), *rows
     pulls_entropy = with_entropy and pulls_entropy
     run = lambda body: functools.partial(
@@ -220,38 +229,43 @@ def scores(
     x_bnd: jax.Array,
     targets_bn: jax.Array,
     temperature_bn: jax.Array,
+    ids_bnk: jax.Array,
     kept: Kept | None,
 ) -> Scores:
-    """Computes `token_logprob` as planned, for rows, positions and a head that the mesh divides."""
-    return _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept)[0]
+    """Computes `token_logprob` as planned, for rows, positions and a head that the mesh divides;
+    an id of no token is ELSEWHERE."""
+    return _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept)[0]
 
 
-def _forward(plan, head, x_bnd, targets_bn, temperature_bn, kept):
+def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
     cut = plan.cut
 
-    def body(head, x, targets, temperature, kept):
+    def body(head, x, targets, temperature, ids, kept):
         head = cut.whole_width(head, x)
         columns = head.vocab_size
         inputs = (
-            head, x, cut.local_ids(targets, columns), temperature,
+            head, x, cut.local_ids(targets, columns), temperature, cut.local_ids(ids, columns),
             cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
             plan.chunk, plan.with_entropy, plan.with_collision,
         )
         if plan.body == "invariant":
             count = cut.count(cut.vocab) if cut.vocab else 1
             found, normaliser = logprob_invariant.finished(*inputs, cut.vocab, count)
-            return Scores(*found), normaliser, None
-        found, logits = BODIES[plan.body].moments(*inputs)
-        return *_finish(_combine(found, cut.vocab), plan), logits
+            found, logits = Scores(*found), None
+        else:
+            found, logits = BODIES[plan.body].moments(*inputs)
+            found, normaliser = _finish(_combine(found, cut.vocab), plan)
+        others = jnp.where(ids == ELSEWHERE, 0.0, found.others)
+        return found._replace(others=others), normaliser, logits
 
     token_spec = PartitionSpec(cut.rows, cut.positions)
     found, normaliser, logits = cut.run(
         body,
-        (cut.head_spec(head), *(token_spec,) * 4),
+        (cut.head_spec(head), *(token_spec,) * 5),
         (token_spec, token_spec, PartitionSpec(None, cut.rows, cut.positions, cut.vocab)),
-        head, x_bnd, targets_bn, temperature_bn, kept,
+        head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept,
     )
-    inputs = head, x_bnd, targets_bn, temperature_bn, kept
+    inputs = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
     return found, (*inputs, normaliser, found.entropy, logits)
 
 
@@ -263,7 +277,8 @@ def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
     top = jax.lax.pmax(m.top, axes)
     down = m.top - top
     scale = jnp.exp(down)
-    parts = scale * m.total, scale * (m.dot + down * m.total), scale**2 * m.squares, m.target
+    dot = scale * (m.dot + down * m.total)
+    parts = scale * m.total, dot, scale**2 * m.squares, m.target, m.others
     return Moments(top, *jax.lax.psum(parts, axes))
 
 
@@ -273,18 +288,19 @@ def _finish(m: Moments, plan: Plan) -> tuple[Scores, jax.Array]:
     zeros = jnp.zeros_like(normaliser)
     entropy = jnp.log(m.total) - m.dot / m.total if plan.with_entropy else zeros
     collision = m.squares / m.total**2 if plan.with_collision else zeros
-    return Scores(m.target - normaliser, entropy, collision), normaliser
+    others = m.others - normaliser[..., None]
+    return Scores(m.target - normaliser, entropy, collision, others), normaliser
 
 
 def _backward(plan, saved, cotangents: Scores):
-    head, x_bnd, targets_bn, temperature_bn, kept, normaliser_bn, entropy_bn, logits = saved
+    head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, normaliser_bn, entropy_bn, logits = saved
     cut = plan.cut
 
     def body(head, x, fields, kept, logits):
         local = cut.whole_width(head, x)
         columns = local.vocab_size
         x_bar, weight_bar = BODIES[plan.body].gradients(
-            local, x, fields._replace(targets=cut.local_ids(fields.targets, columns)),
+            local, x, fields.local(lambda ids: cut.local_ids(ids, columns)),
             cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
             logits, plan.chunk, plan.pulls_entropy,
         )
@@ -293,8 +309,10 @@ def _backward(plan, saved, cotangents: Scores):
         return x_bar, weight_bar.astype(head.weight.dtype)
 
     g_entropy = cotangents.entropy if plan.pulls_entropy else jnp.zeros_like(cotangents.entropy)
+    g_others = jnp.where(ids_bnk == ELSEWHERE, 0.0, cotangents.others)
     fields = Fields(
-        targets_bn, temperature_bn, normaliser_bn, entropy_bn, cotangents.logp, g_entropy
+        targets_bn, temperature_bn, normaliser_bn, entropy_bn, cotangents.logp, g_entropy,
+        ids_bnk, g_others,
     )
     token_spec, head_spec = PartitionSpec(cut.rows, cut.positions), cut.head_spec(head)
     x_bar, weight_bar = cut.run(
@@ -303,7 +321,7 @@ def _backward(plan, saved, cotangents: Scores):
         (token_spec, head_spec),
         head, x_bnd, fields, kept, logits,
     )
-    return dataclasses.replace(head, weight=weight_bar), x_bar, None, None, None
+    return dataclasses.replace(head, weight=weight_bar), x_bar, None, None, None, None
 
 
 scores.defvjp(_forward, _backward)

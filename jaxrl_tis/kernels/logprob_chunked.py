@@ -25,13 +25,15 @@ class Kept(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Sums of weight = exp(logit - top) over a part of the vocabulary, each [B,N] float32.
+    """Sums of weight = exp(logit - top) over a part of the vocabulary, each [B,N] float32, and
+    logits.
 
     Attributes:
       top: the largest logit.
       total, dot, squares: sums of weight, weight * (logit - top) and weight^2; the last two are
         zeros when not asked for.
       target: the target's logit, 0 if it is in another part.
+      others: [B,N,K] those of other tokens, likewise.
     """
 
     top: jax.Array
@@ -39,10 +41,11 @@ class Moments(NamedTuple):
     dot: jax.Array
     squares: jax.Array
     target: jax.Array
+    others: jax.Array
 
 
 class Fields(NamedTuple):
-    """What a token brings to the backward pass, each [B,N]."""
+    """What a token brings to the backward pass, each [B,N], and other tokens in its place, [B,N,K]."""
 
     targets: jax.Array
     temperature: jax.Array
@@ -50,15 +53,23 @@ class Fields(NamedTuple):
     entropy: jax.Array
     g_logp: jax.Array
     g_entropy: jax.Array
+    others: jax.Array
+    g_others: jax.Array
 
     def is_live(self) -> jax.Array:
         """Marks the tokens that have a gradient; what the others hold may be NaN and must not be
         read."""
-        return (self.g_logp != 0) | (self.g_entropy != 0)
+        is_other = jnp.any(self.g_others != 0, axis=-1)
+        return (self.g_logp != 0) | (self.g_entropy != 0) | is_other
+
+    def local(self, local_ids) -> "Fields":
+        """Counts all token ids as `Cut.local_ids` does."""
+        return self._replace(targets=local_ids(self.targets), others=local_ids(self.others))
 
 
 def moments(
-    head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision
+    head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, size, chunk, with_entropy,
+    with_collision,
 ):
     """Returns (Moments, logits [1,B,N,V] of a single chunk or None). The first `size` columns of
     the head are tokens; the other arguments are those of `token_logprob`."""
@@ -66,19 +77,22 @@ def moments(
     head = head.cast(x_bnd)[0]
 
     def body(carry, inputs):
-        x, targets, temperature, kept = inputs
+        x, targets, temperature, ids, kept = inputs
         logits = restrict(head.logits(x) / temperature[..., None], kept, size)
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top)
         zeros = jnp.zeros(targets.shape, jnp.float32)
         dot = jnp.sum(weights * (logits - top), axis=-1) if with_entropy else zeros
         squares = jnp.sum(weights * weights, axis=-1) if with_collision else zeros
-        target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        target = jnp.where(targets == ELSEWHERE, 0.0, target)
-        found = Moments(top[..., 0], jnp.sum(weights, axis=-1), dot, squares, target)
+        target = logits_at(logits, targets[..., None])[..., 0]
+        total, others = jnp.sum(weights, axis=-1), logits_at(logits, ids)
+        found = Moments(top[..., 0], total, dot, squares, target, others)
         return carry, (found, logits if is_single else None)
 
-    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), split_kept(split, kept)
+    inputs = (
+        split(x_bnd), split(targets_bn), split(temperature_bn, 1), split(ids_bnk),
+        split_kept(split, kept),
+    )
     is_single = len(inputs[0]) == 1
     _, (found, logits) = jax.lax.scan(body, None, inputs)
     return Moments(*map(join, found)), logits
@@ -98,11 +112,15 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
             logits = restrict(head.logits(x) * inverse, kept, size)
         logp = logits - f.normaliser[..., None]
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
-        factor = f.g_logp[..., None]
+        factor = (f.g_logp + jnp.sum(f.g_others, axis=-1))[..., None]
         if with_entropy:
             factor = factor + f.g_entropy[..., None] * (logp + f.entropy[..., None])
         is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == f.targets[..., None]
         gradient = jnp.where(is_target, f.g_logp[..., None], 0.0) - jnp.exp(logp) * factor
+        if f.others.shape[-1]:
+            b, n = jnp.ogrid[: gradient.shape[0], : gradient.shape[1]]
+            at = b[..., None], n[..., None], f.others
+            gradient = gradient.at[at].add(f.g_others, mode="drop")
         x_bar, weight_bar = head.pull(x, jnp.where(is_live, gradient * inverse, 0.0))
         return total + weight_bar, x_bar
 
@@ -111,6 +129,12 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
     inputs = split(x_bnd), fields, split_kept(split, kept), logits
     weight_bar, x_bar = jax.lax.scan(body, zeros, inputs)
     return join(x_bar), weight_bar
+
+
+def logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the logits [B,N,K] of tokens, 0 where an id is ELSEWHERE."""
+    found = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+    return jnp.where(ids == ELSEWHERE, 0.0, found)
 
 
 def restrict(logits: jax.Array, kept: Kept | None, size: jax.Array | int) -> jax.Array:
@@ -139,13 +163,14 @@ def chunks(shape: tuple[int, int], chunk: int):
     """Returns (split, join): [B,N,...] <-> [chunks, B, positions, ...], the last filled up."""
     b, n = shape
     size = min(n, max(1, chunk // b))
+    count = -(-n // size)
 
     def split(x, fill=0):
-        width = ((0, 0), (0, -n % size)) + ((0, 0),) * (x.ndim - 2)
+        width = ((0, 0), (0, count * size - n)) + ((0, 0),) * (x.ndim - 2)
         x = jnp.pad(x, width, constant_values=fill)
-        return jnp.moveaxis(x.reshape(b, -1, size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(b, count, size, *x.shape[2:]), 1, 0)
 
     def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :n]
+        return jnp.moveaxis(x, 0, 1).reshape(b, count * size, *x.shape[3:])[:, :n]
 
     return split, join

@@ -10,30 +10,33 @@ gradients = logprob_chunked.gradients
 
 
 def finished(
-    head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision,
-    axes: tuple, count: int,
+    head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, size, chunk, with_entropy,
+    with_collision, axes: tuple, count: int,
 ):
-    """Returns (logp, entropy, collision), and the normaliser [B,N] of the whole vocabulary, of
+    """Returns (logp, entropy, collision, others), and the normaliser [B,N] of the whole vocabulary, of
     which each of `count` devices along mesh axes holds a part; the other arguments are those of
     `token_logprob`."""
     split, join = logprob_chunked.chunks(targets_bn.shape, chunk)
 
     def part(inputs):
-        x_bcd, targets_bc, temperature_bc, kept = inputs
+        x_bcd, targets_bc, temperature_bc, ids_bck, kept = inputs
         logits_bcv = logprob_chunked.restrict(tiled_logits(x_bcd, head), kept, size)
         v = logits_bcv.shape[-1]
-        rows = logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1)
+        rows = (
+            logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1),
+            ids_bck.reshape(targets_bc.size, ids_bck.shape[-1]),
+        )
         plan = with_entropy, with_collision, axes, count
         found = tiles.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
-        return jax.tree.map(lambda x: x.reshape(targets_bc.shape), found)
+        return jax.tree.map(lambda x: x.reshape(*targets_bc.shape, *x.shape[1:]), found)
 
     kept = logprob_chunked.split_kept(split, kept)
-    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), kept
+    inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), split(ids_bnk), kept
     *scores, normaliser = map(join, jax.lax.map(part, inputs))
     return tuple(scores), normaliser
 
 
-def _tile(logits_rv, targets_r, temperature_r, with_entropy, with_collision, axes, count):
+def _tile(logits_rv, targets_r, temperature_r, ids_rk, with_entropy, with_collision, axes, count):
     """Scores a tile as engine/sampling.py does: the largest logit is taken off before the
     temperature divides."""
     top_r = jnp.max(logits_rv, axis=-1)
@@ -49,4 +52,7 @@ def _tile(logits_rv, targets_r, temperature_r, with_entropy, with_collision, axe
         entropy_r = jnp.log(total_r) - add(weights_rv * scaled_rv) / total_r
     if with_collision:
         collision_r = add(weights_rv * weights_rv) / total_r**2
-    return logp_r, entropy_r, collision_r, top_r / temperature_r + jnp.log(total_r)
+    others_rk = logprob_chunked.logits_at(scaled_rv, ids_rk)
+    others_rk = jax.lax.psum(others_rk, axes) if axes else others_rk
+    others_rk = others_rk - jnp.log(total_r)[:, None]
+    return logp_r, entropy_r, collision_r, others_rk, top_r / temperature_r + jnp.log(total_r)

@@ -49,12 +49,14 @@ class Tiling:
 
     def rows(self, x_bn: jax.Array) -> jax.Array:
         """Lays [B,N,...] out as [tokens,...], with zeros at the end."""
-        x = x_bn.reshape(-1, *x_bn.shape[2:])
+        x = x_bn.reshape(x_bn.shape[0] * x_bn.shape[1], *x_bn.shape[2:])
         return jnp.pad(x, ((0, self.tokens - len(x)),) + ((0, 0),) * (x.ndim - 1))
 
     def columns(self, *fields_bn: jax.Array) -> jax.Array:
-        """Returns [tokens, fields] float32, in which token ids below 2^24 are exact."""
-        return jnp.stack([self.rows(f).astype(jnp.float32) for f in fields_bn], axis=-1)
+        """Returns [tokens, fields] float32 of fields [B,N] and [B,N,K], in which token ids below
+        2^24 are exact."""
+        fields = [f[..., None] if f.ndim == 2 else f for f in fields_bn]
+        return jnp.concatenate([self.rows(f).astype(jnp.float32) for f in fields], axis=-1)
 
     def tokens_spec(self, width: int, axis: int) -> pl.BlockSpec:
         """Returns the tiles of [tokens, width] along an axis of the grid."""
@@ -99,14 +101,17 @@ class Tiling:
 
 
 def moments(
-    head, x_bnd, targets_bn, temperature_bn, kept, size, chunk, with_entropy, with_collision
+    head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, size, chunk, with_entropy,
+    with_collision,
 ):
     """Returns (Moments, None): the interface of `logprob_chunked.moments`, without kept sets."""
     del kept, chunk
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, targets_bn.size)
-    fields_tf = t.columns(targets_bn, 1 / temperature_bn, jnp.full(targets_bn.shape, size))
-    count = len(Moments._fields)
+    size_bn = jnp.full(targets_bn.shape, size)
+    fields_tf = t.columns(1 / temperature_bn, size_bn, targets_bn, ids_bnk)
+    single = len(Moments._fields) - 1  # moments that are one number per token
+    count = single + ids_bnk.shape[-1]
     found_tf = t.call(
         functools.partial(_moments_kernel, with_entropy, with_collision),
         (pl.cdiv(t.tokens, t.token_tile), pl.cdiv(t.vocab, t.vocab_tile)),
@@ -116,7 +121,8 @@ def moments(
         products=1,
     )(fields_tf, t.rows(x_bnd), head.weight)
     found_tf = found_tf[: targets_bn.size]
-    return Moments(*(found_tf[:, i].reshape(targets_bn.shape) for i in range(count))), None
+    moments = (found_tf[:, i].reshape(targets_bn.shape) for i in range(single))
+    return Moments(*moments, found_tf[:, single:].reshape(ids_bnk.shape)), None
 
 
 def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, out_ref):
@@ -127,7 +133,7 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
         lane = jax.lax.broadcasted_iota(jnp.int32, out_ref.shape, 1)
         out_ref[...] = jnp.where(lane == 0, EXCLUDED, 0.0)
 
-    targets, inverse, size = (fields_ref[:, i : i + 1] for i in range(3))
+    inverse, size, wanted = fields_ref[:, 0:1], fields_ref[:, 1:2], fields_ref[:, 2:]
     logits = t.logits(x_ref[...], w_ref[...], inverse)
     ids = t.ids(tile, logits.shape, 1)
     logits = jnp.where(ids < size.astype(jnp.int32), logits, EXCLUDED)
@@ -144,7 +150,13 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
         out_ref[:, 2:3] = old_dot + add(weights * (logits - top))
     if with_collision:
         out_ref[:, 3:4] = scale * scale * out_ref[:, 3:4] + add(weights * weights)
-    out_ref[:, 4:5] += add(jnp.where(ids == targets.astype(jnp.int32), logits, 0.0))
+    wanted = wanted.astype(jnp.int32)
+    lane = jax.lax.broadcasted_iota(jnp.int32, wanted.shape, 1)
+    found = jnp.zeros(wanted.shape, jnp.float32)
+    for k in range(wanted.shape[1]):
+        found_k = add(jnp.where(ids == wanted[:, k : k + 1], logits, 0.0))
+        found = jnp.where(lane == k, found_k, found)
+    out_ref[:, 4:] += found
 
 
 def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
@@ -152,12 +164,14 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
     del kept, logits, chunk
     dtype, is_live = x_bnd.dtype, fields.is_live()
     x_bnd = jnp.where(is_live[..., None], x_bnd, 0)
-    fields = Fields(*(jnp.where(is_live, f, 0) for f in fields))
+    others = fields.others, jnp.where(is_live[..., None], fields.g_others, 0)
+    fields = Fields(*(jnp.where(is_live, f, 0) for f in fields[:-2]), *others)
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, fields.targets.size)
     inverse = jnp.where(is_live, 1 / fields.temperature, 0)
     size_bn = jnp.full(inverse.shape, size)
-    fields_tf = t.columns(*fields._replace(temperature=inverse), size_bn)
+    *single, others, g_others = fields._replace(temperature=inverse)
+    fields_tf = t.columns(*single, size_bn, others, g_others)
     x_td = t.rows(x_bnd)
     grid = pl.cdiv(t.tokens, t.token_tile), pl.cdiv(t.vocab, t.vocab_tile)
     tokens_specs = lambda axis: [
@@ -183,14 +197,23 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
 
 def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):
     """Returns the gradient [tokens, vocabulary] of a tile's logits in the dtype of x."""
+    count = len(Fields._fields) - 1  # the fields of one number per token, and size
     targets, inverse, normaliser, entropy, g_logp, g_entropy, size = (
-        fields_ref[:, i : i + 1] for i in range(len(Fields._fields) + 1)
+        fields_ref[:, i : i + 1] for i in range(count)
     )
+    num_others = (fields_ref.shape[1] - count) // 2
     logp = t.logits(x, weight, inverse) - normaliser
     # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy).
-    factor = g_logp + g_entropy * (logp + entropy) if with_entropy else g_logp
+    factor = g_logp
+    if num_others:
+        factor = factor + jnp.sum(fields_ref[:, count + num_others :], axis=1, keepdims=True)
+    if with_entropy:
+        factor = factor + g_entropy * (logp + entropy)
     ids = t.ids(tile, logp.shape, 1)
     one_hot = jnp.where(ids == targets.astype(jnp.int32), g_logp, 0.0)
+    for k in range(count, count + num_others):
+        other, g_other = fields_ref[:, k : k + 1], fields_ref[:, k + num_others : k + num_others + 1]
+        one_hot += jnp.where(ids == other.astype(jnp.int32), g_other, 0.0)
     gradient = (one_hot - jnp.exp(logp) * factor) * inverse
     return jnp.where(ids < size.astype(jnp.int32), gradient, 0.0).astype(x.dtype)
 

@@ -78,7 +78,7 @@ def by_rows(f: Callable, *arrays: Any) -> Any:
         return jnp.pad(x, fill).reshape(count, ROWS, *x.shape[1:])
 
     out = jax.lax.map(lambda tile: f(*tile), jax.tree.map(tiles, arrays))
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:n], out)
+    return jax.tree.map(lambda y: y.reshape(count * ROWS, *y.shape[2:])[:n], out)
 
 
 # Products

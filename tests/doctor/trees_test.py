@@ -18,7 +18,9 @@ from jaxrl_tis.doctor.case import (
 )
 from jaxrl_tis.doctor.diagnose import IS_VALID, diagnose
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
-from jaxrl_tis.estimators import agreement, attribution, batch_metrics, diagnostics, objectives
+from jaxrl_tis.estimators import (
+    agreement, attribution, batch_metrics, centering, diagnostics, objectives,
+)
 from jaxrl_tis.estimators.presets import ICEPOP
 from jaxrl_tis.validate import validate
 from tests.doctor.runs import config_of, late, names, write_run
@@ -181,6 +183,7 @@ CAUSE_CASES = {
 }
 ROUTED = {FLIPS: 0.05}
 KL_LOSS = {"correction.kl_coeff": 0.01}
+CENTRED = {"correction.preset": "centered_tis_2"}
 SETUP_CASES = {
     "engine.corrected": ({KL: 0.03}, {}, ONCE),
     "engine.corrected-objective": (
@@ -206,6 +209,14 @@ SETUP_CASES = {
     "engine.bypass-masks": (
         {}, {"correction.preset": "bypass_ppo_clip_geo_rs"},
         ONCE - {"engine.corrected"} | {"engine.bypass"},
+    ),
+    "engine.centred": (
+        {KL: 0.03, CHI2: 1.5, "centering/sampler_mass": 0.95}, CENTRED,
+        ONCE - {"engine.corrected"} | {"engine.centred"},
+    ),
+    "engine.head": (
+        {"centering/sampler_mass": 0.8}, CENTRED,
+        ONCE - {"engine.corrected"} | {"engine.centred", "engine.head"},
     ),
     "training.once": ({LAG: 0.0}, {}, ONCE),
     "training.reused": (
@@ -431,6 +442,8 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
     def measured():
         x, mask, ids = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros((2, 3, 1, 1), int)
         lengths = jnp.ones(2)
+        head = {"mask": mask, "adv": x, "tokens": x, "logp": x, "logp_behav": x,
+                "top_ids": ids[..., 0], "top_logps": ids[..., 0]}
         return (
             diagnostics.offpolicy_metrics(x, x, mask)
             | diagnostics.probability_metrics(x, x, mask)
@@ -447,6 +460,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
             | agreement.route_metrics(ids, ids, mask, num_experts=2)
             | attribution.factor_metrics(x, x, x, x, mask)
             | objectives.OBJECTIVES["ppo"](x, x, x, mask)[1]
+            | centering.centered(ids[..., 0], head, x, lambda log_ratio, _: log_ratio)[1]
         )
 
     read = {

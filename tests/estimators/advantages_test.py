@@ -20,7 +20,7 @@ ADVANTAGES = {
     for name, function in advantages.ADVANTAGES.items()
 }
 # One advantage per sequence, from its own group or from the whole batch.
-OWN_GROUP = ["grpo", "dr_grpo", "grpo_passk", "rloo", "oapl", "opo", "opob"]
+OWN_GROUP = ["grpo", "dr_grpo", "maxrl", "grpo_passk", "rloo", "oapl", "opo", "opob"]
 OUTCOME = [*OWN_GROUP, "gpg", "gdpo", "reinforce_plus_plus_baseline"]
 BY_GROUP = [*OWN_GROUP, "otb", "tir_otb"]
 NOT_RELATIVE = ("gae", "remax")  # to the other samples: equal rewards do not give 0
@@ -34,6 +34,7 @@ FIRST_TOKEN = {
     "grpo": [0.707106, -0.707106, 1.091087, -0.218217, 0, 0.699999],
     # Group means 0.5 and 1.75 / 3; the singleton keeps its reward.
     "dr_grpo": [0.5, -0.5, 0.416667, -0.083333, 0, 0.7],
+    "maxrl": [1, -1, 5 / 7, -1 / 7, 0, 0],
     "rloo": [1, -1, 0.625, -0.125, 0, 0],
     "opo": [1 / 3, -2 / 3, 0.25, -0.25, 0, 0.7],
     "gpg": [0.6, -0.6, 0.5, -0.1, 0, 0.84],
@@ -88,6 +89,7 @@ def test_a_ragged_batch(name):
     [
         ("grpo", 0.866024),
         ("dr_grpo", 0.5),
+        ("maxrl", 1.0),
         ("rloo", 2 / 3),
         ("gpg", 1.5),
         ("opo", 0.5),
@@ -182,6 +184,7 @@ def test_a_constant_group_gives_exactly_zero(name, reward, size):
     [
         ("grpo", 0.7 / (1 + 1e-6)),
         ("dr_grpo", 0.7),
+        ("maxrl", 0.0),
         ("grpo_passk", 0.0),
         ("rloo", 0.0),
         ("gpg", 0.7),
@@ -277,6 +280,7 @@ def loop_outcome(name, rewards, length, members):
     formulas = {
         "grpo": (r - r.mean()) / (std + 1e-6) if n > 1 else r / (1 + 1e-6),
         "dr_grpo": r - r.mean() if n > 1 else r,
+        "maxrl": (r - r.mean()) / r.mean() if r.mean() > 0 else 0 * r,
         "rloo": r - np.array(others),
         "opo": r - (length[members] @ r) / length[members].sum() if n > 1 else r,
         "oapl": r - 0.5 * np.log(np.mean(np.exp(r / 0.5))),
@@ -296,7 +300,7 @@ def test_outcome_advantages_equal_a_loop_in_float64():
         return (adv_b - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
 
     expected = {}
-    for name in ("grpo", "dr_grpo", "rloo", "opo", "oapl", "grpo_passk"):
+    for name in ("grpo", "dr_grpo", "maxrl", "rloo", "opo", "oapl", "grpo_passk"):
         expected[name] = np.zeros(10)
         for g in np.unique(group):
             members = np.flatnonzero(group == g)

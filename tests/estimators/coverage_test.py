@@ -26,6 +26,7 @@ PUBLISHED = {
         "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")],
     "k1 bands on the ratio itself": [("mask", name) for name in (
         "token_ratio", "seq_sum_ratio", "seq_mean_ratio")],
+    "a band on the probabilities": [("mask", "token_dp")],
     "veto": [("mask", "veto")],
     "TRM": [("mask", "trm"), ("mask", "trm_k3")],
     "OPSM": [("mask", "opsm")],
@@ -64,6 +65,7 @@ PUBLISHED = {
     "GAE": [("advantage", "gae")],
     "GRPO": [("advantage", "grpo")],
     "Dr.GRPO": [("advantage", "dr_grpo")],
+    "MaxRL": [("advantage", "maxrl")],
     "pass@k": [("advantage", "grpo_passk")],
     "RLOO": [("advantage", "rloo")],
     "REINFORCE++": [("advantage", "reinforce_plus_plus"),
@@ -84,7 +86,7 @@ PUBLISHED = {
 }
 # An arXiv id, or the code, note or book for what has none, or the entry whose source it shares.
 SOURCE = re.compile(
-    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|verl|NeMo|TRL|AReaL|[Ss]ource as `\w+`"
+    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|prime-rl|verl|NeMo|TRL|AReaL|[Ss]ource as `\w+`"
 )
 ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
 TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
@@ -114,4 +116,4 @@ def test_a_test_names_it(kind, name):
 
 
 def test_presets():
-    assert len(presets.PRESETS) == 19 + 5 + 6
+    assert len(presets.PRESETS) == 19 + 5 + 2 + 6

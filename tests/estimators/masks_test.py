@@ -35,6 +35,7 @@ BANDS = {
     "seq_mean_ratio": {"lower": 0.7, "upper": 1.2},
 }
 PARAMETERS = BANDS | {
+    "token_dp": {"upper": 0.1},
     "veto": {"veto_ratio": 0.6},
     "trm": {"trm_delta": 0.4},
     "trm_k3": {"trm_delta": 0.2},
@@ -85,6 +86,10 @@ def oracle(name, inputs):
         peers = list(log_ratio[b, is_peer])
         if name in BANDS:
             keep[b, t] = is_inside(name, peers, log_ratio[b, t])
+        elif name == "token_dp":
+            logp = inputs["logp_behav"][b, t]
+            own = max(-20.0, min(20.0, log_ratio[b, t]))
+            keep[b, t] = abs(math.exp(logp + own) - math.exp(logp)) <= 0.1
         elif name == "veto":
             keep[b, t] = all(math.exp(x) >= 0.6 for x in peers)
         elif name == "trm":
@@ -157,6 +162,15 @@ def poison(inputs, value):
 def computed(is_packed):
     with jax.enable_x64(True):
         return all_masks(poison(make_inputs(is_packed), NAN))
+
+
+def test_a_band_on_the_probabilities_by_hand():
+    # 0.5 against 0.4 and 0.25, 0.001 against 0.1: differences 0.1 in binary, 0.25 and 0.099.
+    learner, sampler = jnp.log(jnp.array([[[0.5, 0.5, 0.001]], [[0.4, 0.25, 0.1]]]))
+    kept = masks.token_dp(
+        learner - sampler, jnp.ones((1, 3), bool), logp_behav=sampler, upper=0.1001
+    )
+    assert kept.tolist() == [[True, False, True]]
 
 
 def test_every_entry_has_parameters_in_these_tests():

@@ -34,7 +34,7 @@ VERL = {
 
 def parsed(name):
     bundle = PRESETS[name]
-    assert set(bundle) == {"mode", "weight", "masks", "objective"}
+    assert set(bundle) == {"mode", "weight", "masks", "objective", "centering"}
     return (
         bundle["mode"], methods.parse("weight", bundle["weight"]),
         methods.parse_all("mask", bundle["masks"]),
@@ -75,6 +75,14 @@ def test_the_blog():
         parsed(name)[3] == ("ppo", {"clip_low": 0.2, "clip_high": 0.2})
         for name in ("normal", "ppo_is", "vanilla_is", "tis_2", "tis_8")
     )
+
+
+def test_centered_scores():
+    assert parsed("centered") == ("bypass", ("none", {}), (), ("reinforce", {}))
+    assert parsed("centered_tis_2")[1] == ("token_tis", {"cap": 2.0})
+    is_centered = {name for name, bundle in PRESETS.items() if bundle["centering"] != "none"}
+    assert is_centered == {"centered", "centered_tis_2"}
+    assert PRESETS["centered"]["centering"] == "top(32)"
 
 
 @pytest.mark.parametrize("name", PRESETS)

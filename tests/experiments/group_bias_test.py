@@ -40,12 +40,21 @@ def assert_same(actual, wanted):
 
 # Advantages.
 
+def test_maxrl_climbs_the_first_terms_of_the_log_of_the_chance():
+    # d/dp -((1 - p) + (1 - p)^2 / 2) = 1 + (1 - p) with three in a group.
+    step = Step(advantage="maxrl")
+    case = coin(0.3, step, size=3)
+    mean, _ = case.moments(group_bias.loss(step))
+    np.testing.assert_allclose(mean, 1.7 * case.true_gradient(), **EXACT)
+
+
 # One token, p = pi(1) = 0.7, groups of two. Only the groups (0, 1) and (1, 0) have a step, with
 # probability 2 p q together, q = 1 - p. The scores are q UP for token 1 and -p UP for token 0, so
 # the mean step is 2 p q (A_1 q - A_0 p) / 2 UP, and the gradient is p q UP: scale = q A_1 - p A_0.
 SCALES = {
     "rloo": 1.0,  # A = 1, -1
     "dr_grpo": 0.5,  # A = 1/2, -1/2
+    "maxrl": 1.0,  # over the mean of 1/2: A = 1, -1
     "grpo": math.sqrt(0.5),  # the same over a deviation of sqrt(1/2)
     "gdpo": math.sqrt(0.5),
     "reinforce_plus_plus": math.sqrt(0.5),  # whitened over two tokens: the same

@@ -1,5 +1,7 @@
 """Weights and objectives on one response, at a small size."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,18 @@ def test_rows_of_one_response():
     assert row.bias == pytest.approx(np.hypot(row.scale - 1, across)) and row.bias > 0.01
     # Its band of 1e-4 around 1 lets no response through, so there is no step.
     assert (rows["geo_mis"].scale, rows["geo_mis"].turn, rows["geo_mis"].bias) == (0.0, 0.0, 1.0)
+
+
+def test_centred_scores_leave_out_what_the_mean_after_a_prefix_adds():
+    names = ("token_vanilla", "token_tis")
+    steps = {name: sequence_bias.STEPS[name] for name in names}
+    steps |= {
+        f"{name}, centred": dataclasses.replace(sequence_bias.STEPS[f"{name}, centred"], head=2)
+        for name in names
+    }
+    rows = {row.name: row.bias for row in sequence_bias.rows(steps, 2, 3, drift=1.0)}
+    assert rows["token_vanilla, centred"] == pytest.approx(rows["token_vanilla"], abs=1e-12)
+    assert abs(rows["token_tis, centred"] - rows["token_tis"]) > 1e-3
 
 
 def test_without_a_gap_every_row_is_the_gradient():

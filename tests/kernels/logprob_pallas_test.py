@@ -32,10 +32,10 @@ def interpreted(case: Case, **params):
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     st.sampled_from([1, 2, 3]), st.integers(1, 90), st.sampled_from([97, 256, 300]),
-    st.integers(0, 1), st.booleans(),
+    st.integers(0, 1), st.booleans(), st.sampled_from([0, 3]),
 )
-def test_values_and_gradients_equal_float64(b, n, v, vocab_axis, highest):
-    case = Case(b, n, 8, v, vocab_axis, highest=highest, seed=b * n * v)
+def test_values_and_gradients_equal_float64(b, n, v, vocab_axis, highest, num_others):
+    case = Case(b, n, 8, v, vocab_axis, highest=highest, num_others=num_others, seed=b * n * v)
     case.check(interpreted(case))
 
 
@@ -53,8 +53,8 @@ def test_two_cores_do_not_race():
 
 
 def test_a_token_without_cotangent_leaks_nothing():
-    case = Case(2, 9, 8, 97)
-    case.g_logp[1, 2:5] = case.g_entropy[1, 2:5] = 0
+    case = Case(2, 9, 8, 97, num_others=2)
+    case.g_logp[1, 2:5] = case.g_entropy[1, 2:5] = case.g_others[1, 2:5] = 0
     expected = interpreted(case)[1]
     case.x[1, 2:5] = np.nan
     found, gradients = interpreted(case)
@@ -68,12 +68,12 @@ def compiled_for(topology, case: Case):
     sharding = SingleDeviceSharding(tpu.devices(topology)[0])
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def loss(weight, x, targets, temperature, kept):
+    def loss(weight, x, targets, temperature, others, kept):
         head = Head(weight, case.vocab_axis, case.highest)
-        found = scored(chunk=case.b * case.n)(head, x, targets, temperature, kept)
-        return jnp.sum(found.logp + found.entropy), found
+        found = scored(chunk=case.b * case.n)(head, x, targets, temperature, others, kept)
+        return jnp.sum(found.logp + found.entropy) + jnp.sum(found.others), found
 
-    inputs = case.weight, case.x, case.targets, case.temperature, case.kept
+    inputs = case.weight, case.x, case.targets, case.temperature, case.others, case.kept
     step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
     return step.lower(*jax.tree.map(abstract, inputs)).compile()
 
@@ -88,6 +88,7 @@ def holds_all_logits(text: str, case: Case) -> bool:
     [
         ("v5e:2x2", Case(2, 300, 896, 5000, 0, dtype="bfloat16")),
         ("v5e:2x2", Case(2, 20, 576, 97, 1)),
+        ("v5e:2x2", Case(2, 150, 896, 5000, 0, dtype="bfloat16", num_others=32)),
         ("v5p:2x2x1", Case(2, 90, 256, 300, 1, dtype="bfloat16", highest=True)),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_tis.kernels import logprob
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.kernels.logprob_chunked import Kept
+from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Kept
 
 
 @dataclasses.dataclass
@@ -24,6 +24,7 @@ class Case:
     dtype: str = "float32"
     highest: bool = False
     kept_size: int = 0
+    num_others: int = 0
     seed: int = 0
 
     def __post_init__(self):
@@ -35,6 +36,7 @@ class Case:
         self.temperature = rng.uniform(0.5, 2, (self.b, self.n)).astype(np.float32)
         self.g_logp, self.g_entropy = rng.normal(0, 1, (2, self.b, self.n)).astype(np.float32)
         self.kept = self._draw_kept(rng) if self.kept_size else None
+        self.others, self.g_others = self._draw_others(rng)
 
     def _draw_kept(self, rng) -> Kept:
         """Each set has its target and others, some twice or left out; a quarter overflow."""
@@ -44,12 +46,22 @@ class Case:
         ids[..., self.kept_size // 2] = self.targets
         return Kept(ids, rng.random(shape[:2]) < 0.25)
 
+    def _draw_others(self, rng) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of which a quarter are none, and, where there are kept sets, of one of them."""
+        shape = (self.b, self.n, self.num_others)
+        ids = rng.integers(0, self.v, shape).astype(np.int32)
+        if self.kept is not None:
+            ids[:] = self.targets[..., None]
+        return (
+            np.where(rng.random(shape) < 0.25, -1, ids), rng.normal(0, 1, shape).astype(np.float32)
+        )
+
     @property
     def weight(self) -> np.ndarray:
         return self.weight_vd if self.vocab_axis == 0 else np.ascontiguousarray(self.weight_vd.T)
 
     def expected(self) -> tuple[list, tuple]:
-        """([logp, entropy, collision], gradients of x and of weight)."""
+        """([logp, entropy, collision, others], gradients of x and of weight)."""
         x, w = self.x.astype(np.float64), self.weight_vd.astype(np.float64)
         temperature = self.temperature[..., None].astype(np.float64)
         logits = x @ w.T / temperature
@@ -64,20 +76,26 @@ class Case:
         one_hot = np.eye(self.v)[self.targets]
         g_logits = self.g_logp[..., None] * (one_hot - p)
         g_logits -= self.g_entropy[..., None] * p * (logp + entropy[..., None])
+        is_other = self.others >= 0
+        g_others = np.where(is_other, self.g_others, 0.0)[..., None]
+        g_logits += (g_others * (np.eye(self.v)[self.others] - p[:, :, None])).sum(axis=2)
         g_logits /= temperature
+        others = np.where(is_other, np.take_along_axis(logp, self.others, axis=-1), 0.0)
         chosen = np.take_along_axis(logp, self.targets[..., None], axis=-1)[..., 0]
         weight_bar = np.einsum("bnv,bnd->vd", g_logits, x)
-        return [chosen, entropy, (p**2).sum(axis=-1)], (
+        return [chosen, entropy, (p**2).sum(axis=-1), others], (
             g_logits @ w, weight_bar if self.vocab_axis == 0 else weight_bar.T
         )
 
     def run(self, score):
-        """(Scores, gradients of x and of weight) of score(head, x, targets, temperature, kept)."""
+        """(Scores, gradients of x and of weight) of score(head, x, targets, temperature, others,
+        kept)."""
 
         def loss(x, weight):
             head = Head(weight, self.vocab_axis, self.highest)
-            found = score(head, x, self.targets, self.temperature, self.kept)
-            return jnp.sum(found.logp * self.g_logp + found.entropy * self.g_entropy), found
+            found = score(head, x, self.targets, self.temperature, self.others, self.kept)
+            value = jnp.sum(found.logp * self.g_logp + found.entropy * self.g_entropy)
+            return value + jnp.sum(found.others * self.g_others), found
 
         step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
         gradients, found = step(self.x, self.weight)
@@ -99,20 +117,21 @@ class Case:
 
 def scored(chunk: int = 1000, **options):
     """`token_logprob` with everything asked for, as `Case.run` takes it."""
-    return lambda head, x, targets, temperature, kept: logprob.token_logprob(
+    return lambda head, x, targets, temperature, others, kept: logprob.token_logprob(
         head, x, targets, temperature, chunk,
-        with_entropy=True, with_collision=True, kept=kept, **options,
+        with_entropy=True, with_collision=True, kept=kept, ids_bnk=others, **options,
     )
 
 
 def scored_by(body: str, cut: logprob.Cut = logprob.Cut(), chunk: int = 1000):
     """The same by a given body, whatever the platform."""
 
-    def score(head, *inputs):
+    def score(head, x, targets, temperature, others, kept):
         plan = logprob.Plan(
             body, cut, head.vocab_size, chunk, with_entropy=True, with_collision=True,
             pulls_entropy=True,
         )
-        return logprob.scores(plan, cut.fill_head(head), *inputs)
+        ids = jnp.where(others < 0, ELSEWHERE, others)
+        return logprob.scores(plan, cut.fill_head(head), x, targets, temperature, ids, kept)
 
     return score

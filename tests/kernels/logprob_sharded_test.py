@@ -25,10 +25,10 @@ POSITIONS_CUT = TRAIN_RULES | {"batch": "data", "length": "fsdp"}
 @pytest.mark.parametrize(
     "mesh, rules, fields",
     [
-        ((2, 2, 2), TRAIN_RULES, dict(b=4, d=8, v=98, vocab_axis=0)),
+        ((2, 2, 2), TRAIN_RULES, dict(b=4, d=8, v=98, vocab_axis=0, num_others=3)),
         ((1, 2, 4), TRAIN_RULES, dict(b=3, d=8, v=100, vocab_axis=1)),  # a row is added
         ((2, 1, 4), sharding.SERVE_RULES, dict(b=2, d=7, v=100, vocab_axis=0, kept_size=5)),
-        ((2, 2, 2), POSITIONS_CUT, dict(b=2, d=8, v=98, kept_size=5)),
+        ((2, 2, 2), POSITIONS_CUT, dict(b=2, d=8, v=98, kept_size=5, num_others=2)),
         ((1, 2, 4), TRAIN_RULES, dict(b=2, d=8, v=97)),  # 25, 25, 25 and 22 tokens
         ((1, 1, 8), WHOLE_VOCABULARY, dict(b=2, d=8, v=9, vocab_axis=1, kept_size=3)),  # 2 to none
     ],
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_float64(mesh, rules, fields, chunk):
     ((1, 1, 8), 9, 1),  # shards without a token
 ])
 def test_kernels_of_a_mesh_equal_float64(mesh, v, vocab_axis):
-    case = Case(2, 5, 8, v, vocab_axis)
+    case = Case(2, 5, 8, v, vocab_axis, num_others=3)
     layout = sharding.layout(mesh, TRAIN_RULES, vocab_size=v)
     tiles = mock.patch.object(logprob_pallas, "LARGEST_TILE", 128)
     with tiles, pltpu.force_tpu_interpret_mode():
@@ -74,7 +74,7 @@ def test_a_tpu_gathers_the_width_once_and_no_vocabulary(vocab_axis, v):
 
     def loss(weight, x, targets, temperature):
         head = Head(weight, vocab_axis)
-        found = scored(chunk=16, layout=layout)(head, x, targets, temperature, None)
+        found = scored(chunk=16, layout=layout)(head, x, targets, temperature, None, None)
         return jnp.sum(found.logp + found.entropy), found
 
     names, sizes = (("vocab", "embed"), (v, d))

@@ -18,10 +18,13 @@ pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds 
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     st.integers(1, 4), st.integers(1, 11), st.sampled_from([2, 50, 97]), st.integers(1, 40),
-    st.booleans(), st.booleans(), st.sampled_from([0, 0, 5]),
+    st.booleans(), st.booleans(), st.sampled_from([0, 0, 5]), st.sampled_from([0, 3]),
 )
-def test_values_and_gradients_equal_float64(b, n, v, chunk, tied, highest, kept_size):
-    case = Case(b, n, 6, v, 1 - tied, highest=highest, kept_size=kept_size, seed=b * n * v)
+def test_values_and_gradients_equal_float64(b, n, v, chunk, tied, highest, kept_size, num_others):
+    case = Case(
+        b, n, 6, v, 1 - tied, highest=highest, kept_size=kept_size, num_others=num_others,
+        seed=b * n * v,
+    )
     case.check(case.run(scored(chunk)))
 
 
@@ -82,6 +85,25 @@ def test_a_kept_set_by_hand():
     np.testing.assert_allclose(gradient[0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_other_tokens_by_hand(numerics):
+    # Probabilities 1/9, 3/9, 5/9; d log p(v) = onehot - p; the token of a negative id is none.
+    head = Head(jnp.log(jnp.array([[1.0, 3.0, 5.0]])), vocab_axis=1)
+    ones, targets = jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32)
+    ids = jnp.array([[[2, -1, 1]]])
+
+    @jax.jit
+    def others(weight):
+        return token_logprob(
+            Head(weight, 1), ones[..., None], targets, ones, 8, ids_bnk=ids, numerics=numerics
+        ).others
+
+    value, pull = jax.vjp(others, head.weight)
+    np.testing.assert_allclose(value, [[[np.log(5 / 9), 0.0, np.log(3 / 9)]]], rtol=1e-5)
+    (gradient,) = pull(jnp.array([[[1.0, 10.0, 2.0]]]))
+    np.testing.assert_allclose(gradient, [[-3 / 9, 2 - 9 / 9, 1 - 15 / 9]], rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_not_asked_for_is_zero():
     case = Case()
     head = Head(case.weight, 0)
@@ -129,9 +151,10 @@ def test_no_program_holds_all_the_logits():
 
     def loss(x, w, chunk):
         found = token_logprob(
-            Head(w, 1), x, targets, ones, chunk, with_entropy=True, with_collision=True
+            Head(w, 1), x, targets, ones, chunk, with_entropy=True, with_collision=True,
+            ids_bnk=targets[..., None],
         )
-        return jnp.sum(found.logp) + jnp.sum(found.entropy)
+        return jnp.sum(found.logp) + jnp.sum(found.entropy) + jnp.sum(found.others)
 
     step = jax.value_and_grad(loss, (0, 1))
     sizes = lambda chunk: max(all_sizes(jax.make_jaxpr(lambda x, w: step(x, w, chunk))(x, w).jaxpr))
@@ -152,7 +175,7 @@ def test_programs_for_a_tpu_have_the_kernels_and_others_do_not():
 
     def lowered(platform, kept):
         loss = lambda x, weight: jnp.sum(
-            scored()(Head(weight, 0), x, case.targets, case.temperature, kept).logp
+            scored()(Head(weight, 0), x, case.targets, case.temperature, None, kept).logp
         )
         traced = jax.jit(jax.grad(loss, (0, 1))).trace(case.x, case.weight)
         return traced.lower(lowering_platforms=(platform,)).as_text().count("tpu_custom_call")

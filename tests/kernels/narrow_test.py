@@ -24,11 +24,12 @@ def decode():
 
 
 def moments():
-    run = lambda head, x, targets, temperature: logprob_pallas.moments(
-        head, x, targets, temperature, None, 300, 8, True, True
+    run = lambda head, x, targets, temperature, others: logprob_pallas.moments(
+        head, x, targets, temperature, others, None, 300, 8, True, True
     )
     head = Head(shape("float32", 300, 128), 0)
-    return run, (head, shape("float32", 2, 9, 128), shape("int64", 2, 9), shape("float32", 2, 9))
+    rows = shape("int64", 2, 9), shape("float32", 2, 9), shape("int64", 2, 9, 3)
+    return run, (head, shape("float32", 2, 9, 128), *rows)
 
 
 def doubled():

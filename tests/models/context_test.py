@@ -11,7 +11,7 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.models import attention, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.scoring import Learner, response_logprobs
+from jaxrl_tis.scoring import Learner, response_scores
 
 pytestmark = [
     pytest.mark.compiles,
@@ -157,7 +157,8 @@ def losses(layout, params, batch):
     weights = np.cos(np.arange(batch["mask"].size)).reshape(batch["mask"].shape)
 
     def loss(params):
-        logp, entropy = response_logprobs(params, learner, batch, with_entropy=True)
+        found = response_scores(params, learner, batch, with_entropy=True)
+        logp, entropy = found["logp"], found["entropy"]
         return jnp.sum(weights * (logp + 0.1 * entropy)), (logp, entropy)
 
     gradients, values = jax.jit(jax.grad(loss, has_aux=True))(params)

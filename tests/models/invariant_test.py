@@ -76,7 +76,7 @@ def test_log_probs_of_kept_sets_are_those_of_fast_numerics():
         return jit(lambda *args: token_logprob(*args, 8, **options))(*args)
 
     single = scores("invariant", None)
-    for found, expected in zip(single, scores("fast", None)):
+    for found, expected in zip(single, scores("fast", None), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     for found, expected in zip(scores("invariant", layout(2)), single):
         np.testing.assert_array_equal(found, expected)
@@ -103,14 +103,15 @@ def test_log_probs_of_any_vocabulary_and_their_gradients(size):
     """Bits of the values; the gradients are sums of the mesh."""
     x, weight = normal(2, 9, 64), normal(64, size)
     targets = jnp.asarray(RNG.integers(0, size, (2, 9)), jnp.int32).at[0, 0].set(size - 1)
+    ids = jnp.stack([targets, (targets + 7) % size], axis=-1)
 
     def scores(tensor):
         def total(weight, x):
             found = token_logprob(
                 Head(weight, 1), x, targets, jnp.full((2, 9), 0.7), 8, with_entropy=True,
-                with_collision=True, layout=layout(tensor), numerics="invariant",
+                with_collision=True, ids_bnk=ids, layout=layout(tensor), numerics="invariant",
             )
-            return jnp.sum(found.logp + found.entropy), found
+            return jnp.sum(found.logp + found.entropy) + jnp.sum(found.others), found
 
         (_, found), gradients = jit(jax.value_and_grad(total, (0, 1), has_aux=True))(weight, x)
         return jax.device_get(found), jax.device_get(gradients)
@@ -119,6 +120,7 @@ def test_log_probs_of_any_vocabulary_and_their_gradients(size):
     log_p = jax.nn.log_softmax((x @ weight) / 0.7)
     expected = np.take_along_axis(np.asarray(log_p), np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(single.logp, expected, atol=2e-4)
+    np.testing.assert_allclose(single.others[..., 0], single.logp, atol=1e-6)
     for tensor in (2, 4) if size == 2060 else (4,):
         found, others = scores(tensor)
         for a, b in zip(found, single):

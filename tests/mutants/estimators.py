@@ -57,6 +57,17 @@ MUTANTS = [
          "_turn_weight(ratios.sequence_sum(log_ratio, mask, ids_bt)"),
     ),
     *of(
+        "estimators/centering.py",
+        ("the tail is left out", "q * f_head - f_tail[..., None] * p", "q * f_head"),
+        ("what is subtracted is not weighted", "q * f_head -", "q -"),
+        ("the tail has the weight of the inverse ratio", "f(-log_rho, least)", "f(log_rho, least)"),
+        ("masks do not reach the tokens that were not drawn",
+         "w = jnp.where(is_kept, w, 0.0)", "pass"),
+        ("a full head has a tail", "jnp.all(is_token, axis=-1), jnp.maximum", "True, jnp.maximum"),
+        ("the correction is added", "loss = adv * jnp.sum", "loss = -adv * jnp.sum"),
+        ("padding has an advantage", "ratios.zero_padding(batch[\"adv\"], mask)", "batch[\"adv\"]"),
+    ),
+    *of(
         "estimators/masks.py",
         ("an upper bound excludes itself",
          "(statistic(name, log_ratio, mask, seg) <= upper)",

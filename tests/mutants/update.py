@@ -12,7 +12,7 @@ MUTANTS = [
          "judged.w * judged.factor, judged.log_ratio", "judged.w, judged.log_ratio",
          "test_batch_normalised_weights_have_mean_one"),
         ("updates take the large fields that no method reads",
-         'use in ("forward", "update") or (use == "method" and field in _needs(at_update))',
+         'use in ("forward", "update") or (use == "method" and field in needed)',
          'use in ("forward", "update", "method")',
          "fields_test.py::test_updates_take_what_they_and_their_methods_read"),
         ("what is rejected in bypass mode leaves the denominators",

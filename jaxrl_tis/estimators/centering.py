@@ -1,0 +1,186 @@
+"""Score centering: the drift of off-policy scores, subtracted where the sampler recorded a head.
+
+On policy a score has mean 0: a constant advantage moves nothing. Drawn from another policy q and
+weighted by w it has the mean sum_v q(v) w(v) grad log p(v), the drift, at every prefix. Score
+centering (arXiv:2609.20807) subtracts it from the step of the drawn token y,
+
+  g = A (w(y) grad log p(y) - sum_v q(v) w(v) grad log p(v)),
+
+whose mean over y ~ q is Cov_q(A, w grad log p). The weight of a token that was not drawn is what the
+chosen weight, masks and objective would give it: those that judge every token by itself have one.
+
+The sum runs over a head H of tokens whose ids and q were recorded. The others are modelled as
+q = rho p with rho = (1 - Q_H) / (1 - P_H), Q_H and P_H the masses of H, and cost nothing, because
+sum_v p grad log p = 0 over all tokens: with f the weight as a function of p / q
+
+  c(v) = q f(p / q) - rho f(1 / rho) p  on H,     L += A sum_H sg[c(v)] log p(v).
+
+Where H is all that could be drawn (a kept set, over which p is normalised, too) nothing is modelled.
+"""
+
+import re
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import methods, ratios
+from jaxrl_tis.estimators.methods import Method
+
+# f: ([B,S] log of learner over sampler, [B,S] log-prob of the sampler) -> weights [B,S].
+Rule = Callable[[chex.Array, chex.Array], chex.Array]
+
+WEIGHTS = (
+    "none", "token_vanilla", "token_tis", "token_clip", "token_mis", "token_icepop",
+)
+MASKS = ("token_k1", "token_k2", "token_k3", "token_ratio", "token_dp")
+OBJECTIVES = ("gpg", "reinforce", "cispo")
+# At a ratio of 1 these have the gradient of `reinforce`.
+AT_RATIO_ONE = ("ppo", "dual_clip", "two_sided")
+SMALLEST_TAIL = 1e-6  # of the learner's mass outside the head
+
+
+def head_size(text: str, kept_set: int) -> int:
+    """How many tokens of a position the head has; 0 if scores are not centred.
+
+    Args:
+      text: "none", "top(n)", the n likeliest, or "kept", the recorded support.
+      kept_set: most tokens of such a support.
+
+    ValueError for any other text.
+    """
+    if text in ("none", "kept"):
+        return kept_set if text == "kept" else 0
+    found = re.fullmatch(r"top\(([1-9]\d{0,5})\)", text)
+    if not found:
+        raise ValueError(f"centering {text!r} is none of 'none', 'kept' and 'top(n)'")
+    return int(found[1])
+
+
+def why_not(
+    weight: Method, masks: tuple[Method, ...], objective: Method, mode: str, is_one_update: bool
+) -> str | None:
+    """Why the methods have no weight of a token by itself, with what to choose; None if they have.
+
+    Args:
+      is_one_update: whether a rollout batch gets a single update, so that the policy of the update
+        is the one that weights judge.
+    """
+    if weight[0] not in WEIGHTS:
+        return f"the weight {weight[0]!r} is not one of each token; choose {', '.join(WEIGHTS)}"
+    for name, _ in masks:
+        if name not in MASKS:
+            return f"the mask {name!r} does not judge each token by itself; choose {', '.join(MASKS)}"
+    name, parameters = objective
+    if mode == "decoupled" and not is_one_update:
+        return (
+            "decoupled mode judges the policy before the first of several updates: set "
+            "correction.mode to 'bypass' and correction.objective to 'reinforce'"
+        )
+    if name == "cispo" and any(parameters[f"cispo_mask_{end}"] < jnp.inf for end in ("low", "high")):
+        return "the masks of objective 'cispo' look at the advantage: leave them infinite"
+    if name in OBJECTIVES or (name in AT_RATIO_ONE and mode == "decoupled"):
+        return None
+    return f"the objective {name!r} is no weight times a log-prob; choose {', '.join(OBJECTIVES)}"
+
+
+def rule(weight: Method, masks: tuple[Method, ...], objective: Method) -> Rule:
+    """The weight f of any token under methods of which `why_not` is None."""
+
+    def f(log_ratio: chex.Array, logp_behav: chex.Array) -> chex.Array:
+        everywhere = jnp.ones(log_ratio.shape, bool)
+        w = methods.function("weight", weight[0])(log_ratio, everywhere, **weight[1])
+        for name, parameters in masks:
+            extra = {"logp_behav": logp_behav} if methods.needs("mask", name) else {}
+            is_kept = methods.function("mask", name)(log_ratio, everywhere, **extra, **parameters)
+            w = jnp.where(is_kept, w, 0.0)
+        name, parameters = objective
+        if name in AT_RATIO_ONE:
+            return w
+
+        def surrogate(logp):  # its derivative is minus the objective's weight
+            loss, _ = methods.function("objective", name)(
+                logp, logp_behav, jnp.ones_like(logp), everywhere, **parameters
+            )
+            return jnp.sum(loss)
+
+        return -w * jax.grad(surrogate)(logp_behav + log_ratio)
+
+    return lambda *args: jax.lax.stop_gradient(f(*args))
+
+
+def coefficients(
+    logp: chex.Array, logq: chex.Array, is_token: chex.Array, f: Rule
+) -> tuple[chex.Array, chex.Array, chex.Array]:
+    """(c [B,T,K] of the centering term, P_H and Q_H [B,T]), without gradient.
+
+    Args:
+      logp: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
+      logq: [B,T,K] those of the distribution that the token was drawn from.
+      is_token: [B,T,K] bool; a head with an entry that is none holds all that could be drawn.
+    """
+    b, t, k = logp.shape
+    p, q = (jnp.where(is_token, jnp.exp(x), 0.0) for x in (logp, logq))
+    p_head, q_head = jnp.sum(p, axis=-1), jnp.sum(q, axis=-1)
+    tail = jnp.where(jnp.all(is_token, axis=-1), jnp.maximum(1.0 - q_head, 0.0), 0.0)
+    rho = tail / jnp.maximum(1.0 - p_head, SMALLEST_TAIL)
+    has_tail = rho > 0
+    log_rho = jnp.log(jnp.where(has_tail, rho, 1.0))
+    # A token of the tail is taken to be as likely as the least likely one of the head.
+    least = jnp.min(jnp.where(is_token, logq, 0.0), axis=-1)
+    log_ratio = jnp.where(is_token, logp - jnp.where(is_token, logq, 0.0), 0.0)
+    flat = lambda x: x.reshape(b, t * k)
+    f_head = f(flat(log_ratio), flat(jnp.where(is_token, logq, 0.0))).reshape(b, t, k)
+    f_tail = jnp.where(has_tail, rho * f(-log_rho, least), 0.0)
+    return jax.lax.stop_gradient((q * f_head - f_tail[..., None] * p, p_head, q_head))
+
+
+def centered(
+    logp_top: chex.Array, batch: dict[str, chex.Array], entropy: chex.Array, f: Rule
+) -> tuple[chex.Array, dict[str, chex.Array]]:
+    """(loss_bt [B,T], metrics): A sum_H sg[c(v)] log p(v) of every valid token, 0 at padding.
+
+    Gradient: through logp_top.
+
+    Args:
+      logp_top: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
+      batch: mask, adv and logp, logp_behav [B,T] of the drawn tokens, top_ids and top_logps [B,T,K]
+        of the head; a negative id is no token. What stands at padding is ignored.
+      entropy: [B,T] entropy of the policy that is trained, nats.
+      f: see `rule`.
+    """
+    mask = ratios.as_bool(batch["mask"])
+    is_token = mask[..., None] & (batch["top_ids"] >= 0)
+    logp_top = jnp.where(is_token, ratios.as_float(logp_top), 0.0)
+    logq_top = jnp.where(is_token, ratios.as_float(batch["top_logps"]), 0.0)
+    adv = jax.lax.stop_gradient(ratios.zero_padding(batch["adv"], mask))
+    c, p_head, q_head = coefficients(logp_top, logq_top, is_token, f)
+    loss = adv * jnp.sum(c * logp_top, axis=-1)
+    return loss, jax.lax.stop_gradient(
+        _metrics(c, p_head, q_head, logp_top, is_token, batch, entropy, adv, f)
+    )
+
+
+def _metrics(c, p_head, q_head, logp_top, is_token, batch, entropy, adv, f):
+    """Means over tokens: the masses of the head, the sizes of both parts of the step as gradients
+    for the logits, those outside the head taken together, and the drift of log p(y) + H, whose mean
+    is 0 on policy, before and after what is subtracted."""
+    mask = batch["mask"]
+    logp, behav, entropy = (
+        ratios.zero_padding(x, mask) for x in (batch["logp"], batch["logp_behav"], entropy)
+    )
+    w, total = f(logp - behav, behav), jnp.sum(c, axis=-1)
+    p, rest = jnp.where(is_token, jnp.exp(logp_top), 0.0), jnp.maximum(1.0 - p_head, 0.0)
+    is_drawn = is_token & (batch["top_ids"] == batch["tokens"][..., None])
+    is_outside = ~jnp.any(is_drawn, axis=-1)
+    norm = lambda head, rest: jnp.sqrt(jnp.sum(jnp.square(head), axis=-1) + jnp.square(rest))
+    base = jnp.abs(adv * w) * norm(is_drawn - p, is_outside - rest)
+    subtracted = jnp.abs(adv) * norm(c - p * total[..., None], rest * total)
+    drift = w * (logp + entropy)
+    left = drift - jnp.sum(c * jnp.where(is_token, logp_top + entropy[..., None], 0.0), axis=-1)
+    named = {
+        "learner_mass": p_head, "sampler_mass": q_head, "base_norm": base, "norm": subtracted,
+        "drift": drift, "drift_left": left,
+    }
+    return {f"centering/{name}": ratios.masked_mean(x, mask) for name, x in named.items()}
