@@ -11,6 +11,7 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.estimators.centering import head_size
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program
 from jaxrl_tis.optimizer import make_optimizer
@@ -24,7 +25,7 @@ PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
 
 def setup(
     vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int = NEW_TOKENS,
-    fuse_score: str = "auto",
+    fuse_score: str = "auto", preset: str = "tis_2", centering: str | None = None,
 ):
     """(Setup, state) of 4 prompts x 8 samples with 64 + new_tokens tokens each."""
     config = default.get_config()
@@ -32,6 +33,8 @@ def setup(
     config.rollout.prompts, config.rollout.group_size = PROMPTS, GROUP
     config.train.microbatch_rows = 8
     config.train.fuse_score = fuse_score
+    config.correction.preset, config.correction.centering = preset, centering
+    chosen = correction.parse(config.correction)
     model = ModelConfig(
         family="llama", vocab_size=vocab_size, embed_dim=256, num_layers=4, num_heads=8,
         num_kv_heads=4, head_dim=32, mlp_dim=768, rope=RopeConfig("default", 1e4),
@@ -42,11 +45,12 @@ def setup(
     engine = Engine(model, EngineConfig(
         slots=PROMPTS * GROUP, max_length=PROMPT_TOKENS + new_tokens, steps=new_tokens,
         prefill_batch=PROMPTS, quantization=quantization,
+        top_n=head_size(chosen.centering, 0),
     ))
     made = build.Setup(
         config=config, tokenizer=None, model=model, layout=layout,
         learner=Learner(model, Program(), new_tokens, config.train.logprob_chunk),
-        packer=None, correction=correction.parse(config.correction), optimizer=tx,
+        packer=None, correction=chosen, optimizer=tx,
         critic_optimizer=tx,
         engine=engine, learner_engine=engine,
     )

@@ -3,8 +3,8 @@
     ./launch/quickstart.sh
 
 or `python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/quickstart`. Two CPU
-cores, no download. The variants `:off` (same int8 sampler, correction off) and `:f32` (float32
-sampler) are what `--compare` adds.
+cores, no download. The variants `:off` (same int8 sampler, correction off), `:centered` (same sampler,
+centred scores in place of the weight) and `:f32` (float32 sampler) are what `--compare` adds.
 """
 
 from configs import default
@@ -30,8 +30,10 @@ def get_config(variant: str = "tis"):
     c.checkpoint.every = 70
     if variant == "off":
         c.correction.weight = "none"
+    elif variant == "centered":
+        c.correction.weight, c.correction.centering = "none", "top(32)"
     elif variant == "f32":
         c.engine.quantization = "none"
     elif variant != "tis":
-        raise ValueError(f"variant {variant!r} is none of tis, off, f32")
+        raise ValueError(f"variant {variant!r} is none of tis, off, centered, f32")
     return c

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The main job from a bare clone: ./launch/quickstart.sh [--compare]
-# --compare also runs the same seed without the correction and with float32 rollouts, and overlays
-# the three in one report.
+# --compare also runs the same seed without the correction, with centred scores in its place, and with
+# float32 rollouts, and overlays the four in one report.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv ""
 
 variants=(tis)
-[ "${1:-}" = "--compare" ] && variants=(tis off f32)
+[ "${1:-}" = "--compare" ] && variants=(tis off centered f32)
 workdirs=()
 for variant in "${variants[@]}"; do
   workdir=runs/quickstart-$variant

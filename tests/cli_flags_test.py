@@ -16,7 +16,8 @@ from tests.configs_test import QWEN, write_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHIPPED = (
-    "quickstart.py", "quickstart.py:off", "quickstart.py:f32", "smollm2_135m.py",
+    "quickstart.py", "quickstart.py:off", "quickstart.py:centered", "quickstart.py:f32",
+    "smollm2_135m.py",
     "gsm8k_qwen25_0p5b.py:grpo", "gsm8k_qwen25_0p5b.py:ppo", "dapo_qwen25_32b.py",
 )
 SMALL = QWEN | {

@@ -61,7 +61,7 @@ def get_config(name):
 
 
 @pytest.mark.parametrize("name", [
-    "default", "quickstart", "quickstart:off", "quickstart:f32", "smollm2_135m", *LARGE,
+    "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m", *LARGE,
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)

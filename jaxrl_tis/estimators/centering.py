@@ -118,13 +118,12 @@ def coefficients(
     Args:
       logp: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
       logq: [B,T,K] those of the distribution that the token was drawn from.
-      is_token: [B,T,K] bool; a head with an entry that is none holds all that could be drawn.
+      is_token: [B,T,K] bool: the head's tokens; other entries may hold anything.
     """
     b, t, k = logp.shape
     p, q = (jnp.where(is_token, jnp.exp(x), 0.0) for x in (logp, logq))
     p_head, q_head = jnp.sum(p, axis=-1), jnp.sum(q, axis=-1)
-    tail = jnp.where(jnp.all(is_token, axis=-1), jnp.maximum(1.0 - q_head, 0.0), 0.0)
-    rho = tail / jnp.maximum(1.0 - p_head, SMALLEST_TAIL)
+    rho = jnp.maximum(1.0 - q_head, 0.0) / jnp.maximum(1.0 - p_head, SMALLEST_TAIL)
     has_tail = rho > 0
     log_rho = jnp.log(jnp.where(has_tail, rho, 1.0))
     # A token of the tail is taken to be as likely as the least likely one of the head.

@@ -170,7 +170,7 @@ def test_coefficients_by_hand(weight, c):
     np.testing.assert_allclose([p_head[0, 0], q_head[0, 0]], [0.7, 0.8], rtol=1e-6)
 
 
-def test_a_head_with_room_left_holds_everything():
+def test_a_head_of_all_that_could_be_drawn_has_no_tail():
     # The second entry is no token: the sampler could draw one alone, whatever the learner says.
     f = centering.rule(("none", {}), (), ("reinforce", {}))
     found, _, _ = centering.coefficients(*head([0.6, 0.3], [1.0, 0.0]), f)

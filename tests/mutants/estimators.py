@@ -63,7 +63,6 @@ MUTANTS = [
         ("the tail has the weight of the inverse ratio", "f(-log_rho, least)", "f(log_rho, least)"),
         ("masks do not reach the tokens that were not drawn",
          "w = jnp.where(is_kept, w, 0.0)", "pass"),
-        ("a full head has a tail", "jnp.all(is_token, axis=-1), jnp.maximum", "True, jnp.maximum"),
         ("the correction is added", "loss = adv * jnp.sum", "loss = -adv * jnp.sum"),
         ("padding has an advantage", "ratios.zero_padding(batch[\"adv\"], mask)", "batch[\"adv\"]"),
     ),

@@ -1,0 +1,45 @@
+"""What centred scores cost: rollouts and updates with and without them, taking turns.
+
+    python -m benchmarks.centering [--rounds=10] [--head=32]
+
+The model of `benchmarks.grpo_step`, preset centered_tis_2.
+"""
+
+import argparse
+import statistics
+
+from benchmarks import model
+from benchmarks.grpo_step import timed
+from jaxrl_tis import cli
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--head", type=int, default=32)
+    args = parser.parse_args()
+    steps = {
+        text: model.Step(*model.setup(preset="centered_tis_2", centering=text))
+        for text in ("none", f"top({args.head})")
+    }
+    for step in steps.values():
+        step(), step()
+    times = {(text, part): [] for text in steps for part in ("rollout", "update")}
+    for index in range(args.rounds):
+        for text, step in steps.items():
+            rollout, samples = timed(step.rollout)
+            update, _ = timed(step.update, step.score(samples), 1 + 10 * index)
+            times[text, "rollout"].append(rollout)
+            times[text, "update"].append(update)
+    without, centred = steps
+    for part in ("rollout", "update"):
+        pairs = [b / a - 1 for a, b in zip(times[without, part], times[centred, part])]
+        medians = [statistics.median(times[text, part]) for text in steps]
+        print(
+            f"{part:8s} {medians[0]:.3f} s without, {medians[1]:.3f} s with {centred}; "
+            f"median of the rounds {statistics.median(pairs):+.1%}"
+        )
+
+
+if __name__ == "__main__":
+    cli.run(main)
