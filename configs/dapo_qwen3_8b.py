@@ -25,7 +25,7 @@ def get_config():
     c.engine.slots = 64
     c.engine.prefill_chunk = 1024
     c.engine.prefill_batch = 16
-    c.mesh.serve = (-1, 1, 4)
+    c.mesh.serve = (-1, 1, 8)
 
     c.train.microbatch_rows = 16
     c.train.pack_length = 5120

@@ -129,7 +129,7 @@ class Layout:
     def gather(self, x: jax.Array, axis: int) -> jax.Array:
         """Joins, along an axis of x, the parts of the devices that the width is cut over."""
         for name in reversed(self.axes("embed")):
-            for groups in reversed(_stages(self.mesh.shape[name])):
+            for groups in reversed(stages(self.mesh.shape[name])):
                 x = jax.lax.all_gather(x, name, axis=axis, tiled=True, axis_index_groups=groups)
         return x
 
@@ -137,7 +137,7 @@ class Layout:
         """Sums x over those devices in `sum_dtype`; of an axis each keeps its own part."""
         summed = x.astype(self.sum_dtype)
         for name in self.axes("embed"):
-            for groups in _stages(self.mesh.shape[name]):
+            for groups in stages(self.mesh.shape[name]):
                 summed = jax.lax.psum_scatter(
                     summed, name, scatter_dimension=axis, tiled=True, axis_index_groups=groups
                 )
@@ -242,7 +242,7 @@ class Layout:
 
 
 @functools.cache
-def _stages(count: int) -> list[list[list[int]] | None]:
+def stages(count: int) -> list[list[list[int]] | None]:
     """Returns, for `count` devices in a row, the groups of each stage of a reduce-scatter; a gather
     takes them in reverse. One group of all is None."""
     if count <= STAGE:

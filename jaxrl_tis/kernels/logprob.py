@@ -383,10 +383,14 @@ def _finish(m: Moments, plan: Plan) -> tuple[Scores, jax.Array]:
 def _backward(plan, saved, cotangents: Scores):
     head, x_bnd, targets_bn, temperature_bn, kept, normaliser_bn, entropy_bn, logits = saved
     cut = plan.cut
+    # The kernels multiply the logits twice. Of a part of the vocabulary a chunk of them is small, and
+    # written once; in float32 reading it takes less than a product.
+    is_small = cut.is_spread or cut.parts > 1
+    body_of_gradients = "chunked" if is_small and head.highest else plan.body
 
     def gradients(cut, local, x, fields, kept, logits=None):
         columns = local.vocab_size
-        return BODIES[plan.body].gradients(
+        return BODIES[body_of_gradients].gradients(
             local, x, fields._replace(targets=cut.local_ids(fields.targets, columns)),
             cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
             logits, plan.chunk, plan.pulls_entropy,

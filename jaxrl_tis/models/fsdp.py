@@ -52,10 +52,12 @@ def _dot_bwd(layout, is_split_in, operands, y_bar):
     def local(x, w, y_bar):
         w_all = _gathered(w, layout, is_split_in, x.dtype)
         x_bar = _product(y_bar, w_all, (((2,), (1,)), ((), ())))
-        w_bar = _product(x, y_bar, (((0, 1), (0, 1)), ((), ())))
         x_bar = _summed(x_bar, layout, None if is_split_in else "mlp")
-        w_bar = layout.sum_rows(layout.scatter(w_bar, int(is_split_in)))
-        return x_bar.astype(x.dtype), w_bar.astype(w.dtype)
+        # The width comes first: a TPU scatters parts of rows, and not of columns below its 128 lanes.
+        pair = (y_bar, x) if is_split_in else (x, y_bar)
+        w_bar = layout.scatter(_product(*pair, (((0, 1), (0, 1)), ((), ()))), 0)
+        w_bar = layout.sum_rows(w_bar).astype(w.dtype)
+        return x_bar.astype(x.dtype), w_bar.T if is_split_in else w_bar
 
     values = w.w if isinstance(w, quant.Master) else w
     x_bar, w_bar = _on(layout, local, (x_spec, w_spec, y_spec), (x_spec, w_spec))(x, values, y_bar)

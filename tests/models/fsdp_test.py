@@ -82,17 +82,17 @@ def test_gradients_are_summed_in_the_dtype_of_the_layout():
         np.testing.assert_array_equal(w_bar, np.full((D, F), expected, np.float32))
 
 
-def test_many_devices_exchange_in_stages(monkeypatch):
+def test_many_devices_exchange_instages(monkeypatch):
     """As sixteen do four by four, eight do two by two here."""
     monkeypatch.setattr(sharding, "STAGE", 2)
-    sharding._stages.cache_clear()
+    sharding.stages.cache_clear()
     test_a_product_and_its_gradients((1, 8, 1), False, "float")
-    sharding._stages.cache_clear()
+    sharding.stages.cache_clear()
     monkeypatch.setattr(sharding, "STAGE", 8)
-    sizes = lambda n: [len(groups[0]) for groups in sharding._stages(n)]
-    assert sharding._stages(8) == [None]
+    sizes = lambda n: [len(groups[0]) for groups in sharding.stages(n)]
+    assert sharding.stages(8) == [None]
     assert (sizes(16), sizes(32), sizes(64), sizes(12)) == ([4, 4], [8, 4], [8, 8], [4, 3])
-    assert sharding._stages(16)[0][1] == [1, 5, 9, 13] and sharding._stages(16)[1][1] == [4, 5, 6, 7]
+    assert sharding.stages(16)[0][1] == [1, 5, 9, 13] and sharding.stages(16)[1][1] == [4, 5, 6, 7]
 
 
 def test_one_device_is_not_cut():
