@@ -44,7 +44,7 @@ def splash_kernel(length: int, is_causal: bool, interpret: bool):
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([mask((length, length))]),
-            block_sizes=splash_blocks(length), head_shards=1, q_seq_shards=1,
+            block_sizes=splash_blocks(length, length), head_shards=1, q_seq_shards=1,
             save_residuals=True, interpret=interpret,
         )
 

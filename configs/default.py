@@ -23,7 +23,9 @@ def get_config() -> ConfigDict:
     c.model.tie_embeddings = True
     c.model.param_dtype = "float32"  # bfloat16 loses every update below 1/512 of its weight
     c.model.dtype = "float32"  # compute dtype of the learner
-    c.model.remat = "none"  # none, dots (keep matrix products) or full
+    # What the backward pass recomputes: none, dots (keeps matrix products), full (keeps the input of
+    # each layer) or host (keeps it in host memory; TPU)
+    c.model.remat = "none"
     c.model.highest_head = False  # float32 output head at full precision (matters on TPU)
     c.model.quantization = "none"  # the engine's: the learner then computes the same 8-bit products
     c.model.unquantized = ()  # and the engine's here
@@ -139,6 +141,9 @@ def get_config() -> ConfigDict:
     # auto: a batch that gets one update is scored by it, where the methods allow; never: before it
     c.train.fuse_score = "auto"
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
+    # In which gradients of matrices are summed over the devices of mesh.train that cut them: float32
+    # or, at half the bytes, bfloat16
+    c.train.sum_dtype = "float32"
 
     c.metrics = ConfigDict()
     # Steps between percentiles and profiles by position, which sort the rollout batch, and variance

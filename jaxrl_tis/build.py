@@ -152,7 +152,7 @@ def assemble(
     """
     _check_logits(config, chosen, model.vocab_size)
     place = functools.partial(sharding.layout, devices=devices, vocab_size=model.vocab_size)
-    layout = place(config.mesh.train, sharding.TRAIN_RULES)
+    layout = place(config.mesh.train, sharding.TRAIN_RULES, sum_dtype=config.train.sum_dtype)
     serving = place(config.mesh.serve, sharding.SERVE_RULES)
     for mesh in (layout.mesh, serving.mesh):
         placement.check_tensor_parallel(model, mesh.shape["tensor"])

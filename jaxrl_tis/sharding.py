@@ -18,6 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_tis.fields import logical_axes
 
 MESH_AXES = ("data", "fsdp", "tensor", "context")
+# libtpu makes an all-reduce of a reduce-scatter, and on v5p of a gather, among more devices of a
+# mesh axis. In stages among at most so many it does not, and a device sends as many bytes.
+STAGE = 8
 
 TRAIN_RULES = {
     "batch": ("data", "fsdp"),
@@ -83,10 +86,12 @@ def partition_spec(axes: tuple, rules: dict) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with its rule table."""
+    """A mesh with its rule table, and the dtype in which its devices sum the gradients of their
+    rows."""
 
     mesh: Mesh
     rules_items: tuple
+    sum_dtype: str = "float32"
 
     @property
     def rules(self) -> dict:
@@ -109,6 +114,41 @@ class Layout:
 
     def sharding(self, axes: tuple) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(axes, self.rules))
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes that a logical axis is cut over."""
+        (entry,) = partition_spec((name,), self.rules)
+        return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """Counts the parts that these mesh axes cut an array into."""
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    # Inside a shard_map over all of the mesh
+
+    def gather(self, x: jax.Array, axis: int) -> jax.Array:
+        """Joins, along an axis of x, the parts of the devices that the width is cut over."""
+        for name in reversed(self.axes("embed")):
+            for groups in reversed(stages(self.mesh.shape[name])):
+                x = jax.lax.all_gather(x, name, axis=axis, tiled=True, axis_index_groups=groups)
+        return x
+
+    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+        """Sums x over those devices in `sum_dtype`; of an axis each keeps its own part."""
+        summed = x.astype(self.sum_dtype)
+        for name in self.axes("embed"):
+            for groups in stages(self.mesh.shape[name]):
+                summed = jax.lax.psum_scatter(
+                    summed, name, scatter_dimension=axis, tiled=True, axis_index_groups=groups
+                )
+        return summed.astype(x.dtype)
+
+    def sum_rows(self, x: jax.Array) -> jax.Array:
+        """Sums a weight's gradient in `sum_dtype` over the devices with other tokens that the width
+        is not cut over."""
+        tokens = self.axes("batch") + self.axes("length")
+        rest = tuple(a for a in tokens if a not in self.axes("embed") and self.mesh.shape[a] > 1)
+        return jax.lax.psum(x.astype(self.sum_dtype), rest).astype(x.dtype) if rest else x
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Pins an activation inside jit; nothing to pin on one device."""
@@ -202,12 +242,29 @@ class Layout:
 
 
 @functools.cache
+def stages(count: int) -> list[list[list[int]] | None]:
+    """Returns, for `count` devices in a row, the groups of each stage of a reduce-scatter; a gather
+    takes them in reverse. One group of all is None."""
+    if count <= STAGE:
+        return [None]
+    sizes, rest = [], count
+    while rest > 1:
+        stages = math.ceil(math.log(rest, STAGE) - 1e-9)
+        size = next(n for n in range(1, rest + 1) if rest % n == 0 and n**stages >= rest)
+        sizes.append(size)
+        rest //= size
+    ids = np.arange(count).reshape(sizes)
+    return [np.moveaxis(ids, i, -1).reshape(-1, size).tolist() for i, size in enumerate(sizes)]
+
+
+@functools.cache
 def _replicate(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=everywhere)
 
 
 def layout(
-    shape: tuple[int, ...], rules: dict, devices: list | None = None, vocab_size: int = 0
+    shape: tuple[int, ...], rules: dict, devices: list | None = None, vocab_size: int = 0,
+    sum_dtype: str = "float32",
 ) -> Layout:
     """Makes the mesh under the rules. Where its tensor shards do not divide a vocabulary of
     `vocab_size` tokens, each stores all of it. ValueError where a context axis would shard
@@ -220,7 +277,7 @@ def layout(
             f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which only "
             "training rows are cut into; use 1 to serve"
         )
-    return Layout(mesh, tuple(rules.items()))
+    return Layout(mesh, tuple(rules.items()), sum_dtype)
 
 
 def single_device() -> Layout:

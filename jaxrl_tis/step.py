@@ -63,21 +63,20 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
         grads, (metrics, made) = jax.grad(part, has_aux=True)(params, micro)
         return (grads, metrics), made
 
-    def add(total, micro):
-        found, made = gradient(params, micro)
-        return jax.tree.map(jnp.add, total, found), made
+    def packed_gradient(params, micro):
+        # The total is not part of the choice, which would keep a second one.
+        return jax.lax.cond(jnp.any(micro["mask"]), gradient, lambda *_: empty, params, micro)
 
-    def add_packed(total, micro):
-        return jax.lax.cond(
-            jnp.any(micro["mask"]), add, lambda total, _: (total, none), total, micro
-        )
+    def add(total, micro):
+        found, made = (packed_gradient if "seg" in minibatch else gradient)(params, micro)
+        return jax.tree.map(jnp.add, total, found), made
 
     first = jax.tree.map(lambda x: x[0], minibatch)
     if len(mask) == 1:
         found, made = gradient(params, first)
         return *found, jax.tree.map(lambda x: x[None], made)
-    zeros, none = zeros_like(jax.eval_shape(gradient, params, first))
-    found, made = jax.lax.scan(add_packed if "seg" in minibatch else add, zeros, minibatch)
+    empty = zeros_like(jax.eval_shape(gradient, params, first))
+    found, made = jax.lax.scan(add, empty[0], minibatch)
     return *found, made
 
 

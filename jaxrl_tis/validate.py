@@ -161,6 +161,7 @@ def _names(config):
         "metrics.record": (config.metrics.record, ("full", "compact")),
         "task.name": (config.task.name, tasks.TASKS),
         "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
+        "train.sum_dtype": (config.train.sum_dtype, DTYPES),
     }
     for field, (value, allowed) in allowed_values.items():
         if value not in allowed:
@@ -474,6 +475,11 @@ def _numerics(config):
                 f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
                 f"model.{name} is {learner!r}: set both alike"
             )
+    if config.train.sum_dtype != "float32":
+        yield (
+            "model.numerics is 'invariant' and sums gradients in float32, but train.sum_dtype is "
+            f"{config.train.sum_dtype!r}"
+        )
     if config.engine.noise_start > 0:
         yield (
             f"model.numerics is 'invariant', but engine.noise_start = {config.engine.noise_start} "

@@ -34,7 +34,7 @@ def test_the_tiny_config_is_sound():
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
-    "reward.name",
+    "reward.name", "train.sum_dtype",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = {name.replace(".", "__"): "sequence"}
@@ -139,6 +139,8 @@ def test_measures_are_positive(name):
     (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
           engine__page_size=tiles.PAGE),
      ["'invariant'", "engine.noise_start = 0.1", "norms", "set it to 0"]),
+    (dict(train__sum_dtype="bfloat16", model__numerics="invariant", engine__quantization="none",
+          engine__page_size=tiles.PAGE), ["'invariant'", "float32", "train.sum_dtype", "'bfloat16'"]),
     (dict(model__numerics="invariant", engine__page_size=tiles.PAGE),
      ["engine.quantization is 'w8a8' and model.quantization is 'none'", "both alike"]),
     (dict(engine__max_draft=5), ["engine.max_draft is 5", "0, 1, 3, 7"]),

@@ -32,8 +32,9 @@ def replica_groups(attributes: str, num_devices: int) -> Groups | None:
 
 def mesh_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...]:
     """The axes of a mesh (name -> size, devices in row-major order) that groups run along, those
-    of size 1 left out; () where no set of axes gives these groups. Between slices the groups name
-    the devices of the first slice only."""
+    of size 1 left out; one axis also where groups are parts of it, as the stages of an exchange; ()
+    where no set of axes gives these groups. Between slices the groups name the devices of the first
+    slice only."""
     named = frozenset().union(*groups)
     names = [name for name, size in mesh.items() if size > 1]
     devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
@@ -41,6 +42,9 @@ def mesh_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...]:
         for axes in itertools.combinations(names, count):
             if {g for g in _along(devices, list(mesh), axes) if g <= named} == groups:
                 return axes
+    for name in names:
+        if all(any(g <= whole for whole in _along(devices, list(mesh), (name,))) for g in groups):
+            return (name,)
     return ()
 
 

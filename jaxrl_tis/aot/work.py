@@ -16,7 +16,8 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models.config import ModelConfig
 
-SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # attention products of jax's splash kernels
+# Attention products of jax's splash kernels; "fused" is a dkv that makes a dq as well.
+SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
 PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of that precision
 
 
@@ -73,9 +74,13 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
     splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
     if splash is None:
         return call.flops or 0
-    *rows, _, length, width = max((s.dims for s in call.shapes), key=len)  # [(rows,) heads, T, K]
+    kind, rank = splash[1], max(len(s.dims) for s in call.shapes)
+    longest = [s.dims for s in call.shapes if len(s.dims) == rank]  # [(rows,) heads, T, K]
+    *rows, _, length, width = longest[0]
+    if kind == "dkv" and len(longest) == 1:  # no dk and dv, but a dq [(rows,) blocks, heads, T, K]
+        kind, rows = "fused", rows[:-1]
     heads = setup.model.num_heads // setup.layout.mesh.shape["tensor"]
-    return SPLASH_PRODUCTS[splash[1]] * math.prod(rows) * heads * length**2 * width
+    return SPLASH_PRODUCTS[kind] * math.prod(rows) * heads * length**2 * width
 
 
 def kernel_passes(call: CustomCall, setup: Setup) -> int:

@@ -9,16 +9,18 @@ them, and in the backward pass the gradient of x summed; the logits never leave 
 
 import dataclasses
 import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxrl_tis.kernels import logprob_chunked, logprob_invariant, logprob_pallas, tiles
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Fields, Kept, Moments
+from jaxrl_tis.kernels.logprob_chunked import (
+    ELSEWHERE, Fields, Kept, Moments, chunks, split_kept,
+)
 from jaxrl_tis.sharding import Layout
 
 BODIES = {
@@ -46,49 +48,79 @@ class Scores(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Over which mesh axes rows, positions, the vocabulary and the width are cut; none without a
-    mesh. Rows, positions and a vocabulary that these do not divide are filled up, never where they
-    are stored."""
+    layout. Rows, positions and a vocabulary that these do not divide are filled up, never where
+    they are stored.
 
-    mesh: Mesh | None = None
+    A head that is cut in its width over n devices is multiplied in n parts of its vocabulary, in
+    full width. Either each device takes one of them, and the tokens travel (`is_spread`), an n-th of
+    all devices' at a time; or the parts travel, one at a time, and a device takes them all.
+
+    Attributes:
+      parts: of the vocabulary of a device that it multiplies one after the other.
+      index: of the part that it multiplies now.
+    """
+
+    layout: Layout | None = None
     rows: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
     width: tuple[str, ...] = ()
+    is_spread: bool = False
+    parts: int = 1
+    index: jax.Array | int = 0
 
     @classmethod
     def of(cls, layout: Layout | None) -> "Cut":
+        """Makes the cut in which all of the width is gathered at once."""
         if layout is None or layout.mesh.size == 1:
             return cls()
-
-        def axes(name):
-            (entry,) = layout.sharding((name,)).spec
-            return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
         # A vocabulary that `sharding.layout` stores whole is shared out here all the same.
-        vocab = axes("vocab") or axes("mlp")
-        cut = cls(layout.mesh, axes("batch"), axes("length"), vocab, axes("embed"))
+        vocab = layout.axes("vocab") or layout.axes("mlp")
+        cut = cls(layout, layout.axes("batch"), layout.axes("length"), vocab, layout.axes("embed"))
         if not set(cut.width) <= set(cut.tokens):
             raise ValueError(f"the width is cut over {cut.width}, tokens only over {cut.tokens}")
         return cut
+
+    def in_parts(self, head: Head, x_bnd: jax.Array) -> "Cut":
+        """Decides what travels, tokens or head: that of which a device receives fewer bytes, twice
+        to multiply and once to sum gradients."""
+        if self.layout is None or self.count(self.width) == 1:
+            return self
+        dtype = jax.eval_shape(lambda head, x: head.cast(x)[0].weight, head, x_bnd).dtype
+        traffic = lambda dtype: 2 * dtype.itemsize + jnp.dtype(self.layout.sum_dtype).itemsize
+        sharing = tuple(a for a in self.tokens if a not in self.width)
+        token_bytes = x_bnd.size // self.count(sharing) * traffic(x_bnd.dtype)
+        head_bytes = head.weight.size // self.count(self.vocab) * traffic(dtype)
+        if token_bytes < head_bytes:
+            return dataclasses.replace(self, is_spread=True)
+        return dataclasses.replace(self, parts=self.count(self.width))
 
     @property
     def tokens(self) -> tuple[str, ...]:
         return self.rows + self.positions
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The mesh axes along which devices multiply different columns of the head."""
+        return self.vocab + self.width if self.is_spread else self.vocab
+
+    @property
+    def num_parts(self) -> int:
+        """Of the whole vocabulary."""
+        return self.count(self.columns) * self.parts
+
     def count(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[a] for a in axes)
+        return self.layout.count(axes) if axes else 1
 
     def fill(self, x: jax.Array, value: float = 0) -> jax.Array:
         """Fills [B,N,...] up to multiples of what the mesh cuts rows and positions into."""
-        if self.mesh is None:
-            return x
         missing = -x.shape[0] % self.count(self.rows), -x.shape[1] % self.count(self.positions)
         width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
         return jnp.pad(x, width, constant_values=value)
 
     def fill_head(self, head: Head, numerics: str = "fast") -> Head:
-        """Gives the head as many columns on each device; the last ones, of zeros, are no tokens."""
-        count = self.count(self.vocab) if self.vocab else 1
+        """Gives the head as many columns in each part; the last ones, of zeros, are no tokens."""
+        count = self.num_parts
         unit = tiles.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
         return dataclasses.replace(head, weight=tiles.fill(head.weight, head.vocab_axis, unit))
 
@@ -98,41 +130,90 @@ class Cut:
 
     def run(self, body, in_specs: tuple, out_specs: Any, *inputs) -> Any:
         """Runs `body` on every device of the mesh, or as it is without a mesh."""
-        if self.mesh is None:
+        if self.layout is None:
             return body(*inputs)
         return jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            body, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )(*inputs)
 
+    # Inside `run`
+
+    @property
+    def shared_axis(self) -> int:
+        """Of [B,N,...], the axis that the devices of the width are cut along."""
+        return int(self.width[0] in self.positions)
+
+    def gather_tokens(self, tree: Any) -> Any:
+        """Returns the [B,N,...] of all devices of the width."""
+        return jax.tree.map(lambda x: self.layout.gather(x, self.shared_axis), tree)
+
+    def own_tokens(self, tree: Any) -> Any:
+        """Takes this device's part of [B,N,...] that `gather_tokens` made."""
+
+        def own(x):
+            size = x.shape[self.shared_axis] // self.count(self.width)
+            first = jax.lax.axis_index(self.width) * size
+            return jax.lax.dynamic_slice_in_dim(x, first, size, self.shared_axis)
+
+        return jax.tree.map(own, tree)
+
+    def pieces(self, shape: tuple[int, int]) -> tuple[Callable, Callable]:
+        """Returns (split, join) of `chunks` for what travels of a device's tokens at a time."""
+        b, n = shape
+        return chunks(shape, b * -(-n // self.count(self.width)))
+
     def whole_width(self, head: Head, x: jax.Array) -> Head:
-        """Returns this device's vocabulary in the compute dtype, with its width gathered."""
+        """Returns the columns that this device multiplies now, in the compute dtype, with their
+        width gathered."""
         weight = head.cast(x)[0].weight
-        if self.width:
-            axis = 1 - head.vocab_axis
-            weight = jax.lax.all_gather(weight, self.width, axis=axis, tiled=True)
+        vocab, width = head.vocab_axis, 1 - head.vocab_axis
+        if self.is_spread:
+            weight = jax.lax.all_to_all(weight, self.width, vocab, width, tiled=True)
+        elif self.width:
+            if self.parts > 1:
+                size = head.vocab_size // self.parts
+                weight = jax.lax.dynamic_slice_in_dim(weight, self.index * size, size, vocab)
+            weight = self.layout.gather(weight, width)
         return dataclasses.replace(head, weight=weight)
 
-    def sum_over_tokens(self, weight_bar: jax.Array, width_axis: int) -> jax.Array:
+    def sum_over_vocabulary(self, x_bar: jax.Array) -> jax.Array:
+        """Sums the gradient of x over all devices' columns; a device keeps its own tokens."""
+        if self.is_spread:
+            x_bar = self.layout.scatter(x_bar, self.shared_axis)
+        return jax.lax.psum(x_bar, self.vocab) if self.vocab else x_bar
+
+    def sum_over_tokens(self, weight_bar: jax.Array, head: Head) -> jax.Array:
         """Sums the head's gradient over all devices' tokens; a device keeps its own width."""
-        if self.width:
-            weight_bar = jax.lax.psum_scatter(
-                weight_bar, self.width, scatter_dimension=width_axis, tiled=True
-            )
-        rest = tuple(a for a in self.tokens if a not in self.width)
-        return jax.lax.psum(weight_bar, rest) if rest else weight_bar
+        if self.layout is None:
+            return weight_bar
+        vocab, width = head.vocab_axis, 1 - head.vocab_axis
+        if not self.is_spread:
+            return self.layout.sum_rows(self.layout.scatter(weight_bar, width))
+        weight_bar = self.layout.sum_rows(weight_bar)
+        return jax.lax.all_to_all(weight_bar, self.width, width, vocab, tiled=True)
+
+    def over_parts(self, f: Callable[["Cut"], Any]) -> Any:
+        """Returns f(the cut at each part), stacked."""
+        at = lambda i: f(dataclasses.replace(self, index=i))
+        return jax.lax.map(at, jnp.arange(self.parts))
+
+    def first_column(self, columns: int) -> jax.Array | int:
+        """Returns the token id of this part's first column."""
+        device = jax.lax.axis_index(self.columns) if self.columns else 0
+        return (device * self.parts + self.index) * columns
 
     def local_size(self, vocab_size: int, columns: int) -> jax.Array | int:
-        """Returns how many of this device's columns are tokens."""
-        if not self.vocab or columns * self.count(self.vocab) == vocab_size:
+        """Returns how many of this part's columns are tokens."""
+        if columns * self.num_parts == vocab_size:
             return columns
-        return jnp.clip(vocab_size - jax.lax.axis_index(self.vocab) * columns, 0, columns)
+        return jnp.clip(vocab_size - self.first_column(columns), 0, columns)
 
     def local_ids(self, ids: jax.Array, columns: int) -> jax.Array:
-        """Counts token ids from the first of this device's; those of other devices become
+        """Counts token ids from the first of this part's columns; those of other parts become
         ELSEWHERE."""
-        if not self.vocab:
+        if self.num_parts == 1:
             return ids
-        local = ids - jax.lax.axis_index(self.vocab) * columns
+        local = ids - self.first_column(columns)
         return jnp.where((local >= 0) & (local < columns), local, ELSEWHERE)
 
     def local_kept(self, kept: Kept | None, columns: int) -> Kept | None:
@@ -199,6 +280,7 @@ def token_logprob(
     """
     b, n = targets_bn.shape
     cut = Cut.of(layout)
+    cut = cut if numerics == "invariant" else cut.in_parts(head, x_bnd)
     if ids_bnk is None:
         ids_bnk = jnp.zeros((b, n, 0), jnp.int32)
     ids_bnk = cut.fill(jnp.where(ids_bnk < 0, ELSEWHERE, ids_bnk))
@@ -240,23 +322,46 @@ def scores(
 def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
     cut = plan.cut
 
-    def body(head, x, targets, temperature, ids, kept):
-        head = cut.whole_width(head, x)
+    def inputs(cut, head, x, targets, temperature, ids, kept):
         columns = head.vocab_size
-        inputs = (
+        return (
             head, x, cut.local_ids(targets, columns), temperature, cut.local_ids(ids, columns),
             cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
             plan.chunk, plan.with_entropy, plan.with_collision,
         )
+
+    def moments(cut, head, *tokens):
+        return BODIES[plan.body].moments(*inputs(cut, head, *tokens))
+
+    def finish(found, axes, ids):
+        return _finish(_combine(found, axes), plan, ids)
+
+    def body(head, x, targets, temperature, ids, kept):
+        tokens = x, targets, temperature, ids, kept
+        if cut.parts > 1:
+            found = cut.over_parts(lambda cut: moments(cut, cut.whole_width(head, x), *tokens)[0])
+            return *finish(found, cut.vocab, ids), None
+        head = cut.whole_width(head, x)
         if plan.body == "invariant":
-            count = cut.count(cut.vocab) if cut.vocab else 1
-            found, normaliser = logprob_invariant.finished(*inputs, cut.vocab, count)
-            found, logits = Scores(*found), None
-        else:
-            found, logits = BODIES[plan.body].moments(*inputs)
-            found, normaliser = _finish(_combine(found, cut.vocab), plan)
-        others = jnp.where(ids == ELSEWHERE, 0.0, found.others)
-        return found._replace(others=others), normaliser, logits
+            found, normaliser = logprob_invariant.finished(
+                *inputs(cut, head, *tokens), cut.vocab, cut.count(cut.vocab)
+            )
+            *single, others = found
+            return Scores(*single, jnp.where(ids == ELSEWHERE, 0.0, others)), normaliser, None
+        if not cut.is_spread:
+            found, logits = moments(cut, head, *tokens)
+            return *finish(found, cut.vocab, ids), logits
+
+        def piece(tokens):
+            *_, ids, _ = tokens = cut.gather_tokens(tokens)
+            found, _ = moments(cut, head, *tokens)
+            return cut.own_tokens(finish(found, cut.columns, ids))
+
+        split, join = cut.pieces(targets.shape)
+        pieces = (
+            split(x), split(targets), split(temperature, 1), split(ids), split_kept(split, kept)
+        )
+        return *jax.tree.map(join, jax.lax.map(piece, pieces)), None
 
     token_spec = PartitionSpec(cut.rows, cut.positions)
     found, normaliser, logits = cut.run(
@@ -270,43 +375,81 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
 
 
 def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
-    """Computes the moments over the whole vocabulary from those over the parts on devices along the
-    axes."""
-    if not axes:
+    """Computes the moments [B,N] over the whole vocabulary from those over parts, on devices along
+    the axes and, as [P,B,N], one after the other."""
+    is_stacked = m.top.ndim == 3
+    if not axes and not is_stacked:
         return m
-    top = jax.lax.pmax(m.top, axes)
-    down = m.top - top
+    top = jnp.max(m.top, axis=0) if is_stacked else m.top
+    top = jax.lax.pmax(top, axes) if axes else top
+    down = m.top - (top[None] if is_stacked else top)
     scale = jnp.exp(down)
     dot = scale * (m.dot + down * m.total)
     parts = scale * m.total, dot, scale**2 * m.squares, m.target, m.others
-    return Moments(top, *jax.lax.psum(parts, axes))
+    parts = tuple(jnp.sum(x, axis=0) for x in parts) if is_stacked else parts
+    return Moments(top, *(jax.lax.psum(parts, axes) if axes else parts))
 
 
-def _finish(m: Moments, plan: Plan) -> tuple[Scores, jax.Array]:
-    """Returns (scores, normaliser)."""
+def _finish(m: Moments, plan: Plan, ids: jax.Array) -> tuple[Scores, jax.Array]:
+    """Returns (scores, normaliser); `ids` are those of the other tokens."""
     normaliser = m.top + jnp.log(m.total)
     zeros = jnp.zeros_like(normaliser)
     entropy = jnp.log(m.total) - m.dot / m.total if plan.with_entropy else zeros
     collision = m.squares / m.total**2 if plan.with_collision else zeros
-    others = m.others - normaliser[..., None]
+    others = jnp.where(ids == ELSEWHERE, 0.0, m.others - normaliser[..., None])
     return Scores(m.target - normaliser, entropy, collision, others), normaliser
 
 
 def _backward(plan, saved, cotangents: Scores):
     head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, normaliser_bn, entropy_bn, logits = saved
     cut = plan.cut
+    # The kernels multiply the logits twice. Of a part of the vocabulary a chunk of them is small, and
+    # written once; in float32 reading it takes less than a product.
+    is_small = cut.is_spread or cut.parts > 1
+    body_of_gradients = "chunked" if is_small and head.highest else plan.body
 
-    def body(head, x, fields, kept, logits):
-        local = cut.whole_width(head, x)
+    def gradients(cut, local, x, fields, kept, logits=None):
         columns = local.vocab_size
-        x_bar, weight_bar = BODIES[plan.body].gradients(
+        return BODIES[body_of_gradients].gradients(
             local, x, fields.local(lambda ids: cut.local_ids(ids, columns)),
             cut.local_kept(kept, columns), cut.local_size(plan.vocab_size, columns),
             logits, plan.chunk, plan.pulls_entropy,
         )
-        x_bar = jax.lax.psum(x_bar, cut.vocab) if cut.vocab else x_bar
-        weight_bar = cut.sum_over_tokens(weight_bar, 1 - head.vocab_axis)
-        return x_bar, weight_bar.astype(head.weight.dtype)
+
+    def body(head, x, fields, kept, logits):
+        if cut.parts > 1:
+            return over_parts(head, x, fields, kept)
+        local = cut.whole_width(head, x)
+        if cut.is_spread:
+            x_bar, weight_bar = over_pieces(local, x, fields, kept)
+        else:
+            x_bar, weight_bar = gradients(cut, local, x, fields, kept, logits)
+            x_bar = cut.sum_over_vocabulary(x_bar)
+        return x_bar, cut.sum_over_tokens(weight_bar, head).astype(head.weight.dtype)
+
+    def over_parts(head, x, fields, kept):
+        def part(total, i):
+            here = dataclasses.replace(cut, index=i)
+            x_bar, weight_bar = gradients(here, here.whole_width(head, x), x, fields, kept)
+            weight_bar = cut.sum_over_tokens(weight_bar, head).astype(head.weight.dtype)
+            return total + x_bar.astype(jnp.float32), weight_bar
+
+        zeros = jnp.zeros(x.shape, jnp.float32)
+        x_bar, parts_bar = jax.lax.scan(part, zeros, jnp.arange(cut.parts))
+        weight_bar = jnp.moveaxis(parts_bar, 0, head.vocab_axis).reshape(head.weight.shape)
+        return cut.sum_over_vocabulary(x_bar.astype(x.dtype)), weight_bar
+
+    def over_pieces(local, x, fields, kept):
+        def piece(total, tokens):
+            x_bar, weight_bar = gradients(cut, local, *cut.gather_tokens(tokens))
+            return total + weight_bar, cut.sum_over_vocabulary(x_bar)
+
+        split, join = cut.pieces(fields.targets.shape)
+        fields = Fields(*map(split, fields))._replace(temperature=split(fields.temperature, 1))
+        zeros = jnp.zeros(local.weight.shape, jnp.float32)
+        pieces = split(x), fields, split_kept(split, kept)
+        weight_bar, x_bar = jax.lax.scan(piece, zeros, pieces)
+        return join(x_bar), weight_bar
 
     g_entropy = cotangents.entropy if plan.pulls_entropy else jnp.zeros_like(cotangents.entropy)
     g_others = jnp.where(ids_bnk == ELSEWHERE, 0.0, cotangents.others)

@@ -33,7 +33,7 @@ PAGED_BLOCK = 64  # positions of pages that are attended to together
 # then does not wait for longer rows.
 GROUPED_FROM, GROUP = 32, 8
 # Splash attention takes whole tiles of 128 tokens; its default block of one tile is small.
-SPLASH_TILE, SPLASH_BLOCK = 128, 512
+SPLASH_TILE, SPLASH_BLOCK, FUSED_BLOCKS = 128, 512, 4
 SPLASH_RESIDUALS = "splash_residuals"
 
 
@@ -133,27 +133,33 @@ def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
     return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
 
 
-def splash_blocks(length: int) -> splash_attention.BlockSizes:
-    """Returns the block sizes for the queries of a device, `length` tokens in whole tiles."""
+def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
+    """Returns the block sizes for the queries of a device, `length` tokens in whole tiles, that
+    attend to `keys` tokens.
+
+    The fused backward kernel does five products instead of seven and stores a dq per block of keys,
+    length * keys numbers: it is for few blocks.
+    """
     block = math.gcd(length, SPLASH_BLOCK)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    return splash_attention.BlockSizes(**{f"block_{name}": block for name in names})
+    is_fused = keys <= FUSED_BLOCKS * block
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+    names += () if is_fused else ("q_dq", "kv_dq")
+    return splash_attention.BlockSizes(
+        **{f"block_{name}": block for name in names}, use_fused_bwd_kernel=is_fused
+    )
 
 
 @functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
 def _splash_kernel(length: int, shards: int, interpret: bool = False):
     """Returns causal splash attention of rows whose queries are cut into shards; None where it
-    cannot be.
-
-    Its fused backward kernel stores a dq per block of keys, T^2 numbers, and is not used.
-    """
+    cannot be."""
     if length % (shards * SPLASH_TILE):
         return None
     # One mask serves all heads.
     mask = splash_attention.CausalMask((length, length))
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
-            splash_attention.MultiHeadMask([mask]), block_sizes=splash_blocks(length // shards),
+            splash_attention.MultiHeadMask([mask]), block_sizes=splash_blocks(length // shards, length),
             head_shards=1, q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS,
             interpret=interpret,
         )

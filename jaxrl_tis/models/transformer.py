@@ -13,23 +13,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.models import attention, invariant, quant
+from jaxrl_tis.models import attention, fsdp, invariant, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
 from jaxrl_tis.sharding import Layout
 
 Params = dict[str, Any]
 NUMERICS = ("fast", "invariant")
+PROJECTION, LAYER_INPUT = "projection", "layer_input"
 REMAT = {
     "none": None,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(attention.SPLASH_RESIDUALS),
-    ),
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION, attention.SPLASH_RESIDUALS),
     "full": jax.checkpoint_policies.nothing_saveable,
+    "host": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device", offload_dst="pinned_host",
+    ),
 }
 
 
@@ -41,7 +44,8 @@ class Program:
       dtype: compute dtype of activations and dots ("float32" or "bfloat16"); sums, norms, softmax
         and logits are float32 in every case.
       remat: what the backward pass recomputes: "none", "dots" (keeps the projections and, from a
-        kernel, the attention) or "full".
+        kernel, the attention), "full" (keeps the input of each layer) or "host" (keeps it in the
+        memory of the host).
       highest_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
         is one bfloat16 pass.
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
@@ -76,8 +80,18 @@ class Program:
     def dot(self, x: jax.Array, w: Any, is_split_in: bool = False) -> jax.Array:
         """Computes `quant.dot`; a mesh cuts w along its input or, by default, its output."""
         if self.is_invariant:
-            return invariant.dot(x, w, self.layout, is_split_in)
-        return quant.dot(x, w)
+            y = invariant.dot(x, w, self.layout, is_split_in)
+        elif fsdp.is_cut(self.layout):
+            y = fsdp.dot(x, w, self.layout, is_split_in)
+        else:
+            y = quant.dot(x, w)
+        return checkpoint_name(y, PROJECTION)
+
+    def embedded(self, table_vd: jax.Array, tokens_bt: jax.Array) -> jax.Array:
+        """Takes the rows [B,T,D] of the tokens in the compute dtype."""
+        if not self.is_invariant and fsdp.is_cut(self.layout):
+            return fsdp.take(table_vd, tokens_bt, self.layout, self.dtype)
+        return _embedded(table_vd, tokens_bt).astype(self.dtype)
 
     def rms_norm(self, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
         if self.is_invariant:
@@ -272,12 +286,13 @@ def hidden(
     rotation = program.rotation(config, positions_bt)
 
     def layer(x_btd, layer_params, layer_cache):
+        x_btd = checkpoint_name(x_btd, LAYER_INPUT)
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
 
     if program.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[program.remat])
-    x_btd = _embedded(params["embed"], tokens_bt).astype(program.dtype)
+    x_btd = program.embedded(params["embed"], tokens_bt)
     x_btd = program.constrain(x_btd, ("batch", "length", None))
     layers = params["layers"]
     if isinstance(layers, tuple):

@@ -52,14 +52,16 @@ def test_bytes_of_pages_that_prefill_and_insert_must_move():
 
 def test_flops_of_kernels():
     """Splash attention by half its squares (2 query heads); the others speak for themselves."""
-    call = lambda name, shape, flops: CustomCall(
-        name, "tpu_custom_call", (Shape("f32", (2, 512, 128)), shape), flops, "c", 1, ""
+    call = lambda name, shape, flops, *others: CustomCall(
+        name, "tpu_custom_call", (Shape("f32", (2, 512, 128)), shape, *others), flops, "c", 1, ""
     )
     setup, q, kv = tiny_setup(), Shape("bf16", (3, 2, 64, 16)), Shape("bf16", (3, 1, 64, 16))
     square = 3 * 2 * (64 * 64 // 2) * 2 * 16  # of one product: rows, heads, half of T x T, K
     count = lambda *args: work.kernel_flops(call(*args), setup)
     assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
-    assert count("splash_mha_dkv_segmented_no_residuals", kv, None) == 4 * square
+    assert count("splash_mha_dkv_segmented_no_residuals", kv, None, kv) == 4 * square
+    dq_by_block = Shape("bf16", (3, 4, 2, 64, 16))
+    assert count("splash_mha_dkv_segmented", dq_by_block, None, kv, kv) == 5 * square
     assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
     alone = CustomCall("splash_mha_fwd", "tpu_custom_call", (
         Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row

@@ -1,5 +1,6 @@
 """Heads cut over a mesh: the same numbers on eight devices as on one, and what a TPU exchanges."""
 
+import dataclasses
 import re
 from unittest import mock
 
@@ -31,6 +32,9 @@ POSITIONS_CUT = TRAIN_RULES | {"batch": "data", "length": "fsdp"}
         ((2, 2, 2), POSITIONS_CUT, dict(b=2, d=8, v=98, kept_size=5, num_others=2)),
         ((1, 2, 4), TRAIN_RULES, dict(b=2, d=8, v=97)),  # 25, 25, 25 and 22 tokens
         ((1, 1, 8), WHOLE_VOCABULARY, dict(b=2, d=8, v=9, vocab_axis=1, kept_size=3)),  # 2 to none
+        # More tokens than columns: the head travels, in parts of 3 or 4 tokens, the last ones empty.
+        ((1, 4, 2), TRAIN_RULES, dict(b=4, d=8, v=23, vocab_axis=0)),
+        ((2, 4, 1), TRAIN_RULES, dict(b=16, d=8, v=13, vocab_axis=1, kept_size=5)),
     ],
 )
 @pytest.mark.parametrize("chunk", [9, 1000])
@@ -38,6 +42,23 @@ def test_values_and_gradients_equal_float64(mesh, rules, fields, chunk):
     case = Case(**fields, seed=3)
     layout = sharding.layout(mesh, rules)
     case.check(case.run(scored(chunk, layout=layout)))
+
+
+def test_what_travels_is_decided_by_shapes():
+    """Bytes of the hidden states of a micro-batch in bfloat16, and of the head in float32."""
+    layout = sharding.layout((1, 8, 1), TRAIN_RULES)
+
+    def cut_of(vocab, width, rows, length):
+        struct = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
+        head = Head(struct("float32", width, vocab), vocab_axis=1, highest=True)
+        return logprob.Cut.of(layout).in_parts(head, struct("bfloat16", rows, length, width))
+
+    small = cut_of(151_936, 896, 64, 2048)  # 131,072 tokens of 2 bytes, 151,936 of 4
+    assert (small.is_spread, small.parts, small.num_parts) == (True, 1, 8)
+    large = cut_of(152_064, 5120, 64, 22_528)
+    assert (large.is_spread, large.parts, large.num_parts) == (False, 8, 8)
+    alone = logprob.Cut.of(sharding.layout((8, 1, 1), TRAIN_RULES))
+    assert not alone.in_parts(Head(jnp.zeros((8, 8)), 0), jnp.zeros((8, 4, 8))).is_spread
 
 
 @pytest.mark.parametrize("mesh, v, vocab_axis", [
@@ -49,9 +70,11 @@ def test_kernels_of_a_mesh_equal_float64(mesh, v, vocab_axis):
     case = Case(2, 5, 8, v, vocab_axis, num_others=3)
     layout = sharding.layout(mesh, TRAIN_RULES, vocab_size=v)
     tiles = mock.patch.object(logprob_pallas, "LARGEST_TILE", 128)
+    ways = [{}] if mesh[1] == 1 else [dict(is_spread=True), dict(parts=mesh[1])]
+    cuts = [dataclasses.replace(logprob.Cut.of(layout), **way) for way in ways]
     with tiles, pltpu.force_tpu_interpret_mode():
-        score = scored_by("pallas", logprob.Cut.of(layout))
-        case.check(case.run(score))
+        for cut in cuts:
+            case.check(case.run(scored_by("pallas", cut)))
 
 
 def shapes_of(text: str, name: str) -> list[list[int]]:
@@ -61,9 +84,9 @@ def shapes_of(text: str, name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("vocab_axis, v", [(0, 1032), (1, 1032), (0, 1033)])
-def test_a_tpu_gathers_the_width_once_and_no_vocabulary(vocab_axis, v):
-    """Of 1033 tokens, stored whole, each shard still multiplies half; the gradient becomes whole
-    again."""
+def test_a_tpu_gathers_tokens_and_no_vocabulary(vocab_axis, v):
+    """Fewer tokens than columns: they travel, a device's share of them at a time. Of 1033 tokens,
+    stored whole, each shard still multiplies half; the gradient becomes whole again."""
     b, n, d, data, fsdp, tensor = 4, 72, 256, 1, 2, 2
     layout = sharding.layout(
         (data, fsdp, tensor), TRAIN_RULES, tpu.devices("v5e:2x2"), vocab_size=v
@@ -95,8 +118,10 @@ def test_a_tpu_gathers_the_width_once_and_no_vocabulary(vocab_axis, v):
     gathered = [s for s in shapes_of(text, "all-gather") if np.prod(s) >= d]
     if v % tensor:
         gathered.remove([tensor, head[0], d // fsdp])
-    assert all(sorted(s[-2:]) == sorted(head) for s in gathered) and 1 <= len(gathered) <= 2
     tokens = b // (data * fsdp) * n
+    assert gathered and all(np.prod(s) <= tokens * d for s in gathered)
+    assert "reduce-scatter(" in text
     reduced = shapes_of(text, "all-reduce")
     assert all(np.prod(s) <= tokens * d for s in reduced)
-    assert not re.search(rf"\[(?:\d+,)?(?:{tokens}|{n}),(?:{v}|{head[0]})\]", text)
+    columns = rf"{v}|{head[0]}|{-(-head[0] // fsdp)}"
+    assert not re.search(rf"\[(?:\d+,)?(?:{tokens}|{n}),(?:{columns})\]", text)
