@@ -22,7 +22,7 @@ def get_config():
     c.rollout.prompts = 128
     c.rollout.max_new_tokens = 4096
     c.rollout.overlong_buffer = 1024
-    c.engine.slots = 64
+    c.engine.slots = 32
     c.engine.prefill_chunk = 1024
     c.engine.prefill_batch = 16
     c.mesh.serve = (-1, 1, 8)

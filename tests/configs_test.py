@@ -40,6 +40,13 @@ QWEN_32B = QWEN | {
     "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
     "sliding_window": 131072, "tie_word_embeddings": False, "vocab_size": 152064,
 }
+QWEN3_8B = QWEN | {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
+    "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 151936,
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -51,6 +58,9 @@ LARGE = {
     "gsm8k_qwen25_0p5b:grpo": (QWEN_0P5B, 8, 494_032_768),
     "gsm8k_qwen25_0p5b:ppo": (QWEN_0P5B, 8, 494_032_768),
     "dapo_qwen25_32b": (QWEN_32B, 64, 32_763_876_352),
+    # 2 * 151936 * 4096 + 4096 + 36 * (2 * 4096 + 2 * 128 + 2 * 4096 * 4096 + 2 * 4096 * 1024
+    # + 3 * 4096 * 12288)
+    "dapo_qwen3_8b": (QWEN3_8B, 16, 8_190_735_360),
 }
 
 
@@ -80,6 +90,7 @@ def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
     assert files == {
         "default", "quickstart", "smollm2_135m", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
+        "dapo_qwen3_8b",
     }
 
 
@@ -124,7 +135,9 @@ def test_the_published_settings():
     assert (c.aggregation, c.kl_coeff) == ("token-mean", 0.0)
     assert rollout.group_size == 16 and rollout.dynamic_sampling
     assert rollout.max_new_tokens == 20_480 and rollout.overlong_buffer == 4096
-    for config, data_shards in ((grpo, 8), (ppo, 8), (dapo, 64)):
+    for config, data_shards in (
+        (grpo, 8), (ppo, 8), (dapo, 64), (get_config("dapo_qwen3_8b"), 16)
+    ):
         assert config.train.microbatch_rows % data_shards == 0
         assert config.engine.slots % (data_shards // config.mesh.serve[2]) == 0
 

@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import json
+import math
 import pathlib
+import re
 from unittest import mock
 
 import jax
@@ -40,6 +42,10 @@ SMALL = {
         "rollout__overlong_buffer": 32, "train__pack_length": 256,
         "engine__slots": 64, "engine__prefill_batch": 8,
     },
+    "dapo_qwen3_8b": {
+        "rollout__prompts": 16, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
+        "rollout__overlong_buffer": 32, "train__pack_length": 256,
+    },
 }
 # A compiler that optimises less is several times as fast. Only for programs without gradients:
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
@@ -48,8 +54,9 @@ COMPILED = {
     "quickstart": ("critic", "decode", "verify", "eval_prefill", "eval_insert", "eval_decode"),
     "smollm2_135m": ("reshard", "prefill", "insert"),
     "gsm8k_qwen25_0p5b:grpo": ("train", "score", "quantize"),
-    "gsm8k_qwen25_0p5b:ppo": ("values",),
-    "dapo_qwen25_32b": ("decode",),
+    "gsm8k_qwen25_0p5b:ppo": ("train", "values"),
+    "dapo_qwen25_32b": ("train", "decode"),
+    "dapo_qwen3_8b": ("train",),
 }
 
 
@@ -84,15 +91,16 @@ def made():
         if name not in found:
             topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
             tpu.devices(topology.name)
-            layers = 2 if "train" in COMPILED[name] else 1
+            layers = 2 if name == "gsm8k_qwen25_0p5b:grpo" else 1
             setup = aot.setup_for(small(name), SHAPES, topology, layers)
             programs = {}
             for program in COMPILED[name]:
                 has_gradient = program in ("train", "critic")
-                with contextlib.nullcontext() if has_gradient else little_effort(topology):
-                    report = aot.report(setup, topology, [program])
-                programs |= report["programs"]
-            found[name] = setup, report | {"programs": programs}
+                effort = contextlib.nullcontext() if has_gradient else little_effort(topology)
+                with effort, mock.patch.object(report, "LARGEST", 10**6):
+                    made_now = aot.report(setup, topology, [program])
+                programs |= made_now["programs"]
+            found[name] = setup, made_now | {"programs": programs}
         return found[name]
 
     return get
@@ -132,14 +140,38 @@ def test_every_key_is_documented(made):
 
 
 def test_what_the_compiler_counts_of_a_training_step(made):
-    """The FLOPs of the program against those of the shapes. With full remat the layers make four
-    passes for the model's three; the head makes five (logits once, and again in each of the two
-    kernels of its backward pass)."""
+    """The FLOPs of the program against those of the shapes. Of the layers no product is computed
+    again; the head makes four passes for the model's three, and is most of two layers' work. Short
+    rows have next to no attention."""
     entry = made("gsm8k_qwen25_0p5b:grpo")[1]["programs"]["train"]
-    assert 3 / 5.05 < entry["model_flop_ratio"] < 3 / 3.9
+    assert 3 / 4 < entry["model_flop_ratio"] < 3 / 3.7
     large = [c for c in entry["collectives"] if c["bytes"] > 2**20]
     assert large and {tuple(c["axes"]) for c in large} == {("fsdp",)}
-    assert not [c for c in entry["collectives"] if c["kind"] == "collective-permute"]
+
+
+TRAINED = [name for name, programs in COMPILED.items() if "train" in programs]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
+    """No sum of more than a MiB reaches every device whole, and of the token table and the head a
+    device makes no array of more than twice its own share."""
+    setup, found = made(name)
+    entry, c, count = found["programs"]["train"], setup.model, setup.layout.shards
+    kinds = {k: [x for x in entry["collectives"] if x["kind"] == k and x["bytes"] > 2**20]
+             for k in ("all-reduce", "reduce-scatter", "all-gather")}
+    assert kinds["all-reduce"] == []
+    sizes = {max(map(int, shape)) for x in kinds["reduce-scatter"]
+             for shape in re.findall(r"\[(\d+),(\d+)\]", x["shapes"])}
+    assert c.mlp_dim in sizes  # of gate, up and down
+    wide = []
+    for array in entry["largest"]:
+        dims = [int(n) for n in re.findall(r"\d+", array["shape"].partition("[")[2])]
+        is_of_vocabulary = any(n % (c.vocab_size // count) == 0 for n in dims if n)
+        if is_of_vocabulary and not array["what"].startswith("argument"):
+            wide.append(math.prod(dims))
+    share = c.vocab_size * c.embed_dim // count
+    assert share <= max(wide) <= 2 * share
 
 
 def test_the_flags_change_the_program():

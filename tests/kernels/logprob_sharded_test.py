@@ -33,7 +33,7 @@ POSITIONS_CUT = TRAIN_RULES | {"batch": "data", "length": "fsdp"}
         ((1, 2, 4), TRAIN_RULES, dict(b=2, d=8, v=97)),  # 25, 25, 25 and 22 tokens
         ((1, 1, 8), WHOLE_VOCABULARY, dict(b=2, d=8, v=9, vocab_axis=1, kept_size=3)),  # 2 to none
         # More tokens than columns: the head travels, in parts of 3 or 4 tokens, the last ones empty.
-        ((1, 4, 2), TRAIN_RULES, dict(b=4, d=8, v=23, vocab_axis=0)),
+        ((1, 4, 2), TRAIN_RULES, dict(b=4, d=8, v=23, vocab_axis=0, num_others=2)),
         ((2, 4, 1), TRAIN_RULES, dict(b=16, d=8, v=13, vocab_axis=1, kept_size=5)),
     ],
 )
@@ -83,11 +83,12 @@ def shapes_of(text: str, name: str) -> list[list[int]]:
     return [[int(n) for n in shape.split(",") if n] for shape in found]
 
 
-@pytest.mark.parametrize("vocab_axis, v", [(0, 1032), (1, 1032), (0, 1033)])
-def test_a_tpu_gathers_tokens_and_no_vocabulary(vocab_axis, v):
-    """Fewer tokens than columns: they travel, a device's share of them at a time. Of 1033 tokens,
-    stored whole, each shard still multiplies half; the gradient becomes whole again."""
-    b, n, d, data, fsdp, tensor = 4, 72, 256, 1, 2, 2
+@pytest.mark.parametrize("vocab_axis, v, n", [(0, 1032, 72), (1, 1032, 72), (0, 1033, 512)])
+def test_a_tpu_gathers_tokens_or_parts_of_the_head(vocab_axis, v, n):
+    """Of few tokens those of both shards travel, half of them at a time; of many the head, in
+    halves. Of 1033 columns, stored whole, each shard still multiplies half; the gradient becomes
+    whole again."""
+    b, d, data, fsdp, tensor = 4, 256, 1, 2, 2
     layout = sharding.layout(
         (data, fsdp, tensor), TRAIN_RULES, tpu.devices("v5e:2x2"), vocab_size=v
     )
@@ -113,15 +114,13 @@ def test_a_tpu_gathers_tokens_and_no_vocabulary(vocab_axis, v):
         abstract(("batch", None), b, n),
     ).compile()
     text = compiled.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 3
-    head = [-(-v // tensor), d]
-    gathered = [s for s in shapes_of(text, "all-gather") if np.prod(s) >= d]
-    if v % tensor:
-        gathered.remove([tensor, head[0], d // fsdp])
-    tokens = b // (data * fsdp) * n
-    assert gathered and all(np.prod(s) <= tokens * d for s in gathered)
-    assert "reduce-scatter(" in text
-    reduced = shapes_of(text, "all-reduce")
-    assert all(np.prod(s) <= tokens * d for s in reduced)
-    columns = rf"{v}|{head[0]}|{-(-head[0] // fsdp)}"
-    assert not re.search(rf"\[(?:\d+,)?(?:{tokens}|{n}),(?:{columns})\]", text)
+    kernels = text.count('custom_call_target="tpu_custom_call"')
+    assert kernels == 3
+    part, half_d = -(-v // (tensor * fsdp)), d // fsdp
+    is_spread = n == 72
+    gathered = {tuple(sorted(s)[-2:]) for s in shapes_of(text, "all-gather") if np.prod(s) >= d * 8}
+    gathered.discard((half_d, -(-v // tensor)))  # of what is stored whole
+    assert gathered == ({(n // fsdp, d)} if is_spread else {(d, part)})
+    largest = max(np.prod(s) for s in shapes_of(text, "all-reduce") or [[0]])
+    assert largest <= b // fsdp * n * d
+    assert not re.search(rf"\[(?:\d+,)?(?:{n}),(?:{v}|{-(-v // tensor)})\]", text)
