@@ -137,6 +137,18 @@ class Engine:
             )
         return state
 
+    def prefill_scored(self, params, state, chunks):
+        state = self.prefill(params, state, chunks)
+        return state, [self._scores(params, state, chunk) for chunk in chunks]
+
+    def _scores(self, weights, state, chunk):
+        """Minus the sum of all keys up to each token, less its target."""
+        end = chunk.start + len(chunk.tokens)
+        read = state.keys[chunk.shard, np.array(chunk.pages)].reshape(-1)[:end]
+        targets = np.zeros(len(chunk.tokens), int)
+        targets[: len(chunk.targets)] = chunk.targets
+        return -(np.cumsum(read)[chunk.start :] + targets).astype(np.float32)
+
     def _write(self, state, shard, pages, positions, tokens, weights):
         pages, offsets = np.array(pages)[positions // self.page_size], positions % self.page_size
         assert (pages > 0).all(), "page 0 belongs to nobody"

@@ -13,12 +13,15 @@ class Prefix:
     """Tokens whose keys lie, or will lie, in pages of a shard.
 
     Attributes:
+      key: by which it is found.
       filled: tokens whose keys are there, or in the pages of `base`.
       base: the prefix of its first tokens, whose pages it shares and which is to be filled first.
       waiters: sequences with a slot that start from it once it is filled.
       followers: prefixes whose base it is.
+      logps: log-probs of the tokens after the first, as far as it is filled; None unless asked for.
     """
 
+    key: bytes
     tokens: np.ndarray
     shard: int
     pages: list[int]
@@ -26,6 +29,7 @@ class Prefix:
     base: "Prefix | None" = None
     waiters: list[Sequence] = dataclasses.field(default_factory=list)
     followers: int = 0
+    logps: list[np.ndarray] | None = None
 
     @property
     def is_filled(self) -> bool:
@@ -34,6 +38,11 @@ class Prefix:
     @property
     def is_idle(self) -> bool:
         return not self.waiters and not self.followers
+
+    def prompt_logps(self) -> np.ndarray:
+        """Returns those of all its tokens, float32; NaN for the first."""
+        logps = np.concatenate([[np.nan], *self.logps])
+        return logps[: len(self.tokens)].astype(np.float32)
 
 
 class Prefixes:
@@ -85,19 +94,20 @@ class Prefixes:
         if sequence.base_key and self.find(sequence.key, shard) is None:
             count = len(sequence.request.prompt) // self._size * self._size
             base = self._prefix(sequence.base_key, tokens[:count], shard)
-        prefix = self._prefix(sequence.key, tokens, shard, base)
+        prefix = self._prefix(sequence.key, tokens, shard, base, sequence.needs_scores)
         sequence.shard = shard
         sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
 
-    def _prefix(self, key, tokens, shard, base=None) -> Prefix:
+    def _prefix(self, key, tokens, shard, base=None, is_scored=False) -> Prefix:
         """Returns the prefix of these tokens, a new one if there is none yet."""
         if self.find(key, shard) is None:
             pages, shared = self._pages[shard], base.pages if base else []
             own = pages.allocate(-(-len(tokens) // self._size) - len(shared))
             filled = len(base.tokens) if base else 0
-            new = Prefix(tokens, shard, pages.share(shared) + own, filled, base)
+            logps = [] if is_scored else None
+            new = Prefix(key, tokens, shard, pages.share(shared) + own, filled, base, logps=logps)
             self._prefixes[key, shard] = new
             if base:
                 base.followers += 1
@@ -111,7 +121,7 @@ class Prefixes:
         """Hears of new weights: all prefixes are to be filled anew, in other pages where somebody
         may still read the old ones. No sequence may be `following`."""
         for prefix in reversed(list(self._prefixes.values())):
-            prefix.filled = 0
+            prefix.filled, prefix.logps = 0, prefix.logps and []
             if prefix.is_idle:
                 self._drop(prefix)
 
@@ -135,6 +145,6 @@ class Prefixes:
 
     def _drop(self, prefix: Prefix) -> None:
         self._pages[prefix.shard].release(prefix.pages)
-        del self._prefixes[prefix.tokens.tobytes(), prefix.shard]
+        del self._prefixes[prefix.key, prefix.shard]
         if prefix.base:
             prefix.base.followers -= 1

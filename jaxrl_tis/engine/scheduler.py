@@ -213,8 +213,10 @@ class Scheduler:
                 len(sampling.stop_ids) > engine.max_stop_ids,
             "stop strings need a scheduler with a `decode` function":
                 bool(sampling.stop_strings) and self._decode is None,
-            "penalties and logit_bias need an engine with penalties=True":
+            "penalties, logit_bias and min_tokens with stop ids need an engine with penalties=True":
                 sampling.is_penalised and not engine.num_penalised,
+            "min_tokens bars every token of the vocabulary, as all are stop ids":
+                sampling.min_tokens > 0 and len(set(sampling.stop_ids)) >= engine.vocab_size,
             f"logit_bias names tokens beyond the vocabulary: {sampling.logit_bias}":
                 any(id >= engine.num_penalised > 0 for id, _ in sampling.logit_bias),
             "another live request has this id": request.id in self._live,
@@ -231,6 +233,9 @@ class Scheduler:
                 f"({sampling.max_tokens}) or more": len(partial.tokens) >= sampling.max_tokens,
                 "the partial trajectory saw evicted keys, which cannot be rebuilt; start it again":
                     len(partial.evict_step) > 0,
+                "the partial trajectory lacks the prompt's log-probs; start it again":
+                    sampling.prompt_logprobs and len(partial.tokens) > 0
+                    and not len(partial.prompt_logps),
             }
         if request.partial is not None and len(request.partial.tokens):
             # A record has one temperature, one quant_id and one width of each field.
@@ -272,16 +277,24 @@ class Scheduler:
         engine = self._engine
         left = dict.fromkeys(range(engine.shards), engine.prefill_batch // engine.shards)
         next_chunk = lambda p: p.tokens[p.filled : p.filled + engine.prefill_chunk]
-        length = engine.bucket(len(next_chunk(unfilled[0])))
-        chunks = []
+        kind = lambda p: (engine.bucket(len(next_chunk(p))), p.logps is None)
+        chunks, chosen, needed = [], [], kind(unfilled[0])
         for prefix in unfilled:
-            tokens = next_chunk(prefix)
-            if left[prefix.shard] and engine.bucket(len(tokens)) == length:
+            if left[prefix.shard] and kind(prefix) == needed:
                 left[prefix.shard] -= 1
-                chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages))
+                tokens, end = next_chunk(prefix), prefix.filled + engine.prefill_chunk
+                targets = None if prefix.logps is None else prefix.tokens[prefix.filled + 1 : end + 1]
+                chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages, targets))
+                chosen.append(prefix)
                 prefix.filled += len(tokens)
                 self.stats.prefilled += len(tokens)
-        self._state = self._timed(engine.prefill, self._params, self._state, chunks)
+        args = self._params, self._state, chunks
+        if unfilled[0].logps is None:
+            self._state = self._timed(engine.prefill, *args)
+            return
+        self._state, logps = self._timed(engine.prefill_scored, *args)
+        for prefix, logps_of_chunk in zip(chosen, logps, strict=True):
+            prefix.logps.append(logps_of_chunk)
 
     def _insert_filled(self) -> None:
         rows, filled = {}, self._residency.prefixes.filled()
@@ -291,6 +304,8 @@ class Scheduler:
                 copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
                 rows[sequence] = (sequence.length, copy)
                 sequence.filled(self._version)
+                if sequence.needs_scores:
+                    sequence.prompt_logps = prefix.prompt_logps()
             prefix.waiters = []
         self._insert(rows)
         for sequence in rows:
@@ -385,7 +400,9 @@ class Scheduler:
             if sequence.search is None:
                 before = sequence.field("tokens")[: sequence.count - len(drawn)].tolist()
                 stops = sequence.sampling.stop_strings
-                sequence.search = StopSearch(stops, self._decode, before)
+                sequence.search = StopSearch(
+                    stops, self._decode, before, sequence.sampling.min_tokens
+                )
             if self._texts is None:
                 self._texts = ThreadPoolExecutor(1)
             sequence.stop = self._texts.submit(sequence.search, drawn)

@@ -36,7 +36,8 @@ class Sequence:
 
     Attributes:
       order: number of its arrival; admitted_after: admissions before it began to wait.
-      key: bytes of its tokens when it began to wait; those of equal keys share a Prefix.
+      key: bytes of its tokens when it began to wait, and whether their log-probs are needed; those
+        of equal keys share a Prefix.
       base_key: of the full pages of its prompt if it drew tokens already, which the others of its
         group have not; b"" otherwise.
       pieces: what it drew, in order; count: how many tokens those are.
@@ -46,6 +47,7 @@ class Sequence:
         left; evict_step: see Trajectory.
       segment: how often its pages were rebuilt; kv_version: of the oldest weights that filled them.
       since_admission: tokens drawn since it last got a slot.
+      prompt_logps: see Trajectory; None before its prompt is read.
       search: of its stop strings, in the tokens drawn so far; stop: its last result.
     """
 
@@ -66,6 +68,7 @@ class Sequence:
     evict_step: np.ndarray | None = None
     kv_version: int = 0
     since_admission: int = 0
+    prompt_logps: np.ndarray | None = None
     search: StopSearch | None = None
     stop: Future | None = None
 
@@ -74,14 +77,19 @@ class Sequence:
         partial = request.partial
         if partial is None or not len(partial.tokens):
             return cls(request, order, admitted_after, [], 0)
-        segment = int(partial.segment[-1])
         return cls(
-            request, order, admitted_after, [partial], len(partial.tokens), segment=segment
+            request, order, admitted_after, [partial], len(partial.tokens),
+            segment=int(partial.segment[-1]), prompt_logps=partial.prompt_logps,
         )
 
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether its prefill has to give the log-probs of its prompt."""
+        return self.sampling.prompt_logprobs and self.prompt_logps is None
 
     @property
     def length(self) -> int:
@@ -146,6 +154,8 @@ class Sequence:
         evict_step = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
+        if request.sampling.prompt_logprobs and self.prompt_logps is not None:
+            fields["prompt_logps"] = self.prompt_logps
         return Trajectory(
             id=request.id, prompt=request.prompt, stop_reason=stop_reason, seed=request.seed,
             request=request.hash, quant_id=quant_id, evict_step=evict_step,

@@ -193,6 +193,19 @@ def test_logprobs_equal_teacher_forcing_at_every_bucket_edge(length):
     np.testing.assert_allclose(t.entropy, -(np.exp(logp) * logp).sum(-1), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["f32", "chunked"])
+def test_log_probs_of_prompts_equal_teacher_forcing(name):
+    asked = [request(f"p{n}", n, max_tokens=2, prompt_logprobs=True) for n in (1, 7, 9, 33)]
+    found = run(name, asked)
+    for r in asked:
+        t = found[r.id]
+        whole = dataclasses.replace(t, prompt=t.prompt[:1], tokens=t.prompt[1:])
+        logp = log_softmax(teacher_forced(whole, params_of(0)))
+        expected = logp[np.arange(len(t.prompt) - 1), t.prompt[1:]]
+        assert np.isnan(t.prompt_logps[0])
+        np.testing.assert_allclose(t.prompt_logps[1:], expected, atol=1e-4)
+
+
 def test_buckets_hold_the_chunk_and_are_few():
     buckets = [engine("f32").bucket(n) for n in range(1, LENGTH)]
     assert all(n <= bucket <= LENGTH for n, bucket in zip(range(1, LENGTH), buckets))

@@ -164,6 +164,24 @@ def test_the_learner_scores_as_the_sampler_drew(dtype, mesh):
         assert differing(scored(learner(dtype, mesh), trajectories), trajectories) == 0
 
 
+def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
+    asked = [
+        dataclasses.replace(r, sampling=SamplingParams(max_tokens=1, prompt_logprobs=True))
+        for r in list(requests())[:4]
+    ]
+    monkeypatch.setattr(sys.modules[__name__], "requests", lambda: asked)
+    one, eight = (sampled(engine("float32", *place), range(4)) for place in ((1,), (8, 16)))
+    prompts = []
+    for id, t in one.items():
+        np.testing.assert_array_equal(eight[id].prompt_logps, t.prompt_logps)
+        prompts.append(dataclasses.replace(
+            t, prompt=t.prompt[:-NEW], tokens=t.prompt[-NEW:], temperature=1.0,
+            kept=np.full((NEW, KEPT), -1, np.int32),
+        ))
+    for found, t in zip(scored(learner("float32"), prompts), one.values()):
+        np.testing.assert_array_equal(found, t.prompt_logps[-NEW:])
+
+
 def test_some_kept_sets_are_recorded_and_some_are_not():
     """One token of greedy rows, fewer and as many as fit; and sets too wide, and no filter."""
     found = list(reference("float32").values())
