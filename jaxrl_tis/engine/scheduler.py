@@ -57,6 +57,8 @@ class Scheduler:
       divide: a sequence that drew so many tokens since it got its slot makes room for a waiting
         one that now comes before it, and keeps its pages while there are enough; 0 never.
       retention: pages that a sequence keeps; None keeps all.
+      keeps_pages: full pages of prompts stay, for later ones that begin with the same tokens, until
+        their room is needed or the weights change.
       drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings; runs in a thread of its own.
     """
@@ -73,6 +75,7 @@ class Scheduler:
         prefill_calls: int = 4,
         divide: int = 0,
         retention: Retention | None = None,
+        keeps_pages: bool = True,
         drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
     ):
@@ -88,7 +91,9 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._arrivals = 0
         self.stats = Stats()
-        self._residency = Residency(engine, self._waiting, self.stats, divide, retention)
+        self._residency = Residency(
+            engine, self._waiting, self.stats, divide, retention, keeps_pages
+        )
 
     # What callers do
 
@@ -274,27 +279,31 @@ class Scheduler:
 
     def _prefill(self, unfilled: list[Prefix]) -> None:
         """Prefills one chunk of each of the first prefixes, as far as they fit into one call."""
-        engine = self._engine
+        engine, prefixes = self._engine, self._residency.prefixes
         left = dict.fromkeys(range(engine.shards), engine.prefill_batch // engine.shards)
         next_chunk = lambda p: p.tokens[p.filled : p.filled + engine.prefill_chunk]
         kind = lambda p: (engine.bucket(len(next_chunk(p))), p.logps is None)
-        chunks, chosen, needed = [], [], kind(unfilled[0])
+        chunks, chosen = [], []
         for prefix in unfilled:
-            if left[prefix.shard] and kind(prefix) == needed:
+            if not left[prefix.shard]:
+                continue
+            self.stats.cached += prefixes.adopt(prefix)
+            if not prefix.is_filled and (not chosen or kind(prefix) == needed):
+                needed = kind(prefix)
                 left[prefix.shard] -= 1
                 tokens, end = next_chunk(prefix), prefix.filled + engine.prefill_chunk
                 targets = None if prefix.logps is None else prefix.tokens[prefix.filled + 1 : end + 1]
                 chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages, targets))
                 chosen.append(prefix)
-                prefix.filled += len(tokens)
+                prefixes.fill(prefix, len(tokens))
                 self.stats.prefilled += len(tokens)
         args = self._params, self._state, chunks
-        if unfilled[0].logps is None:
+        if chosen and chosen[0].logps is None:
             self._state = self._timed(engine.prefill, *args)
-            return
-        self._state, logps = self._timed(engine.prefill_scored, *args)
-        for prefix, logps_of_chunk in zip(chosen, logps, strict=True):
-            prefix.logps.append(logps_of_chunk)
+        elif chosen:
+            self._state, logps = self._timed(engine.prefill_scored, *args)
+            for prefix, logps_of_chunk in zip(chosen, logps, strict=True):
+                prefix.logps.append(logps_of_chunk)
 
     def _insert_filled(self) -> None:
         rows, filled = {}, self._residency.prefixes.filled()

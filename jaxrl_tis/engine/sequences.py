@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from jaxrl_tis.engine.pages import content_keys
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.text import StopSearch
@@ -40,6 +41,7 @@ class Sequence:
         of equal keys share a Prefix.
       base_key: of the full pages of its prompt if it drew tokens already, which the others of its
         group have not; b"" otherwise.
+      keyed: the keys of its pages, and the key that they belong to.
       pieces: what it drew, in order; count: how many tokens those are.
       slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
       is_running: its slot decodes; false while its pages are being filled.
@@ -58,6 +60,7 @@ class Sequence:
     count: int
     key: bytes = b""
     base_key: bytes = b""
+    keyed: tuple[bytes, list[bytes]] | None = None
     segment: int = 0
     is_running: bool = False
     slot: int = -1
@@ -119,6 +122,12 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """Returns the prompt and the drawn tokens."""
         return np.concatenate([self.request.prompt, self.field("tokens")])
+
+    def page_keys(self, size: int) -> list[bytes]:
+        """Returns the keys of its full pages, see pages.content_keys."""
+        if self.keyed is None or self.keyed[0] != self.key:
+            self.keyed = self.key, content_keys(self.tokens(), size)
+        return self.keyed[1]
 
     def forget(self) -> None:
         """Notes that its pages are gone. What it drew stays, unless some of it saw evicted keys:

@@ -10,7 +10,8 @@ class Stats:
     Attributes:
       tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
       drafted, accepted: tokens of drafts.
-      prefilled, shared: prompt tokens computed, and taken over from another sample of the group.
+      prefilled, shared, cached: prompt tokens computed, taken over from another sample of the group,
+        and found in pages that an earlier prompt had filled.
       preempted: sequences that lost their pages to older ones; evicted: pages.
       engine_seconds: spent in or waiting for the engine; seconds: in `step`.
     """
@@ -23,6 +24,7 @@ class Stats:
     accepted: int = 0
     prefilled: int = 0
     shared: int = 0
+    cached: int = 0
     preempted: int = 0
     evicted: int = 0
     engine_seconds: float = 0.0

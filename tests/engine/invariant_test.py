@@ -164,6 +164,25 @@ def test_the_learner_scores_as_the_sampler_drew(dtype, mesh):
         assert differing(scored(learner(dtype, mesh), trajectories), trajectories) == 0
 
 
+def test_pages_of_earlier_prompts_change_no_bit():
+    stem = np.random.default_rng(1).integers(0, CONFIG.vocab_size, 40).astype(np.int32)
+    asked = [
+        Request(f"s{i}", np.concatenate([stem[:n], [i, n]]), i, SamplingParams(max_tokens=NEW))
+        for i, n in enumerate((34, 16, 40, 33))
+    ]
+    found = {}
+    for keeps_pages in (False, True):
+        sampler = engine("float32", 1)
+        scheduler = Scheduler(sampler, sampler.load(params()), keeps_pages=keeps_pages)
+        found[keeps_pages] = {}
+        for request in asked:
+            scheduler.add(request)
+            while scheduler.pending:
+                found[keeps_pages] |= {t.id: t for t in scheduler.step()}
+        assert scheduler.stats.cached == keeps_pages * (16 + 32 + 32)
+    check_same(found[True], found[False])
+
+
 def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
     asked = [
         dataclasses.replace(r, sampling=SamplingParams(max_tokens=1, prompt_logprobs=True))

@@ -355,6 +355,65 @@ def test_a_prompt_is_not_dropped_to_make_room_for_its_own_sample():
     assert scheduler.stats.prefilled == 25 + 4 and scheduler.stats.shared == 25
 
 
+# Pages of earlier prompts
+
+
+def of_prompts(*prompts, **options):
+    """(scheduler, engine) that answered requests with these prompts, one after the other."""
+    engine = Engine(prefill_chunk=4)
+    scheduler = started(engine, [], **options)
+    for i, prompt in enumerate(prompts):
+        r = request(f"r{i}", prompt, seed=i, max_tokens=2)
+        scheduler.add(r)
+        assert_as_alone(drain(scheduler), [r])
+    return scheduler, engine
+
+
+def test_a_later_prompt_has_only_what_is_new_filled():
+    first = tuple(range(10))
+    scheduler, engine = of_prompts(first, first, (*first[:9], 5, 5), first[:8], (7, *first[1:]))
+    calls = [call[0] for call in engine.prefilled]
+    assert calls == [
+        (0, first[:4]), (4, first[4:8]), (8, first[8:]), (8, first[8:]), (8, (8, 5, 5)),
+        # Nothing of the prompt that ends with a page, all of that which begins otherwise.
+        (0, (7, *first[1:4])), (4, first[4:8]), (8, first[8:]),
+    ]
+    assert (scheduler.stats.prefilled, scheduler.stats.cached) == (10 + 2 + 3 + 10, 8 + 8 + 8)
+    without, _ = of_prompts(first, first, keeps_pages=False)
+    assert (without.stats.prefilled, without.stats.cached) == (20, 0)
+
+
+def test_prompts_that_begin_alike_are_filled_once_though_they_came_together():
+    prompts = [(*range(8), *rest) for rest in ((1, 2), (3,), (4, 5, 6), ())]
+    requests = [request(f"r{i}", p, seed=i, max_tokens=3) for i, p in enumerate(prompts)]
+    engine = Engine(slots=4, prefill_batch=1)
+    scheduler = started(engine, requests, prefill_calls=9)
+    scheduler.step()
+    assert [call[0][0] for call in engine.prefilled] == [0, 8, 8, 8]
+    # 2 pages of all, and one more of each: that of the prompt's end, or of what was drawn.
+    assert scheduler.pages[0].used == 2 + 4
+    assert_as_alone(drain(scheduler), requests)
+    assert (scheduler.stats.prefilled, scheduler.stats.cached) == (8 + 2 + 1 + 3, 3 * 8)
+
+
+def test_no_page_is_found_under_new_weights_nor_after_a_rest():
+    prompt = tuple(range(9))
+    scheduler, engine = of_prompts(prompt)
+    for forget in (lambda: scheduler.set_params(1, 1), scheduler.rest):
+        forget()
+        r = request("again", prompt, max_tokens=1)
+        scheduler.add(r)
+        assert_as_alone(drain(scheduler), [r], weights=1)
+    assert scheduler.stats.prefilled == 27 and scheduler.stats.cached == 0
+
+
+def test_prompts_that_are_scored_are_filled_whole():
+    scheduler, engine = of_prompts(tuple(range(8)))
+    scheduler.add(request("s", range(8), max_tokens=1, prompt_logprobs=True))
+    drain(scheduler)
+    assert scheduler.stats.prefilled == 16 and scheduler.stats.cached == 0
+
+
 # Log-probs of prompts
 
 
@@ -373,8 +432,8 @@ def test_prompts_are_scored_where_asked():
         assert logps.dtype == np.float32 and logps[1:].tolist() == scores and np.isnan(logps[0])
     assert len(found["c"].prompt_logps) == len(found["d"].prompt_logps) == 0
     assert len(found["e"].prompt_logps) == 1 and np.isnan(found["e"].prompt_logps[0])
-    # Those of a kind share a prefill, and both kinds are chunked.
-    assert scheduler.stats.prefilled == 6 + 6 + 1 and scheduler.stats.shared == 6 + 6
+    # Those of a kind share a prefill; the plain ones find a page of the others.
+    assert scheduler.stats.prefilled == 6 + 2 + 1 and scheduler.stats.shared == 6 + 6
 
 
 def test_an_interrupted_sequence_keeps_the_log_probs_of_its_prompt():
