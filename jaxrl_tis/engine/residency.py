@@ -231,15 +231,27 @@ class Residency:
 
     # More pages, and fewer
 
+    def can_grow(self, width: int) -> bool:
+        """Whether all running sequences find the pages for their next tokens without taking them
+        from another."""
+        counts = collections.Counter()
+        for sequence in self.running():
+            counts[sequence.shard] += self._missing(sequence, width)
+        return all(count <= self.pages[shard].free for shard, count in counts.items())
+
+    def _missing(self, sequence: Sequence, width: int) -> int:
+        """Counts the pages that it lacks for `width` tokens beyond those that it may have drawn."""
+        drawn = min(sequence.in_flight + width, sequence.remaining)
+        end = sequence.length - 1 + drawn - sequence.shift
+        return max(0, -(-end // self._engine.page_size) - len(sequence.pages))
+
     def grow(self, width: int) -> None:
         """Gives every running sequence the pages for its next tokens, the oldest first."""
-        size = self._engine.page_size
         for sequence in self.running():
             if not sequence.is_running:
                 continue  # lost its slot to an older one
-            end = sequence.length - 1 + min(width, sequence.remaining) - sequence.shift
-            count = -(-end // size) - len(sequence.pages)
-            if count <= 0:
+            count = self._missing(sequence, width)
+            if not count:
                 continue
             pages = self.pages[sequence.shard]
             while count > pages.free and self._preempt(sequence):

@@ -34,6 +34,11 @@ class Stats:
     def occupancy(self) -> float:
         return self.busy / max(self.slot_steps, 1)
 
+    @property
+    def host_share(self) -> float:
+        """The share of the time in which the host worked and did not wait for the engine."""
+        return 1 - self.engine_seconds / max(self.seconds, 1e-9)
+
     def counts(self) -> dict[str, int]:
         """Returns what does not depend on the clock."""
         return {n: x for n, x in dataclasses.asdict(self).items() if not n.endswith("seconds")}

@@ -137,6 +137,21 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
             assert_bitwise_equal(together[r.id], alone[r.id])
 
 
+def test_reading_tokens_late_changes_no_bit():
+    requests = [
+        dataclasses.replace(r, sampling=dataclasses.replace(
+            r.sampling, max_tokens=r.sampling.max_tokens + 4, stop_ids=tuple(range(i, 150, 19))
+        )) for i, r in enumerate(mixed_requests())
+    ]
+    scheduler = Scheduler(engine("f32"), served("f32"), overlap=True)
+    for r in requests:
+        scheduler.add(r)
+    late, found = drain(scheduler), run("f32", requests)
+    assert {t.stop_reason for t in found.values()} == {"stop", "length"}
+    for r in requests:
+        assert_bitwise_equal(late[r.id], found[r.id])
+
+
 def test_recorded_logits_are_the_distribution_drawn_from():
     recording = Engine(CONFIG, EngineConfig(
         slots=4, max_length=LENGTH, steps=3, prefill_batch=2, records_logits=True,

@@ -25,6 +25,7 @@ def engine_of(rng):
         slots=shards * rng.randint(2, 5), steps=rng.randint(1, 6), shards=shards,
         max_length=max_length, page_size=page_size, num_pages=least + rng.randint(0, 6),
         prefill_batch=shards * rng.randint(1, 3), prefill_chunk=page_size * rng.randint(1, 4),
+        is_read_late=rng.random() < 0.6,
     )
 
 
@@ -39,7 +40,7 @@ class Run:
             max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
             prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
             retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]),
-            keeps_pages=rng.random() < 0.8,
+            keeps_pages=rng.random() < 0.8, overlap=self.engine.is_read_late,
             decode=arithmetic.text_of,
             drafts=rng.choice([None, Drafts(self.engine.slots, 7, rng.randint(1, 60))]),
         )
