@@ -18,6 +18,8 @@ oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots 
   2.47 to 3.35 over 12 seeds, 2.94 on average over 200 and for the seed taken here. `--model`
   chooses between a small model and the SmolLM2-shaped one, of which a round takes minutes.
 shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
+prefill: milliseconds of a prefill call of the SmolLM2-shaped model in bfloat16 with room for 8
+  prompts of `--length` tokens, by how many there are.
 drafts: passes of the SmolLM2-shaped model (W8A8) over some slots and drafts, greedy, so that random
   weights repeat themselves and drafts are accepted: tokens/s and acceptance.
 """
@@ -266,6 +268,33 @@ def shared(args: argparse.Namespace) -> dict:
     return out
 
 
+def prefill(args: argparse.Namespace) -> dict:
+    import jax
+    import numpy as np
+
+    from jaxrl_tis.engine.protocol import Chunk
+
+    engine, params = random_engine(
+        SHAPE, slots=8, max_length=args.length + 16, prefill_batch=8, page_size=16, **BF16
+    )
+    state, pages = engine.init_state(), engine.pages_per_slot
+    times = {count: [] for count in (1, 2, 4, 8)}
+    for _ in range(args.rounds + 1):  # the first compiles
+        for count in times:
+            chunks = [
+                Chunk(0, np.arange(args.length, dtype=np.int32), 0,
+                      list(range(1 + i * pages, 1 + (i + 1) * pages)))
+                for i in range(count)
+            ]
+            start = time.perf_counter()
+            state = jax.block_until_ready(engine.prefill(params, state, chunks))
+            times[count].append(1e3 * (time.perf_counter() - start))
+    found = {f"{count} prompts": statistics.median(ms[1:]) for count, ms in times.items()}
+    shown = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.items())
+    print(f"prefill of {args.length} tokens: {shown}")
+    return found
+
+
 def drafts(args: argparse.Namespace) -> dict:
     import numpy as np
 
@@ -302,7 +331,10 @@ def drafts(args: argparse.Namespace) -> dict:
     return out
 
 
-PARTS = {"speed": speed, "oversubscribed": oversubscribed, "shared": shared, "drafts": drafts}
+PARTS = {
+    "speed": speed, "oversubscribed": oversubscribed, "shared": shared, "prefill": prefill,
+    "drafts": drafts,
+}
 
 
 def main() -> None:

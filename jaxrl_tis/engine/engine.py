@@ -28,6 +28,7 @@ from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout, single_device
 
 LOGPROB_CHUNK = 256  # positions of prompts whose logits are alive at a time
+BLOCK_TOKENS = 256  # from so many on a CPU takes no less time for each
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +101,7 @@ class Engine:
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
         rows, row = self.layout.sharding(("batch", None)), self.layout.sharding(("batch",))
         self._prefill = jax.jit(
-            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows),
+            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows, None),
             donate_argnums=(1,), **options,
         )
         self._prefill_scored = jax.jit(
@@ -160,7 +161,20 @@ class Engine:
     def prefill(self, params, state: DecodeState, chunks: list[Chunk]) -> DecodeState:
         """Writes the keys of the chunks, of which each shard has at most prefill_batch / shards."""
         _, arrays = self._chunk_rows(chunks)
-        return self._prefill(params, state, *arrays)
+        most = max(np.bincount([c.shard for c in chunks]))
+        blocks = -(-most // self._block_rows(arrays[0].shape[1]))
+        return self._prefill(params, state, *arrays, np.int32(blocks))
+
+    def _block_rows(self, length: int) -> int:
+        """Returns how many rows of a shard a prefill computes at a time, a divisor of all that it
+        has. On CPU so many that they have BLOCK_TOKENS tokens: prompts that come late come alone,
+        and blocks without one cost nothing. Every prompt is computed in a block of this size,
+        whatever its company, so that this changes no bit."""
+        rows = self.prefill_batch // self.shards
+        if self.layout.platform != "cpu":
+            return rows
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and n * length >= BLOCK_TOKENS
+                    or n == rows)
 
     def prefill_scored(
         self, params, state: DecodeState, chunks: list[Chunk]
@@ -195,11 +209,20 @@ class Engine:
         rows = lambda x: self.layout.put(x, ("batch",) + (None,) * (x.ndim - 1))
         return used, tuple(map(rows, (tokens, starts, lengths, table)))
 
-    def _prefill_rows(
-        self, params, state, tokens_rt, starts_r, lengths_r, table_rp
-    ) -> DecodeState:
-        state, _ = self._read(params, state, tokens_rt, starts_r, lengths_r, table_rp)
-        return state
+    def _prefill_rows(self, params, state, *arrays_and_blocks) -> DecodeState:
+        """Prefills the first blocks of the rows of each shard."""
+        *arrays, blocks = arrays_and_blocks
+        size = self._block_rows(arrays[0].shape[1])
+        if size == self.prefill_batch // self.shards:
+            return self._read(params, state, *arrays)[0]
+
+        def block(i, x):
+            rows = x.reshape(self.shards, -1, *x.shape[1:])
+            rows = jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1)
+            return rows.reshape(-1, *x.shape[1:])
+
+        read = lambda i, state: self._read(params, state, *[block(i, x) for x in arrays])[0]
+        return jax.lax.fori_loop(0, blocks, read, state)
 
     def _prefill_scored_rows(self, params, state, *rows_and_targets):
         *rows, targets_rt = rows_and_targets
@@ -474,12 +497,12 @@ class Engine:
         state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
-        chunk = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
+        rows = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
         pages = host(self.slots, *table), host(self.slots)
         drafts = host(self.slots, self.config.max_draft), host(self.slots)
         found = {
             "load": (load, (params,)),
-            "prefill": (self._prefill, (serving, state, *chunk)),
+            "prefill": (self._prefill, (serving, state, *rows, host())),
             "insert": (self._insert, (state, *self._insertion({}))),
             "decode": (self._generate, (serving, state, *pages)),
         }

@@ -40,6 +40,7 @@ ENGINES = {
     "kv8_scanned": dict(cache_dtype="int8", unroll=False),
     "kv8_as_scanned": dict(cache_dtype="int8"),
     "chunked": dict(prefill_chunk=8),
+    "blocks": dict(prefill_batch=8, slots=8),
     "crowded": dict(num_pages=18),  # of 33 that four slots can ask for
 }
 ENGINE_PROGRAMS = {"_prefill_rows", "_insert_rows", "_decode"}
@@ -63,7 +64,7 @@ def engine(name):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
     loader = AsScanned if name.endswith("_as_scanned") else Weights
     with mock.patch("jaxrl_tis.engine.engine.Weights", loader):
-        return Engine(CONFIG, EngineConfig(**sizes, **ENGINES[name]))
+        return Engine(CONFIG, EngineConfig(**sizes | ENGINES[name]))
 
 
 @functools.cache
@@ -135,6 +136,24 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
         together = run(name, arrival)
         for r in requests:
             assert_bitwise_equal(together[r.id], alone[r.id])
+
+
+def test_rows_are_prefilled_in_blocks_of_one_size_and_only_where_there_are_prompts():
+    """Of 8 rows of 64 tokens 4 at a time: 5 prompts take two blocks, one takes one."""
+    sampler, calls = engine("blocks"), []
+    assert [sampler._block_rows(n) for n in (8, 16, 24, 32, 48, 64)] == [8, 8, 8, 8, 8, 4]
+    requests = [request(f"b{n}", n, max_tokens=4) for n in (49, 52, 55, 58, 60)]
+    plain = sampler._prefill
+    count = lambda *args: calls.append(int(args[-1])) or plain(*args)
+    with mock.patch.object(sampler, "_prefill", count):
+        together = run("blocks", requests)
+        alone = {r.id: run("blocks", [r])[r.id] for r in requests}
+    assert calls == [2, 1, 1, 1, 1, 1]
+    for r in requests:
+        assert_bitwise_equal(together[r.id], alone[r.id])
+        logp = log_softmax(teacher_forced(alone[r.id], params_of(0)))
+        expected = logp[np.arange(4), alone[r.id].tokens]
+        np.testing.assert_allclose(alone[r.id].logp_raw, expected, atol=1e-4)
 
 
 def test_reading_tokens_late_changes_no_bit():
