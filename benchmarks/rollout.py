@@ -12,11 +12,14 @@ speed: a SmolLM2-135M-shaped model beside transformers' generate() in the same r
   takes. Weights are random: they do not matter for speed. Ours runs on one simulated device that
   uses all cores, and ("by core") on a device a core, each with its part of the slots.
 oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots in bfloat16, as the
-  scheduler runs them and in static batches of 32: the ratio of the median times, of the decode
-  steps, and that of an ideal first-come schedule of the same lengths. That depends on the draw:
+  scheduler runs them, reading tokens at once or a call late (`overlap`), and in static batches of
+  32: the ratio of the median times, of the decode steps, and that of an ideal first-come schedule
+  of the same lengths. That depends on the draw:
   2.47 to 3.35 over 12 seeds, 2.94 on average over 200 and for the seed taken here. `--model`
   chooses between a small model and the SmolLM2-shaped one, of which a round takes minutes.
 shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
+prefill: milliseconds of a prefill call of the SmolLM2-shaped model in bfloat16 with room for 8
+  prompts of `--length` tokens, by how many there are.
 drafts: passes of the SmolLM2-shaped model (W8A8) over some slots and drafts, greedy, so that random
   weights repeat themselves and drafts are accepted: tokens/s and acceptance.
 """
@@ -83,7 +86,7 @@ def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
         tokens = 0
         while scheduler.pending:
             tokens += sum(len(t.tokens) for t in scheduler.step())
-        return tokens, 1 - scheduler.stats.engine_seconds / scheduler.stats.seconds
+        return tokens, scheduler.stats.host_share
 
     serve(round_of_tokens)
 
@@ -196,9 +199,12 @@ def oversubscribed(args: argparse.Namespace) -> dict:
     for length in lengths:
         ends[np.argmin(ends)] += length
     static_steps = lengths.reshape(-1, slots).max(axis=1).sum()
-    scheduler = Scheduler(engine, params)
+    schedulers = {
+        "static": Scheduler(engine, params), "continuous": Scheduler(engine, params),
+        "overlap": Scheduler(engine, params, overlap=True),
+    }
 
-    def seconds(batches, tag):
+    def seconds(batches, scheduler, tag):
         start = time.perf_counter()
         for batch in batches:
             for i in batch:
@@ -206,25 +212,31 @@ def oversubscribed(args: argparse.Namespace) -> dict:
                 scheduler.add(Request(f"{tag}/{i}", prompts[i], 0, sampling))
             while scheduler.pending:
                 scheduler.step()
+        scheduler.rest()
         return time.perf_counter() - start
 
     static, continuous = np.arange(count).reshape(-1, slots), [np.arange(count)]
-    seconds(static[:1], "warm")
-    times, stats = {"static": [], "continuous": []}, {}
+    for scheduler in schedulers.values():
+        seconds(static[:1], scheduler, "warm")
+    times, stats = {name: [] for name in schedulers}, {}
     for round_index in range(args.rounds):
-        for name, batches in (("static", static), ("continuous", continuous)):
+        for name, scheduler in schedulers.items():
             before = dataclasses.replace(scheduler.stats)
-            times[name].append(seconds(batches, f"{name}{round_index}"))
+            batches = static if name == "static" else continuous
+            times[name].append(seconds(batches, scheduler, f"{name}{round_index}"))
             stats[name] = scheduler.stats.since(before)
+            shown = f"{times[name][-1]:.2f} s, host {stats[name].host_share:.1%}"
+            print(f"  {name}: {shown}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     found = {
         "ratio": medians["static"] / medians["continuous"],
+        "ratio of overlap": medians["static"] / medians["overlap"],
         "ratio of steps": stats["static"].slot_steps / stats["continuous"].slot_steps,
         "ideal": static_steps / ends.max(), "occupancy": stats["continuous"].occupancy,
     }
     print(
         f"{count} requests, {slots} slots: static {medians['static']:.1f} s, continuous "
-        f"{medians['continuous']:.1f} s; " + ", ".join(f"{k} {v:.2f}" for k, v in found.items())
+        f"{medians['continuous']:.1f} s, with overlap {medians['overlap']:.1f} s; " + ", ".join(f"{k} {v:.2f}" for k, v in found.items())
     )
     return times | found
 
@@ -254,6 +266,33 @@ def shared(args: argparse.Namespace) -> dict:
             )
             scheduler.pause("abort")
     return out
+
+
+def prefill(args: argparse.Namespace) -> dict:
+    import jax
+    import numpy as np
+
+    from jaxrl_tis.engine.protocol import Chunk
+
+    engine, params = random_engine(
+        SHAPE, slots=8, max_length=args.length + 16, prefill_batch=8, page_size=16, **BF16
+    )
+    state, pages = engine.init_state(), engine.pages_per_slot
+    times = {count: [] for count in (1, 2, 4, 8)}
+    for _ in range(args.rounds + 1):  # the first compiles
+        for count in times:
+            chunks = [
+                Chunk(0, np.arange(args.length, dtype=np.int32), 0,
+                      list(range(1 + i * pages, 1 + (i + 1) * pages)))
+                for i in range(count)
+            ]
+            start = time.perf_counter()
+            state = jax.block_until_ready(engine.prefill(params, state, chunks))
+            times[count].append(1e3 * (time.perf_counter() - start))
+    found = {f"{count} prompts": statistics.median(ms[1:]) for count, ms in times.items()}
+    shown = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.items())
+    print(f"prefill of {args.length} tokens: {shown}")
+    return found
 
 
 def drafts(args: argparse.Namespace) -> dict:
@@ -292,7 +331,10 @@ def drafts(args: argparse.Namespace) -> dict:
     return out
 
 
-PARTS = {"speed": speed, "oversubscribed": oversubscribed, "shared": shared, "drafts": drafts}
+PARTS = {
+    "speed": speed, "oversubscribed": oversubscribed, "shared": shared, "prefill": prefill,
+    "drafts": drafts,
+}
 
 
 def main() -> None:

@@ -222,8 +222,9 @@ class Collector:
             metrics["rollout/evicted"] = stats.evicted
         if self._config.engine.max_draft:
             metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
-        prompts = stats.prefilled + stats.shared
+        prompts = stats.prefilled + stats.shared + stats.cached
         metrics["rollout/shared_prompt_ratio"] = stats.shared / max(prompts, 1)
+        metrics["rollout/cached_prompt_tokens"] = stats.cached
         return samples, metrics
 
     def rest(self) -> None:

@@ -89,6 +89,7 @@ class State:
     keys: np.ndarray
     positions: np.ndarray
     slots: list
+    ended: set  # slots that finished in the last call: who has not read it may still have their table
     is_consumed: bool = False
 
 
@@ -103,11 +104,11 @@ class Engine:
 
     def __init__(
         self, slots=3, steps=2, shards=1, max_length=40, page_size=4, num_pages=None,
-        prefill_batch=2, prefill_chunk=8,
+        prefill_batch=2, prefill_chunk=8, is_read_late=False,
     ):
         self.slots, self.steps, self.shards, self.max_length = slots, steps, shards, max_length
         self.page_size, self.prefill_batch = page_size, prefill_batch
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.is_read_late = prefill_chunk, is_read_late
         per_slot = -(-max_length // page_size)
         self.num_pages = num_pages or slots // shards * per_slot + 2
         self.prefilled = []  # of each call: (start, tokens) of its chunks
@@ -120,7 +121,7 @@ class Engine:
 
     def init_state(self):
         shape = (self.shards, self.num_pages, self.page_size)
-        return State(np.full(shape, GARBAGE), np.full(shape, -1), [None] * self.slots)
+        return State(np.full(shape, GARBAGE), np.full(shape, -1), [None] * self.slots, set())
 
     def prefill(self, params, state, chunks):
         state = self._use(state)
@@ -136,6 +137,18 @@ class Engine:
                 chunk.start + np.arange(len(chunk.tokens)), chunk.tokens, params,
             )
         return state
+
+    def prefill_scored(self, params, state, chunks):
+        state = self.prefill(params, state, chunks)
+        return state, [self._scores(params, state, chunk) for chunk in chunks]
+
+    def _scores(self, weights, state, chunk):
+        """Minus the sum of all keys up to each token, less its target."""
+        end = chunk.start + len(chunk.tokens)
+        read = state.keys[chunk.shard, np.array(chunk.pages)].reshape(-1)[:end]
+        targets = np.zeros(len(chunk.tokens), int)
+        targets[: len(chunk.targets)] = chunk.targets
+        return -(np.cumsum(read)[chunk.start :] + targets).astype(np.float32)
 
     def _write(self, state, shard, pages, positions, tokens, weights):
         pages, offsets = np.array(pages)[positions // self.page_size], positions % self.page_size
@@ -167,9 +180,12 @@ class Engine:
         shape = (self.steps, self.slots)
         tokens, logp = np.full(shape, -9), np.full(shape, np.nan)
         valid, remaining = np.zeros(shape, bool), np.zeros(self.slots, int)
+        late, state.ended = state.ended, set()
         for b in range(self.slots):
             if state.slots[b] is None:
-                assert not table[b].any() and not shift[b], f"slot {b} is free, its table is not"
+                is_late = self.is_read_late and b in late
+                is_clear = not table[b].any() and not shift[b]
+                assert is_clear or is_late, f"slot {b} is free, its table is not"
                 continue
             for k in range(self.steps):
                 if state.slots[b].remaining:
@@ -178,6 +194,7 @@ class Engine:
             remaining[b] = state.slots[b].remaining
             if not remaining[b]:
                 state.slots[b] = None
+                state.ended.add(b)
         logits = np.stack([logp, logp - 0.5], axis=-1)  # a vocabulary of two
         return state, ResultTokens(
             tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining

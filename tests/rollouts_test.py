@@ -43,10 +43,12 @@ class FakeScheduler:
 
     def step(self):
         ended, self.waiting = self.waiting[-2:], self.waiting[:-2]
-        # Each request: 3 of 4 slot steps drew, its prompt of 5 tokens is one of two that share it.
+        # Each request: 3 of 4 slot steps drew; of two that share a prompt of 10 tokens one finds 2
+        # of them in pages and has the others filled.
         self.stats.busy += 3 * len(ended)
         self.stats.slot_steps += 4 * len(ended)
-        self.stats.prefilled += 5 * len(ended)
+        self.stats.prefilled += 4 * len(ended)
+        self.stats.cached += len(ended)
         self.stats.shared += 5 * len(ended)
         return [self._trajectory(r) for r in reversed(ended)]
 
@@ -165,7 +167,7 @@ def test_groups_share_a_prompt_and_no_noise():
     assert values == {"rollout/discarded_groups": 0, "reward/timeouts": 0, "reward/errors": 0,
                       "reward/non_finite": 0,
                       "rollout/occupancy": 0.75, "rollout/preempted": 0,
-                      "rollout/shared_prompt_ratio": 0.5}
+                      "rollout/shared_prompt_ratio": 0.5, "rollout/cached_prompt_tokens": 6}
     for group in (samples[:3], samples[3:]):
         assert len({s.trajectory.prompt.tobytes() for s in group}) == 1
     c.next(2)

@@ -23,8 +23,8 @@ class EngineConfig:
       prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
       records_logits: keep the whole distribution of every token; for small models.
-      penalties: take requests with penalties or a bias, which count the tokens of the vocabulary
-        in every slot.
+      penalties: take requests with penalties, a bias or min_tokens, which change their logits and
+        count the tokens of the vocabulary in every slot.
       top_n: record so many of the likeliest tokens of every draw.
       num_kept: record what could be drawn, where that is at most so many tokens.
       numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,

@@ -16,15 +16,19 @@ from jaxrl_tis.engine import cache, sampling
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Chunk, Draw, Insertion, ResultTokens
-from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.engine.records import MAX_STOP_IDS, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.fields import DRAWN
 from jaxrl_tis.kernels import tiles
+from jaxrl_tis.kernels.logprob import token_logprob
 from jaxrl_tis.models import invariant, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout, single_device
+
+LOGPROB_CHUNK = 256  # positions of prompts whose logits are alive at a time
+BLOCK_TOKENS = 256  # from so many on a CPU takes no less time for each
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +72,7 @@ class Engine:
       layout: mesh and rules; None runs on one device.
     """
 
-    max_stop_ids = 8
+    max_stop_ids = MAX_STOP_IDS
 
     def __init__(self, model: ModelConfig, config: EngineConfig, layout: Layout | None = None):
         self.model, self.config = model, config
@@ -97,7 +101,11 @@ class Engine:
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
         rows, row = self.layout.sharding(("batch", None)), self.layout.sharding(("batch",))
         self._prefill = jax.jit(
-            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows),
+            self._prefill_rows, in_shardings=(None, None, rows, row, row, rows, None),
+            donate_argnums=(1,), **options,
+        )
+        self._prefill_scored = jax.jit(
+            self._prefill_scored_rows, in_shardings=(None, None, rows, row, row, rows, rows),
             donate_argnums=(1,), **options,
         )
         self._insert = jax.jit(self._insert_rows, donate_argnums=(0,))
@@ -152,31 +160,89 @@ class Engine:
 
     def prefill(self, params, state: DecodeState, chunks: list[Chunk]) -> DecodeState:
         """Writes the keys of the chunks, of which each shard has at most prefill_batch / shards."""
+        _, arrays = self._chunk_rows(chunks)
+        most = max(np.bincount([c.shard for c in chunks]))
+        blocks = -(-most // self._block_rows(arrays[0].shape[1]))
+        return self._prefill(params, state, *arrays, np.int32(blocks))
+
+    def _block_rows(self, length: int) -> int:
+        """Returns how many rows of a shard a prefill computes at a time, a divisor of all that it
+        has. On CPU so many that they have BLOCK_TOKENS tokens: prompts that come late come alone,
+        and blocks without one cost nothing. Every prompt is computed in a block of this size,
+        whatever its company, so that this changes no bit."""
+        rows = self.prefill_batch // self.shards
+        if self.layout.platform != "cpu":
+            return rows
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and n * length >= BLOCK_TOKENS
+                    or n == rows)
+
+    def prefill_scored(
+        self, params, state: DecodeState, chunks: list[Chunk]
+    ) -> tuple[DecodeState, list[np.ndarray]]:
+        """Prefills, and returns the log-probs of the targets of each chunk, under the model's own
+        logits at temperature 1."""
+        rows, (tokens, *arrays) = self._chunk_rows(chunks)
+        targets = np.zeros(tokens.shape, np.int32)
+        for row, chunk in zip(rows, chunks):
+            targets[row, : len(chunk.targets)] = chunk.targets
+        targets = self.layout.put(targets, ("batch", None))
+        state, logps = self._prefill_scored(params, state, tokens, *arrays, targets)
+        logps = np.asarray(logps)
+        return state, [logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks)]
+
+    def _chunk_rows(self, chunks: list[Chunk]) -> tuple[list[int], tuple]:
+        """Lays chunks into the rows of a prefill: which row each has, and (tokens, starts, lengths,
+        table)."""
         per_shard = self.prefill_batch // self.shards
         length = self.bucket(max(len(c.tokens) for c in chunks))
         tokens = np.zeros((self.prefill_batch, length), np.int32)
         starts, lengths = (np.zeros(self.prefill_batch, np.int32) for _ in range(2))
         table = np.zeros((self.prefill_batch, self.pages_per_slot), np.int32)
-        taken = [0] * self.shards
+        taken, used = [0] * self.shards, []
         for chunk in chunks:
             row = chunk.shard * per_shard + taken[chunk.shard]
             taken[chunk.shard] += 1
+            used.append(row)
             tokens[row, : len(chunk.tokens)] = chunk.tokens
             starts[row], lengths[row] = chunk.start, len(chunk.tokens)
             table[row, : len(chunk.pages)] = chunk.pages
         rows = lambda x: self.layout.put(x, ("batch",) + (None,) * (x.ndim - 1))
-        return self._prefill(params, state, *map(rows, (tokens, starts, lengths, table)))
+        return used, tuple(map(rows, (tokens, starts, lengths, table)))
 
-    def _prefill_rows(
-        self, params, state, tokens_rt, starts_r, lengths_r, table_rp
-    ) -> DecodeState:
+    def _prefill_rows(self, params, state, *arrays_and_blocks) -> DecodeState:
+        """Prefills the first blocks of the rows of each shard."""
+        *arrays, blocks = arrays_and_blocks
+        size = self._block_rows(arrays[0].shape[1])
+        if size == self.prefill_batch // self.shards:
+            return self._read(params, state, *arrays)[0]
+
+        def block(i, x):
+            rows = x.reshape(self.shards, -1, *x.shape[1:])
+            rows = jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1)
+            return rows.reshape(-1, *x.shape[1:])
+
+        read = lambda i, state: self._read(params, state, *[block(i, x) for x in arrays])[0]
+        return jax.lax.fori_loop(0, blocks, read, state)
+
+    def _prefill_scored_rows(self, params, state, *rows_and_targets):
+        *rows, targets_rt = rows_and_targets
+        state, x_rtd = self._read(params, state, *rows)
+        logp_rt = token_logprob(
+            transformer.output_head(params, self.program), x_rtd, targets_rt,
+            jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=self.layout,
+            numerics=self.program.numerics,
+        ).logp
+        return state, self._read_by_all(logp_rt)
+
+    def _read(self, params, state, tokens_rt, starts_r, lengths_r, table_rp):
+        """Returns (the state with the keys of the rows, their hidden states)."""
         positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
         numerics = self.program.numerics
         attend = cache.fill(starts_r, lengths_r, table_rp, self.layout, numerics)
-        _, kv = transformer.hidden(
+        x_rtd, kv = transformer.hidden(
             params, self.model, self.program, tokens_rt, positions_rt, attend, state.cache
         )
-        return DecodeState(kv, state.slots)
+        return DecodeState(kv, state.slots), x_rtd
 
     # Insert
 
@@ -317,10 +383,15 @@ class Engine:
 
     def _result(self, state: DecodeState, drawn: Draw, valid) -> ResultTokens:
         fields = {name: getattr(drawn, name) for name in DRAWN}
-        result = ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
-        if self.layout.is_shared:  # the schedulers of all processes read all of it
-            result = jax.lax.with_sharding_constraint(result, self.layout.replicated())
-        return result
+        return self._read_by_all(
+            ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
+        )
+
+    def _read_by_all(self, result: Any) -> Any:
+        """Lays what the schedulers of all processes read whole onto every device."""
+        if not self.layout.is_shared:
+            return result
+        return jax.lax.with_sharding_constraint(result, self.layout.replicated())
 
     def _empty_draws(self) -> tuple[Draw, jax.Array]:
         """Makes zeros in the place of the draws of a whole call, and of the booleans that say which
@@ -426,12 +497,12 @@ class Engine:
         state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
-        chunk = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
+        rows = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
         pages = host(self.slots, *table), host(self.slots)
         drafts = host(self.slots, self.config.max_draft), host(self.slots)
         found = {
             "load": (load, (params,)),
-            "prefill": (self._prefill, (serving, state, *chunk)),
+            "prefill": (self._prefill, (serving, state, *rows, host())),
             "insert": (self._insert, (state, *self._insertion({}))),
             "decode": (self._generate, (serving, state, *pages)),
         }

@@ -2,7 +2,8 @@
 
 In this order: the repetition penalty (arXiv:1909.05858) divides the positive logits and multiplies
 the negative ones of tokens in the prompt or drawn before; the presence and the frequency penalty
-are subtracted from those of tokens drawn before, once, and times how often; the bias is added.
+are subtracted from those of tokens drawn before, once, and times how often; the bias is added; and
+what must not be drawn yet, a stop id before min_tokens, becomes -inf.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.engine.records import MAX_BIAS, SamplingParams
+from jaxrl_tis.engine.records import MAX_BIAS, MAX_STOP_IDS, SamplingParams
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.sharding import Layout
 
@@ -28,6 +29,8 @@ class Penalties:
     Attributes:
       repetition, presence, frequency: [B] float32, see SamplingParams.
       bias_ids: [B,MAX_BIAS] int32 tokens, -1 where a request names fewer; bias: [B,MAX_BIAS].
+      stop_ids: [B,MAX_STOP_IDS] int32 padded with -1; barred: [B] int32 draws for which they are
+        still impossible.
       in_prompt: [B,V] bool, the prompt has the token.
       drawn: [B,V] int32, how often it was drawn.
     """
@@ -37,6 +40,8 @@ class Penalties:
     frequency: Any
     bias_ids: Any
     bias: Any
+    stop_ids: Any
+    barred: Any
     in_prompt: Any = None
     drawn: Any = None
 
@@ -50,15 +55,18 @@ class Penalties:
         for row, p in enumerate(params):
             for i, (token, value) in enumerate(p.logit_bias):
                 bias_ids[row, i], bias[row, i] = token, value
+        stop_ids = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
+        for row, p in enumerate(params):
+            stop_ids[row, : len(p.stop_ids)] = p.stop_ids
         return cls(
             column("repetition_penalty"), column("presence_penalty"), column("frequency_penalty"),
-            bias_ids, bias,
+            bias_ids, bias, stop_ids, np.array([p.min_tokens for p in params], np.int32),
         )
 
     @classmethod
     def places(cls, place) -> "Penalties":
         """Applies `place` to the logical axes of every field."""
-        return cls(*[place(BY_ROW)] * 5, *[place(BY_TOKEN)] * 2)
+        return cls(*[place(BY_ROW)] * 7, *[place(BY_TOKEN)] * 2)
 
     def seen(
         self, tokens_bt: jax.Array, prompts_b: jax.Array, lengths_b: jax.Array, vocab_size: int,
@@ -70,14 +78,18 @@ class Penalties:
         count = functools.partial(_count, width=vocab_size // shards.count, shards=shards)
         counted = layout.shard(count, (spec(BY_ROW),) * 3, (spec(BY_TOKEN),) * 2)
         in_prompt, drawn = counted(tokens_bt, prompts_b, lengths_b)
-        return dataclasses.replace(self, in_prompt=in_prompt, drawn=drawn)
+        barred = jnp.maximum(self.barred - (lengths_b - prompts_b), 0)
+        return dataclasses.replace(self, barred=barred, in_prompt=in_prompt, drawn=drawn)
 
     def draw(self, token_b: jax.Array, is_drawn_b: jax.Array, layout: Layout) -> "Penalties":
         """Counts one drawn token in some of the rows."""
         shards, spec = Shards.of(layout), lambda axes: layout.sharding(axes).spec
         specs = spec(BY_TOKEN), spec(BY_ROW), spec(BY_ROW)
         add = layout.shard(functools.partial(_add, shards=shards), specs, spec(BY_TOKEN))
-        return dataclasses.replace(self, drawn=add(self.drawn, token_b, is_drawn_b))
+        return dataclasses.replace(
+            self, barred=jnp.maximum(self.barred - is_drawn_b, 0),
+            drawn=add(self.drawn, token_b, is_drawn_b),
+        )
 
     def filled(self, fill) -> "Penalties":
         """Applies `fill` to what has an entry for every token."""
@@ -94,7 +106,10 @@ class Penalties:
         logits_bv = jnp.where(self.in_prompt | was_drawn_bv, repeated_bv, logits_bv)
         logits_bv -= self.presence[:, None] * was_drawn_bv + self.frequency[:, None] * self.drawn
         rows, ids = _cells(self.bias_ids, shards, logits_bv.shape[1])
-        return logits_bv.at[rows, ids].add(self.bias, mode="drop")
+        logits_bv = logits_bv.at[rows, ids].add(self.bias, mode="drop")
+        barred_bn = jnp.where(self.barred[:, None] > 0, self.stop_ids, -1)
+        rows, ids = _cells(barred_bn, shards, logits_bv.shape[1])
+        return logits_bv.at[rows, ids].set(-jnp.inf, mode="drop")
 
 
 def _cells(ids_bn: jax.Array, shards: Shards, width: int) -> tuple[jax.Array, jax.Array]:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl_tis.engine.pages import Pages
+from jaxrl_tis.engine.pages import Pages, content_keys
 from jaxrl_tis.engine.sequences import Sequence
 
 
@@ -13,12 +13,17 @@ class Prefix:
     """Tokens whose keys lie, or will lie, in pages of a shard.
 
     Attributes:
+      key: by which it is found; page_keys: of the content of its full pages.
       filled: tokens whose keys are there, or in the pages of `base`.
+      found: pages among its own that others filled with its tokens.
       base: the prefix of its first tokens, whose pages it shares and which is to be filled first.
       waiters: sequences with a slot that start from it once it is filled.
       followers: prefixes whose base it is.
+      logps: log-probs of the tokens after the first, as far as it is filled; None unless asked for.
     """
 
+    key: bytes
+    page_keys: list[bytes]
     tokens: np.ndarray
     shard: int
     pages: list[int]
@@ -26,6 +31,8 @@ class Prefix:
     base: "Prefix | None" = None
     waiters: list[Sequence] = dataclasses.field(default_factory=list)
     followers: int = 0
+    found: int = 0
+    logps: list[np.ndarray] | None = None
 
     @property
     def is_filled(self) -> bool:
@@ -35,19 +42,28 @@ class Prefix:
     def is_idle(self) -> bool:
         return not self.waiters and not self.followers
 
+    def prompt_logps(self) -> np.ndarray:
+        """Returns those of all its tokens, float32; NaN for the first."""
+        logps = np.concatenate([[np.nan], *self.logps])
+        return logps[: len(self.tokens)].astype(np.float32)
+
 
 class Prefixes:
     """All prefixes; each shard has at most one of the same tokens. A sequence that drew tokens
     before its pages were lost has a prefix of its own, which follows the prefix of the prompt's
     full pages.
 
+    Full pages of tokens that were filled are found by later ones that begin with the same tokens,
+    until they are taken for something else: a prefix begins with them and has the rest filled.
+
     Args:
       pages: of each shard.
       size: positions of a page.
+      keeps_pages: whether pages are found again.
     """
 
-    def __init__(self, pages: list[Pages], size: int):
-        self._pages, self._size = pages, size
+    def __init__(self, pages: list[Pages], size: int, keeps_pages: bool = True):
+        self._pages, self._size, self._keeps_pages = pages, size, keeps_pages
         self._prefixes: dict[tuple[bytes, int], Prefix] = {}
 
     def find(self, key: bytes, shard: int) -> Prefix | None:
@@ -64,12 +80,50 @@ class Prefixes:
         """Returns the filled prefixes whose waiting sequences can be put into their slots."""
         return [p for p in self._prefixes.values() if p.waiters and p.is_filled]
 
+    def fill(self, prefix: Prefix, count: int) -> None:
+        """Notes that the keys of `count` more tokens lie in its pages."""
+        prefix.filled += count
+        if prefix.is_filled and self._keeps_pages:
+            self._pages[prefix.shard].keep(prefix.pages, prefix.page_keys)
+
+    def adopt(self, prefix: Prefix) -> int:
+        """Takes over pages that others filled with its next tokens since it was made, in place of
+        its own. Returns how many tokens those are."""
+        if not self._keeps_pages or prefix.logps is not None or prefix.followers:
+            return 0
+        pages, first = self._pages[prefix.shard], prefix.filled // self._size
+        found = pages.found(prefix.page_keys)[first:]
+        for holder in (prefix, *prefix.waiters) if found else ():
+            place = slice(first, first + len(found))
+            own, holder.pages[place] = holder.pages[place], pages.share(found)
+            pages.release(own)
+        prefix.found += len(found)
+        prefix.filled += len(found) * self._size
+        return len(found) * self._size
+
     def new_pages(self, sequence: Sequence, shard: int) -> int:
-        """Counts the pages that `join` would take."""
+        """Counts the free pages that `join` would take."""
         full, rest = divmod(sequence.length, self._size)
         if self.find(sequence.key, shard):
             return int(rest > 0)
-        return full - self.shared(sequence, shard) // self._size + 2 * (rest > 0)
+        base = self.find(sequence.base_key, shard)
+        known = base.pages if base else self._found(sequence, shard)
+        return full - self._pages[shard].held(known) + 2 * (rest > 0)
+
+    def cached(self, sequence: Sequence, shard: int) -> int:
+        """Counts the tokens whose pages the sequence would find filled, where it shares none."""
+        if self.shared(sequence, shard):
+            return 0
+        return len(self._found(sequence, shard)) * self._size
+
+    def _found(self, sequence: Sequence, shard: int) -> list[int]:
+        """Returns the pages with the sequence's first tokens, or with those of its prompt if it
+        drew some."""
+        if not self._keeps_pages or sequence.needs_scores:
+            return []
+        whole = len(sequence.base_key) // sequence.request.prompt.itemsize or sequence.length
+        keys = sequence.page_keys(self._size)[: whole // self._size]
+        return self._pages[shard].found(keys)
 
     def shared(self, sequence: Sequence, shard: int) -> int:
         """Counts the tokens that the sequence would take over from others."""
@@ -81,37 +135,45 @@ class Prefixes:
         is full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
-        base = None
+        base, found = None, self._found(sequence, shard)
         if sequence.base_key and self.find(sequence.key, shard) is None:
             count = len(sequence.request.prompt) // self._size * self._size
-            base = self._prefix(sequence.base_key, tokens[:count], shard)
-        prefix = self._prefix(sequence.key, tokens, shard, base)
+            base = self._prefix(sequence.base_key, tokens[:count], shard, found=found)
+        prefix = self._prefix(
+            sequence.key, tokens, shard, base, [] if base else found, sequence.needs_scores
+        )
         sequence.shard = shard
         sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
 
-    def _prefix(self, key, tokens, shard, base=None) -> Prefix:
-        """Returns the prefix of these tokens, a new one if there is none yet."""
+    def _prefix(self, key, tokens, shard, base=None, found=(), is_scored=False) -> Prefix:
+        """Returns the prefix of these tokens, a new one if there is none yet, which begins with the
+        pages of its base or those that were found."""
         if self.find(key, shard) is None:
-            pages, shared = self._pages[shard], base.pages if base else []
+            pages = self._pages[shard]
+            shared = pages.share(base.pages if base else found)
             own = pages.allocate(-(-len(tokens) // self._size) - len(shared))
-            filled = len(base.tokens) if base else 0
-            new = Prefix(tokens, shard, pages.share(shared) + own, filled, base)
-            self._prefixes[key, shard] = new
+            self._prefixes[key, shard] = Prefix(
+                key, content_keys(tokens, self._size), tokens, shard, shared + own, len(shared) * self._size, base,
+                found=len(found), logps=[] if is_scored else None,
+            )
             if base:
                 base.followers += 1
         return self._prefixes[key, shard]
 
     def following(self) -> list[Sequence]:
-        """Returns the sequences that wait for a prefix which shares the pages of another."""
-        return [s for prefix in self._prefixes.values() if prefix.base for s in prefix.waiters]
+        """Returns the sequences that wait for a prefix which shares pages that others filled."""
+        shares = lambda prefix: prefix.base or prefix.found
+        return [s for prefix in self._prefixes.values() if shares(prefix) for s in prefix.waiters]
 
     def forget(self) -> None:
         """Hears of new weights: all prefixes are to be filled anew, in other pages where somebody
-        may still read the old ones. No sequence may be `following`."""
+        may still read the old ones, and nothing is found. No sequence may be `following`."""
+        for pages in self._pages:
+            pages.forget()
         for prefix in reversed(list(self._prefixes.values())):
-            prefix.filled = 0
+            prefix.filled, prefix.logps = 0, prefix.logps and []
             if prefix.is_idle:
                 self._drop(prefix)
 
@@ -135,6 +197,6 @@ class Prefixes:
 
     def _drop(self, prefix: Prefix) -> None:
         self._pages[prefix.shard].release(prefix.pages)
-        del self._prefixes[prefix.tokens.tobytes(), prefix.shard]
+        del self._prefixes[prefix.key, prefix.shard]
         if prefix.base:
             prefix.base.followers -= 1

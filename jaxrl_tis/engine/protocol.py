@@ -12,12 +12,15 @@ from jaxrl_tis.engine.records import Request
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A part of a sequence that is to be prefilled: its tokens from position `start` on, which
-    begins a page, and the pages of the sequence so far, in the shard of the cache that holds it."""
+    begins a page, and the pages of the sequence so far, in the shard of the cache that holds it.
+    `targets` are the tokens that follow each of its own, where their log-probs are asked for; after
+    the last token of the sequence, any."""
 
     shard: int
     tokens: np.ndarray
     start: int
     pages: list[int]
+    targets: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,9 @@ class EngineProtocol(Protocol):
     def bucket(self, length: int) -> int: ...
     def init_state(self) -> Any: ...
     def prefill(self, params: Any, state: Any, chunks: list[Chunk]) -> Any: ...
+    def prefill_scored(
+        self, params: Any, state: Any, chunks: list[Chunk]
+    ) -> tuple[Any, list[np.ndarray]]: ...
     def insert(self, state: Any, rows: dict[int, Insertion]) -> Any: ...
     def release(self, state: Any, slots: list[int]) -> Any: ...
     def generate(

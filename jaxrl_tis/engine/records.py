@@ -7,6 +7,7 @@ import numbers
 import numpy as np
 
 MAX_BIAS = 16  # tokens that a request may add something to
+MAX_STOP_IDS = 8
 NEVER = 2**31 - 1  # evict_step of a key that stayed
 MAX_INT = 2**31 - 1
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
@@ -33,11 +34,14 @@ class SamplingParams:
       stop_ids: a sampled token among these ends the sequence (and belongs to it).
       stop_strings: the sequence ends with the token that completes one of these in its text.
       max_tokens: upper bound of sampled tokens.
+      min_tokens: before so many are sampled no stop id can be drawn, and no stop string ends the
+        sequence; one that was complete by then never does.
       repetition_penalty: positive logits of tokens in the prompt or sampled before are divided by
         it, negative ones multiplied; 1 changes nothing.
       presence_penalty: subtracted from the logits of tokens sampled before.
       frequency_penalty: subtracted from them as often as they were sampled.
       logit_bias: ((token, what is added to its logit), ...) of at most MAX_BIAS tokens.
+      prompt_logprobs: record the log-probs of the prompt's own tokens.
     """
 
     temperature: float = 1.0
@@ -51,6 +55,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         ids, biases = [token for token, _ in self.logit_bias], [b for _, b in self.logit_bias]
@@ -73,6 +79,11 @@ class SamplingParams:
                 "a tuple of texts, none of them empty",
             ),
             "max_tokens": (_is_int(self.max_tokens, 1), f"an integer from 1 to {MAX_INT}"),
+            "min_tokens": (
+                _is_int(self.min_tokens) and self.min_tokens <= self.max_tokens,
+                f"an integer from 0 to max_tokens={self.max_tokens}",
+            ),
+            "prompt_logprobs": (isinstance(self.prompt_logprobs, bool), "true or false"),
             "repetition_penalty": (
                 has_reciprocal(self.repetition_penalty), f"from {TINY:.3g} to {1 / TINY:.3g}"
             ),
@@ -99,7 +110,8 @@ class SamplingParams:
     def is_penalised(self) -> bool:
         """Whether the request draws from other logits than the model's."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.logit_bias)
+        bars_stops = self.min_tokens > 0 and bool(self.stop_ids)
+        return any(penalties) or bool(self.logit_bias) or bars_stops
 
 
 def _no(dtype, dims: int = 1):
@@ -122,6 +134,9 @@ class Trajectory:
     nothing but -1 says that more than K could. k and K are 0 unless recorded.
     `evict_step` [prompt + n] int32: a query at position t saw position s iff
     s <= t < evict_step[s]; empty where nothing is ever evicted.
+    `prompt_logps` [prompt] float32, where asked for: the log-prob of each prompt token after those
+    before it, under the model's own logits at temperature 1 and the weights that first filled the
+    cache; the first has none, NaN. Empty if the sequence ended before its prompt was read.
     `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
 
     Whoever builds a record of several turns, or with tokens that others wrote, gives `mask` and
@@ -149,6 +164,7 @@ class Trajectory:
     top_ids: np.ndarray = _no(np.int32, 2)
     top_logps: np.ndarray = _no(np.float32, 2)
     kept: np.ndarray = _no(np.int32, 2)
+    prompt_logps: np.ndarray = _no(np.float32)
 
     def __post_init__(self):
         count = len(self.tokens)

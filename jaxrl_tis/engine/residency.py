@@ -39,7 +39,7 @@ class Residency:
       engine: sizes, see EngineProtocol.
       waiting: sequences without a slot.
       stats: where admissions and losses are counted.
-      divide, retention: see Scheduler.
+      divide, retention, keeps_pages: see Scheduler.
 
     Attributes:
       left: slots that are free here and still count in the engine.
@@ -55,6 +55,7 @@ class Residency:
         stats: Stats,
         divide: int = 0,
         retention: Retention | None = None,
+        keeps_pages: bool = True,
     ):
         self._engine, self._waiting, self._stats = engine, waiting, stats
         self._divide, self._retention = divide, retention
@@ -64,7 +65,7 @@ class Residency:
         self.table = np.zeros((engine.slots, per_slot), np.int32)
         self.shift = np.zeros(engine.slots, np.int32)
         self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
-        self.prefixes = Prefixes(self.pages, engine.page_size)
+        self.prefixes = Prefixes(self.pages, engine.page_size, keeps_pages)
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether it lives in a slot or waits for one."""
@@ -173,10 +174,14 @@ class Residency:
         """Finds pages for what the sequence has so far, in the shard that serves it best: one where
         others hold the same tokens. False where no shard has room."""
         shared = lambda shard: self.prefixes.shared(sequence, shard)
-        preference = lambda shard: (-shared(shard), -self.pages[shard].free, shard)
+        cached = lambda shard: self.prefixes.cached(sequence, shard)
+        preference = lambda shard: (
+            -shared(shard) - cached(shard), -self.pages[shard].free, shard
+        )
         for shard in sorted(shards, key=preference):
             if self._has_room(sequence, shard):
                 self._stats.shared += shared(shard)
+                self._stats.cached += cached(shard)
                 self.prefixes.join(sequence, shard)
                 return True
         return False
@@ -191,8 +196,8 @@ class Residency:
         """Whether a shard has the pages of the sequence free, and one more for each running
         sequence to grow into. Pages that only waiting sequences hold are made free for it, but not
         those that it would share."""
-        running, needed = len(self.running(shard)), self.prefixes.new_pages(sequence, shard)
-        while self.pages[shard].free < needed + running:
+        running = len(self.running(shard))
+        while self.pages[shard].free < self.prefixes.new_pages(sequence, shard) + running:
             if not self._reclaim(shard, (sequence.key, sequence.base_key)):
                 return False
         return True
@@ -226,15 +231,27 @@ class Residency:
 
     # More pages, and fewer
 
+    def can_grow(self, width: int) -> bool:
+        """Whether all running sequences find the pages for their next tokens without taking them
+        from another."""
+        counts = collections.Counter()
+        for sequence in self.running():
+            counts[sequence.shard] += self._missing(sequence, width)
+        return all(count <= self.pages[shard].free for shard, count in counts.items())
+
+    def _missing(self, sequence: Sequence, width: int) -> int:
+        """Counts the pages that it lacks for `width` tokens beyond those that it may have drawn."""
+        drawn = min(sequence.in_flight + width, sequence.remaining)
+        end = sequence.length - 1 + drawn - sequence.shift
+        return max(0, -(-end // self._engine.page_size) - len(sequence.pages))
+
     def grow(self, width: int) -> None:
         """Gives every running sequence the pages for its next tokens, the oldest first."""
-        size = self._engine.page_size
         for sequence in self.running():
             if not sequence.is_running:
                 continue  # lost its slot to an older one
-            end = sequence.length - 1 + min(width, sequence.remaining) - sequence.shift
-            count = -(-end // size) - len(sequence.pages)
-            if count <= 0:
+            count = self._missing(sequence, width)
+            if not count:
                 continue
             pages = self.pages[sequence.shard]
             while count > pages.free and self._preempt(sequence):

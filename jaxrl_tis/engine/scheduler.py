@@ -12,7 +12,14 @@
    oldest never does, and all pages of a shard hold the longest sequence, so every request ends.
 5. `step` calls `generate` or `verify` once, stamps the tokens with the weights' version, frees the
    slots of finished requests and returns their trajectories.
+
+With `overlap` a step reads the tokens of the call before its own: the engine draws while the host
+does the rest. A sequence that ends by a stop costs a row of one call more; one that must end by its
+length gives its slot away before its last tokens are read. What needs to know all tokens (an
+abort, a pause, new weights, making way, too few pages) reads them first.
 """
+
+import dataclasses
 
 import time
 from collections.abc import Callable, Collection
@@ -42,6 +49,22 @@ class Full(RuntimeError):
     """As many requests are pending as the scheduler takes; call `step` and try again."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of the engine whose tokens have not been read.
+
+    Attributes:
+      result: its arrays; the host waits for them when it reads them.
+      rows: the sequences that it draws for, their slots, and how many tokens each draws at most.
+      version: of the weights; drafts: that it verifies.
+    """
+
+    result: ResultTokens
+    rows: dict[Sequence, tuple[int, int]]
+    version: int
+    drafts: dict[Sequence, list[int]]
+
+
 class Scheduler:
     """Feeds an engine: call `step()` until `pending` is 0.
 
@@ -57,8 +80,12 @@ class Scheduler:
       divide: a sequence that drew so many tokens since it got its slot makes room for a waiting
         one that now comes before it, and keeps its pages while there are enough; 0 never.
       retention: pages that a sequence keeps; None keeps all.
+      keeps_pages: full pages of prompts stay, for later ones that begin with the same tokens, until
+        their room is needed or the weights change.
       drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings; runs in a thread of its own.
+      overlap: read the tokens of a call after the next one has been sent off; not with drafts or
+        retention, which need them.
     """
 
     def __init__(
@@ -73,22 +100,28 @@ class Scheduler:
         prefill_calls: int = 4,
         divide: int = 0,
         retention: Retention | None = None,
+        keeps_pages: bool = True,
         drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
+        overlap: bool = False,
     ):
         self._engine = engine
         self._state = None
         self._params, self._version = params, version
         self._policy = policy or FirstCome()
         self._max_pending, self._prefill_calls = max_pending, prefill_calls
-        self._drafts = drafts or NoDrafts()
+        self._drafts, self._divide = drafts or NoDrafts(), divide
+        self._overlap = overlap and drafts is None and retention is None
+        self._call: Call | None = None
         self._decode, self._texts = decode, None
         self._waiting = Waiting(self._policy, max_bypass, engine.page_size)
         self._ended: list[Trajectory] = []
         self._live: dict[str, Sequence] = {}
         self._arrivals = 0
         self.stats = Stats()
-        self._residency = Residency(engine, self._waiting, self.stats, divide, retention)
+        self._residency = Residency(
+            engine, self._waiting, self.stats, divide, retention, keeps_pages
+        )
 
     # What callers do
 
@@ -106,6 +139,7 @@ class Scheduler:
         """Replaces the weights of all tokens that are drawn from now on. Running sequences keep the
         keys that older weights wrote (`kv_version` says so), while prompts are filled anew, in
         other pages where running sequences may read the old ones."""
+        self._read()
         self._params, self._version = params, version
         for sequence in self._residency.prefixes.following():
             self._residency.retract(sequence)
@@ -141,12 +175,13 @@ class Scheduler:
         stop string is in it. KeyError where none of this id is pending."""
         if request_id not in self._live:
             raise KeyError(f"no live request has the id {request_id!r}")
+        self._read()
         if self._residency.holds(self._live[request_id]):
             self._abort(self._live[request_id])
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """Returns the tokens that those of these requests have drawn so far that have not ended.
-        Later ones follow them; but a stop string may end the record before the last of them, and a
+        """Returns the tokens that those of these requests have drawn so far that have not ended, as far
+        as they have been read. Later ones follow them; but a stop string may end the record before the last of them, and a
         sequence that saw evicted keys may have to start again."""
         live = {id: self._live[id] for id in request_ids if id in self._live}
         return {id: s.field("tokens") for id, s in live.items() if self._residency.holds(s)}
@@ -160,6 +195,7 @@ class Scheduler:
         """
         if mode not in PAUSES:
             raise ValueError(f"pause mode {mode!r} is none of {', '.join(PAUSES)}")
+        self._read()
         for sequence in self._residency.sequences():
             if mode == "abort":
                 self._abort(sequence)
@@ -172,15 +208,25 @@ class Scheduler:
         start = time.perf_counter()
         if self._state is None:
             self._state = self._engine.init_state()
+        if self._divide and any(self._waiting):
+            self._read()
+        self._let_go()
         # The last token's key is not in its pages yet: decode writes it.
         parked = self._residency.admit()
         self._insert({s: (s.length - 1, (NULL, NULL)) for s in parked})
         self._fill()
         width, drafts = self._propose()
+        if not self._residency.can_grow(width):
+            self._read()
         self._residency.grow(width)
-        if self._residency.running():
-            self._collect(self._generate(width, drafts), drafts)
+        call = self._generate(width, drafts)
+        self._read()
+        self._call = call
+        if not self._overlap:
+            self._read()
         finished = self._returned()
+        if not self._live:
+            self._call = None  # it draws for nobody
         self.stats.seconds += time.perf_counter() - start
         return finished
 
@@ -213,8 +259,10 @@ class Scheduler:
                 len(sampling.stop_ids) > engine.max_stop_ids,
             "stop strings need a scheduler with a `decode` function":
                 bool(sampling.stop_strings) and self._decode is None,
-            "penalties and logit_bias need an engine with penalties=True":
+            "penalties, logit_bias and min_tokens with stop ids need an engine with penalties=True":
                 sampling.is_penalised and not engine.num_penalised,
+            "min_tokens bars every token of the vocabulary, as all are stop ids":
+                sampling.min_tokens > 0 and len(set(sampling.stop_ids)) >= engine.vocab_size,
             f"logit_bias names tokens beyond the vocabulary: {sampling.logit_bias}":
                 any(id >= engine.num_penalised > 0 for id, _ in sampling.logit_bias),
             "another live request has this id": request.id in self._live,
@@ -231,6 +279,9 @@ class Scheduler:
                 f"({sampling.max_tokens}) or more": len(partial.tokens) >= sampling.max_tokens,
                 "the partial trajectory saw evicted keys, which cannot be rebuilt; start it again":
                     len(partial.evict_step) > 0,
+                "the partial trajectory lacks the prompt's log-probs; start it again":
+                    sampling.prompt_logprobs and len(partial.tokens) > 0
+                    and not len(partial.prompt_logps),
             }
         if request.partial is not None and len(request.partial.tokens):
             # A record has one temperature, one quant_id and one width of each field.
@@ -269,19 +320,31 @@ class Scheduler:
 
     def _prefill(self, unfilled: list[Prefix]) -> None:
         """Prefills one chunk of each of the first prefixes, as far as they fit into one call."""
-        engine = self._engine
+        engine, prefixes = self._engine, self._residency.prefixes
         left = dict.fromkeys(range(engine.shards), engine.prefill_batch // engine.shards)
         next_chunk = lambda p: p.tokens[p.filled : p.filled + engine.prefill_chunk]
-        length = engine.bucket(len(next_chunk(unfilled[0])))
-        chunks = []
+        kind = lambda p: (engine.bucket(len(next_chunk(p))), p.logps is None)
+        chunks, chosen = [], []
         for prefix in unfilled:
-            tokens = next_chunk(prefix)
-            if left[prefix.shard] and engine.bucket(len(tokens)) == length:
+            if not left[prefix.shard]:
+                continue
+            self.stats.cached += prefixes.adopt(prefix)
+            if not prefix.is_filled and (not chosen or kind(prefix) == needed):
+                needed = kind(prefix)
                 left[prefix.shard] -= 1
-                chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages))
-                prefix.filled += len(tokens)
+                tokens, end = next_chunk(prefix), prefix.filled + engine.prefill_chunk
+                targets = None if prefix.logps is None else prefix.tokens[prefix.filled + 1 : end + 1]
+                chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages, targets))
+                chosen.append(prefix)
+                prefixes.fill(prefix, len(tokens))
                 self.stats.prefilled += len(tokens)
-        self._state = self._timed(engine.prefill, self._params, self._state, chunks)
+        args = self._params, self._state, chunks
+        if chosen and chosen[0].logps is None:
+            self._state = self._timed(engine.prefill, *args)
+        elif chosen:
+            self._state, logps = self._timed(engine.prefill_scored, *args)
+            for prefix, logps_of_chunk in zip(chosen, logps, strict=True):
+                prefix.logps.append(logps_of_chunk)
 
     def _insert_filled(self) -> None:
         rows, filled = {}, self._residency.prefixes.filled()
@@ -291,6 +354,8 @@ class Scheduler:
                 copy = (prefix.pages[-1], sequence.pages[-1]) if rest else (NULL, NULL)
                 rows[sequence] = (sequence.length, copy)
                 sequence.filled(self._version)
+                if sequence.needs_scores:
+                    sequence.prompt_logps = prefix.prompt_logps()
             prefix.waiters = []
         self._insert(rows)
         for sequence in rows:
@@ -317,9 +382,21 @@ class Scheduler:
         length, drafts = self._drafts.propose(self._residency.running())
         return (length + 1 if drafts else self._engine.steps), drafts
 
-    def _generate(self, width: int, drafts: dict[Sequence, list[int]]) -> ResultTokens:
+    def _let_go(self) -> None:
+        """Frees the slots and pages of those that end in the call that has not been read, however
+        their tokens fall: what comes into them is written after it."""
+        for sequence, (slot, _) in self._call.rows.items() if self._call else ():
+            if sequence.is_running and sequence.in_flight == sequence.remaining:
+                self._residency.leave(sequence)
+                self._residency.left.discard(slot)
+
+    def _generate(self, width: int, drafts: dict[Sequence, list[int]]) -> Call | None:
         engine, residency = self._engine, self._residency
-        arrays = residency.table, residency.shift
+        going_on = [s for s in residency.running() if s.in_flight < s.remaining]
+        if not going_on:
+            return None
+        # Copies: the engine may read them while the next step changes them.
+        arrays = residency.table.copy(), residency.shift.copy()
         if residency.left:
             self._state = self._timed(engine.release, self._state, sorted(residency.left))
             residency.left.clear()
@@ -333,7 +410,17 @@ class Scheduler:
                     counts[sequence.slot] = len(draft)
             call, arrays = engine.verify, (tokens, counts, *arrays)
         self._state, result = self._timed(call, self._params, self._state, *arrays)
-        return self._timed(jax.tree.map, np.asarray, result)
+        rows = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in going_on}
+        for sequence, (_, most) in rows.items():
+            sequence.in_flight += most
+        return Call(result, rows, self._version, drafts)
+
+    def _read(self) -> None:
+        """Waits for the call that has not been read, if there is one, and takes its tokens."""
+        call, self._call = self._call, None
+        if call:
+            result = self._timed(jax.tree.map, np.asarray, call.result)
+            self._collect(dataclasses.replace(call, result=result))
 
     def _timed(self, call: Callable, *args) -> Any:
         start = time.perf_counter()
@@ -341,17 +428,21 @@ class Scheduler:
         self.stats.engine_seconds += time.perf_counter() - start
         return out
 
-    def _collect(self, result: ResultTokens, drafts: dict[Sequence, list[int]]) -> None:
+    def _collect(self, call: Call) -> None:
+        result, drafts = call.result, call.drafts
         counts = result.valid.sum(axis=0)
         drew = result.valid[:1] if drafts else result.valid
         self.stats.calls += 1
         self.stats.busy += int(drew.sum())
         self.stats.slot_steps += int(drew.any(axis=1).sum()) * self._engine.slots
-        for sequence in self._residency.running():
-            slot, count, sampling = sequence.slot, int(counts[sequence.slot]), sequence.sampling
+        for sequence, (slot, most) in call.rows.items():
+            if sequence.has_ended:
+                continue  # by a stop string, in the call before
+            count, sampling = int(counts[slot]), sequence.sampling
             sequence.pieces.append(Drawn(
-                result, slot, count, self._version, sequence.kv_version, sequence.segment
+                result, slot, count, call.version, sequence.kv_version, sequence.segment
             ))
+            sequence.in_flight -= most
             sequence.count += count
             sequence.since_admission += count
             self.stats.tokens += count
@@ -385,7 +476,9 @@ class Scheduler:
             if sequence.search is None:
                 before = sequence.field("tokens")[: sequence.count - len(drawn)].tolist()
                 stops = sequence.sampling.stop_strings
-                sequence.search = StopSearch(stops, self._decode, before)
+                sequence.search = StopSearch(
+                    stops, self._decode, before, sequence.sampling.min_tokens
+                )
             if self._texts is None:
                 self._texts = ThreadPoolExecutor(1)
             sequence.stop = self._texts.submit(sequence.search, drawn)
@@ -397,7 +490,9 @@ class Scheduler:
         self._finish(sequence, reason, count)
 
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
-        self._residency.leave(sequence)
+        if self._residency.holds(sequence):
+            self._residency.leave(sequence)
+        sequence.has_ended = True
         self._waiting.ended(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from jaxrl_tis.engine.pages import content_keys
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.text import StopSearch
@@ -36,9 +37,11 @@ class Sequence:
 
     Attributes:
       order: number of its arrival; admitted_after: admissions before it began to wait.
-      key: bytes of its tokens when it began to wait; those of equal keys share a Prefix.
+      key: bytes of its tokens when it began to wait, and whether their log-probs are needed; those
+        of equal keys share a Prefix.
       base_key: of the full pages of its prompt if it drew tokens already, which the others of its
         group have not; b"" otherwise.
+      keyed: the keys of its pages, and the key that they belong to.
       pieces: what it drew, in order; count: how many tokens those are.
       slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
       is_running: its slot decodes; false while its pages are being filled.
@@ -46,6 +49,9 @@ class Sequence:
         left; evict_step: see Trajectory.
       segment: how often its pages were rebuilt; kv_version: of the oldest weights that filled them.
       since_admission: tokens drawn since it last got a slot.
+      in_flight: most tokens that it draws in calls that have not been read; has_ended: its record is
+        written.
+      prompt_logps: see Trajectory; None before its prompt is read.
       search: of its stop strings, in the tokens drawn so far; stop: its last result.
     """
 
@@ -56,6 +62,7 @@ class Sequence:
     count: int
     key: bytes = b""
     base_key: bytes = b""
+    keyed: tuple[bytes, list[bytes]] | None = None
     segment: int = 0
     is_running: bool = False
     slot: int = -1
@@ -66,6 +73,9 @@ class Sequence:
     evict_step: np.ndarray | None = None
     kv_version: int = 0
     since_admission: int = 0
+    in_flight: int = 0
+    has_ended: bool = False
+    prompt_logps: np.ndarray | None = None
     search: StopSearch | None = None
     stop: Future | None = None
 
@@ -74,14 +84,19 @@ class Sequence:
         partial = request.partial
         if partial is None or not len(partial.tokens):
             return cls(request, order, admitted_after, [], 0)
-        segment = int(partial.segment[-1])
         return cls(
-            request, order, admitted_after, [partial], len(partial.tokens), segment=segment
+            request, order, admitted_after, [partial], len(partial.tokens),
+            segment=int(partial.segment[-1]), prompt_logps=partial.prompt_logps,
         )
 
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether its prefill has to give the log-probs of its prompt."""
+        return self.sampling.prompt_logprobs and self.prompt_logps is None
 
     @property
     def length(self) -> int:
@@ -111,6 +126,12 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """Returns the prompt and the drawn tokens."""
         return np.concatenate([self.request.prompt, self.field("tokens")])
+
+    def page_keys(self, size: int) -> list[bytes]:
+        """Returns the keys of its full pages, see pages.content_keys."""
+        if self.keyed is None or self.keyed[0] != self.key:
+            self.keyed = self.key, content_keys(self.tokens(), size)
+        return self.keyed[1]
 
     def forget(self) -> None:
         """Notes that its pages are gone. What it drew stays, unless some of it saw evicted keys:
@@ -146,6 +167,8 @@ class Sequence:
         evict_step = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
+        if request.sampling.prompt_logprobs and self.prompt_logps is not None:
+            fields["prompt_logps"] = self.prompt_logps
         return Trajectory(
             id=request.id, prompt=request.prompt, stop_reason=stop_reason, seed=request.seed,
             request=request.hash, quant_id=quant_id, evict_step=evict_step,

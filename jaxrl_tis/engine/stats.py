@@ -10,7 +10,8 @@ class Stats:
     Attributes:
       tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
       drafted, accepted: tokens of drafts.
-      prefilled, shared: prompt tokens computed, and taken over from another sample of the group.
+      prefilled, shared, cached: prompt tokens computed, taken over from another sample of the group,
+        and found in pages that an earlier prompt had filled.
       preempted: sequences that lost their pages to older ones; evicted: pages.
       engine_seconds: spent in or waiting for the engine; seconds: in `step`.
     """
@@ -23,6 +24,7 @@ class Stats:
     accepted: int = 0
     prefilled: int = 0
     shared: int = 0
+    cached: int = 0
     preempted: int = 0
     evicted: int = 0
     engine_seconds: float = 0.0
@@ -31,6 +33,11 @@ class Stats:
     @property
     def occupancy(self) -> float:
         return self.busy / max(self.slot_steps, 1)
+
+    @property
+    def host_share(self) -> float:
+        """The share of the time in which the host worked and did not wait for the engine."""
+        return 1 - self.engine_seconds / max(self.seconds, 1e-9)
 
     def counts(self) -> dict[str, int]:
         """Returns what does not depend on the clock."""

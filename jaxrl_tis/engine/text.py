@@ -1,6 +1,6 @@
 """The text of tokens that come a few at a time, and the stop strings in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,18 @@ class Text:
         return self._decode(np.array(self.tokens[start:], np.int32))
 
 
+def settled_length(tokens: Sequence[int], decode: Decode) -> int:
+    """Counts the characters of these tokens that further ones leave as they are."""
+    return len(decode(np.array(tokens, np.int32)).rstrip(INCOMPLETE)) if len(tokens) else 0
+
+
+def first_stop(text: str, stops: Iterable[str], start: int = 0) -> int | None:
+    """Returns where the first stop string begins that ends beyond `start` characters; None if there
+    is none."""
+    places = [text.find(stop, max(0, start - len(stop) + 1)) for stop in stops]
+    return min([place for place in places if place >= 0], default=None)
+
+
 class StopSearch:
     """Finds where the text of a sequence first holds a stop string.
 
@@ -57,20 +69,28 @@ class StopSearch:
       stops: the stop strings.
       decode: tokens -> text.
       tokens: those before the first call, which are known to end none.
+      least: so many tokens end none, whatever their text.
     """
 
-    def __init__(self, stops: tuple[str, ...], decode: Decode, tokens: Sequence[int] = ()):
-        self._stops, self._decode = stops, decode
-        self._text, self._overlap = Text(decode, tokens), max(map(len, stops)) - 1
+    def __init__(
+        self, stops: tuple[str, ...], decode: Decode, tokens: Sequence[int] = (), least: int = 0
+    ):
+        self._stops, self._decode, self._least = stops, decode, least
+        self._text, self._floor = Text(decode, tokens), None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
         """Returns how many tokens there are up to the one, of these, that ends a stop string; None
         if the text holds none."""
-        known = len(self._text.tokens)
+        known = max(len(self._text.tokens), self._least)
         text = self._text.add(tokens)
-        start = max(0, self._text.same - self._overlap)
-        if not any(text.find(stop, start) >= 0 for stop in self._stops):
-            return None
         everything = np.array(self._text.tokens, np.int32)
-        holds = lambda count: any(stop in self._decode(everything[:count]) for stop in self._stops)
+        if len(everything) <= known:
+            return None
+        if self._floor is None:
+            self._floor = settled_length(everything[: self._least], self._decode)
+        floor = self._floor
+        # A stop string that ends in what is new, or in what changed.
+        if first_stop(text, self._stops, max(self._text.same, floor)) is None:
+            return None
+        holds = lambda n: first_stop(self._decode(everything[:n]), self._stops, floor) is not None
         return next(n for n in range(known + 1, len(everything) + 1) if holds(n))

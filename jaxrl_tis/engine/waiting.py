@@ -8,6 +8,8 @@ from jaxrl_tis.engine.policies import Policy
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sequences import Sequence
 
+SCORED = b"s"  # makes a key that is no row of tokens
+
 
 class Waiting:
     """The waiting sequences in the order of a policy, unless one was passed over too often. Both
@@ -45,7 +47,8 @@ class Waiting:
     def add(self, sequence: Sequence) -> None:
         prompt, order = sequence.request.prompt, sequence.order
         base = prompt[: len(prompt) // self._size * self._size] if sequence.count else prompt[:0]
-        sequence.key, sequence.base_key = sequence.tokens().tobytes(), base.tobytes()
+        key = sequence.tokens().tobytes() + SCORED * sequence.needs_scores
+        sequence.key, sequence.base_key = key, base.tobytes()
         self._keys.update((sequence.key, sequence.base_key))
         self._sequences[order] = self._unranked[order] = sequence
         self._of_prompt[prompt.tobytes()][order] = sequence

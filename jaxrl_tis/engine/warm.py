@@ -29,8 +29,9 @@ def warm_up(engine: Engine, params: Any) -> None:
     table = np.zeros((engine.slots, engine.pages_per_slot), np.int32)
     nothing = np.zeros(engine.slots, np.int32)
     for length in prefill_lengths(engine):
-        chunk = Chunk(0, np.zeros(length, np.int32), 0, [])
-        state = engine.prefill(params, state, [chunk])
+        tokens = np.zeros(length, np.int32)
+        state = engine.prefill(params, state, [Chunk(0, tokens, 0, [])])
+        state, _ = engine.prefill_scored(params, state, [Chunk(0, tokens, 0, [], tokens)])
     state = engine.insert(state, {})
     state = engine.release(state, [])
     state, _ = engine.generate(params, state, table, nothing)

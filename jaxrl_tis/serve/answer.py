@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.text import settled_length
 from jaxrl_tis.serve.request import Completion
 from jaxrl_tis.serve.text import cut, offsets, utf8
 
@@ -50,7 +51,9 @@ class Answer:
         return self._envelope("chat.completion.chunk", []) | {"usage": self._usage(num_tokens)}
 
     def text(self, trajectory: Trajectory) -> str:
-        return cut(self._tokenizer.decode(trajectory.tokens), self._completion.stops)
+        decode = self._tokenizer.decode
+        floor = settled_length(trajectory.tokens[: self._completion.min_tokens], decode)
+        return cut(decode(trajectory.tokens), self._completion.stops, floor)
 
     def _chunk(self, index: int, content: Json, end: Json | None = None) -> Json:
         end = end or {"finish_reason": None, "logprobs": None}
@@ -73,7 +76,10 @@ class Answer:
 
     def _end(self, trajectory: Trajectory) -> Json:
         """Says why a choice ended, the versions of the weights that drew it, and its log-probs."""
-        return {
+        prompt = {}
+        if self._completion.has_prompt_logprobs:
+            prompt = {"prompt_logprobs": self._of_prompt(trajectory)}
+        return prompt | {
             "finish_reason": trajectory.stop_reason,
             "versions": list(dict.fromkeys(trajectory.version.tolist())),
             "logprobs": None if self._completion.logprobs is None else self._logprobs(trajectory),
@@ -97,6 +103,14 @@ class Answer:
             }
             for token, logp, raw_logp, row in zip(tokens, behav, raw, top)
         ]}
+
+    def _of_prompt(self, trajectory: Trajectory) -> list[Json | None]:
+        """Returns of each token of the prompt {its id: its log-prob and text}, None of the first. An
+        answer that ended before its prompt was read has none."""
+        pairs = zip(trajectory.prompt[1:].tolist(), trajectory.prompt_logps[1:].tolist())
+        entry = lambda logp, id: {"logprob": _finite(logp), "decoded_token": self._piece(id)}
+        first = [None] * (len(trajectory.prompt_logps) > 0)
+        return first + [{str(id): entry(logp, id)} for id, logp in pairs]
 
     def _top(self, ids, logps) -> list[tuple[str, float | None]]:
         """Returns the likeliest tokens of a draw, as far as so many were possible."""

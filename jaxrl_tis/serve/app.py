@@ -203,7 +203,7 @@ class Server:
     async def _events(self, job: Job, answer: Answer) -> AsyncIterator[str]:
         event = lambda data: f"data: {json.dumps(data)}\n\n"
         stops, decode = job.completion.stops, self._served.tokenizer.decode
-        shown = [Shown(stops, decode) for _ in job.completion.choices]
+        shown = [Shown(stops, decode, job.completion.min_tokens) for _ in job.completion.choices]
         sent = [0] * len(shown)
         num_tokens = 0
         if job.completion.is_chat:

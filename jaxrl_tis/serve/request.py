@@ -1,6 +1,7 @@
 """The JSON of a completion request -> checked requests for the scheduler.
 
-Every field is that of the OpenAI API, but for top_k, min_p and repetition_penalty, which it lacks.
+Every field is that of the OpenAI API, but for those that it lacks and vLLM's servers have: top_k,
+min_p, repetition_penalty, min_tokens, ignore_eos and prompt_logprobs.
 What is not served here, a field or one of its values, is refused: ignoring it would give another
 answer than asked for.
 """
@@ -27,7 +28,8 @@ COMMON = {
     "seed": (int, None), "max_tokens": (int, None), "temperature": (float, 1.0),
     "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0), "stop": ((str, list), []),
     "logit_bias": (dict, {}), "presence_penalty": (float, 0.0), "frequency_penalty": (float, 0.0),
-    "repetition_penalty": (float, 1.0), "stream_options": (dict, {}),
+    "repetition_penalty": (float, 1.0), "stream_options": (dict, {}), "min_tokens": (int, 0),
+    "ignore_eos": (bool, False), "prompt_logprobs": (int, None),
 }
 TEXT = COMMON | {
     "prompt": ((str, list), None), "logprobs": (int, None), "echo": (bool, False),
@@ -90,6 +92,14 @@ class Completion:
     @property
     def prompt(self) -> np.ndarray:
         return self.choices[0].prompt
+
+    @property
+    def min_tokens(self) -> int:
+        return self.choices[0].sampling.min_tokens
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return self.choices[0].sampling.prompt_logprobs
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -185,6 +195,11 @@ def _check_unserved(values: dict[str, Any]) -> None:
         raise ValueError(f"suffix is {values['suffix']!r}; nothing is inserted before a text here")
     if values.get("best_of") not in (None, 1, values["n"]):
         raise ValueError(f"best_of is {values['best_of']}; all choices are returned: give 1 or n")
+    if values["prompt_logprobs"] not in (None, 0):
+        raise ValueError(
+            f"prompt_logprobs is {values['prompt_logprobs']}; those of the prompt's own tokens are "
+            "returned, and of no likelier ones: give 0"
+        )
     options = values["stream_options"]
     is_flag = isinstance(options.get("include_usage"), bool | None)
     if not options.keys() <= {"include_usage"} or not is_flag:
@@ -221,8 +236,9 @@ def _sampling(values: dict[str, Any], tokenizer: Tokenizer, limits: Limits) -> S
         raise ValueError(f"{' and '.join(MAX_TOKENS)} are one field by two names: give one")
     names = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
     return SamplingParams(
-        stop_ids=tuple(tokenizer.eos_ids), stop_strings=tuple(stops),
-        max_tokens=max(asked, default=limits.max_tokens),
+        stop_ids=() if values["ignore_eos"] else tuple(tokenizer.eos_ids),
+        stop_strings=tuple(stops), max_tokens=max(asked, default=limits.max_tokens),
+        min_tokens=values["min_tokens"], prompt_logprobs=values["prompt_logprobs"] is not None,
         logit_bias=tuple(_bias(*item) for item in values["logit_bias"].items()),
         **{name: values[name] for name in names},
     )

@@ -4,18 +4,18 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jaxrl_tis.engine.text import INCOMPLETE, Decode, Text
+from jaxrl_tis.engine.text import INCOMPLETE, Decode, Text, first_stop, settled_length
 
 
-def cut(text: str, stops: Collection[str]) -> str:
-    """Returns the text before the first stop string."""
-    return text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
+def cut(text: str, stops: Collection[str], floor: int = 0) -> str:
+    """Returns the text before the first stop string that ends beyond `floor` characters."""
+    return text[: first_stop(text, stops, floor)]
 
 
-def settled(text: str, stops: Collection[str]) -> str:
+def settled(text: str, stops: Collection[str], floor: int = 0) -> str:
     """Returns the part of an unfinished text that `cut` of the finished one begins with: it ends
     before a character that lacks bytes, a stop string, and what may become one."""
-    ended = cut(text, stops)
+    ended = cut(text, stops, floor)
     if ended != text:
         return ended
     text = text.rstrip(INCOMPLETE)
@@ -26,10 +26,12 @@ def settled(text: str, stops: Collection[str]) -> str:
 
 
 class Shown:
-    """The settled text of a choice while its tokens are drawn; decodes those that are new."""
+    """The settled text of a choice while its tokens are drawn; decodes those that are new. No stop
+    string ends within its first `least` tokens."""
 
-    def __init__(self, stops: Collection[str], decode: Decode):
-        self._stops, self._decode, self._text = stops, decode, Text(decode)
+    def __init__(self, stops: Collection[str], decode: Decode, least: int = 0):
+        self._stops, self._decode, self._least = stops, decode, least
+        self._text = Text(decode)
 
     def of(self, tokens: np.ndarray) -> str:
         """Returns the settled text of all tokens so far, which may be shorter than that of the call
@@ -37,7 +39,8 @@ class Shown:
         seen = len(self._text.tokens)
         if not np.array_equal(tokens[:seen], self._text.tokens):
             self._text, seen = Text(self._decode), 0
-        return settled(self._text.add(tokens[seen:].tolist()), self._stops)
+        floor = settled_length(tokens[: self._least], self._decode)
+        return settled(self._text.add(tokens[seen:].tolist()), self._stops, floor)
 
 
 def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:

@@ -40,6 +40,7 @@ ENGINES = {
     "kv8_scanned": dict(cache_dtype="int8", unroll=False),
     "kv8_as_scanned": dict(cache_dtype="int8"),
     "chunked": dict(prefill_chunk=8),
+    "blocks": dict(prefill_batch=8, slots=8),
     "crowded": dict(num_pages=18),  # of 33 that four slots can ask for
 }
 ENGINE_PROGRAMS = {"_prefill_rows", "_insert_rows", "_decode"}
@@ -63,7 +64,7 @@ def engine(name):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
     loader = AsScanned if name.endswith("_as_scanned") else Weights
     with mock.patch("jaxrl_tis.engine.engine.Weights", loader):
-        return Engine(CONFIG, EngineConfig(**sizes, **ENGINES[name]))
+        return Engine(CONFIG, EngineConfig(**sizes | ENGINES[name]))
 
 
 @functools.cache
@@ -137,6 +138,39 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
             assert_bitwise_equal(together[r.id], alone[r.id])
 
 
+def test_rows_are_prefilled_in_blocks_of_one_size_and_only_where_there_are_prompts():
+    """Of 8 rows of 64 tokens 4 at a time: 5 prompts take two blocks, one takes one."""
+    sampler, calls = engine("blocks"), []
+    assert [sampler._block_rows(n) for n in (8, 16, 24, 32, 48, 64)] == [8, 8, 8, 8, 8, 4]
+    requests = [request(f"b{n}", n, max_tokens=4) for n in (49, 52, 55, 58, 60)]
+    plain = sampler._prefill
+    count = lambda *args: calls.append(int(args[-1])) or plain(*args)
+    with mock.patch.object(sampler, "_prefill", count):
+        together = run("blocks", requests)
+        alone = {r.id: run("blocks", [r])[r.id] for r in requests}
+    assert calls == [2, 1, 1, 1, 1, 1]
+    for r in requests:
+        assert_bitwise_equal(together[r.id], alone[r.id])
+        logp = log_softmax(teacher_forced(alone[r.id], params_of(0)))
+        expected = logp[np.arange(4), alone[r.id].tokens]
+        np.testing.assert_allclose(alone[r.id].logp_raw, expected, atol=1e-4)
+
+
+def test_reading_tokens_late_changes_no_bit():
+    requests = [
+        dataclasses.replace(r, sampling=dataclasses.replace(
+            r.sampling, max_tokens=r.sampling.max_tokens + 4, stop_ids=tuple(range(i, 150, 19))
+        )) for i, r in enumerate(mixed_requests())
+    ]
+    scheduler = Scheduler(engine("f32"), served("f32"), overlap=True)
+    for r in requests:
+        scheduler.add(r)
+    late, found = drain(scheduler), run("f32", requests)
+    assert {t.stop_reason for t in found.values()} == {"stop", "length"}
+    for r in requests:
+        assert_bitwise_equal(late[r.id], found[r.id])
+
+
 def test_recorded_logits_are_the_distribution_drawn_from():
     recording = Engine(CONFIG, EngineConfig(
         slots=4, max_length=LENGTH, steps=3, prefill_batch=2, records_logits=True,
@@ -191,6 +225,19 @@ def test_logprobs_equal_teacher_forcing_at_every_bucket_edge(length):
     np.testing.assert_allclose(t.logp_raw, expected, atol=1e-4)
     np.testing.assert_array_equal(t.logp_behav, t.logp_raw)
     np.testing.assert_allclose(t.entropy, -(np.exp(logp) * logp).sum(-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["f32", "chunked"])
+def test_log_probs_of_prompts_equal_teacher_forcing(name):
+    asked = [request(f"p{n}", n, max_tokens=2, prompt_logprobs=True) for n in (1, 7, 9, 33)]
+    found = run(name, asked)
+    for r in asked:
+        t = found[r.id]
+        whole = dataclasses.replace(t, prompt=t.prompt[:1], tokens=t.prompt[1:])
+        logp = log_softmax(teacher_forced(whole, params_of(0)))
+        expected = logp[np.arange(len(t.prompt) - 1), t.prompt[1:]]
+        assert np.isnan(t.prompt_logps[0])
+        np.testing.assert_allclose(t.prompt_logps[1:], expected, atol=1e-4)
 
 
 def test_buckets_hold_the_chunk_and_are_few():

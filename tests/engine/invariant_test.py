@@ -164,6 +164,43 @@ def test_the_learner_scores_as_the_sampler_drew(dtype, mesh):
         assert differing(scored(learner(dtype, mesh), trajectories), trajectories) == 0
 
 
+def test_pages_of_earlier_prompts_change_no_bit():
+    stem = np.random.default_rng(1).integers(0, CONFIG.vocab_size, 40).astype(np.int32)
+    asked = [
+        Request(f"s{i}", np.concatenate([stem[:n], [i, n]]), i, SamplingParams(max_tokens=NEW))
+        for i, n in enumerate((34, 16, 40, 33))
+    ]
+    found = {}
+    for keeps_pages in (False, True):
+        sampler = engine("float32", 1)
+        scheduler = Scheduler(sampler, sampler.load(params()), keeps_pages=keeps_pages)
+        found[keeps_pages] = {}
+        for request in asked:
+            scheduler.add(request)
+            while scheduler.pending:
+                found[keeps_pages] |= {t.id: t for t in scheduler.step()}
+        assert scheduler.stats.cached == keeps_pages * (16 + 32 + 32)
+    check_same(found[True], found[False])
+
+
+def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
+    asked = [
+        dataclasses.replace(r, sampling=SamplingParams(max_tokens=1, prompt_logprobs=True))
+        for r in list(requests())[:4]
+    ]
+    monkeypatch.setattr(sys.modules[__name__], "requests", lambda: asked)
+    one, eight = (sampled(engine("float32", *place), range(4)) for place in ((1,), (8, 16)))
+    prompts = []
+    for id, t in one.items():
+        np.testing.assert_array_equal(eight[id].prompt_logps, t.prompt_logps)
+        prompts.append(dataclasses.replace(
+            t, prompt=t.prompt[:-NEW], tokens=t.prompt[-NEW:], temperature=1.0,
+            kept=np.full((NEW, KEPT), -1, np.int32),
+        ))
+    for found, t in zip(scored(learner("float32"), prompts), one.values()):
+        np.testing.assert_array_equal(found, t.prompt_logps[-NEW:])
+
+
 def test_some_kept_sets_are_recorded_and_some_are_not():
     """One token of greedy rows, fewer and as many as fit; and sets too wide, and no filter."""
     found = list(reference("float32").values())

@@ -64,6 +64,29 @@ def test_penalties_by_hand():
     np.testing.assert_array_equal(found, [[2.25, -3.0, 0.0, -4.0, 5.0]])
 
 
+def test_no_stop_id_can_be_drawn_before_min_tokens():
+    # Without 4 and 1 the likeliest is 2; e^0, e^-1 and e^-2 are left, of them two for top_k.
+    logits = np.array([[1.0, 4.0, 3.0, 2.0, 5.0]], np.float32)
+    params = SamplingParams(
+        top_k=2, stop_ids=(4, 1), min_tokens=3, max_tokens=9, logit_bias=((1, 50.0),)
+    )
+    two, three = seen([params], [(0,)], [(1, 1)], v=5), seen([params], [(0,)], [(1, 1, 1)], v=5)
+    logs = sampling.distribution(logits, params, two)[0]
+    np.testing.assert_allclose(np.exp(logs[2:4]), [1 / (1 + np.exp(-1)), 1 / (1 + np.e)], rtol=1e-6)
+    assert np.isneginf(np.delete(logs, [2, 3])).all()
+    assert int(two.barred[0]) == 1 and np.argmax(sampling.distribution(logits, params, three)) == 1
+    drawn = two.draw(np.array([2]), np.array([True]), SINGLE)
+    np.testing.assert_array_equal(drawn.apply(logits, WHOLE), three.apply(logits, WHOLE))
+    kept = two.draw(np.array([2]), np.array([False]), SINGLE)
+    np.testing.assert_array_equal(kept.apply(logits, WHOLE), two.apply(logits, WHOLE))
+    row = SamplingRows.of([params]), keys(1), np.zeros(1, np.int32)
+    found = sampling.sample(logits, *row, penalties=two)
+    token = int(found.tokens[0])
+    np.testing.assert_allclose(found.logp_behav[0], logs[token], rtol=1e-6)
+    raw = np.log(np.exp(logits[0]) / np.exp(logits[0]).sum())
+    np.testing.assert_allclose(found.logp_raw[0], raw[token], rtol=1e-6)
+
+
 def test_rows_without_penalties_draw_the_same_bits_as_an_engine_without():
     logits = np.random.default_rng(1).normal(0, 3, (64, 200)).astype(np.float32)
     logits[:, ::7] = -np.inf
@@ -108,7 +131,8 @@ def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
 @pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2))])
 def test_a_split_vocabulary_is_penalised_as_the_whole_one(v, shape):
     layout, rng = sharding.layout(shape, sharding.SERVE_RULES), np.random.default_rng(v)
-    kinds = [*KINDS, dataclasses.replace(ALL, temperature=0.0)]
+    barred = SamplingParams(stop_ids=(2, 23), min_tokens=4)
+    kinds = [*KINDS, dataclasses.replace(ALL, temperature=0.0), barred]
     params = [kinds[i % len(kinds)] for i in range(32)]
     prompts = [rng.integers(v, size=1 + i % 5) for i in range(32)]
     earlier = [rng.integers(v, size=i % 7) for i in range(32)]
@@ -154,7 +178,8 @@ def engine(shape=None, **fields):
 
 
 def requests():
-    kinds = [ALL, SamplingParams(), KINDS[0], KINDS[3], KINDS[5], KINDS[6]]
+    barred = SamplingParams(stop_ids=tuple(range(8)), min_tokens=8, frequency_penalty=0.5)
+    kinds = [ALL, SamplingParams(), KINDS[0], barred, KINDS[5], KINDS[6]]
     return [
         Request(f"r{i}", np.arange(i, i + 2 + i % 3, dtype=np.int32) % 5, i,
                 dataclasses.replace(kinds[i % 6], max_tokens=9))
@@ -187,11 +212,15 @@ def test_every_draw_of_the_engine_is_penalised_for_what_was_drawn_before():
         t, sampled = found[request.id], request.sampling
         own = SamplingParams(temperature=sampled.temperature)
         tokens = np.zeros(32, np.int32)
-        tokens[: len(t.prompt) + 9] = [*t.prompt, *t.tokens]
+        count = len(t.tokens)
+        assert count == 9 or (sampled.min_tokens <= count and t.tokens[-1] in sampled.stop_ids)
+        tokens[: len(t.prompt) + count] = [*t.prompt, *t.tokens]
         logits = np.asarray(logits_of(tokens[None])[0])
         for i, token in enumerate(t.tokens):
             at = logits[len(t.prompt) + i - 1]
             changed = penalised(at, sampled, t.prompt, t.tokens[:i])
+            if i < sampled.min_tokens:
+                changed[list(sampled.stop_ids)] = -np.inf
             p = reference(changed, sampled)
             np.testing.assert_allclose(t.logp_behav[i], np.log(p[token]), atol=2e-4)
             np.testing.assert_allclose(t.logp_raw[i], np.log(reference(at, own)[token]), atol=2e-4)
@@ -227,10 +256,12 @@ def test_what_an_engine_cannot_do_is_refused_by_name():
     )
     plain = engine(penalties=False)
     for fields in (dict(repetition_penalty=1.1), dict(presence_penalty=0.1),
-                   dict(frequency_penalty=0.1), dict(logit_bias=((1, 1.0),))):
-        with pytest.raises(ValueError, match="request x: penalties .* penalties=True"):
+                   dict(frequency_penalty=0.1), dict(logit_bias=((1, 1.0),)),
+                   dict(min_tokens=1, stop_ids=(3,))):
+        with pytest.raises(ValueError, match="request x: penalties, .* need an engine with penalties=True"):
             add(plain, **fields)
         add(engine(), **fields)
     with pytest.raises(ValueError, match=r"beyond the vocabulary: \(\(40, 1.0\),\)"):
         add(engine(), logit_bias=((40, 1.0),))
     add(engine(), logit_bias=((39, 1.0),))
+    add(plain, min_tokens=2, stop_strings=())

@@ -75,6 +75,25 @@ def test_sequences_that_drew_tokens_follow_the_full_pages_of_their_prompt():
     assert pages.used == 0
 
 
+def test_found_pages_are_taken_where_nobody_holds_them():
+    (pages,), prefixes = books()
+    a, b, c = sequence("a", 9), sequence("b", 9), sequence("c", 10)
+    prefixes.join(a, 0)
+    prefix = prefixes.find(a.key, 0)
+    prefixes.fill(prefix, 8)
+    assert prefixes.cached(c, 0) == 0, "found before all of the prompt is filled"
+    prefixes.fill(prefix, 1)
+    prefix.waiters = []
+    prefixes.drop(a.key)
+    pages.release(a.pages)
+    assert pages.used == 0
+    for s, free, used in ((b, 4, 4), (c, 2, 6)):
+        assert (prefixes.cached(s, 0), prefixes.new_pages(s, 0)) == (8, free)
+        prefixes.join(s, 0)
+        assert pages.used == used and prefixes.find(s.key, 0).filled == 8
+    assert b.pages[:2] == c.pages[:2] and prefixes.following() == [b, c]
+
+
 def test_a_prefix_is_filled_when_all_of_its_tokens_are():
     _, prefixes = books()
     prefixes.join(sequence("a", 5), 0)

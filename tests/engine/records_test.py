@@ -29,6 +29,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
     ("stop_ids", (2**40,)), ("stop_ids", (-1,)), ("stop_ids", ("a",)),
     ("logit_bias", ((2**31, 1.0),)), ("logit_bias", ((1.5, 1.0),)),
     ("stop_strings", "ab"), ("stop_strings", ("",)), ("stop_strings", ("a", 1)),
+    ("min_tokens", -1), ("min_tokens", 1.0), ("min_tokens", 17), ("prompt_logprobs", 0),
 ])
 def test_parameters_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be ")):
@@ -40,7 +41,7 @@ def test_parameters_out_of_range_are_refused(name, value):
     ("min_p", 1 - 1e-12), ("repetition_penalty", 2.0**-126), ("repetition_penalty", 2.0**126),
     ("presence_penalty", -3.4e38), ("logit_bias", ((1, 3.4e38), (2, -3.4e38), (3, 0))),
     ("top_k", 2**31 - 1), ("top_k", np.int64(3)), ("stop_ids", (np.int32(0), 2**31 - 1)),
-    ("logit_bias", tuple((token, 1.0) for token in range(16))),
+    ("logit_bias", tuple((token, 1.0) for token in range(16))), ("min_tokens", 16),
 ])
 def test_what_a_draw_can_compute_with_is_taken(name, value):
     """And gives a distribution."""

@@ -25,6 +25,7 @@ def engine_of(rng):
         slots=shards * rng.randint(2, 5), steps=rng.randint(1, 6), shards=shards,
         max_length=max_length, page_size=page_size, num_pages=least + rng.randint(0, 6),
         prefill_batch=shards * rng.randint(1, 3), prefill_chunk=page_size * rng.randint(1, 4),
+        is_read_late=rng.random() < 0.6,
     )
 
 
@@ -39,6 +40,7 @@ class Run:
             max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
             prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
             retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]),
+            keeps_pages=rng.random() < 0.8, overlap=self.engine.is_read_late,
             decode=arithmetic.text_of,
             drafts=rng.choice([None, Drafts(self.engine.slots, 7, rng.randint(1, 60))]),
         )
@@ -52,6 +54,7 @@ class Run:
             id, rng.choice(PROMPTS), rng.randint(0, 9), max_tokens=rng.randint(1, 23),
             stop_ids=tuple(rng.sample(range(arithmetic.VOCAB), rng.choice([0, 1]))),
             stop_strings=rng.choice([(), (), ("ab", "q"), ("c",)]),
+            prompt_logprobs=rng.random() < 0.1,
         )
         self.submit(request)
         self.added += 1
@@ -110,6 +113,11 @@ class Run:
         partial = request.partial
         if partial is not None and not len(t.evict_step) and t.stop_reason != "stop":
             assert t.tokens[: len(partial.tokens)].tolist() == partial.tokens.tolist()
+        if request.sampling.prompt_logprobs and len(tokens):
+            targets, places = t.prompt[1:], np.arange(len(t.prompt) - 1)
+            scores = lambda w: -np.cumsum(arithmetic.key(t.prompt[:-1], places, w)) - targets
+            assert np.isnan(t.prompt_logps[0]) and len(t.prompt_logps) == len(t.prompt)
+            assert any((t.prompt_logps[1:] == scores(w)).all() for w in range(self.version + 1))
         sampling, text = request.sampling, arithmetic.text_of(tokens)
         stops = [count for count in range(1, len(tokens) + 1)
                  if tokens[count - 1] in sampling.stop_ids
@@ -147,5 +155,5 @@ def test_random_events_lose_no_token_no_page_and_no_request():
         events += run.events
         stats.update(dataclasses.asdict(run.scheduler.stats))
     assert events.total() > 10_000 and min(events.values()) > 100, events
-    for name in ("preempted", "evicted", "shared", "drafted", "accepted"):
+    for name in ("preempted", "evicted", "shared", "cached", "drafted", "accepted"):
         assert stats[name] > 100, (name, stats[name])

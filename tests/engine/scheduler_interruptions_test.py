@@ -167,7 +167,8 @@ def test_an_interrupted_group_shares_the_full_pages_of_its_prompt_again(length, 
     before = dataclasses.replace(scheduler.stats)
     assert_as_alone(drain(scheduler), group)
     stats = scheduler.stats.since(before)
-    assert stats.prefilled == full + 4 * (length + 2 - full) and stats.shared == 3 * full
+    assert stats.prefilled == 4 * (length + 2 - full)
+    assert (stats.cached, stats.shared) == (full, 3 * full)
     # A last page, and a copy of it, of each beside the shared ones.
     most = max(-(-(length + 2) // 4) - full // 4 + 1, -(-(length + 6) // 4) - full // 4)
     assert scheduler.pages[0].used == 0 and scheduler.pages[0].peak <= full // 4 + 4 * most
@@ -180,7 +181,7 @@ def test_new_weights_leave_the_pages_that_are_read_while_a_follower_is_filled():
     scheduler.step()
     (partial,) = scheduler.pause("abort")
     engine = Engine(slots=3, steps=1, prefill_batch=1, prefill_chunk=4)
-    scheduler = started(engine, [other], prefill_calls=1)
+    scheduler = started(engine, [other], prefill_calls=1, keeps_pages=False)
     scheduler.step()
     scheduler.add(fresh)
     scheduler.add(resumed(cut, partial))
@@ -192,6 +193,23 @@ def test_new_weights_leave_the_pages_that_are_read_while_a_follower_is_filled():
     for r in (fresh, cut, other):
         assert_replays(out[r.id], r)
     assert out["fresh"].kv_version.tolist() == [0] * 9 and out["cut"].kv_version[-1] == 1
+
+
+def test_new_weights_leave_the_pages_that_are_read_while_their_finder_is_filled():
+    reader = request("reader", np.arange(8), max_tokens=9)
+    finder = request("finder", np.arange(21), seed=1, max_tokens=3)
+    engine = Engine(slots=2, steps=1, prefill_batch=1, prefill_chunk=4)
+    scheduler = started(engine, [reader], prefill_calls=1)
+    scheduler.step()
+    scheduler.add(finder)
+    scheduler.step()
+    assert engine.prefilled[-1] == [(8, (8, 9, 10, 11))] and scheduler.stats.cached == 8
+    scheduler.set_params(1, 1)
+    out = {t.id: t for t in drain(scheduler)}
+    for r in (reader, finder):
+        assert_replays(out[r.id], r)
+    assert out["reader"].kv_version.tolist() == [0] * 9
+    assert out["finder"].kv_version.tolist() == [1] * 3 and scheduler.stats.cached == 8
 
 
 def test_a_request_may_be_interrupted_many_times():

@@ -1,6 +1,7 @@
 """The scheduler on an engine made of arithmetic, whose every token can be predicted by hand."""
 
 import collections
+import dataclasses
 import inspect
 
 import numpy as np
@@ -151,6 +152,7 @@ def partial(id="p", prompt=(1, 2, 3), **changes):
     (request("p", partial=partial(quant_id="w8a8")), ["drawn by w8a8, not arithmetic"]),
     (request("p", partial=partial(kept=np.zeros((2, 3), int))), ["'kept': 3", "'kept': 0"]),
     (request("v", (3, 1000)), ["beyond the vocabulary of 1000"]),
+    (request("m", min_tokens=2, stop_ids=(1,)), ["min_tokens with stop ids", "penalties=True"]),
 ])
 def test_requests_that_can_never_run_are_refused(bad, words):
     scheduler = started(Engine(max_length=40), [request("live", max_tokens=1)])
@@ -351,6 +353,116 @@ def test_a_prompt_is_not_dropped_to_make_room_for_its_own_sample():
     scheduler = started(engine, [a, x, b])
     assert_as_alone(drain(scheduler), [a, x, b])
     assert scheduler.stats.prefilled == 25 + 4 and scheduler.stats.shared == 25
+
+
+# Pages of earlier prompts
+
+
+def of_prompts(*prompts, **options):
+    """(scheduler, engine) that answered requests with these prompts, one after the other."""
+    engine = Engine(prefill_chunk=4)
+    scheduler = started(engine, [], **options)
+    for i, prompt in enumerate(prompts):
+        r = request(f"r{i}", prompt, seed=i, max_tokens=2)
+        scheduler.add(r)
+        assert_as_alone(drain(scheduler), [r])
+    return scheduler, engine
+
+
+def test_a_later_prompt_has_only_what_is_new_filled():
+    first = tuple(range(10))
+    scheduler, engine = of_prompts(first, first, (*first[:9], 5, 5), first[:8], (7, *first[1:]))
+    calls = [call[0] for call in engine.prefilled]
+    assert calls == [
+        (0, first[:4]), (4, first[4:8]), (8, first[8:]), (8, first[8:]), (8, (8, 5, 5)),
+        # Nothing of the prompt that ends with a page, all of that which begins otherwise.
+        (0, (7, *first[1:4])), (4, first[4:8]), (8, first[8:]),
+    ]
+    assert (scheduler.stats.prefilled, scheduler.stats.cached) == (10 + 2 + 3 + 10, 8 + 8 + 8)
+    without, _ = of_prompts(first, first, keeps_pages=False)
+    assert (without.stats.prefilled, without.stats.cached) == (20, 0)
+
+
+def test_prompts_that_begin_alike_are_filled_once_though_they_came_together():
+    prompts = [(*range(8), *rest) for rest in ((1, 2), (3,), (4, 5, 6), ())]
+    requests = [request(f"r{i}", p, seed=i, max_tokens=3) for i, p in enumerate(prompts)]
+    engine = Engine(slots=4, prefill_batch=1)
+    scheduler = started(engine, requests, prefill_calls=9)
+    scheduler.step()
+    assert [call[0][0] for call in engine.prefilled] == [0, 8, 8, 8]
+    # 2 pages of all, and one more of each: that of the prompt's end, or of what was drawn.
+    assert scheduler.pages[0].used == 2 + 4
+    assert_as_alone(drain(scheduler), requests)
+    assert (scheduler.stats.prefilled, scheduler.stats.cached) == (8 + 2 + 1 + 3, 3 * 8)
+
+
+def test_no_page_is_found_under_new_weights_nor_after_a_rest():
+    prompt = tuple(range(9))
+    scheduler, engine = of_prompts(prompt)
+    for forget in (lambda: scheduler.set_params(1, 1), scheduler.rest):
+        forget()
+        r = request("again", prompt, max_tokens=1)
+        scheduler.add(r)
+        assert_as_alone(drain(scheduler), [r], weights=1)
+    assert scheduler.stats.prefilled == 27 and scheduler.stats.cached == 0
+
+
+def test_prompts_that_are_scored_are_filled_whole():
+    scheduler, engine = of_prompts(tuple(range(8)))
+    scheduler.add(request("s", range(8), max_tokens=1, prompt_logprobs=True))
+    drain(scheduler)
+    assert scheduler.stats.prefilled == 16 and scheduler.stats.cached == 0
+
+
+# Log-probs of prompts
+
+
+def test_prompts_are_scored_where_asked():
+    # Keys of (5, 6, 7, 2, 1, 3): 5, 12, 21, 8, 5, 18, so sums 5, 17, 38, 46, 51 before the targets.
+    prompt, scores = (5, 6, 7, 2, 1, 3), [-11, -24, -40, -47, -54]
+    engine = Engine(prefill_chunk=4)
+    asked = [request(id, prompt, max_tokens=2, prompt_logprobs=True) for id in "ab"]
+    plain = [request("c", prompt, max_tokens=2), request("d", prompt, max_tokens=2)]
+    short = request("e", (9,), max_tokens=1, prompt_logprobs=True)
+    scheduler = started(engine, [asked[0], plain[0], asked[1], plain[1], short])
+    found = {t.id: t for t in drain(scheduler)}
+    assert_as_alone(found.values(), [*asked, *plain, short])
+    for id in "ab":
+        logps = found[id].prompt_logps
+        assert logps.dtype == np.float32 and logps[1:].tolist() == scores and np.isnan(logps[0])
+    assert len(found["c"].prompt_logps) == len(found["d"].prompt_logps) == 0
+    assert len(found["e"].prompt_logps) == 1 and np.isnan(found["e"].prompt_logps[0])
+    # Those of a kind share a prefill; the plain ones find a page of the others.
+    assert scheduler.stats.prefilled == 6 + 2 + 1 and scheduler.stats.shared == 6 + 6
+
+
+def test_an_interrupted_sequence_keeps_the_log_probs_of_its_prompt():
+    r = request("a", (5, 6, 7), max_tokens=6, prompt_logprobs=True)
+    scheduler = started(Engine(steps=1), [r])
+    scheduler.step()
+    scheduler.set_params(1, 1)
+    scheduler.pause("retract")
+    scheduler.step()
+    (cut,) = scheduler.pause("abort")
+    scheduler.add(dataclasses.replace(r, partial=cut))
+    (t,) = drain(scheduler)
+    assert cut.prompt_logps[1:].tolist() == t.prompt_logps[1:].tolist() == [-11, -24]
+    assert t.segment.max() == 2
+    without = dataclasses.replace(cut, prompt_logps=np.zeros(0, np.float32))
+    with pytest.raises(ValueError, match="lacks the prompt's log-probs"):
+        scheduler.add(dataclasses.replace(r, partial=without))
+
+
+def test_a_prompt_that_new_weights_meet_half_filled_is_scored_anew():
+    scheduler, engine, short, _ = being_filled(6, max_tokens=1)
+    scheduler.abort("long")
+    scheduler.add(request("x", (5, 6, 7, 2, 1, 3), max_tokens=1, prompt_logprobs=True))
+    scheduler.step()
+    assert engine.prefilled[-1] == [(0, (5, 6, 7, 2))]
+    scheduler.set_params(1, 1)
+    found = {t.id: t for t in drain(scheduler)}
+    # Every key is 7 more.
+    assert found["x"].prompt_logps[1:].tolist() == [-18, -38, -61, -75, -89]
 
 
 # Shards

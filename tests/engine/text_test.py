@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer, from_folder, from_gguf
-from jaxrl_tis.engine.text import StopSearch, Text
+from jaxrl_tis.engine.text import INCOMPLETE, StopSearch, Text
 from tests.data.tokenizer_test import write_folder, write_gguf
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -84,12 +84,16 @@ def stream(rng, ids, name):
         tokens = tokens[size:]
 
 
-def naive_stop(tokens, known, stops, decode):
-    """The whole text at every call, and then token by token."""
-    if not any(stop in decode(tokens) for stop in stops):
-        return None
-    counts = range(known + 1, len(tokens) + 1)
-    return next(n for n in counts if any(stop in decode(tokens[:n]) for stop in stops))
+def naive_stop(tokens, known, stops, decode, least=0):
+    """The whole text at every call, and then token by token: a place where a stop string ends
+    behind what the first `least` tokens say for good."""
+    floor = len(decode(tokens[:least]).rstrip(INCOMPLETE)) if least else 0
+    ends = lambda text: [
+        i + len(stop) for stop in stops for i in range(len(text)) if text.startswith(stop, i)
+    ]
+    holds = lambda n: any(end > floor for end in ends(decode(tokens[:n])))
+    counts = range(max(known, least) + 1, len(tokens) + 1)
+    return next(filter(holds, counts)) if counts and holds(len(tokens)) else None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +113,7 @@ def test_the_text_as_it_comes_is_that_of_all(known, name):
 def test_stop_strings_are_found_where_the_whole_text_has_them(known, name):
     """Stops cut out of the text that comes, so that they begin and end in tokens, and others."""
     decode, ids = known[name]
-    found = 0
+    found = held = 0
     for seed in range(150):
         rng = random.Random(seed)
         parts = list(stream(rng, ids, name))
@@ -117,16 +121,18 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(known, name):
         at = rng.randrange(len(whole)) if whole else 0
         stops = tuple({whole[at : at + rng.randint(1, 12)] or "!", "\u20aca", "no"})
         resumed = rng.choice([0, 0, 3])
-        tokens = sum(parts[:resumed], [])
-        search = StopSearch(stops, decode, tokens)
+        tokens, least = sum(parts[:resumed], []), rng.choice([0, 0, 2, 7])
+        search = StopSearch(stops, decode, tokens, least)
         for part in parts[resumed:]:
-            expected = naive_stop(np.array(tokens + part), len(tokens), stops, decode)
+            expected = naive_stop(np.array(tokens + part), len(tokens), stops, decode, least)
             assert search(part) == expected, (seed, stops, tokens, part)
             tokens = tokens + part
             if expected is not None:
                 found += expected < len(tokens)
+                held += least > 0
                 break
     assert found > 5, "stops within a part"
+    assert held > 5
 
 
 @pytest.mark.parametrize("text, known, stops, count", [
@@ -137,6 +143,14 @@ def test_the_first_token_that_completes_a_stop_string(text, known, stops, count)
     tokens = list(text.encode())
     search = StopSearch(stops, lambda t: bytes(t.tolist()).decode(), tokens[:known])
     assert search(tokens[known:]) == count
+
+
+@pytest.mark.parametrize("least, count", [(0, 3), (2, 3), (3, 4), (4, 7), (6, 7), (7, None)])
+def test_no_stop_string_ends_within_the_first_tokens(least, count):
+    tokens = list(b"hello lo")
+    search = StopSearch(("l", " l"), lambda t: bytes(t.tolist()).decode(), (), least)
+    parts = [search(tokens[i : i + 2]) for i in range(0, len(tokens), 2)]
+    assert next((part for part in parts if part), None) == count
 
 
 def test_no_step_decodes_more_than_a_few_tokens():

@@ -188,6 +188,29 @@ def test_a_stream_counts_its_tokens_when_it_is_asked_to(path, prompt):
     assert last["id"] == events[0]["id"] and last["object"] == events[0]["object"]
 
 
+def test_a_stop_string_before_min_tokens_is_text():
+    text = expected(PROMPT, seed=SEED)[0]
+    early, late = text[2:4], text[12:15]
+    body = {"prompt": "abc", "seed": SEED, "stop": [early, late], "ignore_eos": True}
+    body |= {"min_tokens": 6}
+    end = min(text.index(stop, 7 - len(stop)) for stop in (early, late) if stop in text[7 - len(stop):])
+    assert end > 4
+    assert ask(body).json["choices"][0]["text"] == text[:end]
+    assert joined(ask(body | {"stream": True}).events, "text")[0] == {0: text[:end]}
+    assert ask(body | {"min_tokens": 0}).json["choices"][0]["text"] == text[: text.index(early)]
+
+
+def test_log_probs_of_the_prompt():
+    reply = ask({"prompt": "abc", "seed": SEED, "max_tokens": 2, "prompt_logprobs": 0}).json
+    first, *others = reply["choices"][0]["prompt_logprobs"]
+    sums = np.cumsum([arithmetic.key(token, s, 0) for s, token in enumerate(PROMPT)])
+    assert first is None and others == [
+        {str(token): {"logprob": -float(total + token), "decoded_token": TOKENIZER.decode([token])}}
+        for total, token in zip(sums, PROMPT[1:])
+    ]
+    assert "prompt_logprobs" not in ask({"prompt": "abc", "max_tokens": 2}).json["choices"][0]
+
+
 def test_a_stop_string_is_never_shown():
     text = expected(PROMPT, seed=SEED)[0]
     events = ask({"prompt": "abc", "seed": SEED, "stop": STOP, "stream": True}).events

@@ -36,12 +36,13 @@ def test_every_field_arrives():
         "model": "m", "user": "u", "prompt": [3, 0, 22], "stream": True, "n": 2, "seed": 7,
         "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1,
         "stop": ["ab", "c"], "logit_bias": {"5": -100, "6": 1.5}, "presence_penalty": 1,
-        "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logprobs": 2,
+        "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logprobs": 2, "min_tokens": 4,
+        "prompt_logprobs": 0,
     })
     assert c.choices[0].sampling == c.choices[1].sampling == SamplingParams(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop_ids=(2,), stop_strings=("ab", "c"),
         max_tokens=4, repetition_penalty=1.5, presence_penalty=1, frequency_penalty=0.25,
-        logit_bias=((5, -100.0), (6, 1.5)),
+        logit_bias=((5, -100.0), (6, 1.5)), min_tokens=4, prompt_logprobs=True,
     )
     assert c.prompt.tolist() == [3, 0, 22] and c.seed == 7 and c.is_streamed and c.logprobs == 2
 
@@ -53,6 +54,10 @@ def test_every_field_arrives():
 def test_what_changes_nothing_is_taken(extra):
     plain, same = of({"prompt": "ab"}), of({"prompt": "ab"} | extra)
     assert same.choices[0].sampling == plain.choices[0].sampling and not same.includes_usage
+
+
+def test_the_end_of_a_text_is_ignored_where_asked():
+    assert of({"prompt": "ab", "ignore_eos": True}).choices[0].sampling.stop_ids == ()
 
 
 def test_the_two_names_of_max_tokens_in_a_chat():
@@ -97,6 +102,12 @@ def test_chat():
     ({"prompt": "a", "seed": 2**32}, "seed is"), ({"prompt": "a", "seed": -1}, "seed is"),
     ({"prompt": "a", "max_tokens": 21}, "max_tokens is 21; give 1 to 20"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+    ({"prompt": "a", "min_tokens": 4, "max_tokens": 3}, "min_tokens=4 must be an integer from 0 to"),
+    ({"prompt": "a", "min_tokens": 21}, "max_tokens=20"),
+    ({"prompt": "a", "min_tokens": -1}, "min_tokens=-1"),
+    ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is a int"),
+    ({"prompt": "a", "prompt_logprobs": 2}, "prompt_logprobs is 2"),
+    ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs is a bool"),
     ({"prompt": "a", "temperature": -1}, "temperature is -1"),
     ({"prompt": "a", "temperature": "hot"}, "temperature is a str"),
     ({"prompt": "a", "top_k": 10**30}, "top_k is"), ({"prompt": "a", "top_p": 0}, "top_p=0"),

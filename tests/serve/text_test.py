@@ -14,6 +14,11 @@ def test_cut(text, stops, expected):
     assert cut(text, stops) == expected
 
 
+@pytest.mark.parametrize("floor, expected", [(1, ""), (2, "ab"), (3, "ab"), (6, "ababab")])
+def test_a_stop_string_cuts_only_where_it_ends_beyond_the_floor(floor, expected):
+    assert cut("ababab", ("ab",), floor) == settled("ababab", ("ab",), floor) == expected
+
+
 @pytest.mark.parametrize("text, stops, expected", [
     ("abc", (), "abc"),
     ("abc", ("cd",), "ab"),  # c may begin a stop
