@@ -1,12 +1,19 @@
 """Time of one GRPO step (rollout + score + update), and of its correction and metrics.
 
-    python -m benchmarks.grpo_step [--rounds=10] [--fuse_score=never]
+    python -m benchmarks.grpo_step [--rounds=10] [--fuse_score=never] \\
+        [--trl_python=/path/to/python] [--tunix_python=/path/to/python]
 
-A 4-layer, 256-wide random model with vocabulary 49,152; 4 prompts x 8 samples, 64 + 64 tokens.
+A 4-layer, 256-wide random model with vocabulary 49,152; 4 prompts x 8 samples, 64 + 64 tokens. Where
+the interpreters of environments with trl and google-tunix are given, the same step by each of them
+(grpo_trl.py, grpo_tunix.py; before and after ours, --peer_steps each) and the ratio to ours.
 """
 
 import argparse
+import os
+import pathlib
+import re
 import statistics
+import subprocess
 import time
 
 import jax
@@ -22,11 +29,45 @@ def timed(function, *args) -> tuple[float, object]:
     return time.perf_counter() - start, result
 
 
+# glibc keeps its memory, which spares torch its page faults: TRL takes two thirds of the time.
+TUNED = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+PEERS = {"trl": (("as installed", {}), ("tuned allocator", {"GLIBC_TUNABLES": TUNED})),
+         "tunix": (("as installed", {}),)}
+
+
+def peer_seconds(name: str, python: str, steps: int) -> dict[str, float]:
+    """Seconds of a step of another library, without those that warm it up, by how it is started."""
+    script, found = pathlib.Path(__file__).with_name(f"grpo_{name}.py"), {}
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLIBC_TUNABLES")}
+    for way, environment in PEERS[name]:
+        done = subprocess.run(
+            [python, script, f"--steps={steps}"], capture_output=True, text=True,
+            env=clean | {"JAX_PLATFORMS": "cpu"} | environment,
+        )
+        median = re.search(r"median without the first two: ([\d.]+) s", done.stdout)
+        if not median:
+            raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-2000:]}")
+        found[f"{name}, {way}"] = float(median[1])
+    return found
+
+
+def measure_peers(args: argparse.Namespace, found: dict[str, list[float]]) -> None:
+    for name in PEERS:
+        if python := getattr(args, f"{name}_python"):
+            for way, seconds in peer_seconds(name, python, args.peer_steps).items():
+                found.setdefault(way, []).append(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--fuse_score", choices=("auto", "never"), default="auto")
+    for name in PEERS:
+        parser.add_argument(f"--{name}_python", default="")
+    parser.add_argument("--peer_steps", type=int, default=6)
     args = parser.parse_args()
+    peers = {}
+    measure_peers(args, peers)
     step = model.Step(*model.setup(fuse_score=args.fuse_score))
     step(), step()
     prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
@@ -54,6 +95,10 @@ def main() -> None:
         print(f"{name:16s} median {statistics.median(values):.4f} s, max {max(values):.4f} s")
     share = statistics.median(parts["correction"]) / statistics.median(parts["step"])
     print(f"correction and metrics: {share:.2%} of the step")
+    measure_peers(args, peers)
+    for way, seconds in peers.items():
+        ratio = statistics.mean(seconds) / statistics.median(parts["step"])
+        print(f"{way}: {', '.join(f'{s:.2f}' for s in seconds)} s, {ratio:.2f} times ours")
 
 
 if __name__ == "__main__":

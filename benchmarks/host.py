@@ -5,7 +5,8 @@
 Median milliseconds of a step of 64 slots, 8 tokens each: where 500 or 10,000 requests wait
 behind those that run, in each policy and with sequences that make way, and where the text of every
 sequence is searched for a stop string, by its length. The search runs in its thread while the
-engine goes on; here nothing goes on, so all of it is counted.
+engine goes on; here nothing goes on, so all of it is counted. The last lines are of one sequence
+alone: to read its tokens after every call, as drafts do, and to make its record.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.sequences import Drawn, Sequence
 
 SLOTS, STEPS, LENGTH, VOCAB = 64, 8, 4096, 256
 
@@ -118,6 +120,28 @@ def stops(lengths: list[int], steps: int) -> dict[int, tuple[float, float]]:
     return found
 
 
+def reads(calls: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds of the reads of one sequence that drew a token in each call."""
+    token, none = np.zeros((1, SLOTS), np.int32), np.zeros((1, SLOTS), np.float32)
+    wide = np.zeros((1, SLOTS, 0), np.float32)
+    result = ResultTokens(token, none, none, none, wide, valid=token == 0, remaining=token[0])
+    times = {"tokens after every call": [], "the record": []}
+    for _ in range(rounds):
+        for name, seconds in times.items():
+            sequence, total = Sequence.of(Request("r", (1,), 0, SamplingParams()), 0, 0), 0.0
+            for count in range(1, calls + 1):
+                sequence.pieces.append(Drawn(result, 0, 1, 0, 0, 0))
+                sequence.count = count
+                start = time.perf_counter()
+                if name != "the record":
+                    sequence.tokens()
+                elif count == calls:
+                    sequence.trajectory("length", "", count)
+                total += time.perf_counter() - start
+            seconds.append(1e3 * total)
+    return {name: (float(np.median(s)), max(s)) for name, s in times.items()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--waiting", type=int, nargs="+", default=[500, 10_000])
@@ -131,6 +155,8 @@ def main():
         show(name, queue(policy, divide, waiting, args.steps))
     for length, of in stops([100, 500, 2000], args.steps).items():
         show(f"stop strings at {length} tokens", of)
+    for name, of in reads(512, 5).items():
+        show(f"{name} of 512 calls", of)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """95 % intervals of what was measured a few times."""
 
 import numpy as np
-from scipy import stats
 
 Z_95 = 1.959964
 
@@ -36,5 +35,7 @@ def of_mean(values: np.ndarray) -> tuple[float, float, float]:
     mean, n = float(values.mean()), len(values)
     if n == 1:
         return mean, -np.inf, np.inf
+    from scipy import stats  # takes as long to import as half of jax does
+
     half = stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)
     return mean, float(mean - half), float(mean + half)

@@ -25,7 +25,6 @@ from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
 from jaxrl_tis.provenance import check_same_config, facts, saved, write_run_files
-from jaxrl_tis.report import page
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
 from jaxrl_tis.warmup import warm_up
@@ -342,6 +341,8 @@ def run(
         finally:
             r.close()
         if processes.is_first():
+            from jaxrl_tis.report import page  # matplotlib, which no step waits for
+
             watchdog.beat("report")
             page.write([folder], folder / "report.html")
         processes.say(f"report: {mirror.workdir / 'report.html'}")

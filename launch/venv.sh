@@ -22,12 +22,15 @@ prepare_venv() {  # $1: extras such as "test", or nothing; $2: end of the name o
   start=$SECONDS
   echo "making $venv with $python (Python $version) and installing the packages of setup.py${1:+ [$1]}"
   [ -x "$PY" ] || "$python" -m venv "$venv" || exit 1
-  "$PY" -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}" || exit 1
+  # What is never imported need not be compiled.
+  "$PY" -m pip install --quiet --no-compile --disable-pip-version-check --editable ".${1:+[$1]}" || exit 1
   echo "$want" >"$stamp"
   echo "installed in $((SECONDS - start)) s"
 }
 
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax}
+# Small programs, too, are kept: together they take as long to compile as a large one.
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
 # XLA on CPU takes and returns large buffers all the time; huge pages spare their page faults.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}

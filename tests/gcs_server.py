@@ -51,7 +51,7 @@ def serving() -> Iterator[tuple[Storage, dict[str, str]]]:
     storage = Storage()
     handler = type("Handler", (_Handler,), {"storage": storage})
     server = _Server(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     try:
         yield storage, {

@@ -1,14 +1,14 @@
 """Processes in the place of hosts: a command on several of them at once, on simulated devices."""
 
-import contextlib
 import os
 import pathlib
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
+
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEVICES = 8
@@ -55,23 +55,19 @@ class Hosts:
                       f"--heartbeat_timeout={heartbeat}"]
         flag = "--xla_force_host_platform_device_count"
         flags = re.sub(rf"{flag}=\d+", f"{flag}={devices // count}", os.environ["XLA_FLAGS"])
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags} | environment
+        environment = {"XLA_FLAGS": flags} | environment
         self.processes = []
         for i, log in enumerate(self.logs):
             own = [*connection, f"--process_id={i}"] if count > 1 else []
-            with open(log, "w") as out:
-                self.processes.append(subprocess.Popen(
-                    [sys.executable, *command, *own, *(per_host or {}).get(i, ())], cwd=ROOT,
-                    env=environment, stdout=out, stderr=subprocess.STDOUT,
-                ))
+            words = [*command, *own, *(per_host or {}).get(i, ())]
+            self.processes.append(forked.Command(words, log, environment))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             process.wait()
 
     def text(self, i: int) -> str:

@@ -34,7 +34,7 @@ def serving() -> Iterator[tuple[Hub, str]]:
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield hub, f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -116,7 +116,7 @@ def metadata_server(answers, monkeypatch):
         def log_message(self, *_): ...
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
     try:

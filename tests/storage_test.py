@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,10 +14,8 @@ import pytest
 
 from jaxrl_tis import cli, storage, sweep
 from jaxrl_tis.data import tasks
-from tests import gcs_server, tiny
+from tests import forked, gcs_server, tiny
 from tests.hub_test import parquet_of
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -225,49 +222,44 @@ def test_in_a_local_workdir_nothing_is_copied(tmp_path):
 # Runs
 
 
-def run(workdir, *more, cache):
-    command = [sys.executable, "-m", "jaxrl_tis.main", "--config=tests/small_run.py",
-               f"--workdir={workdir}", *more]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, env=os.environ | {"XDG_CACHE_HOME": str(cache)})
+def start(workdir, cache):
+    command = ["-m", "jaxrl_tis.main", "--config=tests/small_run.py", f"--workdir={workdir}"]
+    return forked.Command(command, cache.with_suffix(".log"), {"XDG_CACHE_HOME": str(cache)})
 
 
 def test_a_lost_machine_loses_the_steps_since_the_last_checkpoint_and_no_more(bucket, tmp_path):
     """The first machine dies while it writes its third checkpoint; another one goes on."""
-    process = run("gs://bucket/run", cache=tmp_path / "machine1")
+    process = start("gs://bucket/run", cache=tmp_path / "machine1")
 
     def die(method, name):
         if name.startswith("run/checkpoints/3/"):
             process.kill()
 
     bucket.before = die
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == -signal.SIGKILL, out
+    assert process.wait(200) == -signal.SIGKILL, process.text()
     bucket.before = lambda method, name: None
     complete = [n for n in bucket.names("run/checkpoints") if n.endswith("/manifest.json")]
     assert complete == ["run/checkpoints/1/manifest.json", "run/checkpoints/2/manifest.json"]
 
-    second = run("gs://bucket/run", cache=tmp_path / "machine2")
-    out, _ = second.communicate(timeout=200)
-    assert second.returncode == 0, out
+    second = start("gs://bucket/run", cache=tmp_path / "machine2")
+    assert second.wait(200) == 0, second.text()
+    out = second.text()
     assert "continuing gs://bucket/run after step 2" in out and "report: gs://bucket/run" in out
 
-    whole = run(tmp_path / "whole", cache=tmp_path / "machine3")
-    assert whole.wait(timeout=200) == 0
+    whole = start(tmp_path / "whole", cache=tmp_path / "machine3")
+    assert whole.wait(200) == 0, whole.text()
     (tmp_path / "metrics.jsonl").write_bytes(bucket.objects["run/metrics.jsonl"][0])
     assert tiny.lines(tmp_path) == tiny.lines(tmp_path / "whole")
     assert {"run/config.json", "run/report.html"} <= set(bucket.names())
     assert bucket.names("run/tensorboard/") and not bucket.names("run/lock")
 
-    report = subprocess.run(
-        [sys.executable, "-m", "jaxrl_tis.report", "gs://bucket/run", "--out",
-         str(tmp_path / "page.html")], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
-    assert report.returncode == 0, report.stderr
+    command = ["-m", "jaxrl_tis.report", "gs://bucket/run", "--out", tmp_path / "page.html"]
+    code, out = forked.run(command, tmp_path / "report.log")
+    assert code == 0, out
     assert "<svg" in (tmp_path / "page.html").read_text()
 
 
 def test_a_bucket_that_may_not_be_written_ends_with_2(bucket, tmp_path):
     bucket.before = lambda method, name: 403 if method != "GET" else None
-    process = run("gs://bucket/run", cache=tmp_path / "machine")
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 2 and "Traceback" not in out, out
+    process = start("gs://bucket/run", cache=tmp_path / "machine")
+    assert process.wait(200) == 2 and "Traceback" not in process.text(), process.text()

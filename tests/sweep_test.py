@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import cli, cli_flags, metrics, provenance, sweep
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[1]
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
@@ -223,21 +224,21 @@ def test_metrics_of_training_are_averaged_over_the_last_tenth(tmp_path):
 
 
 def test_the_command(tmp_path):
-    call = lambda *words: subprocess.run(
-        [sys.executable, "-m", "jaxrl_tis.sweep", "--config=tests/small_sweep.py",
-         f"--out={tmp_path}", *words], cwd=ROOT, capture_output=True, text=True)
-    dry = call("--dry_run", "--seeds=0,1")
-    assert dry.returncode == 0 and len(dry.stdout.splitlines()) == 6, dry.stderr
-    assert shlex.split(dry.stdout.splitlines()[0])[-1] == f"--workdir={tmp_path}/lr=0.001-seed0"
+    log = tmp_path.with_suffix(".log")
+    call = lambda *words: forked.run(
+        ["-m", "jaxrl_tis.sweep", "--config=tests/small_sweep.py", f"--out={tmp_path}", *words], log)
+    code, dry = call("--dry_run", "--seeds=0,1")
+    assert code == 0 and len(dry.splitlines()) == 6, dry
+    assert shlex.split(dry.splitlines()[0])[-1] == f"--workdir={tmp_path}/lr=0.001-seed0"
     assert not list(tmp_path.iterdir())
-    typo = call("--config.optimizer.lrr=1")
-    assert typo.returncode == 2 and "did you mean 'lr'" in typo.stderr and not list(tmp_path.iterdir())
-    wrong = call("--seeds=0,x")
-    assert wrong.returncode == 2 and "give whole numbers" in wrong.stderr
+    code, typo = call("--config.optimizer.lrr=1")
+    assert code == 2 and "did you mean 'lr'" in typo and not list(tmp_path.iterdir())
+    code, wrong = call("--seeds=0,x")
+    assert code == 2 and "give whole numbers" in wrong
 
-    done = call("--jobs=2")
-    assert done.returncode == 1
-    assert "1 of 3 runs failed: name=tests.tiny_rewards_absent, seed 0" in done.stderr
+    code, done = call("--jobs=2")
+    assert code == 1
+    assert "1 of 3 runs failed: name=tests.tiny_rewards_absent, seed 0" in done
     assert "absent" in (tmp_path / "name=tests.tiny_rewards_absent-seed0.log").read_text()
     rows = (tmp_path / "table.md").read_text().splitlines()[2:]
     assert [row.split("|")[1:3] for row in rows] == [
@@ -245,5 +246,5 @@ def test_the_command(tmp_path):
     assert (tmp_path / "report.html").exists()
     rewards = [metrics.read(tmp_path / f"lr={lr}-seed0")[-1]["step"] for lr in ("0.001", "0.003")]
     assert np.all(np.array(rewards) == 1)
-    again = call()
-    assert "3 runs in" in again.stdout and "2 of them finished before" in again.stdout
+    _, again = call()
+    assert "3 runs in" in again and "2 of them finished before" in again

@@ -43,6 +43,7 @@ class Sequence:
         group have not; b"" otherwise.
       keyed: the keys of its pages, and the key that they belong to.
       pieces: what it drew, in order; count: how many tokens those are.
+      read: {field: how many pieces were read, and their values}.
       slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
       is_running: its slot decodes; false while its pages are being filled.
       shift: positions evicted from its pages; page_numbers: which pages of the whole sequence are
@@ -60,6 +61,7 @@ class Sequence:
     admitted_after: int
     pieces: list[Drawn | Trajectory]
     count: int
+    read: dict[str, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
     key: bytes = b""
     base_key: bytes = b""
     keyed: tuple[bytes, list[bytes]] | None = None
@@ -107,21 +109,17 @@ class Sequence:
         return self.sampling.max_tokens - self.count
 
     def field(self, name: str) -> np.ndarray:
-        """Returns a field of all that it drew so far."""
-        dtype = "int32" if name in OF_RUN else DRAWN[name].dtype
+        """Returns a field of all that it drew so far, which nobody may change. What was read before
+        is not cut out of the calls again."""
         if not self.pieces:
             is_wide = name in DRAWN and DRAWN[name].width
-            return np.zeros((0, 0) if is_wide else 0, dtype)
-        parts = [getattr(p, name) for p in self.pieces[:1] if isinstance(p, Trajectory)]
-        drawn = self.pieces[len(parts):]
-        if name in OF_RUN:
-            runs = np.array([(getattr(p, name), p.count) for p in drawn], np.int32).reshape(-1, 2)
-            parts.append(np.repeat(*runs.T))
-        elif drawn and drawn[0].field(name) is None:
-            parts.append(np.zeros((sum(p.count for p in drawn), 0)))
-        else:
-            parts += [p.field(name) for p in drawn]
-        return np.concatenate(parts).astype(dtype)
+            return np.zeros((0, 0) if is_wide else 0, _dtype(name))
+        number, read = self.read.get(name, (0, None))
+        if number < len(self.pieces):
+            new = _joined(self.pieces[number:], name)
+            read = new if read is None else np.concatenate([read, new])
+            self.read[name] = len(self.pieces), read
+        return read
 
     def tokens(self) -> np.ndarray:
         """Returns the prompt and the drawn tokens."""
@@ -139,6 +137,7 @@ class Sequence:
         if self.shift:
             new = Sequence.of(self.request, self.order, self.admitted_after)
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
+            self.read = {}
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
 
     def filled(self, version: int) -> None:
@@ -174,3 +173,21 @@ class Sequence:
             request=request.hash, quant_id=quant_id, evict_step=evict_step,
             temperature=request.sampling.temperature, **fields,
         )
+
+
+def _dtype(name: str) -> str:
+    return "int32" if name in OF_RUN else DRAWN[name].dtype
+
+
+def _joined(pieces: list[Drawn | Trajectory], name: str) -> np.ndarray:
+    """Returns a field of all tokens of the pieces, of which the first alone may be a record."""
+    parts = [getattr(p, name) for p in pieces[:1] if isinstance(p, Trajectory)]
+    drawn = pieces[len(parts):]
+    if name in OF_RUN:
+        runs = np.array([(getattr(p, name), p.count) for p in drawn], np.int32).reshape(-1, 2)
+        parts.append(np.repeat(*runs.T))
+    elif drawn and drawn[0].field(name) is None:
+        parts.append(np.zeros((sum(p.count for p in drawn), 0)))
+    else:
+        parts += [getattr(p.result, name)[: p.count, p.slot] for p in drawn]
+    return np.concatenate(parts).astype(_dtype(name))

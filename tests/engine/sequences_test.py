@@ -34,6 +34,19 @@ def test_what_was_drawn_is_cut_out_of_the_calls():
     assert (s.length, s.remaining) == (7, 11)
 
 
+def test_what_was_read_grows_with_what_is_drawn():
+    s = sequence()
+    assert s.field("version").tolist() == [7, 7, 8, 8, 8] and len(s.tokens()) == 7
+    s.pieces.append(Drawn(result(30), 0, 1, 9, 6, 1))
+    assert s.field("tokens").tolist() == [110, 111, 20, 21, 22, 30]
+    assert s.field("version").tolist() == [7, 7, 8, 8, 8, 9]
+    s.shift = 4
+    s.forget()
+    assert s.tokens().tolist() == [1, 2]
+    s.pieces.append(Drawn(result(40), 0, 1, 9, 6, 1))
+    assert s.field("tokens").tolist() == [40]
+
+
 def test_the_record_holds_the_first_tokens_alone():
     t = sequence().trajectory("stop", "w8", 3)
     assert (t.tokens.tolist(), t.stop_reason, t.quant_id) == ([110, 111, 20], "stop", "w8")

@@ -1,32 +1,27 @@
 """A compilation cache whose files are damaged costs compilations, and no result."""
 
-import os
-import pathlib
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests import tiny
+from tests import forked, tiny
 from tests.resume_test import assert_same_run
 
 pytestmark = pytest.mark.faults
 
-ROOT = pathlib.Path(__file__).parents[2]
-CODE = "import sys; from tests import tiny; tiny.run(sys.argv[1])"
+CODE = """
+import jax, sys
+from tests import tiny
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_numpy_rank_promotion", "raise")
+tiny.run(sys.argv[1])
+"""
 
 
 def run(workdir, cache):
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, workdir], cwd=ROOT, text=True, capture_output=True,
-        timeout=300, env=os.environ | {
-            "PYTHONPATH": str(ROOT), "JAX_NUMPY_RANK_PROMOTION": "raise",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-        },
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, text = forked.run(["-c", CODE, workdir, cache], workdir.with_suffix(".log"))
+    assert code == 0, text[-3000:]
     assert_same_run(workdir, tiny.finished())
 
 

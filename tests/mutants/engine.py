@@ -82,6 +82,7 @@ MUTANTS = [
          "first : first + size] = self.length - 1", "first : first + size] = self.length"),
         ("the record goes on behind the stop string",
          "self.field(name)[:count] for", "self.field(name) for"),
+        ("what was read outlives what was drawn", "self.read = {}", "pass"),
         ("a resumed request forgets its segment",
          "segment=int(partial.segment[-1])", "segment=0"),
         ("the version of the keys is that of the draw",

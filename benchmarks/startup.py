@@ -1,0 +1,104 @@
+"""Seconds from the start of a run to its first step, with an empty compilation cache and a full one.
+
+    python -m benchmarks.startup [--config=configs/quickstart.py] [--rounds=3]
+
+Each round starts the run in a new folder and ends it once the first step is in its record: before it
+are the imports, the supervised steps of the warm-up and the evaluation at step 0. The first round
+fills the cache; "compiled" are programs that the cache did not have.
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from jaxrl_tis import cli, metrics
+
+# Counts programs, and prints what it has counted when the record has its first step.
+RUN = """
+import collections
+import jax
+from jaxrl_tis import cli_flags, main, metrics
+
+seen, seconds = collections.Counter(), collections.Counter()
+kinds = {"jaxpr_trace_duration": "trace", "jaxpr_to_mlir_module_duration": "lower",
+         "backend_compile_duration": "compile or load"}
+
+def took(event, s, **_):
+    if (kind := kinds.get(event.rpartition("/")[2])):
+        seconds[kind] += s
+        seen["programs"] += kind == "compile or load"
+
+def happened(event, **_):
+    seen["loaded"] += event.endswith("cache_hits")
+
+jax.monitoring.register_event_duration_secs_listener(took)
+jax.monitoring.register_event_listener(happened)
+write = metrics.MetricsWriter.write
+
+def write_and_tell(self, step, phase, values):
+    write(self, step, phase, values)
+    if phase == "train":
+        parts = ", ".join(f"{kind} {s:.1f} s" for kind, s in seconds.items())
+        print(f"{parts}; {seen['programs'] - seen['loaded']} of {seen['programs']} programs compiled")
+
+metrics.MetricsWriter.write = write_and_tell
+cli_flags.run(main.main, required=["config", "workdir"])
+"""
+
+
+def phases(record: pathlib.Path) -> set[str]:
+    return {line["phase"] for line in metrics.read(record.parent)} if record.exists() else set()
+
+
+def first_step(config: str, folder: pathlib.Path, cache: pathlib.Path) -> tuple[dict[str, float], str]:
+    """Runs until the first step is done.
+
+    Returns ({phase: seconds from the start of the process to its first line in the record}, what the
+    run said of its programs).
+    """
+    arguments = [f"--config={config}", f"--workdir={folder}"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+    log, found, start = folder.with_suffix(".log"), {}, time.monotonic()
+    with open(log, "w") as out:
+        process = subprocess.Popen([sys.executable, "-c", RUN, *arguments], env=environment,
+                                   stdout=out, stderr=subprocess.STDOUT)
+        try:
+            while "train" not in found:
+                if process.poll() is not None:
+                    raise RuntimeError(log.read_text()[-3000:])
+                time.sleep(0.05)
+                for phase in phases(folder / metrics.FILE_NAME) - set(found):
+                    found[phase] = time.monotonic() - start
+            time.sleep(0.5)
+        finally:
+            process.kill()
+            process.wait()
+    [told] = [line for line in log.read_text().splitlines() if "programs compiled" in line][:1]
+    return found, told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--rounds", type=int, default=3, help="with a full cache")
+    args = parser.parse_args()
+    full = []
+    with tempfile.TemporaryDirectory() as work:
+        folder = pathlib.Path(work)
+        for number in range(args.rounds + 1):
+            found, told = first_step(args.config, folder / f"run{number}", folder / "cache")
+            parts = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.items())
+            print(f"{'full' if number else 'empty'} cache: {parts}; {told}", flush=True)
+            if number:
+                full.append(found["train"])
+    if full:
+        print(f"first step with a full cache: median {statistics.median(full):.1f} s")
+
+
+if __name__ == "__main__":
+    cli.run(main)
