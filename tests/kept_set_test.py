@@ -12,7 +12,7 @@ from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.models import transformer
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
-from jaxrl_tis.scoring import make_score
+from jaxrl_tis.scoring import make_score, response_scores
 from jaxrl_tis.state import initial_params
 from tests import tiny
 from tests.drawn import reference
@@ -67,6 +67,17 @@ def test_the_ratio_is_one_over_the_kept_sets():
     np.testing.assert_allclose(np.exp(found["logp"] - rows["logp_behav"])[mask], 1.0, atol=2e-5)
     entropy = np.concatenate([t.entropy for t in trajectories])
     np.testing.assert_allclose(found["entropy"][mask], entropy, atol=2e-5)
+
+
+def test_scores_are_centred_over_all_of_a_kept_set():
+    """Sampler and learner have the same probabilities of its tokens, which sum to 1."""
+    rows = rows_of(sampled(correction__preset="centered", correction__centering="kept"))
+    assert rows["top_ids"].shape[-1] == 9
+    found = jax.jit(lambda rows: response_scores(params(), setup().learner, rows, False))(rows)
+    is_token = rows["mask"][..., None] & (rows["top_ids"] >= 0)
+    p, q = (np.where(is_token, np.exp(x), 0) for x in (found["logp_top"], rows["top_logps"]))
+    np.testing.assert_allclose(p, q, atol=2e-5)
+    np.testing.assert_allclose(p.sum(axis=-1)[rows["mask"]], 1.0, atol=2e-5)
 
 
 def test_without_them_its_mean_is_the_kept_mass():
