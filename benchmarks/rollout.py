@@ -18,6 +18,9 @@ oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots 
   2.47 to 3.35 over 12 seeds, 2.94 on average over 200 and for the seed taken here. `--model`
   chooses between a small model and the SmolLM2-shaped one, of which a round takes minutes.
 shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
+overlap: tokens/s of the small model in bfloat16 over 32 slots, 64 tokens for each of 64 requests,
+  by the decode steps of a call, and the host's share, where tokens are read at once and a call
+  late; the two take turns.
 prefill: milliseconds of a prefill call of the SmolLM2-shaped model in bfloat16 with room for 8
   prompts of `--length` tokens, by how many there are.
 drafts: passes of the SmolLM2-shaped model (W8A8) over some slots and drafts, greedy, so that random
@@ -236,7 +239,8 @@ def oversubscribed(args: argparse.Namespace) -> dict:
     }
     print(
         f"{count} requests, {slots} slots: static {medians['static']:.1f} s, continuous "
-        f"{medians['continuous']:.1f} s, with overlap {medians['overlap']:.1f} s; " + ", ".join(f"{k} {v:.2f}" for k, v in found.items())
+        f"{medians['continuous']:.1f} s, with overlap {medians['overlap']:.1f} s; "
+        + ", ".join(f"{k} {v:.2f}" for k, v in found.items())
     )
     return times | found
 
@@ -265,6 +269,44 @@ def shared(args: argparse.Namespace) -> dict:
                 "prefilled"
             )
             scheduler.pause("abort")
+    return out
+
+
+def overlap(args: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from jaxrl_tis.engine.records import Request, SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+
+    out, prompts = {}, np.random.default_rng(0).integers(0, 4096, (64, 16)).astype(np.int32)
+    for steps in (1, 4, 8):
+        engine, params = random_engine(
+            SMALL, slots=32, max_length=16 + 64, steps=steps, prefill_batch=32, page_size=16, **BF16
+        )
+        schedulers = {
+            name: Scheduler(engine, params, overlap=is_late)
+            for name, is_late in (("at once", False), ("a call late", True))
+        }
+        rates, shares = ({name: [] for name in schedulers} for _ in range(2))
+        for round_index in range(args.rounds + 1):  # the first compiles
+            for name, scheduler in schedulers.items():
+                before, start = dataclasses.replace(scheduler.stats), time.perf_counter()
+                for i, prompt in enumerate(prompts):
+                    sampling = SamplingParams(max_tokens=64)
+                    scheduler.add(Request(f"{round_index}/{i}", prompt, 0, sampling))
+                while scheduler.pending:
+                    scheduler.step()
+                seconds, stats = time.perf_counter() - start, scheduler.stats.since(before)
+                rates[name].append(stats.tokens / seconds)
+                shares[name].append(stats.host_share)
+        median = lambda values: statistics.median(values[1:])
+        for name in schedulers:
+            found = {"tokens/s": median(rates[name]), "host": median(shares[name])}
+            out[f"{steps} steps a call, read {name}"] = found
+            print(
+                f"{steps} steps a call, read {name}: {found['tokens/s']:.0f} tokens/s, host "
+                f"{found['host']:.1%}"
+            )
     return out
 
 
@@ -333,7 +375,7 @@ def drafts(args: argparse.Namespace) -> dict:
 
 PARTS = {
     "speed": speed, "oversubscribed": oversubscribed, "shared": shared, "prefill": prefill,
-    "drafts": drafts,
+    "overlap": overlap, "drafts": drafts,
 }
 
 

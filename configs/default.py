@@ -90,6 +90,7 @@ def get_config() -> ConfigDict:
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call
     c.engine.prefill_calls = 4  # prefill calls between two calls that decode
+    c.engine.overlap = False  # send a call off before the tokens of the last are read; no drafts
     c.engine.policy = "first_come"  # who runs next: jaxrl_tis/engine/policies.py
     c.engine.max_bypass = 0  # admissions after which a waiting sequence goes first; 0: no bound
     c.engine.divide = 0  # tokens after which a sequence makes room for a waiting one; 0: never

@@ -112,7 +112,8 @@ class Setup:
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
             max_bypass=config.max_bypass or None, prefill_calls=config.prefill_calls,
-            divide=config.divide, retention=retention, drafts=drafts, **options,
+            divide=config.divide, retention=retention, drafts=drafts, overlap=config.overlap,
+            **options,
         )
 
     @property

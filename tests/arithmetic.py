@@ -89,7 +89,7 @@ class State:
     keys: np.ndarray
     positions: np.ndarray
     slots: list
-    ended: set  # slots that finished in the last call: who has not read it may still have their table
+    ended: set  # slots that finished in the last call: who has not read it may not know
     is_consumed: bool = False
 
 

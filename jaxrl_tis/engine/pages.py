@@ -1,8 +1,8 @@
 """Who holds which pages of the key/value cache: a free list with reference counts, on the host.
 
-A page whose content has a key keeps it while it is free, so that who needs the same content finds it
-there; it is taken for another when no page without such content is free, that which was held least
-recently first.
+A page whose content has a key keeps it while it is free, so that who needs the same content finds
+it there; it is taken for another when no page without such content is free, that which was held
+least recently first.
 """
 
 import hashlib

@@ -155,8 +155,8 @@ class Prefixes:
             shared = pages.share(base.pages if base else found)
             own = pages.allocate(-(-len(tokens) // self._size) - len(shared))
             self._prefixes[key, shard] = Prefix(
-                key, content_keys(tokens, self._size), tokens, shard, shared + own, len(shared) * self._size, base,
-                found=len(found), logps=[] if is_scored else None,
+                key, content_keys(tokens, self._size), tokens, shard, shared + own,
+                len(shared) * self._size, base, found=len(found), logps=[] if is_scored else None,
             )
             if base:
                 base.followers += 1

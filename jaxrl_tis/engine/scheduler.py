@@ -180,9 +180,9 @@ class Scheduler:
             self._abort(self._live[request_id])
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """Returns the tokens that those of these requests have drawn so far that have not ended, as far
-        as they have been read. Later ones follow them; but a stop string may end the record before the last of them, and a
-        sequence that saw evicted keys may have to start again."""
+        """Returns the tokens that those of these requests have drawn so far that have not ended, as
+        far as they have been read. Later ones follow them; but a stop string may end the record
+        before the last of them, and a sequence that saw evicted keys may have to start again."""
         live = {id: self._live[id] for id in request_ids if id in self._live}
         return {id: s.field("tokens") for id, s in live.items() if self._residency.holds(s)}
 
@@ -332,8 +332,9 @@ class Scheduler:
             if not prefix.is_filled and (not chosen or kind(prefix) == needed):
                 needed = kind(prefix)
                 left[prefix.shard] -= 1
-                tokens, end = next_chunk(prefix), prefix.filled + engine.prefill_chunk
-                targets = None if prefix.logps is None else prefix.tokens[prefix.filled + 1 : end + 1]
+                tokens, targets = next_chunk(prefix), None
+                if prefix.logps is not None:
+                    targets = prefix.tokens[prefix.filled + 1 :][: engine.prefill_chunk]
                 chunks.append(Chunk(prefix.shard, tokens, prefix.filled, prefix.pages, targets))
                 chosen.append(prefix)
                 prefixes.fill(prefix, len(tokens))

@@ -50,8 +50,8 @@ class Sequence:
         left; evict_step: see Trajectory.
       segment: how often its pages were rebuilt; kv_version: of the oldest weights that filled them.
       since_admission: tokens drawn since it last got a slot.
-      in_flight: most tokens that it draws in calls that have not been read; has_ended: its record is
-        written.
+      in_flight: most tokens that it draws in calls that have not been read.
+      has_ended: its record is written.
       prompt_logps: see Trajectory; None before its prompt is read.
       search: of its stop strings, in the tokens drawn so far; stop: its last result.
     """

@@ -10,8 +10,8 @@ class Stats:
     Attributes:
       tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
       drafted, accepted: tokens of drafts.
-      prefilled, shared, cached: prompt tokens computed, taken over from another sample of the group,
-        and found in pages that an earlier prompt had filled.
+      prefilled, shared, cached: prompt tokens computed, taken over from another sample of the
+        group, and found in pages that an earlier prompt had filled.
       preempted: sequences that lost their pages to older ones; evicted: pages.
       engine_seconds: spent in or waiting for the engine; seconds: in `step`.
     """

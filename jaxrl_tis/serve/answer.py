@@ -105,8 +105,8 @@ class Answer:
         ]}
 
     def _of_prompt(self, trajectory: Trajectory) -> list[Json | None]:
-        """Returns of each token of the prompt {its id: its log-prob and text}, None of the first. An
-        answer that ended before its prompt was read has none."""
+        """Returns {its id: its log-prob and text} of each token of the prompt, None of the first;
+        nothing if the answer ended before its prompt was read."""
         pairs = zip(trajectory.prompt[1:].tolist(), trajectory.prompt_logps[1:].tolist())
         entry = lambda logp, id: {"logprob": _finite(logp), "decoded_token": self._piece(id)}
         first = [None] * (len(trajectory.prompt_logps) > 0)

@@ -102,7 +102,7 @@ def test_chat():
     ({"prompt": "a", "seed": 2**32}, "seed is"), ({"prompt": "a", "seed": -1}, "seed is"),
     ({"prompt": "a", "max_tokens": 21}, "max_tokens is 21; give 1 to 20"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
-    ({"prompt": "a", "min_tokens": 4, "max_tokens": 3}, "min_tokens=4 must be an integer from 0 to"),
+    ({"prompt": "a", "min_tokens": 4, "max_tokens": 3}, "min_tokens=4 must be an integer from 0"),
     ({"prompt": "a", "min_tokens": 21}, "max_tokens=20"),
     ({"prompt": "a", "min_tokens": -1}, "min_tokens=-1"),
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is a int"),
