@@ -41,7 +41,7 @@ def peer_seconds(name: str, python: str, steps: int) -> dict[str, float]:
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLIBC_TUNABLES")}
     for way, environment in PEERS[name]:
         done = subprocess.run(
-            [python, script, f"--steps={steps}"], capture_output=True, text=True,
+            [python, "-P", script, f"--steps={steps}"], capture_output=True, text=True,
             env=clean | {"JAX_PLATFORMS": "cpu"} | environment,
         )
         median = re.search(r"median without the first two: ([\d.]+) s", done.stdout)

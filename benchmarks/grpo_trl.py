@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the model and sizes of benchmarks.grpo_step, to time the two side by side.
 
-    /path/to/venv/bin/python benchmarks/grpo_trl.py [--steps=6]
+    /path/to/venv/bin/python -P benchmarks/grpo_trl.py [--steps=6]
 
 The interpreter needs torch and trl. Prints the seconds of each step (generation, log-probs and
 update) as TRL's own trainer runs them, in float32 on CPU; the first two warm up.

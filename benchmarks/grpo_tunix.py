@@ -1,6 +1,6 @@
 """Tunix's GRPOLearner on the model and sizes of benchmarks.grpo_step, to time the two side by side.
 
-    /path/to/venv/bin/python benchmarks/grpo_tunix.py [--steps=6]
+    /path/to/venv/bin/python -P benchmarks/grpo_tunix.py [--steps=6]
 
 The interpreter needs google-tunix. Prints the seconds from each step's rewards to the next one's
 (update, then generation) as Tunix's own learner runs them, with its own sampler, in float32 on CPU;

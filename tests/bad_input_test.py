@@ -23,10 +23,8 @@ from jaxrl_tis.trainer import Trainer
 from tests import tiny
 from tests.resume_test import Cut, assert_same_run, cut_at
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
+BY_JAX = pytest.mark.by_jax("a run: flax, optax, orbax and XLA together")
 
 MODEL = ModelConfig(
     family="llama", vocab_size=24, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -293,6 +291,7 @@ def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, 
         assert_same_run(tmp_path)
 
 
+@BY_JAX
 def test_nan_gradients_alone_stop_the_run(tmp_path):
     """The loss may be finite where its gradient is not."""
     update = Trainer.update
@@ -420,6 +419,7 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(copie
     assert (copied / "config.json").read_text() == before
 
 
+@BY_JAX
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, copied):
     """The same path, but another model in it than when the run began."""
     setup = tiny.setup()

@@ -17,7 +17,8 @@ from jaxrl_tis.state import initial_params
 from tests import tiny
 from tests.drawn import reference
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+pytestmark = pytest.mark.compiles
+BY_JAX = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 FILTERED = dict(
     rollout__top_p=0.8, rollout__top_k=9, rollout__kept_set=9, engine__quantization="none",
@@ -59,6 +60,7 @@ def rows_of(trajectories, without=()):
     return {name: x for name, x in rows.items() if name not in without}
 
 
+@BY_JAX
 def test_the_ratio_is_one_over_the_kept_sets():
     trajectories = sampled()
     rows = rows_of(trajectories)

@@ -7,10 +7,8 @@ import pytest
 from jaxrl_tis.state import initial_params, initial_state
 from tests import tiny
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
+BY_JAX = pytest.mark.by_jax("a run: flax, optax, orbax and XLA together")
 
 W8A8 = dict(engine__quantization="w8a8", model__quantization="w8a8")
 SHORT = dict(steps=4, train__epochs=1, train__minibatches=1, eval__every=4)
@@ -22,6 +20,7 @@ def gaps(**overrides):
     return [x["training/rollout_probs_diff_mean"] for x in lines if x["phase"] == "train"]
 
 
+@BY_JAX
 def test_a_learner_with_the_samplers_products_agrees_with_it():
     """To the noise of float32, but for an activation that by chance lies so near to the middle of
     two codes that the noise moves it."""

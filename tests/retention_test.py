@@ -15,7 +15,8 @@ from jaxrl_tis.scoring import make_score
 from jaxrl_tis.state import initial_params
 from tests import tiny
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+pytestmark = pytest.mark.compiles
+BY_JAX = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 DROPPED = dict(
     engine__retention=(1, 1), engine__page_size=2, engine__quantization="none",
@@ -47,6 +48,7 @@ def scored(rows):
     return np.asarray(make_score(setup().learner)(params(), one)["logp"][0])
 
 
+@BY_JAX
 def test_the_learner_that_drops_the_same_keys_agrees():
     rows = setup().rows(sampled())
     dropped = sum(np.any(t.evict_step < NEVER) for t in sampled())

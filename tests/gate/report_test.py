@@ -22,7 +22,8 @@ from jaxrl_tis.validate import validate
 from tests import commands, tiny
 from tests.gate import noisy
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+pytestmark = pytest.mark.compiles
+BY_JAX = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SAME = dict(engine__quantization="none")
@@ -84,6 +85,7 @@ def differing(rungs):
     return [r.cause for r in rungs if not r.is_same]
 
 
+@BY_JAX
 def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
     result = report.judge(*sampled(**SAME))
     assert 0 < result["total"]["d_max"] < 2e-5 and result["total"]["pearson"] > 0.999999
@@ -92,6 +94,7 @@ def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
     assert result["inside_support"] is None
 
 
+@BY_JAX
 def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
     result = report.judge(*sampled())
     by_cause = {r["cause"]: r for r in result["rungs"]}
