@@ -3,7 +3,9 @@
     python -m jaxrl_tis.main --config=configs/dapo_qwen3_8b.py --workdir=runs/dapo
 
 16 chips (4x4). As configs/dapo_qwen25_32b.py, with answers of at most 4,096 tokens, the last 1,024
-of them under the soft penalty: rows of 5,120 tokens. No expected number: never run here.
+of them under the soft penalty: rows of 5,120 tokens. The training state takes a third of the chips;
+to leave room, inputs of layers wait in host memory and keys and values are int8. No expected number:
+never run here.
 
 Put the model's Hugging Face folder at models/Qwen3-8B and the problems at data/dapo/train.jsonl and
 data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt asks for a last line
@@ -17,12 +19,14 @@ def get_config():
     c = dapo_qwen25_32b.get_config()
     c.name = "dapo_qwen3_8b"
     c.model.path = "models/Qwen3-8B"
+    c.model.remat = "host"
     c.task.max_prompt_tokens = 1024
 
     c.rollout.prompts = 128
     c.rollout.max_new_tokens = 4096
     c.rollout.overlong_buffer = 1024
     c.engine.slots = 32
+    c.engine.cache_dtype = "int8"
     c.engine.prefill_chunk = 1024
     c.engine.prefill_batch = 16
     c.mesh.serve = (-1, 1, 8)

@@ -104,35 +104,28 @@ def module_of(name):
     return Module(jax.jit(prints).lower(params).compile().as_text())
 
 
-def weight_gathers(module, kinds=("all-gather",), dtype=None):
+def weight_gathers(module, dtype="bf16"):
+    """Those of the layers; the head is multiplied in float32."""
     return [
         (c.shapes[0].dims, c.runs) for c in module.collectives(dict(layout().mesh.shape))
-        if c.kind in kinds and c.axes == ("fsdp",) and c.shapes[0].size >= D * 128
-        and V not in c.shapes[0].dims and dtype in (None, c.shapes[0].dtype)
+        if c.kind == "all-gather" and c.axes == ("fsdp",) and c.shapes[0].size >= D * 128
+        and c.shapes[0].dtype == dtype
     ]
 
 
-def stacked_gathers(module):
-    return [dims for dims, _ in weight_gathers(module) if len(dims) == 3 and dims[0] > 1]
+def stacked_gathers(module, dtype="bf16"):
+    return [dims for dims, _ in weight_gathers(module, dtype) if len(dims) == 3 and dims[0] > 1]
 
 
-def test_weights_are_gathered_layer_by_layer_inside_the_scan():
-    _, module = update()
+@pytest.mark.parametrize("chips", ["v5e:2x4", "v5p:2x2x2"])
+def test_weights_are_gathered_layer_by_layer_inside_the_scan(chips):
+    _, module = update(chips=chips)
     gathers = weight_gathers(module)
     # Seven projections a layer, in the forward pass and again in the backward pass.
     assert sum(runs for _, runs in gathers) >= 2 * 7 * L
     assert {tuple(n for n in dims if n > 1) for dims, _ in gathers} <= PROJECTIONS
     assert stacked_gathers(module) == []
-    assert stacked_gathers(module_of("gathers the stack")) == [(L, D, F)]
-
-
-def test_on_v5p_too_where_a_gather_may_be_a_sum():
-    """Of a weight that is zero but for a device's own part: bfloat16, where gradients are float32."""
-    _, module = update(chips="v5p:2x2x2")
-    gathers = weight_gathers(module, ("all-gather", "all-reduce"), "bf16")
-    assert sum(runs for _, runs in gathers) >= 2 * 7 * L
-    assert {tuple(n for n in dims if n > 1) for dims, _ in gathers} <= PROJECTIONS
-    assert stacked_gathers(module) == []
+    assert stacked_gathers(module_of("gathers the stack"), "f32") == [(L, D, F)]
 
 
 def logits_of_all_tokens(module):
@@ -155,25 +148,21 @@ def test_nothing_goes_to_the_host_inside_a_step():
 
 ATTENTION = {
     "splash_mha_fwd_segmented_residuals", "splash_mha_dkv_segmented_no_residuals",
-    "splash_mha_dq_segmented_no_residuals",
 }
 
 
 def kernels(module):
-    """(names of the attention kernels, dtypes of what the others give with the vocabulary's
-    width)."""
+    """Names of the kernels."""
     calls = [c for c in module.custom_calls() if c.target == MOSAIC]
-    names = {c.name.split(".")[0] for c in calls}
-    head = {s.dtype for c in calls for s in c.shapes if V in s.dims}
-    return {n for n in names if n.startswith("splash_mha")}, head
+    return {c.name.split(".")[0] for c in calls}
 
 
 def test_the_kernels_are_in_the_program():
-    """Attention forward, again for the backward pass, dq and dkv; the gradient of the head in
-    float32. Whole logits, without a backward pass, come from none of these."""
-    assert kernels(update()[1]) == (ATTENTION, {"f32"})
-    attention, head = kernels(module_of("all logits"))
-    assert attention and not attention & ATTENTION and not head
+    """Attention forward, again for the backward pass, and its gradients; the moments of the head.
+    Whole logits, without a backward pass, come from none of these."""
+    assert kernels(update()[1]) == ATTENTION | {"token_logprob"}
+    others = kernels(module_of("all logits"))
+    assert others and not others & (ATTENTION | {"token_logprob"})
 
 
 def activations_by_layer(module):
@@ -189,6 +178,15 @@ def test_arrays_of_every_layer_are_what_remat_keeps():
     assert activations_by_layer(update()[1]) == {("bf16", (L, T, D))}
     kept = activations_by_layer(update("none")[1])
     assert {("bf16", (L, T, D)), ("bf16", (L, T, F))} < kept
+
+
+def test_inputs_of_the_layers_wait_in_the_memory_of_the_host():
+    """Where they are kept of all layers; a device has those of one at a time."""
+    spaces = lambda remat: {
+        b.shape.memory_space for b in update(remat)[1].buffers()
+        if b.shape.dims[:1] == (L,) and tuple(n for n in b.shape.dims if n > 1) == (L, T, D)
+    }
+    assert (spaces("full"), spaces("host")) == ({0}, {5})
 
 
 def test_temporaries_grow_with_depth_by_no_more_than_what_remat_keeps():

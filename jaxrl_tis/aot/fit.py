@@ -1,7 +1,8 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
 Serving: decode slots for each tensor split, with pages for all of them at full length; training:
-rows of a micro-batch for each mesh split and remat policy. Everything else stays as it is.
+rows of a micro-batch for each mesh split and remat policy; of those that fit the one that is best in
+the model of report's roofline is advised. Everything else stays as it is.
 A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
 the largest that fits is bisected, and the number of compilations is capped.
 """
@@ -19,7 +20,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.models import placement, transformer
 
-MAX_COMPILATIONS = 40
+MAX_COMPILATIONS = 50
 _LINE = "{:8} {:10} {:6} {:>13}  {:>9}  {}"
 HEADER = _LINE.format("program", "mesh", "remat", "rows or slots", "HBM use", "of")
 
@@ -44,8 +45,9 @@ class Search:
 
     def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
         """Compiles settings until the largest that fit are known. Returns entries {program, mesh,
-        remat, size, fits, use_bytes, hbm_bytes, over_in}, and shows each to `on_row`. Sizes that
-        the batch cannot be cut into are not tried. ValueError where no split is legal."""
+        remat, size, fits, use_bytes, hbm_bytes, over_in, seconds}, and shows each to `on_row`; the
+        seconds are those of the roofline, a model's output. Sizes that the batch cannot be cut into
+        are not tried. ValueError where no split is legal."""
         self._on_row = on_row
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
@@ -88,6 +90,7 @@ class Search:
                 "program": name, "mesh": mesh, "remat": remat, "size": sizes[middle],
                 "fits": entry["fits"], "use_bytes": memory["peak_bytes"] + memory["beside_bytes"],
                 "hbm_bytes": memory["hbm_bytes"], "over_in": entry["over_in"],
+                "seconds": entry["roofline"]["seconds"] if entry["fits"] else None,
             })
             self._on_row(self.rows[-1])
             fitting, failing = (middle, failing) if entry["fits"] else (fitting, middle)
@@ -125,9 +128,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Picks for each program the entry of most rows or slots that fits. Of equals it takes the one
-    that recomputes least, then the one of least tensor parallelism, which stands first. A program
-    that never fits is absent."""
+    """Picks for each program the best entry that fits: of most slots; to train, of the fewest
+    seconds of the roofline, to two digits, then of most rows, then the one that recomputes least.
+    Of equals it takes the one of least tensor parallelism, which stands first. A program that never
+    fits is absent."""
     found = {}
     for row in (r for r in rows if r["fits"]):
         best = found.get(row["program"])
@@ -136,9 +140,11 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _rank(row: dict[str, Any]) -> tuple[int, int]:
+def _rank(row: dict[str, Any]) -> tuple:
+    if row["program"] == "decode":
+        return (row["size"],)
     remat = list(transformer.REMAT)
-    return row["size"], -remat.index(row["remat"]) if row["remat"] else 0
+    return -float(f"{row['seconds']:.2g}"), row["size"], -remat.index(row["remat"])
 
 
 def advice(rows: list[dict[str, Any]]) -> str:

@@ -86,8 +86,6 @@ def _on(layout: Layout, f, in_specs, out_specs):
 
 
 def _gathered(w: jax.Array, layout: Layout, is_split_in: bool, dtype: Any) -> jax.Array:
-    # Else XLA converts the weights of all layers before the loop over them, and keeps both.
-    w = jax.lax.optimization_barrier(w)
     return layout.gather(w.astype(dtype), int(is_split_in))
 
 

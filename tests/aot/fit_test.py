@@ -21,7 +21,8 @@ def test_the_search_finds_the_largest_that_fits():
         config = setup.config
         size = config.train.microbatch_rows if name == "train" else config.engine.slots
         memory = {"peak_bytes": size, "beside_bytes": 1, "hbm_bytes": 17}
-        return {"memory": memory, "fits": size <= 16, "over_in": "hbm"}
+        roofline = {"seconds": 1.0}
+        return {"memory": memory, "fits": size <= 16, "over_in": "hbm", "roofline": roofline}
 
     with mock.patch.object(fit.Search, "_entry", entry):
         rows = fit.Search(small("quickstart"), SHAPES, topology).run()
@@ -47,10 +48,12 @@ def test_the_search_tries_no_split_that_a_run_refuses():
     """Prefills of 32 prompts cannot be cut into 64 shards, nor 8 key/value heads into 16."""
     tpu.devices("v5p:4x4x4")
     memory = {"peak_bytes": 1, "beside_bytes": 1, "hbm_bytes": 17}
-    fits = lambda self, name, setup: {"memory": memory, "fits": True, "over_in": "hbm"}
+    fits = lambda self, name, setup: {
+        "memory": memory, "fits": True, "over_in": "hbm", "roofline": {"seconds": 1.0},
+    }
     with mock.patch.object(fit.Search, "_entry", fits):
         search = fit.Search(
-            configured("dapo_qwen25_32b").lock(), SHAPES, Topology.parse("v5p:4x4x4"), limit=60
+            configured("dapo_qwen25_32b").lock(), SHAPES, Topology.parse("v5p:4x4x4"), limit=80
         )
         rows = search.run()
     serving = {r["mesh"] for r in rows if r["program"] == "decode"}
@@ -62,14 +65,17 @@ def test_the_search_tries_no_split_that_a_run_refuses():
         fit.Search(config, SHAPES, Topology.parse("v5e:2x2")).run()
 
 
-def test_of_equal_rows_the_setting_that_recomputes_least_is_advised():
-    row = lambda program, mesh, remat, size, fits=True: {
+def test_of_equal_times_the_most_rows_are_advised_and_of_these_what_recomputes_least():
+    """A third more work weighs more than twice the rows."""
+    row = lambda program, mesh, remat, size, seconds, fits=True: {
         "program": program, "mesh": mesh, "remat": remat, "size": size, "fits": fits,
+        "seconds": seconds,
     }
     rows = [
-        row("decode", (4, 1, 1), "", 64, fits=False),
-        row("train", (1, 4, 1), "full", 16), row("train", (1, 4, 1), "none", 8),
-        row("train", (1, 2, 2), "dots", 16), row("train", (1, 2, 2), "none", 32, fits=False),
+        row("decode", (4, 1, 1), "", 64, None, fits=False),
+        row("train", (1, 4, 1), "full", 32, 4.0), row("train", (1, 4, 1), "none", 8, 3.0),
+        row("train", (1, 4, 1), "host", 16, 3.02), row("train", (1, 2, 2), "dots", 16, 3.01),
+        row("train", (1, 2, 2), "none", 32, None, fits=False),
     ]
     assert fit.advice(rows) == (
         "decode: nothing that was tried fits\n"
