@@ -18,9 +18,10 @@ oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots 
   2.47 to 3.35 over 12 seeds, 2.94 on average over 200 and for the seed taken here. `--model`
   chooses between a small model and the SmolLM2-shaped one, of which a round takes minutes.
 shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
-overlap: tokens/s of the small model in bfloat16 over 32 slots, 64 tokens for each of 64 requests,
-  by the decode steps of a call, and the host's share, where tokens are read at once and a call
-  late; the two take turns.
+overlap: tokens/s of the small model in bfloat16 over 32 slots, and the host's share, where tokens
+  are read at once and a call late; the two take turns. 64 requests of 64 tokens each, by the decode
+  steps of a call; and 128 that a stop id ends, after 64 tokens on average (of 512 in the vocabulary
+  8 are stop ids).
 prefill: milliseconds of a prefill call of the SmolLM2-shaped model in bfloat16 with room for 8
   prompts of `--length` tokens, by how many there are.
 drafts: passes of the SmolLM2-shaped model (W8A8) over some slots and drafts, greedy, so that random
@@ -278,10 +279,17 @@ def overlap(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
 
-    out, prompts = {}, np.random.default_rng(0).integers(0, 4096, (64, 16)).astype(np.int32)
-    for steps in (1, 4, 8):
+    out, prompts = {}, np.random.default_rng(0).integers(0, 512, (128, 16)).astype(np.int32)
+    by_length = dict(count=64, vocab=4096, sampling=SamplingParams(max_tokens=64))
+    by_stop = SamplingParams(max_tokens=256, stop_ids=tuple(range(8)))
+    kinds = {f"{steps} steps a call": dict(steps=steps, **by_length) for steps in (1, 4, 8)}
+    kinds["4 steps a call, ended by stops"] = dict(
+        steps=4, count=128, vocab=512, sampling=by_stop
+    )
+    for kind, of in kinds.items():
         engine, params = random_engine(
-            SMALL, slots=32, max_length=16 + 64, steps=steps, prefill_batch=32, page_size=16, **BF16
+            SMALL | dict(vocab=of["vocab"]), slots=32, max_length=16 + of["sampling"].max_tokens,
+            steps=of["steps"], prefill_batch=32, page_size=16, **BF16,
         )
         schedulers = {
             name: Scheduler(engine, params, overlap=is_late)
@@ -291,9 +299,9 @@ def overlap(args: argparse.Namespace) -> dict:
         for round_index in range(args.rounds + 1):  # the first compiles
             for name, scheduler in schedulers.items():
                 before, start = dataclasses.replace(scheduler.stats), time.perf_counter()
-                for i, prompt in enumerate(prompts):
-                    sampling = SamplingParams(max_tokens=64)
-                    scheduler.add(Request(f"{round_index}/{i}", prompt, 0, sampling))
+                for i, prompt in enumerate(prompts[: of["count"]]):
+                    request = Request(f"{round_index}/{i}", prompt, 0, of["sampling"])
+                    scheduler.add(request)
                 while scheduler.pending:
                     scheduler.step()
                 seconds, stats = time.perf_counter() - start, scheduler.stats.since(before)
@@ -302,11 +310,9 @@ def overlap(args: argparse.Namespace) -> dict:
         median = lambda values: statistics.median(values[1:])
         for name in schedulers:
             found = {"tokens/s": median(rates[name]), "host": median(shares[name])}
-            out[f"{steps} steps a call, read {name}"] = found
-            print(
-                f"{steps} steps a call, read {name}: {found['tokens/s']:.0f} tokens/s, host "
-                f"{found['host']:.1%}"
-            )
+            out[f"{kind}, read {name}"] = found
+            rate, host = found["tokens/s"], found["host"]
+            print(f"{kind}, read {name}: {rate:.0f} tokens/s, host {host:.1%}")
     return out
 
 

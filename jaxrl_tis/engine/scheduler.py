@@ -16,7 +16,7 @@
 With `overlap` a step reads the tokens of the call before its own: the engine draws while the host
 does the rest. A sequence that ends by a stop costs a row of one call more; one that must end by its
 length gives its slot away before its last tokens are read. What needs to know all tokens (an
-abort, a pause, new weights, making way, too few pages) reads them first.
+abort, a pause, making way, too few pages) reads them first.
 """
 
 import dataclasses
@@ -139,7 +139,6 @@ class Scheduler:
         """Replaces the weights of all tokens that are drawn from now on. Running sequences keep the
         keys that older weights wrote (`kv_version` says so), while prompts are filled anew, in
         other pages where running sequences may read the old ones."""
-        self._read()
         self._params, self._version = params, version
         for sequence in self._residency.prefixes.following():
             self._residency.retract(sequence)

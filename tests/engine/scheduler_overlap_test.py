@@ -158,6 +158,16 @@ def test_where_pages_are_few_tokens_are_read_before_a_sequence_loses_its_own():
     assert late.log != sorted(late.log, key=abs), "others are read late"
 
 
+def test_a_sample_that_loses_its_pages_is_no_fresh_one():
+    """It drew tokens that nobody has read, while others of its prompt still wait."""
+    group = [request(f"g{i}", seed=i, max_tokens=20) for i in range(5)]
+    options = dict(slots=3, steps=4, max_length=24, num_pages=8)
+    found, _, late_found, _ = both(group, **options)
+    assert_as_alone(late_found.values(), group)
+    assert_same(late_found, found)
+    assert max(t.segment.max() for t in found.values()) > 0, "some lost their pages"
+
+
 def test_who_makes_way_has_been_read():
     requests = [request(f"r{i}", (i,), seed=i, max_tokens=12) for i in range(4)]
     engine = Engine(slots=2, steps=2, is_read_late=True)

@@ -3,6 +3,7 @@
 from tests.mutants import of
 
 INTERRUPTIONS = "engine/scheduler_interruptions_test.py"
+OVERLAP = "engine/scheduler_overlap_test.py"
 VERSIONS = (
     INTERRUPTIONS + "::test_every_token_carries_the_weights_that_drew_it_and_the_oldest_it_read"
 )
@@ -95,9 +96,22 @@ MUTANTS = [
          "self._residency.prefixes.forget()\n        self._drafts.forget()", "self._drafts.forget()",
          INTERRUPTIONS + "::test_new_weights_fill_a_half_filled_prompt_anew"),
         ("a token's version is late by one",
-         "result, slot, count, self._version, sequence.kv_version",
-         "result, slot, count, self._version - 1, sequence.kv_version",
+         "result, slot, count, call.version, sequence.kv_version",
+         "result, slot, count, call.version - 1, sequence.kv_version",
          VERSIONS),
+        ("tokens that are read late are of the new weights",
+         "result, slot, count, call.version, sequence",
+         "result, slot, count, self._version, sequence",
+         OVERLAP + "::test_interruptions_and_new_weights_see_every_token"),
+        ("a call that was sent off draws into an ended record",
+         "if sequence.has_ended:", "if False:",
+         OVERLAP + "::test_a_sequence_that_ended_by_a_stop_string_draws_into_nobodys_record"),
+        ("a slot waits for tokens that cannot change when it is free",
+         "sequence.in_flight == sequence.remaining", "False",
+         OVERLAP + "::test_who_ends_by_its_length_gives_its_slot_away_at_once"),
+        ("an unread sequence loses its pages",
+         "if not self._residency.can_grow(width):", "if False:",
+         OVERLAP + "::test_a_sample_that_loses_its_pages_is_no_fresh_one"),
         ("a stop token counts only as the first of a call",
          "result.tokens[count - 1, slot] in", "result.tokens[0, slot] in",
          "test_stop_ids_and_max_tokens_end_a_sequence"),
@@ -122,7 +136,7 @@ MUTANTS = [
         ("the oldest sequence loses its pages", "youngest = max(", "youngest = min(",
          "engine/scheduler_test.py::test_the_youngest_loses_its_pages_and_the_oldest_never_does"),
         ("a call has one page too few",
-         "end = sequence.length - 1 + min", "end = sequence.length - 2 + min",
+         "end = sequence.length - 1 + drawn", "end = sequence.length - 2 + drawn",
          "engine/scheduler_test.py::test_the_longest_request_fits_into_the_fewest_pages"),
         ("no page is left for those that run",
          "self.prefixes.new_pages(sequence, shard) + running:",
