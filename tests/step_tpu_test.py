@@ -181,12 +181,12 @@ def test_arrays_of_every_layer_are_what_remat_keeps():
 
 
 def test_inputs_of_the_layers_wait_in_the_memory_of_the_host():
-    """Where they are kept of all layers; a device has those of one at a time."""
+    """Space 5; without the policy they stay on the device, in HBM or, as small as here, in VMEM."""
     spaces = lambda remat: {
         b.shape.memory_space for b in update(remat)[1].buffers()
         if b.shape.dims[:1] == (L,) and tuple(n for n in b.shape.dims if n > 1) == (L, T, D)
     }
-    assert (spaces("full"), spaces("host")) == ({0}, {5})
+    assert spaces("full") <= {0, 1} and spaces("host") == {5}
 
 
 def test_temporaries_grow_with_depth_by_no_more_than_what_remat_keeps():

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
+from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.models import fsdp, quant
+from tests import tpu
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("collectives sum the gradients")]
 
@@ -93,6 +95,35 @@ def test_many_devices_exchange_instages(monkeypatch):
     assert sharding.stages(8) == [None]
     assert (sizes(16), sizes(32), sizes(64), sizes(12)) == ([4, 4], [8, 4], [8, 8], [4, 3])
     assert sharding.stages(16)[0][1] == [1, 5, 9, 13] and sharding.stages(16)[1][1] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("chips, sizes", [
+    ("v5e:4x4", (4096, 12_288)), ("v5p:4x4x4", (5120, 27_648)), ("v5e:2x4", (896, 4864)),
+])
+@pytest.mark.parametrize("is_split_in", [False, True])
+def test_a_tpu_gathers_weights_and_scatters_their_gradients(chips, sizes, is_split_in):
+    """Of the shipped configs' MLPs: a device makes no sum whole."""
+    devices = tpu.devices(chips)
+    layout = sharding.layout((1, len(devices), 1), sharding.TRAIN_RULES, devices)
+    sizes, axes = (sizes, ("embed", "mlp"))
+    if is_split_in:
+        sizes, axes = sizes[::-1], axes[::-1]
+    like = lambda dtype, shape, *axes: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=layout.sharding(axes)
+    )
+    rows = lambda width: like("bfloat16", (len(devices), 128, width), "batch", "length", None)
+    product = functools.partial(pulled, lambda x, w: fsdp.dot(x, w, layout, is_split_in))
+    text = jax.jit(product).lower(
+        rows(sizes[1]), rows(sizes[0]), like("float32", sizes, *axes)
+    ).compile().as_text()
+    found = Module(text).collectives(dict(layout.mesh.shape))
+    moved = {kind: sum(c.bytes * c.runs for c in found if c.kind == kind) for kind in (
+        "all-reduce", "reduce-scatter", "all-gather",
+    )}
+    count = sizes[0] * sizes[1]
+    assert moved["all-reduce"] == 0
+    assert moved["reduce-scatter"] >= 4 * count and moved["all-gather"] >= 2 * count
+    assert {c.axes for c in found if c.bytes > 2**20} == {("fsdp",)}
 
 
 def test_one_device_is_not_cut():

@@ -183,7 +183,7 @@ def test_remat_recomputes_and_leaves_the_gradients():
     # layer, but for the last product, which no gradient needs.
     assert dots["none"] < dots["dots"] <= dots["none"] + 2
     assert dots["full"] >= dots["none"] + 8
-    for mode in ("dots", "full"):
+    for mode in ("dots", "full", "host"):
         other_value, actual = run(mode)
         np.testing.assert_allclose(other_value, value, rtol=1e-6)
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -182,6 +182,16 @@ MUTANTS = [
          "free and len(devices) % known", "free and len(devices) % known < 0"),
     ),
     *of(
+        "models/fsdp.py",
+        ("a weight's gradient is that of a device's own rows",
+         "w_bar = layout.sum_rows(w_bar).astype(w.dtype)", "w_bar = w_bar.astype(w.dtype)",
+         "models/fsdp_test.py::test_a_product_and_its_gradients"),
+        ("rows of the table that are elsewhere count",
+         "x_bar = jnp.where(is_here[..., None], x_bar.astype(jnp.float32), 0)",
+         "x_bar = x_bar.astype(jnp.float32)",
+         "models/fsdp_test.py::test_rows_of_a_table_and_its_gradient"),
+    ),
+    *of(
         "models/placement.py",
         ("any tensor parallelism that divides the query heads is legal",
          "math.gcd(config.num_heads, config.num_kv_heads)", "config.num_heads"),
