@@ -13,8 +13,10 @@ from jaxrl_tis.engine.records import Request
 class Chunk:
     """A part of a sequence that is to be prefilled: its tokens from position `start` on, which
     begins a page, and the pages of the sequence so far, in the shard of the cache that holds it.
-    `targets` are the tokens that follow each of its own, where their log-probs are asked for; after
-    the last token of the sequence, any."""
+    The pages before `start` may be those that an earlier chunk of the same call writes: each layer
+    writes the keys of all chunks, or of those before, before it reads them. `targets` are the
+    tokens that follow each of its own, where their log-probs are asked for; after the last token of
+    the sequence, any."""
 
     shard: int
     tokens: np.ndarray

@@ -183,6 +183,28 @@ def test_pages_of_earlier_prompts_change_no_bit():
     check_same(found[True], found[False])
 
 
+def test_pages_that_the_same_call_writes_change_no_bit():
+    """The second prompt begins with the first one's full page, and is filled in the same call."""
+    stem = np.random.default_rng(2).integers(0, CONFIG.vocab_size, 36).astype(np.int32)
+    prompts = np.concatenate([stem[:16], stem[:4]]), stem
+    found, calls = {}, []
+    for keeps_pages in (False, True):
+        sampler = engine("float32", 1)
+        scheduler = Scheduler(sampler, sampler.load(params()), keeps_pages=keeps_pages)
+        for i, prompt in enumerate(prompts):
+            scheduler.add(Request(f"c{i}", prompt, i, SamplingParams(max_tokens=NEW)))
+        found[keeps_pages] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            plain = sampler.prefill
+            counted = lambda *args: calls.append(len(args[-1])) or plain(*args)
+            patch.setattr(sampler, "prefill", counted)
+            while scheduler.pending:
+                found[keeps_pages] |= {t.id: t for t in scheduler.step()}
+        assert scheduler.stats.cached == keeps_pages * 16
+    assert calls == [1, 1, 2]
+    check_same(found[True], found[False])
+
+
 def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
     asked = [
         dataclasses.replace(r, sampling=SamplingParams(max_tokens=1, prompt_logprobs=True))
