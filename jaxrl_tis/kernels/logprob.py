@@ -404,9 +404,10 @@ def _backward(plan, saved, cotangents: Scores):
     head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, normaliser_bn, entropy_bn, logits = saved
     cut = plan.cut
     # The kernels multiply the logits twice. Of a part of the vocabulary a chunk of them is small, and
-    # written once; in float32 reading it takes less than a product.
-    is_small = cut.is_spread or cut.parts > 1
-    body_of_gradients = "chunked" if is_small and head.highest else plan.body
+    # written once; in float32 reading it takes less than a product. Where parts travel, libtpu makes
+    # an all-reduce of the scattered gradient of a chunk, and not of a kernel's.
+    is_in_chunks = cut.is_spread and head.highest
+    body_of_gradients = "chunked" if is_in_chunks else plan.body
 
     def gradients(cut, local, x, fields, kept, logits=None):
         columns = local.vocab_size

@@ -84,7 +84,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_layout():
         np.testing.assert_array_equal(w_bar, np.full((D, F), expected, np.float32))
 
 
-def test_many_devices_exchange_instages(monkeypatch):
+def test_many_devices_exchange_in_stages(monkeypatch):
     """As sixteen do four by four, eight do two by two here."""
     monkeypatch.setattr(sharding, "STAGE", 2)
     sharding.stages.cache_clear()
