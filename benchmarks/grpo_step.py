@@ -98,7 +98,7 @@ def main() -> None:
     measure_peers(args, peers)
     for way, seconds in peers.items():
         ratio = statistics.mean(seconds) / statistics.median(parts["step"])
-        print(f"{way}: {', '.join(f'{s:.2f}' for s in seconds)} s, {ratio:.2f} times ours")
+        print(f"{way}: {', '.join(f'{s:.2f}' for s in seconds)} s, {ratio:.2f} times ours, whose rollouts are W8A8")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ from `mu`, weighted scores have a mean, the drift, which a constant advantage tu
 every prefix. `centering` subtracts it: the expected step of a prefix becomes the covariance of
 advantage and weighted score. It needs the sampler's probabilities of other tokens than the drawn one,
 which the engine then records: `"top(n)"`, the n likeliest, with the rest taken to be in proportion to
-`pi`; or `"kept"`, the recorded support (`rollout.kept_set`), where nothing is left to be modelled. It
-goes with the weights {centred_weights}, the masks {centred_masks}, and the objectives
+`pi`; or `"kept"`, the recorded support (`rollout.kept_set`), where nothing is left to be modelled, and
+nothing is subtracted where more could be drawn than it holds (`rollout/kept_overflow`). It goes with the weights {centred_weights}, the masks {centred_masks}, and the objectives
 {centred_objectives} in bypass mode; in decoupled mode with one update of a batch also with
 {centred_at_one}. With `token_vanilla` there is nothing to subtract. Other methods have no weight of a
 token that was not drawn and are refused by name. Evidence is mixed: the paper (0.6B to 30B) finds

@@ -188,9 +188,10 @@ def assemble(
         steps=e.steps_per_call, max_draft=e.max_draft, prefill_batch=e.prefill_batch,
         prefill_chunk=e.prefill_chunk, unroll=e.unroll, numerics=config.model.numerics,
     )
-    # Of a smaller vocabulary the head is all of it.
+    # Of a smaller vocabulary the head is all that a device has of it.
     top_n = min(
-        centering.head_size(chosen.centering, config.rollout.kept_set), model.vocab_size
+        centering.head_size(chosen.centering, config.rollout.kept_set),
+        model.vocab_size // serving.count(serving.axes("vocab")),
     )
     sampling = sizes(
         dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,

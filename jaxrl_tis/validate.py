@@ -374,6 +374,11 @@ def _centering(c: Correction, config):
             "correction.centering is 'kept', and no support is recorded: set rollout.kept_set, or "
             "correction.centering to 'top(32)'"
         )
+    if _is_filtered(config.rollout) and not config.rollout.kept_set:
+        yield (
+            "correction.centering needs the learner's probabilities of what top_k, top_p and min_p "
+            "keep: set rollout.kept_set"
+        )
     is_one_update = config.train.epochs * config.train.minibatches == 1
     chosen = c.weight, c.masks, c.objective, c.mode
     if refusal := centering.why_not(*chosen, is_one_update):
@@ -437,6 +442,10 @@ def _bounds(name, parameters):
         yield f"dual_clip is {parameters['dual_clip']} in {name!r}; it must be above 1"
 
 
+def _is_filtered(rollout) -> bool:
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+
+
 def _sampling(config):
     rollout = config.rollout
     if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
@@ -444,7 +453,7 @@ def _sampling(config):
             f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in "
             "(0, 1] and [0, 1)"
         )
-    is_filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    is_filtered = _is_filtered(rollout)
     if rollout.kept_set and not is_filtered:
         yield (
             f"rollout.kept_set = {rollout.kept_set} records what top_k, top_p and min_p keep, and "

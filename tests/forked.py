@@ -51,6 +51,7 @@ class Command:
 
     def __init__(self, command: list[str], log, environment: dict[str, str] = {}):
         self._log = pathlib.Path(log)
+        self._log.touch()  # for who reads before it writes
         self._process = _context().Process(
             target=_main, args=([str(w) for w in command], os.environ | environment, str(log))
         )

@@ -16,6 +16,8 @@ sum_v p grad log p = 0 over all tokens: with f the weight as a function of p / q
   c(v) = q f(p / q) - rho f(1 / rho) p  on H,     L += A sum_H sg[c(v)] log p(v).
 
 Where H is all that could be drawn (a kept set, over which p is normalised, too) nothing is modelled.
+Where more could be drawn than a kept set holds, q and p are of different supports, and nothing is
+subtracted.
 """
 
 import re
@@ -52,9 +54,9 @@ def head_size(text: str, kept_set: int) -> int:
     """
     if text in ("none", "kept"):
         return kept_set if text == "kept" else 0
-    found = re.fullmatch(r"top\(([1-9]\d{0,5})\)", text)
+    found = re.fullmatch(r"top\(([1-9]\d{0,2})\)", text)
     if not found:
-        raise ValueError(f"centering {text!r} is none of 'none', 'kept' and 'top(n)'")
+        raise ValueError(f"centering {text!r} is none of 'none', 'kept' and 'top(n)', n up to 999")
     return int(found[1])
 
 
@@ -85,8 +87,9 @@ def why_not(
     return f"the objective {name!r} is no weight times a log-prob; choose {', '.join(OBJECTIVES)}"
 
 
-def rule(weight: Method, masks: tuple[Method, ...], objective: Method) -> Rule:
-    """The weight f of any token under methods of which `why_not` is None."""
+def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str) -> Rule:
+    """The weight f of any token under methods of which `why_not` is None. In decoupled mode the ratio
+    of the objective is 1, and its weight too; in bypass mode it is that of the token."""
 
     def f(log_ratio: chex.Array, logp_behav: chex.Array) -> chex.Array:
         everywhere = jnp.ones(log_ratio.shape, bool)
@@ -95,9 +98,9 @@ def rule(weight: Method, masks: tuple[Method, ...], objective: Method) -> Rule:
             extra = {"logp_behav": logp_behav} if methods.needs("mask", name) else {}
             is_kept = methods.function("mask", name)(log_ratio, everywhere, **extra, **parameters)
             w = jnp.where(is_kept, w, 0.0)
-        name, parameters = objective
-        if name in AT_RATIO_ONE:
+        if mode == "decoupled":
             return w
+        name, parameters = objective
 
         def surrogate(logp):  # its derivative is minus the objective's weight
             loss, _ = methods.function("objective", name)(
@@ -145,12 +148,15 @@ def centered(
     Args:
       logp_top: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
       batch: mask, adv and logp, logp_behav [B,T] of the drawn tokens, top_ids and top_logps [B,T,K]
-        of the head; a negative id is no token. What stands at padding is ignored.
+        of the head; a negative id is no token; `kept` [B,T,K] where supports are recorded, see
+        `fields.FIELDS`. What stands at padding is ignored.
       entropy: [B,T] entropy of the policy that is trained, nats.
       f: see `rule`.
     """
     mask = ratios.as_bool(batch["mask"])
     is_token = mask[..., None] & (batch["top_ids"] >= 0)
+    if "kept" in batch:
+        is_token &= jnp.any(batch["kept"] >= 0, axis=-1, keepdims=True)
     logp_top = jnp.where(is_token, ratios.as_float(logp_top), 0.0)
     logq_top = jnp.where(is_token, ratios.as_float(batch["top_logps"]), 0.0)
     adv = jax.lax.stop_gradient(ratios.zero_padding(batch["adv"], mask))

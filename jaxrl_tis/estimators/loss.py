@@ -195,7 +195,7 @@ def policy_loss(
     loss = aggregate(loss_bt)
     metrics = metrics | {"actor/pg_loss": loss}
     if logp_top is not None:
-        f = centering.rule(weight, masks, objective)
+        f = centering.rule(weight, masks, objective, mode)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)
         loss = loss + aggregate(centered_bt)
         metrics |= measured

@@ -1,4 +1,4 @@
-"""Products and look-ups with weights whose width is cut over the devices that share the rows.
+"""Products and look-ups of the learner with weights that devices with other rows share.
 
 A device gathers what the others have of a weight, in the compute dtype, multiplies its own rows, and
 forgets it; the backward pass gathers it again. Each device's gradient is that of its own rows: they
@@ -19,8 +19,9 @@ from jaxrl_tis.sharding import Layout
 
 
 def is_cut(layout: Layout | None) -> bool:
-    """Whether the layout cuts the width of weights over more than one device."""
-    return layout is not None and layout.count(layout.axes("embed")) > 1
+    """Whether the layout is a learner's, which may cut the width of weights, and cuts its rows."""
+    rows = layout.axes("batch") + layout.axes("length") if layout is not None else ()
+    return bool(rows and layout.axes("embed")) and layout.count(rows) > 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

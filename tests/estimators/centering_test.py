@@ -53,7 +53,7 @@ def parsed(weight, masks, objective):
     )
 
 
-def loss(rule, head, shift=lambda batch: 0.0, is_centered=True):
+def loss(rule, head, shift=lambda batch: 0.0, is_centered=True, mode="bypass"):
     """The policy loss of `rule` with centred scores over so many of the sampler's likeliest tokens."""
 
     def loss_fn(logp, batch):
@@ -64,7 +64,7 @@ def loss(rule, head, shift=lambda batch: 0.0, is_centered=True):
             "logp_old": batch["logp_old"],
         }
         return policy_loss(
-            logp, given, mode="bypass", aggregation="seq-mean-token-sum", counts_rejected=True,
+            logp, given, mode=mode, aggregation="seq-mean-token-sum", counts_rejected=True,
             entropy=batch["entropy"],
             logp_top=jnp.take_along_axis(p, ids, axis=-1) if is_centered else None,
             **parsed(*rule),
@@ -149,6 +149,28 @@ def test_on_policy_it_subtracts_nothing(head):
     np.testing.assert_allclose(problem.variance(loss(RULES[0], head)), problem.variance(plain))
 
 
+@pytest.mark.parametrize("objective", ["ppo", "cispo(clip_low=0.3, clip_high=0.2)"])
+def test_in_decoupled_mode_the_ratio_of_the_objective_is_one(objective):
+    """With one update logp_old is the policy: the weight alone judges the gap."""
+    rule = ("token_tis(cap=1.2)", "", objective)
+    problem = exact.Problem(POLICY, NOISY, reward, HORIZON)
+    found = problem.expectation(loss(rule, VOCAB, mode="decoupled"))
+    np.testing.assert_allclose(found, covariance(problem, (*rule[:2], "reinforce")), **EXACT)
+
+
+def test_a_support_that_is_not_recorded_is_not_centred():
+    p, q, _ = head([0.5, 0.3], [0.4, 0.2])
+    ones = jnp.ones((1, 1))
+    batch = {
+        "mask": ones > 0, "adv": ones, "tokens": jnp.array([[9]]), "logp": jnp.log(0.1 * ones),
+        "logp_behav": jnp.log(0.1 * ones), "top_ids": jnp.array([[[2, 5]]]), "top_logps": q,
+    }
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
+    for kept, is_same in (([2, 5, 9], False), ([-1, -1, -1], True)):
+        value, _ = centering.centered(p, batch | {"kept": jnp.array([[kept]])}, ones, f)
+        assert (value[0, 0] == 0) == is_same
+
+
 def head(p, q):
     """Log-probs [1,1,K], and which entries are tokens."""
     cast = lambda x: jnp.log(jnp.array(x, jnp.float32))[None, None]
@@ -164,7 +186,7 @@ def head(p, q):
     ("token_mis(lower=0.6, upper=1.4)", [0.5, 0.0]),  # 1/2 is out, and so is 3/2
 ])
 def test_coefficients_by_hand(weight, c):
-    f = centering.rule(methods.parse("weight", weight), (), ("reinforce", {}))
+    f = centering.rule(methods.parse("weight", weight), (), ("reinforce", {}), "bypass")
     found, p_head, q_head = centering.coefficients(*head([0.5, 0.2], [0.4, 0.4]), f)
     np.testing.assert_allclose(found[0, 0], c, rtol=1e-5, atol=2e-7)
     np.testing.assert_allclose([p_head[0, 0], q_head[0, 0]], [0.7, 0.8], rtol=1e-6)
@@ -172,7 +194,7 @@ def test_coefficients_by_hand(weight, c):
 
 def test_a_head_of_all_that_could_be_drawn_has_no_tail():
     # The second entry is no token: the sampler could draw one alone, whatever the learner says.
-    f = centering.rule(("none", {}), (), ("reinforce", {}))
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
     found, _, _ = centering.coefficients(*head([0.6, 0.3], [1.0, 0.0]), f)
     np.testing.assert_allclose(found[0, 0], [1.0, 0.0], rtol=1e-6)
 
@@ -189,7 +211,7 @@ def test_loss_and_metrics_by_hand():
         "top_logps": jnp.log(jnp.array([[[0.5, 0.5], [bad, bad]]])),
     }
     entropy = jnp.array([[0.5, bad]])
-    f = centering.rule(("none", {}), (), ("reinforce", {}))
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
     total = lambda p: (lambda found: (found[0].sum(), found))(
         centering.centered(p, batch, entropy, f)
     )
@@ -216,7 +238,7 @@ def test_a_drawn_token_outside_the_head_belongs_to_the_rest():
         "mask": ones > 0, "adv": ones, "tokens": jnp.array([[9]]), "logp": jnp.log(0.1 * ones),
         "logp_behav": jnp.log(0.1 * ones), "top_ids": jnp.array([[[2]]]), "top_logps": q,
     }
-    f = centering.rule(("none", {}), (), ("reinforce", {}))
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
     _, metrics = centering.centered(p, batch, ones, f)
     np.testing.assert_allclose(metrics["centering/base_norm"], np.sqrt(2) * 0.6, rtol=1e-5)
 

@@ -1,6 +1,7 @@
 """Weights cut in their width: the numbers and gradients of one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from tests import tpu
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("collectives sum the gradients")]
 
 B, T, D, F, V = 8, 4, 16, 24, 12
-MESHES = [(1, 8, 1), (2, 2, 2), (1, 2, 2, 2)]
+MESHES = [(1, 8, 1), (8, 1, 1), (2, 2, 2), (1, 2, 2, 2)]
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
@@ -76,8 +77,9 @@ def test_gradients_are_summed_in_the_dtype_of_the_layout():
     x = np.ones((B, 1, D), np.float32)
     y_bar = np.full((B, 1, F), 1 + 2**-9, np.float32)
     y_bar[1:] = 1.0
-    for dtype, expected in (("float32", 8 + 2**-9), ("bfloat16", 8)):
-        layout = sharding.layout((1, 8, 1), sharding.TRAIN_RULES, sum_dtype=dtype)
+    sums = {"float32": 8 + 2**-9, "bfloat16": 8}
+    for shape, (dtype, expected) in itertools.product(((1, 8, 1), (8, 1, 1)), sums.items()):
+        layout = sharding.layout(shape, sharding.TRAIN_RULES, sum_dtype=dtype)
         product = functools.partial(pulled, lambda x, w: fsdp.dot(x, w, layout, False))
         w_bar = jax.jit(product)(y_bar, x, jnp.ones((D, F)))[1][1]
         assert w_bar.dtype == jnp.float32
@@ -126,8 +128,9 @@ def test_a_tpu_gathers_weights_and_scatters_their_gradients(chips, sizes, is_spl
     assert {c.axes for c in found if c.bytes > 2**20} == {("fsdp",)}
 
 
-def test_one_device_is_not_cut():
+def test_rows_of_one_device_are_not_cut():
     assert not fsdp.is_cut(None)
-    assert not fsdp.is_cut(sharding.layout((8, 1, 1), sharding.TRAIN_RULES))
+    assert not fsdp.is_cut(sharding.layout((1, 1, 8), sharding.TRAIN_RULES))
     assert not fsdp.is_cut(sharding.layout((1, 4, 2), sharding.SERVE_RULES))
-    assert fsdp.is_cut(sharding.layout((1, 4, 2), sharding.TRAIN_RULES))
+    for shape in ((1, 4, 2), (8, 1, 1), (1, 1, 2, 4)):
+        assert fsdp.is_cut(sharding.layout(shape, sharding.TRAIN_RULES))
