@@ -113,7 +113,8 @@ def test_a_config_compiles_for_its_topology(made, name):
     assert report["layers"] == setup.model.num_layers
     assert report["chips"] == Topology.parse(report["topology"]).num_chips
     for entry in report["programs"].values():
-        assert entry["fits"] and entry["host_transfers"] == []
+        is_offloading = setup.config.model.remat == "host" and entry["name"] == "train"
+        assert entry["fits"] and bool(entry["host_transfers"]) == is_offloading
         assert 0 < entry["memory"]["peak_bytes"] < entry["memory"]["hbm_bytes"]
         assert entry["roofline"]["is_model_output"] is True
     json.dumps(report)
@@ -172,10 +173,12 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
 
 
 def test_the_flags_change_the_program():
-    """Without them a gathered weight becomes a ring of products (collective-permutes)."""
+    """Without them a gathered weight of a quantised learner, whose products the partitioner cuts,
+    becomes a ring of products (collective-permutes)."""
     topology = Topology.parse("v5e:2x4")
     tpu.devices(topology.name)
     config = configured("gsm8k_qwen25_0p5b:grpo")  # small rows do not show it
+    config.model.quantization = "w8a16"
     score = aot.programs(aot.setup_for(config.lock(), SHAPES, topology, layers=1))["score"]
     kinds = lambda flags: {
         c.kind for c in aot.compiled("score", *score, flags | LITTLE_EFFORT).module.collectives()
