@@ -155,6 +155,11 @@ def assemble(
     place = functools.partial(sharding.layout, devices=devices, vocab_size=model.vocab_size)
     layout = place(config.mesh.train, sharding.TRAIN_RULES, sum_dtype=config.train.sum_dtype)
     serving = place(config.mesh.serve, sharding.SERVE_RULES)
+    if "grad_norms" in chosen.needs and layout.shards > 1:
+        raise ValueError(
+            f"{chosen.needs['grad_norms']!r} needs the gradient of each sequence by itself, which rows "
+            f"cut over {layout.shards} devices do not give: set mesh.train to (1, 1, ...)"
+        )
     for mesh in (layout.mesh, serving.mesh):
         placement.check_tensor_parallel(model, mesh.shape["tensor"])
     program = transformer.Program(

@@ -20,6 +20,7 @@ from jaxrl_tis.scoring import make_score, make_values
 from jaxrl_tis.step import make_critic_step, make_train_step
 from jaxrl_tis.state import abstract_state
 from jaxrl_tis.validate import validate
+from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 QWEN = {
@@ -306,6 +307,12 @@ def test_tensor_parallelism_of_the_small_model_is_one_or_two(tmp_path):
     with pytest.raises(ValueError, match=r"4 does not divide 14 .* 2 .*legal degrees are \[1, 2\]"):
         setup = train.build(config)
         jax.eval_shape(setup.engine.load, abstract_state(setup)["policy"].params)
+
+
+def test_gradients_of_single_sequences_are_of_one_device():
+    changes = dict(correction__advantage="opob", mesh__train=(2, 1, 1), train__minibatches=1)
+    with pytest.raises(ValueError, match="'opob' needs the gradient of each sequence.*over 2 devices"):
+        train.build(tiny.config(**changes))
 
 
 def test_a_doomed_serving_mesh_is_found_by_build(tmp_path):
