@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis.kernels import narrow
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.kernels.logprob_chunked import EXCLUDED, Fields, Moments
+from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, EXCLUDED, Fields, Moments
 
 TILE_BYTES = 4 * 2**20  # of a tile of tokens or vocabulary in its full width
 LARGEST_TILE = 512
@@ -109,7 +109,7 @@ def moments(
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, targets_bn.size)
     size_bn = jnp.full(targets_bn.shape, size)
-    fields_tf = t.columns(1 / temperature_bn, size_bn, targets_bn, ids_bnk)
+    fields_tf = t.columns(targets_bn, 1 / temperature_bn, size_bn, ids_bnk)
     single = len(Moments._fields) - 1  # moments that are one number per token
     count = single + ids_bnk.shape[-1]
     found_tf = t.call(
@@ -133,7 +133,7 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
         lane = jax.lax.broadcasted_iota(jnp.int32, out_ref.shape, 1)
         out_ref[...] = jnp.where(lane == 0, EXCLUDED, 0.0)
 
-    inverse, size, wanted = fields_ref[:, 0:1], fields_ref[:, 1:2], fields_ref[:, 2:]
+    targets, inverse, size = (fields_ref[:, i : i + 1] for i in range(3))
     logits = t.logits(x_ref[...], w_ref[...], inverse)
     ids = t.ids(tile, logits.shape, 1)
     logits = jnp.where(ids < size.astype(jnp.int32), logits, EXCLUDED)
@@ -150,13 +150,33 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
         out_ref[:, 2:3] = old_dot + add(weights * (logits - top))
     if with_collision:
         out_ref[:, 3:4] = scale * scale * out_ref[:, 3:4] + add(weights * weights)
-    wanted = wanted.astype(jnp.int32)
-    lane = jax.lax.broadcasted_iota(jnp.int32, wanted.shape, 1)
-    found = jnp.zeros(wanted.shape, jnp.float32)
-    for k in range(wanted.shape[1]):
-        found_k = add(jnp.where(ids == wanted[:, k : k + 1], logits, 0.0))
-        found = jnp.where(lane == k, found_k, found)
-    out_ref[:, 4:] += found
+    out_ref[:, 4:5] += add(jnp.where(ids == targets.astype(jnp.int32), logits, 0.0))
+    if fields_ref.shape[1] > 3:
+        others = fields_ref[:, 3:]
+        at = lambda one: add(jnp.where(ids.astype(jnp.float32) == one, logits, 0.0))
+        take = lambda found, one: jnp.where(others == one, at(one), found)
+        out_ref[:, 5:] += _for_each(t, tile, others, take, jnp.zeros(others.shape, jnp.float32))
+
+
+def _for_each(t, tile, wanted, f, total):
+    """Goes through the different ids [tokens, K] that lie in a tile of the vocabulary, of each token
+    the smallest first: total = f(total, ids [tokens, 1]), as often as the token with most of them has
+    one. A token with none left gets an id of no tile.
+
+    Ids are float32. K of them are spread over hundreds of tiles, so that this is seldom K times.
+    """
+    first = tile * t.vocab_tile
+    is_here = (wanted >= first) & (wanted < first + t.vocab_tile)
+    count = jnp.max(jnp.sum(is_here.astype(jnp.float32), axis=1, keepdims=True))
+
+    def step(_, carry):
+        last, total = carry
+        rest = jnp.where(is_here & (wanted > last), wanted, float(ELSEWHERE))
+        one = jnp.min(rest, axis=1, keepdims=True)
+        return one, f(total, one)
+
+    start = jnp.full((wanted.shape[0], 1), -1.0, jnp.float32)
+    return jax.lax.fori_loop(0, count.astype(jnp.int32), step, (start, total))[1]
 
 
 def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
@@ -211,9 +231,15 @@ def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):
         factor = factor + g_entropy * (logp + entropy)
     ids = t.ids(tile, logp.shape, 1)
     one_hot = jnp.where(ids == targets.astype(jnp.int32), g_logp, 0.0)
-    for k in range(count, count + num_others):
-        other, g_other = fields_ref[:, k : k + 1], fields_ref[:, k + num_others : k + num_others + 1]
-        one_hot += jnp.where(ids == other.astype(jnp.int32), g_other, 0.0)
+    if num_others:
+        others = fields_ref[:, count : count + num_others]
+        g_others = fields_ref[:, count + num_others :]
+
+        def put(one_hot, one):
+            g_one = jnp.sum(jnp.where(others == one, g_others, 0.0), axis=1, keepdims=True)
+            return one_hot + jnp.where(ids.astype(jnp.float32) == one, g_one, 0.0)
+
+        one_hot = _for_each(t, tile, others, put, one_hot)
     gradient = (one_hot - jnp.exp(logp) * factor) * inverse
     return jnp.where(ids < size.astype(jnp.int32), gradient, 0.0).astype(x.dtype)
 
