@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis.estimators import advantages, attribution, batch_metrics, diagnostics, divergences
-from jaxrl_tis.estimators import centering, factor_weights, loss, methods, presets, rank_masks, ratios
+from jaxrl_tis.estimators import factor_weights, loss, methods, presets, rank_masks, ratios
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
 from jaxrl_tis.fields import FIELDS, SCORED, shape
@@ -113,8 +113,8 @@ def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
 
 
 def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
-    """Returns mode, weight, masks, objective and centering: those that the config spells out, and the preset's
-    for the rest."""
+    """Returns mode, weight, masks, objective and centering: those that the config spells out, and
+    the preset's for the rest."""
     if fields.preset not in presets.PRESETS:
         raise ValueError(
             f"correction.preset is {fields.preset!r}; choose one of {', '.join(presets.PRESETS)}"

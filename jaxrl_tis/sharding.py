@@ -249,8 +249,8 @@ def stages(count: int) -> list[list[list[int]] | None]:
         return [None]
     sizes, rest = [], count
     while rest > 1:
-        stages = math.ceil(math.log(rest, STAGE) - 1e-9)
-        size = next(n for n in range(1, rest + 1) if rest % n == 0 and n**stages >= rest)
+        left = math.ceil(math.log(rest, STAGE) - 1e-9)
+        size = next(n for n in range(1, rest + 1) if rest % n == 0 and n**left >= rest)
         sizes.append(size)
         rest //= size
     ids = np.arange(count).reshape(sizes)

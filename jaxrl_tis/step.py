@@ -41,6 +41,7 @@ class TrainState:
 # fields [B,T] of the micro-batch that were made with it).
 LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
 
+
 def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
     [M,B,T] that `loss_fn` makes, {} if it makes none.

@@ -427,9 +427,10 @@ def _bounds(name, parameters):
         if (key == "cap" or key.startswith("cap_")) and cap < 1:
             yield f"{key} is {cap} in {name!r}; a cap below 1 truncates even where policies agree"
     low, high = (parameters.get(key) for key in ("lower", "upper"))
-    if name == "token_dp" and not 0 < high <= 1:
-        yield f"upper is {high} in {name!r}; a difference of probabilities lies between 0 and 1"
-    if not name.endswith(("_k2", "_k3", "_dp")) and high is not None:
+    if name == "token_dp":
+        if not 0 < high <= 1:
+            yield f"upper is {high} in {name!r}; a difference of probabilities lies between 0 and 1"
+    elif not name.endswith(("_k2", "_k3")) and high is not None:
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:
             yield f"the band [{low}, {high}] of {name!r} must hold the ratio 1"

@@ -34,7 +34,8 @@ def _rollout_batch(setup: Setup) -> Structs:
     config, c = setup.config, setup.correction
     components = c.advantage[1].get("gdpo_weights")
     widths = {
-        "kept": setup.engine.num_kept, "top": setup.engine.top_n, "vocabulary": setup.model.vocab_size,
+        "kept": setup.engine.num_kept, "top": setup.engine.top_n,
+        "vocabulary": setup.model.vocab_size,
         "components": len(components) if components else 1,
     }
     asked = set(c.needs) | ({"logp_ref"} if c.kl is not None else set())

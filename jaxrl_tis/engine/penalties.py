@@ -52,11 +52,10 @@ class Penalties:
         column = lambda name: np.array([getattr(p, name) for p in params], np.float32)
         bias_ids = np.full((len(params), MAX_BIAS), -1, np.int32)
         bias = np.zeros((len(params), MAX_BIAS), np.float32)
+        stop_ids = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
         for row, p in enumerate(params):
             for i, (token, value) in enumerate(p.logit_bias):
                 bias_ids[row, i], bias[row, i] = token, value
-        stop_ids = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
-        for row, p in enumerate(params):
             stop_ids[row, : len(p.stop_ids)] = p.stop_ids
         return cls(
             column("repetition_penalty"), column("presence_penalty"), column("frequency_penalty"),

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl_tis.engine.pages import Pages, content_keys
+from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.sequences import Sequence
 
 
@@ -135,19 +135,21 @@ class Prefixes:
         is full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
-        base, found = None, self._found(sequence, shard)
+        keys, base, found = sequence.page_keys(self._size), None, self._found(sequence, shard)
         if sequence.base_key and self.find(sequence.key, shard) is None:
-            count = len(sequence.request.prompt) // self._size * self._size
-            base = self._prefix(sequence.base_key, tokens[:count], shard, found=found)
+            whole = len(sequence.request.prompt) // self._size
+            base = self._prefix(
+                sequence.base_key, keys[:whole], tokens[: whole * self._size], shard, found=found
+            )
         prefix = self._prefix(
-            sequence.key, tokens, shard, base, [] if base else found, sequence.needs_scores
+            sequence.key, keys, tokens, shard, base, [] if base else found, sequence.needs_scores
         )
         sequence.shard = shard
         sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
 
-    def _prefix(self, key, tokens, shard, base=None, found=(), is_scored=False) -> Prefix:
+    def _prefix(self, key, page_keys, tokens, shard, base=None, found=(), is_scored=False) -> Prefix:
         """Returns the prefix of these tokens, a new one if there is none yet, which begins with the
         pages of its base or those that were found."""
         if self.find(key, shard) is None:
@@ -155,7 +157,7 @@ class Prefixes:
             shared = pages.share(base.pages if base else found)
             own = pages.allocate(-(-len(tokens) // self._size) - len(shared))
             self._prefixes[key, shard] = Prefix(
-                key, content_keys(tokens, self._size), tokens, shard, shared + own,
+                key, page_keys, tokens, shard, shared + own,
                 len(shared) * self._size, base, found=len(found), logps=[] if is_scored else None,
             )
             if base:

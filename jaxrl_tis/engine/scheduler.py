@@ -20,7 +20,6 @@ abort, a pause, making way, too few pages) reads them first.
 """
 
 import dataclasses
-
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor

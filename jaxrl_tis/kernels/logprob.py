@@ -132,9 +132,7 @@ class Cut:
         """Runs `body` on every device of the mesh, or as it is without a mesh."""
         if self.layout is None:
             return body(*inputs)
-        return jax.shard_map(
-            body, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )(*inputs)
+        return self.layout.shard(body, in_specs, out_specs)(*inputs)
 
     # Inside `run`
 

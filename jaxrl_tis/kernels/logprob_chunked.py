@@ -118,9 +118,7 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
         is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == f.targets[..., None]
         gradient = jnp.where(is_target, f.g_logp[..., None], 0.0) - jnp.exp(logp) * factor
         if f.others.shape[-1]:
-            b, n = jnp.ogrid[: gradient.shape[0], : gradient.shape[1]]
-            at = b[..., None], n[..., None], f.others
-            gradient = gradient.at[at].add(f.g_others, mode="drop")
+            gradient = gradient.at[places(f.others)].add(f.g_others, mode="drop")
         x_bar, weight_bar = head.pull(x, jnp.where(is_live, gradient * inverse, 0.0))
         return total + weight_bar, x_bar
 
@@ -129,6 +127,12 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
     inputs = split(x_bnd), fields, split_kept(split, kept), logits
     weight_bar, x_bar = jax.lax.scan(body, zeros, inputs)
     return join(x_bar), weight_bar
+
+
+def places(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the indices in [B,N,V] of tokens [B,N,K]."""
+    b, n = jnp.ogrid[: ids.shape[0], : ids.shape[1]]
+    return b[..., None], n[..., None], ids
 
 
 def logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
@@ -147,11 +151,9 @@ def restrict(logits: jax.Array, kept: Kept | None, size: jax.Array | int) -> jax
     if kept is None:
         return logits
     in_range = (kept.ids_bnk >= 0) & (kept.ids_bnk < vocab)
-    b, c, _ = (jnp.arange(n).reshape(shape) for n, shape in zip(
-        logits.shape, ((-1, 1, 1), (1, -1, 1), (1, 1, -1))
-    ))
     is_kept = jnp.broadcast_to(kept.overflow_bn[..., None], logits.shape)
-    is_kept = is_kept.at[b, c, jnp.where(in_range, kept.ids_bnk, vocab)].set(True, mode="drop")
+    ids = jnp.where(in_range, kept.ids_bnk, vocab)
+    is_kept = is_kept.at[places(ids)].set(True, mode="drop")
     return jnp.where(is_kept, logits, EXCLUDED)
 
 

@@ -39,7 +39,7 @@ def dot(x: jax.Array, w: jax.Array | quant.Master, layout: Layout, is_split_in: 
         y = _product(x, _gathered(w, layout, is_split_in, x.dtype), (((2,), (0,)), ((), ())))
         return _summed(y, layout, "mlp" if is_split_in else None).astype(x.dtype)
 
-    return _on(layout, local, (x_spec, w_spec), y_spec)(x, w)
+    return layout.shard(local, (x_spec, w_spec), y_spec)(x, w)
 
 
 def _dot_fwd(x, w, layout, is_split_in):
@@ -61,7 +61,7 @@ def _dot_bwd(layout, is_split_in, operands, y_bar):
         return x_bar.astype(x.dtype), w_bar.T if is_split_in else w_bar
 
     values = w.w if isinstance(w, quant.Master) else w
-    x_bar, w_bar = _on(layout, local, (x_spec, w_spec, y_spec), (x_spec, w_spec))(x, values, y_bar)
+    x_bar, w_bar = layout.shard(local, (x_spec, w_spec, y_spec), (x_spec, w_spec))(x, values, y_bar)
     return x_bar, jax.tree.unflatten(jax.tree.structure(w), [w_bar])
 
 
@@ -78,12 +78,6 @@ def _specs(layout: Layout, is_split_in: bool) -> tuple[PartitionSpec, ...]:
     if is_split_in:
         return outer, spec("mlp", "embed"), inner
     return inner, spec("embed", "mlp"), outer
-
-
-def _on(layout: Layout, f, in_specs, out_specs):
-    return jax.shard_map(
-        f, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
 
 
 def _gathered(w: jax.Array, layout: Layout, is_split_in: bool, dtype: Any) -> jax.Array:
@@ -113,7 +107,7 @@ def take(table_vd: jax.Array, tokens_bt: jax.Array, layout: Layout, dtype: str) 
         return jax.lax.all_to_all(x, width, split_axis=0, concat_axis=2, tiled=True)
 
     in_specs = spec("vocab", "embed"), spec("batch", "length")
-    return _on(layout, local, in_specs, spec("batch", "length", None))(table_vd, tokens_bt)
+    return layout.shard(local, in_specs, spec("batch", "length", None))(table_vd, tokens_bt)
 
 
 def _take_fwd(table_vd, tokens_bt, layout, dtype):
@@ -134,7 +128,7 @@ def _take_bwd(layout, dtype, operands, x_bar):
 
     table_spec, token_spec = spec("vocab", "embed"), spec("batch", "length")
     in_specs = table_spec, token_spec, spec("batch", "length", None)
-    return _on(layout, local, in_specs, table_spec)(table_vd, tokens_bt, x_bar), None
+    return layout.shard(local, in_specs, table_spec)(table_vd, tokens_bt, x_bar), None
 
 
 take.defvjp(_take_fwd, _take_bwd)
