@@ -166,7 +166,7 @@ def speed(args: argparse.Namespace) -> dict:
     return out
 
 
-def random_engine(shape: dict, **options):
+def random_engine(shape: dict, layout=None, **options):
     """An engine of a model of this shape and its parameters, which are random."""
     import jax
 
@@ -181,7 +181,7 @@ def random_engine(shape: dict, **options):
         head_dim=shape["head_dim"], mlp_dim=shape["mlp"], rope=RopeConfig("default", 1e5),
         max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
     )
-    engine = Engine(config, EngineConfig(**options))
+    engine = Engine(config, EngineConfig(**options), layout)
     return engine, engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
 
 
