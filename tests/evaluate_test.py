@@ -12,7 +12,7 @@ import pytest
 from jaxrl_tis import evaluate, export, rollouts
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from tests import tiny
-from tests.rollouts_test import FakeRewards, FakeScheduler
+from tests.rollouts.collector_test import FakeRewards, FakeScheduler
 
 TOKENIZER = CharTokenizer(ARITHMETIC_CHARS)
 

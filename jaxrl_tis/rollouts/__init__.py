@@ -1,0 +1,12 @@
+"""Who generates when: sources of the batches that a run trains on."""
+
+from jaxrl_tis.rollouts.collector import Collector
+from jaxrl_tis.rollouts.groups import (
+    Groups, Prompter, Sample, components, kept_metrics, sampling_params,
+)
+from jaxrl_tis.rollouts.source import RolloutSource, run
+
+__all__ = [
+    "Collector", "Groups", "Prompter", "RolloutSource", "Sample", "components", "kept_metrics",
+    "run", "sampling_params",
+]

@@ -1,0 +1,117 @@
+"""The synchronous source of rollouts: the learner waits while its batch is drawn."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxrl_tis import processes
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.data.rewards import RewardWorker
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.metrics import Timer
+from jaxrl_tis.rollouts.groups import Groups, Prompter, Sample
+from jaxrl_tis.rollouts.source import run
+
+
+class Collector:
+    """The synchronous source: the learner waits while it fills one batch of rollout.prompts groups
+    of rollout.group_size rewarded samples, all drawn by the weights that were published last.
+
+    Args:
+      batches: records of prompts.
+      timer: of the phases "data", "rollout" and "reward".
+      load: (the policy's parameters, version) -> serving parameters.
+      start: (serving parameters, version) -> a scheduler.
+      with_greedy: also answer each prompt once at temperature 0, for the baseline of ReMax.
+      pulse: called between two calls of the engine.
+    """
+
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        prompter: Prompter,
+        batches: Batches,
+        rewards: RewardWorker,
+        timer: Timer,
+        load: Callable[[Any, int], Any],
+        start: Callable[[Any, int], Scheduler],
+        with_greedy: bool = False,
+        pulse: Callable[[], None] = lambda: None,
+    ):
+        self._config, self._groups = config, Groups(config, prompter, rewards, with_greedy)
+        self._batches, self._rewards, self._timer = batches, rewards, timer
+        self._load, self._start, self._scheduler, self._pulse = load, start, None, pulse
+
+    def publish(self, params: Any, version: int) -> None:
+        serving = jax.block_until_ready(self._load(params, version))
+        if self._scheduler is None:
+            self._scheduler = self._start(serving, version)
+        else:
+            self._scheduler.set_params(serving, version)
+
+    def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Fills the batch. Its metrics are the groups discarded, the rewards that failed, and the
+        shares of the slots that drew, of the prompt tokens that were taken over, and of the drafted
+        tokens that were accepted.
+
+        With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
+        replaced by fresh prompts, for at most max_rounds rounds, then taken as they are.
+        """
+        rollout, scheduler = self._config.rollout, self._scheduler
+        failed, before = dict(self._rewards.counts), dataclasses.replace(scheduler.stats)
+        useful: list[list[Sample]] = []
+        others: list[list[Sample]] = []
+        for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
+            groups = self._sample_groups((step, round_index))
+            is_useful = lambda g: not rollout.dynamic_sampling or len({s.reward for s in g}) > 1
+            useful += [g for g in groups if is_useful(g)]
+            others += [g for g in groups if not is_useful(g)]
+            if len(useful) >= rollout.prompts:
+                break
+        chosen = (useful + others)[: rollout.prompts]
+        samples = [
+            dataclasses.replace(sample, group=index)
+            for index, group in enumerate(chosen) for sample in group
+        ]
+        metrics = {f"reward/{name}": n - failed[name] for name, n in self._rewards.counts.items()}
+        metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
+        stats = scheduler.stats.since(before)
+        metrics["rollout/occupancy"] = stats.occupancy
+        metrics["rollout/preempted"] = stats.preempted
+        if any(self._config.engine.retention):
+            metrics["rollout/evicted"] = stats.evicted
+        if self._config.engine.max_draft:
+            metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
+        prompts = stats.prefilled + stats.shared + stats.cached
+        metrics["rollout/shared_prompt_ratio"] = stats.shared / max(prompts, 1)
+        metrics["rollout/cached_prompt_tokens"] = stats.cached
+        return samples, metrics
+
+    def rest(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.rest()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"batches": self._batches.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._batches.set_state(state["batches"])
+
+    def facts(self) -> dict[str, Any]:
+        facts = {} if self._scheduler is None else self._scheduler.facts()
+        return self.get_state() | {f"scheduler.{name}": fact for name, fact in facts.items()}
+
+    def _sample_groups(self, tag) -> list[list[Sample]]:
+        with self._timer("data"):
+            records = processes.gather(next(self._batches))
+        requests = [
+            request for i, record in enumerate(records)
+            for request in self._groups.requests(record, f"{tag[0]}/{tag[1]}/{i}")
+        ]
+        with self._timer("rollout"):
+            trajectories = run(self._scheduler, requests, pulse=self._pulse)
+        with self._timer("reward"):
+            return self._groups.rewarded(records, trajectories)

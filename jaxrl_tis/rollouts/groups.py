@@ -1,0 +1,166 @@
+"""Groups: from an example to the requests of its samples, and from what they drew to rewards."""
+
+import dataclasses
+import math
+
+import ml_collections
+import numpy as np
+
+from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
+from jaxrl_tis.data.tasks import Source
+from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+
+CHECKED = 20_000  # a few seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A finished trajectory with the example it answers, its reward and its group in the batch.
+
+    `score` is the reward function's value; `reward` adds the overlong penalty; `components` are
+    what it is the sum of; `greedy_reward` is the reward of the greedy answer to the same prompt,
+    where an advantage asks for it.
+    """
+
+    trajectory: Trajectory
+    record: dict[str, str]
+    text: str
+    score: float
+    reward: float
+    group: int
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    greedy_reward: float = math.nan
+
+
+def components(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """Returns each component of the rewards, [N]; 0 where a reward that failed has other names."""
+    names = dict.fromkeys(name for s in samples for name in s.components)
+    value = lambda sample, name: sample.components[name] if name in sample.components else 0.0
+    return {name: np.array([value(s, name) for s in samples], np.float32) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompter:
+    """Turns examples into prompt ids: by a template and, where asked for, the model's chat
+    format."""
+
+    tokenizer: Tokenizer
+    task: ml_collections.ConfigDict
+
+    def ids(self, record: dict[str, str]) -> np.ndarray:
+        """Returns the prompt of a record; ValueError when it is longer than max_prompt_tokens."""
+        text = self.task.template.format(prompt=record["prompt"])
+        if self.task.chat:
+            system = [{"role": "system", "content": self.task.system}] if self.task.system else []
+            text = self.tokenizer.chat([*system, {"role": "user", "content": text}])
+        ids = self.tokenizer.encode(text, add_special=not self.task.chat)
+        if len(ids) > self.task.max_prompt_tokens:
+            raise ValueError(
+                f"example {record['id']}: {len(ids)} prompt tokens, config.task.max_prompt_tokens "
+                f"is {self.task.max_prompt_tokens}; raise it or shorten the prompt"
+            )
+        return np.array(ids, np.int32)
+
+    def check(self, source: Source) -> None:
+        """Raises now what `ids` would raise in the middle of a run; reads at most CHECKED
+        examples, as generated tasks can be endless."""
+        for index in range(min(len(source), CHECKED)):
+            self.ids(source[index])
+
+
+def sampling_params(
+    config: ml_collections.ConfigDict, tokenizer: Tokenizer, temperature: float, is_filtered: bool
+) -> SamplingParams:
+    """Returns parameters that stop at the tokenizer's end ids or after max_new_tokens, with the
+    rollouts' filters or without."""
+    rollout = config.rollout
+    filters = dict(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
+    return SamplingParams(
+        temperature=temperature, stop_ids=tuple(tokenizer.eos_ids),
+        max_tokens=rollout.max_new_tokens, **(filters if is_filtered else {}),
+    )
+
+
+def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Measures, over all tokens, how often what could be drawn was too wide to be recorded, and the
+    mean mass that the filters dropped there: by so much the ratios stay below 1. {} without kept
+    sets."""
+    drawn = [t for t in trajectories if len(t.tokens)]
+    if not any(t.kept.shape[-1] for t in drawn):
+        return {}
+    is_wide = np.concatenate([np.all(t.kept < 0, axis=-1) for t in drawn])
+    dropped = np.concatenate([1 - np.exp(t.logp_raw - t.logp_behav) for t in drawn])
+    return {
+        "rollout/kept_overflow": is_wide.mean(),
+        "rollout/kept_overflow_mass": np.where(is_wide, dropped, 0.0).mean(),
+    }
+
+
+class Groups:
+    """Makes the requests of a group and its rewarded samples.
+
+    Args:
+      with_greedy: also answer each prompt once at temperature 0, for the baseline of ReMax.
+    """
+
+    def __init__(
+        self, config: ml_collections.ConfigDict, prompter: Prompter, rewards: RewardWorker,
+        with_greedy: bool,
+    ):
+        self._config, self._prompter, self._rewards = config, prompter, rewards
+        self._with_greedy = with_greedy
+        tokenizer, rollout = prompter.tokenizer, config.rollout
+        sampling = sampling_params(config, tokenizer, rollout.temperature, is_filtered=True)
+        greedy = sampling_params(config, tokenizer, 0.0, is_filtered=False)
+        self._samplings = [sampling] * rollout.group_size + [greedy] * with_greedy
+
+    @property
+    def size(self) -> int:
+        """The number of requests of a group."""
+        return len(self._samplings)
+
+    def requests(self, record: dict[str, str], name: str) -> list[Request]:
+        """Makes the requests of an example; `name` is that of the group, unique in a run, which
+        the noise of its samples depends on."""
+        ids = self._prompter.ids(record)
+        return [
+            Request(f"{name}/{record['id']}/{g}", ids, self._config.seed, sampling)
+            for g, sampling in enumerate(self._samplings)
+        ]
+
+    def rewarded(
+        self, records: list[dict[str, str]], trajectories: list[Trajectory]
+    ) -> list[list[Sample]]:
+        """Returns the groups of these examples, from the records of all of their requests in
+        order; the reward is called once for all."""
+        repeated = [record for record in records for _ in self._samplings]
+        texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
+        scored = self._rewards.components(texts, repeated)
+        samples = [
+            self._sample(*sample)
+            for sample in zip(trajectories, repeated, texts, scored, strict=True)
+        ]
+        groups = [samples[i : i + self.size] for i in range(0, len(samples), self.size)]
+        if self._with_greedy:
+            groups = [
+                [dataclasses.replace(s, greedy_reward=group[-1].reward) for s in group[:-1]]
+                for group in groups
+            ]
+        return groups
+
+    def _sample(self, trajectory, record, text, components) -> Sample:
+        rollout, score = self._config.rollout, sum(components.values())
+        if rollout.overlong_buffer:
+            if "overlong" in components:
+                raise ValueError(
+                    "the reward has a component 'overlong', which is the name of the penalty that "
+                    "rollout.overlong_buffer adds; give it another one"
+                )
+            components = components | {"overlong": soft_overlong_penalty(
+                len(trajectory.tokens), rollout.max_new_tokens, rollout.overlong_buffer
+            )}
+        return Sample(
+            trajectory, record, text, score, sum(components.values()), group=0,
+            components=components,
+        )

@@ -1,0 +1,52 @@
+"""The interface of a source of rollouts.
+
+The run publishes its weights under a version and asks for the batch of a step; which versions drew
+the tokens of that batch is written in its records, and nowhere else.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.rollouts.groups import Sample
+
+
+def run(
+    scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
+    pulse: Callable[[], None] = lambda: None,
+) -> list[Trajectory]:
+    """Steps the scheduler until all requests have ended, and returns their trajectories in the
+    order of the requests; `on_finished(n)` is called as they end, `pulse` after every step."""
+    for request in requests:
+        scheduler.add(request)
+    done = {}
+    while scheduler.pending:
+        finished = scheduler.step()
+        pulse()
+        done.update({t.id: t for t in finished})
+        if finished:
+            on_finished(len(finished))
+    return [done[request.id] for request in requests]
+
+
+class RolloutSource(Protocol):
+    """Where the batches of a run come from."""
+
+    def publish(self, params: Any, version: int) -> None:
+        """Hands over the policy's parameters; tokens drawn with them carry this version."""
+
+    def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Returns the samples of a step in group order, and metrics of how they came about."""
+
+    def rest(self) -> None:
+        """Gives the memory of the sampler's cache back until the next batch."""
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns what JSON can hold and `set_state` needs to go on as if there had been no
+        break."""
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        """Returns by name what decides about the next batch, the same on every process."""
