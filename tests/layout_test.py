@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "chips": (),
     "fields": (),
     "intervals": (),
+    "spelling": (),
     "storage": ("cli",),
     "hub": ("cli", "storage"),
     "data": ("hub",),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "sharding": ("fields",),
     "kernels": ("sharding",),
     # Estimators know no model, models no engine, the engine no learner.
-    "estimators": ("kernels",),
+    "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
     "rollouts": ("data", "engine", "metrics", "processes"),
@@ -124,6 +125,7 @@ COVERED = {
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
     "scoring": "step_test",
+    "spelling": "estimators/methods_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
 }

@@ -1,19 +1,15 @@
-"""Methods as a config spells them: "token_tis(cap=2.0)", "seq_mean_k1(upper=1.001) & veto".
+"""Methods: an entry of one of the six tables with its parameters, see `spelling`.
 
-A method is a name in one of the six tables and its parameters. What it needs beyond the usual
-inputs is in `needs`.
+What a method needs beyond the usual inputs is in `needs`.
 """
 
-import ast
-import difflib
-import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl_tis import spelling
 from jaxrl_tis.estimators import advantages, controllers, kl, masks, objectives, weights
 
-Method = tuple[str, dict[str, Any]]
+Method = spelling.Choice
 
 TABLES = {
     "weight": (weights.WEIGHTS, weights.NEEDS),
@@ -27,10 +23,7 @@ TABLES = {
 
 def function(kind: str, name: str) -> Callable:
     """The entry of a table; ValueError names the nearest where there is none."""
-    table = TABLES[kind][0]
-    if name not in table:
-        raise ValueError(f"{kind} {name!r} is unknown; {_nearest(name, table)}")
-    return table[name]
+    return spelling.function(kind, name, TABLES[kind][0])
 
 
 def needs(kind: str, name: str) -> tuple[str, ...]:
@@ -40,89 +33,14 @@ def needs(kind: str, name: str) -> tuple[str, ...]:
 
 def parameters(kind: str, name: str) -> dict[str, Any]:
     """Hyper-parameters of an entry with their defaults, `inspect.Parameter.empty` if required."""
-    return {
-        p.name: p.default
-        for p in inspect.signature(function(kind, name)).parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.name not in needs(kind, name)
-    }
+    return spelling.parameters(kind, name, *TABLES[kind])
 
 
 def parse(kind: str, text: str) -> Method:
-    """"name" or "name(key=value, ...)" -> (name, every parameter with its value).
-
-    A value is a Python literal or inf; a text needs no quotes, as in "r2vpo(form=survey, ...)".
-
-    Raises ValueError for an unknown name or parameter, a missing one, or text that is no such call.
-    """
-    return _method(kind, text, _expression(kind, text))
+    """Reads a method of this kind, see `spelling.parse`."""
+    return spelling.parse(kind, text, *TABLES[kind])
 
 
 def parse_all(kind: str, text: str) -> tuple[Method, ...]:
-    """The methods of "a & b(key=value)", in order; none for an empty text."""
-    if not text.strip():
-        return ()
-    node, found = _expression(kind, text), []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-        found.append(_method(kind, text, node.right))
-        node = node.left
-    return (_method(kind, text, node), *reversed(found))
-
-
-def _expression(kind, text):
-    if text in TABLES[kind][0]:  # "k1+" is a name, though no Python name
-        return ast.Name(text)
-    try:
-        return ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise _malformed(kind, text) from None
-
-
-def _malformed(kind, text):
-    return ValueError(f"{kind} {text!r} is neither a name nor name(key=value, ...)")
-
-
-def _method(kind, text, node) -> Method:
-    keywords, call = [], node
-    if isinstance(node, ast.Call) and not node.args:
-        keywords, call = node.keywords, node.func
-    if not isinstance(call, ast.Name):
-        raise _malformed(kind, text)
-    known = parameters(kind, call.id)
-    given = {}
-    for keyword in keywords:
-        if keyword.arg not in known:
-            raise ValueError(
-                f"{kind} {call.id!r} has no parameter {keyword.arg!r}; "
-                f"{_nearest(str(keyword.arg), known)}"
-            )
-        try:
-            given[keyword.arg] = _value(keyword.value, isinstance(known[keyword.arg], str))
-        except ValueError:
-            raise _malformed(kind, text) from None
-        if isinstance(given[keyword.arg], str) != isinstance(known[keyword.arg], str):
-            kinds = "a text" if isinstance(known[keyword.arg], str) else "a number"
-            raise ValueError(
-                f"{kind} {call.id!r} takes {kinds} as {keyword.arg}, not {given[keyword.arg]!r}"
-            )
-    values = known | given
-    missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
-    if missing:
-        raise ValueError(
-            f"{kind} {call.id!r} has no published value for {', '.join(missing)}; "
-            f"write {call.id}({', '.join(f'{name}=...' for name in missing)})"
-        )
-    return call.id, values
-
-
-def _value(node, is_text):
-    if isinstance(node, ast.Name) and is_text:
-        return node.id
-    is_inf = isinstance(node, ast.Name) and node.id == "inf"
-    return math.inf if is_inf else ast.literal_eval(node)
-
-
-def _nearest(name, known):
-    if not known:
-        return "it has none"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
+    """Reads methods that "&" joins, see `spelling.parse_all`."""
+    return spelling.parse_all(kind, text, *TABLES[kind])

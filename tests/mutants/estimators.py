@@ -138,7 +138,7 @@ MUTANTS = [
          "old_bt - clip, old_bt + clip", "returns_bt - clip, returns_bt + clip"),
     ),
     *of(
-        "estimators/methods.py",
+        "spelling.py",
         ("methods joined by & are reversed", "*reversed(found))", "*found)"),
     ),
     *of(
