@@ -125,7 +125,6 @@ COVERED = {
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
     "scoring": "step_test",
-    "spelling": "estimators/methods_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
 }
