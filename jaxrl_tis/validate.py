@@ -16,6 +16,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.optimizer import SCHEDULES
+from jaxrl_tis.rollouts import check, modes
 from jaxrl_tis.rows import MAX_SEGMENTS
 from jaxrl_tis.sinks import SINKS
 
@@ -25,11 +26,10 @@ COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a wh
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
-# In a synchronous run all tokens are of one version and the proximal policy is the one that
-# sampled: what tells versions apart would do something else than its name says.
-VERSIONS = "is for samples of several versions of the weights; here all are of one"
 EXPERTS = "is for mixtures of experts, which no model here is"
-PRESETS_REFUSED = {"async": VERSIONS, "async_moe": VERSIONS, "moe": EXPERTS}
+PRESETS_REFUSED = {"async_moe": EXPERTS, "moe": EXPERTS}
+# Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
+# what tells versions apart would do something else than its name says.
 OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
 
@@ -43,7 +43,7 @@ def validate(config: ml_collections.ConfigDict) -> Correction:
         checks = (_finite, _names, _counts, _batches, _task)
         problems = [problem for check in checks for problem in check(config)]
         problems += refusal if chosen is None else _methods(chosen, config)
-        problems += [*_sampling(config), *_numerics(config)]
+        problems += [*_sampling(config), *_numerics(config), *check.problems(config)]
     problems = problems or list(_traced(chosen))
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
@@ -297,10 +297,12 @@ def _methods(c: Correction, config):
     preset = config.correction.preset
     if preset in PRESETS_REFUSED:
         yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
-    else:
-        for name in (objective, *(name for name, _ in c.masks)):
-            if name in OF_VERSIONS:
-                yield f"{name!r} {VERSIONS}"
+    for name in (objective, *(name for name, _ in c.masks)):
+        if name in OF_VERSIONS and _is_on_policy(rollout):
+            yield (
+                f"{name!r} is for samples of several versions of the weights, and with rollout.mode = "
+                f"{rollout.mode!r} all are of one: choose another mode, such as 'areal(staleness=4)'"
+            )
     if weight != "none" and objective in UNWEIGHTED:
         yield (
             f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
@@ -360,6 +362,14 @@ def _methods(c: Correction, config):
     yield from _controllers(c)
     if c.is_centered:
         yield from _centering(c, config)
+
+
+def _is_on_policy(rollout) -> bool:
+    """Whether every token is of the version that is updated."""
+    try:
+        return modes.parse(rollout.mode).ahead == 0
+    except ValueError:
+        return False  # reported by rollouts.check
 
 
 def _centering(c: Correction, config):

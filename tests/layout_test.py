@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
-    "rollouts": ("data", "engine", "metrics", "processes"),
+    "rollouts": ("data", "engine", "metrics", "processes", "spelling"),
     # The learner knows records of the engine, and none of its programs.
     "correction": ("estimators", "fields"),
     "control": ("correction", "estimators"),
@@ -52,11 +52,11 @@ MAY_IMPORT = {
     # A config, checked and made into programs and state.
     "validate": (
         "control", "correction", "data", "engine", "estimators", "fields", "kernels", "models",
-        "optimizer", "rows", "sinks",
+        "optimizer", "rollouts", "rows", "sinks",
     ),
     "build": (
-        "correction", "data", "engine", "estimators", "fields", "models", "optimizer", "rows",
-        "scoring", "sharding", "validate",
+        "correction", "data", "engine", "estimators", "fields", "models", "optimizer", "rollouts",
+        "rows", "scoring", "sharding", "validate",
     ),
     "state": ("build", "checkpoint", "control", "hub", "models", "optimizer", "step", "storage"),
     "warmup": (
@@ -124,6 +124,10 @@ COVERED = {
     "libtpu_flags": "cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
+    "rollouts/controller": "rollouts/asynchronous_test",
+    "rollouts/modes": "rollouts/asynchronous_test",
+    "rollouts/queue": "rollouts/asynchronous_test",
+    "rollouts/wire": "rollouts/asynchronous_test",
     "scoring": "step_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
