@@ -41,7 +41,9 @@ MAY_IMPORT = {
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
-    "rollouts": ("data", "engine", "metrics", "processes", "spelling"),
+    "rollouts": (
+        "data", "engine", "metrics", "processes", "provenance", "spelling", "storage",
+    ),
     # The learner knows records of the engine, and none of its programs.
     "correction": ("estimators", "fields"),
     "control": ("correction", "estimators"),
