@@ -185,15 +185,15 @@ def test_more_workers_than_the_learner_serves_are_told_to_wait(trees, asked):
         publish(learner, trees[0], 2)
         thread.join(10)
         assert answers == [2]
-        assert soon_served(client(learner)) == 2
+        assert in_time(client(learner).latest) == 2
 
 
-def soon_served(worker: WeightClient) -> int | None:
-    """The latest version, once there is a thread for this worker."""
+def in_time(ask):
+    """What it returns, once there is a thread for this worker."""
     deadline = time.monotonic() + 20
     while True:
         try:
-            return worker.latest()
+            return ask()
         except Unavailable:
             if time.monotonic() > deadline:
                 raise
@@ -426,8 +426,8 @@ def test_those_who_say_nothing_or_nonsense_change_nothing_for_others(trees, said
             with socket.create_connection(("127.0.0.1", learner.port)) as other:
                 wire.receive(other, 10_000, time.monotonic() + 20)  # it has a thread
                 other.sendall(said)
-                assert soon_served(client(learner)) == 1
-                assert_same(client(learner).fetch(1, like(trees[0])), trees[0])
+                worker = client(learner)
+                assert_same(in_time(lambda: worker.fetch(1, like(trees[0]))), trees[0])
 
 
 def test_a_worker_that_reads_nothing_delays_neither_the_learner_nor_others(monkeypatch):
