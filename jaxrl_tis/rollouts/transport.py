@@ -63,10 +63,14 @@ class WeightTransport(Protocol):
         """
 
 
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves with their paths as names."""
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
 def host_leaves(tree: Any) -> dict[str, np.ndarray]:
-    """Returns the leaves by their paths, as copies that no later update of the tree can change."""
-    named, _ = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {jax.tree_util.keystr(path): np.array(leaf, order="C") for path, leaf in named}
+    """Returns the leaves by name, as copies that no later update of the tree can change."""
+    leaves = {name: np.array(leaf, order="C") for name, leaf in _named(tree)}
     for name, leaf in leaves.items():
         if leaf.dtype.name not in DTYPES:
             raise ValueError(f"weight {name} is {leaf.dtype}; what can be sent is {', '.join(DTYPES)}")
@@ -76,22 +80,15 @@ def host_leaves(tree: Any) -> dict[str, np.ndarray]:
 def tree_format(tree: Any) -> dict[str, Any]:
     """Returns, as JSON, what two trees have in common that differ in nothing but values. The structure
     tells the schemes of quantised leaves."""
-    named, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {
-        jax.tree_util.keystr(path): [np.dtype(leaf.dtype).name, list(leaf.shape)]
-        for path, leaf in named
-    }
-    return {"structure": str(structure), "leaves": leaves}
+    leaves = {name: [np.dtype(x.dtype).name, list(x.shape)] for name, x in _named(tree)}
+    return {"structure": str(jax.tree.structure(tree)), "leaves": leaves}
 
 
 def tree_digest(tree: Any) -> str:
     """Returns the sha256 of the names, dtypes, shapes and bytes of a tree's leaves."""
-    return _digest(host_leaves(tree))
-
-
-def _digest(leaves: dict[str, np.ndarray]) -> str:
     sha = hashlib.sha256()
-    for name, leaf in leaves.items():
+    for name, leaf in _named(tree):
+        leaf = np.asarray(leaf, order="C")
         sha.update(f"{name} {leaf.dtype.name} {leaf.shape}\n".encode())
         sha.update(raw(leaf))
     return sha.hexdigest()
@@ -124,11 +121,10 @@ def assembled(version: int, leaves: dict[str, np.ndarray], digest: str, like: An
     Raises:
       Unavailable: they are not.
     """
-    named, structure = jax.tree_util.tree_flatten_with_path(like)
-    ordered = {name: leaves[name] for name in (jax.tree_util.keystr(path) for path, _ in named)}
-    if (got := _digest(ordered)) != digest:
+    tree = jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name, _ in _named(like)])
+    if (got := tree_digest(tree)) != digest:
         raise Unavailable(f"version {version} has digest {got}, published was {digest}")
-    return jax.tree.unflatten(structure, list(ordered.values()))
+    return tree
 
 
 def check_newer(version: int, latest: int | None) -> None:
@@ -140,7 +136,8 @@ def check_newer(version: int, latest: int | None) -> None:
 
 class Directory:
     """Both ends, by files: PATH/VERSION/*.safetensors and their manifest.json, on a disk or a bucket
-    that the learner and the workers share.
+    that the learner and the workers share. Nothing is flushed to the disk: what a power cut tears is
+    damaged, and seen.
 
     A version counts once its manifest is there. On a disk the whole folder is renamed into place; on a
     bucket, which cannot rename, the manifest is written last. A version that was read and found
@@ -148,7 +145,8 @@ class Directory:
     learner.
 
     Args:
-      path: of a folder for this run alone.
+      path: of a folder for one start of one run: versions grow, and one that resumes an earlier
+        checkpoint begins below the last.
       keep: number of newest versions that stay, at least 2: workers are still reading the one before.
       grace: seconds for which a version stays after it was announced, however many came after it.
     """
