@@ -70,6 +70,14 @@ def get_config() -> ConfigDict:
     c.rollout.dynamic_sampling = False  # replace groups whose rewards are all equal (DAPO)
     c.rollout.max_rounds = 4  # of fresh prompts per batch with dynamic sampling
     c.rollout.overlong_buffer = 0  # soft overlong penalty over the last n tokens (DAPO); 0 is off
+    # What the learner says of tokens that older weights drew, see jaxrl_tis/old_policies.py:
+    # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
+    # stands in, PPO-EWMA) or none (the policy does, for a3po and bypass)
+    c.rollout.old_logp = "ring"
+    c.rollout.snapshots = 0  # of the ring; 0: as many as the mode's bound on staleness needs
+    c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
+    # Mean age in updates of what the average holds: its decay is 1 - 1 / (centre + 1)
+    c.rollout.ewma_centre = 10.0
 
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together

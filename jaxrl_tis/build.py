@@ -57,7 +57,14 @@ class Setup:
             return "train.fuse_score is never"
         if (updates := train.minibatches * train.epochs) > 1:
             return f"a rollout batch gets {updates} updates"
+        if self.averages_policy:
+            return "rollout.old_logp is ewma: the centre of the trust region is an average"
         return self.correction.why_scored
+
+    @property
+    def averages_policy(self) -> bool:
+        """Whether the state holds an average of the policy, which stands in for older ones."""
+        return self.config.rollout.old_logp == "ewma"
 
     @property
     def has_critic(self) -> bool:
@@ -77,16 +84,24 @@ class Setup:
         """Lays records of `engine` into rows, see rows.trajectory_rows."""
         return trajectory_rows(trajectories, self.row_length, self.retention is not None)
 
-    def micro_batches(self, rows: dict[str, np.ndarray]):
+    def micro_batches(self, rows: dict[str, np.ndarray], is_wanted: np.ndarray | None = None):
         """Cuts rows into micro-batches of the learner's layout. Returns (what a log-prob takes of
-        them, a function that turns results [M,R,T,...] back into rows [N,T,...])."""
+        them, a function that turns results [M,R,T,...] back into rows [N,T,...]).
+
+        With `is_wanted` [N] results of the other rows are 0, and the first micro-batches hold those
+        that are: the shapes stay, and with them the program, which skips the rest.
+        """
+        count = len(rows["mask"])
+        is_wanted = np.ones(count, bool) if is_wanted is None else is_wanted
         forward = forward_fields(rows)
+        forward["mask"] = forward["mask"] & is_wanted[:, None]
         if self.packer is None:
-            size = self.config.train.microbatch_rows
-            micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
-            flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])
+            size, order = self.config.train.microbatch_rows, np.argsort(~is_wanted, kind="stable")
+            place = np.argsort(order)
+            micro = {name: x[order].reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
+            flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])[place]
         else:
-            packing = self.packer.plan(sequence_lengths(rows))
+            packing = self.packer.plan(np.where(is_wanted, sequence_lengths(rows), 0))
             micro = packing.pack(forward)
             flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat

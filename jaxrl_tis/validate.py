@@ -6,7 +6,7 @@ import math
 import jax
 import ml_collections
 
-from jaxrl_tis import control, correction
+from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import REWARDS
@@ -159,6 +159,7 @@ def _names(config):
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "critic.schedule": (config.critic.schedule, SCHEDULES),
         "metrics.record": (config.metrics.record, ("full", "compact")),
+        "rollout.old_logp": (config.rollout.old_logp, old_policies.WAYS),
         "task.name": (config.task.name, tasks.TASKS),
         "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
         "train.sum_dtype": (config.train.sum_dtype, DTYPES),
@@ -193,7 +194,8 @@ def _counts(config):
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
         "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
-        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "optimizer.lr",
+        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "rollout.snapshot_gib",
+        "optimizer.lr",
         "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
     ]
     for field in positive:
@@ -209,7 +211,8 @@ def _counts(config):
         "engine.num_pages", "engine.max_bypass", "engine.divide", "engine.max_draft",
         "engine.noise_start", "warmup.steps",
         "train.pack_length", "rollout.top_k",
-        "rollout.kept_set", "rollout.overlong_buffer", "correction.kl_coeff",
+        "rollout.kept_set", "rollout.overlong_buffer", "rollout.snapshots", "rollout.ewma_centre",
+        "correction.kl_coeff",
         "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
         "critic.weight_decay", "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max",
         "gate.max_dp_max", "gate.max_k3",
