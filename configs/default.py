@@ -70,11 +70,19 @@ def get_config() -> ConfigDict:
     c.rollout.dynamic_sampling = False  # replace groups whose rewards are all equal (DAPO)
     c.rollout.max_rounds = 4  # of fresh prompts per batch with dynamic sampling
     c.rollout.overlong_buffer = 0  # soft overlong penalty over the last n tokens (DAPO); 0 is off
+    # Who runs ahead of whom, spelled as a method is: sync, periodic, one_step, fully_async(trigger=4,
+    # threshold=0.5, partial=True), areal(staleness=4), in_flight(staleness=4), dora(staleness=2),
+    # roll_flash(alpha=1, redundant=0) or laminar(staleness=4, repack=0.5); docs/async.md
+    c.rollout.mode = "sync"
+    c.rollout.driver = "virtual"  # how learner and samplers share the time: virtual takes turns
+    c.rollout.workers = 1  # samplers
+    c.rollout.queue = 0  # most groups that are begun and not trained on; 0: what the mode allows
+    c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
     # What the learner says of tokens that older weights drew, see jaxrl_tis/old_policies.py:
     # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
-    # stands in, PPO-EWMA) or none (the policy does, for a3po and bypass)
+    # stands in, PPO-EWMA) or none (the policy does: decoupled, a3po and bypass need no more)
     c.rollout.old_logp = "ring"
-    c.rollout.snapshots = 0  # of the ring; 0: as many as the mode's bound on staleness needs
+    c.rollout.snapshots = 0  # of the ring; 0: one more than the mode lets a token be versions old
     c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
     # Mean age in updates of what the average holds: its decay is 1 - 1 / (centre + 1)
     c.rollout.ewma_centre = 10.0

@@ -7,7 +7,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import models, sharding
+from jaxrl_tis import models, old_policies, sharding
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
@@ -22,6 +22,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.optimizer import align, make_optimizer
+from jaxrl_tis.rollouts import modes
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.scoring import Learner
 from jaxrl_tis.validate import validate
@@ -33,11 +34,13 @@ MAX_LOGITS = 2**28  # 1 GiB in float32
 class Setup:
     """Everything of a run that does not change while it runs.
 
+    `mode` says who runs ahead of whom.
     `learner` takes rows of one sequence; `packer`, if any, is how the updates' rows are filled.
     `engine` samples, `learner_engine` generates with the learner's own numerics for evaluation.
     """
 
     config: ml_collections.ConfigDict
+    mode: modes.Mode
     tokenizer: Any
     model: ModelConfig
     layout: sharding.Layout
@@ -55,16 +58,21 @@ class Setup:
         train = self.config.train
         if train.fuse_score == "never":
             return "train.fuse_score is never"
+        if self.mode.ahead:
+            return "tokens can be of older weights than those that the update starts from"
         if (updates := train.minibatches * train.epochs) > 1:
             return f"a rollout batch gets {updates} updates"
-        if self.averages_policy:
-            return "rollout.old_logp is ewma: the centre of the trust region is an average"
         return self.correction.why_scored
 
     @property
+    def has_stand_in(self) -> bool:
+        """Whether another policy stands in for those that drew tokens: logp_old is logp_prox."""
+        return self.mode.ahead > 0 and self.config.rollout.old_logp in old_policies.STAND_INS
+
+    @property
     def averages_policy(self) -> bool:
-        """Whether the state holds an average of the policy, which stands in for older ones."""
-        return self.config.rollout.old_logp == "ewma"
+        """Whether it is an average of the policy, which the state then holds."""
+        return self.has_stand_in and self.config.rollout.old_logp == "ewma"
 
     @property
     def has_critic(self) -> bool:
@@ -223,7 +231,8 @@ def assemble(
         quantization=config.model.quantization, unquantized=tuple(config.model.unquantized),
     )
     return Setup(
-        config, tokenizer, model, layout, learner, packer, chosen, policy_optimizer,
+        config, modes.parse(config.rollout.mode), tokenizer, model, layout, learner, packer, chosen,
+        policy_optimizer,
         make_optimizer(config.critic, updates), Engine(model, sampling, serving),
         Engine(model, evaluating, serving),
     )

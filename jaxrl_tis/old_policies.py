@@ -2,14 +2,14 @@
 
 `WAYS` are the choices of `config.rollout.old_logp`. Two are exact, logp_old is scored at the weights
 that drew each token: a `Ring` of snapshots scores a batch as it is consumed, a `Replica` keeps one
-snapshot and scores what it drew before the sampler moves on. Two let another policy stand in, and
-keep no weights (`Unkept`): "ewma" an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part
-of the state and the centre of the trust region, too, and "none" the policy itself at the start of the
-update. What then is missing between them and the sampler counts as the sampler's gap.
+snapshot and scores what it drew before the samplers move on. Two let another policy stand in: "ewma"
+an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part of the state and the centre of the
+trust region, too, and "none" the policy itself at the start of the update. What is missing between
+them and the weights that drew then counts as the sampler's gap.
 
-All three classes are used alike. `put` says which weights the sampler draws with from now on,
-`arrived` which sequences have ended or were interrupted, before the next `put`; a batch is scored
-with the object itself, as a mapping from version to parameters, and with what it has `taken`.
+All classes are used alike. `put` says which weights samplers draw with from now on, `arrived` which
+sequences have ended or were interrupted, before the next `put`; a batch is scored with the object
+itself, as a mapping from version to parameters, and with what it has `taken`.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ def num_bytes(params: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
-def num_snapshots(staleness: float, sync_every: int) -> int:
-    """Counts the versions that can have drawn tokens of one batch: the policy's own and, of those
-    that are at most `staleness` behind it, one in `sync_every`. ValueError without a bound."""
+def num_snapshots(staleness: float) -> int:
+    """Counts the versions that tokens of one batch can be of: those at most `staleness` behind the
+    policy, and its own. ValueError without a bound."""
     if staleness == math.inf:
         raise ValueError(
             "rollout.mode bounds no token's staleness, so that no number of snapshots is enough: set "
-            "rollout.snapshots, or rollout.old_logp to replica, ewma or none"
+            "rollout.snapshots, or rollout.old_logp to another way"
         )
-    return int(staleness) // sync_every + 1
+    return int(staleness) + 1
 
 
 class Ring(Mapping):
@@ -68,7 +68,7 @@ class Ring(Mapping):
             raise ValueError(
                 f"{count} snapshots of {size:,} bytes of parameters are {count * size:,} bytes, and "
                 f"rollout.snapshot_gib allows {int(max_bytes):,}: raise it, or lower "
-                "rollout.snapshots or the staleness of rollout.mode"
+                "rollout.snapshots"
             )
         self._count, self._kept, self._newest = count, {}, None
 
@@ -206,29 +206,34 @@ class Replica(Mapping):
             self._known = dict(zip(meta["ids"], parts, strict=True))
 
 
-class Unkept(Mapping):
-    """No weights at all, for the ways in which another policy stands in."""
+class Newest(Mapping):
+    """The parameters that were put last, and no copy of them: for runs on policy, and for the ways
+    in which another policy stands in."""
+
+    def __init__(self):
+        self._newest: dict[int, Any] = {}
 
     def put(self, version: int, params: Any) -> None:
-        """Does nothing."""
+        """Takes the parameters of a version, in place of those before."""
+        self._newest = {version: params}
 
     def arrived(self, trajectories: list[Trajectory]) -> None:
         """Does nothing."""
 
     def taken(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
-        """Returns None."""
+        """Returns None: nothing is scored before."""
 
     def __getitem__(self, version: int) -> Any:
-        raise KeyError(version)
+        return self._newest[version]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(())
+        return iter(self._newest)
 
     def __len__(self) -> int:
-        return 0
+        return len(self._newest)
 
     def state(self) -> tuple[dict[str, Any], Meta]:
-        """Returns nothing, twice."""
+        """Returns nothing, twice: the policy is part of every checkpoint."""
         return {}, {}
 
     @staticmethod
@@ -240,7 +245,7 @@ class Unkept(Mapping):
         """Does nothing."""
 
 
-OldPolicies = Ring | Replica | Unkept
+OldPolicies = Ring | Replica | Newest
 
 
 @jax.tree_util.register_dataclass

@@ -65,6 +65,7 @@ class Run:
         self._evaluator = evaluate.Evaluator(config, self._prompter)
         self.source = self._make_source()
         self.trainer = Trainer(setup)
+        self._old = self.trainer.old_policies()
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -78,16 +79,22 @@ class Run:
             seed=config.seed, **processes.shard(),
         )
         self._prompter.check(batches.source)
-        return rollouts.Collector(
-            config, self._prompter, batches, self.rewards, self._timer, load=setup.serving_params,
-            start=functools.partial(setup.scheduler, setup.engine),
-            with_greedy="greedy_rewards" in setup.correction.needs, pulse=self.pulse,
+        groups = rollouts.Groups(
+            config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
+        )
+        made = dict(
+            load=setup.serving_params, start=functools.partial(setup.scheduler, setup.engine),
+            pulse=self.pulse,
+        )
+        if setup.mode.is_sync:
+            return rollouts.Collector(config, groups, batches, self._timer, **made)
+        return rollouts.Asynchronous(
+            config, setup.mode, groups, batches, self._timer, slots=setup.engine.slots, **made
         )
 
     def begin(self) -> None:
         """Makes the state at step 0, or reads that of the newest checkpoint, and evaluates it where
         that is due and was not done."""
-        self._source_state = self.source.get_state()
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
             agreed = facts(self.setup.config.to_dict()) | self.source.facts()
@@ -130,7 +137,7 @@ class Run:
         self.source.set_state(meta["source"])
         processes.first(self._describe)
         self.done = self.saved = meta["step"]
-        self.version, self._source_state = meta["version"], meta["source"]
+        self.version = meta["version"]
         self._open_record(self.done)
         processes.say(f"continuing {self._mirror.workdir} after step {self.done}")
 
@@ -190,12 +197,14 @@ class Run:
         config, start = self.setup.config, time.monotonic()
         with self._profiled(step), jax.profiler.StepTraceAnnotation("step", step_num=step):
             with self._phase("sync"):
-                self.source.publish(self.state["policy"].params, self.version)
+                params = self.state["policy"].params
+                self.source.publish(params, self.version)
+                self._old.put(self.version, params)
             with self._named("rollout"):
                 drawn, values = self.source.next(step)
             with self._phase("score"):
-                sampled_by = {self.version: self.state["policy"].params}
-                rows = self.trainer.score(self.state, drawn, sampled_by)
+                known = self._old.taken([s.trajectory for s in drawn])
+                rows = self.trainer.score(self.state, drawn, self._old, known)
             self._compare(step, rows)
             with self._phase("update"):
                 self.state, rows, measured = self.trainer.update(
@@ -215,7 +224,7 @@ class Run:
                 step, drawn, rows, self.trainer.weights, self.setup.tokenizer.decode,
                 config.metrics.samples,
             ))
-        self.done, self._source_state = step, self.source.get_state()
+        self.done = step
 
         self.stop_if_asked()
         if self._is_due(step):
@@ -275,8 +284,8 @@ class Run:
         """Saves in the background; the time of the blocking part counts to the next step."""
         with self._phase("checkpoint"):
             meta = {
-                "step": self.done, "version": self.version, "source": self._source_state,
-                "held_out": self._evaluator.digest,
+                "step": self.done, "version": self.version, "held_out": self._evaluator.digest,
+                "source": self.source.get_state(self.version),
             }
             self._checkpoints.save(self.done, self.state, meta)
         self.saved = self.done

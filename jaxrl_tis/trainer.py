@@ -1,6 +1,7 @@
 """One step of reinforcement learning on a rollout batch: score it, then update the state."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ class Trainer:
           sampled_by: version -> the policy's parameters then, for every version in the records:
             logp_old is scored at the weights that drew each token. ValueError where one is missing,
             or where an update that scores its batch would need another than its own. Not asked for
-            anything where logp_old is logp_prox, see `old_policies.STAND_INS`.
+            anything where logp_old is logp_prox, see `Setup.has_stand_in`.
           known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
             are still to be scored.
         """
@@ -85,16 +86,15 @@ class Trainer:
             micro, flat = self.setup.micro_batches(rows, is_wanted)
             return flat(self._score(params, micro)["logp"])
 
-        has_stand_in = self.setup.config.rollout.old_logp in old_policies.STAND_INS
         if self.setup.why_scored:
             micro, flat = cut()
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
             scored = self._score(centre, micro)
             rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
-            rows["logp_old"] = rows["logp_prox"] if has_stand_in else at_versions(
+            rows["logp_old"] = rows["logp_prox"] if self.setup.has_stand_in else at_versions(
                 rows, policy, sampled_by, log_probs, known
             )
-        elif not has_stand_in and any(
+        elif not self.setup.has_stand_in and any(
             sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
         ):
             raise ValueError(
@@ -137,27 +137,21 @@ class Trainer:
             found += [row[_response(t)] for row, t in zip(logp, part)]
         return found
 
-    def old_policies(
-        self, staleness: float, sync_every: int, max_sequences: int
-    ) -> old_policies.OldPolicies:
-        """Makes what remembers the weights that draw tokens, as `rollout.old_logp` says; ValueError
-        where they would take more memory than they may.
-
-        Args:
-          staleness: most versions that a token is behind the policy that trains on it.
-          sync_every: versions between two that draw.
-          max_sequences: most that can be under way, from their first token to their update.
-        """
-        rollout, model = self.setup.config.rollout, self.setup.config.model
-        params = transformer.abstract_params(self.setup.model, model.param_dtype)
+    def old_policies(self) -> old_policies.OldPolicies:
+        """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
+        say; ValueError where they would take more memory than they may."""
+        setup, mode = self.setup, self.setup.mode
+        if not mode.ahead or setup.has_stand_in:
+            return old_policies.Newest()
+        rollout = setup.config.rollout
+        params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
         size, most = old_policies.num_bytes(params), rollout.snapshot_gib * 2**30
-        count = lambda: rollout.snapshots or old_policies.num_snapshots(staleness, sync_every)
-        return {
-            "ring": lambda: old_policies.Ring(count(), size, most),
-            "replica": lambda: old_policies.Replica(size, most, self.log_probs, max_sequences),
-            "ewma": old_policies.Unkept,
-            "none": old_policies.Unkept,
-        }[rollout.old_logp]()
+        if rollout.old_logp == "ring":
+            count = rollout.snapshots or old_policies.num_snapshots(mode.staleness)
+            return old_policies.Ring(count, size, most)
+        groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
+        of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes
+        return old_policies.Replica(size, most, self.log_probs, groups * of_group)
 
     def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
         """Yields the updates' (minibatch, metrics of its packing, a function that turns its results

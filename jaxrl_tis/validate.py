@@ -16,6 +16,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.optimizer import SCHEDULES
+from jaxrl_tis.rollouts import check, modes
 from jaxrl_tis.rows import MAX_SEGMENTS
 from jaxrl_tis.sinks import SINKS
 
@@ -25,11 +26,11 @@ COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a wh
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
-# In a synchronous run all tokens are of one version and the proximal policy is the one that
-# sampled: what tells versions apart would do something else than its name says.
-VERSIONS = "is for samples of several versions of the weights; here all are of one"
 EXPERTS = "is for mixtures of experts, which no model here is"
-PRESETS_REFUSED = {"async": VERSIONS, "async_moe": VERSIONS, "moe": EXPERTS}
+PRESETS_REFUSED = {"async_moe": EXPERTS, "moe": EXPERTS}
+WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
+# Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
+# what tells versions apart would do something else than its name says.
 OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
 
@@ -42,8 +43,10 @@ def validate(config: ml_collections.ConfigDict) -> Correction:
         chosen, refusal = _parsed(config.correction)
         checks = (_finite, _names, _counts, _batches, _task)
         problems = [problem for check in checks for problem in check(config)]
-        problems += refusal if chosen is None else _methods(chosen, config)
-        problems += [*_sampling(config), *_numerics(config)]
+        problems += refusal
+        if chosen is not None:
+            problems += [*_methods(chosen, config), *_old_logp(chosen, config)]
+        problems += [*_sampling(config), *_numerics(config), *check.problems(config)]
     problems = problems or list(_traced(chosen))
     if problems:
         raise ValueError("the config contradicts itself:\n" + "\n".join(f"- {p}" for p in problems))
@@ -300,10 +303,12 @@ def _methods(c: Correction, config):
     preset = config.correction.preset
     if preset in PRESETS_REFUSED:
         yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
-    else:
-        for name in (objective, *(name for name, _ in c.masks)):
-            if name in OF_VERSIONS:
-                yield f"{name!r} {VERSIONS}"
+    for name in (objective, *(name for name, _ in c.masks)):
+        if name in OF_VERSIONS and _is_on_policy(rollout):
+            yield (
+                f"{name!r} is for samples of several versions of the weights, and with rollout.mode = "
+                f"{rollout.mode!r} all are of one: choose another mode, such as 'areal(staleness=4)'"
+            )
     if weight != "none" and objective in UNWEIGHTED:
         yield (
             f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
@@ -363,6 +368,54 @@ def _methods(c: Correction, config):
     yield from _controllers(c)
     if c.is_centered:
         yield from _centering(c, config)
+
+
+def _old_logp(c: Correction, config):
+    """Finds what a way to logp_old of several versions does not go with."""
+    rollout = config.rollout
+    try:
+        mode = modes.parse(rollout.mode)
+    except ValueError:
+        return  # reported by rollouts.check
+    way = rollout.old_logp
+    if not mode.ahead:
+        for name, default in (("old_logp", "ring"), ("snapshots", 0)):
+            if rollout[name] != default:
+                yield (
+                    f"rollout.{name} = {rollout[name]!r} is for tokens of older weights, of which "
+                    f"rollout.mode = {rollout.mode!r} has none: set it to {default!r}"
+                )
+        return
+    if way == "ring" and (rollout.snapshots == 1 or not rollout.snapshots and math.isinf(mode.ahead)):
+        yield (
+            f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.mode = "
+            f"{rollout.mode!r}, whose tokens are up to {mode.staleness:g} versions old: set it to 1 "
+            "more than the versions that you want to keep, or rollout.old_logp to ewma or none"
+        )
+    if way == "replica" and mode.on_sync != "interrupt":
+        yield (
+            "rollout.old_logp = 'replica' scores all that the old weights have drawn before new ones "
+            f"come, and rollout.mode = {rollout.mode!r} leaves it running: set rollout.old_logp to ring"
+        )
+    if way == "none" and c.mode == "decoupled":
+        chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []
+        chosen += [("mask", name) for name, _ in c.masks]
+        if c.objective[0] not in WITHOUT_OLD:
+            chosen.append(("objective", c.objective[0]))
+        for kind, name in chosen:
+            yield (
+                f"the {kind} {name!r} needs the learner's log-probs at the weights that drew each "
+                "token, and rollout.old_logp is 'none': set it to ring, correction.mode to bypass, or "
+                "take objective 'a3po' or 'decoupled' with weight 'none' and no masks"
+            )
+
+
+def _is_on_policy(rollout) -> bool:
+    """Whether every token is of the version that is updated."""
+    try:
+        return modes.parse(rollout.mode).ahead == 0
+    except ValueError:
+        return False  # reported by rollouts.check
 
 
 def _centering(c: Correction, config):

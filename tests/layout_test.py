@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
-    "rollouts": ("data", "engine", "metrics", "processes"),
+    "rollouts": ("data", "engine", "metrics", "processes", "spelling"),
     # The learner knows records of the engine, and none of its programs.
     "old_policies": ("engine",),
     "correction": ("estimators", "fields"),
@@ -54,11 +54,11 @@ MAY_IMPORT = {
     # A config, checked and made into programs and state.
     "validate": (
         "control", "correction", "data", "engine", "estimators", "fields", "kernels", "models",
-        "old_policies", "optimizer", "rows", "sinks",
+        "old_policies", "optimizer", "rollouts", "rows", "sinks",
     ),
     "build": (
-        "correction", "data", "engine", "estimators", "fields", "models", "optimizer", "rows",
-        "scoring", "sharding", "validate",
+        "correction", "data", "engine", "estimators", "fields", "models", "old_policies", "optimizer",
+        "rollouts", "rows", "scoring", "sharding", "validate",
     ),
     "state": (
         "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "step",
@@ -129,8 +129,11 @@ COVERED = {
     "libtpu_flags": "cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
+    "rollouts/controller": "rollouts/asynchronous_test",
+    "rollouts/modes": "rollouts/asynchronous_test",
+    "rollouts/queue": "rollouts/asynchronous_test",
+    "rollouts/wire": "rollouts/asynchronous_test",
     "scoring": "step_test",
-    "spelling": "estimators/methods_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
 }

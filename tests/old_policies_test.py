@@ -27,7 +27,8 @@ pytestmark = [
 # Three versions draw two tokens each.
 INVARIANT = dict(
     model__numerics="invariant", engine__quantization="none", rollout__max_new_tokens=6,
-    engine__slots=16, engine__prefill_batch=16, rollout__temperature=1.0, metrics__percentile_every=1,
+    rollout__mode="areal(staleness=2)", engine__slots=16, engine__prefill_batch=16,
+    rollout__temperature=1.0, metrics__percentile_every=1,
 )
 
 
@@ -42,20 +43,18 @@ def ring(count=2, **options):
 # Snapshots
 
 
-@pytest.mark.parametrize("staleness, sync_every, count", [
-    (0, 1, 1), (1, 1, 2), (4, 1, 5), (5, 4, 2), (7, 4, 2), (8, 4, 3),
-])
-def test_as_many_snapshots_as_versions_can_be_in_a_batch(staleness, sync_every, count):
-    """Version v trains on tokens of v - staleness .. v, of which one in sync_every draws."""
-    for v in range(8, 20):
-        drew = [u for u in range(v - staleness, v + 1) if u % sync_every == 0]
-        assert len(drew) <= count
-    assert num_snapshots(float(staleness), sync_every) == count
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_as_many_snapshots_as_versions_can_be_in_a_batch(staleness):
+    kept = ring(count=num_snapshots(float(staleness)))
+    for version in range(9):
+        kept.put(version, weights(float(version)))
+        assert all(u in kept for u in range(max(0, version - staleness), version + 1))
+    assert len(kept) == staleness + 1
 
 
 def test_without_a_bound_on_staleness_no_number_is_enough():
     with pytest.raises(ValueError, match="set rollout.snapshots, or rollout.old_logp"):
-        num_snapshots(float("inf"), 1)
+        num_snapshots(float("inf"))
 
 
 def test_a_ring_keeps_the_newest_and_drops_the_oldest():
@@ -144,7 +143,7 @@ def test_a_replica_keeps_a_bounded_number_of_sequences():
 
 
 @pytest.mark.parametrize("has_log_probs", [False, True])
-@pytest.mark.parametrize("make", [ring, replica, old_policies.Unkept])
+@pytest.mark.parametrize("make", [ring, replica, old_policies.Newest])
 def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
     before, after = make(), make()
     for version in (3, 5):
@@ -162,8 +161,8 @@ def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
         restored, meta = checkpoints.restore(wanted)
     restored.pop("step")
     after.restore(restored, meta)
-    assert list(after) == list(before)
-    for version in before:
+    assert list(after) == [v for v in before if make is not old_policies.Newest]
+    for version in after:
         assert_same(after[version], before[version])
     batch = [trajectory("x", [3, 5]), trajectory("y", [5])]
     for x, y in zip(after.taken(batch) or [], before.taken(batch) or [], strict=True):
@@ -206,7 +205,7 @@ def drawn(**changes):
         trainer = Trainer(setup)
     first = initial_params(setup)
     policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
-    kept = trainer.old_policies(staleness=2, sync_every=1, max_sequences=16)
+    kept = trainer.old_policies()
     size = old_policies.num_bytes(first)
     scoring = Replica(size, size, trainer.log_probs, 16)
     scheduler = setup.scheduler(setup.engine, None, 0)
@@ -342,18 +341,38 @@ def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_bat
 
 
 def test_the_policy_can_stand_in_for_all_versions():
-    setup, trainer, policies, *_, samples = drawn()
-    trainer.setup = dataclasses.replace(
-        setup, config=tiny.config(**INVARIANT, rollout__old_logp="none")
-    )
-    try:
-        kept = trainer.old_policies(staleness=2, sync_every=1, max_sequences=16)
-        kept.put(2, policies[2])
-        rows = trainer.score(state_of(setup, policies[2]), samples, kept)
-    finally:
-        trainer.setup = setup
-    assert list(kept) == []
+    """With the weight of the objective itself, which needs no more."""
+    setup = tiny.setup(**INVARIANT, rollout__old_logp="none", correction__preset="async")
+    with tiny.one_device():
+        trainer = Trainer(setup)
+    _, _, policies, _, _, samples = drawn()
+    kept = trainer.old_policies()
+    assert isinstance(kept, old_policies.Newest) and len(kept) == 0
+    state = state_of(setup, policies[2])
+    rows = trainer.score(state, samples, kept)
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
+    _, _, metrics = trainer.update(state, rows, 1, 2)
+    assert metrics["old_logp/versions"] == 3 and metrics["old_logp/scored_rows"] == 0
+    assert metrics["mismatch/engine/log_ratio_abs_mean"] > 0.01  # with the staleness in it
+
+
+@pytest.mark.parametrize("changes, kind", [
+    (dict(rollout__mode="sync"), old_policies.Newest),
+    (dict(rollout__mode="periodic"), old_policies.Newest),
+    (dict(rollout__mode="one_step"), Ring),
+    (dict(rollout__old_logp="replica"), Replica),
+    (dict(rollout__old_logp="ewma"), old_policies.Newest),
+])
+def test_a_run_makes_what_its_config_says(changes, kind):
+    setup = tiny.setup(**INVARIANT | changes)
+    with tiny.one_device():
+        assert isinstance(Trainer(setup).old_policies(), kind)
+
+
+def test_too_many_snapshots_are_refused_before_anything_is_drawn():
+    setup = tiny.setup(**INVARIANT, rollout__snapshot_gib=1e-6)
+    with tiny.one_device(), pytest.raises(ValueError, match="3 snapshots .* allows 1,073"):
+        Trainer(setup).old_policies()
 
 
 def test_an_average_of_policies_is_the_centre_and_stands_in():
@@ -371,7 +390,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
         steps.append(jax.tree.map(np.array, policy.params))
         return policy, *rest
 
-    rows = trainer.score(state, samples, old_policies.Unkept())
+    rows = trainer.score(state, samples, old_policies.Newest())
     with mock.patch.object(trainer, "_train_step", spy):
         state, _, _ = trainer.update(state, rows, 1, 2)
     assert len(steps) == 5  # 2 epochs of 2 minibatches
@@ -380,7 +399,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     for mean, x, p in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected, steps[-1]))):
         np.testing.assert_allclose(mean, x, rtol=1e-5, atol=1e-7)
     assert not np.allclose(state["ewma"].mean["embed"], steps[-1]["embed"], rtol=1e-5)
-    rows = trainer.score(state, samples, old_policies.Unkept())
+    rows = trainer.score(state, samples, old_policies.Newest())
     at_mean = trainer.log_probs(state["ewma"].mean, [s.trajectory for s in samples])
     np.testing.assert_array_equal(rows["logp_prox"][rows["mask"]], np.concatenate(at_mean))
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])

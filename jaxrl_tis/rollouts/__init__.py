@@ -1,5 +1,6 @@
-"""Who generates when: sources of the batches that a run trains on."""
+"""Who generates when: sources of the batches that a run trains on; docs/async.md explains them."""
 
+from jaxrl_tis.rollouts.asynchronous import Asynchronous
 from jaxrl_tis.rollouts.collector import Collector
 from jaxrl_tis.rollouts.groups import (
     Groups, Prompter, Sample, components, kept_metrics, sampling_params,
@@ -7,6 +8,6 @@ from jaxrl_tis.rollouts.groups import (
 from jaxrl_tis.rollouts.source import RolloutSource, run
 
 __all__ = [
-    "Collector", "Groups", "Prompter", "RolloutSource", "Sample", "components", "kept_metrics",
-    "run", "sampling_params",
+    "Asynchronous", "Collector", "Groups", "Prompter", "RolloutSource", "Sample", "components",
+    "kept_metrics", "run", "sampling_params",
 ]

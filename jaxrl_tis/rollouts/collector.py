@@ -9,10 +9,9 @@ import ml_collections
 
 from jaxrl_tis import processes
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.metrics import Timer
-from jaxrl_tis.rollouts.groups import Groups, Prompter, Sample
+from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.source import run
 
 
@@ -25,27 +24,25 @@ class Collector:
       timer: of the phases "data", "rollout" and "reward".
       load: (the policy's parameters, version) -> serving parameters.
       start: (serving parameters, version) -> a scheduler.
-      with_greedy: also answer each prompt once at temperature 0, for the baseline of ReMax.
       pulse: called between two calls of the engine.
     """
 
     def __init__(
         self,
         config: ml_collections.ConfigDict,
-        prompter: Prompter,
+        groups: Groups,
         batches: Batches,
-        rewards: RewardWorker,
         timer: Timer,
         load: Callable[[Any, int], Any],
         start: Callable[[Any, int], Scheduler],
-        with_greedy: bool = False,
         pulse: Callable[[], None] = lambda: None,
     ):
-        self._config, self._groups = config, Groups(config, prompter, rewards, with_greedy)
-        self._batches, self._rewards, self._timer = batches, rewards, timer
+        self._config, self._groups, self._batches, self._timer = config, groups, batches, timer
         self._load, self._start, self._scheduler, self._pulse = load, start, None, pulse
+        self._published: tuple[int | None, dict[str, Any]] = None, {}
 
     def publish(self, params: Any, version: int) -> None:
+        self._published = version, self._batches.get_state()
         serving = jax.block_until_ready(self._load(params, version))
         if self._scheduler is None:
             self._scheduler = self._start(serving, version)
@@ -61,7 +58,7 @@ class Collector:
         replaced by fresh prompts, for at most max_rounds rounds, then taken as they are.
         """
         rollout, scheduler = self._config.rollout, self._scheduler
-        failed, before = dict(self._rewards.counts), dataclasses.replace(scheduler.stats)
+        failed, before = dict(self._groups.counts), dataclasses.replace(scheduler.stats)
         useful: list[list[Sample]] = []
         others: list[list[Sample]] = []
         for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
@@ -76,7 +73,7 @@ class Collector:
             dataclasses.replace(sample, group=index)
             for index, group in enumerate(chosen) for sample in group
         ]
-        metrics = {f"reward/{name}": n - failed[name] for name, n in self._rewards.counts.items()}
+        metrics = {f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()}
         metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
         stats = scheduler.stats.since(before)
         metrics["rollout/occupancy"] = stats.occupancy
@@ -94,15 +91,17 @@ class Collector:
         if self._scheduler is not None:
             self._scheduler.rest()
 
-    def get_state(self) -> dict[str, Any]:
-        return {"batches": self._batches.get_state()}
+    def get_state(self, version: int) -> dict[str, Any]:
+        at, batches = self._published
+        # A step that was given up is begun again.
+        return {"batches": batches if version == at else self._batches.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
 
     def facts(self) -> dict[str, Any]:
         facts = {} if self._scheduler is None else self._scheduler.facts()
-        return self.get_state() | {f"scheduler.{name}": fact for name, fact in facts.items()}
+        return {"batches": self._batches.get_state()} | {f"scheduler.{name}": fact for name, fact in facts.items()}
 
     def _sample_groups(self, tag) -> list[list[Sample]]:
         with self._timer("data"):

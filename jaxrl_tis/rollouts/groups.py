@@ -120,34 +120,48 @@ class Groups:
         """The number of requests of a group."""
         return len(self._samplings)
 
-    def requests(self, record: dict[str, str], name: str) -> list[Request]:
-        """Makes the requests of an example; `name` is that of the group, unique in a run, which
-        the noise of its samples depends on."""
+    def requests(self, record: dict[str, str], name: str, redundant: int = 0) -> list[Request]:
+        """Makes the requests of an example, and redundant ones; `name` is that of the group, unique
+        in a run, which the noise of its samples depends on."""
         ids = self._prompter.ids(record)
         return [
             Request(f"{name}/{record['id']}/{g}", ids, self._config.seed, sampling)
-            for g, sampling in enumerate(self._samplings)
+            for g, sampling in enumerate(self._samplings + self._samplings[:1] * redundant)
         ]
 
     def rewarded(
         self, records: list[dict[str, str]], trajectories: list[Trajectory]
     ) -> list[list[Sample]]:
         """Returns the groups of these examples, from the records of all of their requests in
-        order; the reward is called once for all."""
+        order."""
         repeated = [record for record in records for _ in self._samplings]
-        texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
-        scored = self._rewards.components(texts, repeated)
-        samples = [
-            self._sample(*sample)
-            for sample in zip(trajectories, repeated, texts, scored, strict=True)
+        samples = self.samples(repeated, trajectories)
+        return [
+            self.group(samples[i : i + self.size]) for i in range(0, len(samples), self.size)
         ]
-        groups = [samples[i : i + self.size] for i in range(0, len(samples), self.size)]
-        if self._with_greedy:
-            groups = [
-                [dataclasses.replace(s, greedy_reward=group[-1].reward) for s in group[:-1]]
-                for group in groups
-            ]
-        return groups
+
+    def samples(
+        self, records: list[dict[str, str]], trajectories: list[Trajectory]
+    ) -> list[Sample]:
+        """Returns a rewarded sample for each trajectory and the example that it answers; the reward
+        is called once for all."""
+        texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
+        scored = self._rewards.components(texts, records)
+        return [
+            self._sample(*sample)
+            for sample in zip(trajectories, records, texts, scored, strict=True)
+        ]
+
+    def group(self, samples: list[Sample]) -> list[Sample]:
+        """Returns the samples of a group that are trained on, of those of all its requests."""
+        if not self._with_greedy:
+            return samples
+        return [dataclasses.replace(s, greedy_reward=samples[-1].reward) for s in samples[:-1]]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many rewards have failed, by the reason."""
+        return self._rewards.counts
 
     def _sample(self, trajectory, record, text, components) -> Sample:
         rollout, score = self._config.rollout, sum(components.values())

@@ -42,9 +42,9 @@ class RolloutSource(Protocol):
     def rest(self) -> None:
         """Gives the memory of the sampler's cache back until the next batch."""
 
-    def get_state(self) -> dict[str, Any]:
-        """Returns what JSON can hold and `set_state` needs to go on as if there had been no
-        break."""
+    def get_state(self, version: int) -> dict[str, Any]:
+        """Returns what JSON can hold and `set_state` needs to go on from this version of the policy
+        as if there had been no break: the last that was published, or the one after it."""
 
     def set_state(self, state: dict[str, Any]) -> None: ...
 

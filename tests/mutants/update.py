@@ -162,7 +162,7 @@ MUTANTS = [
         ("samples of a group share their noise", "/{record['id']}/{g}\"", "/{record['id']}\""),
         ("greedy answers are sampled",
          "tokenizer, 0.0, is_filtered=False", "tokenizer, rollout.temperature, is_filtered=False"),
-        ("the greedy answer is one of the group", "for s in group[:-1]]", "for s in group]"),
+        ("the greedy answer is one of the group", "for s in samples[:-1]]", "for s in samples]"),
         ("the mass of a wide set counts where a set was kept",
          "np.where(is_wide, dropped, 0.0)", "np.where(is_wide, 0.0, dropped)"),
     ),

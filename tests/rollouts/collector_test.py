@@ -81,11 +81,28 @@ def batches():
         yield [{"prompt": f"{j}+1=", "answer": str(j + 1), "id": str(j)} for j in (i, i + 1)]
 
 
-def collector(config, reward, scheduler=None, timer=None, examples=None, **options):
+class Batches:
+    """Examples that come in batches, and how many batches were read."""
+
+    def __init__(self, examples):
+        self._examples, self.count = examples, 0
+
+    def __next__(self):
+        self.count += 1
+        return next(self._examples)
+
+    def get_state(self):
+        return self.count
+
+
+def collector(
+    config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, **options
+):
     """A collector that has published its first weights to the scheduler."""
+    prompter = rollouts.Prompter(TOKENIZER, config.task)
     c = rollouts.Collector(
-        config, rollouts.Prompter(TOKENIZER, config.task), examples or batches(),
-        FakeRewards(reward), timer or Timer(), load=lambda params, version: params,
+        config, rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy),
+        Batches(examples or batches()), timer or Timer(), load=lambda params, version: params,
         start=lambda params, version: scheduler or FakeScheduler(), **options,
     )
     c.publish(None, 0)

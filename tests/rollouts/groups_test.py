@@ -78,6 +78,6 @@ def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
              dataclasses.replace(samples[1], components={"reward": -1.0})]
     found = {name: x.tolist() for name, x in rollouts.components(mixed).items()}
     assert found == {"a": [2.0, 0.0], "b": [1.0, 0.0], "reward": [0.0, -1.0]}
-    c._rewards.components = lambda texts, records: [{"overlong": 1.0}] * len(texts)
+    c._groups._rewards.components = lambda texts, records: [{"overlong": 1.0}] * len(texts)
     with pytest.raises(ValueError, match="component 'overlong'"):
         c.next(2)

@@ -1,0 +1,66 @@
+"""What contradicts itself in the settings of who generates when."""
+
+import math
+from collections.abc import Iterator
+
+import ml_collections
+
+from jaxrl_tis.rollouts import modes
+
+DRIVERS = ("virtual",)
+
+
+def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
+    """Yields a sentence for each problem of config.rollout with what it says of modes."""
+    rollout = config.rollout
+    try:
+        mode = modes.parse(rollout.mode)
+    except ValueError as error:
+        yield f"rollout.{error}"
+        return
+    if rollout.workers < 1:
+        yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
+    if rollout.update_turns < 0:
+        yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
+    if rollout.driver not in DRIVERS:
+        yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
+    if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
+        yield (
+            f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
+            f"{rollout.prompts}; 0 holds as many as the mode can begin"
+        )
+    if rollout.queue and rollout.queue < mode.sync_every * rollout.prompts:
+        yield (
+            f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
+            f"{rollout.prompts} that are begun between two hand-overs of weights"
+        )
+    if mode.is_sync:
+        yield from _idle(rollout)
+        return
+    if math.isinf(mode.ahead) and not rollout.queue:
+        yield f"rollout.mode = {rollout.mode!r} has no bound: set rollout.queue to the most groups"
+    if any(config.engine.retention):
+        yield (
+            f"rollout.mode = {rollout.mode!r} interrupts sequences, and one that saw evicted keys "
+            "cannot go on: set engine.retention to (0, 0)"
+        )
+    if mode.redundant and config.correction.advantage == "remax":
+        yield (
+            f"rollout.mode = {rollout.mode!r} takes the first samples that end, and advantage 'remax' "
+            "needs its greedy answer among them: set redundant to 0"
+        )
+    if mode.repack and rollout.workers < 2:
+        yield (
+            f"rollout.mode = {rollout.mode!r} moves sequences between workers, and there is one: set "
+            "rollout.workers to at least 2, or repack to 0"
+        )
+
+
+def _idle(rollout) -> Iterator[str]:
+    """Finds settings that a synchronous run does not read."""
+    for name, default in (("workers", 1), ("queue", 0), ("update_turns", 0)):
+        if rollout[name] != default:
+            yield (
+                f"rollout.{name} = {rollout[name]} is for samplers that run ahead, and rollout.mode "
+                f"is {rollout.mode!r}: choose another mode, or set it to {default}"
+            )

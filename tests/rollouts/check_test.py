@@ -1,0 +1,42 @@
+"""Settings of who generates when that contradict themselves."""
+
+import pytest
+
+from jaxrl_tis.rollouts import check
+from tests import tiny
+
+
+@pytest.mark.parametrize("changes, why", [
+    (dict(mode="areal(staleness=-1)"), "rollout.mode 'areal.staleness=-1.': it runs -1"),
+    (dict(mode="aral"), "mode 'aral' is unknown; did you mean 'areal'"),
+    (dict(mode="fully_async(trigger=4, threshold=-0.5)"), "threshold is -0.5"),
+    (dict(mode="fully_async(trigger=0)"), "trigger is 0; give a whole number"),
+    (dict(mode="roll_flash(redundant=-1)"), "-1 redundant candidates"),
+    (dict(mode="laminar(repack=1.5)", workers=2), "repack is 1.5"),
+    (dict(mode="laminar"), "moves sequences between workers, and there is one"),
+    (dict(mode="areal(staleness=inf)"), "has no bound: set rollout.queue"),
+    (dict(mode="areal", queue=3), "rollout.queue = 3 groups cannot hold a batch of rollout.prompts = 4"),
+    (dict(mode="fully_async(trigger=3)", queue=8), "cannot hold the 3 batches of 4"),
+    (dict(mode="areal", workers=0), "rollout.workers is 0"),
+    (dict(mode="areal", update_turns=-1), "rollout.update_turns is -1"),
+    (dict(mode="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
+    (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
+    (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
+])
+def test_a_contradiction_is_named(changes, why):
+    config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
+    with pytest.raises(AssertionError, match=why):
+        assert not list(check.problems(config)), "\n".join(check.problems(config))
+
+
+def test_other_sections_that_a_mode_excludes():
+    config = tiny.config(rollout__mode="areal", engine__retention=(1, 2))
+    assert "saw evicted keys" in " ".join(check.problems(config))
+    config = tiny.config(
+        rollout__mode="roll_flash(redundant=1)", correction__advantage="remax")
+    assert "needs its greedy answer" in " ".join(check.problems(config))
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic", "one_step", "areal(staleness=2)"])
+def test_modes_as_they_are(mode):
+    assert not list(check.problems(tiny.config(rollout__mode=mode)))
