@@ -42,7 +42,9 @@ MAY_IMPORT = {
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
-    "rollouts": ("data", "engine", "metrics", "processes", "spelling"),
+    "rollouts": (
+        "data", "engine", "metrics", "processes", "provenance", "spelling", "storage",
+    ),
     # The learner knows records of the engine, and none of its programs.
     "old_policies": ("engine",),
     "correction": ("estimators", "fields"),
@@ -132,7 +134,6 @@ COVERED = {
     "rollouts/controller": "rollouts/asynchronous_test",
     "rollouts/modes": "rollouts/asynchronous_test",
     "rollouts/queue": "rollouts/asynchronous_test",
-    "rollouts/wire": "rollouts/asynchronous_test",
     "scoring": "step_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
