@@ -392,10 +392,10 @@ def _old_logp(c: Correction, config):
             f"{rollout.mode!r}, whose tokens are up to {mode.staleness:g} versions old: set it to 1 "
             "more than the versions that you want to keep, or rollout.old_logp to ewma or none"
         )
-    if way == "replica" and mode.on_sync != "interrupt":
+    if way == "replica" and (mode.on_sync != "interrupt" or mode.sync_every > 1):
         yield (
-            "rollout.old_logp = 'replica' scores all that the old weights have drawn before new ones "
-            f"come, and rollout.mode = {rollout.mode!r} leaves it running: set rollout.old_logp to ring"
+            "rollout.old_logp = 'replica' scores all that the old weights have drawn after each update, "
+            f"and rollout.mode = {rollout.mode!r} leaves it running: set rollout.old_logp to ring"
         )
     if way == "none" and c.mode == "decoupled":
         chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []

@@ -105,6 +105,7 @@ def test_measures_are_positive(name):
     (dict(rollout__mode="areal(staleness=inf)", rollout__queue=8),
      ["rollout.snapshots = 0", "inf versions old"]),
     (dict(rollout__mode="in_flight", rollout__old_logp="replica"), ["'replica'", "leaves it running"]),
+    (dict(rollout__mode="fully_async", rollout__old_logp="replica"), ["'replica'", "'fully_async'"]),
     (dict(rollout__mode="areal", rollout__old_logp="none", correction__objective="reinforce"),
      ["weight 'token_tis'", "rollout.old_logp is 'none'"]),
     (dict(rollout__mode="areal", rollout__old_logp="none", correction__weight="none",
