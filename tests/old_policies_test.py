@@ -102,7 +102,7 @@ def test_too_many_bytes_are_refused_with_all_numbers():
         ring(count=0)
 
 
-def trajectory(id, versions, logp=None):
+def trajectory(id, versions):
     n = len(versions)
     zeros = np.zeros(n, np.float32)
     return Trajectory(
