@@ -1,0 +1,352 @@
+"""Decides who generates what, with which weights, and who waits: a state machine without a clock.
+
+Events are calls: workers come and go, sequences end or come back, the learner publishes a version.
+`decisions` then says what is to be done, and `take` which groups the next batch is made of. What
+drives it may have a clock, threads or processes; nothing here knows.
+
+The bound on staleness holds by construction, and nothing is ever dropped for it. A group that a
+worker begins with the weights of version u has the deadline u + staleness: the last batch that may
+have it. One begins only if the batches up to every later deadline still have room for all that is
+due by then, and a batch waits for samples as long as this would not hold for what it leaves; so all
+deadlines are kept, in whatever order sequences end. For one worker the rule is AReaL's: group N of batches of B begins if
+floor((N - 1) / B) <= u + staleness (2505.24298).
+"""
+
+import bisect
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.queue import Entry, Key, Queue
+
+LEARNER = "learner"
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """Let a worker draw these samples; those of `fresh` from their prompts, whatever there is of
+    them."""
+
+    worker: str
+    keys: tuple[Key, ...]
+    fresh: frozenset[Key] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Interrupt:
+    """Let a worker end these samples as they are, and give them back."""
+
+    worker: str
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Discard:
+    """Let a worker end these samples, which nobody wants any more."""
+
+    worker: str
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """Give a worker the weights of this version."""
+
+    worker: str
+    version: int
+
+
+Decision = Begin | Interrupt | Discard | Swap
+
+
+@dataclasses.dataclass
+class Worker:
+    """A sampler.
+
+    Attributes:
+      slots: sequences that it draws at once.
+      version: of its weights; None before it has any.
+      running: samples that it draws.
+      leaving: of these, the ones that it was told to give back.
+      is_changing: weights are on their way to it.
+    """
+
+    slots: int
+    version: int | None = None
+    running: set[Key] = dataclasses.field(default_factory=set)
+    leaving: set[Key] = dataclasses.field(default_factory=set)
+    is_changing: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.slots
+
+
+class Controller:
+    """The state of an asynchronous run.
+
+    Args:
+      mode: its numbers.
+      batch: groups of a batch.
+      queue: of groups; `put` on it is the driver's, `add` and `take` are done here.
+
+    Attributes:
+      version: of the learner, which is the number of the batch that it takes next.
+      offered: the newest version that workers may have.
+      next_group: number of the group that begins next; how many have begun.
+    """
+
+    def __init__(self, mode: Mode, batch: int, queue: Queue):
+        if queue.capacity < batch:
+            raise ValueError(f"a queue of {queue.capacity} groups cannot hold a batch of {batch}")
+        self.mode, self.batch, self.queue = mode, batch, queue
+        self.version: int | None = None
+        self.offered: int | None = None
+        self.next_group = 0
+        self.workers: dict[str, Worker] = {}
+        # Samples to be begun again, with the version of the weights that drew the last of their
+        # tokens, None if they have none.
+        self._waiting: collections.deque[tuple[Key, int | None]] = collections.deque()
+        self._destinations: dict[Key, str] = {}
+        self._discarded: dict[str, set[Key]] = collections.defaultdict(set)
+        self._taken = 0  # groups of batch `version`
+        self._must_sync = True
+
+    # Events
+
+    def joined(self, name: str, slots: int) -> None:
+        """A worker is there; it has no weights yet."""
+        if name in self.workers:
+            raise ValueError(f"a worker named {name!r} is there already")
+        self.workers[name] = Worker(slots)
+
+    def left(self, name: str, drawn_by: Mapping[Key, int] = {}) -> None:
+        """A worker is gone; others begin again what it drew, or go on with it where somebody knows
+        what there is of it: `drawn_by` has the version of its last token, see `gave_back`."""
+        for key in sorted(self.workers.pop(name).running):
+            self._wait(key, drawn_by.get(key))
+        self._discarded.pop(name, None)
+
+    def published(self, version: int) -> None:
+        """The learner has made this version of the last batch; ValueError where it cannot have."""
+        expected = {0: self.version, self.batch: (self.version or 0) + 1}
+        is_first = self.version is None
+        if not is_first and (self._taken not in expected or version != expected[self._taken]):
+            raise ValueError(
+                f"version {version} was published after {self.version} and {self._taken} of "
+                f"{self.batch} groups of its batch"
+            )
+        self.version, self._taken = version, 0
+        if self._must_sync or version - self.offered >= self.mode.sync_every:
+            self.offered, self._must_sync = version, False
+
+    def swapped(self, name: str, version: int) -> None:
+        """A worker has these weights; ValueError where it had newer ones."""
+        worker = self.workers[name]
+        if worker.version is not None and version < worker.version:
+            raise ValueError(f"worker {name!r} goes back from version {worker.version} to {version}")
+        worker.version, worker.is_changing = version, False
+
+    def finished(self, name: str, key: Key) -> bool:
+        """A worker has drawn a sample to its end. Returns whether it was to: what it was not given,
+        or has given back, does not count."""
+        if name not in self.workers or key not in self.workers[name].running:
+            return False
+        self._forget(name, key)
+        return True
+
+    def gave_back(self, name: str, key: Key, version: int | None) -> bool:
+        """A worker has given a sample back unfinished; `version` is that of its last token, None
+        without one. Returns whether it was to."""
+        if not self.finished(name, key):
+            return False
+        self._wait(key, version)
+        return True
+
+    def rejected(self, group: int) -> None:
+        """The learner does not want a group that is complete; another may begin in its place."""
+        self.queue.take([group])
+
+    def tighten(self) -> float:
+        """Bounds the staleness of what begins from now on by a version less, if that can be, and
+        hands the next version over. Returns the batches that samplers may begin ahead."""
+        ahead = max(self.mode.ahead - 1, self.mode.sync_every - 1)
+        if math.isinf(ahead):
+            ahead = float(self.queue.capacity // self.batch - 1)
+        self.mode, self._must_sync = dataclasses.replace(self.mode, ahead=ahead), True
+        return ahead
+
+    def interrupt_all(self) -> list[Interrupt]:
+        """Takes everything back from all workers, for a checkpoint or a rest, after which they go
+        on with the next version that is published: that is all that a checkpoint knows of weights.
+        """
+        self._must_sync, found = True, []
+        for name, worker in self.workers.items():
+            found += self._interrupt(name, worker.running - worker.leaving)
+        return found
+
+    # Decisions
+
+    def decisions(self) -> list[Decision]:
+        """Returns what is to be done now, each once."""
+        return [*self._discards(), *self._repacks(), *self._syncs(), *self._begins()]
+
+    def take(self) -> list[Entry] | None:
+        """Removes and returns the groups of batch `version`, those that are due soonest first; with
+        `on_arrival` those of them that are there. None while there is nothing to be had."""
+        left = self.batch - self._taken
+        if self.version is None or not left:
+            return None
+        entries = self.queue.entries
+        ready = {g for g in entries if self.queue.is_ready(g, LEARNER)}
+        order = sorted(ready, key=lambda g: (entries[g].deadline, g))[:left]
+        if not self.mode.on_arrival:
+            later = sorted(entries[g].deadline for g in entries.keys() - set(order))
+            # What is left has to find room by its deadlines in the batches that follow.
+            is_kept = all(
+                count <= self.batch * (last - self.version) for count, last in enumerate(later, 1)
+            )
+            if len(order) < left or not is_kept:
+                return None
+        self._taken += len(order)
+        return self.queue.take(order) or None
+
+    def _wait(self, key: Key, version: int | None) -> None:
+        """Puts a sample that its group still needs in line; `version`: see `gave_back`."""
+        group = key[0]
+        is_needed = group in self.queue.entries and not self.queue.has_tokens(group)
+        if is_needed:
+            self._waiting.append((key, version))
+        else:
+            self._destinations.pop(key, None)
+
+    def _forget(self, name: str, key: Key) -> None:
+        worker = self.workers[name]
+        worker.running.discard(key)
+        worker.leaving.discard(key)
+        self._discarded[name].discard(key)
+
+    def _interrupt(self, name: str, keys: set[Key]) -> list[Interrupt]:
+        self.workers[name].leaving |= keys
+        return [Interrupt(name, tuple(sorted(keys)))] if keys else []
+
+    def _discards(self):
+        """Finds what is being drawn of groups that are complete or gone."""
+        is_open = lambda g: g in self.queue.entries and not self.queue.has_tokens(g)
+        self._waiting = collections.deque(w for w in self._waiting if is_open(w[0][0]))
+        for name, worker in self.workers.items():
+            over = {k for k in worker.running if not is_open(k[0])} - self._discarded[name]
+            if over:
+                self._discarded[name] |= over
+                yield Discard(name, tuple(sorted(over)))
+
+    def _repacks(self):
+        """Moves the last sequences of workers that wait for new weights onto the fullest of the
+        same version."""
+        if not self.mode.repack:
+            return
+        tails = collections.defaultdict(list)
+        for name, worker in self.workers.items():
+            is_late = worker.version is not None and worker.version < self.offered
+            is_tail = 0 < len(worker.running) < self.mode.repack * worker.slots
+            if is_late and is_tail and not worker.leaving:
+                tails[worker.version].append(name)
+        for names in tails.values():
+            names.sort(key=lambda name: -len(self.workers[name].running))
+            target, *others = names
+            room = self.workers[target].slots - len(self.workers[target].running)
+            for name in reversed(others):
+                keys = set(self.workers[name].running)
+                if len(keys) <= room:
+                    room -= len(keys)
+                    self._destinations |= dict.fromkeys(keys, target)
+                    yield from self._interrupt(name, keys)
+
+    def _syncs(self):
+        """Brings workers to the version that is offered."""
+        for name, worker in self.workers.items():
+            is_current = self.offered is None or worker.version == self.offered
+            if is_current or worker.is_changing:
+                continue
+            if worker.running and self.mode.on_sync == "interrupt":
+                yield from self._interrupt(name, worker.running - worker.leaving)
+            elif not worker.running or self.mode.on_sync == "in_place":
+                worker.is_changing = True
+                yield Swap(name, self.offered)
+
+    def _begins(self):
+        """Gives work to the workers with room that have, or may keep, their weights."""
+        yield from self._moved()
+        able = [
+            name for name, worker in self.workers.items()
+            if worker.version is not None and worker.version == self.offered
+            and not worker.is_changing and not worker.leaving
+        ]
+        while ready := [name for name in able if self.workers[name].has_room]:
+            name = min(ready, key=lambda n: len(self.workers[n].running))
+            if self._waiting:
+                key, version = self._waiting.popleft()
+                yield self._begin(name, [key], {key: version})
+            elif (deadline := self._deadline(self.workers[name].version)) is not None:
+                group, self.next_group = self.next_group, self.next_group + 1
+                self.queue.add(group, deadline)
+                keys = [(group, i) for i in range(self.queue.size + self.mode.redundant)]
+                yield self._begin(name, keys, dict.fromkeys(keys))
+            else:
+                return
+
+    def _moved(self):
+        """Begins what was taken from a worker for another, if that still has its version."""
+        for _ in range(len(self._waiting)):
+            key, version = self._waiting.popleft()
+            name = self._destinations.pop(key, None)
+            worker = self.workers.get(name)
+            has_version = worker and worker.version == version and not worker.is_changing
+            if has_version and worker.has_room:
+                yield self._begin(name, [key], {key: version})
+            else:
+                self._waiting.append((key, version))
+
+    def _begin(self, name: str, keys: list[Key], drawn_by: dict[Key, int | None]) -> Begin:
+        """`drawn_by`: see `gave_back`. A sequence of one version that another one has begun starts
+        over."""
+        worker = self.workers[name]
+        worker.running.update(keys)
+        is_other = lambda key: drawn_by[key] not in (None, worker.version)
+        fresh = {k for k in keys if is_other(k)} if self.mode.on_sync == "drain" else ()
+        return Begin(name, tuple(keys), frozenset(fresh))
+
+    def _deadline(self, version: int) -> float | None:
+        """Returns the deadline of a group that begins with these weights; None where it may not."""
+        deadlines = sorted(entry.deadline for entry in self.queue.entries.values())
+        room = lambda last: self.batch * (last + 1 - self.version) - self._taken
+        own = version + self.mode.staleness
+        # One more at its own deadline is one more by every later one.
+        is_kept = all(
+            bisect.bisect_right(deadlines, last) + 1 <= room(last)
+            for last in {own, *deadlines} if last >= own
+        )
+        is_held = len(deadlines) + 1 <= min(self.queue.capacity, room(version + self.mode.ahead))
+        return own if is_kept and is_held else None
+
+    # Checkpoints
+
+    def get_state(self, version: int) -> dict[str, Any]:
+        """Returns what JSON can hold of a controller whose workers have given everything back, to
+        go on with this version of the learner."""
+        return {
+            "version": version, "next_group": self.next_group,
+            "waiting": [[list(key), version] for key, version in self._waiting],
+            "ahead": None if math.isinf(self.mode.ahead) else self.mode.ahead,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state. The queue is restored by itself, with what was taken of a batch
+        that nobody has trained on; workers join without weights."""
+        self.version, self.next_group = state["version"], state["next_group"]
+        self._waiting = collections.deque((tuple(key), v) for key, v in state["waiting"])
+        ahead = math.inf if state["ahead"] is None else state["ahead"]
+        self.mode = dataclasses.replace(self.mode, ahead=ahead)

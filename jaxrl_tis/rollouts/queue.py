@@ -1,0 +1,118 @@
+"""The queue between samplers and learner: what there is of each sample, and who has had it.
+
+It is the control plane of AsyncFlow's TransferQueue (2507.01663) in one process: a table of samples
+with a column for everything that somebody makes of them. A consumer names the columns that it
+needs, and gets each sample once, as soon as it has them; the learner gets whole groups.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Key = tuple[int, int]  # number of the group, of the sample within it
+
+
+class Full(RuntimeError):
+    """As many groups are in the queue as it holds; take some and try again."""
+
+
+@dataclasses.dataclass
+class Entry:
+    """A group in the queue.
+
+    Attributes:
+      number: of the group, in the order in which groups begin.
+      deadline: the last batch that may have it.
+      prompt: what its samples answer.
+      columns: sample -> column -> value, of the samples that belong to the group: the first that
+        were there, in the order of their numbers.
+      claimed: (consumer, sample) that were handed out.
+    """
+
+    number: int
+    deadline: float
+    prompt: Any = None
+    columns: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    claimed: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+
+
+class Queue:
+    """Groups of samples on their way to the learner.
+
+    Args:
+      size: samples of a group.
+      capacity: groups that it holds at most; `add` raises Full beyond.
+      needs: consumer -> the columns of a sample that it has to wait for; "tokens" is the column
+        that makes a sample part of its group.
+    """
+
+    def __init__(self, size: int, capacity: float, needs: Mapping[str, tuple[str, ...]]):
+        self.size, self.capacity, self._needs = size, capacity, dict(needs)
+        self.entries: dict[int, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, group: int, deadline: float) -> None:
+        """Opens a group; ValueError where it is open, Full where there is no room."""
+        if group in self.entries:
+            raise ValueError(f"group {group} is in the queue")
+        if len(self.entries) >= self.capacity:
+            raise Full(f"the queue holds {len(self.entries)} groups, at most {self.capacity}")
+        self.entries[group] = Entry(group, deadline)
+
+    def put(self, key: Key, column: str, value: Any) -> bool:
+        """Writes a column of a sample. Returns whether it was wanted: not where the group is gone
+        or complete without the sample, nor where the column is there already."""
+        group, sample = key
+        if group not in self.entries:
+            return False
+        columns = self.entries[group].columns
+        if sample not in columns and (column != "tokens" or len(columns) == self.size):
+            return False
+        row = columns.setdefault(sample, {})
+        if column in row:
+            return False
+        row[column] = value
+        return True
+
+    def get(self, key: Key, column: str) -> Any:
+        return self.entries[key[0]].columns[key[1]][column]
+
+    def has_tokens(self, group: int) -> bool:
+        """Whether a group has all of its samples."""
+        return len(self.entries[group].columns) == self.size
+
+    def claim(self, consumer: str) -> list[Key]:
+        """Hands out, once, the samples that have what the consumer needs, oldest group first."""
+        found = []
+        for group in sorted(self.entries):
+            entry = self.entries[group]
+            for sample in sorted(entry.columns):
+                has_all = all(name in entry.columns[sample] for name in self._needs[consumer])
+                if has_all and (consumer, sample) not in entry.claimed:
+                    entry.claimed.add((consumer, sample))
+                    found.append((group, sample))
+        return found
+
+    def release(self, consumer: str, keys: Iterable[Key]) -> None:
+        """Takes samples back from a consumer that did not do its work."""
+        for group, sample in keys:
+            if group in self.entries:
+                self.entries[group].claimed.discard((consumer, sample))
+
+    def is_ready(self, group: int, consumer: str) -> bool:
+        """Whether all samples of a group have what the consumer needs."""
+        rows = self.entries[group].columns.values()
+        return self.has_tokens(group) and all(
+            name in row for row in rows for name in self._needs[consumer]
+        )
+
+    def take(self, groups: Iterable[int]) -> list[Entry]:
+        """Removes groups and returns them, their samples in the order of their numbers."""
+        taken = []
+        for group in groups:
+            entry = self.entries.pop(group)
+            entry.columns = dict(sorted(entry.columns.items()))
+            taken.append(entry)
+        return taken
