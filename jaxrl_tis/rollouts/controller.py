@@ -7,9 +7,9 @@ drives it may have a clock, threads or processes; nothing here knows.
 The bound on staleness holds by construction, and nothing is ever dropped for it. A group that a
 worker begins with the weights of version u has the deadline u + staleness: the last batch that may
 have it. One begins only if the batches up to every later deadline still have room for all that is
-due by then, and a batch waits for samples as long as this would not hold for what it leaves; so all
-deadlines are kept, in whatever order sequences end. For one worker the rule is AReaL's: group N of batches of B begins if
-floor((N - 1) / B) <= u + staleness (2505.24298).
+due by then, and a batch waits for samples while this would not hold for what it leaves; so all
+deadlines are kept, in whatever order sequences end. For one worker the rule is AReaL's: group N of
+batches of B begins if floor((N - 1) / B) <= u + staleness (2505.24298).
 """
 
 import bisect
@@ -173,9 +173,10 @@ class Controller:
     def tighten(self) -> float:
         """Bounds the staleness of what begins from now on by a version less, if that can be, and
         hands the next version over. Returns the batches that samplers may begin ahead."""
-        ahead = max(self.mode.ahead - 1, self.mode.sync_every - 1)
+        ahead = self.mode.ahead
         if math.isinf(ahead):
-            ahead = float(self.queue.capacity // self.batch - 1)
+            ahead = float(self.queue.capacity // self.batch)
+        ahead = max(ahead - 1, self.mode.sync_every - 1)
         self.mode, self._must_sync = dataclasses.replace(self.mode, ahead=ahead), True
         return ahead
 
@@ -329,7 +330,9 @@ class Controller:
             bisect.bisect_right(deadlines, last) + 1 <= room(last)
             for last in {own, *deadlines} if last >= own
         )
-        is_held = len(deadlines) + 1 <= min(self.queue.capacity, room(version + self.mode.ahead))
+        # Rounded, as 1.1 - 1 batches of 10 groups are one group.
+        held = round(room(version + self.mode.ahead), 6)
+        is_held = len(deadlines) + 1 <= min(self.queue.capacity, held)
         return own if is_kept and is_held else None
 
     # Checkpoints

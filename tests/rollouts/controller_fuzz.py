@@ -69,7 +69,7 @@ class World:
         self.mode, self.seed, self.batch = mode, seed, rng.randint(1, 4)
         self.size, most = rng.randint(1, 4), (mode.ahead + 1) * self.batch
         if math.isinf(most) or rng.random() < 0.3:
-            self.capacity = self.batch * mode.sync_every + rng.randint(0, 9)
+            self.capacity = self.batch + rng.randint(0, 12)
         else:
             self.capacity = most
         self.queue = Queue(self.size, self.capacity, NEEDS)
@@ -236,9 +236,8 @@ class World:
             self.end(group, "rejected")
 
     def tighten(self):
-        ahead = max(self.ahead - 1, self.mode.sync_every - 1)
-        if math.isinf(ahead):
-            ahead = self.capacity // self.batch - 1
+        bound = self.capacity // self.batch if math.isinf(self.ahead) else self.ahead
+        ahead = max(bound - 1, self.mode.sync_every - 1)
         assert self.controller.tighten() == ahead
         self.ahead, self.must_sync = ahead, True
 
