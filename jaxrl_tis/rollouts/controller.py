@@ -153,18 +153,18 @@ class Controller:
     def finished(self, name: str, key: Key) -> bool:
         """A worker has drawn a sample to its end. Returns whether it was to: what it was not given,
         or has given back, does not count."""
-        if name not in self.workers or key not in self.workers[name].running:
-            return False
-        self._forget(name, key)
-        return True
+        is_known = self._forget(name, key)
+        if is_known:
+            self._destinations.pop(key, None)
+        return is_known
 
     def gave_back(self, name: str, key: Key, version: int | None) -> bool:
         """A worker has given a sample back unfinished; `version` is that of its last token, None
         without one. Returns whether it was to."""
-        if not self.finished(name, key):
-            return False
-        self._wait(key, version)
-        return True
+        is_known = self._forget(name, key)
+        if is_known:
+            self._wait(key, version)
+        return is_known
 
     def rejected(self, group: int) -> None:
         """The learner does not want a group that is complete; another may begin in its place."""
@@ -185,6 +185,7 @@ class Controller:
         on with the next version that is published: that is all that a checkpoint knows of weights.
         """
         self._must_sync, found = True, []
+        self._destinations.clear()
         for name, worker in self.workers.items():
             found += self._interrupt(name, worker.running - worker.leaving)
         return found
@@ -224,11 +225,15 @@ class Controller:
         else:
             self._destinations.pop(key, None)
 
-    def _forget(self, name: str, key: Key) -> None:
+    def _forget(self, name: str, key: Key) -> bool:
+        """Takes a sample off a worker; returns whether it was there."""
+        if name not in self.workers or key not in self.workers[name].running:
+            return False
         worker = self.workers[name]
         worker.running.discard(key)
         worker.leaving.discard(key)
         self._discarded[name].discard(key)
+        return True
 
     def _interrupt(self, name: str, keys: set[Key]) -> list[Interrupt]:
         self.workers[name].leaving |= keys
@@ -237,6 +242,8 @@ class Controller:
     def _discards(self):
         """Finds what is being drawn of groups that are complete or gone."""
         is_open = lambda g: g in self.queue.entries and not self.queue.has_tokens(g)
+        for key in [key for key, _ in self._waiting if not is_open(key[0])]:
+            self._destinations.pop(key, None)
         self._waiting = collections.deque(w for w in self._waiting if is_open(w[0][0]))
         for name, worker in self.workers.items():
             over = {k for k in worker.running if not is_open(k[0])} - self._discarded[name]
@@ -249,32 +256,34 @@ class Controller:
         same version."""
         if not self.mode.repack:
             return
+        coming = collections.Counter(self._destinations.values())
+        load = lambda name: len(self.workers[name].running) + coming[name]
         tails = collections.defaultdict(list)
         for name, worker in self.workers.items():
             is_late = worker.version is not None and worker.version < self.offered
-            is_tail = 0 < len(worker.running) < self.mode.repack * worker.slots
+            is_tail = 0 < load(name) < self.mode.repack * worker.slots
             if is_late and is_tail and not worker.leaving:
                 tails[worker.version].append(name)
         for names in tails.values():
-            names.sort(key=lambda name: -len(self.workers[name].running))
-            target, *others = names
-            room = self.workers[target].slots - len(self.workers[target].running)
+            target, *others = sorted(names, key=load, reverse=True)
+            room = self.workers[target].slots - load(target)
             for name in reversed(others):
                 keys = set(self.workers[name].running)
-                if len(keys) <= room:
+                if len(keys) <= room and not coming[name]:
                     room -= len(keys)
                     self._destinations |= dict.fromkeys(keys, target)
                     yield from self._interrupt(name, keys)
 
     def _syncs(self):
-        """Brings workers to the version that is offered."""
+        """Brings workers to the version that is offered, but for those that sequences move to."""
+        awaiting = set(self._destinations.values())
         for name, worker in self.workers.items():
             is_current = self.offered is None or worker.version == self.offered
             if is_current or worker.is_changing:
                 continue
             if worker.running and self.mode.on_sync == "interrupt":
                 yield from self._interrupt(name, worker.running - worker.leaving)
-            elif not worker.running or self.mode.on_sync == "in_place":
+            elif self.mode.on_sync == "in_place" or not (worker.running or name in awaiting):
                 worker.is_changing = True
                 yield Swap(name, self.offered)
 

@@ -81,6 +81,7 @@ class World:
         self.done: dict[int, str] = {}  # group -> "trained" or "rejected"
         self.taken: list[Entry] = []
         self.partials, self.claimed, self.is_flushing = {}, [], False
+        self.moving: dict = {}  # key -> version, of what is on its way to another worker
         self.log, self.tokens = [], 0
         weights = [rng.choice([1, 3, 9]) for _ in range(5)]
         rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(8)]
@@ -124,6 +125,7 @@ class World:
         if name is None:
             return
         drawer = self.drawers.pop(name)
+        self.moving.clear()
         known = {key: tokens for order, partials in drawer.orders if isinstance(order, Begin)
                  for key, tokens in partials.items()} | drawer.drawing
         known |= {key: tokens for what, key, tokens in drawer.reports if what == "gave_back"}
@@ -173,6 +175,7 @@ class World:
         self.let_go(drawer, key)
         is_wanted = key[0] in self.queue.entries and not self.queue.has_tokens(key[0])
         if what == "finished":
+            self.moving.pop(key, None)
             assert self.controller.finished(name, key)
             assert self.queue.put(key, "tokens", tokens) == is_wanted
             assert not self.controller.finished(name, key), "a second report counts"
@@ -266,6 +269,7 @@ class World:
 
     def rest(self):
         self.must_sync = True
+        self.moving.clear()
         for decision in self.controller.interrupt_all():
             self.send(decision, is_rest=True)
 
@@ -364,6 +368,7 @@ class World:
             and len(drawer.held) + len(decision.keys) <= drawer.slots
             for name, drawer in self.drawers.items() if name != decision.worker
         ), "a trajectory is taken away for nothing"
+        self.moving |= dict.fromkeys(decision.keys, version)
 
     def began(self, drawer, decision):
         assert drawer.told is not None, "drawn without weights"
@@ -378,6 +383,8 @@ class World:
             assert key[0] < len(self.bounds) and not self.is_over(key[0]), "drawn for nothing"
             is_other = self.mode.on_sync == "drain" and tokens and tokens[-1] != drawer.told
             assert (key in decision.fresh) == bool(is_other)
+            version = self.moving.pop(key, drawer.told)
+            assert version == drawer.told or not tokens, "moved to another version"
         drawer.held |= set(decision.keys)
         return {key: [] if key in decision.fresh else t for key, t in partials.items()}
 
