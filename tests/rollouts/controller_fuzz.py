@@ -39,7 +39,7 @@ OTHERS = {  # points between the published ones
     "redundant on arrival": Mode(on_arrival=True, redundant=1),
     "in place, every third": Mode(ahead=4.0, sync_every=3, on_sync="in_place", redundant=1),
 }
-LENGTHS = [1, 1, 2, 2, 3, 4, 6, 9, 25]
+LENGTHS = [1, 1, 1, 2, 2, 3, 4, 6, 12]
 NEEDS = {"reward": ("tokens",), "learner": ("reward",)}
 RUN = 500  # events of a world
 
@@ -83,7 +83,8 @@ class World:
         self.partials, self.claimed, self.is_flushing = {}, [], False
         self.moving: dict = {}  # key -> version, of what is on its way to another worker
         self.log, self.tokens = [], 0
-        weights = [rng.choice([1, 3, 9]) for _ in range(5)]
+        self.haste = [9, *(rng.choice([3, 9, 27]) for _ in range(2))]  # of samplers, orders and reports
+        weights = [rng.choice([3, 9]), *(rng.choice([1, 3, 9]) for _ in range(2))]
         rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(8)]
         self.weights = weights + rare
         for _ in range(rng.randint(1, 4)):
@@ -95,12 +96,12 @@ class World:
     def event(self):
         """One at random, and what is decided then, now or later."""
         [event] = self.rng.choices(
-            [self.draw, self.obey, self.hear, self.reward, self.learn, self.die, self.join, self.junk,
-             self.checkpoint, self.reject, self.tighten, self.rest, self.release], self.weights,
+            [self.work, self.reward, self.learn, self.die, self.join, self.junk, self.checkpoint,
+             self.reject, self.tighten, self.rest, self.release], self.weights,
         )
-        often = event in (self.draw, self.obey, self.hear)
-        for _ in range(self.rng.randint(1, 4) if often else 1):
-            event()
+        event()
+        if not self.drawers and self.rng.random() < 0.2:
+            self.join()
         if self.rng.random() < 0.8:
             self.settle()
         self.check()
@@ -132,6 +133,10 @@ class World:
         known = {k: t for k, t in known.items() if k in drawer.held and t and self.rng.random() < 0.5}
         self.partials |= known
         self.controller.left(name, {key: tokens[-1] for key, tokens in known.items()})
+
+    def work(self):
+        for act in self.rng.choices([self.draw, self.obey, self.hear], self.haste, k=8):
+            act()
 
     def draw(self, name=None):
         drawer = self.drawers.get(name or self.one("drawing"))
