@@ -12,7 +12,6 @@ deadlines are kept, in whatever order sequences end. For one worker the rule is 
 batches of B begins if floor((N - 1) / B) <= u + staleness (2505.24298).
 """
 
-import bisect
 import collections
 import dataclasses
 import math
@@ -331,18 +330,11 @@ class Controller:
 
     def _deadline(self, version: int) -> float | None:
         """Returns the deadline of a group that begins with these weights; None where it may not."""
-        deadlines = sorted(entry.deadline for entry in self.queue.entries.values())
-        room = lambda last: self.batch * (last + 1 - self.version) - self._taken
-        own = version + self.mode.staleness
-        # One more at its own deadline is one more by every later one.
-        is_kept = all(
-            bisect.bisect_right(deadlines, last) + 1 <= room(last)
-            for last in {own, *deadlines} if last >= own
-        )
+        ahead = self.batch * (version + self.mode.ahead + 1 - self.version) - self._taken
         # Rounded, as 1.1 - 1 batches of 10 groups are one group.
-        held = round(room(version + self.mode.ahead), 6)
-        is_held = len(deadlines) + 1 <= min(self.queue.capacity, held)
-        return own if is_kept and is_held else None
+        if len(self.queue) + 1 > min(self.queue.capacity, round(ahead, 6)):
+            return None
+        return version + self.mode.staleness
 
     # Checkpoints
 

@@ -8,14 +8,15 @@ MODES_OF_CASES = controller_fuzz.modes()
 
 @pytest.mark.parametrize("text", MODES_OF_CASES)
 def test_whatever_happens_groups_arrive_whole_once_and_in_time(text):
-    for seed in range(8):
+    for seed in range(5):
         controller_fuzz.play(MODES_OF_CASES[text], seed, controller_fuzz.RUN)
 
 
 @pytest.mark.parametrize("text", ["areal", "laminar", "all at once"])
 def test_the_same_events_give_the_same_decisions(text):
-    first, second = (controller_fuzz.play(MODES_OF_CASES[text], 3, 500) for _ in range(2))
-    assert first == second and len(first) > 50
+    for seed in range(3):
+        first, second = (controller_fuzz.play(MODES_OF_CASES[text], seed, 500) for _ in range(2))
+        assert first == second and len(first) > 20
 
 
 def test_every_mode_is_tried():
