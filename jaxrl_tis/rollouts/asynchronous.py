@@ -87,7 +87,7 @@ class Asynchronous:
         self._config, self._mode, self._groups = config, mode, groups
         self._batches, self._records = batches, []
         self._timer, self._load, self._arrived, self._pulse = timer, load, arrived, pulse
-        capacity = rollout.queue or (mode.ahead + 1) * rollout.prompts
+        capacity = rollout.queue or round((mode.ahead + 1) * rollout.prompts, 6)
         self._queue = Queue(groups.size, capacity, NEEDS)
         self.controller = Controller(mode, rollout.prompts, self._queue)
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
