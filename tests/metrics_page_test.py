@@ -21,6 +21,7 @@ RUNS = {
     },
     "bypass": {"correction__preset": "bypass_ppo_clip", "correction__controllers": "ess_scale"},
     "centred": {"correction__preset": "centered_tis_2"},
+    "asynchronous": {"rollout__mode": "areal(staleness=1)", "rollout__probe_every": 1},
 }
 
 

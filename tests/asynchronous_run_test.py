@@ -1,0 +1,73 @@
+"""Whole runs whose samplers run ahead: a restart has the bits of the run that went on."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis import train
+from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.state import abstract_state
+from tests import tiny
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+RUNS = {
+    "ring": dict(rollout__mode="areal(staleness=2)"),
+    "replica": dict(rollout__mode="in_flight(staleness=2)", rollout__old_logp="replica"),
+    "average": dict(rollout__mode="one_step", rollout__old_logp="ewma"),
+    "workers": dict(rollout__mode="laminar(staleness=2, repack=0.9)", rollout__workers=2),
+    "verl": dict(rollout__mode="fully_async(trigger=2, threshold=0.5, partial=True)"),
+}
+
+
+def params(folder, setup):
+    with Checkpoints(folder, keep=2) as checkpoints:
+        wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
+        return checkpoints.restore(wanted, is_part=True)[0]["policy"]["params"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
+    settings = RUNS[name] | dict(
+        rollout__update_turns=2, rollout__max_new_tokens=5, eval__every=3
+    )
+    tiny.run(tmp_path / "whole", steps=5, **settings)
+    tiny.run(tmp_path / "cut", steps=2, **settings)
+    tiny.run(tmp_path / "cut", steps=5, **settings)
+    steps = lambda folder: [r for r in tiny.lines(folder) if r["phase"] == "train"]
+    whole, cut = steps(tmp_path / "whole"), steps(tmp_path / "cut")
+    assert whole == cut and len(whole) == 5
+    assert max(r["training/off_policy/trajectory_staleness_worst/max"] for r in whole) >= 1
+    setup = tiny.setup(**settings)
+    jax.tree.map(
+        np.testing.assert_array_equal, params(tmp_path / "whole", setup),
+        params(tmp_path / "cut", setup),
+    )
+
+
+def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monkeypatch):
+    """It goes on with what was begun: groups are numbered without a gap, none comes twice."""
+    seen, calls = [], []
+    score = train.Trainer.score
+
+    def counted(self, state, samples, *args):
+        seen.extend(sorted({s.group for s in samples}))
+        return score(self, state, samples, *args)
+
+    def stopped(self):
+        calls.append(None)
+        if len(calls) == 40:
+            raise train.Interrupted
+
+    settings = dict(rollout__mode="areal(staleness=2)", rollout__update_turns=1, steps=6,
+                    eval__every=6, checkpoint__every=6)
+    monkeypatch.setattr(train.Trainer, "score", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "pulse", stopped)
+        with pytest.raises(train.Interrupted):
+            tiny.run(tmp_path / "run", **settings)
+    assert 0 < len(seen) < 24
+    tiny.run(tmp_path / "run", **settings)
+    assert sorted(seen) == list(range(max(seen) + 1)) or len(set(seen)) == len(seen) == 24
