@@ -19,7 +19,7 @@ import optax
 from jaxrl_tis.correction import (
     Correction, drift_metrics, judged_alone, loss_arguments, with_key,
 )
-from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clipped
+from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.optimizer import alignment_metrics
 from jaxrl_tis.scoring import (
@@ -46,8 +46,9 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
     [M,B,T] that `loss_fn` makes, {} if it makes none.
 
-    `loss_fn` divides by the minibatch's own token and sequence counts. Metrics named *_loss add up
-    by themselves; the others are means over tokens and are weighted by each part's tokens.
+    `loss_fn` divides by the minibatch's own token and sequence counts. Metrics named *_loss and
+    counts add up by themselves; the others are means over tokens and are weighted by each part's
+    tokens.
     """
     mask = minibatch["mask"]
     num_tokens = jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
@@ -56,7 +57,8 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
     def part(params, micro):
         value, metrics, *made = loss_fn(params, micro, num_tokens, num_seqs)
         share = jnp.sum(micro["mask"]) / num_tokens
-        scale = lambda name, x: x if name.endswith("_loss") else x * share
+        adds_up = lambda name: name.endswith("_loss") or name.startswith(counts.PREFIX)
+        scale = lambda name, x: x if adds_up(name) else x * share
         metrics = {name: scale(name, x) for name, x in metrics.items()}
         return value, (metrics, made[0] if made else {})
 
