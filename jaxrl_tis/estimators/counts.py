@@ -11,8 +11,13 @@ import jax.numpy as jnp
 
 from jaxrl_tis.estimators import ratios
 
-PREFIX = "correction/"  # of every count, and of nothing else
+PREFIX = "correction/"
 ROUNDING = 1e-5  # relative; two computations of one weight differ by less
+
+
+def is_count(name: str) -> bool:
+    """Whether a metric is one of these, so that parts add up."""
+    return name.startswith(PREFIX)
 
 
 def _count(is_so_bt: chex.Array, mask: chex.Array) -> chex.Array:
