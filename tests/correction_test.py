@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import correction
-from jaxrl_tis.estimators import loss, methods, ratios
+from jaxrl_tis.estimators import counts, loss, methods, ratios
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.rows import update_fields
 from jaxrl_tis.validate import validate
@@ -259,6 +259,26 @@ def test_masks_of_the_policy_are_left_to_the_update():
     exact = correction.parse(fields(masks="trm(trm_delta=1.0)"))
     assert exact.is_in_update("logits_behav") and not exact.is_in_update("logits")
     assert correction.parse(fields(masks="veto")).masks_at_update == ()
+
+
+def test_counts_of_what_is_judged_once():
+    z, mask = log_ratio(), rollout()["mask"]
+    masks = "token_k1(upper=1.3) & opsm(opsm_delta=0.1)"
+    _, metrics = prepared(masks=masks)
+    found = {name: int(x) for name, x in metrics.items() if counts.is_count(name)}
+    assert found == {
+        "correction/mask/token_k1/seen": mask.sum(),
+        "correction/mask/token_k1/dropped": (np.abs(z) > np.log(1.3)).sum(),
+        "correction/weight/seen": mask.sum(),
+        "correction/weight/changed_raw": (z != 0).sum(),
+        "correction/weight/changed": (z != 0).sum(),
+        "correction/weight/truncated": (np.exp(z) > CAP).sum(),
+        "correction/weight/dropped": 0,
+    }
+    normalized = prepared(masks=masks, batch_normalize=True)[1]
+    assert all(normalized[name] == x for name, x in found.items())
+    none = prepared(masks=masks, mode="bypass")[1]  # its updates judge all of it
+    assert not any(map(counts.is_count, none))
 
 
 def test_a_batch_that_is_rejected_whole_has_no_sample_left():
