@@ -45,11 +45,18 @@ def of_weight(w: chex.Array, raw: chex.Array, mask: chex.Array) -> dict[str, che
     return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in found.items()}
 
 
+def labels(names: list[str]) -> list[str]:
+    """What masks of these names are called: from the second on, those of one name <name>_2, and so
+    on."""
+    numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+    return [f"{n}_{k}" if k > 1 else n for n, k in zip(names, numbers, strict=True)]
+
+
 def of_masks(
     names: list[str], kept: list[chex.Array], mask: chex.Array
 ) -> dict[str, chex.Array]:
-    """correction/mask/<name>/{seen,dropped}: the valid tokens that each mask saw and, whatever the
-    others do, dropped. From the second on, masks of one name are called <name>_2, and so on.
+    """correction/mask/<label>/{seen,dropped}: the valid tokens that each mask saw and, whatever the
+    others do, dropped.
 
     Args:
       names: of the masks.
@@ -57,9 +64,7 @@ def of_masks(
       mask: [B,T] valid tokens, as the masks saw them.
     """
     found = {}
-    for i, is_kept_bt in enumerate(kept):
-        before = names[:i].count(names[i])
-        name = f"{PREFIX}mask/{names[i]}" + (f"_{before + 1}" if before else "")
-        found[f"{name}/seen"] = _count(jnp.ones_like(is_kept_bt), mask)
-        found[f"{name}/dropped"] = _count(~is_kept_bt, mask)
+    for label, is_kept_bt in zip(labels(names), kept, strict=True):
+        found[f"{PREFIX}mask/{label}/seen"] = _count(jnp.ones_like(is_kept_bt), mask)
+        found[f"{PREFIX}mask/{label}/dropped"] = _count(~is_kept_bt, mask)
     return found
