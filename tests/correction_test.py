@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import default
 from jaxrl_tis import correction
-from jaxrl_tis.estimators import counts, loss, methods, ratios
+from jaxrl_tis.estimators import counts, loss, methods, presets, ratios
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.rows import update_fields
 from jaxrl_tis.validate import validate
@@ -279,6 +280,23 @@ def test_counts_of_what_is_judged_once():
     assert all(normalized[name] == x for name, x in found.items())
     none = prepared(masks=masks, mode="bypass")[1]  # its updates judge all of it
     assert not any(map(counts.is_count, none))
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("masks", [None, "veto & opsm(opsm_delta=0.1) & veto(veto_ratio=0.1)"])
+def test_every_configured_method_is_counted_in_one_place(preset, masks):
+    """A method that is judged neither once for the batch nor at its updates would have no counts."""
+    chosen = default.get_config().correction
+    chosen.preset, chosen.masks = preset, masks
+    c, data = correction.parse(chosen), rollout()
+    out, once = jax.eval_shape(correction.make_prepare(c), data)
+    out = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
+    update = lambda logp: update_loss(c, logp, None, data | out, 1.0, 1.0)[1]
+    live = jax.eval_shape(update, data["logp_old"])
+    seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/seen")]
+    expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
+    expected += ["weight"] if c.weight[0] != "none" else []
+    assert sorted(seen) == sorted(f"correction/{name}/seen" for name in expected)
 
 
 def test_a_batch_that_is_rejected_whole_has_no_sample_left():

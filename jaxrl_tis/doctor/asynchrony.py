@@ -225,8 +225,8 @@ SETUP = (
         "async.stand_in", "weights and masks look at a policy that did not draw the tokens",
         "With rollout.old_logp ewma or none, mismatch/{engine,staleness} and rollout_corr/* hold both "
         "parts in one number: do not read them as the engine's. Probes (gate/engine) draw a fresh "
-        "batch and can be trusted. Ring and replica are exact; beside them staleness is corrected by the "
-        "objective decoupled alone.",
+        "batch and can be trusted. Ring and replica are exact; beside them it is the objective "
+        "decoupled that corrects staleness.",
         all_of=(STALE, is_so("config/has_stand_in"), is_so("config/looks_at_old")),
     ),
     Finding(
