@@ -9,7 +9,7 @@ and a run can be repeated bit by bit.
 
 import base64
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -87,7 +87,7 @@ class Asynchronous:
         self._config, self._mode, self._groups = config, mode, groups
         self._batches, self._records = batches, []
         self._timer, self._load, self._arrived, self._pulse = timer, load, arrived, pulse
-        capacity = rollout.queue or (mode.ahead + 1) * rollout.prompts
+        capacity = rollout.queue or round((mode.ahead + 1) * rollout.prompts, 6)
         self._queue = Queue(groups.size, capacity, NEEDS)
         self.controller = Controller(mode, rollout.prompts, self._queue)
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
@@ -118,10 +118,20 @@ class Asynchronous:
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Waits for the groups of the next batch, whole and in order. Its metrics tell how far the
         samplers are ahead and what new weights cost."""
-        entries = self._next_entries()
-        while len(entries) < self.controller.batch:  # with on_arrival
-            entries += self._next_entries()
-        return self._samples(sorted(entries, key=lambda e: e.number)), self._metrics()
+        samples = [sample for part in self.parts(step) for sample in part]
+        return sorted(samples, key=lambda s: s.group), self.metrics()
+
+    def parts(self, step: int) -> Iterator[list[Sample]]:
+        """Yields the groups of the next batch as they come: all at once, but in modes with
+        `on_arrival`. A sample's group is the number of groups that had begun in the run before."""
+        count = 0
+        while count < self.controller.batch:
+            entries = self._next_entries()
+            count += len(entries)
+            yield [
+                dataclasses.replace(sample, group=entry.number)
+                for entry in entries for sample in self._group(entry)
+            ]
 
     def _next_entries(self) -> list[Entry]:
         while (entries := self.controller.take()) is None:
@@ -275,12 +285,6 @@ class Asynchronous:
         rewarded = [row["reward"] for _, row in sorted(entry.columns.items())]
         return self._groups.group(rewarded)
 
-    def _samples(self, entries: list[Entry]) -> list[Sample]:
-        return [
-            dataclasses.replace(sample, group=index)
-            for index, entry in enumerate(entries) for sample in self._group(entry)
-        ]
-
     def _check(self, entry: Entry) -> None:
         """Raises RuntimeError for a token that is staler than the mode allows, or of no version
         that the learner has had."""
@@ -299,7 +303,8 @@ class Asynchronous:
         found = [sampler.stats for sampler in self._samplers.values()]
         return Stats(*map(sum, zip(*map(dataclasses.astuple, found))))
 
-    def _metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        """Returns what was counted since it was called last, see `next`."""
         counts, self._counts = self._counts, Counts()
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         stats = self._stats()
