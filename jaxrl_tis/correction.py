@@ -187,6 +187,7 @@ class _Judged(NamedTuple):
     rewards: jax.Array  # [N] or [N,T]
     adv: jax.Array  # [N,T]
     is_accepted: jax.Array  # [N,T] bool
+    counts: Metrics  # of the weight and the masks that are judged once, see `counts`
 
 
 def _judge(c: Correction, batch: Batch) -> _Judged:
@@ -197,8 +198,11 @@ def _judge(c: Correction, batch: Batch) -> _Judged:
     batch, rewards = batch | {"weights": w}, _rewards(c, batch)
     adv = _advantage(c, rewards, batch)
     now = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
-    is_accepted = loss.accepted(log_ratio, batch | {"adv": adv}, now)
-    return _Judged(log_ratio, w, factor, rewards, adv, is_accepted)
+    is_accepted, counts = loss.accepted(log_ratio, batch | {"adv": adv}, now)
+    counts |= loss.weight_counts(log_ratio, batch, c.weight)
+    if c.mode == "bypass":
+        counts = {}  # the updates judge them
+    return _Judged(log_ratio, w, factor, rewards, adv, is_accepted, counts)
 
 
 def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
@@ -248,7 +252,8 @@ def judged_alone(c: Correction, logp: jax.Array, entropy: jax.Array, batch: Batc
     log_ratio = ratios.safe_log_ratio(logp, batch["logp_behav"], batch["mask"])
     seen = with_key(c, batch | {"logp": logp})
     w, _ = loss.importance_weights(log_ratio, seen, c.weight)
-    is_accepted = loss.accepted(log_ratio, seen | {"weights": w}, loss.split(c.masks, c.mode)[0])
+    once, _ = loss.split(c.masks, c.mode)
+    is_accepted, _ = loss.accepted(log_ratio, seen | {"weights": w}, once)
     return batch | {"weights": jnp.where(is_accepted, w, 0.0)}
 
 
@@ -256,6 +261,7 @@ def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, prepared: Bat
     mask, rewards = batch["mask"], judged.rewards
     metrics = gap_metrics(c, judged.w * judged.factor, judged.log_ratio, batch)
     metrics |= rejection_metrics(c, judged.log_ratio, mask, judged.is_accepted)
+    metrics |= judged.counts
     metrics |= diagnostics.kept_sample_size(judged.w, judged.is_accepted, mask)
     metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
     if c.is_batch_normalized:

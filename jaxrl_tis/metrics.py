@@ -30,7 +30,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 COMPACT = (
     "actor/entropy", "actor/grad_norm", "actor/lr", "actor/pg_loss", "actor/pg_clipfrac",
     "actor/ppo_kl", "centering/drift", "centering/learner_mass", "centering/sampler_mass",
-    "critic/vf_loss", "eval/", "grpo/", "reward/", "response_length/mean",
+    "correction/", "critic/vf_loss", "eval/", "grpo/", "reward/", "response_length/mean",
     "response_length/truncated_ratio", "rollout_corr/kl", "rollout_corr/k3_kl",
     "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max",
     "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction",

@@ -19,7 +19,7 @@ import optax
 from jaxrl_tis.correction import (
     Correction, drift_metrics, judged_alone, loss_arguments, with_key,
 )
-from jaxrl_tis.estimators import loss, objectives, ratios, reduce, sequence_clipped
+from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.optimizer import alignment_metrics
 from jaxrl_tis.scoring import (
@@ -47,8 +47,8 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool =
     [M,B,T] that `loss_fn` makes, {} if it makes none.
 
     `loss_fn` divides by the minibatch's own token and sequence counts; by nothing where the
-    minibatch is a part of one that is not whole yet. Metrics named *_loss add up by themselves; the
-    others are means over tokens and are weighted by each part's tokens.
+    minibatch is a part of one that is not whole yet. Metrics named *_loss and `counts` add up by
+    themselves; the others are means over tokens and are weighted by each part's tokens.
     """
     mask = minibatch["mask"]
     num_tokens = num_seqs = jnp.float32(1)
@@ -59,7 +59,8 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool =
     def part(params, micro):
         value, metrics, *made = loss_fn(params, micro, num_tokens, num_seqs)
         share = jnp.sum(micro["mask"]) / num_tokens
-        scale = lambda name, x: x if name.endswith("_loss") else x * share
+        adds_up = lambda name: name.endswith("_loss") or counts.is_count(name)
+        scale = lambda name, x: x if adds_up(name) else x * share
         metrics = {name: scale(name, x) for name, x in metrics.items()}
         return value, (metrics, made[0] if made else {})
 
@@ -183,7 +184,8 @@ def make_arriving_step(
         grads, metrics = sums
         count = num_tokens if c.aggregation == "token-mean" else num_seqs
         divisor = lambda name: count if name.endswith("_loss") else num_tokens
-        metrics = {name: x / divisor(name) for name, x in metrics.items()}
+        mean = lambda name, x: x if counts.is_count(name) else x / divisor(name)
+        metrics = {name: mean(name, x) for name, x in metrics.items()}
         grads = jax.tree.map(lambda g: g / count, grads)
         state, taken = _apply(learner, optimizer, "actor", state, grads)
         return state, metrics | taken

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.estimators import attribution, batch_metrics, rank_masks
+from jaxrl_tis.estimators import attribution, batch_metrics, counts, rank_masks
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.rollouts import Sample, components, kept_metrics
 from jaxrl_tis.rows import Rows, minibatches, num_sequences, packed_minibatches, update_fields
@@ -258,10 +258,10 @@ class Trainer:
         taken = rows | {name: np.asarray(value) for name, value in prepared.items()}
         is_taken = functools.partial(self.setup.correction.is_in_update, is_scored=is_scored)
         updated = {name: x for name, x in taken.items() if is_taken(name)}
-        collected, counts = [], []
+        collected, num_seqs = [], []
         for epoch in range(config.train.epochs):
             for minibatch, packing, flat in self._minibatches(updated, (config.seed, step, epoch)):
-                counts.append(num_sequences(minibatch))
+                num_seqs.append(num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)
                 policy, values, *scored = self._train_step(state["policy"], minibatch)
                 state = state | {"policy": policy}
@@ -282,14 +282,15 @@ class Trainer:
         rows |= {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         collected = jax.device_get(collected)
-        means = {name: np.mean([v[name] for v in collected]) for name in collected[0]}
+        over = lambda name: np.sum if counts.is_count(name) else np.mean
+        means = {name: over(name)([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)
         if collisions is not None:
             # Only the first update has its gradient at the weights that sampled.
             measured |= self._variance_proxies(
                 rows["logp_old"], rows["adv"], collisions, rows["mask"],
                 w=self.weights,
-                gradient_norm=collected[0]["actor/grad_norm"], num_sequences=counts[0],
+                gradient_norm=collected[0]["actor/grad_norm"], num_sequences=num_seqs[0],
             )
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}

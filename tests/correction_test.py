@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import default
 from jaxrl_tis import correction
-from jaxrl_tis.estimators import loss, methods, ratios
+from jaxrl_tis.estimators import counts, loss, methods, presets, ratios
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.rows import update_fields
 from jaxrl_tis.validate import validate
@@ -259,6 +260,43 @@ def test_masks_of_the_policy_are_left_to_the_update():
     exact = correction.parse(fields(masks="trm(trm_delta=1.0)"))
     assert exact.is_in_update("logits_behav") and not exact.is_in_update("logits")
     assert correction.parse(fields(masks="veto")).masks_at_update == ()
+
+
+def test_counts_of_what_is_judged_once():
+    z, mask = log_ratio(), rollout()["mask"]
+    masks = "token_k1(upper=1.3) & opsm(opsm_delta=0.1)"
+    _, metrics = prepared(masks=masks)
+    found = {name: int(x) for name, x in metrics.items() if counts.is_count(name)}
+    assert found == {
+        "correction/mask/token_k1/seen": mask.sum(),
+        "correction/mask/token_k1/dropped": (np.abs(z) > np.log(1.3)).sum(),
+        "correction/weight/seen": mask.sum(),
+        "correction/weight/changed_raw": (z != 0).sum(),
+        "correction/weight/changed": (z != 0).sum(),
+        "correction/weight/truncated": (np.exp(z) > CAP).sum(),
+        "correction/weight/dropped": 0,
+    }
+    normalized = prepared(masks=masks, batch_normalize=True)[1]
+    assert all(normalized[name] == x for name, x in found.items())
+    none = prepared(masks=masks, mode="bypass")[1]  # its updates judge all of it
+    assert not any(map(counts.is_count, none))
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("masks", [None, "veto & opsm(opsm_delta=0.1) & veto(veto_ratio=0.1)"])
+def test_every_configured_method_is_counted_in_one_place(preset, masks):
+    """A method that is judged neither once for the batch nor at its updates would have no counts."""
+    chosen = default.get_config().correction
+    chosen.preset, chosen.masks = preset, masks
+    c, data = correction.parse(chosen), rollout()
+    out, once = jax.eval_shape(correction.make_prepare(c), data)
+    out = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
+    update = lambda logp: update_loss(c, logp, None, data | out, 1.0, 1.0)[1]
+    live = jax.eval_shape(update, data["logp_old"])
+    seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/seen")]
+    expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
+    expected += ["weight"] if c.weight[0] != "none" else []
+    assert sorted(seen) == sorted(f"correction/{name}/seen" for name in expected)
 
 
 def test_a_batch_that_is_rejected_whole_has_no_sample_left():

@@ -19,12 +19,15 @@ import pytest
 from configs import default
 from jaxrl_tis import correction
 from jaxrl_tis.estimators import reduce
+from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.scoring import (
     Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
-from jaxrl_tis.step import TrainState, make_critic_step, make_supervised_step, make_train_step
+from jaxrl_tis.step import (
+    TrainState, make_arriving_step, make_critic_step, make_supervised_step, make_train_step,
+)
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -136,7 +139,7 @@ reference_gradient = jax.jit(jax.grad(reference_loss))
 
 def cut(data, count):
     """[B,...] -> [count, B / count, ...]"""
-    return {name: x.reshape(count, B // count, *x.shape[1:]) for name, x in data.items()}
+    return {name: x.reshape(count, len(x) // count, *x.shape[1:]) for name, x in data.items()}
 
 
 def start(p, tx):
@@ -163,6 +166,27 @@ def assert_trees_close(ours, theirs, atol):
 
 def difference(ours, theirs):
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), ours, theirs)))
+
+
+def test_counts_add_up_over_micro_batches_and_arriving_parts():
+    chosen = correction.parse(fields(
+        mode="bypass", objective="reinforce", masks="token_ratio(lower=0.9, upper=1.1)",
+    ))
+    data = {name: x for name, x in batch().items() if name != "weights"}
+    of = lambda metrics: {name: x for name, x in jax.device_get(metrics).items() if is_count(name)}
+    whole = of(updated(chosen, data, 1)[1])
+    assert whole["correction/weight/seen"] == whole["correction/mask/token_ratio/seen"] == (
+        data["mask"].sum())
+    assert 0 < whole["correction/mask/token_ratio/dropped"] < data["mask"].sum()
+    assert of(updated(chosen, data, 4)[1]) == whole
+    add, finish = make_arriving_step(LEARNER, chosen, SGD)
+    state, sums = start(params(), SGD), None
+    for i in (2, 0, 3, 1):
+        part = {name: x[2 * i : 2 * i + 2] for name, x in data.items()}
+        sums, _ = add(state.params, sums, cut(part, 1))
+    mask = data["mask"]
+    _, metrics = finish(state, sums, np.float32(mask.sum()), np.float32(mask.any(1).sum()))
+    assert of(metrics) == whole
 
 
 # Log-probs

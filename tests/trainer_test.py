@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_tis import rollouts
 from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
 from jaxrl_tis.state import initial_params, initial_state
 from jaxrl_tis.step import TrainState
@@ -187,6 +188,31 @@ def test_methods_that_ask_for_more_than_the_usual(changes):
     assert ("rollout_corr/rollout_rs_masked_fraction" in record) == ("correction__masks" in changes)
     assert record["variance_proxy/expected_w"] > 0
     assert record["variance_proxy/proxy1_signal_strength"] > 0  # after two updates too
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_counts_are_of_the_whole_batch(mode):
+    """31 tokens in minibatches of micro-batches; an update sees them once in each of two epochs."""
+    *_, rows, metrics, _ = one_update(
+        correction__mode=mode, correction__weight="token_tis", correction__counts_rejected=True,
+        correction__masks="veto & opsm(opsm_delta=-9.0) & token_ratio(lower=1, upper=9) & "
+        "token_ratio(upper=9)", correction__objective="reinforce",
+        train__epochs=2, train__minibatches=2, train__microbatch_rows=4,
+    )
+    seen = 62 if mode == "bypass" else 31
+    assert rows["mask"].sum() == 31
+    tokens = {name.removeprefix("correction/"): x for name, x in metrics.items() if is_count(name)}
+    assert [tokens.pop(f"mask/{name}/seen") for name in ("veto", "token_ratio", "token_ratio_2")] == [
+        seen] * 3
+    assert tokens.pop("mask/opsm/seen") == 62  # of the policy of each update
+    # It drops all tokens of negative advantages.
+    assert tokens.pop("mask/opsm/dropped") == 2 * (rows["adv"] < 0)[rows["mask"]].sum() > 0
+    is_less = (rows["logp_old"] < rows["logp_behav"])[rows["mask"]]
+    dropped = tokens.pop("mask/token_ratio/dropped")
+    assert dropped == is_less.sum() if mode == "decoupled" else 31 < dropped <= 62
+    assert tokens.pop("mask/veto/dropped") == tokens.pop("mask/token_ratio_2/dropped") == 0
+    assert tokens.pop("weight/seen") == tokens.pop("weight/changed_raw") == seen
+    assert tokens.keys() == {"weight/changed", "weight/truncated", "weight/dropped"}
 
 
 def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
+from jaxrl_tis.rollouts import modes
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
 THRESHOLDS = {
@@ -48,6 +49,16 @@ THRESHOLDS = {
     "surge": 1.2,
     "surge_steps": 100.0,
     "lag": 8.0,  # versions; with decoupled PPO as good as synchronous (arXiv:2505.24298)
+    "lag_naive": 1.0,  # versions; what PPO around the sampler's policy bears (arXiv:2505.24298)
+    "lag_correlation": 0.7,  # of steps' changes; of 20 that are independent 1 in 2,000 is there (ours)
+    "taken_most": 0.5,  # of the tokens, by the bound of one weight or mask (ours)
+    "idle": 0.3,  # of the samplers' turns, with a learner that waits (ours)
+    "idle_little": 0.05,  # a learner that does not wait (ours)
+    "ahead_full": 0.9,  # of the batches that the mode lets samplers begin (ours)
+    "drawing_little": 0.5,  # of the slots of all samplers (ours)
+    "read_again": 1.0,  # tokens per token that is drawn (ours)
+    "selected": 0.25,  # discarded candidates or groups per one that is trained on (ours)
+    "shorter": 0.9,  # of a mean length, from one window to the next (ours)
 }
 
 PEARSON = "training/rollout_actor_probs_pearson_corr"
@@ -117,6 +128,18 @@ class Case:
             return presets.PRESETS[self.setting("correction.preset")][name]
         return node
 
+    @property
+    def mode(self) -> modes.Mode:
+        """Who runs ahead of whom."""
+        return modes.parse(self.setting("rollout.mode"))
+
+    def mean(self, metric: str) -> float:
+        """Returns the mean over the judged window; KeyError names a metric with too few values."""
+        values = self.recent(metric)
+        if len(values) < self.thresholds["min_steps"]:
+            raise KeyError(metric)
+        return math.fsum(values) / len(values)
+
     def method(self, kind: str) -> methods.Method:
         """Returns the chosen weight, objective or kl as (name, every parameter with its value)."""
         return methods.parse(kind, self.setting(f"correction.{kind}"))
@@ -127,7 +150,7 @@ class Clause:
     """`statistic` of `metric` compared with a threshold.
 
     Attributes:
-      metric: a key of metrics.jsonl or of `FACTS`.
+      metric: a key of metrics.jsonl, or a fact of diagnose.FACTS.
       op: a key of `OPS`.
       threshold: a key of `THRESHOLDS`, or a number.
       statistic: mean or max over the window; growth, the mean over that of the window before;
@@ -141,6 +164,16 @@ class Clause:
     threshold: str | float
     statistic: str = "mean"
     absent: bool | None = None
+
+
+def is_so(fact: str) -> Clause:
+    """A fact of the configuration that holds."""
+    return Clause(fact, "==", 1)
+
+
+def is_not(fact: str) -> Clause:
+    """One that does not."""
+    return Clause(fact, "==", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +197,24 @@ class Finding:
     mistake: str = ""
 
 
-# Facts, usable in a clause like a metric; a KeyError names what is missing
+# Facts, usable in a clause like a metric: a number, or (number, name of what it is of); a KeyError
+# names what is missing
+
+
+def is_ahead(case: Case) -> bool:
+    """Whether samplers run ahead of the learner."""
+    try:
+        return case.mode.ahead > 0
+    except KeyError:  # written by code without this field
+        return False
+
+
+def has_stand_in(case: Case) -> bool:
+    """Whether another policy stands in for the one that drew a token, see `old_policies`."""
+    try:
+        return is_ahead(case) and case.setting("rollout.old_logp") in ("ewma", "none")
+    except KeyError:  # written by code without this field
+        return False
 
 
 def _engine_share(case):
@@ -172,6 +222,8 @@ def _engine_share(case):
     engine's."""
     if not any(case.recent(LAG)):
         return 1.0
+    if has_stand_in(case):
+        raise KeyError("logp_old of the weights that drew, rollout.old_logp ring or replica")
     shares = case.recent(ENGINE_SHARE)
     if not shares:
         raise KeyError(ENGINE_SHARE)
@@ -244,7 +296,8 @@ def _clip_widening(case):
     return max(chosen[clip] / usual[clip] for clip in ("clip_low", "clip_high"))
 
 
-FACTS: dict[str, Callable[[Case], float]] = {
+Fact = Callable[[Case], float | tuple[float, str]]
+TREE_FACTS: dict[str, Fact] = {
     "run/engine_share": _engine_share,
     "config/updates": lambda c: c.setting("train.epochs") * c.setting("train.minibatches"),
     "config/is_bypass": lambda c: c.setting("correction.mode") == "bypass",

@@ -10,9 +10,11 @@ from typing import Any
 from etils import epath
 
 from jaxrl_tis import metrics, storage
-from jaxrl_tis.doctor.case import FACTS, FLIPS, OPS, THRESHOLDS, Case, Clause, Finding
+from jaxrl_tis.doctor import asynchrony, effects
+from jaxrl_tis.doctor.case import TREE_FACTS, FLIPS, OPS, THRESHOLDS, Case, Clause, Finding
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
+FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS
 IS_VALID = "training/rollout_probs_diff_valid"
 
 # Reading
@@ -161,14 +163,14 @@ def _judge(case, clause):
     limit = clause.threshold
     limit = float(case.thresholds[limit] if isinstance(limit, str) else limit)
     try:
-        value, steps = _fact(case, clause) if is_fact else _statistic(case, clause)
+        metric, value, steps = _fact(case, clause) if is_fact else _statistic(case, clause)
     except KeyError as error:
         return Result(None, missing=(error.args[0],))
     passes = OPS[clause.op]
     is_single = bool(steps) and clause.statistic in ("mean", "max")
     extreme = min if clause.op in ("<", "<=") else max
     evidence = {
-        "metric": clause.metric, "statistic": None if is_fact else clause.statistic,
+        "metric": metric, "statistic": None if is_fact else clause.statistic,
         "value": value, "op": clause.op, "threshold": limit,
         "steps": [min(steps), max(steps)] if steps else None,
         "crossed": sum(passes(v, limit) for v in steps.values()) if is_single else None,
@@ -178,11 +180,14 @@ def _judge(case, clause):
 
 
 def _fact(case, clause):
-    return float(FACTS[clause.metric](case)), {}
+    found = FACTS[clause.metric](case)
+    value, metric = found if isinstance(found, tuple) else (found, clause.metric)
+    return metric, float(value), {}
 
 
 def _statistic(case, clause):
-    """(value, {step: value} of the last steps); KeyError naming the values that are missing."""
+    """(metric, value, {step: value} of the last steps); KeyError naming the values that are
+    missing."""
     limits, metric = case.thresholds, clause.metric
     is_surge, compares = clause.statistic == "surge", clause.statistic not in ("mean", "max")
     width = limits["min_steps"] if is_surge else limits["window"]
@@ -198,15 +203,15 @@ def _statistic(case, clause):
                 f"{case.last_step - end:g}, there are {len(found)}"
             )
     if clause.statistic == "max":
-        return max(values.values()), values
+        return metric, max(values.values()), values
     mean, reference = (math.fsum(x.values()) / len(x) for x in (values, earlier))
     if not compares:
-        return mean, values
+        return metric, mean, values
     if clause.statistic == "sigma":
-        return _sigma(values, earlier), values
+        return metric, _sigma(values, earlier), values
     if 0 < reference < math.inf:
-        return mean / reference, values
-    return (1.0 if mean == reference else math.inf), values
+        return metric, mean / reference, values
+    return metric, 1.0 if mean == reference else math.inf, values
 
 
 def _sigma(values, earlier):

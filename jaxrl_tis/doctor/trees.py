@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl_tis.doctor import asynchrony, effects
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
-    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight, is_ahead, is_not,
+    is_so,
 )
 from jaxrl_tis.estimators import methods
 
@@ -33,29 +35,59 @@ def _geo_mask(case):
     width = min(max(math.log(1.01), 2.0 * math.fsum(gaps) / len(gaps)), 1.0)
     band = f"seq_mean_ratio(lower={math.exp(-width):.4g}, upper={math.exp(width):.4g})"
     masks = [mask.strip() for mask in case.setting("correction.masks").split("&")]
-    replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_", "staleness")
+    replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_")
+    replaced += () if is_ahead(case) else ("staleness",)  # nothing for it to judge
     return " & ".join([*(m for m in masks if m and not m.startswith(replaced)), band])
+
+
+def _mode(case):
+    """Returns the mode in which weights look at the sampler's gap alone, unless what is chosen for stale
+    samples weighs the whole drift."""
+    return None if is_ahead(case) and asynchrony.corrects_staleness(case) else "decoupled"
 
 
 def _weighable(case):
     """Returns PPO for an objective that corrects the gap itself, because a weight beside it would
-    correct twice."""
+    correct twice; for stale samples, the objective that corrects both parts."""
+    if is_ahead(case):
+        return asynchrony.objective(case)
     return "ppo" if has_own_weight(case) else None
+
+
+def _beside(case, weight):
+    """Returns a weight, or what has its place where samples are stale: an objective that weighs."""
+    if not is_ahead(case):
+        return weight
+    if case.method("objective")[0] in asynchrony.OBJECTIVES:
+        return None
+    return weight if asynchrony.corrects_staleness(case) else "none"
 
 
 def _weight(case):
     """Returns the usual weight where the config has none."""
-    return TIS if case.method("weight")[0] == "none" else None
+    return _beside(case, TIS if case.method("weight")[0] == "none" else None)
 
 
 def _token_weight(case):
     """Returns the usual weight where the config has none, or one for sequences."""
-    return TIS if case.method("weight")[0].startswith("seq_") else _weight(case)
+    is_product = case.method("weight")[0].startswith("seq_")
+    return _beside(case, TIS) if is_product else _weight(case)
+
+
+def _icepop(case):
+    return _beside(case, "token_icepop(lower=0.5, upper=5.0)")
+
+
+def _old_logp(case):
+    """Returns a way to the log-probs that masks look at, where there is none."""
+    if not is_ahead(case) or case.setting("rollout.old_logp") != "none":
+        return None
+    return "ring" if case.mode.ahead < math.inf else "ewma"
 
 
 def _usual_clip(case):
     name, chosen = case.method("objective")
-    if name in ASYNCHRONOUS:
+    if name in asynchrony.OBJECTIVES and not is_ahead(case):
         return "ppo"
     usual = methods.parameters("objective", name)
     changed = {k: v for k, v in chosen.items() if not k.startswith("clip_") and v != usual[k]}
@@ -67,16 +99,16 @@ def _serve_like_train(case):
 
 
 TIS = "token_tis(cap=2.0)"
-ASYNCHRONOUS = ("decoupled", "a3po")  # objectives for stale samples, which no run here trains on
 # Scores are centred with weights of single tokens alone, see estimators/centering.py.
-GEO = {"correction.masks": _geo_mask, "correction.centering": "none"}
+GEO = {
+    "correction.masks": _geo_mask, "correction.centering": "none", "rollout.old_logp": _old_logp,
+}
 WEIGHABLE = {
-    "correction.mode": "decoupled", "correction.objective": _weighable,
-    "correction.centering": "none",
+    "correction.mode": _mode, "correction.objective": _weighable, "correction.centering": "none",
 }
 WEIGHED = WEIGHABLE | {"correction.weight": _weight}
 TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}
-ICEPOP = WEIGHABLE | {"correction.weight": "token_icepop(lower=0.5, upper=5.0)"}
+ICEPOP = WEIGHABLE | {"correction.weight": _icepop}
 SAME_DTYPE = {"engine.dtype": _of("model.dtype"), "engine.cache_dtype": _of("model.dtype")}
 SAME_QUANTIZATION = {f"engine.{f}": _of(f"model.{f}") for f in ("quantization", "unquantized")}
 SAME_ENGINE = SAME_QUANTIZATION | SAME_DTYPE
@@ -84,14 +116,6 @@ HALF_RATE = {"optimizer.lr": _of("optimizer.lr", 0.5)}
 
 
 # Conditions that several findings share
-
-
-def _is(fact: str) -> Clause:
-    return Clause(fact, "==", 1)
-
-
-def _is_not(fact: str) -> Clause:
-    return Clause(fact, "==", 0)
 
 
 def _rejected(threshold: str) -> tuple[Clause, ...]:
@@ -111,12 +135,13 @@ CLIPPING = (
 STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
-UNCENTRED = _is_not("config/is_centered")
+UNCENTRED = is_not("config/is_centered")
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
+RUN = tuple(f.name for f in (*effects.CAUSES, *asynchrony.CAUSES) if f.parent is None)
 BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
-NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F")
+NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F", *RUN)
 
 CAUSES = (
     Finding(
@@ -137,7 +162,7 @@ CAUSES = (
         "A.filter", "top-k, top-p or min-p cut the distribution that is sampled",
         "The learner scores the unfiltered distribution, so every ratio is the kept mass even at "
         "equal weights. Sample without filters.",
-        all_of=(_is("config/is_filtered"),), parent="A",
+        all_of=(is_so("config/is_filtered"),), parent="A",
         changes={"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0},
     ),
     Finding(
@@ -153,27 +178,27 @@ CAUSES = (
         "(arXiv:2601.14243, 2604.07853), or keep the sampler as a behaviour policy of its own, "
         "with token-level weights (arXiv:2601.18150, 2602.13953) or centred scores "
         "(arXiv:2609.20807; correction.preset centered or centered_tis_2).",
-        all_of=(_is("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
+        all_of=(is_so("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
     ),
     Finding(
         "A.noise", "the sampler's norms carry noise, as the config asks",
         "The noise explores (arXiv:2510.11696) and is part of this gap. Sample once without it to "
         "see the rest.",
-        all_of=(_is("config/is_noisy"),), parent="A", changes={"engine.noise_start": 0.0},
+        all_of=(is_so("config/is_noisy"),), parent="A", changes={"engine.noise_start": 0.0},
     ),
     Finding(
         "A.dtype", "sampler and learner compute in different precisions",
         "Give the sampler, its cache and the learner one dtype. A TPU multiplies float32 and "
         "float16 as bfloat16 unless the highest precision is asked for: the output head has a "
         "switch for it, and float16 alone brings nothing there.",
-        all_of=(_is("config/has_other_dtype"),), unless=("A.quantized",), parent="A",
+        all_of=(is_so("config/has_other_dtype"),), unless=("A.quantized",), parent="A",
         changes=SAME_DTYPE | {"model.highest_head": True},
     ),
     Finding(
         "A.parallel", "sampler and learner split their sums over another number of devices",
         "Give both the same degree of tensor parallelism, or reductions that do not depend on it "
         "(arXiv:2511.17826).",
-        all_of=(_is("config/has_other_mesh"),), unless=("A.quantized", "A.dtype"), parent="A",
+        all_of=(is_so("config/has_other_mesh"),), unless=("A.quantized", "A.dtype"), parent="A",
         changes={"mesh.serve": _serve_like_train},
     ),
     Finding(
@@ -202,7 +227,7 @@ CAUSES = (
     Finding(
         "B.reuse", "stale samples: the policy moves far while it reuses a batch",
         "Take fewer updates per batch; what is left is the clip's work.",
-        all_of=(REUSED, _is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine")),
+        all_of=(REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine")),
         changes={"train.epochs": 1, "train.minibatches": 1},
     ),
     Finding(
@@ -215,7 +240,7 @@ CAUSES = (
     Finding(
         "escalate.ess", "few samples carry the batch even after rejection",
         "Reduce the gap itself, as for a gap beyond correction.",
-        all_of=(_is("config/is_rejecting"), Clause(ESS, "<", "ess_broken")), changes=SAME_ENGINE,
+        all_of=(is_so("config/is_rejecting"), Clause(ESS, "<", "ess_broken")), changes=SAME_ENGINE,
     ),
     Finding(
         "escalate.weights", "rejection alone is not enough",
@@ -231,7 +256,7 @@ CAUSES = (
     Finding(
         "D.product", "the weight is a product over the whole sequence",
         "Reject by the geometric mean, which does not grow with the length, and weigh tokens.",
-        all_of=(_is("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS, parent="D",
+        all_of=(is_so("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS, parent="D",
         changes=GEO | TOKENS_WEIGHED,
         mistake="keeping sequence weights for their principle at less than half the sample size",
     ),
@@ -239,7 +264,7 @@ CAUSES = (
         "D.tokens", "single tokens dominate",
         "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
         "to 25 %, reduce the gap itself.",
-        all_of=(_is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
+        all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
         parent="D", changes=ICEPOP,
     ),
     Finding(
@@ -259,7 +284,7 @@ CAUSES = (
     Finding(
         "D.noise", "the weights make the gradient noisier",
         "Reject outliers by the geometric mean instead of weighing them, or lower the cap.",
-        all_of=(_is("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False)),
+        all_of=(is_so("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False)),
         unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
     ),
     Finding(
@@ -299,11 +324,11 @@ CAUSES = (
         "E.bypass", "the clipped ratio contains the engine's gap",
         "In bypass mode the ratio starts away from 1, and tokens are clipped before the policy has "
         "moved. Take the gap out of the ratio and into a weight.",
-        all_of=(_is("config/is_bypass"),), parent="E", changes=WEIGHED,
+        all_of=(is_so("config/is_bypass"),), parent="E", changes=WEIGHED,
     ),
     Finding(
         "E.pressure", "too much update per batch", "One epoch and half the learning rate.",
-        all_of=(_is_not("config/is_bypass"),), parent="E",
+        all_of=(is_not("config/is_bypass"),), parent="E",
         changes={"train.epochs": 1} | HALF_RATE,
     ),
     Finding(
@@ -320,6 +345,8 @@ CAUSES = (
         all_of=(Clause(LENGTH, ">", "surge", "surge"),), changes=HALF_RATE | GEO,
         mistake="debugging the reward before the learning rate is down",
     ),
+    *effects.CAUSES,
+    *asynchrony.CAUSES,
     Finding(
         "healthy", "sampler and learner agree", "Nothing to correct; continue.",
         all_of=(Clause(PEARSON, ">=", "pearson_healthy"), Clause(KL, "<", "kl_fine")),
@@ -341,12 +368,12 @@ SETUP = (
     ),
     Finding(
         "engine.corrected", "another engine samples, and its gap is corrected", "Keep it.",
-        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is("config/is_corrected")),
+        all_of=(DIFFERENT, is_not("config/is_bypass"), is_so("config/is_corrected")),
     ),
     Finding(
         "engine.centred", "another engine samples, and the drift of its scores is subtracted",
         "Keep it; a weight bounds what single tokens do beside it.",
-        all_of=(DIFFERENT, _is("config/is_centered")),
+        all_of=(DIFFERENT, is_so("config/is_centered")),
     ),
     Finding(
         "engine.head", "the tokens that scores are centred over hold little of the sampler's mass",
@@ -357,24 +384,24 @@ SETUP = (
         "engine.uncorrected", "another engine samples, and nothing corrects it",
         "Recomputed log-probs keep the clip in place, but the samples still are the sampler's: add "
         "a truncated weight, unless the drift is below kl_bug and chi2_moderate.",
-        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected"), UNCENTRED),
+        all_of=(DIFFERENT, is_not("config/is_bypass"), is_not("config/is_corrected"), UNCENTRED),
         unless=("healthy",), changes=WEIGHED,
     ),
     Finding(
         "engine.tolerated", "another engine samples, and nothing corrects its small gap",
         "Fine while the gap stays this small.",
-        all_of=(DIFFERENT, _is_not("config/is_bypass"), _is_not("config/is_corrected"), UNCENTRED),
+        all_of=(DIFFERENT, is_not("config/is_bypass"), is_not("config/is_corrected"), UNCENTRED),
         unless=("engine.uncorrected",),
     ),
     Finding(
         "engine.folded", "another engine samples, and the clipped ratio contains its gap",
         "The trust region assumes a ratio that starts at 1: separate the two.",
-        all_of=(DIFFERENT, _is("config/is_bypass"), UNCENTRED), unless=("healthy",), changes=WEIGHED,
+        all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED), unless=("healthy",), changes=WEIGHED,
     ),
     Finding(
         "engine.bypass", "another engine samples, and the clipped ratio contains its small gap",
         "Fine while the gap stays this small.",
-        all_of=(DIFFERENT, _is("config/is_bypass"), UNCENTRED), unless=("engine.folded",),
+        all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED), unless=("engine.folded",),
     ),
     Finding(
         "training.once", "synchronous, one update per batch", "No correction of staleness.",
@@ -400,7 +427,7 @@ SETUP = (
         "kl.reused", "a KL loss without a ratio, over several updates per batch",
         "From the second update on the samples are not the policy's: give the KL term the clipped "
         "ratio of the policy term (arXiv:2510.01555), or place the KL in the reward.",
-        all_of=(_is("config/has_plain_kl"), REUSED), changes={"correction.kl": "clipped_is_k2"},
+        all_of=(is_so("config/has_plain_kl"), REUSED), changes={"correction.kl": "clipped_is_k2"},
     ),
     Finding("model.dense", "no routed experts", "Token-level ratios.", all_of=(DENSE,)),
     Finding(
@@ -426,4 +453,5 @@ SETUP = (
         "Keep tool tokens out of the mask, expect more clipping after them, and consider credit "
         "and ratios per turn.", all_of=(Clause(TURNS, ">", 1, absent=False),),
     ),
+    *asynchrony.SETUP,
 )

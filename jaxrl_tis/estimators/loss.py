@@ -18,7 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import centering, methods, ratios, reduce, weights
+from jaxrl_tis.estimators import centering, counts, methods, ratios, reduce, weights
 from jaxrl_tis.estimators.masks import AT_UPDATE, all_of
 from jaxrl_tis.estimators.methods import Method
 
@@ -66,10 +66,24 @@ def importance_weights(
     return weights.batch_normalize(w_bt, mask, weight_level(name), seg)
 
 
+def weight_counts(
+    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method
+) -> dict[str, chex.Array]:
+    """`counts.of_weight`, beside what the weight would be without bounds; {} for "none". Arguments as
+    `importance_weights`; its repeated calls are one in a compiled program."""
+    name, parameters = weight
+    if name == "none":
+        return {}
+    bounds = methods.parameters("weight", name).keys() & weights.UNBOUNDED.keys()
+    free = name, parameters | {bound: weights.UNBOUNDED[bound] for bound in bounds}
+    w_bt, raw_bt = (importance_weights(log_ratio, batch, x)[0] for x in (weight, free))
+    return counts.of_weight(w_bt, raw_bt, batch["mask"])
+
+
 def accepted(
     log_ratio: chex.Array, batch: dict[str, chex.Array], masks: tuple[Method, ...]
-) -> chex.Array:
-    """[B,T] bool: the valid tokens that every mask keeps.
+) -> tuple[chex.Array, dict[str, chex.Array]]:
+    """([B,T] bool: the valid tokens that every mask keeps, `counts.of_masks`).
 
     Args:
       log_ratio: [B,T] log of learner over sampler, nats.
@@ -78,7 +92,8 @@ def accepted(
     """
     seg = batch["seg"] if "seg" in batch else None
     fields = {name: x for name, x in batch.items() if name not in ("mask", "seg")}
-    return all_of(masks, log_ratio, batch["mask"], seg, **fields)
+    is_accepted_bt, kept = all_of(masks, log_ratio, batch["mask"], seg, **fields)
+    return is_accepted_bt, counts.of_masks([name for name, _ in masks], kept, batch["mask"])
 
 
 def split(
@@ -97,23 +112,25 @@ def bypassed(batch: dict[str, chex.Array], mode: str) -> dict[str, chex.Array]:
 
 
 def _corrected(batch, weight, masks, mode, is_batch_normalized):
-    """(weights, accepted tokens) [B,T], judged here; but where the batch brings its weights they
-    and the masks that are judged once were before."""
+    """(weights, accepted tokens [B,T], counts of what is judged here): all, but where the batch
+    brings its weights they and the masks that are judged once were before."""
     mask, (once, live) = ratios.as_bool(batch["mask"]), split(masks, mode)
     has_weights = "weights" in batch
     if not live and (has_weights or not masks and weight[0] == "none"):
-        return batch["weights"] if has_weights else mask, mask
+        return batch["weights"] if has_weights else mask, mask, {}
     behav = _field(batch, "logp_behav", live[0][0] if live else weight[0])
 
     def log_ratio(learner):
         return ratios.safe_log_ratio(learner, behav, batch["mask"])
 
-    is_accepted_bt = accepted(log_ratio(batch["logp"]), bypassed(batch, mode), live)
+    is_accepted_bt, found = accepted(log_ratio(batch["logp"]), bypassed(batch, mode), live)
     if has_weights:
-        return batch["weights"], is_accepted_bt
+        return batch["weights"], is_accepted_bt, found
     gap_bt = log_ratio(batch["logp"] if mode == "bypass" else batch["logp_old"])
     w_bt, _ = importance_weights(gap_bt, batch, weight, is_batch_normalized)
-    return w_bt, is_accepted_bt & accepted(gap_bt, batch, once)
+    is_kept_bt, found_once = accepted(gap_bt, batch, once)
+    found |= found_once | weight_counts(gap_bt, batch, weight)
+    return w_bt, is_accepted_bt & is_kept_bt, found
 
 
 def policy_loss(
@@ -165,16 +182,16 @@ def policy_loss(
       num_tokens, num_seqs, scale: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
-    micro-batches add up to those of the full batch; the other metrics are means over the tokens at
-    hand; with masks that are judged here, actor/rejected_fraction is what they reject. KeyError
-    when the batch lacks a field, by name.
+    micro-batches add up to those of the full batch, and so do the counts, see `counts`, of what is
+    judged here; the other metrics are means over the tokens at hand; with masks that are judged
+    here, actor/rejected_fraction is what they reject. KeyError when the batch lacks a field, by name.
     """
     name, parameters = objective
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
     seen = bypassed(batch, mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    w_bt, is_accepted_bt = _corrected(batch, weight, masks, mode, is_batch_normalized)
+    w_bt, is_accepted_bt, found = _corrected(batch, weight, masks, mode, is_batch_normalized)
     rejected = ratios.masked_mean(~is_accepted_bt, mask)
     if counts_rejected or "weights" in batch:
         w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
@@ -193,7 +210,7 @@ def policy_loss(
     if "weights" not in extra:  # otherwise the objective has used them
         loss_bt = batch["weights"] * loss_bt
     loss = aggregate(loss_bt)
-    metrics = metrics | {"actor/pg_loss": loss}
+    metrics = metrics | found | {"actor/pg_loss": loss}
     if logp_top is not None:
         f = centering.rule(weight, masks, objective, mode)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)

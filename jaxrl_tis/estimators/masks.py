@@ -431,15 +431,16 @@ def all_of(
     mask: chex.Array,
     seg: chex.Array | None = None,
     **fields: chex.Array,
-) -> chex.Array:
-    """Tokens that every criterion keeps, [B, T]; each looks at the mask as sampled.
+) -> tuple[chex.Array, list[chex.Array]]:
+    """(tokens that every criterion keeps, those that each keeps), [B, T] each; every criterion looks
+    at the mask as sampled.
 
     Args:
       criteria: (name in `MASKS`, its parameters) each; none of them keeps the whole mask.
       log_ratio, mask, seg: see the module.
       fields: what the criteria need by `NEEDS`; more may be given.
     """
-    is_accepted_bt = ratios.as_bool(mask)
+    is_accepted_bt, kept = ratios.as_bool(mask), []
     for name, parameters in criteria:
         if name not in MASKS:
             raise ValueError(f"Unknown mask {name!r}; choose one of {', '.join(MASKS)}.")
@@ -448,8 +449,9 @@ def all_of(
             if field not in fields:
                 raise KeyError(f"{name} needs the field {field!r}; given are {sorted(fields)}.")
             needed[field] = fields[field]
-        is_accepted_bt &= MASKS[name](log_ratio, mask, seg, **needed, **parameters)
-    return is_accepted_bt
+        kept.append(MASKS[name](log_ratio, mask, seg, **needed, **parameters))
+        is_accepted_bt &= kept[-1]
+    return is_accepted_bt, kept
 
 
 MASKS = {

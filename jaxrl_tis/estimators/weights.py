@@ -480,3 +480,9 @@ WEIGHTS = {
 }
 
 NEEDS = prefix_weights.NEEDS | factor_weights.NEEDS
+
+# The bounds of a weight, at which it is what it was before any: its ratio, of whatever level.
+UNBOUNDED = {
+    **dict.fromkeys(("cap", "cap_engine", "cap_staleness", "cap_trust_region"), jnp.inf),
+    "lower": 0.0, "upper": jnp.inf, "ctpo_low": jnp.inf, "ctpo_high": jnp.inf,
+}

@@ -3,16 +3,21 @@
 import json
 
 from configs import default
-from jaxrl_tis import metrics
+from jaxrl_tis import correction, metrics
+from jaxrl_tis.doctor.asynchrony import ENGINE_GAP, MEAN_LAG, STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, K3, KL, LENGTH, MEAN_GAP, PEARSON, PPL, PPO_KL,
 )
 from jaxrl_tis.doctor.diagnose import IS_VALID
+from jaxrl_tis.estimators.counts import labels
 
 HEALTHY = {
     PEARSON: 0.995, DP_MAX: 0.3, KL: 0.01, K3: 0.01, PPL: 1.01, CHI2: 0.05, CHI2_SEQ: 0.5,
     ESS: 0.95, MEAN_GAP: 0.002, CLIPPED: 0.01, PPO_KL: 0.001, LENGTH: 100.0,
     IS_VALID: 1.0,
+    # The lag changes with every step, the engine's gap with every second: no correlation.
+    ENGINE_GAP: lambda step: 0.01 + 0.001 * (step // 2 % 2), STALENESS_GAP: 0.01,
+    MEAN_LAG: lambda step: step % 2,
 }
 PLAIN = {"engine.quantization": "none", "task.tokenizer": "char"}
 
@@ -29,17 +34,26 @@ def config_of(changes):
     return config
 
 
+def acting(config):
+    """The counts of a config's weight and masks: of 1,000 tokens each takes 10."""
+    chosen = correction.parse(config.correction)
+    names = [f"mask/{label}" for label in labels([name for name, _ in chosen.masks])]
+    found = {f"correction/{name}/{count}": n for name in (*names, "weight")
+             for count, n in (("seen", 1000), ("dropped", 10))}
+    return found | {"correction/weight/changed": 900, "correction/weight/truncated": 0}
+
+
 def write_run(path, values=(), changes=(), steps=120):
     """A workdir whose metrics are HEALTHY, and whose config the default one, but for the changes;
     a value may be a function of the step, and None leaves the metric out."""
-    recorded = HEALTHY | dict(values)
+    config = config_of(dict(changes))
+    recorded = HEALTHY | acting(config) | dict(values)
     with open(path / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, steps + 1):
             now = {name: v(step) if callable(v) else v for name, v in recorded.items()}
             now = {name: value for name, value in now.items() if value is not None}
             file.write(metrics.encode(step, "train", now) + "\n")
-    config = config_of(dict(changes)).to_dict()
-    (path / "config.json").write_text(json.dumps({"config": config}), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps({"config": config.to_dict()}), encoding="utf-8")
     return path
 
 

@@ -267,7 +267,7 @@ def rejection_metrics(log_ratio, mask, seg=None, options=tuple(REJECTION)):
         band = {"upper": upper} if lower is None else {"lower": lower, "upper": upper}
         metrics |= diagnostics.rejection_metrics(log_ratio, mask, seg, option=option, **band)
         criteria.append((option, band))
-    is_accepted = masks.all_of(criteria, log_ratio, mask, seg)
+    is_accepted = masks.all_of(criteria, log_ratio, mask, seg)[0]
     return metrics | diagnostics.rejected_fractions(is_accepted, mask, seg)
 
 

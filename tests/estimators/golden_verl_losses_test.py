@@ -172,7 +172,7 @@ def bypass_loss(settings, batch, logp):
     kept = ratios.as_bool(mask)
     if "rollout_rs" in settings:
         chosen = golden_verl.criteria(settings["rollout_rs"], settings["rollout_rs_threshold"])
-        kept = masks.all_of(chosen, log_ratio, mask)
+        kept = masks.all_of(chosen, log_ratio, mask)[0]
     if settings["loss_type"] == "ppo_clip":
         loss_bt, metrics = objectives.OBJECTIVES["dual_clip"](
             logp, behav, adv, kept, clip_low=0.2, clip_high=0.28

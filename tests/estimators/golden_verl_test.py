@@ -67,7 +67,7 @@ def rejection_of(batch, cases):
     results = []
     for options, threshold in cases:
         chosen = golden_verl.criteria(options, threshold)
-        kept = masks.all_of(chosen, log_ratio, mask)
+        kept = masks.all_of(chosen, log_ratio, mask)[0]
         metrics = diagnostics.rejected_fractions(kept, mask)
         for option, band in chosen:
             metrics |= diagnostics.rejection_metrics(log_ratio, mask, option=option, **band)

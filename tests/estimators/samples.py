@@ -92,7 +92,7 @@ def weights(logp, batch, name):
 def kept(logp, batch, name):
     """1 where the mask keeps a token, 0 elsewhere."""
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
-    is_accepted_bt = accepted(log_ratio_bt, batch | {"logp": logp}, (method("mask", name),))
+    is_accepted_bt, _ = accepted(log_ratio_bt, batch | {"logp": logp}, (method("mask", name),))
     return is_accepted_bt.astype(log_ratio_bt.dtype)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import diagnostics, divergences, masks, ratios, weights
+from jaxrl_tis.estimators import diagnostics, divergences, loss, masks, ratios, weights
 from jaxrl_tis.kernels import segment, segment_reference
 from tests import compilation
 from tests.kernels import segment_loops as loops
@@ -213,7 +213,8 @@ def test_weights_masks_and_metrics_share_their_reductions():
         metrics = divergences.divergence_metrics(log_ratio, mask, seg)
         metrics |= divergences.response_metrics(old, behav, mask, seg)
         metrics |= diagnostics.offpolicy_metrics(old, behav, mask, seg)
-        return kept, found, masks.veto(log_ratio, mask, seg), metrics
+        counts = loss.weight_counts(log_ratio, {"mask": mask, "seg": seg}, ("seq_tis", {"cap": 2.0}))
+        return kept, found, masks.veto(log_ratio, mask, seg), metrics, counts
 
     seg = ratios.Segments(jnp.asarray(batch.seg), loops.NUM_SEGMENTS)
     lowered = jax.jit(program).lower(old, behav, batch.seg > 0, seg)

@@ -19,6 +19,8 @@ MUTANTS = [
          'c.counts_rejected or c.mode == "bypass"', "c.counts_rejected"),
         ("masks of the policy are judged before the update too",
          "c.masks if c.mode == \"bypass\" else loss.split(c.masks, c.mode)[0]", "c.masks"),
+        ("what updates judge is counted before them, too",
+         "        counts = {}  # the updates judge them", "        pass"),
         ("rejected tokens stay in the mask",
          'fields["mask"] = judged.is_accepted', 'fields["mask"] = batch["mask"]'),
         ("rejected tokens are counted where they should not be and the reverse",
