@@ -74,7 +74,7 @@ def get_config() -> ConfigDict:
     # threshold=0.5, partial=True), areal(staleness=4), in_flight(staleness=4), dora(staleness=2),
     # roll_flash(alpha=1, redundant=0) or laminar(staleness=4, repack=0.5); docs/async.md
     c.rollout.mode = "sync"
-    c.rollout.driver = "virtual"  # how learner and samplers share the time: virtual takes turns
+    c.rollout.driver = "virtual"  # virtual: learner and samplers take turns; threads: docs/async.md
     c.rollout.workers = 1  # samplers
     c.rollout.queue = 0  # most groups that are begun and not trained on; 0: what the mode allows
     c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)

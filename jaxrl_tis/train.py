@@ -81,15 +81,17 @@ class Run:
         groups = rollouts.Groups(
             config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
         )
-        made = dict(
-            load=setup.serving_params, start=functools.partial(setup.scheduler, setup.engine),
-            pulse=self.pulse,
-        )
+        starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
+        made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
         if setup.mode.is_sync:
             return rollouts.Collector(config, groups, batches, self._timer, **made)
-        return rollouts.Asynchronous(
-            config, setup.mode, groups, batches, self._timer, slots=setup.engine.slots, **made
-        )
+        ahead = config, setup.mode, groups, batches, self._timer
+        if config.rollout.driver == "threads":
+            return rollouts.Threads(
+                *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
+                pulse=self.pulse,
+            )
+        return rollouts.Asynchronous(*ahead, slots=setup.engine.slots, **made)
 
     def begin(self) -> None:
         """Makes the state at step 0, or reads that of the newest checkpoint, and evaluates it where
@@ -157,7 +159,8 @@ class Run:
             self._timer.add("lost", self.writer.lost_seconds)
 
     def close(self) -> None:
-        """Closes what is written to."""
+        """Ends what works in the background, and closes what is written to."""
+        self.source.close()
         self.writer.close()
         if self._samples is not None:
             self._samples.close()

@@ -126,6 +126,7 @@ COVERED = {
     "libtpu_flags": "cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
+    "rollouts/bookkeeping": "rollouts/asynchronous_test",
     "rollouts/controller": "rollouts/asynchronous_test",
     "rollouts/modes": "rollouts/asynchronous_test",
     "rollouts/queue": "rollouts/asynchronous_test",

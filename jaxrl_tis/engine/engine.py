@@ -118,6 +118,11 @@ class Engine:
         """Turns the learner's parameters into serving parameters, see weights.Weights."""
         return self._weights.load(params, noise)
 
+    @property
+    def serving_shardings(self) -> Any:
+        """Where serving parameters lie, in their tree."""
+        return self._weights.shardings
+
     def _check_sizes(self) -> None:
         for name, count in (("slots", self.slots), ("prefill_batch", self.prefill_batch)):
             if count % self.shards:

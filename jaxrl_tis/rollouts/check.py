@@ -7,7 +7,9 @@ import ml_collections
 
 from jaxrl_tis.rollouts import modes
 
-DRIVERS = ("virtual",)
+DRIVERS = ("virtual", "threads")
+# Of what a synchronous run does not read.
+DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
 
 
 def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -34,6 +36,11 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
             f"{rollout.prompts} that are begun between two hand-overs of weights"
         )
+    if rollout.driver == "threads" and rollout.update_turns:
+        yield (
+            f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
+            "'virtual', and it is 'threads', where samplers draw for as long as an update takes: set it to 0"
+        )
     if mode.is_sync:
         yield from _idle(rollout)
         return
@@ -58,9 +65,9 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 def _idle(rollout) -> Iterator[str]:
     """Finds settings that a synchronous run does not read."""
-    for name, default in (("workers", 1), ("queue", 0), ("update_turns", 0)):
+    for name, default in DEFAULTS.items():
         if rollout[name] != default:
             yield (
-                f"rollout.{name} = {rollout[name]} is for samplers that run ahead, and rollout.mode "
-                f"is {rollout.mode!r}: choose another mode, or set it to {default}"
+                f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and rollout.mode "
+                f"is {rollout.mode!r}: choose another mode, or set it to {default!r}"
             )

@@ -48,5 +48,8 @@ class RolloutSource(Protocol):
 
     def set_state(self, state: dict[str, Any]) -> None: ...
 
+    def close(self) -> None:
+        """Ends what works for it in the background, at the end of the run."""
+
     def facts(self) -> dict[str, Any]:
         """Returns by name what decides about the next batch, the same on every process."""
