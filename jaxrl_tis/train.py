@@ -65,6 +65,7 @@ class Run:
         self._evaluator = evaluate.Evaluator(config, self._prompter)
         self.source = self._make_source()
         self.trainer = Trainer(setup)
+        self._old = self.trainer.old_policies()
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -199,17 +200,14 @@ class Run:
         config, start = self.setup.config, time.monotonic()
         with self._profiled(step), jax.profiler.StepTraceAnnotation("step", step_num=step):
             with self._phase("sync"):
-                self.source.publish(self.state["policy"].params, self.version)
+                params = self.state["policy"].params
+                self.source.publish(params, self.version)
+                self._old.put(self.version, params)
             with self._named("rollout"):
                 drawn, values = self.source.next(step)
             with self._phase("score"):
-                sampled_by = {self.version: self.state["policy"].params}
-                if self.setup.mode.ahead:
-                    import numpy as np
-                    self._ring = getattr(self, "_ring", {})
-                    self._ring[self.version] = jax.tree.map(np.asarray, self.state["policy"].params)
-                    sampled_by = self._ring | sampled_by
-                rows = self.trainer.score(self.state, drawn, sampled_by)
+                known = self._old.taken([s.trajectory for s in drawn])
+                rows = self.trainer.score(self.state, drawn, self._old, known)
             self._compare(step, rows)
             with self._phase("update"):
                 self.state, rows, measured = self.trainer.update(

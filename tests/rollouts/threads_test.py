@@ -187,8 +187,13 @@ def test_groups_of_equal_rewards_make_room_for_others(source):
     assert (np.ptp(rewards, axis=1) > 0).all()
 
 
+@pytest.mark.compiles
 def test_a_run_trains_and_resumes(tmp_path):
-    settings = dict(rollout__mode="areal(staleness=1)", rollout__driver="threads")
+    settings = dict(
+        rollout__mode="areal(staleness=1)", rollout__driver="threads", rollout__old_logp="none",
+        correction__objective="a3po", correction__weight="none", train__minibatches=1,
+        train__epochs=1, warmup__steps=0, eval__every=8, eval__prompts=2,
+    )
     tiny.run(tmp_path / "run", steps=2, **settings)
     tiny.run(tmp_path / "run", steps=4, **settings)
     lines = [line for line in tiny.lines(tmp_path / "run") if line["phase"] == "train"]
