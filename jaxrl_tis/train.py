@@ -63,9 +63,9 @@ class Run:
         self._timer = Timer(goodput.compile_seconds)
         self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
         self._evaluator = evaluate.Evaluator(config, self._prompter)
-        self.source = self._make_source()
         self.trainer = Trainer(setup)
         self._old = self.trainer.old_policies()
+        self.source = self._make_source()
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -92,7 +92,9 @@ class Run:
                 *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
                 pulse=self.pulse,
             )
-        return rollouts.Asynchronous(*ahead, slots=setup.engine.slots, **made)
+        return rollouts.Asynchronous(
+            *ahead, slots=setup.engine.slots, arrived=self._old.arrived, **made
+        )
 
     def begin(self) -> None:
         """Makes the state at step 0, or reads that of the newest checkpoint, and evaluates it where
@@ -124,8 +126,8 @@ class Run:
 
     def _continue(self) -> None:
         with self._phase("restore"):
-            self.state, meta = self._checkpoints.restore(abstract_state(self.setup))
-        needed = "step", "version", "source", "held_out"
+            self.state, meta = self._checkpoints.restore(self._abstract_state)
+        needed = "step", "version", "source", "held_out", "old_policies"
         if missing := [name for name in needed if name not in meta]:
             raise ValueError(
                 f"the checkpoints in {self._mirror.workdir} say nothing of {' and '.join(missing)}: they "
@@ -137,11 +139,20 @@ class Run:
                 "measured on; use those, or a new workdir"
             )
         self.source.set_state(meta["source"])
+        self._old.restore(self.state.pop("old", {}), meta["old_policies"])
         processes.first(self._describe)
         self.done = self.saved = meta["step"]
         self.version = meta["version"]
         self._open_record(self.done)
         processes.say(f"continuing {self._mirror.workdir} after step {self.done}")
+
+    def _abstract_state(self, meta: dict) -> dict:
+        """Returns the shapes of what a checkpoint with this meta holds."""
+        abstract = abstract_state(self.setup)
+        if "old_policies" not in meta:
+            return abstract
+        old = self._old.abstract(meta["old_policies"], abstract["policy"].params)
+        return abstract | ({"old": old} if old else {})
 
     def _describe(self) -> None:
         write_run_files(self._workdir, self.setup.config.to_dict(), self._pins)
@@ -201,8 +212,8 @@ class Run:
         with self._profiled(step), jax.profiler.StepTraceAnnotation("step", step_num=step):
             with self._phase("sync"):
                 params = self.state["policy"].params
-                self.source.publish(params, self.version)
-                self._old.put(self.version, params)
+                if self.source.publish(params, self.version):
+                    self._old.put(self.version, params)
             with self._named("rollout"):
                 drawn, values = self.source.next(step)
             with self._phase("score"):
@@ -286,11 +297,13 @@ class Run:
     def save(self) -> None:
         """Saves in the background; the time of the blocking part counts to the next step."""
         with self._phase("checkpoint"):
+            source = self.source.get_state(self.version)
+            old, of_old = self._old.state()
             meta = {
                 "step": self.done, "version": self.version, "held_out": self._evaluator.digest,
-                "source": self.source.get_state(self.version),
+                "source": source, "old_policies": of_old,
             }
-            self._checkpoints.save(self.done, self.state, meta)
+            self._checkpoints.save(self.done, self.state | ({"old": old} if old else {}), meta)
         self.saved = self.done
 
     def stop(self) -> Interrupted:

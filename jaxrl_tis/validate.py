@@ -386,16 +386,19 @@ def _old_logp(c: Correction, config):
                     f"rollout.mode = {rollout.mode!r} has none: set it to {default!r}"
                 )
         return
-    if way == "ring" and (rollout.snapshots == 1 or not rollout.snapshots and math.isinf(mode.ahead)):
+    is_bounded = mode.staleness < math.inf
+    least = mode.staleness + 1 if is_bounded else 2
+    if way == "ring" and rollout.snapshots < least and (rollout.snapshots or not is_bounded):
         yield (
             f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.mode = "
             f"{rollout.mode!r}, whose tokens are up to {mode.staleness:g} versions old: set it to 1 "
             "more than the versions that you want to keep, or rollout.old_logp to ewma or none"
         )
-    if way == "replica" and mode.on_sync != "interrupt":
+    if way == "replica" and mode.on_sync == "drain":
         yield (
             "rollout.old_logp = 'replica' scores all that the old weights have drawn before new ones "
-            f"come, and rollout.mode = {rollout.mode!r} leaves it running: set rollout.old_logp to ring"
+            f"come, and with rollout.mode = {rollout.mode!r} some of it goes on under the old: set "
+            "rollout.old_logp to ring"
         )
     if way == "none" and c.mode == "decoupled":
         chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
@@ -34,6 +35,7 @@ class Asynchronous(Bookkeeping):
       load: (the policy's parameters, version) -> serving parameters.
       start: (serving parameters, version) -> a scheduler.
       slots: sequences that a sampler draws at once.
+      arrived: see Bookkeeping.
       pulse: called between two turns.
     """
 
@@ -47,9 +49,10 @@ class Asynchronous(Bookkeeping):
         load: Callable[[Any, int], Any],
         start: Callable[[Any, int], Scheduler],
         slots: int,
+        arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
         pulse: Callable[[], None] = lambda: None,
     ):
-        super().__init__(config, mode, groups, batches, timer)
+        super().__init__(config, mode, groups, batches, timer, arrived)
         self._load, self._pulse = load, pulse
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(config.rollout.workers)}
         for name in self._samplers:
@@ -59,14 +62,16 @@ class Asynchronous(Bookkeeping):
 
     # What the run calls
 
-    def publish(self, params: Any, version: int) -> None:
+    def publish(self, params: Any, version: int) -> bool:
         self._finish_update()
         self.controller.published(version)
         self._taken = []
-        if self.controller.offered == version:
+        is_offered = self.controller.offered == version
+        if is_offered:
             serving = _apart(self._load(params, version), params)
             self._served = NewWeights(jax.block_until_ready(serving), version)
         self._settle()
+        return is_offered
 
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Waits for the groups of the next batch, whole and in order. Its metrics tell how far the
@@ -74,8 +79,8 @@ class Asynchronous(Bookkeeping):
         entries = self._next_entries()
         while len(entries) < self.controller.batch:  # with on_arrival
             entries += self._next_entries()
-        stats = Stats.sum(sampler.stats for sampler in self._samplers.values())
-        return self._samples(sorted(entries, key=lambda e: e.number)), self._metrics(stats)
+        samples = self._samples(sorted(entries, key=lambda e: e.number))
+        return samples, self._metrics(self._stats())
 
     def _next_entries(self) -> list[Entry]:
         while (entries := self._take()) is None:
@@ -125,11 +130,17 @@ class Asynchronous(Bookkeeping):
             for decision in decisions:
                 name, is_swap = decision.worker, isinstance(decision, Swap)
                 order = self._served if is_swap else self._order(decision)
+                sampler = self._samplers[name]
+                if is_swap:
+                    self._tell(sampler.records())
                 with self._timer("rollout"):
-                    self._hear(name, self._samplers[name].obey(order))
+                    self._hear(name, sampler.obey(order))
                 if is_swap:
                     self.controller.swapped(name, order.version)
                     self._counts.syncs += 1
+
+    def _stats(self) -> Stats:
+        return Stats.sum(sampler.stats for sampler in self._samplers.values())
 
     # Checkpoints
 
@@ -145,7 +156,7 @@ class Asynchronous(Bookkeeping):
         if not self._is_untrained(version):
             self._finish_update()
         self._gather()
-        return self._state(version)
+        return self._state(version, self._stats())
 
 
 def _apart(serving: Any, params: Any) -> Any:

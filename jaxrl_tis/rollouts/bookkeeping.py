@@ -7,6 +7,7 @@ a source with threads calls it from one at a time.
 
 import base64
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import ml_collections
@@ -58,15 +59,18 @@ class Bookkeeping:
       mode: of rollout.mode.
       batches: records of prompts, on all processes alike.
       timer: of the phases "data" and "reward".
+      arrived: called with the records of sequences that have ended, were interrupted, or are about
+        to go on with new weights, while those that drew them are still in use.
     """
 
     def __init__(
         self, config: ml_collections.ConfigDict, mode: Mode, groups: Groups, batches: Batches,
-        timer: Timer,
+        timer: Timer, arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ):
         rollout = config.rollout
         self._config, self._mode, self._groups = config, mode, groups
-        self._batches, self._records, self._timer = batches, [], timer
+        self._batches, self._records = batches, []
+        self._timer, self._arrived = timer, arrived
         capacity = rollout.queue or (mode.ahead + 1) * rollout.prompts
         self._queue = Queue(groups.size, capacity, NEEDS)
         self.controller = Controller(mode, rollout.prompts, self._queue)
@@ -74,7 +78,8 @@ class Bookkeeping:
         self._requests: dict[Key, Request] = {}  # of groups in the queue
         self._partials: dict[Key, Trajectory] = {}
         self._taken: list[Entry] = []  # of the batch that is being trained on
-        self._counts, self._failed, self._before = Counts(), dict(groups.counts), Stats()
+        self._counts, self._before = Counts(), Stats()
+        self._failed = dict.fromkeys(groups.counts, 0)
 
     def facts(self) -> dict[str, Any]:
         controller = self.controller
@@ -119,6 +124,7 @@ class Bookkeeping:
 
     def _hear(self, name: str, trajectories: list[Trajectory]) -> None:
         """Takes what a sampler returns: sequences that have ended, and such that it gives back."""
+        self._tell(trajectories)
         for trajectory in trajectories:
             key = self._keys.pop(trajectory.id)
             if trajectory.stop_reason != "abort":
@@ -133,6 +139,11 @@ class Bookkeeping:
             if is_wanted and len(versions):
                 self._partials[key] = trajectory
 
+    def _tell(self, trajectories: list[Trajectory]) -> None:
+        """Calls `arrived` where there is something to be told."""
+        if drawn := [t for t in trajectories if len(t.tokens)]:
+            self._arrived(drawn)
+
     # Rewards
 
     def _reward(self) -> None:
@@ -145,9 +156,13 @@ class Bookkeeping:
         return [(self._queue.entries[k[0]].prompt, self._queue.get(k, "tokens")) for k in keys]
 
     def _scored(self, claimed: list[tuple[dict[str, str], Trajectory]]) -> list[Sample]:
-        """Calls the reward; touches nothing that is kept here."""
+        """Calls the reward; of what is kept here it changes nothing but `_failed`."""
+        before = dict(self._groups.counts)
         with self._timer("reward"):
-            return self._groups.samples(*map(list, zip(*claimed)))
+            samples = self._groups.samples(*map(list, zip(*claimed)))
+        for name, count in self._groups.counts.items():
+            self._failed[name] += count - before[name]
+        return samples
 
     def _rewarded(self, keys: list[Key], samples: list[Sample]) -> None:
         """Puts rewards into the queue, and sends groups away whose rewards are all equal, where the
@@ -207,11 +222,10 @@ class Bookkeeping:
     def _metrics(self, stats: Stats) -> dict[str, float]:
         """Measures what happened since the last batch; `stats` of all samplers, since ever."""
         counts, self._counts = self._counts, Counts()
-        failed = dict(self._groups.counts)
-        drawn, before = stats.since(self._before), self._failed
-        self._before, self._failed = stats, failed
+        failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
+        drawn, self._before = stats.since(self._before), stats
         prompts = drawn.prefilled + drawn.shared + drawn.cached
-        return {f"reward/{name}": n - before[name] for name, n in failed.items()} | {
+        return {f"reward/{name}": count for name, count in failed.items()} | {
             "rollout/discarded_groups": counts.rejected,
             "rollout/occupancy": drawn.occupancy,
             "rollout/preempted": drawn.preempted,
@@ -235,20 +249,26 @@ class Bookkeeping:
         """Whether the batch that was taken is not in this version."""
         return bool(self._taken) and version == self.controller.version
 
-    def _state(self, version: int) -> dict[str, Any]:
-        """Returns a source's state, once all workers have given everything back."""
+    def _state(self, version: int, stats: Stats) -> dict[str, Any]:
+        """Returns a source's state, once all workers have given everything back; see `_metrics`."""
+        drawn = stats.since(self._before)
         untrained = self._taken if self._is_untrained(version) else []
         entries = sorted([*untrained, *self._queue.entries.values()], key=lambda e: e.number)
         return {
             "batches": self._batches.get_state(), "records": self._records,
             "controller": self.controller.get_state(version),
             "queue": [_written(entry) for entry in entries],
+            "counts": [dataclasses.asdict(self._counts), dataclasses.asdict(drawn), self._failed],
             "partials": [[list(key), _bytes(t)] for key, t in sorted(self._partials.items())],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
         self._records = state["records"]
+        counts, drawn, self._failed = state["counts"]
+        self._counts = Counts(**counts)
+        # What was counted before the break is counted to the next batch, too.
+        self._before = Stats(**{name: -x for name, x in drawn.items()})
         self.controller.set_state(state["controller"])
         self._partials = {tuple(key): _trajectory(text) for key, text in state["partials"]}
         batch = self.controller.batch

@@ -41,6 +41,11 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
             "'virtual', and it is 'threads', where samplers draw for as long as an update takes: set it to 0"
         )
+    if rollout.driver != "virtual" and rollout.old_logp == "replica":
+        yield (
+            f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are scored, of "
+            "which rollout.old_logp = 'replica' keeps no copy: set it to ring"
+        )
     if mode.is_sync:
         yield from _idle(rollout)
         return

@@ -116,7 +116,7 @@ class Threads(Bookkeeping):
 
     # What the run calls
 
-    def publish(self, params: Any, version: int) -> None:
+    def publish(self, params: Any, version: int) -> bool:
         with self._changed:
             self._raise()
             hands_over = self.controller.hands_over(version)
@@ -129,6 +129,7 @@ class Threads(Bookkeeping):
             self._taken, self._is_resting = [], False
             self._decide()
         self._begin()
+        return hands_over
 
     def _served(self, params: Any, version: int) -> Sequence[Any]:
         """Returns serving parameters on the samplers' devices; meanwhile these draw."""
@@ -202,7 +203,7 @@ class Threads(Bookkeeping):
         """Returns what is to go on with after the update that made `version`. All that samplers draw
         is interrupted for it, and goes on with the next version that is published."""
         self._pause()
-        return self._state(version)
+        return self._state(version, self._stats())
 
     def _pause(self) -> None:
         """Takes everything back; until the next version is published no thread does anything."""
@@ -226,7 +227,7 @@ class Threads(Bookkeeping):
         now, workers, syncs = time.monotonic(), self._workers.values(), self._counts.syncs
         self._counts.passed = now - self._last_batch
         drew = sum(w.drew for w in workers) / len(workers)
-        values = self._metrics(Stats.sum(w.sampler.stats for w in workers)) | {
+        values = self._metrics(self._stats()) | {
             "async/sampler_idle": max(1 - drew / (now - self._last_batch), 0.0),
             "sync/bytes": self._hand_over.bytes,
             "sync/seconds": self._hand_over.seconds,
@@ -236,6 +237,9 @@ class Threads(Bookkeeping):
             worker.drew = worker.stood = 0.0
         self._hand_over, self._last_batch = HandOver(), now
         return values
+
+    def _stats(self) -> Stats:
+        return Stats.sum(worker.sampler.stats for worker in self._workers.values())
 
     # Threads
 
@@ -253,9 +257,9 @@ class Threads(Bookkeeping):
         try:
             while (orders := self._orders(worker)) is not None:
                 for order in orders:
-                    self._tell(name, worker.obey(order), order)
+                    self._report(name, worker.obey(order), order)
                 if not orders:
-                    self._tell(name, worker.step())
+                    self._report(name, worker.step())
         except BaseException as error:  # which the learner's thread raises
             with self._changed:
                 self._error, worker.is_busy = error, False
@@ -275,7 +279,7 @@ class Threads(Bookkeeping):
             worker.inbox.clear()
             return orders
 
-    def _tell(self, name: str, trajectories: list[Trajectory], order: Order | None = None) -> None:
+    def _report(self, name: str, trajectories: list[Trajectory], order: Order | None = None) -> None:
         """Says what a sampler returned after an order, or after a step."""
         with self._changed:
             self._hear(name, trajectories)

@@ -190,9 +190,8 @@ def test_groups_of_equal_rewards_make_room_for_others(source):
 @pytest.mark.compiles
 def test_a_run_trains_and_resumes(tmp_path):
     settings = dict(
-        rollout__mode="areal(staleness=1)", rollout__driver="threads", rollout__old_logp="none",
-        correction__objective="a3po", correction__weight="none", train__minibatches=1,
-        train__epochs=1, warmup__steps=0, eval__every=8, eval__prompts=2,
+        rollout__mode="areal(staleness=1)", rollout__driver="threads", train__minibatches=1, train__epochs=1,
+        warmup__steps=0, eval__every=8, eval__prompts=2,
     )
     tiny.run(tmp_path / "run", steps=2, **settings)
     tiny.run(tmp_path / "run", steps=4, **settings)
