@@ -118,7 +118,7 @@ def train(mode: str, steps: int) -> dict[str, float]:
         tokens += int(rows["mask"].sum())
         metrics.append(values)
     seconds = time.monotonic() - start
-    source.close()
+    source.close(is_over=True)
     metrics = metrics[WARM:]
     found = {
         "tokens_per_s": tokens / seconds, "step_s": seconds / steps, "learner_idle": waited / seconds,

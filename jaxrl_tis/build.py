@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 from typing import Any
 
@@ -30,6 +31,8 @@ from jaxrl_tis.scoring import Learner
 from jaxrl_tis.validate import validate
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
+OWN_SIZES = ("slots", "num_pages", "prefill_batch")  # that each rollout worker may choose for itself
+PROBED = 4096  # tokens whose texts tell a tokenizer from others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +124,17 @@ class Setup:
             micro = packing.pack(forward)
             flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same for a learner and its rollout workers, by name."""
+        model, engine = map(dataclasses.asdict, (self.model, self.engine.config))
+        found = {f"model.{name}": str(value) for name, value in model.items()}
+        found |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
+        size = self.tokenizer.vocab_size
+        texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
+        shown = repr((texts, size, self.tokenizer.eos_ids)).encode()
+        return found | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
 
     def serving_params(self, params: Any, version: int) -> Any:
         """Makes what `engine` samples with: the policy of this version in the sampler's format,

@@ -92,6 +92,11 @@ class Run:
                 *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
                 pulse=self.pulse,
             )
+        if config.rollout.driver == "processes":
+            return rollouts.Remote(
+                *ahead, load=setup.serving_params, engine=setup.engine, facts=setup.facts,
+                pulse=self.pulse,
+            )
         return rollouts.Asynchronous(
             *ahead, slots=setup.engine.slots, arrived=self._old.arrived, **made
         )
@@ -172,7 +177,7 @@ class Run:
 
     def close(self) -> None:
         """Ends what works in the background, and closes what is written to."""
-        self.source.close()
+        self.source.close(is_over=self.done == self.setup.config.steps)
         self.writer.close()
         if self._samples is not None:
             self._samples.close()

@@ -102,7 +102,7 @@ class Asynchronous(Bookkeeping):
                 sampler.step()  # returns what was dropped
             sampler.rest()
 
-    def close(self) -> None:
+    def close(self, is_over: bool) -> None:
         """Ends nothing, as all happens in the calls of the run."""
 
     # Turns

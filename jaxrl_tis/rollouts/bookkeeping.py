@@ -259,8 +259,12 @@ class Bookkeeping:
             "controller": self.controller.get_state(version),
             "queue": [_written(entry) for entry in entries],
             "counts": [dataclasses.asdict(self._counts), dataclasses.asdict(drawn), self._failed],
-            "partials": [[list(key), _bytes(t)] for key, t in sorted(self._partials.items())],
+            "partials": self._written_partials(self._partials),
         }
+
+    @staticmethod
+    def _written_partials(partials: dict[Key, Trajectory]) -> list:
+        return [[list(key), _bytes(t)] for key, t in sorted(partials.items())]
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import ml_collections
 
+from jaxrl_tis import addresses
 from jaxrl_tis.rollouts import modes
 
-DRIVERS = ("virtual", "threads")
+DRIVERS = ("virtual", "threads", "processes")
 # Of what a synchronous run does not read.
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
 
@@ -36,11 +37,14 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
             f"{rollout.prompts} that are begun between two hand-overs of weights"
         )
-    if rollout.driver == "threads" and rollout.update_turns:
+    if rollout.driver != "virtual" and rollout.update_turns:
         yield (
             f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
-            "'virtual', and it is 'threads', where samplers draw for as long as an update takes: set it to 0"
+            f"'virtual', and it is {rollout.driver!r}, where samplers draw for as long as an update "
+            "takes: set it to 0"
         )
+    if rollout.driver == "processes":
+        yield from _remote(rollout)
     if rollout.driver != "virtual" and rollout.old_logp == "replica":
         yield (
             f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are scored, of "
@@ -66,6 +70,17 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.mode = {rollout.mode!r} moves sequences between workers, and there is one: set "
             "rollout.workers to at least 2, or repack to 0"
         )
+
+
+def _remote(rollout) -> Iterator[str]:
+    try:
+        addresses.parse(rollout.listen)
+    except ValueError as error:
+        yield f"rollout.listen: {error}"
+    if not rollout.transport:
+        yield "rollout.transport is empty; give tcp, or a folder that the learner and all workers share"
+    if not 0 < rollout.worker_timeout < math.inf:
+        yield f"rollout.worker_timeout is {rollout.worker_timeout} seconds; it must be above 0"
 
 
 def _idle(rollout) -> Iterator[str]:

@@ -92,7 +92,7 @@ class Collector:
         if self._scheduler is not None:
             self._scheduler.rest()
 
-    def close(self) -> None:
+    def close(self, is_over: bool) -> None:
         """Ends nothing, as all happens in the calls of the run."""
 
     def get_state(self, version: int) -> dict[str, Any]:

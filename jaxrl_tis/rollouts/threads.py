@@ -191,7 +191,7 @@ class Threads(Bookkeeping):
         for worker in self._workers.values():
             worker.sampler.rest()
 
-    def close(self) -> None:
+    def close(self, is_over: bool) -> None:
         """Ends the threads, each after the call that it is in."""
         with self._changed:
             self._is_closed = True

@@ -83,7 +83,7 @@ def source(request):
 
     yield make
     for each in sources:
-        each.close()
+        each.close(is_over=True)
 
 
 def test_each_has_devices_of_its_own():
