@@ -1,0 +1,440 @@
+"""Controller and queue of asynchronous runs against a virtual clock.
+
+What decides is the code that runs decide with, `rollouts.controller` and `rollouts.queue`. What
+takes time, samplers and the learner, is a cost model: events on a heap, so that idle time, staleness
+and throughput come out exactly, in seconds, and alike every time.
+
+A sampler works in calls: it prefills what is new to it, then draws `call_steps` tokens a call for
+all of its sequences. Between two calls it hears orders. As nothing else changes between the ends of
+two sequences, all calls up to the next end are one event, which an order cuts short.
+"""
+
+import bisect
+import collections
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, Swap
+from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.queue import Entry, Key, Queue
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What takes how long, on which machine. Times are seconds and end in `_s`.
+
+    The defaults are AReaL's run of 1.5B parameters (2505.24298 and blog/AReaL_v0_3.md of its
+    repository: R1-Distill-Qwen-1.5B, 16 nodes of 8 H800), at a sixteenth of its machines and of its
+    batch, which leaves the load of each device as it was.
+
+    Attributes:
+      workers: samplers of a device each. trainers: devices of the learner. Three quarters sample, as
+        AReaL does at every size.
+      slots: sequences that a sampler draws at once. Assumed: twice what a synchronous run draws.
+      prompts, group_size: groups of a batch and samples of a group; AReaL has 512 and 16.
+      prompt_tokens: of a prompt; AReaL allows 1,024. Assumed: a quarter of it.
+      median_tokens, sigma: of the log-normal lengths of responses; AReaL gives neither. sigma is
+        assumed: a 99th percentile of ten medians, which Laminar (2510.12633) is said to have seen. The
+        median is fitted, the only number that is: with it a synchronous step takes the 147.6 s that
+        AReaL reports (41.0 hours for 1,000).
+      max_tokens: where responses are cut off; AReaL's 27 K.
+      call_steps: decode steps between two looks of a sampler at its orders.
+      step_s: of a decode step of any batch. Assumed: 4 ms, of which reading 3 GB of weights at an
+        H800's 3.35 TB/s is 0.9 ms; launching and sampling are the rest.
+      sequence_s: of a decode step, for each sequence: 3 GFLOP at 40 % of 990 TFLOP/s are 7.6 us, and
+        sampling its token the rest of 10. Assumed.
+      cached_s: of a decode step, for each token in the cache: 28 layers of 2 heads of 128 in
+        bfloat16, keys and values, are 28,672 bytes, read at 70 % of 3.35 TB/s.
+      prefill_s: for each token that is prefilled: 3 GFLOP at 40 % of 990 TFLOP/s.
+      train_s: for each token, on one device: 8 FLOP a parameter (forward and backward pass, and
+        another forward pass for log-probs) at 40 % of 990 TFLOP/s.
+      update_s: of an update, however many devices and tokens.
+      weights_gib, gib_s: weights to hand over, and the time of a GiB; 3 GB at 10 GB/s. swap_s: what a
+        swap takes beyond that. Both assumed. The learner does not wait for it.
+      reward_s: from the end of a response to its reward. Assumed: 1 s.
+    """
+
+    workers: int = 6
+    trainers: int = 2
+    slots: int = 128
+    prompts: int = 32
+    group_size: int = 16
+    prompt_tokens: int = 256
+    median_tokens: float = 2560.0
+    sigma: float = 0.99
+    max_tokens: int = 27_648
+    call_steps: int = 4
+    step_s: float = 4e-3
+    sequence_s: float = 1e-5
+    cached_s: float = 1.2e-8
+    prefill_s: float = 7.6e-6
+    train_s: float = 3.0e-5
+    update_s: float = 0.0
+    weights_gib: float = 2.9
+    gib_s: float = 0.1
+    swap_s: float = 0.5
+    reward_s: float = 1.0
+
+    def decode_s(self, running: int, cached: int, steps: int) -> float:
+        """Returns the time of some decode steps of `running` sequences with `cached` tokens at the
+        start, each of which grows by a token a step."""
+        first = self.step_s + self.sequence_s * running + self.cached_s * cached
+        return steps * first + self.cached_s * running * steps * (steps - 1) / 2
+
+    @property
+    def handover_s(self) -> float:
+        """The time in which a sampler takes new weights."""
+        return self.swap_s + self.weights_gib * self.gib_s
+
+    def colocated(self) -> "Costs":
+        """Returns the same machines, all of which sample, and then all train."""
+        total = self.workers + self.trainers
+        return dataclasses.replace(self, workers=total, trainers=total)
+
+    def lengths(self, seed: int, group: int, count: int) -> list[int]:
+        """Draws the lengths of a group's responses, the same for every mode."""
+        normal = np.random.default_rng((seed, group)).standard_normal(count)
+        drawn = np.round(self.median_tokens * np.exp(self.sigma * normal))
+        return np.clip(drawn, 1, self.max_tokens).astype(int).tolist()
+
+
+@dataclasses.dataclass
+class Sequence:
+    """A response: how long it will be, and the tokens that each version drew of it."""
+
+    length: int
+    drawn: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.drawn.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Burst:
+    """Calls that a sampler makes one after the other, from a time on."""
+
+    start: float
+    prefill: float  # seconds before the first decode step
+    running: int
+    cached: int
+    calls: int
+
+
+@dataclasses.dataclass
+class Sampler:
+    """A sampler: what it draws, what waits for a slot, and the orders that it has not heard yet,
+    with the time of each."""
+
+    version: int | None = None
+    drawing: dict[Key, Sequence] = dataclasses.field(default_factory=dict)
+    waiting: dict[Key, Sequence] = dataclasses.field(default_factory=dict)
+    prompts: set[int] = dataclasses.field(default_factory=set)  # groups whose prompt is in its cache
+    orders: collections.deque = dataclasses.field(default_factory=collections.deque)
+    burst: Burst | None = None
+    is_swapping: bool = False
+    ticket: int = 0  # of its next event; older ones are void
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was drawn and came to nothing, or was computed twice, in sequences and tokens."""
+
+    interrupted: int = 0
+    reprefilled_tokens: int = 0
+    restarted_tokens: int = 0
+    discarded_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run took, over its steps without the first `skip`.
+
+    Attributes:
+      seconds: of these steps. tokens: of prompts and responses that they trained on.
+      learner_idle, sampler_idle: shares of the time in which it did nothing; taking new weights is
+        not nothing.
+      mean_staleness: over tokens, versions. max_staleness: of any token.
+      partial: share of the sequences that several versions have drawn.
+      longest_pause: from the order to take new weights to the next token of a sampler that keeps its
+        sequences; 0 if none does. longest_call: of any sampler.
+      counts: of the whole run.
+      trained: groups in the order in which they were trained on.
+      drawn_tokens: of the whole run. trained_tokens: of these, in a batch; untrained_tokens: of
+        sequences that are in none; what a sequence lost that had to start over is in neither.
+    """
+
+    seconds: float
+    tokens: int
+    learner_idle: float
+    sampler_idle: float
+    mean_staleness: float
+    max_staleness: int
+    partial: float
+    longest_pause: float
+    longest_call: float
+    counts: Counts
+    trained: tuple[int, ...]
+    drawn_tokens: int
+    trained_tokens: int
+    untrained_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Clock:
+    """A run against the clock; `run` is all of it."""
+
+    def __init__(self, mode: Mode, costs: Costs, seed: int = 0, capacity: float = 0):
+        self.mode, self.costs, self.seed, self.now = mode, costs, seed, 0.0
+        capacity = capacity or (mode.ahead + 1) * costs.prompts
+        self.queue = Queue(costs.group_size, capacity, {"learner": ("reward",)})
+        self.controller = Controller(mode, costs.prompts, self.queue)
+        self.samplers = {f"sampler {i}": Sampler() for i in range(costs.workers)}
+        for name in self.samplers:
+            self.controller.joined(name, costs.slots)
+        self.counts = Counts()
+        self._events: list = []
+        self._order = itertools.count()
+        self._sequences: dict[Key, Sequence] = {}
+        self._is_training, self._taken = False, 0
+        self._drawn_tokens, self._longest_pause, self._longest_call = 0, 0.0, 0.0
+        self._trained: list[tuple[int, Entry]] = []  # (version of the learner, group)
+        self._ends: list[float] = [0.0]  # of the updates
+        self._train_times: list[tuple[float, float]] = []
+        self._draw_times: list[tuple[float, float]] = []
+        self._swap_times: list[tuple[float, float]] = []
+
+    def run(self, steps: int, skip: int = 0) -> Outcome:
+        """Runs so many updates. RuntimeError where nothing can happen any more."""
+        self.controller.published(0)
+        while len(self._ends) <= steps:
+            self._settle()
+            self._train()
+            if not self._events:
+                raise RuntimeError(
+                    f"at {self.now} s, after {len(self._ends) - 1} updates, nothing can happen any more"
+                )
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        return self._outcome(skip)
+
+    # Events
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    def _settle(self) -> None:
+        """Hands out decisions until there are none."""
+        while decisions := self.controller.decisions():
+            for decision in decisions:
+                sampler = self.samplers[decision.worker]
+                sampler.orders.append((self.now, decision))
+                if sampler.burst is not None:
+                    self._cut(decision.worker)
+                elif not sampler.is_swapping:
+                    self._obey(decision.worker)
+
+    def _wake_at(self, name: str, time: float, event: Callable[[str], None]) -> None:
+        """Sets the next event of a sampler, in place of the one that was set."""
+        sampler = self.samplers[name]
+        sampler.ticket += 1
+        ticket = sampler.ticket
+
+        def wake():
+            if sampler.ticket == ticket:
+                event(name)
+
+        self._at(time, wake)
+
+    def _train(self) -> None:
+        """Begins an update with what there is for it."""
+        entries = None if self._is_training else self.controller.take()
+        if entries is None:
+            return
+        version, costs, self._is_training = self.controller.version, self.costs, True
+        self._trained += [(version, entry) for entry in entries]
+        self._taken += len(entries)
+        tokens = sum(self._tokens(entry) for entry in entries)
+        is_last = self._taken == costs.prompts
+        seconds = costs.train_s * tokens / costs.trainers + costs.update_s * is_last
+        start = self.now
+
+        def trained():
+            self._is_training = False
+            self._train_times.append((start, self.now))
+            if is_last:
+                self._taken = 0
+                self._ends.append(self.now)
+                self.controller.published(version + 1)
+
+        self._at(start + seconds, trained)
+
+    def _tokens(self, entry: Entry) -> int:
+        rows = entry.columns.values()
+        return sum(self.costs.prompt_tokens + row["tokens"].length for row in rows)
+
+    # Samplers
+
+    def _burst_s(self, burst: Burst, calls: int) -> float:
+        """Returns the time from the start of a burst to the end of so many of its calls."""
+        steps = calls * self.costs.call_steps
+        return burst.prefill + self.costs.decode_s(burst.running, burst.cached, steps)
+
+    def _cut(self, name: str) -> None:
+        """Lets a burst end with the call that is being made now."""
+        sampler = self.samplers[name]
+        burst, elapsed = sampler.burst, self.now - sampler.burst.start
+        time_of = lambda calls: self._burst_s(burst, calls)
+        calls = bisect.bisect_left(range(burst.calls), elapsed, key=time_of)
+        if calls < burst.calls:
+            sampler.burst = dataclasses.replace(burst, calls=calls)
+            self._wake_at(name, max(burst.start + time_of(calls), self.now), self._end_burst)
+
+    def _begin_burst(self, name: str) -> None:
+        """Gives free slots to what waits, and draws until the first sequence ends."""
+        sampler, costs, prefilled = self.samplers[name], self.costs, 0
+        for key in list(sampler.waiting)[: costs.slots - len(sampler.drawing)]:
+            sequence = sampler.drawing[key] = sampler.waiting.pop(key)
+            shared = costs.prompt_tokens if key[0] in sampler.prompts else 0
+            prefilled += costs.prompt_tokens - shared + sequence.tokens
+            self.counts.reprefilled_tokens += sequence.tokens
+            sampler.prompts.add(key[0])
+        if not sampler.drawing:
+            return
+        left = min(s.length - s.tokens for s in sampler.drawing.values())
+        cached = sum(costs.prompt_tokens + s.tokens for s in sampler.drawing.values())
+        sampler.burst = Burst(
+            self.now, costs.prefill_s * prefilled, len(sampler.drawing), cached,
+            math.ceil(left / costs.call_steps),
+        )
+        end = self.now + self._burst_s(sampler.burst, sampler.burst.calls)
+        self._wake_at(name, end, self._end_burst)
+
+    def _end_burst(self, name: str) -> None:
+        """Writes down what a burst has drawn, hears the orders and goes on."""
+        sampler, burst = self.samplers[name], self.samplers[name].burst
+        sampler.burst = None
+        self._draw_times.append((burst.start, self.now))
+        last = self._burst_s(burst, burst.calls) - self._burst_s(burst, max(burst.calls - 1, 0))
+        self._longest_call = max(self._longest_call, burst.prefill, last)
+        for key, sequence in list(sampler.drawing.items()):
+            count = min(burst.calls * self.costs.call_steps, sequence.length - sequence.tokens)
+            if count:
+                drawn = sequence.drawn
+                drawn[sampler.version] = drawn.get(sampler.version, 0) + count
+                self._drawn_tokens += count
+            if sequence.tokens == sequence.length:
+                del sampler.drawing[key]
+                self._finish(name, key, sequence)
+        self._obey(name)
+
+    def _finish(self, name: str, key: Key, sequence: Sequence) -> None:
+        is_wanted = self.controller.finished(name, key) and self.queue.put(key, "tokens", sequence)
+        if not is_wanted:
+            self.counts.discarded_tokens += sequence.tokens
+            return
+        self._at(self.now + self.costs.reward_s, lambda: self.queue.put(key, "reward", True))
+
+    def _obey(self, name: str) -> None:
+        """Carries out orders up to one for new weights, and draws."""
+        sampler = self.samplers[name]
+        while sampler.orders:
+            time, order = sampler.orders.popleft()
+            if isinstance(order, Swap):
+                self._swap(name, order.version, time)
+                return
+            if isinstance(order, Begin):
+                for key in order.keys:
+                    sampler.waiting[key] = self._begun(key, key in order.fresh)
+            else:
+                self._give_back(name, order)
+        self._begin_burst(name)
+
+    def _begun(self, key: Key, is_fresh: bool) -> Sequence:
+        """Returns a sequence with what there is of it."""
+        if key not in self._sequences:
+            group, count = key[0], self.costs.group_size + self.mode.redundant
+            lengths = self.costs.lengths(self.seed, group, count)
+            self._sequences |= {(group, i): Sequence(n) for i, n in enumerate(lengths)}
+        sequence = self._sequences[key]
+        if is_fresh:
+            self.counts.restarted_tokens += sequence.tokens
+            sequence.drawn.clear()
+        return sequence
+
+    def _give_back(self, name: str, order: Interrupt | Discard) -> None:
+        sampler = self.samplers[name]
+        for key in order.keys:
+            held = sampler.drawing if key in sampler.drawing else sampler.waiting
+            if key not in held:
+                continue  # it has ended meanwhile
+            sequence = held.pop(key)
+            self.controller.gave_back(name, key, max(sequence.drawn, default=None))
+            if isinstance(order, Discard):
+                self.counts.discarded_tokens += sequence.tokens
+            else:
+                self.counts.interrupted += 1
+
+    def _swap(self, name: str, version: int, ordered: float) -> None:
+        sampler = self.samplers[name]
+        sampler.is_swapping, has_sequences, start = True, bool(sampler.drawing), self.now
+
+        def swapped(name):
+            sampler.is_swapping, sampler.version = False, version
+            self._swap_times.append((start, self.now))
+            sampler.prompts = {group for group, _ in sampler.drawing}
+            if has_sequences:
+                self._longest_pause = max(self._longest_pause, self.now - ordered)
+            self.controller.swapped(name, version)
+            self._obey(name)
+
+        self._wake_at(name, self.now + self.costs.handover_s, swapped)
+
+    # Results
+
+    def _outcome(self, skip: int) -> Outcome:
+        start, end = self._ends[skip], self._ends[-1]
+        counted = [(version, entry) for version, entry in self._trained if version >= skip]
+        drawn = [
+            (version, row["tokens"].drawn)
+            for version, entry in counted for row in entry.columns.values()
+        ]
+        ages = [(version - own, n) for version, by in drawn for own, n in by.items()]
+        busy = lambda times: sum(max(min(b, end) - max(a, start), 0.0) for a, b in times)
+        idle = lambda times, count: max(1 - busy(times) / (count * (end - start)), 0.0)
+        drawing = [(s.burst.start, end) for s in self.samplers.values() if s.burst is not None]
+        drawing += self._draw_times + self._swap_times
+        trained = [row["tokens"] for _, e in self._trained for row in e.columns.values()]
+        return Outcome(
+            seconds=end - start,
+            tokens=sum(self._tokens(entry) for _, entry in counted),
+            learner_idle=idle(self._train_times, 1),
+            sampler_idle=idle(drawing, self.costs.workers),
+            mean_staleness=sum(age * n for age, n in ages) / sum(n for _, n in ages),
+            max_staleness=max(age for age, _ in ages),
+            partial=float(np.mean([len(by) > 1 for _, by in drawn])),
+            longest_pause=self._longest_pause, longest_call=self._longest_call,
+            counts=self.counts, trained=tuple(entry.number for _, entry in self._trained),
+            drawn_tokens=self._drawn_tokens, trained_tokens=sum(s.tokens for s in trained),
+            untrained_tokens=sum(s.tokens for s in self._sequences.values())
+            - sum(s.tokens for s in trained),
+        )
+
+
+def simulate(
+    mode: Mode, costs: Costs, steps: int = 24, skip: int = 8, seed: int = 0, capacity: float = 0
+) -> Outcome:
+    """Returns what `steps` updates take, of which the first `skip` are not counted.
+
+    Args:
+      capacity: most groups in the queue; 0: as many as the mode can begin.
+    """
+    return Clock(mode, costs, seed, capacity).run(steps, skip)
