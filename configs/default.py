@@ -78,6 +78,14 @@ def get_config() -> ConfigDict:
     c.rollout.workers = 1  # samplers
     c.rollout.queue = 0  # most groups that are begun and not trained on; 0: what the mode allows
     c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
+    # What the learner says of tokens that older weights drew, see jaxrl_tis/old_policies.py:
+    # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
+    # stands in, PPO-EWMA) or none (the policy does: decoupled, a3po and bypass need no more)
+    c.rollout.old_logp = "ring"
+    c.rollout.snapshots = 0  # of the ring; 0: one more than the mode lets a token be versions old
+    c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
+    # Mean age in updates of what the average holds: its decay is 1 - 1 / (centre + 1)
+    c.rollout.ewma_centre = 10.0
 
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together

@@ -7,7 +7,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import models, sharding
+from jaxrl_tis import models, old_policies, sharding
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
@@ -65,6 +65,16 @@ class Setup:
         return self.correction.why_scored
 
     @property
+    def has_stand_in(self) -> bool:
+        """Whether another policy stands in for those that drew tokens: logp_old is logp_prox."""
+        return self.mode.ahead > 0 and self.config.rollout.old_logp in old_policies.STAND_INS
+
+    @property
+    def averages_policy(self) -> bool:
+        """Whether it is an average of the policy, which the state then holds."""
+        return self.has_stand_in and self.config.rollout.old_logp == "ewma"
+
+    @property
     def has_critic(self) -> bool:
         return "values" in self.correction.needs
 
@@ -82,16 +92,24 @@ class Setup:
         """Lays records of `engine` into rows, see rows.trajectory_rows."""
         return trajectory_rows(trajectories, self.row_length, self.retention is not None)
 
-    def micro_batches(self, rows: dict[str, np.ndarray]):
+    def micro_batches(self, rows: dict[str, np.ndarray], is_wanted: np.ndarray | None = None):
         """Cuts rows into micro-batches of the learner's layout. Returns (what a log-prob takes of
-        them, a function that turns results [M,R,T,...] back into rows [N,T,...])."""
+        them, a function that turns results [M,R,T,...] back into rows [N,T,...]).
+
+        With `is_wanted` [N] results of the other rows are 0, and the first micro-batches hold those
+        that are: the shapes stay, and with them the program, which skips the rest.
+        """
+        count = len(rows["mask"])
+        is_wanted = np.ones(count, bool) if is_wanted is None else is_wanted
         forward = forward_fields(rows)
+        forward["mask"] = forward["mask"] & is_wanted[:, None]
         if self.packer is None:
-            size = self.config.train.microbatch_rows
-            micro = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
-            flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])
+            size, order = self.config.train.microbatch_rows, np.argsort(~is_wanted, kind="stable")
+            place = np.argsort(order)
+            micro = {name: x[order].reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
+            flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])[place]
         else:
-            packing = self.packer.plan(sequence_lengths(rows))
+            packing = self.packer.plan(np.where(is_wanted, sequence_lengths(rows), 0))
             micro = packing.pack(forward)
             flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat
@@ -213,7 +231,8 @@ def assemble(
         quantization=config.model.quantization, unquantized=tuple(config.model.unquantized),
     )
     return Setup(
-        config, modes.parse(config.rollout.mode), tokenizer, model, layout, learner, packer, chosen, policy_optimizer,
+        config, modes.parse(config.rollout.mode), tokenizer, model, layout, learner, packer, chosen,
+        policy_optimizer,
         make_optimizer(config.critic, updates), Engine(model, sampling, serving),
         Engine(model, evaluating, serving),
     )

@@ -135,7 +135,8 @@ class Checkpoints:
         """Returns (state, meta) of the newest intact step, or of `step` and no other.
 
         Args:
-          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on any mesh.
+          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on any mesh; or what makes
+            it of the meta that was saved.
           step: None falls back to older steps when newer ones are damaged.
           is_part: abstract_state is a part of what was saved, nested dicts in place of classes;
             nothing else is read into arrays.
@@ -148,6 +149,8 @@ class Checkpoints:
         step = self._intact(step)
         self._manager.reload()
         saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        if callable(abstract_state):
+            abstract_state = abstract_state(saved["meta"]["meta"])
         wanted, leaves = describe_leaves(abstract_state), saved["meta"]["leaves"]
         if is_part:
             leaves = {name: leaf for name, leaf in leaves.items() if name in wanted}

@@ -1,7 +1,7 @@
 """The learner's forward passes: log-probs, entropies, logits, values of rows of tokens.
 
-Rows hold one sequence each or, with `Learner.max_segments`, several; micro-batches without a token
-of any sequence are then skipped.
+Rows hold one sequence each or, with `Learner.max_segments`, several. Micro-batches without a token in
+the mask are skipped.
 """
 
 import dataclasses
@@ -183,11 +183,9 @@ def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Ba
 
 def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
     """Makes the jitted (params, batch [M, rows, ...]) -> measure(params, micro-batch) of each,
-    stacked; 0 for micro-batches of packed rows that are empty."""
+    stacked; 0 for micro-batches whose mask is empty."""
 
     def one(params, micro):
-        if learner.max_segments is None:
-            return measure(params, micro)
         zeros = zeros_like(jax.eval_shape(measure, params, micro))
         return jax.lax.cond(jnp.any(micro["mask"]), measure, lambda *_: zeros, params, micro)
 

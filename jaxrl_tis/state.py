@@ -1,5 +1,6 @@
 """What a run trains: {"policy": TrainState, "critic": TrainState with GAE, "reference": parameters
-with a KL term, "controllers": their states, where the config names one that has a state}."""
+with a KL term, "controllers": their states, where the config names one that has a state, "ewma": an
+average of the policy where it stands in for older ones}."""
 
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxrl_tis import control, hub, models, storage
 from jaxrl_tis.build import Setup
 from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.old_policies import Average
 from jaxrl_tis.optimizer import optimizer_shardings
 from jaxrl_tis.step import TrainState
 
@@ -40,6 +42,9 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
         bf16 = transformer.abstract_params(setup.model, "bfloat16")
         kind = "pinned_host" if setup.config.correction.offload_reference else "device"
         state["reference"] = place(bf16, placement.shardings(setup.layout, setup.model, kind))
+    if setup.averages_policy:
+        average = jax.eval_shape(Average.of, params)
+        state["ewma"] = place(average, Average(shardings, replicated))
     states = jax.eval_shape(lambda: control.init(setup.correction))
     if states:
         state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
@@ -77,6 +82,8 @@ def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
             state["critic"] = TrainState(critic, setup.critic_optimizer.init(critic))
         if setup.correction.kl is not None:
             state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        if setup.averages_policy:
+            state["ewma"] = Average.of(params)
         if states := control.init(setup.correction):
             state["controllers"] = states
         return state

@@ -42,16 +42,19 @@ class TrainState:
 LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
 
 
-def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch):
+def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool = True):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
     [M,B,T] that `loss_fn` makes, {} if it makes none.
 
-    `loss_fn` divides by the minibatch's own token and sequence counts. Metrics named *_loss add up
-    by themselves; the others are means over tokens and are weighted by each part's tokens.
+    `loss_fn` divides by the minibatch's own token and sequence counts; by nothing where the
+    minibatch is a part of one that is not whole yet. Metrics named *_loss add up by themselves; the
+    others are means over tokens and are weighted by each part's tokens.
     """
     mask = minibatch["mask"]
-    num_tokens = jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
-    num_seqs = jnp.maximum(_count_sequences(minibatch), 1).astype(jnp.float32)
+    num_tokens = num_seqs = jnp.float32(1)
+    if is_whole:
+        num_tokens = jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
+        num_seqs = jnp.maximum(_count_sequences(minibatch), 1).astype(jnp.float32)
 
     def part(params, micro):
         value, metrics, *made = loss_fn(params, micro, num_tokens, num_seqs)
@@ -108,22 +111,38 @@ def _make_step(
     (state, metrics), and the fields that `loss_fn` makes, if any."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple:
-        minibatch = learner.on_every_device(minibatch)
-        if learner.max_segments is not None:
-            minibatch = minibatch | {"seg": _segments(learner, minibatch["segment_ids"])}
+        minibatch = _laid_out(learner, minibatch)
         minibatch = minibatch | measure(state.params, minibatch)
         grads, metrics, made = _accumulate(loss_fn, state.params, minibatch)
-        grads = learner.on_every_device(grads)
-        metrics[f"{prefix}/grad_norm"] = optax.global_norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics |= alignment_metrics(opt_state)
-        if prefix == "actor" and "lr_scale" in minibatch:
-            updates = jax.tree.map(lambda u: u * minibatch["lr_scale"][0, 0], updates)
-        state = TrainState(optax.apply_updates(state.params, updates), opt_state)
+        is_scaled = prefix == "actor" and "lr_scale" in minibatch
+        scale = minibatch["lr_scale"][0, 0] if is_scaled else None
+        state, taken = _apply(learner, optimizer, prefix, state, grads, scale)
+        metrics |= taken
         return (state, metrics, made) if made else (state, metrics)
 
     options = learner.program.compiler_options
     return jax.jit(train_step, donate_argnums=(0,), compiler_options=options)
+
+
+def _laid_out(learner: Learner, minibatch: Batch) -> Batch:
+    minibatch = learner.on_every_device(minibatch)
+    if learner.max_segments is not None:
+        minibatch = minibatch | {"seg": _segments(learner, minibatch["segment_ids"])}
+    return minibatch
+
+
+def _apply(
+    learner: Learner, optimizer: optax.GradientTransformation, prefix: str, state: TrainState,
+    grads: Any, scale: jax.Array | None = None,
+) -> tuple[TrainState, Metrics]:
+    """Returns the state after a step along these gradients, times `scale`, and its metrics."""
+    grads = learner.on_every_device(grads)
+    norm = optax.global_norm(grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    if scale is not None:
+        updates = jax.tree.map(lambda u: u * scale, updates)
+    metrics = {f"{prefix}/grad_norm": norm} | alignment_metrics(opt_state)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
 
 
 def make_train_step(
@@ -136,6 +155,44 @@ def make_train_step(
     update's own log-prob, detached, of which weights and masks are made. The update then returns
     (state, metrics, {"logp", "entropy"} [accumulation, rows, T]).
     """
+    loss_fn = _policy_loss(learner, c, is_scored)
+    if "st_ppo_norm" not in c.needs:
+        return _make_step(learner, loss_fn, optimizer, "actor")
+    return _make_step(learner, loss_fn, optimizer, "actor", _clipping_bias_norm(learner, c))
+
+
+def make_arriving_step(
+    learner: Learner, c: Correction, optimizer: optax.GradientTransformation
+) -> tuple[Callable, Callable]:
+    """Makes the policy update of a batch that comes in parts and was not scored before. Returns
+
+    add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp", "entropy"} [1,
+      rows, T]); the sums are of gradients and metrics, not divided by anything, and donated.
+    finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole batch;
+      the state is donated.
+
+    Sums of the same parts in another order differ by rounding alone.
+    """
+    loss_fn = _policy_loss(learner, c, is_scored=False)
+
+    def add(params, sums, micro):
+        *found, made = _accumulate(loss_fn, params, _laid_out(learner, micro), is_whole=False)
+        return found if sums is None else jax.tree.map(jnp.add, sums, found), made
+
+    def finish(state, sums, num_tokens, num_seqs):
+        grads, metrics = sums
+        count = num_tokens if c.aggregation == "token-mean" else num_seqs
+        divisor = lambda name: count if name.endswith("_loss") else num_tokens
+        metrics = {name: x / divisor(name) for name, x in metrics.items()}
+        grads = jax.tree.map(lambda g: g / count, grads)
+        state, taken = _apply(learner, optimizer, "actor", state, grads)
+        return state, metrics | taken
+
+    jit = functools.partial(jax.jit, compiler_options=learner.program.compiler_options)
+    return jit(add, donate_argnums=(1,)), jit(finish, donate_argnums=(0, 1))
+
+
+def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> LossFn:
     pulls_entropy = c.entropy_coeff != 0
     scores = functools.partial(
         response_scores, with_entropy=pulls_entropy or c.is_centered or not is_scored,
@@ -163,9 +220,7 @@ def make_train_step(
         )
         return value, metrics | drift_metrics(c, made["logp"], batch)
 
-    if "st_ppo_norm" not in c.needs:
-        return _make_step(learner, loss_fn, optimizer, "actor")
-    return _make_step(learner, loss_fn, optimizer, "actor", _clipping_bias_norm(learner, c))
+    return loss_fn
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):

@@ -63,8 +63,9 @@ class Run:
         self._timer = Timer(goodput.compile_seconds)
         self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
         self._evaluator = evaluate.Evaluator(config, self._prompter)
-        self.source = self._make_source()
         self.trainer = Trainer(setup)
+        self._old = self.trainer.old_policies()
+        self.source = self._make_source()
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -88,7 +89,8 @@ class Run:
         if setup.mode.is_sync:
             return rollouts.Collector(config, groups, batches, self._timer, **made)
         return rollouts.Asynchronous(
-            config, setup.mode, groups, batches, self._timer, slots=setup.engine.slots, **made
+            config, setup.mode, groups, batches, self._timer, slots=setup.engine.slots,
+            arrived=self._old.arrived, **made
         )
 
     def begin(self) -> None:
@@ -121,8 +123,8 @@ class Run:
 
     def _continue(self) -> None:
         with self._phase("restore"):
-            self.state, meta = self._checkpoints.restore(abstract_state(self.setup))
-        needed = "step", "version", "source", "held_out"
+            self.state, meta = self._checkpoints.restore(self._abstract_state)
+        needed = "step", "version", "source", "held_out", "old_policies"
         if missing := [name for name in needed if name not in meta]:
             raise ValueError(
                 f"the checkpoints in {self._mirror.workdir} say nothing of {' and '.join(missing)}: they "
@@ -134,11 +136,20 @@ class Run:
                 "measured on; use those, or a new workdir"
             )
         self.source.set_state(meta["source"])
+        self._old.restore(self.state.pop("old", {}), meta["old_policies"])
         processes.first(self._describe)
         self.done = self.saved = meta["step"]
         self.version = meta["version"]
         self._open_record(self.done)
         processes.say(f"continuing {self._mirror.workdir} after step {self.done}")
+
+    def _abstract_state(self, meta: dict) -> dict:
+        """Returns the shapes of what a checkpoint with this meta holds."""
+        abstract = abstract_state(self.setup)
+        if "old_policies" not in meta:
+            return abstract
+        old = self._old.abstract(meta["old_policies"], abstract["policy"].params)
+        return abstract | ({"old": old} if old else {})
 
     def _describe(self) -> None:
         write_run_files(self._workdir, self.setup.config.to_dict(), self._pins)
@@ -196,17 +207,14 @@ class Run:
         config, start = self.setup.config, time.monotonic()
         with self._profiled(step), jax.profiler.StepTraceAnnotation("step", step_num=step):
             with self._phase("sync"):
-                self.source.publish(self.state["policy"].params, self.version)
+                params = self.state["policy"].params
+                if self.source.publish(params, self.version):
+                    self._old.put(self.version, params)
             with self._named("rollout"):
                 drawn, values = self.source.next(step)
             with self._phase("score"):
-                sampled_by = {self.version: self.state["policy"].params}
-                if self.setup.mode.ahead:
-                    import numpy as np
-                    self._ring = getattr(self, "_ring", {})
-                    self._ring[self.version] = jax.tree.map(np.asarray, self.state["policy"].params)
-                    sampled_by = self._ring | sampled_by
-                rows = self.trainer.score(self.state, drawn, sampled_by)
+                known = self._old.taken([s.trajectory for s in drawn])
+                rows = self.trainer.score(self.state, drawn, self._old, known)
             self._compare(step, rows)
             with self._phase("update"):
                 self.state, rows, measured = self.trainer.update(
@@ -285,11 +293,13 @@ class Run:
     def save(self) -> None:
         """Saves in the background; the time of the blocking part counts to the next step."""
         with self._phase("checkpoint"):
+            source = self.source.get_state(self.version)
+            old, of_old = self._old.state()
             meta = {
                 "step": self.done, "version": self.version, "held_out": self._evaluator.digest,
-                "source": self.source.get_state(self.version),
+                "source": source, "old_policies": of_old,
             }
-            self._checkpoints.save(self.done, self.state, meta)
+            self._checkpoints.save(self.done, self.state | ({"old": old} if old else {}), meta)
         self.saved = self.done
 
     def stop(self) -> Interrupted:

@@ -1,16 +1,18 @@
 """One step of reinforcement learning on a rollout batch: score it, then update the state."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_tis import control, correction
+from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.build import Setup
+from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import attribution, batch_metrics
-from jaxrl_tis.models import placement
+from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.rollouts import Sample, components, kept_metrics
 from jaxrl_tis.rows import Rows, minibatches, num_sequences, packed_minibatches, update_fields
 from jaxrl_tis.scoring import (
@@ -29,6 +31,7 @@ class Trainer:
     def __init__(self, setup: Setup):
         self.setup, learner = setup, setup.update_learner
         self.weights: np.ndarray | None = None
+        self._scored: dict[str, float] = {}  # metrics of the last batch's score
         self._score = make_score(learner)
         self._prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
@@ -49,44 +52,65 @@ class Trainer:
             )
 
     def score(
-        self, state: dict[str, Any], samples: list[Sample], sampled_by: Mapping[int, Any]
+        self, state: dict[str, Any], samples: list[Sample], sampled_by: Mapping[int, Any],
+        known: list[np.ndarray] | None = None,
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
         update; without the policy's log-probs where the update itself computes them, see
         `Setup.why_scored`.
 
         Args:
-          state: as the update starts from it: logp_prox is scored at its policy.
+          state: as the update starts from it: logp_prox is scored at its policy, or at the average
+            of its policies where it has one.
           samples: whole groups.
           sampled_by: version -> the policy's parameters then, for every version in the records:
             logp_old is scored at the weights that drew each token. ValueError where one is missing,
-            or where an update that scores its batch would need another than its own.
+            or where an update that scores its batch would need another than its own. Not asked for
+            anything where logp_old is logp_prox, see `Setup.has_stand_in`.
+          known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
+            are still to be scored.
         """
-        rows = self.setup.rows([s.trajectory for s in samples])
-        policy = state["policy"].params
-        laid_out = functools.cache(lambda: self.setup.micro_batches(rows))  # if any pass takes them
+        trajectories = [s.trajectory for s in samples]
+        rows, policy = self.setup.rows(trajectories), state["policy"].params
+        known = _laid_out(trajectories, known, rows["mask"].shape)
+        cut = functools.cache(lambda: self.setup.micro_batches(rows))  # if any pass takes them
+        scored_rows = 0
 
         def measured(measure, params):
-            micro, flat = laid_out()
+            micro, flat = cut()
             return flat(measure(params, micro))
 
-        log_probs = lambda params: measured(lambda *a: self._score(*a)["logp"], params)
+        def log_probs(params, is_wanted):
+            nonlocal scored_rows
+            scored_rows += is_wanted.sum()
+            micro, flat = self.setup.micro_batches(rows, is_wanted)
+            return flat(self._score(params, micro)["logp"])
+
         if self.setup.why_scored:
-            micro, flat = laid_out()
-            scored = self._score(policy, micro)
+            micro, flat = cut()
+            centre = state["ewma"].params(like=policy) if "ewma" in state else policy
+            scored = self._score(centre, micro)
             rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
-            rows["logp_old"] = at_versions(rows, policy, sampled_by, log_probs)
-        elif any(sampled_by[v] is not policy for v in check_versions(rows, sampled_by)):
+            rows["logp_old"] = rows["logp_prox"] if self.setup.has_stand_in else at_versions(
+                rows, policy, sampled_by, log_probs, known
+            )
+        elif not self.setup.has_stand_in and any(
+            sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
+        ):
             raise ValueError(
                 "tokens were drawn by other weights than those that the update starts from, which it "
                 "cannot score: set train.fuse_score to never"
             )
+        self._scored = {
+            "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
+            "old_logp/scored_rows": scored_rows,
+        }
         if "critic" in state:
             rows["values"] = measured(self._values, state["critic"].params)
         needs = self.setup.correction.needs
         if "reference" in state:
             reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
-            rows["logp_ref"] = log_probs(reference)
+            rows["logp_ref"] = measured(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
                 rows["logits_ref"] = measured(self._logits, reference)
         rows |= reward_fields(samples, needs)
@@ -98,6 +122,36 @@ class Trainer:
             name: measured(measure, policy) for name, measure in by_learner.items()
             if name in needs
         }
+
+    def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
+        """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
+        [n] each, by the program that scores a batch."""
+        rollout, found = self.setup.config.rollout, []
+        count = rollout.prompts * rollout.group_size
+        for start in range(0, len(trajectories), count):
+            part = trajectories[start : start + count]
+            filled = part + part[:1] * (count - len(part))
+            rows = self.setup.rows(filled)
+            micro, flat = self.setup.micro_batches(rows, np.arange(count) < len(part))
+            logp = flat(self._score(params, micro)["logp"])
+            found += [row[_response(t)] for row, t in zip(logp, part)]
+        return found
+
+    def old_policies(self) -> old_policies.OldPolicies:
+        """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
+        say; ValueError where they would take more memory than they may."""
+        setup, mode = self.setup, self.setup.mode
+        if not mode.ahead or setup.has_stand_in:
+            return old_policies.Newest()
+        rollout = setup.config.rollout
+        params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+        size, most = old_policies.num_bytes(params), rollout.snapshot_gib * 2**30
+        if rollout.old_logp == "ring":
+            count = rollout.snapshots or old_policies.num_snapshots(mode.staleness)
+            return old_policies.Ring(count, size, most)
+        groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
+        of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes
+        return old_policies.Replica(size, most, self.log_probs, groups * of_group)
 
     def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
         """Yields the updates' (minibatch, metrics of its packing, a function that turns its results
@@ -146,6 +200,9 @@ class Trainer:
                 minibatch = self.setup.layout.put_batch(minibatch)
                 policy, values, *scored = self._train_step(state["policy"], minibatch)
                 state = state | {"policy": policy}
+                if "ewma" in state:
+                    centre = config.rollout.ewma_centre
+                    state["ewma"] = old_policies.averaged(state["ewma"], policy.params, centre)
                 if "critic" in state:
                     critic, critic_values = self._critic_step(state["critic"], minibatch)
                     state, values = state | {"critic": critic}, values | critic_values
@@ -156,7 +213,7 @@ class Trainer:
             prepared, measured = self._prepare(rows)
         if is_profiled:
             measured |= self._profile(rows, bool(rows["turn"].any()))
-        measured |= {f"control/{name}": value for name, value in settings.items()}
+        measured |= self._scored | {f"control/{name}": x for name, x in settings.items()}
         rows |= {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         collected = jax.device_get(collected)
@@ -175,26 +232,34 @@ class Trainer:
 
 
 def at_versions(
-    rows: Rows, policy: Any, sampled_by: Mapping[int, Any], log_probs: Callable[[Any], np.ndarray]
+    rows: Rows, policy: Any, sampled_by: Mapping[int, Any],
+    log_probs: Callable[[Any, np.ndarray], np.ndarray], known: np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns the log-probs of every token under the weights that drew it, [N,T].
 
     Args:
       rows: `version`, `mask` and `logp_prox`, which is taken where those weights are the policy's.
       policy, sampled_by: see `Trainer.score`.
-      log_probs: parameters -> log-probs [N,T] of all tokens.
+      log_probs: (parameters, rows that are wanted [N]) -> log-probs [N,T] of their tokens.
+      known: log-probs that are taken as they are, NaN where there is none.
     """
     logp_old = rows["logp_prox"]
-    for version in check_versions(rows, sampled_by):
-        if sampled_by[version] is not policy:
-            logp = log_probs(sampled_by[version])
-            logp_old = np.where(rows["version"] == version, logp, logp_old)
+    if known is not None:
+        logp_old = np.where(np.isnan(known), logp_old, known)
+    for version in check_versions(rows, sampled_by, known):
+        params = sampled_by[version]
+        if params is not policy:
+            is_its = _unknown(rows, known) & (rows["version"] == version)
+            logp_old = np.where(is_its, log_probs(params, is_its.any(axis=1)), logp_old)
     return logp_old
 
 
-def check_versions(rows: Rows, sampled_by: Mapping[int, Any]) -> list[int]:
-    """Returns the versions that drew tokens; ValueError for one whose weights are not there."""
-    versions = np.unique(rows["version"][rows["mask"]]).tolist()
+def check_versions(
+    rows: Rows, sampled_by: Mapping[int, Any], known: np.ndarray | None = None
+) -> list[int]:
+    """Returns the versions that drew tokens, but for those whose log-probs are known; ValueError for
+    one whose weights are not there."""
+    versions = np.unique(rows["version"][_unknown(rows, known)]).tolist()
     missing = [v for v in versions if v not in sampled_by]
     if missing:
         raise ValueError(
@@ -203,6 +268,29 @@ def check_versions(rows: Rows, sampled_by: Mapping[int, Any]) -> list[int]:
             "cannot be scored"
         )
     return versions
+
+
+def _unknown(rows: Rows, known: np.ndarray | None) -> np.ndarray:
+    """Returns the tokens [N,T] whose logp_old is still to be scored."""
+    return rows["mask"] if known is None else rows["mask"] & np.isnan(known)
+
+
+def _response(trajectory: Trajectory) -> slice:
+    """Returns where the drawn tokens stand in a row of this sequence alone."""
+    start = len(trajectory.prompt)
+    return slice(start, start + len(trajectory.tokens))
+
+
+def _laid_out(
+    trajectories: list[Trajectory], values: list[np.ndarray] | None, shape: tuple[int, int]
+) -> np.ndarray | None:
+    """Lays numbers of each sequence's drawn tokens into rows [N,T], NaN elsewhere."""
+    if values is None:
+        return None
+    rows = np.full(shape, np.nan, np.float32)
+    for row, t, value in zip(rows, trajectories, values, strict=True):
+        row[_response(t)] = value
+    return rows
 
 
 def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:

@@ -6,7 +6,7 @@ import math
 import jax
 import ml_collections
 
-from jaxrl_tis import control, correction
+from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import REWARDS
@@ -28,6 +28,7 @@ UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
 EXPERTS = "is for mixtures of experts, which no model here is"
 PRESETS_REFUSED = {"async_moe": EXPERTS, "moe": EXPERTS}
+WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
 # Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
 # what tells versions apart would do something else than its name says.
 OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
@@ -42,7 +43,9 @@ def validate(config: ml_collections.ConfigDict) -> Correction:
         chosen, refusal = _parsed(config.correction)
         checks = (_finite, _names, _counts, _batches, _task)
         problems = [problem for check in checks for problem in check(config)]
-        problems += refusal if chosen is None else _methods(chosen, config)
+        problems += refusal
+        if chosen is not None:
+            problems += [*_methods(chosen, config), *_old_logp(chosen, config)]
         problems += [*_sampling(config), *_numerics(config), *check.problems(config)]
     problems = problems or list(_traced(chosen))
     if problems:
@@ -159,6 +162,7 @@ def _names(config):
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "critic.schedule": (config.critic.schedule, SCHEDULES),
         "metrics.record": (config.metrics.record, ("full", "compact")),
+        "rollout.old_logp": (config.rollout.old_logp, old_policies.WAYS),
         "task.name": (config.task.name, tasks.TASKS),
         "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
         "train.sum_dtype": (config.train.sum_dtype, DTYPES),
@@ -193,7 +197,8 @@ def _counts(config):
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
         "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
-        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "optimizer.lr",
+        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "rollout.snapshot_gib",
+        "optimizer.lr",
         "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
     ]
     for field in positive:
@@ -209,7 +214,8 @@ def _counts(config):
         "engine.num_pages", "engine.max_bypass", "engine.divide", "engine.max_draft",
         "engine.noise_start", "warmup.steps",
         "train.pack_length", "rollout.top_k",
-        "rollout.kept_set", "rollout.overlong_buffer", "correction.kl_coeff",
+        "rollout.kept_set", "rollout.overlong_buffer", "rollout.snapshots", "rollout.ewma_centre",
+        "correction.kl_coeff",
         "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
         "critic.weight_decay", "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max",
         "gate.max_dp_max", "gate.max_k3",
@@ -362,6 +368,49 @@ def _methods(c: Correction, config):
     yield from _controllers(c)
     if c.is_centered:
         yield from _centering(c, config)
+
+
+def _old_logp(c: Correction, config):
+    """Finds what a way to logp_old of several versions does not go with."""
+    rollout = config.rollout
+    try:
+        mode = modes.parse(rollout.mode)
+    except ValueError:
+        return  # reported by rollouts.check
+    way = rollout.old_logp
+    if not mode.ahead:
+        for name, default in (("old_logp", "ring"), ("snapshots", 0)):
+            if rollout[name] != default:
+                yield (
+                    f"rollout.{name} = {rollout[name]!r} is for tokens of older weights, of which "
+                    f"rollout.mode = {rollout.mode!r} has none: set it to {default!r}"
+                )
+        return
+    is_bounded = mode.staleness < math.inf
+    least = mode.staleness + 1 if is_bounded else 2
+    if way == "ring" and rollout.snapshots < least and (rollout.snapshots or not is_bounded):
+        yield (
+            f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.mode = "
+            f"{rollout.mode!r}, whose tokens are up to {mode.staleness:g} versions old: set it to 1 "
+            "more than the versions that you want to keep, or rollout.old_logp to ewma or none"
+        )
+    if way == "replica" and mode.on_sync == "drain":
+        yield (
+            "rollout.old_logp = 'replica' scores all that the old weights have drawn before new ones "
+            f"come, and with rollout.mode = {rollout.mode!r} some of it goes on under the old: set "
+            "rollout.old_logp to ring"
+        )
+    if way == "none" and c.mode == "decoupled":
+        chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []
+        chosen += [("mask", name) for name, _ in c.masks]
+        if c.objective[0] not in WITHOUT_OLD:
+            chosen.append(("objective", c.objective[0]))
+        for kind, name in chosen:
+            yield (
+                f"the {kind} {name!r} needs the learner's log-probs at the weights that drew each "
+                "token, and rollout.old_logp is 'none': set it to ring, correction.mode to bypass, or "
+                "take objective 'a3po' or 'decoupled' with weight 'none' and no masks"
+            )
 
 
 def _is_on_policy(rollout) -> bool:

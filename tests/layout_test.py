@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "cli": (),
     "chips": (),
     "fields": (),
+    "fingerprint": (),
     "intervals": (),
     "spelling": (),
     "storage": ("cli",),
@@ -41,8 +42,11 @@ MAY_IMPORT = {
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
-    "rollouts": ("data", "engine", "metrics", "processes", "spelling"),
+    "rollouts": (
+        "data", "engine", "metrics", "processes", "provenance", "spelling", "storage",
+    ),
     # The learner knows records of the engine, and none of its programs.
+    "old_policies": ("engine",),
     "correction": ("estimators", "fields"),
     "control": ("correction", "estimators"),
     "optimizer": ("estimators",),
@@ -52,20 +56,23 @@ MAY_IMPORT = {
     # A config, checked and made into programs and state.
     "validate": (
         "control", "correction", "data", "engine", "estimators", "fields", "kernels", "models",
-        "optimizer", "rollouts", "rows", "sinks",
+        "old_policies", "optimizer", "rollouts", "rows", "sinks",
     ),
     "build": (
-        "correction", "data", "engine", "estimators", "fields", "models", "optimizer", "rollouts",
-        "rows", "scoring", "sharding", "validate",
+        "correction", "data", "engine", "estimators", "fields", "models", "old_policies", "optimizer",
+        "rollouts", "rows", "scoring", "sharding", "validate",
     ),
-    "state": ("build", "checkpoint", "control", "hub", "models", "optimizer", "step", "storage"),
+    "state": (
+        "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "step",
+        "storage",
+    ),
     "warmup": (
         "build", "data", "metrics", "models", "optimizer", "processes", "progress", "rollouts",
         "rows", "step",
     ),
     "trainer": (
-        "build", "control", "correction", "estimators", "models", "rollouts", "rows", "scoring",
-        "step",
+        "build", "control", "correction", "engine", "estimators", "models", "old_policies",
+        "rollouts", "rows", "scoring", "step",
     ),
     # Tools.
     "evaluate": (
@@ -127,7 +134,6 @@ COVERED = {
     "rollouts/controller": "rollouts/asynchronous_test",
     "rollouts/modes": "rollouts/asynchronous_test",
     "rollouts/queue": "rollouts/asynchronous_test",
-    "rollouts/wire": "rollouts/asynchronous_test",
     "scoring": "step_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",

@@ -184,6 +184,13 @@ class Scheduler:
         live = {id: self._live[id] for id in request_ids if id in self._live}
         return {id: s.field("tokens") for id, s in live.items() if self._residency.holds(s)}
 
+    def records(self) -> list[Trajectory]:
+        """Returns the records, as an abort would write them, of the sequences that have drawn a
+        token; they go on."""
+        self._read()
+        drawn = [s for s in self._residency.sequences() if s.count]
+        return [s.trajectory("abort", self._engine.quant_id, s.count) for s in drawn]
+
     def pause(self, mode: str) -> list[Trajectory]:
         """Interrupts everything between two steps, as new weights do.
 

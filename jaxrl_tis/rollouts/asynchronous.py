@@ -65,6 +65,8 @@ class Asynchronous:
       load: (the policy's parameters, version) -> serving parameters.
       start: (serving parameters, version) -> a scheduler.
       slots: sequences that a sampler draws at once.
+      arrived: called with the records of sequences that have ended, were interrupted, or are about
+        to go on with new weights, while those that drew them are still in use.
       pulse: called between two turns.
     """
 
@@ -78,12 +80,13 @@ class Asynchronous:
         load: Callable[[Any, int], Any],
         start: Callable[[Any, int], Scheduler],
         slots: int,
+        arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
         pulse: Callable[[], None] = lambda: None,
     ):
         rollout = config.rollout
         self._config, self._mode, self._groups = config, mode, groups
         self._batches, self._records = batches, []
-        self._timer, self._load, self._pulse = timer, load, pulse
+        self._timer, self._load, self._arrived, self._pulse = timer, load, arrived, pulse
         capacity = rollout.queue or (mode.ahead + 1) * rollout.prompts
         self._queue = Queue(groups.size, capacity, NEEDS)
         self.controller = Controller(mode, rollout.prompts, self._queue)
@@ -96,19 +99,21 @@ class Asynchronous:
         self._served: NewWeights | None = None
         self._taken: list[Entry] = []  # of the batch that is being trained on
         self._is_updating = False
-        self._counts, self._failed = Counts(), dict(groups.counts)
+        self._counts, self._failed = Counts(), dict.fromkeys(groups.counts, 0)
         self._before = self._stats()
 
     # What the run calls
 
-    def publish(self, params: Any, version: int) -> None:
+    def publish(self, params: Any, version: int) -> bool:
         self._finish_update()
         self.controller.published(version)
         self._taken = []
-        if self.controller.offered == version:
+        is_offered = self.controller.offered == version
+        if is_offered:
             serving = _apart(self._load(params, version), params)
             self._served = NewWeights(jax.block_until_ready(serving), version)
         self._settle()
+        return is_offered
 
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Waits for the groups of the next batch, whole and in order. Its metrics tell how far the
@@ -174,8 +179,11 @@ class Asynchronous:
         while decisions := self.controller.decisions():
             for decision in decisions:
                 name, order = decision.worker, self._order(decision)
+                sampler = self._samplers[name]
+                if isinstance(order, NewWeights):
+                    self._tell(sampler.records())
                 with self._timer("rollout"):
-                    self._hear(name, self._samplers[name].obey(order))
+                    self._hear(name, sampler.obey(order))
                 if isinstance(order, NewWeights):
                     self.controller.swapped(name, order.version)
                     self._counts.syncs += 1
@@ -214,6 +222,7 @@ class Asynchronous:
 
     def _hear(self, name: str, trajectories: list[Trajectory]) -> None:
         """Takes what a sampler returns: sequences that have ended, and such that it gives back."""
+        self._tell(trajectories)
         for trajectory in trajectories:
             key = self._keys.pop(trajectory.id)
             if trajectory.stop_reason != "abort":
@@ -228,6 +237,11 @@ class Asynchronous:
             if is_wanted and len(versions):
                 self._partials[key] = trajectory
 
+    def _tell(self, trajectories: list[Trajectory]) -> None:
+        """Calls `arrived` where there is something to be told."""
+        if drawn := [t for t in trajectories if len(t.tokens)]:
+            self._arrived(drawn)
+
     def _reward(self) -> None:
         """Rewards what has ended, and sends groups away whose rewards are all equal, where the run
         is to and may do without them."""
@@ -235,8 +249,11 @@ class Asynchronous:
         if not keys:
             return
         with self._timer("reward"):
+            before = dict(self._groups.counts)
             records = [self._queue.entries[group].prompt for group, _ in keys]
             samples = self._groups.samples(records, [self._queue.get(k, "tokens") for k in keys])
+        for name, count in self._groups.counts.items():
+            self._failed[name] += count - before[name]
         for key, sample in zip(keys, samples, strict=True):
             self._queue.put(key, "reward", sample)
         rollout = self._config.rollout
@@ -284,11 +301,11 @@ class Asynchronous:
 
     def _metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counts()
-        stats, failed = self._stats(), dict(self._groups.counts)
-        drawn, before = stats.since(self._before), self._failed
-        self._before, self._failed = stats, failed
+        failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
+        stats = self._stats()
+        drawn, self._before = stats.since(self._before), stats
         prompts = drawn.prefilled + drawn.shared + drawn.cached
-        return {f"reward/{name}": n - before[name] for name, n in failed.items()} | {
+        return {f"reward/{name}": count for name, count in failed.items()} | {
             "rollout/discarded_groups": counts.rejected,
             "rollout/occupancy": drawn.occupancy,
             "rollout/preempted": drawn.preempted,
@@ -320,17 +337,23 @@ class Asynchronous:
         if not untrained:
             self._finish_update()
         self._gather()
+        drawn = self._stats().since(self._before)
         entries = sorted([*untrained, *self._queue.entries.values()], key=lambda e: e.number)
         return {
             "batches": self._batches.get_state(), "records": self._records,
             "controller": self.controller.get_state(version),
             "queue": [_written(entry) for entry in entries],
+            "counts": [dataclasses.asdict(self._counts), dataclasses.asdict(drawn), self._failed],
             "partials": [[list(key), _bytes(t)] for key, t in sorted(self._partials.items())],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
         self._records = state["records"]
+        counts, drawn, self._failed = state["counts"]
+        self._counts = Counts(**counts)
+        # What was counted before the break is counted to the next batch, too.
+        self._before = Stats(**{name: -x for name, x in drawn.items()})
         self.controller.set_state(state["controller"])
         self._partials = {tuple(key): _trajectory(text) for key, text in state["partials"]}
         batch = self.controller.batch

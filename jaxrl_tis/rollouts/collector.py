@@ -41,13 +41,14 @@ class Collector:
         self._load, self._start, self._scheduler, self._pulse = load, start, None, pulse
         self._published: tuple[int | None, dict[str, Any]] = None, {}
 
-    def publish(self, params: Any, version: int) -> None:
+    def publish(self, params: Any, version: int) -> bool:
         self._published = version, self._batches.get_state()
         serving = jax.block_until_ready(self._load(params, version))
         if self._scheduler is None:
             self._scheduler = self._start(serving, version)
         else:
             self._scheduler.set_params(serving, version)
+        return True
 
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Fills the batch. Its metrics are the groups discarded, the rewards that failed, and the

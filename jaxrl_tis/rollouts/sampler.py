@@ -75,6 +75,10 @@ class Sampler:
             return self._scheduler.pause("abort")
         return []
 
+    def records(self) -> list[Trajectory]:
+        """Returns what there is of the sequences that it draws, which go on."""
+        return [] if self._scheduler is None else self._scheduler.records()
+
     def step(self) -> list[Trajectory]:
         """Makes one call of the engine, and returns what has ended."""
         return self._scheduler.step()

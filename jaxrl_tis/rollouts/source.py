@@ -33,8 +33,9 @@ def run(
 class RolloutSource(Protocol):
     """Where the batches of a run come from."""
 
-    def publish(self, params: Any, version: int) -> None:
-        """Hands over the policy's parameters; tokens drawn with them carry this version."""
+    def publish(self, params: Any, version: int) -> bool:
+        """Hands over the policy's parameters; tokens drawn with them carry this version. Returns
+        whether any will be drawn with them."""
 
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Returns the samples of a step in group order, and metrics of how they came about."""

@@ -1,0 +1,63 @@
+"""The gap of a rollout batch, split into what the engine and what staleness adds, and its budget.
+
+Tokens of a batch that is trained on were drawn by the engine, with weights that may be older: pi / mu
+is pi_old / mu, the engine at the same weights, times pi / pi_old, the learner since then. Both are
+known before the update has changed anything, so that a probe costs no forward pass. Where another
+policy stands in for pi_old (rollout.old_logp is "ewma" or "none"), the engine's part is measured on a
+fresh batch, drawn with the weights of now.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.build import Setup
+from jaxrl_tis.gate import ladder, report
+
+ON_BUDGET = ("warn", "sync", "stop")
+
+
+def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, dict[str, float]]:
+    """Returns the measures of docs/gate.md of each part, {"total", "engine", "staleness"}; without
+    "staleness" where another policy stands in.
+
+    Args:
+      rows: a batch with logp_behav, logp_old and logp_prox [N,T].
+      params: of the policy that the next batch is drawn with, which alone a fresh batch asks for.
+    """
+    gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
+    found = {"total": gap("logp_prox", "logp_behav")}
+    if setup.has_stand_in:
+        fresh = report.measure(setup, params, setup.config.rollout.prompts)
+        return found | {"engine": fresh["total"]}
+    return found | {
+        "engine": gap("logp_old", "logp_behav"), "staleness": gap("logp_prox", "logp_old")
+    }
+
+
+def exceeded(setup: Setup, parts: dict[str, dict[str, float]]) -> dict[str, list[str]]:
+    """Returns for each part the measures that are above their bound in config.gate, or not
+    finite."""
+    bounds = {name: setup.config.gate[f"max_{name}"] for name in report.MEASURES}
+    return {
+        part: [name for name, bound in bounds.items() if not measured[name] <= bound]
+        for part, measured in parts.items()
+    }
+
+
+def verdict(parts: dict[str, dict[str, float]], above: dict[str, list[str]]) -> str | None:
+    """Says what is above its budget and why; None where nothing is."""
+    if not above["total"]:
+        return None
+    named = ", ".join(f"{name} {parts['total'][name]:.3g}" for name in above["total"])
+    if above["engine"]:
+        return f"{named} above the budget of config.gate, and the engine's part is by itself"
+    return f"{named} above the budget of config.gate, by staleness: the engine's part is within it"
+
+
+def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Names the measures for the record."""
+    return {
+        f"gate/{part}/{name}": measured[name]
+        for part, measured in parts.items() for name in report.MEASURES
+    }
