@@ -134,6 +134,7 @@ COVERED = {
     "rollouts/controller": "rollouts/asynchronous_test",
     "rollouts/modes": "rollouts/asynchronous_test",
     "rollouts/queue": "rollouts/asynchronous_test",
+    "rollouts/saved": "rollouts/asynchronous_test",
     "scoring": "step_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",

@@ -44,7 +44,7 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
     given = dict(
         load=setup.serving_params, start=start or functools.partial(setup.scheduler, setup.engine)
     )
-    if mode == "sync":
+    if mode == "sync" and not config.rollout.replay:
         return rollouts.Collector(config, groups, batches, Timer(), **given), params
     return rollouts.Asynchronous(
         config, modes.parse(mode), groups, batches, Timer(), slots=setup.engine.slots, **given
