@@ -72,6 +72,13 @@ def test_interrupted_sequences_are_read_anew():
     assert o.counts.interrupted == 4 and o.counts.reprefilled_tokens == 16
 
 
+def test_a_prompt_is_read_once_by_each_sampler_and_version():
+    """8 tokens are 0.5 s: drawn from 1 to 9, trained on until 13. The second group has 4 tokens of
+    each sequence at 13.5, its prompt and these are 1 s from 14, and its end is at 19."""
+    changes = dict(prompt_tokens=8, prefill_s=0.0625, train_s=0.125)
+    assert ends("areal(staleness=1)", 2, **changes) == [13.0, 23.0]
+
+
 def test_swaps_in_place_pause_for_a_call_and_a_swap_at_most():
     assert ends("in_flight(staleness=1)", prefill_s=1e6) == [12.5, 21.0, 29.5]
     o = simulate(modes.in_flight(staleness=1), TINY, 3, 1)

@@ -71,6 +71,7 @@ def test_a_lag_by_hand():
     drift = 0.04 + 0.04**2 / 4
     assert lag_law(0.5, drift) == 17 and lag_law(0.5, drift, growth=2.0) == 4
     assert lag_law(0.5, drift, tokens=100) == 0
+    assert lag_law(0.3, 0.4 + 0.4**2 / 4) == 3  # 1.204 / 0.4 = 3.01
     assert lag_law(0.5, 0.0) == math.inf
 
 
