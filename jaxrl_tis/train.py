@@ -66,6 +66,7 @@ class Run:
         self.trainer = Trainer(setup)
         self._old = self.trainer.old_policies()
         self.source = self._make_source()
+        self._accumulates = setup.mode.on_arrival and self.trainer.why_waits is None
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -210,17 +211,11 @@ class Run:
                 params = self.state["policy"].params
                 if self.source.publish(params, self.version):
                     self._old.put(self.version, params)
-            with self._named("rollout"):
-                drawn, values = self.source.next(step)
-            with self._phase("score"):
-                known = self._old.taken([s.trajectory for s in drawn])
-                rows = self.trainer.score(self.state, drawn, self._old, known)
-            self._compare(step, rows)
-            with self._phase("update"):
-                self.state, rows, measured = self.trainer.update(
-                    self.state, rows, step, self.version
-                )
-                self.version += 1
+            if self._accumulates:
+                drawn, values, rows, measured = self._accumulate(step)
+            else:
+                drawn, values, rows, measured = self._draw_and_update(step)
+            self.version += 1
 
         limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
         values |= measured | sample_metrics(drawn, rows, limits)
@@ -242,6 +237,28 @@ class Run:
         if step % config.checkpoint.every == 0 or step == config.steps:
             self.save()
         return values
+
+    def _draw_and_update(self, step: int) -> tuple:
+        """Draws a batch, scores it and updates the state; returns (samples, metrics of how they came
+        about, rows, metrics of the update)."""
+        with self._named("rollout"):
+            drawn, values = self.source.next(step)
+        with self._phase("score"):
+            known = self._old.taken([s.trajectory for s in drawn])
+            rows = self.trainer.score(self.state, drawn, self._old, known)
+        self._compare(step, rows)
+        with self._phase("update"):
+            self.state, rows, measured = self.trainer.update(self.state, rows, step, self.version)
+        return drawn, values, rows, measured
+
+    def _accumulate(self, step: int) -> tuple:
+        """As `_draw_and_update`, of a batch whose gradient is accumulated as its groups come."""
+        with self._named("update"):
+            self.state, drawn, rows, measured = self.trainer.update_arriving(
+                self.state, self.source.parts(step), self._old, step, self.version
+            )
+        self._compare(step, rows)
+        return drawn, self.source.metrics(), rows, measured
 
     def _write_samples(self, lines: list[dict]) -> None:
         for line in lines if self._samples is not None else ():
@@ -353,6 +370,8 @@ def run(
             share=processes.share, pulse=watchdog.beat,
         ))
         r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins)
+        if setup.mode.on_arrival and (why := r.trainer.why_waits):
+            processes.say(f"the learner waits for whole batches: {why}")
         try:
             r.begin()
             _train(r)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,14 +11,14 @@ import numpy as np
 from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.estimators import attribution, batch_metrics
+from jaxrl_tis.estimators import attribution, batch_metrics, rank_masks
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.rollouts import Sample, components, kept_metrics
 from jaxrl_tis.rows import Rows, minibatches, num_sequences, packed_minibatches, update_fields
 from jaxrl_tis.scoring import (
     make_collisions, make_logits, make_score, make_score_norms, make_values,
 )
-from jaxrl_tis.step import make_critic_step, make_train_step
+from jaxrl_tis.step import make_arriving_step, make_critic_step, make_train_step
 
 
 class Trainer:
@@ -42,6 +42,7 @@ class Trainer:
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.why_scored)
         )
         self._unscored = correction.make_unscored(setup.correction)
+        self._arriving = make_arriving_step(learner, setup.correction, setup.optimizer)
         self._collisions = make_collisions(learner)
         self._logits = make_logits(learner)
         self._score_norms = make_score_norms(learner)
@@ -152,6 +153,70 @@ class Trainer:
         groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
         of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes
         return old_policies.Replica(size, most, self.log_probs, groups * of_group)
+
+    @property
+    def why_waits(self) -> str | None:
+        """Why a batch has to be whole before its update begins; None if its gradient can be
+        accumulated from parts."""
+        chosen = self.setup.correction
+        names = [name for name, _ in chosen.controllers]
+        if self.setup.why_scored:
+            return self.setup.why_scored
+        if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
+            return f"the mask {ranking[0]} ranks the tokens of the batch"
+        if "key" in chosen.needs:
+            return f"{chosen.needs['key']} draws at random for the batch"
+        if self.setup.has_critic:
+            return "the critic's update comes after it"
+        if others := [name for name in names if name != "gradient_alignment"]:
+            return f"{others[0]} looks at the batch before its update"
+        return None
+
+    def update_arriving(
+        self, state: dict[str, Any], parts: Iterable[list[Sample]], sampled_by: Mapping[int, Any],
+        step: int, version: int,
+    ):
+        """As `score` and `update` of a batch that comes in parts of whole groups, see `why_waits`:
+        the gradient of each is taken as it comes. Returns (new state, samples, rows, metrics), the
+        samples in the order of their groups.
+
+        The update is that of the whole batch, whatever the order of its parts, but for rounding.
+        """
+        setup, size, learner = self.setup, self.setup.config.train.microbatch_rows, self.setup.layout
+        add, finish = self._arriving
+        held, sums, samples, made = [], None, [], []
+        for part in parts:
+            held += part
+            count = len(held) - (0 if setup.packer else len(held) % size)
+            now, held = held[:count], held[count:]
+            if not now:
+                continue
+            rows = self.score(state, now, sampled_by)
+            rows |= update_fields(len(now), version, step, setup.config.seed)
+            taken = rows | {n: np.asarray(x) for n, x in self._unscored(rows).items()}
+            is_taken = functools.partial(setup.correction.is_in_update, is_scored=False)
+            updated = {name: x for name, x in taken.items() if is_taken(name)}
+            [(minibatch, _, flat)] = self._minibatches(updated, (setup.config.seed, step, 0))
+            scored = []
+            for m in range(len(minibatch["mask"])):
+                micro = learner.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
+                sums, found = add(state["policy"].params, sums, micro)
+                scored.append(jax.tree.map(learner.fetch, found))
+            joined = {n: flat(np.concatenate([s[n] for s in scored])) for n in ("logp", "entropy")}
+            samples += now
+            made.append(rows | {"logp_old": joined["logp"], "logp_prox": joined["logp"],
+                                "entropy": joined["entropy"]})
+        order = np.argsort([s.group for s in samples], kind="stable")
+        samples = [samples[i] for i in order]
+        rows = {name: np.concatenate([r[name] for r in made])[order] for name in made[0]}
+        count, num_tokens = num_sequences(rows), rows["mask"].sum()
+        policy, values = finish(state["policy"], sums, np.float32(num_tokens), np.float32(count))
+        prepared, measured = self._prepare(rows)
+        rows |= {name: np.asarray(value) for name, value in prepared.items()}
+        self.weights = rows["weights"] if "weights" in rows else None
+        values = jax.device_get(values)
+        measured = jax.device_get(measured) | self._scored | values | attribution.shares(values)
+        return state | {"policy": policy}, samples, rows, measured
 
     def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
         """Yields the updates' (minibatch, metrics of its packing, a function that turns its results

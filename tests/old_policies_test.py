@@ -102,7 +102,7 @@ def test_too_many_bytes_are_refused_with_all_numbers():
         ring(count=0)
 
 
-def trajectory(id, versions, logp=None):
+def trajectory(id, versions):
     n = len(versions)
     zeros = np.zeros(n, np.float32)
     return Trajectory(
@@ -306,9 +306,9 @@ def test_weights_of_another_version_are_seen():
 
 
 @pytest.mark.parametrize("changes, micro_batches", [
-    # Version 0 drew of 3 rows and version 1 of 9; a micro-batch has 4 rows of one sequence, or 4 rows
-    # of up to 11 sequences.
-    ({}, [4, 1, 3]), ({"train__pack_length": 128}, [1, 1, 1]),
+    # Version 0 drew of 3 rows and version 1 of 9; a micro-batch has 4 rows of one sequence each, or a
+    # row of 128 tokens.
+    ({}, [4, 1, 3]), ({"train__pack_length": 128, "train__microbatch_rows": 1}, [2, 1, 1]),
 ])
 def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_batches):
     setup, trainer, policies, *_, samples = drawn(**changes)

@@ -105,7 +105,7 @@ def test_measures_are_positive(name):
     (dict(rollout__mode="areal(staleness=inf)", rollout__queue=8),
      ["rollout.snapshots = 0", "inf versions old"]),
     (dict(rollout__mode="one_step", rollout__old_logp="replica"), ["'replica'", "goes on under the old"]),
-    (dict(rollout__mode="areal(staleness=4)", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions"]),
+    (dict(rollout__mode="areal(staleness=4)", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
     (dict(rollout__mode="areal", rollout__old_logp="none", correction__objective="reinforce"),
      ["weight 'token_tis'", "rollout.old_logp is 'none'"]),
     (dict(rollout__mode="areal", rollout__old_logp="none", correction__weight="none",

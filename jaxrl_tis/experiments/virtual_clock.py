@@ -261,6 +261,12 @@ class Clock:
             return
         version, costs, self._is_training = self.controller.version, self.costs, True
         self._trained += [(version, entry) for entry in entries]
+        oldest = min(min(row["tokens"].drawn) for e in entries for row in e.columns.values())
+        if version - oldest > self.mode.staleness:
+            raise RuntimeError(
+                f"at {self.now} s a token is {version - oldest} versions old, and the bound is "
+                f"{self.mode.staleness:g}"
+            )
         self._taken += len(entries)
         tokens = sum(self._tokens(entry) for entry in entries)
         is_last = self._taken == costs.prompts

@@ -8,7 +8,7 @@ and a run can be repeated bit by bit.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -89,8 +89,10 @@ class Asynchronous:
         self._age = replay.max_age(mode, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on
+        self._replay_metrics: dict[str, float] = {}
         fresh = rollout.prompts if way is None else rollout.prompts // way.uses
-        self._queue = Queue(groups.size, rollout.queue or (mode.ahead + 1) * fresh, NEEDS)
+        capacity = rollout.queue or round((mode.ahead + 1) * fresh, 6)
+        self._queue = Queue(groups.size, capacity, NEEDS)
         self.controller = Controller(mode, fresh, self._queue)
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
         for name in self._samplers:
@@ -120,12 +122,24 @@ class Asynchronous:
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Waits for the groups of the next batch, whole and in order. Its metrics tell how far the
         samplers are ahead and what new weights cost."""
-        entries = self._next_entries()
-        while len(entries) < self.controller.batch:  # with on_arrival
-            entries += self._next_entries()
-        entries.sort(key=lambda e: e.number)
-        replayed, values = self._replayed(entries)
-        return self._samples(entries + replayed), self._metrics() | values
+        samples = [sample for part in self.parts(step) for sample in part]
+        return sorted(samples, key=lambda s: s.group), self.metrics()
+
+    def parts(self, step: int) -> Iterator[list[Sample]]:
+        """Yields the groups of the next batch as they come: all at once, but in modes with
+        `on_arrival`; then those that are replayed. A sample's group is the number of groups that had
+        begun in the run before; those that are replayed have numbers that no group has yet."""
+        entries = []
+        while len(entries) < self.controller.batch:
+            arrived = self._next_entries()
+            entries += arrived
+            yield [sample for entry in arrived for sample in self._numbered(entry, entry.number)]
+        if replayed := self._replayed(sorted(entries, key=lambda e: e.number)):
+            first = self.controller.next_group
+            yield [
+                sample for i, entry in enumerate(replayed)
+                for sample in self._numbered(entry, first + i)
+            ]
 
     def _next_entries(self) -> list[Entry]:
         while (entries := self.controller.take()) is None:
@@ -143,10 +157,10 @@ class Asynchronous:
                 self._requests.pop((entry.number, sample), None)
         return entries
 
-    def _replayed(self, entries: list[Entry]) -> tuple[list[Entry], dict[str, float]]:
-        """Returns what a batch has beside its fresh entries, and metrics of that."""
+    def _replayed(self, entries: list[Entry]) -> list[Entry]:
+        """Returns what a batch has beside its fresh entries."""
         if self._replay is None:
-            return [], {}
+            return []
         buffer, version = self._replay, self.controller.version
         self._replay_before = buffer.copy()
         stored = []
@@ -158,11 +172,12 @@ class Asynchronous:
         for found in drawn:
             self._check(found.samples, self._age)
         batch = stored + drawn
-        return [found.samples for found in drawn], {
+        self._replay_metrics = {
             "replay/uses_mean": float(np.mean([found.uses for found in batch])),
             "replay/age_mean": float(np.mean([version - found.stored_at for found in batch])),
             "replay/size": len(buffer),
         }
+        return [found.samples for found in drawn]
 
     def rest(self) -> None:
         self._finish_update()
@@ -301,11 +316,8 @@ class Asynchronous:
         rewarded = [row["reward"] for _, row in sorted(entry.columns.items())]
         return self._groups.group(rewarded)
 
-    def _samples(self, entries: list[Entry]) -> list[Sample]:
-        return [
-            dataclasses.replace(sample, group=index)
-            for index, entry in enumerate(entries) for sample in self._group(entry)
-        ]
+    def _numbered(self, entry: Entry, number: int) -> list[Sample]:
+        return [dataclasses.replace(sample, group=number) for sample in self._group(entry)]
 
     def _check(self, entry: Entry, staleness: float) -> None:
         """Raises RuntimeError for a token that is staler than it may be, or of no version that the
@@ -325,13 +337,15 @@ class Asynchronous:
         found = [sampler.stats for sampler in self._samplers.values()]
         return Stats(*map(sum, zip(*map(dataclasses.astuple, found))))
 
-    def _metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        """Returns what was counted since it was called last, see `next`."""
         counts, self._counts = self._counts, Counts()
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         stats = self._stats()
         drawn, self._before = stats.since(self._before), stats
         prompts = drawn.prefilled + drawn.shared + drawn.cached
-        return {f"reward/{name}": count for name, count in failed.items()} | {
+        failures = {f"reward/{name}": count for name, count in failed.items()}
+        return failures | self._replay_metrics | {
             "rollout/discarded_groups": counts.rejected,
             "rollout/occupancy": drawn.occupancy,
             "rollout/preempted": drawn.preempted,

@@ -7,12 +7,11 @@ drives it may have a clock, threads or processes; nothing here knows.
 The bound on staleness holds by construction, and nothing is ever dropped for it. A group that a
 worker begins with the weights of version u has the deadline u + staleness: the last batch that may
 have it. One begins only if the batches up to every later deadline still have room for all that is
-due by then, and a batch waits for what is due; so all deadlines can be kept, in whatever order
-sequences end. For one worker the rule is AReaL's: group N of batches of B begins if
-floor((N - 1) / B) <= u + staleness (2505.24298).
+due by then, and a batch waits for samples while this would not hold for what it leaves; so all
+deadlines are kept, in whatever order sequences end. For one worker the rule is AReaL's: group N of
+batches of B begins if floor((N - 1) / B) <= u + staleness (2505.24298).
 """
 
-import bisect
 import collections
 import dataclasses
 import math
@@ -153,18 +152,18 @@ class Controller:
     def finished(self, name: str, key: Key) -> bool:
         """A worker has drawn a sample to its end. Returns whether it was to: what it was not given,
         or has given back, does not count."""
-        if name not in self.workers or key not in self.workers[name].running:
-            return False
-        self._forget(name, key)
-        return True
+        is_known = self._forget(name, key)
+        if is_known:
+            self._destinations.pop(key, None)
+        return is_known
 
     def gave_back(self, name: str, key: Key, version: int | None) -> bool:
         """A worker has given a sample back unfinished; `version` is that of its last token, None
         without one. Returns whether it was to."""
-        if not self.finished(name, key):
-            return False
-        self._wait(key, version)
-        return True
+        is_known = self._forget(name, key)
+        if is_known:
+            self._wait(key, version)
+        return is_known
 
     def rejected(self, group: int) -> None:
         """The learner does not want a group that is complete; another may begin in its place."""
@@ -173,9 +172,10 @@ class Controller:
     def tighten(self) -> float:
         """Bounds the staleness of what begins from now on by a version less, if that can be, and
         hands the next version over. Returns the batches that samplers may begin ahead."""
-        ahead = max(self.mode.ahead - 1, self.mode.sync_every - 1)
+        ahead = self.mode.ahead
         if math.isinf(ahead):
-            ahead = float(self.queue.capacity // self.batch - 1)
+            ahead = float(self.queue.capacity // self.batch)
+        ahead = max(ahead - 1, self.mode.sync_every - 1)
         self.mode, self._must_sync = dataclasses.replace(self.mode, ahead=ahead), True
         return ahead
 
@@ -184,6 +184,7 @@ class Controller:
         on with the next version that is published: that is all that a checkpoint knows of weights.
         """
         self._must_sync, found = True, []
+        self._destinations.clear()
         for name, worker in self.workers.items():
             found += self._interrupt(name, worker.running - worker.leaving)
         return found
@@ -204,8 +205,12 @@ class Controller:
         ready = {g for g in entries if self.queue.is_ready(g, LEARNER)}
         order = sorted(ready, key=lambda g: (entries[g].deadline, g))[:left]
         if not self.mode.on_arrival:
-            is_late = lambda g: entries[g].deadline <= self.version and g not in ready
-            if len(order) < left or any(map(is_late, entries)):
+            later = sorted(entries[g].deadline for g in entries.keys() - set(order))
+            # What is left has to find room by its deadlines in the batches that follow.
+            is_kept = all(
+                count <= self.batch * (last - self.version) for count, last in enumerate(later, 1)
+            )
+            if len(order) < left or not is_kept:
                 return None
         self._taken += len(order)
         return self.queue.take(order) or None
@@ -219,11 +224,15 @@ class Controller:
         else:
             self._destinations.pop(key, None)
 
-    def _forget(self, name: str, key: Key) -> None:
+    def _forget(self, name: str, key: Key) -> bool:
+        """Takes a sample off a worker; returns whether it was there."""
+        if name not in self.workers or key not in self.workers[name].running:
+            return False
         worker = self.workers[name]
         worker.running.discard(key)
         worker.leaving.discard(key)
         self._discarded[name].discard(key)
+        return True
 
     def _interrupt(self, name: str, keys: set[Key]) -> list[Interrupt]:
         self.workers[name].leaving |= keys
@@ -232,6 +241,8 @@ class Controller:
     def _discards(self):
         """Finds what is being drawn of groups that are complete or gone."""
         is_open = lambda g: g in self.queue.entries and not self.queue.has_tokens(g)
+        for key in [key for key, _ in self._waiting if not is_open(key[0])]:
+            self._destinations.pop(key, None)
         self._waiting = collections.deque(w for w in self._waiting if is_open(w[0][0]))
         for name, worker in self.workers.items():
             over = {k for k in worker.running if not is_open(k[0])} - self._discarded[name]
@@ -244,32 +255,34 @@ class Controller:
         same version."""
         if not self.mode.repack:
             return
+        coming = collections.Counter(self._destinations.values())
+        load = lambda name: len(self.workers[name].running) + coming[name]
         tails = collections.defaultdict(list)
         for name, worker in self.workers.items():
             is_late = worker.version is not None and worker.version < self.offered
-            is_tail = 0 < len(worker.running) < self.mode.repack * worker.slots
+            is_tail = 0 < load(name) < self.mode.repack * worker.slots
             if is_late and is_tail and not worker.leaving:
                 tails[worker.version].append(name)
         for names in tails.values():
-            names.sort(key=lambda name: -len(self.workers[name].running))
-            target, *others = names
-            room = self.workers[target].slots - len(self.workers[target].running)
+            target, *others = sorted(names, key=load, reverse=True)
+            room = self.workers[target].slots - load(target)
             for name in reversed(others):
                 keys = set(self.workers[name].running)
-                if len(keys) <= room:
+                if len(keys) <= room and not coming[name]:
                     room -= len(keys)
                     self._destinations |= dict.fromkeys(keys, target)
                     yield from self._interrupt(name, keys)
 
     def _syncs(self):
-        """Brings workers to the version that is offered."""
+        """Brings workers to the version that is offered, but for those that sequences move to."""
+        awaiting = set(self._destinations.values())
         for name, worker in self.workers.items():
             is_current = self.offered is None or worker.version == self.offered
             if is_current or worker.is_changing:
                 continue
             if worker.running and self.mode.on_sync == "interrupt":
                 yield from self._interrupt(name, worker.running - worker.leaving)
-            elif not worker.running or self.mode.on_sync == "in_place":
+            elif self.mode.on_sync == "in_place" or not (worker.running or name in awaiting):
                 worker.is_changing = True
                 yield Swap(name, self.offered)
 
@@ -317,7 +330,8 @@ class Controller:
             key, version = self._waiting.popleft()
             name = self._destinations.pop(key, None)
             worker = self.workers.get(name)
-            if worker is not None and worker.version == version and worker.has_room:
+            has_version = worker and worker.version == version and not worker.is_changing
+            if has_version and worker.has_room:
                 yield self._begin(name, [key], {key: version})
             else:
                 self._waiting.append((key, version))
@@ -333,16 +347,11 @@ class Controller:
 
     def _deadline(self, version: int) -> float | None:
         """Returns the deadline of a group that begins with these weights; None where it may not."""
-        deadlines = sorted(entry.deadline for entry in self.queue.entries.values())
-        room = lambda last: self.batch * (last + 1 - self.version) - self._taken
-        own = version + self.mode.staleness
-        # One more at its own deadline is one more by every later one.
-        is_kept = all(
-            bisect.bisect_right(deadlines, last) + 1 <= room(last)
-            for last in {own, *deadlines} if last >= own
-        )
-        is_held = len(deadlines) + 1 <= min(self.queue.capacity, room(version + self.mode.ahead))
-        return own if is_kept and is_held else None
+        ahead = self.batch * (version + self.mode.ahead + 1 - self.version) - self._taken
+        # Rounded, as 1.1 - 1 batches of 10 groups are one group.
+        if len(self.queue) + 1 > min(self.queue.capacity, round(ahead, 6)):
+            return None
+        return version + self.mode.staleness
 
     # Checkpoints
 

@@ -25,10 +25,12 @@ import time
 
 from tests.mutants import Mutant, runner
 from tests.mutants import (
-    algorithms, engine, estimators, kernels, models, outside, surroundings, update,
+    algorithms, engine, estimators, kernels, models, outside, rollouts, surroundings, update,
 )
 
-TABLES = (estimators, algorithms, update, engine, kernels, models, surroundings, outside)
+TABLES = (
+    estimators, algorithms, update, engine, rollouts, kernels, models, surroundings, outside,
+)
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
 
 
