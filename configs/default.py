@@ -78,6 +78,10 @@ def get_config() -> ConfigDict:
     c.rollout.workers = 1  # samplers
     c.rollout.queue = 0  # most groups that are begun and not trained on; 0: what the mode allows
     c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
+    # Steps between probes of the gap, by engine and by staleness, beside the bounds of c.gate; 0: none
+    c.rollout.probe_every = 0
+    # Above a bound: warn, sync (also bound staleness by one version less) or stop
+    c.rollout.on_budget = "warn"
     # What the learner says of tokens that older weights drew, see jaxrl_tis/old_policies.py:
     # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
     # stands in, PPO-EWMA) or none (the policy does: decoupled, a3po and bypass need no more)

@@ -20,7 +20,8 @@ from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.cli import Interrupted
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
-from jaxrl_tis.gate.report import require
+from jaxrl_tis.gate import probe
+from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
@@ -71,6 +72,7 @@ class Run:
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
         self._profile_steps, self._pins = profile_steps, pins
+        self._too_far = ""  # why the gap ends the run
         self.last_eval: dict[str, float] = {}
 
     def _make_source(self) -> rollouts.RolloutSource:
@@ -218,6 +220,7 @@ class Run:
             self.version += 1
 
         limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
+        values |= self._probe(step, rows)
         values |= measured | sample_metrics(drawn, rows, limits)
         check_finite(step, values, self.saved)
         self._timer.add("step", time.monotonic() - start)
@@ -231,12 +234,30 @@ class Run:
             ))
         self.done = step
 
+        if self._too_far:
+            self.save()
+            raise MismatchError(self._too_far)
         self.stop_if_asked()
         if self._is_due(step):
             self.evaluate()
         if step % config.checkpoint.every == 0 or step == config.steps:
             self.save()
         return values
+
+    def _probe(self, step: int, rows: dict) -> dict[str, float]:
+        """Measures the parts of a batch's gap where that is due, and does what is to be done above
+        the budget. `rows` are as they were before the update."""
+        every, action = self.setup.config.rollout.probe_every, self.setup.config.rollout.on_budget
+        if not every or step % every:
+            return {}
+        parts = probe.split(self.setup, rows, self.state["policy"].params)
+        above = probe.exceeded(self.setup, parts)
+        if found := probe.verdict(parts, above):
+            done = f"; {self.source.tighten()}" if action == "sync" else ""
+            processes.say(f"step {step}: {found}{done}", sys.stderr)
+            if action == "stop":
+                self._too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"
+        return probe.metrics(parts)
 
     def _draw_and_update(self, step: int) -> tuple:
         """Draws a batch, scores it and updates the state; returns (samples, metrics of how they came

@@ -14,8 +14,6 @@ import numpy as np
 from jaxrl_tis.build import Setup
 from jaxrl_tis.gate import ladder, report
 
-ON_BUDGET = ("warn", "sync", "stop")
-
 
 def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, dict[str, float]]:
     """Returns the measures of docs/gate.md of each part, {"total", "engine", "staleness"}; without

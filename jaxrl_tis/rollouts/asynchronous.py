@@ -179,6 +179,13 @@ class Asynchronous:
         }
         return [found.samples for found in drawn]
 
+    def tighten(self) -> str:
+        before = self.controller.mode.ahead
+        ahead = self.controller.tighten()
+        if ahead == before:
+            return f"samplers begin {ahead:g} batches ahead, the fewest that the mode can; weights follow"
+        return f"samplers begin {ahead:g} batches ahead from now on, {before:g} before"
+
     def rest(self) -> None:
         self._finish_update()
         self._gather()

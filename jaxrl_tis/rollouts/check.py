@@ -8,6 +8,7 @@ import ml_collections
 from jaxrl_tis.rollouts import modes, replay
 
 DRIVERS = ("virtual",)
+ON_BUDGET = ("warn", "sync", "stop")
 
 
 def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -28,6 +29,20 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
         yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
     if rollout.update_turns < 0:
         yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
+    if rollout.probe_every < 0:
+        yield f"rollout.probe_every is {rollout.probe_every}; it must not be below 0"
+    if rollout.on_budget not in ON_BUDGET:
+        yield f"rollout.on_budget is {rollout.on_budget!r}; choose one of {', '.join(ON_BUDGET)}"
+    elif rollout.on_budget != "warn" and not rollout.probe_every:
+        yield (
+            f"rollout.on_budget = {rollout.on_budget!r} needs probes of the gap: set rollout.probe_every "
+            "above 0"
+        )
+    if rollout.on_budget == "sync" and not mode.ahead:
+        yield (
+            f"rollout.on_budget = 'sync' bounds staleness by less, and rollout.mode = {rollout.mode!r} "
+            "has none: set it to warn or stop"
+        )
     if rollout.driver not in DRIVERS:
         yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
     if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:

@@ -88,6 +88,9 @@ class Collector:
         metrics["rollout/cached_prompt_tokens"] = stats.cached
         return samples, metrics
 
+    def tighten(self) -> str:
+        return "every token is of the weights that are updated already"
+
     def rest(self) -> None:
         if self._scheduler is not None:
             self._scheduler.rest()

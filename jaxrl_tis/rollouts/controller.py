@@ -175,6 +175,8 @@ class Controller:
         ahead = self.mode.ahead
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
+            for entry in self.queue.entries.values():  # or those with a deadline always go first
+                entry.deadline = self.version + math.ceil(self.queue.capacity / self.batch)
         ahead = max(ahead - 1, self.mode.sync_every - 1)
         self.mode, self._must_sync = dataclasses.replace(self.mode, ahead=ahead), True
         return ahead

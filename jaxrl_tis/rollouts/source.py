@@ -40,6 +40,9 @@ class RolloutSource(Protocol):
     def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Returns the samples of a step in group order, and metrics of how they came about."""
 
+    def tighten(self) -> str:
+        """Bounds staleness by less, if that can be, and says what is new."""
+
     def rest(self) -> None:
         """Gives the memory of the sampler's cache back until the next batch."""
 

@@ -54,3 +54,14 @@ def test_replay_goes_with_every_mode(replay):
 @pytest.mark.parametrize("mode", ["sync", "periodic", "one_step", "areal(staleness=2)"])
 def test_modes_as_they_are(mode):
     assert not list(check.problems(tiny.config(rollout__mode=mode)))
+
+
+@pytest.mark.parametrize("changes, why", [
+    (dict(probe_every=-1), "rollout.probe_every is -1"),
+    (dict(probe_every=1, on_budget="halt"), "on_budget is 'halt'; choose one of warn, sync, stop"),
+    (dict(on_budget="stop"), "needs probes of the gap"),
+    (dict(probe_every=1, on_budget="sync"), "bounds staleness by less, and rollout.mode = 'sync'"),
+])
+def test_budgets_that_cannot_be_kept(changes, why):
+    config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
+    assert why in " ".join(check.problems(config))

@@ -1,0 +1,75 @@
+"""The parts of a batch's gap, and what a run does above its budget."""
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import metrics
+from jaxrl_tis.gate import probe
+from jaxrl_tis.gate.report import MismatchError
+from tests import tiny
+
+pytestmark = [pytest.mark.compiles]
+BUSY = dict(rollout__mode="areal(staleness=2)", rollout__update_turns=3, rollout__probe_every=1,
+            eval__every=50, checkpoint__every=50)
+
+
+def rows():
+    """Two tokens: the engine adds 0.1 and -0.3 nats, staleness 1 and 0."""
+    behav = np.array([[-1.0, -2.0, 9.0]], np.float32)
+    old = behav + np.array([[0.1, -0.3, 0.0]], np.float32)
+    prox = old + np.array([[1.0, 0.0, 0.0]], np.float32)
+    return {"logp_behav": behav, "logp_old": old, "logp_prox": prox,
+            "mask": np.array([[True, True, False]])}
+
+
+def test_the_gap_is_split_by_hand():
+    parts = probe.split(tiny.setup(), rows(), None)
+    found = {part: measured["d_mean"] for part, measured in parts.items()}
+    assert found == {"total": pytest.approx((1.1 + 0.3) / 2), "engine": pytest.approx(0.2),
+                     "staleness": pytest.approx(0.5)}
+    assert probe.metrics(parts)["gate/staleness/d_max"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("bound, above, why", [
+    (0.75, [], None), (0.6, ["d_mean"], "by staleness: the engine's part is within it"),
+    (0.1, ["d_mean"], "and the engine's part is by itself"),
+])
+def test_what_is_above_its_budget_and_why(bound, above, why):
+    none = {f"gate__max_{name}": float("inf") for name in ("d_p99", "d_max", "dp_max", "k3")}
+    setup = tiny.setup(gate__max_d_mean=bound, **none)
+    parts = probe.split(setup, rows(), None)
+    exceeded = probe.exceeded(setup, parts)
+    assert exceeded["total"] == above
+    verdict = probe.verdict(parts, exceeded)
+    assert verdict is None if why is None else verdict.endswith(why) and "d_mean 0.7" in verdict
+
+
+def test_a_measure_that_is_not_finite_is_above_every_budget():
+    bad = rows() | {"logp_prox": np.full((1, 3), np.nan, np.float32)}
+    setup = tiny.setup(gate__max_d_mean=1e9)
+    assert "d_mean" in probe.exceeded(setup, probe.split(setup, bad, None))["total"]
+
+
+def test_a_run_lowers_its_own_bound(tmp_path, capsys):
+    tiny.run(tmp_path / "run", rollout__on_budget="sync", gate__max_d_mean=1e-6, **BUSY)
+    said = capsys.readouterr().err
+    assert "samplers begin 1 batches ahead from now on, 2 before" in said
+    records = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"]
+    stale = [r["training/off_policy/trajectory_staleness_worst/max"] for r in records]
+    assert max(stale) >= 1 and stale[-1] == 0
+    assert all(r["gate/total/d_mean"] > 0 for r in records)
+    assert records[-1]["gate/staleness/d_mean"] == 0
+
+
+def test_a_run_stops_above_its_budget_and_is_saved(tmp_path):
+    with pytest.raises(MismatchError, match="step 1: d_mean .* above the budget"):
+        tiny.run(tmp_path / "run", rollout__on_budget="stop", gate__max_d_mean=1e-6, **BUSY)
+    assert (tmp_path / "run" / "checkpoints" / "1" / "manifest.json").exists()
+
+
+def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(tmp_path):
+    tiny.run(tmp_path / "run", rollout__old_logp="none", steps=3, correction__weight="none",
+             correction__objective="decoupled", **BUSY)
+    last = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"][-1]
+    assert 0 < last["gate/engine/d_mean"] < 0.1 * last["gate/total/d_mean"]
+    assert "gate/staleness/d_mean" not in last
