@@ -131,7 +131,6 @@ COVERED = {
     "libtpu_flags": "cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
-    "rollouts/saved": "rollouts/asynchronous_test",
     "scoring": "step_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",

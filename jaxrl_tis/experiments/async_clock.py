@@ -4,7 +4,7 @@
     python -m jaxrl_tis.experiments.async_clock --mode "areal(staleness=2)" --mode dora --json out.json
 
 The controller and the queue are those of a run; samplers and learner are the cost model of
-`virtual_clock.Costs`, whose numbers are roofs and assumptions, not measurements. In the synchronous
+`costs.Costs`, whose numbers are roofs and assumptions, not measurements. In the synchronous
 run all devices sample and then all train; else they are divided.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxrl_tis import cli
-from jaxrl_tis.experiments.virtual_clock import Costs, Outcome, simulate
+from jaxrl_tis.experiments.costs import Costs
+from jaxrl_tis.experiments.virtual_clock import Outcome, simulate
 from jaxrl_tis.rollouts import modes
 
 Row = dict[str, Any]
@@ -64,7 +65,8 @@ def table(found: Sequence[Row]) -> str:
     """Returns rows as text; tokens are thousands."""
     lines = [
         f"{'mode':54} {'speedup':>7} {'s/step':>7} {'learner':>8} {'sampler':>8} {'staleness':>11} "
-        f"{'partial':>7} {'interr.':>7} {'re-pref.':>8} {'restarted':>9} {'discarded':>9} {'pause s':>7}",
+        f"{'partial':>7} {'interr.':>7} {'re-pref.':>8} {'restarted':>9} {'discarded':>9} "
+        f"{'pause s':>7}",
         f"{'':54} {'':>7} {'':>7} {'idle':>8} {'idle':>8} {'mean max':>11} "
         f"{'share':>7} {'':>7} {'k tokens':>8} {'k tokens':>9} {'k tokens':>9}",
     ]

@@ -166,7 +166,8 @@ class Asynchronous:
         stored = []
         for entry in entries:
             size = np.mean([abs(sample.reward) for sample in self._group(entry)])
-            stored.append(buffer.add(entry.number, entry, _oldest(entry, version), version, float(size)))
+            oldest = _oldest(entry, version)
+            stored.append(buffer.add(entry.number, entry, oldest, version, float(size)))
         count = self._config.rollout.prompts - len(entries)
         drawn = buffer.sample(count, version, [entry.number for entry in entries])
         for found in drawn:
@@ -394,7 +395,9 @@ class Asynchronous:
             "controller": self.controller.get_state(version),
             "queue": [saved.written(entry) for entry in entries],
             "counts": [dataclasses.asdict(self._counts), dataclasses.asdict(drawn), self._failed],
-            "partials": [[list(key), saved.trajectory_text(t)] for key, t in sorted(self._partials.items())],
+            "partials": [
+                [list(key), saved.trajectory_text(t)] for key, t in sorted(self._partials.items())
+            ],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl_tis.experiments.virtual_clock import Clock, Costs, simulate
+from jaxrl_tis.experiments.costs import Costs
+from jaxrl_tis.experiments.virtual_clock import Clock, simulate
 from jaxrl_tis.rollouts import modes
 
 # A sampler and a learner; a batch is one group of two responses of 8 tokens: 8 s of drawing, two
@@ -29,19 +30,6 @@ def ends(mode, steps=3, **changes):
     clock = Clock(modes.parse(mode), dataclasses.replace(TINY, **changes))
     clock.run(steps)
     return clock._ends[1:]
-
-
-def test_decode_steps_grow_with_what_is_cached():
-    costs = Costs(step_s=1.0, sequence_s=0.5, cached_s=0.25)
-    # Two sequences with 10 tokens together: 1 + 2 * 0.5 + 0.25 * (10, 12, 14).
-    assert costs.decode_s(2, 10, 3) == 4.5 + 5.0 + 5.5
-
-
-def test_lengths_are_of_a_group_and_end_at_the_limit():
-    costs = Costs(median_tokens=100.0, sigma=1.0, max_tokens=150)
-    found = costs.lengths(0, 3, 200)
-    assert found[:4] == costs.lengths(0, 3, 4) != costs.lengths(0, 4, 4)
-    assert max(found) == 150 and sorted(found)[80] < 100 < sorted(found)[120]
 
 
 def test_a_synchronous_schedule():
@@ -132,6 +120,13 @@ def test_a_slower_clock_changes_nothing_but_the_seconds(mode):
     once, twice = (simulate(modes.parse(mode), c, steps=6, skip=2) for c in (SMALL, slower))
     doubled = {n: 2 * getattr(once, n) for n in ("seconds", "longest_pause", "longest_call")}
     assert dataclasses.replace(once, **doubled) == twice
+
+
+def test_a_token_beyond_the_bound_stops_the_run():
+    clock = Clock(modes.areal(staleness=2), SMALL)
+    clock.mode = modes.areal(staleness=1)  # and not the controller's
+    with pytest.raises(RuntimeError, match="a token is 2 versions old, and the bound is 1"):
+        clock.run(9)
 
 
 def test_the_same_seed_gives_the_same_run():

@@ -164,7 +164,9 @@ def turns(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("text", ["uniform(uses=2, most=3)", "newest(uses=2, most=4)", "fresh(uses=4, most=6)"])
+@pytest.mark.parametrize("text", [
+    "uniform(uses=2, most=3)", "newest(uses=2, most=4)", "fresh(uses=4, most=6)",
+])
 def test_a_batch_is_whole_and_within_its_age(mode, text):
     c, params = made(mode, text, **turns(mode))
     uses, most = collections.Counter(), replay.parse(text).most
