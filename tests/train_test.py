@@ -46,8 +46,8 @@ class Recorded:
 def recorded(tmp_path_factory):
     workdir, steps = tmp_path_factory.mktemp("recorded"), []
 
-    def score(self, state, samples, sampled_by):
-        rows = _score(self, state, samples, sampled_by)
+    def score(self, state, samples, *given):
+        rows = _score(self, state, samples, *given)
         steps.append((jax.device_get(state["policy"].params), dict(rows), samples))
         return rows
 

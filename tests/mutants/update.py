@@ -68,7 +68,7 @@ MUTANTS = [
          'loss_fn(params, micro, jnp.sum(micro["mask"]).astype(jnp.float32), num_seqs)',
          "test_update_is_the_reference_gradient_whole_and_in_micro_batches"),
         ("losses are averaged that should be added",
-         'x if name.endswith("_loss") else x * share', "x * share",
+         'name.endswith("_loss") or counts.is_count(name)', "counts.is_count(name)",
          "test_metrics_have_verls_names_and_values"),
         ("rows without a token count as sequences",
          "return jnp.sum(jnp.any(mask, axis=-1))", "return mask.shape[0] * mask.shape[1]",
