@@ -89,7 +89,7 @@ class Run:
             load=setup.serving_params, start=functools.partial(setup.scheduler, setup.engine),
             pulse=self.pulse,
         )
-        if setup.mode.is_sync:
+        if setup.mode.is_sync and not config.rollout.replay:
             return rollouts.Collector(config, groups, batches, self._timer, **made)
         return rollouts.Asynchronous(
             config, setup.mode, groups, batches, self._timer, slots=setup.engine.slots,

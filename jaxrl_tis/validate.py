@@ -16,7 +16,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.optimizer import SCHEDULES
-from jaxrl_tis.rollouts import check, modes
+from jaxrl_tis.rollouts import check, modes, replay
 from jaxrl_tis.rows import MAX_SEGMENTS
 from jaxrl_tis.sinks import SINKS
 
@@ -309,6 +309,12 @@ def _methods(c: Correction, config):
                 f"{name!r} is for samples of several versions of the weights, and with rollout.mode = "
                 f"{rollout.mode!r} all are of one: choose another mode, such as 'areal(staleness=4)'"
             )
+    if rollout.replay and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
+        yield (
+            f"objective {objective!r} has no ratio and nothing else weighs how far the policy has come "
+            f"since, so that it would take what rollout.replay = {rollout.replay!r} trains on again for "
+            "the policy's own: use an objective with a ratio, or bypass mode with a weight"
+        )
     if weight != "none" and objective in UNWEIGHTED:
         yield (
             f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
@@ -374,11 +380,11 @@ def _old_logp(c: Correction, config):
     """Finds what a way to logp_old of several versions does not go with."""
     rollout = config.rollout
     try:
-        mode = modes.parse(rollout.mode)
+        mode, staleness = modes.parse(rollout.mode), replay.oldest(rollout)
     except ValueError:
         return  # reported by rollouts.check
     way = rollout.old_logp
-    if not mode.ahead:
+    if not staleness:
         for name, default in (("old_logp", "ring"), ("snapshots", 0)):
             if rollout[name] != default:
                 yield (
@@ -386,13 +392,19 @@ def _old_logp(c: Correction, config):
                     f"rollout.mode = {rollout.mode!r} has none: set it to {default!r}"
                 )
         return
-    is_bounded = mode.staleness < math.inf
-    least = mode.staleness + 1 if is_bounded else 2
+    is_bounded = staleness < math.inf
+    least = staleness + 1 if is_bounded else 2
     if way == "ring" and rollout.snapshots < least and (rollout.snapshots or not is_bounded):
         yield (
             f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.mode = "
-            f"{rollout.mode!r}, whose tokens are up to {mode.staleness:g} versions old: set it to 1 "
-            "more than the versions that you want to keep, or rollout.old_logp to ewma or none"
+            f"{rollout.mode!r} and rollout.replay = {rollout.replay!r}, with tokens up to "
+            f"{staleness:g} versions old: set it to 1 more than the versions that you want to keep, or "
+            "rollout.old_logp to ewma or none"
+        )
+    if way == "replica" and staleness > mode.staleness:
+        yield (
+            "rollout.old_logp = 'replica' keeps what it has scored for one batch, and rollout.replay = "
+            f"{rollout.replay!r} trains on it again: set rollout.old_logp to ring"
         )
     if way == "replica" and mode.on_sync == "drain":
         yield (
@@ -416,7 +428,7 @@ def _old_logp(c: Correction, config):
 def _is_on_policy(rollout) -> bool:
     """Whether every token is of the version that is updated."""
     try:
-        return modes.parse(rollout.mode).ahead == 0
+        return replay.oldest(rollout) == 0
     except ValueError:
         return False  # reported by rollouts.check
 

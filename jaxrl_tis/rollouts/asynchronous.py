@@ -7,7 +7,6 @@ engine. With the driver "virtual" the learner's time is counted in turns, too: a
 and a run can be repeated bit by bit.
 """
 
-import base64
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,14 +22,13 @@ from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
-from jaxrl_tis.rollouts import wire
+from jaxrl_tis.rollouts import replay, saved
 from jaxrl_tis.rollouts.controller import Begin, Controller, Decision, Discard, Interrupt
 from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, NewWeights, Order, Sampler
 
-REWARDED = ("text", "score", "reward", "components")  # of a Sample, beside its trajectory
 NEEDS = {"reward": ("tokens",), "learner": ("reward",)}
 
 
@@ -87,9 +85,15 @@ class Asynchronous:
         self._config, self._mode, self._groups = config, mode, groups
         self._batches, self._records = batches, []
         self._timer, self._load, self._arrived, self._pulse = timer, load, arrived, pulse
-        capacity = rollout.queue or round((mode.ahead + 1) * rollout.prompts, 6)
+        way = replay.parse(rollout.replay)
+        self._age = replay.max_age(mode, way, rollout.max_age)
+        self._replay = None if way is None else replay.Replay(way, self._age, config.seed)
+        self._replay_before: replay.Replay | None = None  # the batch that is being trained on
+        self._replay_metrics: dict[str, float] = {}
+        fresh = rollout.prompts if way is None else rollout.prompts // way.uses
+        capacity = rollout.queue or round((mode.ahead + 1) * fresh, 6)
         self._queue = Queue(groups.size, capacity, NEEDS)
-        self.controller = Controller(mode, rollout.prompts, self._queue)
+        self.controller = Controller(mode, fresh, self._queue)
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
         for name in self._samplers:
             self.controller.joined(name, slots)
@@ -107,7 +111,7 @@ class Asynchronous:
     def publish(self, params: Any, version: int) -> bool:
         self._finish_update()
         self.controller.published(version)
-        self._taken = []
+        self._taken, self._replay_before = [], None
         is_offered = self.controller.offered == version
         if is_offered:
             serving = _apart(self._load(params, version), params)
@@ -123,14 +127,18 @@ class Asynchronous:
 
     def parts(self, step: int) -> Iterator[list[Sample]]:
         """Yields the groups of the next batch as they come: all at once, but in modes with
-        `on_arrival`. A sample's group is the number of groups that had begun in the run before."""
-        count = 0
-        while count < self.controller.batch:
-            entries = self._next_entries()
-            count += len(entries)
+        `on_arrival`; then those that are replayed. A sample's group is the number of groups that had
+        begun in the run before; those that are replayed have numbers that no group has yet."""
+        entries = []
+        while len(entries) < self.controller.batch:
+            arrived = self._next_entries()
+            entries += arrived
+            yield [sample for entry in arrived for sample in self._numbered(entry, entry.number)]
+        if replayed := self._replayed(sorted(entries, key=lambda e: e.number)):
+            first = self.controller.next_group
             yield [
-                dataclasses.replace(sample, group=entry.number)
-                for entry in entries for sample in self._group(entry)
+                sample for i, entry in enumerate(replayed)
+                for sample in self._numbered(entry, first + i)
             ]
 
     def _next_entries(self) -> list[Entry]:
@@ -144,10 +152,33 @@ class Asynchronous:
             self._counts.waited += 1
         self._taken, self._is_updating = self._taken + entries, True
         for entry in entries:
-            self._check(entry)
+            self._check(entry, self._mode.staleness)
             for sample in range(self._groups.size + self._mode.redundant):
                 self._requests.pop((entry.number, sample), None)
         return entries
+
+    def _replayed(self, entries: list[Entry]) -> list[Entry]:
+        """Returns what a batch has beside its fresh entries."""
+        if self._replay is None:
+            return []
+        buffer, version = self._replay, self.controller.version
+        self._replay_before = buffer.copy()
+        stored = []
+        for entry in entries:
+            size = np.mean([abs(sample.reward) for sample in self._group(entry)])
+            oldest = _oldest(entry, version)
+            stored.append(buffer.add(entry.number, entry, oldest, version, float(size)))
+        count = self._config.rollout.prompts - len(entries)
+        drawn = buffer.sample(count, version, [entry.number for entry in entries])
+        for found in drawn:
+            self._check(found.samples, self._age)
+        batch = stored + drawn
+        self._replay_metrics = {
+            "replay/uses_mean": float(np.mean([found.uses for found in batch])),
+            "replay/age_mean": float(np.mean([version - found.stored_at for found in batch])),
+            "replay/size": len(buffer),
+        }
+        return [found.samples for found in drawn]
 
     def tighten(self) -> str:
         before = self.controller.mode.ahead
@@ -170,6 +201,7 @@ class Asynchronous:
             "begun": controller.next_group, "offered": controller.offered,
             "queue": {str(g): sorted(e.columns) for g, e in self._queue.entries.items()},
             "drawing": sorted(self._keys), "records": len(self._records),
+            "replay": {str(g): s.uses for g, s in self._replay.stored.items()} if self._replay else {},
         }
 
     # Turns
@@ -274,7 +306,7 @@ class Asynchronous:
         for key, sample in zip(keys, samples, strict=True):
             self._queue.put(key, "reward", sample)
         rollout = self._config.rollout
-        most = rollout.prompts * (rollout.max_rounds - 1) if rollout.dynamic_sampling else 0
+        most = self.controller.batch * (rollout.max_rounds - 1) if rollout.dynamic_sampling else 0
         for group in sorted({group for group, _ in keys}):
             if self._counts.rejected < most and self._is_equal(group):
                 self.controller.rejected(group)
@@ -292,18 +324,21 @@ class Asynchronous:
         rewarded = [row["reward"] for _, row in sorted(entry.columns.items())]
         return self._groups.group(rewarded)
 
-    def _check(self, entry: Entry) -> None:
-        """Raises RuntimeError for a token that is staler than the mode allows, or of no version
-        that the learner has had."""
+    def _numbered(self, entry: Entry, number: int) -> list[Sample]:
+        return [dataclasses.replace(sample, group=number) for sample in self._group(entry)]
+
+    def _check(self, entry: Entry, staleness: float) -> None:
+        """Raises RuntimeError for a token that is staler than it may be, or of no version that the
+        learner has had."""
         version = self.controller.version
         for row in entry.columns.values():
             drawn_by = row["tokens"].version
             oldest, newest = drawn_by.min(initial=version), drawn_by.max(initial=0)
-            if not version - self._mode.staleness <= oldest <= newest <= version:
+            if not version - staleness <= oldest <= newest <= version:
                 raise RuntimeError(
                     f"sequence {row['tokens'].id} has tokens of versions {oldest} to {newest}, and "
                     f"the update starts from {version}; the bound on staleness is "
-                    f"{self._mode.staleness:g}"
+                    f"{staleness:g}"
                 )
 
     def _stats(self) -> Stats:
@@ -317,7 +352,8 @@ class Asynchronous:
         stats = self._stats()
         drawn, self._before = stats.since(self._before), stats
         prompts = drawn.prefilled + drawn.shared + drawn.cached
-        return {f"reward/{name}": count for name, count in failed.items()} | {
+        failures = {f"reward/{name}": count for name, count in failed.items()}
+        return failures | self._replay_metrics | {
             "rollout/discarded_groups": counts.rejected,
             "rollout/occupancy": drawn.occupancy,
             "rollout/preempted": drawn.preempted,
@@ -351,12 +387,17 @@ class Asynchronous:
         self._gather()
         drawn = self._stats().since(self._before)
         entries = sorted([*untrained, *self._queue.entries.values()], key=lambda e: e.number)
+        is_begun = bool(untrained) and self._replay_before is not None
+        buffer = self._replay_before if is_begun else self._replay
         return {
+            "replay": [] if buffer is None else buffer.get_state(saved.written),
             "batches": self._batches.get_state(), "records": self._records,
             "controller": self.controller.get_state(version),
-            "queue": [_written(entry) for entry in entries],
+            "queue": [saved.written(entry) for entry in entries],
             "counts": [dataclasses.asdict(self._counts), dataclasses.asdict(drawn), self._failed],
-            "partials": [[list(key), _bytes(t)] for key, t in sorted(self._partials.items())],
+            "partials": [
+                [list(key), saved.trajectory_text(t)] for key, t in sorted(self._partials.items())
+            ],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -367,49 +408,24 @@ class Asynchronous:
         # What was counted before the break is counted to the next batch, too.
         self._before = Stats(**{name: -x for name, x in drawn.items()})
         self.controller.set_state(state["controller"])
-        self._partials = {tuple(key): _trajectory(text) for key, text in state["partials"]}
+        if self._replay is not None:
+            self._replay.set_state(state["replay"], saved.read)
+        self._partials = {tuple(key): saved.read_trajectory(text) for key, text in state["partials"]}
         batch = self.controller.batch
-        for saved in state["queue"]:
-            entry = _read(saved)
+        for text in state["queue"]:
+            entry = saved.read(text)
             self._queue.entries[entry.number] = entry
             name = f"{entry.number // batch + 1}/0/{entry.number % batch}"
             requests = self._groups.requests(entry.prompt, name, self._mode.redundant)
             self._requests |= {(entry.number, i): request for i, request in enumerate(requests)}
 
 
+def _oldest(entry: Entry, version: int) -> int:
+    """Returns the version of a group's oldest token."""
+    return int(min(row["tokens"].version.min(initial=version) for row in entry.columns.values()))
+
+
 def _apart(serving: Any, params: Any) -> Any:
     """Copies what the serving parameters share with the policy's, which its update gives away."""
     own = {id(x) for x in jax.tree.leaves(params)}
     return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, serving)
-
-
-def _bytes(trajectory: Trajectory) -> str:
-    return base64.b64encode(wire.trajectory_message(trajectory)).decode()
-
-
-def _trajectory(text: str) -> Trajectory:
-    return wire.read_trajectory(base64.b64decode(text))
-
-
-def _written(entry: Entry) -> dict[str, Any]:
-    """Returns an entry of the queue as JSON can hold it."""
-    rows = []
-    for sample, row in sorted(entry.columns.items()):
-        rewarded = None
-        if "reward" in row:
-            rewarded = {name: getattr(row["reward"], name) for name in REWARDED}
-        rows.append([sample, _bytes(row["tokens"]), rewarded])
-    deadline = None if entry.deadline == np.inf else entry.deadline
-    return {"number": entry.number, "deadline": deadline, "prompt": entry.prompt, "rows": rows}
-
-
-def _read(saved: dict[str, Any]) -> Entry:
-    deadline = np.inf if saved["deadline"] is None else saved["deadline"]
-    entry = Entry(saved["number"], deadline, saved["prompt"])
-    for sample, text, rewarded in saved["rows"]:
-        trajectory = _trajectory(text)
-        entry.columns[sample] = {"tokens": trajectory}
-        entry.claimed |= {("reward", sample)} if rewarded else set()
-        if rewarded:
-            entry.columns[sample]["reward"] = Sample(trajectory, entry.prompt, group=0, **rewarded)
-    return entry
