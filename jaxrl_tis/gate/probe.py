@@ -34,13 +34,8 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
 
 
 def exceeded(setup: Setup, parts: dict[str, dict[str, float]]) -> dict[str, list[str]]:
-    """Returns for each part the measures that are above their bound in config.gate, or not
-    finite."""
-    bounds = {name: setup.config.gate[f"max_{name}"] for name in report.MEASURES}
-    return {
-        part: [name for name, bound in bounds.items() if not measured[name] <= bound]
-        for part, measured in parts.items()
-    }
+    """Returns for each part the measures that are above their bound, see `report.above`."""
+    return {part: report.above(setup, measured) for part, measured in parts.items()}
 
 
 def verdict(parts: dict[str, dict[str, float]], above: dict[str, list[str]]) -> str | None:

@@ -116,9 +116,7 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
         for r in rungs
     ]
     differing = [r for r in described if not r["is_same"]]
-    bounds = {name: setup.config.gate[f"max_{name}"] for name in MEASURES}
-    bounds = {name: bound for name, bound in bounds.items() if bound < math.inf}
-    is_within = lambda name: math.isfinite(total[name]) and total[name] <= bounds[name]
+    bounds = {n: bound for n, bound in _bounds(setup).items() if bound < math.inf}
     non_finite = lambda logp: int(np.sum(~np.isfinite(logp) & mask))
     return {
         "config": setup.config.name,
@@ -133,8 +131,18 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
         "non_finite": {"learner": non_finite(logp_old), "sampler": non_finite(logp_behav)},
         **support_agreement(setup, params, rows),
         "budgets": bounds,
-        "exceeded": [name for name in bounds if not is_within(name)],
+        "exceeded": [name for name in above(setup, total) if name in bounds],
     }
+
+
+def _bounds(setup: Setup) -> dict[str, float]:
+    return {name: setup.config.gate[f"max_{name}"] for name in MEASURES}
+
+
+def above(setup: Setup, measured: dict[str, float]) -> list[str]:
+    """Returns the measures that are above their bound in config.gate, or not finite."""
+    is_within = lambda name, bound: math.isfinite(measured[name]) and measured[name] <= bound
+    return [name for name, bound in _bounds(setup).items() if not is_within(name, bound)]
 
 
 def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import metrics
-from jaxrl_tis.gate import probe
+from jaxrl_tis.gate import probe, report
 from jaxrl_tis.gate.report import MismatchError
 from tests import tiny
 
@@ -48,6 +48,10 @@ def test_a_measure_that_is_not_finite_is_above_every_budget():
     bad = rows() | {"logp_prox": np.full((1, 3), np.nan, np.float32)}
     setup = tiny.setup(gate__max_d_mean=1e9)
     assert "d_mean" in probe.exceeded(setup, probe.split(setup, bad, None))["total"]
+    within = dict.fromkeys(report.MEASURES, 0.0)
+    for value in (np.inf, -np.inf, np.nan):  # also where there is no bound, as d_max has none
+        assert report.above(setup, within | {"d_max": value}) == ["d_max"]
+    assert report.above(setup, within) == []
 
 
 def test_a_run_lowers_its_own_bound(tmp_path, capsys):

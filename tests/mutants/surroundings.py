@@ -86,8 +86,8 @@ MUTANTS = [
     *of(
         "gate/report.py",
         ("a gap that is no number is within bounds",
-         "math.isfinite(total[name]) and total[name] <= bounds[name]",
-         "not total[name] > bounds[name]",
+         "math.isfinite(measured[name]) and measured[name] <= bound",
+         "not measured[name] > bound",
          "gate/report_test.py::test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound"),
         ("a run with the gate is not stopped",
          "if found := failures(report):", "if (found := failures(report)) and False:",
