@@ -72,7 +72,6 @@ class Run:
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
         self._profile_steps, self._pins = profile_steps, pins
-        self._too_far = ""  # why the gap ends the run
         self.last_eval: dict[str, float] = {}
 
     def _make_source(self) -> rollouts.RolloutSource:
@@ -220,7 +219,8 @@ class Run:
             self.version += 1
 
         limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
-        values |= self._probe(step, rows)
+        probed, too_far = self._probe(step, rows)
+        values |= probed
         values |= measured | sample_metrics(drawn, rows, limits)
         check_finite(step, values, self.saved)
         self._timer.add("step", time.monotonic() - start)
@@ -234,9 +234,9 @@ class Run:
             ))
         self.done = step
 
-        if self._too_far:
+        if too_far:
             self.save()
-            raise MismatchError(self._too_far)
+            raise MismatchError(too_far)
         self.stop_if_asked()
         if self._is_due(step):
             self.evaluate()
@@ -244,20 +244,21 @@ class Run:
             self.save()
         return values
 
-    def _probe(self, step: int, rows: dict) -> dict[str, float]:
+    def _probe(self, step: int, rows: dict) -> tuple[dict[str, float], str | None]:
         """Measures the parts of a batch's gap where that is due, and does what is to be done above
-        the budget. `rows` are as they were before the update."""
+        the budget. `rows` have the log-probs of before the update. Returns metrics, and why the run
+        is to stop, if it is."""
         every, action = self.setup.config.rollout.probe_every, self.setup.config.rollout.on_budget
         if not every or step % every:
-            return {}
+            return {}, None
         parts = probe.split(self.setup, rows, self.state["policy"].params)
-        above = probe.exceeded(self.setup, parts)
-        if found := probe.verdict(parts, above):
+        found, too_far = probe.verdict(parts, probe.exceeded(self.setup, parts)), None
+        if found:
             done = f"; {self.source.tighten()}" if action == "sync" else ""
             processes.say(f"step {step}: {found}{done}", sys.stderr)
             if action == "stop":
-                self._too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"
-        return probe.metrics(parts)
+                too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"
+        return probe.metrics(parts), too_far
 
     def _draw_and_update(self, step: int) -> tuple:
         """Draws a batch, scores it and updates the state; returns (samples, metrics of how they came
