@@ -99,17 +99,18 @@ class Setup:
         With `is_wanted` [N] results of the other rows are 0, and the first micro-batches hold those
         that are: the shapes stay, and with them the program, which skips the rest.
         """
-        count = len(rows["mask"])
-        is_wanted = np.ones(count, bool) if is_wanted is None else is_wanted
-        forward = forward_fields(rows)
-        forward["mask"] = forward["mask"] & is_wanted[:, None]
-        if self.packer is None:
-            size, order = self.config.train.microbatch_rows, np.argsort(~is_wanted, kind="stable")
+        forward, order, place = forward_fields(rows), slice(None), slice(None)
+        if is_wanted is not None:
+            forward["mask"] = forward["mask"] & is_wanted[:, None]
+            order = np.argsort(~is_wanted, kind="stable")
             place = np.argsort(order)
+        if self.packer is None:
+            size = self.config.train.microbatch_rows
             micro = {name: x[order].reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
             flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])[place]
         else:
-            packing = self.packer.plan(np.where(is_wanted, sequence_lengths(rows), 0))
+            lengths = sequence_lengths(rows)
+            packing = self.packer.plan(lengths if is_wanted is None else lengths * is_wanted)
             micro = packing.pack(forward)
             flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat

@@ -182,7 +182,7 @@ class Trainer:
 
         The update is that of the whole batch, whatever the order of its parts, but for rounding.
         """
-        setup, size, learner = self.setup, self.setup.config.train.microbatch_rows, self.setup.layout
+        setup, size, layout = self.setup, self.setup.config.train.microbatch_rows, self.setup.layout
         add, finish = self._arriving
         held, sums, samples, made = [], None, [], []
         for part in parts:
@@ -193,15 +193,13 @@ class Trainer:
                 continue
             rows = self.score(state, now, sampled_by)
             rows |= update_fields(len(now), version, step, setup.config.seed)
-            taken = rows | {n: np.asarray(x) for n, x in self._unscored(rows).items()}
-            is_taken = functools.partial(setup.correction.is_in_update, is_scored=False)
-            updated = {name: x for name, x in taken.items() if is_taken(name)}
+            updated = self._of_update(rows, self._unscored(rows))
             [(minibatch, _, flat)] = self._minibatches(updated, (setup.config.seed, step, 0))
             scored = []
             for m in range(len(minibatch["mask"])):
-                micro = learner.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
+                micro = layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
                 sums, found = add(state["policy"].params, sums, micro)
-                scored.append(jax.tree.map(learner.fetch, found))
+                scored.append(jax.tree.map(layout.fetch, found))
             joined = {n: flat(np.concatenate([s[n] for s in scored])) for n in ("logp", "entropy")}
             samples += now
             made.append(rows | {"logp_old": joined["logp"], "logp_prox": joined["logp"],
@@ -217,6 +215,12 @@ class Trainer:
         values = jax.device_get(values)
         measured = jax.device_get(measured) | self._scored | values | attribution.shares(values)
         return state | {"policy": policy}, samples, rows, measured
+
+    def _of_update(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
+        """Returns the fields that the updates take, of a batch and of what was prepared of it."""
+        made = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        is_scored, is_taken = bool(self.setup.why_scored), self.setup.correction.is_in_update
+        return {name: x for name, x in made.items() if is_taken(name, is_scored)}
 
     def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
         """Yields the updates' (minibatch, metrics of its packing, a function that turns its results
@@ -255,9 +259,7 @@ class Trainer:
         if is_profiled and collisions is None:
             micro, flat = self.setup.micro_batches(rows)
             collisions = flat(self._collisions(state["policy"].params, micro))
-        taken = rows | {name: np.asarray(value) for name, value in prepared.items()}
-        is_taken = functools.partial(self.setup.correction.is_in_update, is_scored=is_scored)
-        updated = {name: x for name, x in taken.items() if is_taken(name)}
+        updated = self._of_update(rows, prepared)
         collected, num_seqs = [], []
         for epoch in range(config.train.epochs):
             for minibatch, packing, flat in self._minibatches(updated, (config.seed, step, epoch)):

@@ -45,7 +45,7 @@ def validate(config: ml_collections.ConfigDict) -> Correction:
         problems = [problem for check in checks for problem in check(config)]
         problems += refusal
         if chosen is not None:
-            problems += [*_methods(chosen, config), *_old_logp(chosen, config)]
+            problems += [*_methods(chosen, config), *_staleness(chosen, config)]
         problems += [*_sampling(config), *_numerics(config), *check.problems(config)]
     problems = problems or list(_traced(chosen))
     if problems:
@@ -303,12 +303,6 @@ def _methods(c: Correction, config):
     preset = config.correction.preset
     if preset in PRESETS_REFUSED:
         yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
-    for name in (objective, *(name for name, _ in c.masks)):
-        if name in OF_VERSIONS and _is_on_policy(rollout):
-            yield (
-                f"{name!r} is for samples of several versions of the weights, and with rollout.mode = "
-                f"{rollout.mode!r} all are of one: choose another mode, such as 'areal(staleness=4)'"
-            )
     if weight != "none" and objective in UNWEIGHTED:
         yield (
             f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
@@ -370,8 +364,8 @@ def _methods(c: Correction, config):
         yield from _centering(c, config)
 
 
-def _old_logp(c: Correction, config):
-    """Finds what a way to logp_old of several versions does not go with."""
+def _staleness(c: Correction, config):
+    """Finds what does not go with the versions of the weights that a batch can be of."""
     rollout = config.rollout
     try:
         mode = modes.parse(rollout.mode)
@@ -379,6 +373,13 @@ def _old_logp(c: Correction, config):
         return  # reported by rollouts.check
     way = rollout.old_logp
     if not mode.ahead:
+        for name in (c.objective[0], *(name for name, _ in c.masks)):
+            if name in OF_VERSIONS:
+                yield (
+                    f"{name!r} is for samples of several versions of the weights, and with "
+                    f"rollout.mode = {rollout.mode!r} all are of one: choose another mode, such as "
+                    "'areal(staleness=4)'"
+                )
         for name, default in (("old_logp", "ring"), ("snapshots", 0)):
             if rollout[name] != default:
                 yield (
@@ -411,14 +412,6 @@ def _old_logp(c: Correction, config):
                 "token, and rollout.old_logp is 'none': set it to ring, correction.mode to bypass, or "
                 "take objective 'a3po' or 'decoupled' with weight 'none' and no masks"
             )
-
-
-def _is_on_policy(rollout) -> bool:
-    """Whether every token is of the version that is updated."""
-    try:
-        return modes.parse(rollout.mode).ahead == 0
-    except ValueError:
-        return False  # reported by rollouts.check
 
 
 def _centering(c: Correction, config):

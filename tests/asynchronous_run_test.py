@@ -48,7 +48,7 @@ def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
 
 
 def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monkeypatch):
-    """It goes on with what was begun: groups are numbered without a gap, none comes twice."""
+    """It goes on with what was begun: six batches of four groups, none of which comes twice."""
     seen, calls = [], []
     score = train.Trainer.score
 
@@ -70,4 +70,4 @@ def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monk
             tiny.run(tmp_path / "run", **settings)
     assert 0 < len(seen) < 24
     tiny.run(tmp_path / "run", **settings)
-    assert sorted(seen) == list(range(max(seen) + 1)) or len(set(seen)) == len(seen) == 24
+    assert len(set(seen)) == len(seen) == 24

@@ -84,7 +84,7 @@ MAY_IMPORT = {
         "rows", "scoring", "sharding", "state", "step", "validate",
     ),
     "libtpu_flags": ("aot", "cli"),
-    "doctor": ("cli", "estimators", "metrics", "rollouts", "storage"),
+    "doctor": ("cli", "estimators", "metrics", "old_policies", "rollouts", "storage"),
     "experiments": ("cli", "estimators"),
     "gate": (
         "build", "cli", "cli_flags", "data", "engine", "estimators", "models", "processes",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
+from jaxrl_tis.old_policies import STAND_INS
 from jaxrl_tis.rollouts import modes
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
@@ -212,7 +213,7 @@ def is_ahead(case: Case) -> bool:
 def has_stand_in(case: Case) -> bool:
     """Whether another policy stands in for the one that drew a token, see `old_policies`."""
     try:
-        return is_ahead(case) and case.setting("rollout.old_logp") in ("ewma", "none")
+        return is_ahead(case) and case.setting("rollout.old_logp") in STAND_INS
     except KeyError:  # written by code without this field
         return False
 

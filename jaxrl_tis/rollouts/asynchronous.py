@@ -9,13 +9,13 @@ and a run can be repeated bit by bit.
 
 import base64
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 
 from jaxrl_tis import processes
 from jaxrl_tis.data.pipeline import Batches
@@ -24,14 +24,17 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
 from jaxrl_tis.rollouts import wire
-from jaxrl_tis.rollouts.controller import Begin, Controller, Decision, Discard, Interrupt
+from jaxrl_tis.rollouts.controller import (
+    LEARNER, Begin, Controller, Decision, Discard, Interrupt,
+)
 from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, NewWeights, Order, Sampler
+from jaxrl_tis.rollouts.source import engine_metrics
 
 REWARDED = ("text", "score", "reward", "components")  # of a Sample, beside its trajectory
-NEEDS = {"reward": ("tokens",), "learner": ("reward",)}
+NEEDS = {"reward": ("tokens",), LEARNER: ("reward",)}
 
 
 @dataclasses.dataclass
@@ -226,15 +229,19 @@ class Asynchronous:
         return dataclasses.replace(request, partial=partial)
 
     def _open(self, group: int) -> None:
-        """Reads the example of a group; its requests are called as the synchronous source calls
+        """Reads the example of a group. Its requests are called as the synchronous source calls
         them, so that they draw the same."""
         if not self._records:
             with self._timer("data"):
                 self._records = processes.gather(next(self._batches))
-        record, batch = self._records.pop(0), self.controller.batch
-        self._queue.entries[group].prompt = record
+        entry = self._queue.entries[group]
+        entry.prompt = self._records.pop(0)
+        self._make_requests(entry)
+
+    def _make_requests(self, entry: Entry) -> None:
+        group, batch = entry.number, self.controller.batch
         name = f"{group // batch + 1}/0/{group % batch}"
-        requests = self._groups.requests(record, name, self._mode.redundant)
+        requests = self._groups.requests(entry.prompt, name, self._mode.redundant)
         self._requests |= {(group, i): request for i, request in enumerate(requests)}
 
     def _hear(self, name: str, trajectories: list[Trajectory]) -> None:
@@ -282,7 +289,7 @@ class Asynchronous:
 
     def _is_equal(self, group: int) -> bool:
         """Whether a group is complete and its rewards are all equal."""
-        if not self._queue.is_ready(group, "learner"):
+        if not self._queue.is_ready(group, LEARNER):
             return False
         return len({s.reward for s in self._group(self._queue.entries[group])}) == 1
 
@@ -316,13 +323,9 @@ class Asynchronous:
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         stats = self._stats()
         drawn, self._before = stats.since(self._before), stats
-        prompts = drawn.prefilled + drawn.shared + drawn.cached
-        return {f"reward/{name}": count for name, count in failed.items()} | {
+        found = engine_metrics(self._config.engine, drawn)
+        return found | {f"reward/{name}": count for name, count in failed.items()} | {
             "rollout/discarded_groups": counts.rejected,
-            "rollout/occupancy": drawn.occupancy,
-            "rollout/preempted": drawn.preempted,
-            "rollout/shared_prompt_ratio": drawn.shared / max(prompts, 1),
-            "rollout/cached_prompt_tokens": drawn.cached,
             "async/queue_groups": len(self._queue),
             "async/ahead_batches": self.controller.next_group / self.controller.batch
             - self.controller.version,
@@ -368,13 +371,10 @@ class Asynchronous:
         self._before = Stats(**{name: -x for name, x in drawn.items()})
         self.controller.set_state(state["controller"])
         self._partials = {tuple(key): _trajectory(text) for key, text in state["partials"]}
-        batch = self.controller.batch
         for saved in state["queue"]:
             entry = _read(saved)
             self._queue.entries[entry.number] = entry
-            name = f"{entry.number // batch + 1}/0/{entry.number % batch}"
-            requests = self._groups.requests(entry.prompt, name, self._mode.redundant)
-            self._requests |= {(entry.number, i): request for i, request in enumerate(requests)}
+            self._make_requests(entry)
 
 
 def _apart(serving: Any, params: Any) -> Any:
@@ -399,12 +399,12 @@ def _written(entry: Entry) -> dict[str, Any]:
         if "reward" in row:
             rewarded = {name: getattr(row["reward"], name) for name in REWARDED}
         rows.append([sample, _bytes(row["tokens"]), rewarded])
-    deadline = None if entry.deadline == np.inf else entry.deadline
+    deadline = None if entry.deadline == math.inf else entry.deadline
     return {"number": entry.number, "deadline": deadline, "prompt": entry.prompt, "rows": rows}
 
 
 def _read(saved: dict[str, Any]) -> Entry:
-    deadline = np.inf if saved["deadline"] is None else saved["deadline"]
+    deadline = math.inf if saved["deadline"] is None else saved["deadline"]
     entry = Entry(saved["number"], deadline, saved["prompt"])
     for sample, text, rewarded in saved["rows"]:
         trajectory = _trajectory(text)

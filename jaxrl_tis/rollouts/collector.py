@@ -12,7 +12,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.metrics import Timer
 from jaxrl_tis.rollouts.groups import Groups, Sample
-from jaxrl_tis.rollouts.source import run
+from jaxrl_tis.rollouts.source import engine_metrics, run
 
 
 class Collector:
@@ -76,17 +76,7 @@ class Collector:
         ]
         metrics = {f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()}
         metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
-        stats = scheduler.stats.since(before)
-        metrics["rollout/occupancy"] = stats.occupancy
-        metrics["rollout/preempted"] = stats.preempted
-        if any(self._config.engine.retention):
-            metrics["rollout/evicted"] = stats.evicted
-        if self._config.engine.max_draft:
-            metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
-        prompts = stats.prefilled + stats.shared + stats.cached
-        metrics["rollout/shared_prompt_ratio"] = stats.shared / max(prompts, 1)
-        metrics["rollout/cached_prompt_tokens"] = stats.cached
-        return samples, metrics
+        return samples, metrics | engine_metrics(self._config.engine, scheduler.stats.since(before))
 
     def tighten(self) -> str:
         return "every token is of the weights that are updated already"

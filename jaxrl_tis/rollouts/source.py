@@ -7,8 +7,11 @@ the tokens of that batch is written in its records, and nowhere else.
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import ml_collections
+
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts.groups import Sample
 
 
@@ -28,6 +31,22 @@ def run(
         if finished:
             on_finished(len(finished))
     return [done[request.id] for request in requests]
+
+
+def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str, float]:
+    """Returns what schedulers have counted for a batch, with the settings of config.engine."""
+    prompts = stats.prefilled + stats.shared + stats.cached
+    metrics = {
+        "rollout/occupancy": stats.occupancy,
+        "rollout/preempted": stats.preempted,
+        "rollout/shared_prompt_ratio": stats.shared / max(prompts, 1),
+        "rollout/cached_prompt_tokens": stats.cached,
+    }
+    if any(engine.retention):
+        metrics["rollout/evicted"] = stats.evicted
+    if engine.max_draft:
+        metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
+    return metrics
 
 
 class RolloutSource(Protocol):
