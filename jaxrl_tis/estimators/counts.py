@@ -34,13 +34,14 @@ def of_weight(w: chex.Array, raw: chex.Array, mask: chex.Array) -> dict[str, che
 
     Returns correction/weight/<count>: `seen` valid tokens, of which `changed_raw` have a raw weight
     other than 1, `changed` a weight other than 1; `dropped` have weight 0, and `truncated` another
-    weight than the raw one, but not 0.
+    weight than the raw one, but not 0. Other is what differs by more than ROUNDING.
     """
     is_dropped_bt = w == 0
-    is_other_bt = jnp.abs(w - raw) > ROUNDING * raw
+    is_other = lambda x, than: jnp.abs(x - than) > ROUNDING * than
     found = {
-        "seen": jnp.ones_like(is_dropped_bt), "changed_raw": raw != 1, "changed": w != 1,
-        "truncated": is_other_bt & ~is_dropped_bt, "dropped": is_dropped_bt,
+        "seen": jnp.ones_like(is_dropped_bt), "changed_raw": is_other(raw, 1.0),
+        "changed": is_other(w, 1.0), "truncated": is_other(w, raw) & ~is_dropped_bt,
+        "dropped": is_dropped_bt,
     }
     return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in found.items()}
 

@@ -48,6 +48,8 @@ def test_counts_of_a_weight(weight, expected):
 
 def test_a_weight_that_changes_nothing_is_seen():
     assert of("token_tis", jnp.zeros((2, 4))) == (6, 0, 0, 0, 0)
+    assert of("token_tis", jnp.full((2, 4), 1e-6)) == (6, 0, 0, 0, 0)  # two programs' rounding
+    assert of("token_tis", jnp.full((2, 4), 1e-4)) == (6, 6, 6, 0, 0)
     assert weight_counts(LOG_RATIO, BATCH, ("none", {})) == {}
 
 

@@ -91,8 +91,10 @@ MUTANTS = [
     *of(
         "estimators/counts.py",
         ("what is dropped counts as truncated, too",
-         "is_other_bt & ~is_dropped_bt", "is_other_bt"),
-        ("the raw weight is not looked at", '"changed_raw": raw != 1', '"changed_raw": w != 1'),
+         "is_other(w, raw) & ~is_dropped_bt", "is_other(w, raw)"),
+        ("the raw weight is not looked at",
+         '"changed_raw": is_other(raw, 1.0)', '"changed_raw": is_other(w, 1.0)'),
+        ("a rounding counts as a change", "ROUNDING = 1e-5", "ROUNDING = 0.0"),
         ("padding is counted",
          "jnp.sum(ratios.as_bool(mask) & is_so_bt)", "jnp.sum(is_so_bt)"),
         ("two masks of one name share their counts",
