@@ -14,8 +14,8 @@ ARGUMENTS = ["--config=tests/small_run.py:cut"]
 FORGED = """
 score = Trainer.score
 
-def forged(self, state, samples, sampled_by):
-    out = score(self, state, samples, sampled_by)
+def forged(self, state, samples, sampled_by, *known):
+    out = score(self, state, samples, sampled_by, *known)
     if processes.index() == 1 and sampled_by.keys() == {1}:
         out["tokens"] = out["tokens"].copy()
         out["tokens"][3, 1] += 1
@@ -26,10 +26,10 @@ Trainer.score = forged
 HANGING = """
 score = Trainer.score
 
-def hanging(self, state, samples, sampled_by):
+def hanging(self, state, samples, *given):
     if processes.index() == 1:
         time.sleep(600)
-    return score(self, state, samples, sampled_by)
+    return score(self, state, samples, *given)
 
 Trainer.score = hanging
 """
