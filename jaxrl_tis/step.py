@@ -191,7 +191,7 @@ def make_arriving_step(
         return state, metrics | taken
 
     jit = functools.partial(jax.jit, compiler_options=learner.program.compiler_options)
-    return jit(add, donate_argnums=(1,)), jit(finish, donate_argnums=(0, 1))
+    return jit(add, donate_argnums=(1,)), jit(finish, donate_argnums=(0,))
 
 
 def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> LossFn:
