@@ -296,8 +296,11 @@ class Controller:
             if worker.version is not None and worker.version == self.offered
             and not worker.is_changing and not worker.leaving
         ]
+        of_begun, of_all = self._shares(len(able))
         while ready := [name for name in able if self.workers[name].has_room]:
             name = min(ready, key=lambda n: len(self.workers[n].running))
+            if len(self.workers[name].running) >= (of_begun if self._waiting else of_all):
+                return
             if self._waiting:
                 key, version = self._waiting.popleft()
                 yield self._begin(name, [key], {key: version})
@@ -308,6 +311,20 @@ class Controller:
                 yield self._begin(name, keys, dict.fromkeys(keys))
             else:
                 return
+
+    def _shares(self, able: int) -> tuple[float, float]:
+        """Returns the samples that a worker may have while others are about to get new weights, so
+        that the first to have them leaves the others theirs: its part of those that are begun, and of
+        all that may begin."""
+        is_stale = lambda w: self.mode.on_sync == "interrupt" and w.version != self.offered
+        late = sum(w.is_changing or bool(w.leaving) or is_stale(w) for w in self.workers.values())
+        if not late:
+            return math.inf, math.inf
+        begun = len(self._waiting) + sum(len(w.running) for w in self.workers.values())
+        held = self.batch * (self.offered + self.mode.ahead + 1 - self.version) - self._taken
+        room = max(min(self.queue.capacity, held) - len(self.queue), 0)
+        new = room * (self.queue.size + self.mode.redundant)
+        return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
         """Begins what was taken from a worker for another, if that still has its version."""
