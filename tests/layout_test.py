@@ -85,7 +85,7 @@ MAY_IMPORT = {
     ),
     "libtpu_flags": ("aot", "cli"),
     "doctor": ("cli", "estimators", "metrics", "old_policies", "rollouts", "storage"),
-    "experiments": ("cli", "estimators"),
+    "experiments": ("cli", "estimators", "rollouts"),
     "gate": (
         "build", "cli", "cli_flags", "data", "engine", "estimators", "models", "processes",
         "rollouts", "scoring", "sharding", "state",
