@@ -15,6 +15,7 @@ from jaxrl_tis.estimators.centering import head_size
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program
 from jaxrl_tis.optimizer import make_optimizer
+from jaxrl_tis.rollouts import modes
 from jaxrl_tis.rows import Rows
 from jaxrl_tis.scoring import Learner
 from jaxrl_tis.state import initial_params, initial_state
@@ -48,11 +49,11 @@ def setup(
         top_n=head_size(chosen.centering, 0),
     ))
     made = build.Setup(
-        config=config, tokenizer=None, model=model, layout=layout,
+        config=config, mode=modes.sync(), tokenizer=None, model=model, layout=layout,
         learner=Learner(model, Program(), new_tokens, config.train.logprob_chunk),
         packer=None, correction=chosen, optimizer=tx,
         critic_optimizer=tx,
-        engine=engine, learner_engine=engine,
+        engines=(engine,), learner_engine=engine,
     )
     return made, initial_state(made, initial_params(made))
 

@@ -74,8 +74,13 @@ def get_config() -> ConfigDict:
     # threshold=0.5, partial=True), areal(staleness=4), in_flight(staleness=4), dora(staleness=2),
     # roll_flash(alpha=1, redundant=0) or laminar(staleness=4, repack=0.5); docs/async.md
     c.rollout.mode = "sync"
-    c.rollout.driver = "virtual"  # how learner and samplers share the time: virtual takes turns
-    c.rollout.workers = 1  # samplers
+    c.rollout.driver = "virtual"  # virtual (in turns), threads or processes; docs/async.md
+    c.rollout.workers = 1  # samplers; of processes as many draw as join
+    # Where python -m jaxrl_tis.worker joins (processes); port 0 takes a free one. An address that others
+    # reach needs a secret in JAXRL_TIS_TOKEN.
+    c.rollout.listen = "127.0.0.1:0"
+    c.rollout.transport = "tcp"  # how weights get there: tcp, or a folder that all share (gs:// too)
+    c.rollout.worker_timeout = 30.0  # seconds of silence after which a worker is gone
     c.rollout.queue = 0  # most groups that are begun and not trained on; 0: what the mode allows
     c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
     # Steps between probes of the gap, by engine and by staleness, beside the bounds of c.gate; 0: none

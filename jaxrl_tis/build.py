@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import hashlib
+import math
 from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
 
@@ -28,6 +31,8 @@ from jaxrl_tis.scoring import Learner
 from jaxrl_tis.validate import validate
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
+OWN_SIZES = ("slots", "num_pages", "prefill_batch")  # that each rollout worker may choose for itself
+PROBED = 4096  # tokens whose texts tell a tokenizer from others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,9 @@ class Setup:
 
     `mode` says who runs ahead of whom.
     `learner` takes rows of one sequence; `packer`, if any, is how the updates' rows are filled.
-    `engine` samples, `learner_engine` generates with the learner's own numerics for evaluation.
+    `engine` samples, and so do all of `engines`, of which it is the first: one for each worker that
+    has devices of its own, or it alone. `learner_engine` generates with the learner's own numerics
+    for evaluation.
     """
 
     config: ml_collections.ConfigDict
@@ -49,8 +56,12 @@ class Setup:
     correction: Correction
     optimizer: Any
     critic_optimizer: Any
-    engine: Engine
+    engines: tuple[Engine, ...]
     learner_engine: Engine
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0]
 
     @property
     def why_scored(self) -> str | None:
@@ -115,6 +126,17 @@ class Setup:
             flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same for a learner and its rollout workers, by name."""
+        model, engine = map(dataclasses.asdict, (self.model, self.engine.config))
+        found = {f"model.{name}": str(value) for name, value in model.items()}
+        found |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
+        size = self.tokenizer.vocab_size
+        texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
+        shown = repr((texts, size, self.tokenizer.eos_ids)).encode()
+        return found | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
+
     def serving_params(self, params: Any, version: int) -> Any:
         """Makes what `engine` samples with: the policy of this version in the sampler's format,
         with the noise of that version."""
@@ -125,6 +147,12 @@ class Setup:
                 e.noise_stages,
             )
         return self.engine.load(params, noise)
+
+    def served_params(self, params: Any, version: int) -> list[Any]:
+        """Makes what each of `engines` samples with, each on its own devices; it is quantised once,
+        where the policy lies."""
+        first = self.serving_params(params, version)
+        return [first, *(jax.device_put(first, e.serving_shardings) for e in self.engines[1:])]
 
     def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are
@@ -178,7 +206,8 @@ def assemble(
     _check_logits(config, chosen, model.vocab_size)
     place = functools.partial(sharding.layout, devices=devices, vocab_size=model.vocab_size)
     layout = place(config.mesh.train, sharding.TRAIN_RULES, sum_dtype=config.train.sum_dtype)
-    serving = place(config.mesh.serve, sharding.SERVE_RULES)
+    places = _serving_layouts(config, layout, devices, model.vocab_size)
+    serving = places[0]
     if "grad_norms" in chosen.needs and layout.shards > 1:
         raise ValueError(
             f"{chosen.needs['grad_norms']!r} needs the gradient of each sequence by itself, which rows "
@@ -233,10 +262,38 @@ def assemble(
     )
     return Setup(
         config, modes.parse(config.rollout.mode), tokenizer, model, layout, learner, packer, chosen,
-        policy_optimizer,
-        make_optimizer(config.critic, updates), Engine(model, sampling, serving),
-        Engine(model, evaluating, serving),
+        policy_optimizer, make_optimizer(config.critic, updates),
+        tuple(Engine(model, sampling, place) for place in places), Engine(model, evaluating, serving),
     )
+
+
+def _serving_layouts(config, training: sharding.Layout, devices: list | None, vocab_size: int):
+    """Returns where samplers serve. With the driver "threads" each has devices of its own, after
+    those that train; else all work on the first devices, the learner's.
+
+    Raises:
+      ValueError: there are too few devices, or several processes share them.
+    """
+    shape, rules = config.mesh.serve, sharding.SERVE_RULES
+    if config.rollout.driver != "threads":
+        return [sharding.layout(shape, rules, devices=devices, vocab_size=vocab_size)]
+    if (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"rollout.driver = 'threads' is for one process, and {count} share the devices: choose "
+            "virtual"
+        )
+    devices, workers = devices or jax.devices(), config.rollout.workers
+    free, each = devices[training.mesh.size :], math.prod(n for n in shape if n != -1)
+    if workers * each > len(free):
+        raise ValueError(
+            f"rollout.driver = 'threads' trains on {training.mesh.size} devices and serves with "
+            f"{workers} samplers on {each} others each, {training.mesh.size + workers * each} in all, "
+            f"and there are {len(devices)}: make mesh.train or mesh.serve smaller"
+        )
+    if -1 in shape:
+        each = len(free) // workers
+    parts = (free[i * each : (i + 1) * each] for i in range(workers))
+    return [sharding.layout(shape, rules, devices=part, vocab_size=vocab_size) for part in parts]
 
 
 def _check_logits(config, chosen: Correction, vocab_size: int) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -272,7 +273,7 @@ def _open_events(folder: pathlib.Path, resume_step: int | None) -> event_file_wr
 class Timer:
     """Adds up wall-clock seconds per phase: `with timer("rollout"): ...`.
 
-    Dispatched JAX work counts only once something in the block waits for it.
+    Dispatched JAX work counts only once something in the block waits for it. Threads may share one.
 
     Args:
       compile_seconds: a counter; by what it grows in a block is not that phase's time, but that of
@@ -281,6 +282,7 @@ class Timer:
 
     def __init__(self, compile_seconds: Callable[[], float] = lambda: 0.0):
         self._seconds, self._compile_seconds = {}, compile_seconds
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -295,9 +297,11 @@ class Timer:
                 self.add("compile", compiled)
 
     def add(self, phase: str, seconds: float) -> None:
-        self._seconds[phase] = self._seconds.setdefault(phase, 0.0) + seconds
+        with self._lock:
+            self._seconds[phase] = self._seconds.setdefault(phase, 0.0) + seconds
 
     def collect(self) -> dict[str, float]:
         """Returns {"time/<phase>_s": seconds} since the last call and starts again at zero."""
-        seconds, self._seconds = self._seconds, {}
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
         return {f"time/{phase}_s": value for phase, value in seconds.items()}

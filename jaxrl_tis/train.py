@@ -84,15 +84,23 @@ class Run:
         groups = rollouts.Groups(
             config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
         )
-        made = dict(
-            load=setup.serving_params, start=functools.partial(setup.scheduler, setup.engine),
-            pulse=self.pulse,
-        )
+        starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
+        made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
         if setup.mode.is_sync:
             return rollouts.Collector(config, groups, batches, self._timer, **made)
+        ahead = config, setup.mode, groups, batches, self._timer
+        if config.rollout.driver == "threads":
+            return rollouts.Threads(
+                *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
+                pulse=self.pulse,
+            )
+        if config.rollout.driver == "processes":
+            return rollouts.Remote(
+                *ahead, load=setup.serving_params, engine=setup.engine, facts=setup.facts,
+                pulse=self.pulse,
+            )
         return rollouts.Asynchronous(
-            config, setup.mode, groups, batches, self._timer, slots=setup.engine.slots,
-            arrived=self._old.arrived, **made
+            *ahead, slots=setup.engine.slots, arrived=self._old.arrived, **made
         )
 
     def begin(self) -> None:
@@ -170,7 +178,8 @@ class Run:
             self._timer.add("lost", self.writer.lost_seconds)
 
     def close(self) -> None:
-        """Closes what is written to."""
+        """Ends what works in the background, and closes what is written to."""
+        self.source.close(is_over=self.done == self.setup.config.steps)
         self.writer.close()
         if self._samples is not None:
             self._samples.close()

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "jaxrl_tis"
 
 MAY_IMPORT = {
     # The ground: arrays, tables and files.
+    "addresses": (),
     "cli": (),
     "chips": (),
     "fields": (),
@@ -43,7 +44,8 @@ MAY_IMPORT = {
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "sharding"),
     "rollouts": (
-        "data", "engine", "metrics", "processes", "provenance", "spelling", "storage",
+        "addresses", "data", "engine", "fields", "metrics", "processes", "provenance", "spelling",
+        "storage",
     ),
     # The learner knows records of the engine, and none of its programs.
     "old_policies": ("engine",),
@@ -91,7 +93,7 @@ MAY_IMPORT = {
         "rollouts", "scoring", "sharding", "state",
     ),
     "score": ("cli_flags", "models"),
-    "serve": ("build", "cli_flags", "data", "engine", "state"),
+    "serve": ("addresses", "build", "cli_flags", "data", "engine", "state"),
     "sweep": (
         "cli", "cli_flags", "hub", "intervals", "metrics", "provenance", "report", "storage",
         "validate",
@@ -102,6 +104,7 @@ MAY_IMPORT = {
         "lock", "metrics", "processes", "progress", "provenance", "report", "rollouts", "samples",
         "sinks", "state", "storage", "trainer", "validate", "warmup", "watchdog",
     ),
+    "worker": ("addresses", "build", "cli", "cli_flags", "rollouts"),
     "main": ("cli_flags", "processes", "train"),
 }
 # Files without a test of their own name, and the one that tests them.
@@ -131,9 +134,14 @@ COVERED = {
     "libtpu_flags": "cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
+    "rollouts/bookkeeping": "rollouts/remote_test",
+    "rollouts/messages": "rollouts/remote_test",
+    "rollouts/verify": "rollouts/remote_test",
+    "rollouts/worker": "rollouts/remote_test",
     "scoring": "step_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
+    "worker": "faults/workers_test",
 }
 
 

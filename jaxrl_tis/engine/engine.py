@@ -118,6 +118,22 @@ class Engine:
         """Turns the learner's parameters into serving parameters, see weights.Weights."""
         return self._weights.load(params, noise)
 
+    @property
+    def serving_shardings(self) -> Any:
+        """Where serving parameters lie, in their tree."""
+        return self._weights.shardings
+
+    def abstract_params(self) -> Any:
+        """Returns the shapes of serving parameters, and where they lie."""
+        params = self._abstract_policy()
+        return _abstract(jax.eval_shape(self._weights.loader(params), params), self._weights.shardings)
+
+    def _abstract_policy(self) -> Any:
+        """Returns the shapes of the learner's parameters in the serving layout."""
+        return _abstract(
+            transformer.abstract_params(self.model), placement.shardings(self.layout, self.model)
+        )
+
     def _check_sizes(self) -> None:
         for name, count in (("slots", self.slots), ("prefill_batch", self.prefill_batch)):
             if count % self.shards:
@@ -488,10 +504,7 @@ class Engine:
         function, arguments). Prompts are of the largest bucket, drafts as long as they may be.
         """
         if params is None:
-            params = _abstract(
-                transformer.abstract_params(self.model),
-                placement.shardings(self.layout, self.model),
-            )
+            params = self._abstract_policy()
         load = self._weights.loader(params)
         serving = _abstract(jax.eval_shape(load, params), self._weights.shardings)
         state = _abstract(jax.eval_shape(self._empty_state), self._shardings)

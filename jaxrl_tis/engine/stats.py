@@ -1,6 +1,7 @@
 """What a scheduler counts."""
 
 import dataclasses
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass
@@ -42,6 +43,11 @@ class Stats:
     def counts(self) -> dict[str, int]:
         """Returns what does not depend on the clock."""
         return {n: x for n, x in dataclasses.asdict(self).items() if not n.endswith("seconds")}
+
+    @classmethod
+    def sum(cls, parts: Iterable["Stats"]) -> "Stats":
+        """Adds up the counts of several schedulers."""
+        return cls(*map(sum, zip(*map(dataclasses.astuple, [cls(), *parts]))))
 
     def since(self, before: "Stats") -> "Stats":
         """Returns what was counted after a copy was made."""

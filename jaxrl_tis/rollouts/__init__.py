@@ -5,9 +5,11 @@ from jaxrl_tis.rollouts.collector import Collector
 from jaxrl_tis.rollouts.groups import (
     Groups, Prompter, Sample, components, kept_metrics, sampling_params,
 )
+from jaxrl_tis.rollouts.remote import Remote
 from jaxrl_tis.rollouts.source import RolloutSource, run
+from jaxrl_tis.rollouts.threads import Threads
 
 __all__ = [
-    "Asynchronous", "Collector", "Groups", "Prompter", "RolloutSource", "Sample", "components",
-    "kept_metrics", "run", "sampling_params",
+    "Asynchronous", "Collector", "Groups", "Prompter", "Remote", "RolloutSource", "Sample", "Threads",
+    "components", "kept_metrics", "run", "sampling_params",
 ]

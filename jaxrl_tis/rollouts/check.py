@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 import ml_collections
 
+from jaxrl_tis import addresses
 from jaxrl_tis.rollouts import modes
 
-DRIVERS = ("virtual",)
+DRIVERS = ("virtual", "threads", "processes")
 ON_BUDGET = ("warn", "sync", "stop")
+# Of what a synchronous run does not read.
+DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
 
 
 def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -49,6 +52,19 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
             f"{rollout.prompts} that are begun between two hand-overs of weights"
         )
+    if rollout.driver != "virtual" and rollout.update_turns:
+        yield (
+            f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
+            f"'virtual', and it is {rollout.driver!r}, where samplers draw for as long as an update "
+            "takes: set it to 0"
+        )
+    if rollout.driver == "processes":
+        yield from _remote(rollout)
+    if rollout.driver != "virtual" and rollout.old_logp == "replica":
+        yield (
+            f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are scored, of "
+            "which rollout.old_logp = 'replica' keeps no copy: set it to ring"
+        )
     if mode.is_sync:
         yield from _idle(rollout)
         return
@@ -71,11 +87,22 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
         )
 
 
+def _remote(rollout) -> Iterator[str]:
+    try:
+        addresses.parse(rollout.listen)
+    except ValueError as error:
+        yield f"rollout.listen: {error}"
+    if not rollout.transport:
+        yield "rollout.transport is empty; give tcp, or a folder that the learner and all workers share"
+    if not 0 < rollout.worker_timeout < math.inf:
+        yield f"rollout.worker_timeout is {rollout.worker_timeout} seconds; it must be above 0"
+
+
 def _idle(rollout) -> Iterator[str]:
     """Finds settings that a synchronous run does not read."""
-    for name, default in (("workers", 1), ("queue", 0), ("update_turns", 0)):
+    for name, default in DEFAULTS.items():
         if rollout[name] != default:
             yield (
-                f"rollout.{name} = {rollout[name]} is for samplers that run ahead, and rollout.mode "
-                f"is {rollout.mode!r}: choose another mode, or set it to {default}"
+                f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and rollout.mode "
+                f"is {rollout.mode!r}: choose another mode, or set it to {default!r}"
             )

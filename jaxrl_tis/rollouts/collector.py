@@ -85,6 +85,9 @@ class Collector:
         if self._scheduler is not None:
             self._scheduler.rest()
 
+    def close(self, is_over: bool) -> None:
+        """Ends nothing, as all happens in the calls of the run."""
+
     def get_state(self, version: int) -> dict[str, Any]:
         at, batches = self._published
         # A step that was given up is begun again.

@@ -138,9 +138,13 @@ class Controller:
                 f"version {version} was published after {self.version} and {self._taken} of "
                 f"{self.batch} groups of its batch"
             )
-        self.version, self._taken = version, 0
-        if self._must_sync or version - self.offered >= self.mode.sync_every:
+        if self.hands_over(version):
             self.offered, self._must_sync = version, False
+        self.version, self._taken = version, 0
+
+    def hands_over(self, version: int) -> bool:
+        """Whether workers may have this version, once it is published."""
+        return self._must_sync or version - self.offered >= self.mode.sync_every
 
     def swapped(self, name: str, version: int) -> None:
         """A worker has these weights; ValueError where it had newer ones."""

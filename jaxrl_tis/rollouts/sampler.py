@@ -1,5 +1,6 @@
 """A worker of an asynchronous run: one scheduler that obeys orders, on one thread."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,8 @@ class Sampler:
                 self._scheduler.add(request)
         elif isinstance(order, Drop):
             for id in order.ids:
-                self._scheduler.abort(id)
+                with contextlib.suppress(KeyError):  # it has ended since it was told so
+                    self._scheduler.abort(id)
         elif self._scheduler is not None:
             return self._scheduler.pause("abort")
         return []

@@ -71,5 +71,9 @@ class RolloutSource(Protocol):
 
     def set_state(self, state: dict[str, Any]) -> None: ...
 
+    def close(self, is_over: bool) -> None:
+        """Ends what works for it in the background; `is_over`: the run has come to its end, and was
+        not interrupted."""
+
     def facts(self) -> dict[str, Any]:
         """Returns by name what decides about the next batch, the same on every process."""

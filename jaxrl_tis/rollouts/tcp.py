@@ -74,6 +74,13 @@ class Peer:
             raise wire.Damaged(f"a message with {', '.join(header)}; expected {', '.join(names)}")
         return header
 
+    def send(self, data: bytes) -> None:
+        wire.send(self._connection, data, self._deadline())
+
+    def receive(self, limit: int) -> bytearray:
+        """Returns the bytes of a frame; see wire.receive."""
+        return wire.receive(self._connection, limit, self._deadline())
+
     def send_leaf(self, leaf: np.ndarray) -> Iterator[int]:
         """Sends an array chunk by chunk; yields the bytes of each."""
         data = memoryview(transport.raw(leaf))
@@ -96,7 +103,38 @@ def _proof(token: str, end: str, *nonces: str) -> str:
     return hmac.new(token.encode(), "/".join((end, *nonces)).encode(), hashlib.sha256).hexdigest()
 
 
-def _checked_token(token: str) -> str:
+def admit(peer: Peer, token: str, facts: Mapping[str, Any]) -> None:
+    """The learner's half of the handshake. Refused: the worker has another token, or other facts."""
+    nonce = secrets.token_hex(16)
+    peer.tell(magic=MAGIC, protocol=PROTOCOL, nonce=nonce)
+    told = peer.hear("nonce", "proof", "facts")
+    nonces = nonce, str(told["nonce"])
+    expected = _proof(token, "worker", *nonces)
+    if not hmac.compare_digest(expected.encode(), str(told["proof"]).encode()):
+        raise Refused("the worker's token is not the learner's")
+    different = [
+        f"{name}: learner {ours}, worker {theirs}"
+        for name, ours, theirs in provenance.differences(facts, told["facts"])
+    ]
+    if different:
+        raise Refused(f"learner and worker differ in {'; '.join(different)}")
+    peer.tell(proof=_proof(token, "learner", *nonces))
+
+
+def introduce(peer: Peer, token: str, facts: Mapping[str, Any]) -> None:
+    """The worker's half of the handshake. Refused: by the learner, or it has another token."""
+    told = peer.hear("magic", "protocol", "nonce")
+    if (told["magic"], told["protocol"]) != (MAGIC, PROTOCOL):
+        raise Refused(f"learner speaks {told['magic']} {told['protocol']}, worker {MAGIC} {PROTOCOL}")
+    nonces = str(told["nonce"]), secrets.token_hex(16)
+    peer.tell(nonce=nonces[1], proof=_proof(token, "worker", *nonces), facts=facts)
+    expected = _proof(token, "learner", *nonces)
+    if not hmac.compare_digest(expected.encode(), str(peer.hear("proof")["proof"]).encode()):
+        raise Refused("the learner's token is not the worker's")
+
+
+def checked_token(token: str) -> str:
+    """Returns the token; ValueError where it is too short."""
     if len(token) < TOKEN_LENGTH:
         raise ValueError(
             f"the token of the weights has {len(token)} characters; learner and workers share one of "
@@ -105,12 +143,13 @@ def _checked_token(token: str) -> str:
     return token
 
 
-def _all_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def all_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the versions of packages and code to what has to be the same at both ends."""
     return provenance.facts({}) | dict(facts)
 
 
-class _Listener(socketserver.ThreadingTCPServer):
-    """A thread for every connection."""
+class Listener(socketserver.ThreadingTCPServer):
+    """Calls `answer` with every connection, in a thread of its own."""
 
     allow_reuse_address = daemon_threads = True
 
@@ -144,13 +183,13 @@ class WeightServer:
         self, token: str, facts: Mapping[str, Any], host: str = "127.0.0.1", port: int = 0,
         max_clients: int = 16, timeout: float = 30.0, transfer_timeout: float = 600.0,
     ):
-        self._token, self._facts = _checked_token(token), _all_facts(facts)
+        self._token, self._facts = checked_token(token), all_facts(facts)
         self._timeout, self._transfer_timeout = timeout, transfer_timeout
         self._max_clients, self._slots = max_clients, threading.Semaphore(max_clients)
         self._news, self._published, self._is_closed = threading.Condition(), None, False
         self.bytes_sent = 0
         try:
-            self._listener = _Listener((host, port), self._answer)
+            self._listener = Listener((host, port), self._answer)
         except OSError as error:
             raise ValueError(
                 f"cannot serve weights at {host}:{port}: {error.strerror}; choose another port, or 0"
@@ -199,26 +238,10 @@ class WeightServer:
 
     def _converse(self, peer: Peer) -> None:
         try:
-            self._handshake(peer)
+            admit(peer, self._token, self._facts)
             self._serve(peer)
         except (Refused, Unavailable) as error:
             peer.tell(refused=str(error), for_now=isinstance(error, Unavailable))
-
-    def _handshake(self, peer: Peer) -> None:
-        nonce = secrets.token_hex(16)
-        peer.tell(magic=MAGIC, protocol=PROTOCOL, nonce=nonce)
-        told = peer.hear("nonce", "proof", "facts")
-        nonces = nonce, str(told["nonce"])
-        expected = _proof(self._token, "worker", *nonces)
-        if not hmac.compare_digest(expected.encode(), str(told["proof"]).encode()):
-            raise Refused("the worker's token is not the learner's")
-        different = [
-            f"{name}: learner {ours}, worker {theirs}"
-            for name, ours, theirs in provenance.differences(self._facts, told["facts"])
-        ]
-        if different:
-            raise Refused(f"learner and worker differ in {'; '.join(different)}")
-        peer.tell(proof=_proof(self._token, "learner", *nonces))
 
     def _serve(self, peer: Peer) -> None:
         asked = peer.hear("after", "wait", "fetch")
@@ -261,8 +284,8 @@ class WeightClient:
         self, host: str, port: int, token: str, facts: Mapping[str, Any], timeout: float = 30.0,
         transfer_timeout: float = 600.0, attempts: int = 3,
     ):
-        self._address, self._token = (host, port), _checked_token(token)
-        self._facts = _all_facts(facts)
+        self._address, self._token = (host, port), checked_token(token)
+        self._facts = all_facts(facts)
         self._timeout, self._transfer_timeout = timeout, transfer_timeout
         self._attempts = attempts
 
@@ -298,24 +321,11 @@ class WeightClient:
         try:
             with socket.create_connection(self._address, self._timeout) as connection:
                 peer = Peer(connection, self._timeout, self._transfer_timeout)
-                self._handshake(peer)
+                introduce(peer, self._token, self._facts)
                 return use(peer)
         except (OSError, wire.Damaged) as error:
             host, port = self._address
             raise Broken(f"weights from {host}:{port}: {error}") from error
-
-    def _handshake(self, peer: Peer) -> None:
-        told = peer.hear("magic", "protocol", "nonce")
-        if (told["magic"], told["protocol"]) != (MAGIC, PROTOCOL):
-            raise Refused(
-                f"learner speaks {told['magic']} {told['protocol']}, worker {MAGIC} {PROTOCOL}"
-            )
-        nonces = str(told["nonce"]), secrets.token_hex(16)
-        proof = _proof(self._token, "worker", *nonces)
-        peer.tell(nonce=nonces[1], proof=proof, facts=self._facts)
-        expected = _proof(self._token, "learner", *nonces)
-        if not hmac.compare_digest(expected.encode(), str(peer.hear("proof")["proof"]).encode()):
-            raise Refused("the learner's token is not the worker's")
 
     def _receive(self, peer: Peer, version: int, like: Any) -> Any:
         peer.tell(after=None, wait=None, fetch=version)

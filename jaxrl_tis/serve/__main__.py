@@ -10,9 +10,9 @@ import uvicorn
 from absl import flags
 
 from jaxrl_tis import cli_flags
+from jaxrl_tis.addresses import is_loopback
 from jaxrl_tis.build import build
 from jaxrl_tis.serve import connection
-from jaxrl_tis.serve.guard import is_loopback
 from jaxrl_tis.serve.request import Limits
 from jaxrl_tis.serve.setup import load, make_app, read_token
 

@@ -6,7 +6,6 @@ JSON, or hide where it comes from (Origin), unless its own name leads to this ma
 rebinding): then that name is the Host.
 """
 
-import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -14,18 +13,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxrl_tis.addresses import is_loopback
 from jaxrl_tis.serve.answer import described
 
 JSON = "application/json"
 SAFE = ("GET", "HEAD", "OPTIONS")  # methods without a body
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; a name other than localhost may be any."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Guard:

@@ -20,6 +20,12 @@ from tests import tiny
     (dict(mode="areal", workers=0), "rollout.workers is 0"),
     (dict(mode="areal", update_turns=-1), "rollout.update_turns is -1"),
     (dict(mode="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
+    (dict(mode="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 counts the turns"),
+    (dict(mode="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is no address"),
+    (dict(mode="areal", driver="processes", transport=""), "rollout.transport is empty"),
+    (dict(mode="areal", driver="processes", worker_timeout=0.0), "worker_timeout is 0.0 seconds"),
+    (dict(mode="areal", driver="threads", old_logp="replica"), "keeps no copy: set it to ring"),
+    (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
     (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
 ])

@@ -438,7 +438,7 @@ def test_a_worker_that_reads_nothing_delays_neither_the_learner_nor_others(monke
         with socket.create_connection(("127.0.0.1", learner.port)) as connection:
             slow = client(learner)
             peer = tcp.Peer(connection, 20.0, 20.0)
-            slow._handshake(peer)
+            tcp.introduce(peer, slow._token, slow._facts)
             peer.tell(after=None, wait=None, fetch=1)
             peer.hear("digest", "format")
             start = time.monotonic()

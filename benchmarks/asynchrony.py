@@ -1,0 +1,239 @@
+"""What samplers in threads gain over a synchronous run, and what they cost.
+
+    python -m benchmarks.asynchrony                    # all modes, in rounds; each in a process of its own
+    python -m benchmarks.asynchrony --mode='areal(staleness=2)'
+    python -m benchmarks.asynchrony --measure=sync     # handing weights over, bfloat16 and int8
+    python -m benchmarks.asynchrony --measure=control  # decisions for 128 groups of 8
+
+The machine is cut in two: learner and sampler have a simulated device each, of one thread. Responses
+have lengths that are log-normal, whatever is drawn. "sync" is the run in which the two wait for each
+other; "sync, both" is the same on one device of two threads. Rates count the tokens of whole batches
+after the first, which compile.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+ARMS = ("sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)")
+BOTH = "sync, both"
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=2"
+WARM, MOST = 5, 256
+SMOLLM2 = "configs/shapes/SmolLM2-135M-Instruct.Q4_1.gguf.json"
+
+
+def config(mode: str):
+    from configs import default
+
+    c = default.get_config()
+    c.name, c.steps = "asynchrony", 1000
+    c.task.tokenizer = "char"
+    c.task.max_prompt_tokens = 16
+    c.rollout.prompts, c.rollout.group_size, c.rollout.max_new_tokens = 8, 4, MOST
+    c.rollout.mode = mode
+    c.correction.objective, c.correction.weight = "ppo", "none"
+    if mode != "sync":
+        c.rollout.driver, c.rollout.old_logp, c.correction.objective = "threads", "none", "a3po"
+    c.engine.slots, c.engine.steps_per_call, c.engine.prefill_batch = 32, 8, 8
+    c.train.microbatch_rows, c.train.fuse_score, c.train.pack_length = 2, "never", 512
+    return c
+
+
+def long_tailed(setup):
+    """Groups of the run whose requests have log-normal lengths, of median 48, whatever is drawn."""
+    import dataclasses
+    import zlib
+
+    import numpy as np
+
+    from jaxrl_tis import rollouts
+
+    class LongTailed(rollouts.Groups):
+        def requests(self, record, name, redundant=0):
+            return [self._cut(r) for r in super().requests(record, name, redundant)]
+
+        def _cut(self, request):
+            source = np.random.default_rng(zlib.crc32(request.id.encode()))
+            length = int(np.clip(source.lognormal(np.log(48), 0.9), 1, MOST))
+            sampling = dataclasses.replace(request.sampling, stop_ids=(), max_tokens=length)
+            return dataclasses.replace(request, sampling=sampling)
+
+    class Nothing:
+        counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
+
+        def components(self, texts, records):
+            return [{"reward": float(len(text) % 7)} for text in texts]
+
+    prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
+    return LongTailed(setup.config, prompter, Nothing(), with_greedy=False)
+
+
+def source_of(setup, timer):
+    import functools
+
+    from jaxrl_tis import rollouts
+    from jaxrl_tis.data.pipeline import Batches
+
+    c = setup.config
+    batches = Batches(c.task.name, c.task.params, batch_size=c.rollout.prompts, seed=c.seed)
+    starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
+    if setup.mode.is_sync:
+        return rollouts.Collector(
+            c, long_tailed(setup), batches, timer, load=setup.serving_params, start=starts[0]
+        )
+    return rollouts.Threads(
+        c, setup.mode, long_tailed(setup), batches, timer, load=setup.served_params, starts=starts,
+        slots=setup.engine.slots,
+    )
+
+
+def train(mode: str, steps: int) -> dict[str, float]:
+    """Trains, and returns the tokens per second and who waited."""
+    from jaxrl_tis import build
+    from jaxrl_tis.metrics import Timer
+    from jaxrl_tis.state import initial_params, initial_state
+    from jaxrl_tis.trainer import Trainer
+
+    setup = build.build(config(mode))
+    state, trainer, timer = initial_state(setup, initial_params(setup)), Trainer(setup), Timer()
+    source, old = source_of(setup, timer), trainer.old_policies()
+    tokens, waited, drew, metrics = 0, 0.0, 0.0, []
+    for step in range(1, WARM + steps + 1):
+        if step == WARM + 1:
+            start, tokens, waited = time.monotonic(), 0, 0.0
+            timer.collect()
+        policy = state["policy"].params
+        source.publish(policy, step - 1)
+        old.put(step - 1, policy)
+        before = time.monotonic()
+        samples, values = source.next(step)
+        waited += time.monotonic() - before
+        known = old.taken([s.trajectory for s in samples])
+        rows = trainer.score(state, samples, old, known)
+        state, rows, _ = trainer.update(state, rows, step, step - 1)
+        tokens += int(rows["mask"].sum())
+        metrics.append(values)
+    seconds = time.monotonic() - start
+    source.close(is_over=True)
+    metrics = metrics[WARM:]
+    found = {
+        "tokens_per_s": tokens / seconds, "step_s": seconds / steps, "learner_idle": waited / seconds,
+        "occupancy": statistics.mean(m["rollout/occupancy"] for m in metrics),
+    }
+    if setup.mode.is_sync:
+        return found | {"sampler_idle": 1 - timer.collect()["time/rollout_s"] / seconds}
+    names = "async/sampler_idle", "sync/seconds", "sync/pause_s", "sync/bytes"
+    return found | {n.split("/")[1]: statistics.mean(m[n] for m in metrics) for n in names}
+
+
+def in_process(arm: str, steps: int) -> dict[str, float]:
+    """Trains one arm in a process with the threads that it may have."""
+    flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
+    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.asynchrony", f"--mode={arm.partition(',')[0]}"]
+    done = subprocess.run(
+        [*command, f"--steps={steps}"], env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(rounds: int, steps: int) -> None:
+    """Prints the medians of all arms, which take turns, with the load of the machine."""
+    arms = (BOTH, *ARMS)
+    found = {arm: [] for arm in arms}
+    for _ in range(rounds):
+        for arm in arms:
+            found[arm].append(in_process(arm, steps))
+            print(arm, found[arm][-1], "load", os.getloadavg()[0], flush=True)
+    rate = lambda arm: statistics.median(r["tokens_per_s"] for r in found[arm])
+    for arm in arms:
+        of_arm = {n: statistics.median(r[n] for r in found[arm]) for n in found[arm][0]}
+        told = ", ".join(f"{name} {value:.4g}" for name, value in of_arm.items())
+        print(f"{arm}: {rate(arm) / rate('sync'):.2f} x sync, {rate(arm) / rate(BOTH):.2f} x both; {told}")
+
+
+def hand_over(rounds: int) -> None:
+    """Prints what it takes to bring the weights of a SmolLM2-135M to another device."""
+    import jax
+
+    from jaxrl_tis import models
+    from jaxrl_tis.engine.config import EngineConfig
+    from jaxrl_tis.engine.engine import Engine
+    from jaxrl_tis.models import placement
+    from jaxrl_tis.models.transformer import init_params
+    from jaxrl_tis.sharding import SERVE_RULES, TRAIN_RULES, layout
+
+    model = models.read_config(SMOLLM2)
+    home, away = jax.devices()[:1], jax.devices()[1:]
+    training = layout((1, 1, 1), TRAIN_RULES, home, model.vocab_size)
+    params = placement.put(init_params(jax.random.key(0), model), training, model)
+    for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):
+        recipe = EngineConfig(8, 64, dtype="bfloat16", quantization=quantization)
+        engine = Engine(model, recipe, layout((1, 1, 1), SERVE_RULES, away, model.vocab_size))
+        seconds = []
+        for _ in range(rounds + 1):
+            start = time.monotonic()
+            served = jax.block_until_ready(engine.load(params))
+            seconds.append(time.monotonic() - start)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
+        print(f"{name}: {size:,} bytes, {statistics.median(seconds[1:]):.3f} s")
+
+
+def control(rounds: int, groups: int = 128, size: int = 8) -> None:
+    """Prints the seconds that decisions, queue and controller take for a batch, without an engine."""
+    from jaxrl_tis.rollouts import modes
+    from jaxrl_tis.rollouts.controller import Begin, Controller, Swap
+    from jaxrl_tis.rollouts.queue import Queue
+
+    needs = {"reward": ("tokens",), "learner": ("reward",)}
+    controller = Controller(modes.areal(staleness=1), groups, Queue(size, 2 * groups, needs))
+    controller.joined("sampler", groups * size)
+    seconds, running = [], []
+    for version in range(rounds + 1):
+        start = time.monotonic()
+        controller.published(version)
+        while (entries := controller.take()) is None:
+            for decision in controller.decisions():
+                if isinstance(decision, Swap):
+                    controller.swapped("sampler", decision.version)
+                elif isinstance(decision, Begin):
+                    running += decision.keys
+                else:
+                    for key in decision.keys:
+                        controller.gave_back("sampler", key, version - 1)
+                        running.remove(key)
+            ended, running = running[:16], running[16:]  # of one call of the engine
+            for key in ended:
+                controller.finished("sampler", key)
+                controller.queue.put(key, "tokens", None)
+            for key in controller.queue.claim("reward"):
+                controller.queue.put(key, "reward", 0.0)
+        assert len(entries) == groups
+        seconds.append(time.monotonic() - start)
+    print(f"{groups} groups of {size}: {statistics.median(seconds[1:]):.4f} s a batch")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mode", default="")
+    parser.add_argument("--measure", choices=("sync", "control"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    given = parser.parse_args()
+    if given.mode:
+        print(json.dumps(train(given.mode, given.steps)))
+    elif given.measure == "control":
+        control(given.rounds)
+    elif given.measure == "sync":
+        os.environ |= {"XLA_FLAGS": ONE_THREAD, "JAX_PLATFORMS": "cpu"}
+        hand_over(given.rounds)
+    else:
+        compare(given.rounds, given.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a learner and a rollout worker say to each other, in messages of `wire`.
+
+After the handshake (`tcp.admit`, `tcp.introduce`) the worker says its name and how many sequences it
+draws at once, and is told where weights come from. From then on it reports what happened, in order, and
+is answered with orders; it does so several times a second, so that silence means that it is gone.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.rollouts import wire
+from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests
+
+MOST_EVENTS = 256  # of a report
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A sequence that has ended or was given back."""
+
+    trajectory: Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """What there is of a sequence that goes on."""
+
+    trajectory: Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Swapped:
+    """The weights of this version draw from now on."""
+
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeWeights:
+    """The order to draw with the weights of this version."""
+
+    version: int
+
+
+Event = Done | Partial | Swapped
+Told = NewRequests | GiveBack | Drop | TakeWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """Orders, the newest version that workers may have, and whether the run is over."""
+
+    orders: tuple[Told, ...]
+    offered: int | None
+    is_over: bool
+
+
+def pack_report(events: list[Event], stats: Stats) -> bytes:
+    named, arrays = [], {}
+    for i, event in enumerate(events):
+        if isinstance(event, Swapped):
+            named.append(["swapped", event.version])
+        else:
+            named.append(["done" if isinstance(event, Done) else "partial", i])
+            arrays[str(i)] = _bytes(wire.trajectory_message(event.trajectory))
+    return wire.pack({"events": named, "stats": dataclasses.asdict(stats)}, arrays)
+
+
+def read_report(data: bytes | bytearray) -> tuple[list[Event], Stats]:
+    """Raises wire.Damaged for bytes that are no report."""
+    header, arrays = wire.unpack(data)
+    try:
+        events = [_event(arrays, *entry) for entry in header["events"]]
+        stats = Stats(**header["stats"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise wire.Damaged(f"damaged report: {error}") from error
+    numbers = [event.version for event in events if isinstance(event, Swapped)]
+    numbers += dataclasses.astuple(stats)
+    if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
+        raise wire.Damaged("damaged report: a version or count is no number")
+    return events, stats
+
+
+def _event(arrays: dict[str, np.ndarray], kind: str, value: int) -> Event:
+    if kind == "swapped":
+        return Swapped(value)
+    trajectory = wire.read_trajectory(arrays[str(value)].tobytes())
+    return {"done": Done, "partial": Partial}[kind](trajectory)
+
+
+def pack_reply(reply: Reply) -> bytes:
+    named, arrays = [], {}
+    for i, order in enumerate(reply.orders):
+        if isinstance(order, NewRequests):
+            names = [f"{i}.{j}" for j in range(len(order.requests))]
+            named.append(["begin", names])
+            messages = map(wire.request_message, order.requests)
+            arrays |= dict(zip(names, map(_bytes, messages), strict=True))
+        elif isinstance(order, GiveBack):
+            named.append(["give_back", None])
+        elif isinstance(order, Drop):
+            named.append(["drop", order.ids])
+        else:
+            named.append(["weights", order.version])
+    header = {"orders": named, "offered": reply.offered, "is_over": reply.is_over}
+    return wire.pack(header, arrays)
+
+
+def read_reply(data: bytes | bytearray) -> Reply:
+    """Raises wire.Damaged, or ValueError for a request out of range, where bytes are no reply."""
+    header, arrays = wire.unpack(data)
+    try:
+        orders = tuple(_told(arrays, *entry) for entry in header["orders"])
+        return Reply(orders, header["offered"], header["is_over"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise wire.Damaged(f"damaged reply: {error}") from error
+
+
+def _told(arrays: dict[str, np.ndarray], kind: str, value: Any) -> Told:
+    if kind == "begin":
+        return NewRequests(tuple(wire.read_request(arrays[name].tobytes()) for name in value))
+    made = {
+        "give_back": lambda: GiveBack(), "drop": lambda: Drop(tuple(value)),
+        "weights": lambda: TakeWeights(value),
+    }
+    return made[kind]()
+
+
+def _bytes(message: bytes) -> np.ndarray:
+    return np.frombuffer(message, np.uint8)

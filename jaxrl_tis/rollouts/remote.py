@@ -1,0 +1,383 @@
+"""The driver "processes": samplers in processes of their own, which come and go.
+
+The learner listens; `python -m jaxrl_tis.worker` joins, on this machine or another. Each worker has a
+thread here that hears its reports and answers with orders, under one lock; the learner's own thread
+touches no socket, and so waits for no worker. What a worker said that it has drawn so far is kept, so
+that others go on from there when it is gone: dead, silent for `rollout.worker_timeout` seconds, or put
+out because it said what cannot be.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxrl_tis import addresses, processes
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.metrics import Timer
+from jaxrl_tis.rollouts import messages, tcp, transport, verify, wire
+from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
+from jaxrl_tis.rollouts.controller import Decision, Swap
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.queue import Entry, Key
+from jaxrl_tis.rollouts.sampler import NewRequests
+
+TOKEN = "JAXRL_TIS_TOKEN"
+NO_TOKEN = "anybody on this machine"
+PULSE_SECONDS, TELL_SECONDS, END_SECONDS = 0.2, 30.0, 10.0
+MESSAGE_BYTES = 1 << 28
+MOST_SLOTS = 1 << 16
+
+
+class Lie(wire.Damaged):
+    """A worker said what cannot be."""
+
+
+def read_token(host: str) -> str:
+    """Returns the secret that learner and workers share; ValueError where others reach the address and
+    there is none."""
+    if TOKEN in os.environ:
+        return tcp.checked_token(os.environ[TOKEN])
+    if not addresses.is_loopback(host):
+        raise ValueError(
+            f"{host} is reached from other machines: set {TOKEN} to the same secret for the learner and "
+            "its workers"
+        )
+    return NO_TOKEN
+
+
+@dataclasses.dataclass
+class Session:
+    """A worker that is there.
+
+    Attributes:
+      inbox: orders that it has not been told.
+      given: by request, of what it draws: the request as it was given, and the version of the weights
+        that it had then.
+      progress: what it said that there is of them.
+      stats: of its scheduler, as it last said.
+    """
+
+    name: str
+    connection: socket.socket
+    inbox: list[messages.Told] = dataclasses.field(default_factory=list)
+    given: dict[str, tuple[Request, int]] = dataclasses.field(default_factory=dict)
+    progress: dict[Key, Trajectory] = dataclasses.field(default_factory=dict)
+    stats: Stats = dataclasses.field(default_factory=Stats)
+
+
+class Remote(Bookkeeping):
+    """A source of batches that other processes draw.
+
+    Args:
+      mode: of rollout.mode.
+      batches: records of prompts.
+      timer: of the phases "data", "rollout" (waiting for a batch) and "reward".
+      load: (the policy's parameters, version) -> serving parameters.
+      engine: what workers draw with, which their records have to fit.
+      facts: what has to be the same there, by name.
+      pulse: called while the learner waits.
+    """
+
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        mode: Mode,
+        groups: Groups,
+        batches: Batches,
+        timer: Timer,
+        load: Callable[[Any, int], Any],
+        engine: Engine,
+        facts: Mapping[str, Any],
+        pulse: Callable[[], None] = lambda: None,
+    ):
+        if not processes.is_alone():
+            raise ValueError("rollout.driver = 'processes' is for a learner of one process")
+        super().__init__(config, mode, groups, batches, timer)
+        self._load, self._engine, self._pulse = load, engine, pulse
+        self._timeout = config.rollout.worker_timeout
+        self._sessions: dict[str, Session] = {}
+        self._changed, self._error = threading.Condition(), None
+        self._is_over = self._is_closed = False
+        self._gone, self._left, self._put_out = Stats(), 0, 0
+        self._hand_over, self._last_batch = (0.0, 0), time.monotonic()
+        self._said_at = self._last_batch
+        self._facts = tcp.all_facts(facts)
+        host, port = addresses.parse(config.rollout.listen)
+        self._token = read_token(host)
+        self._open_weights(host, facts)
+        try:
+            self._listener = tcp.Listener((host, port), self._answer)
+        except OSError as error:
+            self._close_weights()
+            raise ValueError(
+                f"cannot listen at rollout.listen = {config.rollout.listen!r}: {error.strerror}; choose "
+                "another port, or 0"
+            ) from error
+        self.host, self.port = self._listener.server_address[:2]
+        threading.Thread(target=self._listener.serve_forever, args=(0.1,), daemon=True).start()
+        processes.say(f"rollout workers join at {self.host}:{self.port}")
+
+    def _open_weights(self, host: str, facts: Mapping[str, Any]) -> None:
+        """Opens what hands weights over, and says where workers find them."""
+        where = self._config.rollout.transport
+        if where == "tcp":
+            self._weights = tcp.WeightServer(self._token, facts, host)
+            self._where = {"port": self._weights.port, "path": None}
+        else:
+            path = f"{where}/{uuid.uuid4().hex[:16]}"
+            self._weights = transport.Directory(path)
+            self._where = {"port": None, "path": path}
+
+    def _close_weights(self) -> None:
+        if isinstance(self._weights, tcp.WeightServer):
+            self._weights.__exit__()
+
+    # What the run calls
+
+    def publish(self, params: Any, version: int) -> bool:
+        with self._changed:
+            hands_over = self.controller.hands_over(version)
+        if hands_over:
+            start = time.monotonic()
+            served = jax.block_until_ready(self._load(params, version))
+            self._weights.publish(served, version, transport.tree_digest(served))
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
+            self._hand_over = time.monotonic() - start, size
+        self._reward()
+        with self._changed:
+            self.controller.published(version)
+            self._taken = []
+            self._decide()
+        return hands_over
+
+    def _next_entries(self) -> list[Entry]:
+        while True:
+            with self._timer("rollout"), self._changed:
+                if self._error is not None:
+                    raise self._error
+                if (entries := self._take()) is not None:
+                    self._decide()
+                    return entries
+                if not (keys := self._queue.claim("reward")):
+                    self._wait()
+                claimed = self._claimed(keys)
+            if keys:
+                self._give_rewards(keys, claimed)
+            self._pulse()
+
+    def _wait(self) -> None:
+        """Waits, with the lock, until something has changed, for PULSE_SECONDS at most."""
+        start = time.monotonic()
+        if not self._sessions and start - self._said_at > TELL_SECONDS:
+            processes.say(f"no rollout worker is there; they join at {self.host}:{self.port}")
+            self._said_at = start
+        self._changed.wait(PULSE_SECONDS)
+        self._counts.waited += time.monotonic() - start
+
+    def _reward(self) -> None:
+        with self._changed:
+            claimed = self._claimed(keys := self._queue.claim("reward"))
+        if keys:
+            self._give_rewards(keys, claimed)
+
+    def _give_rewards(self, keys, claimed) -> None:
+        samples = self._scored(claimed)
+        with self._changed:
+            self._rewarded(keys, samples)
+            self._decide()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what was counted since it was called last: how far the
+        workers are ahead, who waited, and who came and went."""
+        with self._changed:
+            now, (seconds, size) = time.monotonic(), self._hand_over
+            self._counts.passed = now - self._last_batch
+            values = self._measured(self._stats()) | {
+                "async/workers": len(self._sessions), "async/left": self._left,
+                "async/put_out": self._put_out, "sync/bytes": size, "sync/seconds": seconds,
+            }
+            self._hand_over, self._last_batch, self._left, self._put_out = (0.0, 0), now, 0, 0
+            return values
+
+    def tighten(self) -> str:
+        with self._changed:
+            return super().tighten()
+
+    def rest(self) -> None:
+        """Does nothing: no cache is here."""
+
+    def close(self, is_over: bool) -> None:
+        """Sends the workers home where the run is over; else they are to look for it again."""
+        with self._changed:
+            self._is_over, self._is_closed = is_over, True
+            if is_over:
+                self._changed.wait_for(lambda: not self._sessions, END_SECONDS)
+            for session in self._sessions.values():
+                with contextlib.suppress(OSError):  # it is gone
+                    session.connection.shutdown(socket.SHUT_RDWR)
+        self._listener.shutdown()
+        self._listener.server_close()
+        self._close_weights()
+
+    def get_state(self, version: int) -> dict[str, Any]:
+        """Returns what is to go on with after the update that made `version`. Workers go on: what they
+        draw is begun again from what they last said that there is of it."""
+        with self._changed:
+            state = self._state(version, self._stats())
+            known = {k: t for s in self._sessions.values() for k, t in s.progress.items()}
+            drawing = sorted(filter(self._is_wanted, self._keys.values()))
+            state["controller"]["waiting"] += [[list(k), _newest(known.get(k))] for k in drawing]
+            partials = self._partials | {k: known[k] for k in drawing if k in known}
+            return state | {"partials": self._written_partials(partials)}
+
+    def _is_wanted(self, key: Key) -> bool:
+        return key[0] in self._queue.entries and not self._queue.has_tokens(key[0])
+
+    def _stats(self) -> Stats:
+        return Stats.sum([self._gone, *(s.stats for s in self._sessions.values())])
+
+    def _decide(self) -> None:
+        """Gives orders, with the lock."""
+        while decisions := self.controller.decisions():
+            for decision in decisions:
+                session = self._sessions[decision.worker]
+                session.inbox.append(self._told_of(session, decision))
+        self._changed.notify_all()
+
+    def _told_of(self, session: Session, decision: Decision) -> messages.Told:
+        if isinstance(decision, Swap):
+            return messages.TakeWeights(decision.version)
+        order = self._order(decision)
+        if isinstance(order, NewRequests):
+            version = self.controller.workers[session.name].version
+            for request in order.requests:
+                session.given[request.id] = request, version
+                if request.partial is not None:
+                    session.progress[self._keys[request.id]] = request.partial
+        return order
+
+    # Threads of workers
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            peer = tcp.Peer(connection, self._timeout, math.inf)
+            try:
+                tcp.admit(peer, self._token, self._facts)
+                session = self._join(peer, connection)
+            except (tcp.Refused, transport.Unavailable) as error:
+                processes.say(f"a rollout worker was refused: {error}")
+                peer.tell(refused=str(error), for_now=isinstance(error, transport.Unavailable))
+                return
+            self._serve(peer, session)
+        except (OSError, wire.Damaged):
+            pass  # before it joined
+
+    def _join(self, peer: tcp.Peer, connection: socket.socket) -> Session:
+        told = peer.hear("name", "slots")
+        name, slots = told["name"], told["slots"]
+        if not (isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable()):
+            raise tcp.Refused("the worker's name has to be 1 to 200 printable characters")
+        if not (type(slots) is int and 0 < slots <= MOST_SLOTS):
+            raise tcp.Refused(f"a worker with {slots!r} slots; give 1 to {MOST_SLOTS}")
+        with self._changed:
+            if name in self._sessions:
+                raise transport.Unavailable(f"a worker named {name!r} is there already")
+            if self._is_closed:
+                raise transport.Unavailable("the learner is ending")
+            session = self._sessions[name] = Session(name, connection)
+            self.controller.joined(name, slots)
+            self._decide()
+        processes.say(f"rollout worker {name} joined")
+        return session
+
+    def _serve(self, peer: tcp.Peer, session: Session) -> None:
+        why = "it is over"
+        try:
+            peer.tell(**self._where)
+            while not (reply := self._heard(peer, session)).is_over:
+                peer.send(messages.pack_reply(reply))
+            peer.send(messages.pack_reply(reply))
+        except wire.Damaged as error:
+            why = f"put out: {error}"
+            with self._changed:
+                self._put_out += 1
+        except OSError as error:
+            why = f"lost: {error}"
+        except Exception as error:  # a mistake of ours, which the learner's thread raises
+            self._error = error
+            raise
+        finally:
+            self._leave(session, why)
+
+    def _heard(self, peer: tcp.Peer, session: Session) -> messages.Reply:
+        """Waits for a report, and returns what to say to it."""
+        events, stats = messages.read_report(peer.receive(MESSAGE_BYTES))
+        with self._changed:
+            for event in events:
+                self._happened(session, event)
+            session.stats = stats
+            self._decide()
+            orders, session.inbox = tuple(session.inbox), []
+            return messages.Reply(orders, self.controller.offered, self._is_over)
+
+    def _happened(self, session: Session, event: messages.Event) -> None:
+        """Takes what a worker said; Lie where it cannot be."""
+        worker = self.controller.workers[session.name]
+        if isinstance(event, messages.Swapped):
+            oldest = -1 if worker.version is None else worker.version
+            if not (worker.is_changing and oldest < event.version <= self.controller.offered):
+                raise Lie(f"it has weights of version {event.version}, which it was not told to take")
+            self.controller.swapped(session.name, event.version)
+            self._counts.syncs += 1
+            return
+        record = event.trajectory
+        if record.id not in session.given:
+            raise Lie(f"it has drawn {record.id}, which it was not given")
+        request, oldest = session.given[record.id]
+        if why := verify.problem(record, request, self._engine, oldest, worker.version):
+            raise Lie(why)
+        key = self._keys[record.id]
+        if isinstance(event, messages.Partial):
+            if record.stop_reason != "abort":
+                raise Lie(f"{record.id} goes on, and has ended by {record.stop_reason!r}")
+            session.progress[key] = record
+            return
+        del session.given[record.id]
+        session.progress.pop(key, None)
+        self._hear(session.name, [record])
+
+    def _leave(self, session: Session, why: str) -> None:
+        """Lets others go on with what a worker drew."""
+        with self._changed:
+            del self._sessions[session.name]
+            self._gone, self._left = Stats.sum([self._gone, session.stats]), self._left + 1
+            keys = [self._keys.pop(id) for id in session.given]
+            known = {k: session.progress[k] for k in keys if k in session.progress}
+            known = {k: t for k, t in known.items() if self._is_wanted(k) and len(t.tokens)}
+            self._partials |= known
+            self.controller.left(session.name, {k: _newest(t) for k, t in known.items()})
+            self._said_at = time.monotonic()
+            self._decide()
+        processes.say(
+            f"rollout worker {session.name} left, {why}; {len(keys)} sequences go on elsewhere, "
+            f"{len(known)} of them from what there is"
+        )
+
+
+def _newest(partial: Trajectory | None) -> int | None:
+    """Returns the version of the last token, None where there is none."""
+    return int(partial.version[-1]) if partial is not None and len(partial.tokens) else None

@@ -1,0 +1,366 @@
+"""Workers over sockets: good ones draw what a synchronous run draws, and bad ones cost time alone."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import json
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_tis import rollouts
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.rollouts import messages, modes, remote, sampler, tcp, transport, verify, wire
+from jaxrl_tis.rollouts.worker import LearnerLost, Worker
+from tests import tiny
+from tests.rollouts.asynchronous_test import assert_same, drawn, in_order, made
+from tests.rollouts.collector_test import FakeRewards, Timer
+
+SECONDS = 60  # after which what hangs shows its stacks and ends the tests
+FACTS = {"model": "tiny", "tokenizer": "char"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_hangs():
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def learner():
+    with contextlib.ExitStack() as stack:
+        def make(mode="areal(staleness=1)", timeout=20.0, state=None, **overrides):
+            setup, params = made()
+            config = tiny.config(
+                rollout__mode=mode, rollout__max_new_tokens=6, rollout__driver="processes",
+                rollout__worker_timeout=timeout, **overrides,
+            )
+            prompter = rollouts.Prompter(setup.tokenizer, config.task)
+            reward = FakeRewards(lambda text, record: float(len(text)))
+            groups = rollouts.Groups(config, prompter, reward, with_greedy=False)
+            batches = Batches(
+                config.task.name, config.task.params, batch_size=config.rollout.prompts,
+                seed=config.seed,
+            )
+            source = rollouts.Remote(
+                config, modes.parse(mode), groups, batches, Timer(), load=setup.serving_params,
+                engine=setup.engine, facts=FACTS,
+            )
+            stack.callback(source.close, is_over=True)
+            return source, params
+        yield make
+
+
+class Slow:
+    """A scheduler that takes its time."""
+
+    def __init__(self, scheduler, seconds):
+        self._scheduler, self._seconds = scheduler, seconds
+
+    def __getattr__(self, name):
+        return getattr(self._scheduler, name)
+
+    def step(self):
+        time.sleep(self._seconds)
+        return self._scheduler.step()
+
+
+@contextlib.contextmanager
+def working(source, name="good", seconds=0.0, facts=FACTS):
+    """A worker in a thread; yields what its run ended with, once it has."""
+    setup, _ = made()
+    start = lambda params, version: Slow(setup.scheduler(setup.engine, params, version), seconds)
+    worker = Worker(
+        (source.host, source.port), remote.NO_TOKEN, facts, name, setup.engine.slots,
+        setup.engine.abstract_params(), start, partial_seconds=0.02,
+    )
+    ended = []
+
+    def run():
+        try:
+            ended.append(worker.run())
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    try:
+        yield ended
+    finally:
+        source.close(is_over=True)
+        thread.join()
+
+
+class Fake:
+    """A worker that says what a test wants it to say."""
+
+    def __init__(self, source, name="bad"):
+        self.connection = socket.create_connection((source.host, source.port))
+        self.peer = tcp.Peer(self.connection, 20.0, 20.0)
+        tcp.introduce(self.peer, remote.NO_TOKEN, tcp.all_facts(FACTS))
+        self.peer.tell(name=name, slots=8)
+        self.where = self.peer.hear("port", "path")
+
+    def say(self, *events):
+        self.peer.send(messages.pack_report(list(events), Stats()))
+        return messages.read_reply(self.peer.receive(1 << 28))
+
+    def begun(self):
+        """Takes the first weights, and returns the requests that it is given."""
+        while not (orders := self.say().orders):
+            time.sleep(0.01)
+        assert orders == (messages.TakeWeights(0),)
+        requests = [r for order in self.say(messages.Swapped(0)).orders for r in order.requests]
+        assert len(requests) == 8
+        return requests
+
+
+@functools.cache
+def records():
+    """What a right worker would return, by request."""
+    return {id: s.trajectory for id, s in in_order().items()}
+
+
+def cut(record, count):
+    """The first tokens of a record, as they are while it goes on."""
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    per_token = {
+        name: x[:count] for name, x in fields.items()
+        if isinstance(x, np.ndarray) and name != "prompt" and len(x) == len(record.tokens)
+    }
+    return dataclasses.replace(record, **per_token, stop_reason="abort")
+
+
+@pytest.mark.parametrize("mode", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
+@pytest.mark.parametrize("where", ["tcp", "folder"])
+def test_with_unchanged_weights_workers_draw_what_a_synchronous_run_draws(
+    mode, where, learner, tmp_path
+):
+    source, params = learner(mode, rollout__transport=where.replace("folder", str(tmp_path)))
+    with working(source, "first") as ended, working(source, "second", 0.01):
+        found = drawn(source, params, 1, 5)
+    assert_same(found, in_order())
+    assert ended == [None]
+    versions = {int(v) for s in found.values() for v in s.trajectory.version}
+    assert versions > {0} and max(versions) <= 4
+
+
+def test_what_a_dead_worker_drew_is_gone_on_with(learner):
+    """Its records up to the last that it said are in those of the worker after it, bit by bit."""
+    source, params = learner("in_flight(staleness=1)")
+    source.publish(params, 0)
+    fake = Fake(source)
+    requests = fake.begun()
+    long = [r for r in requests if len(records()[r.id].tokens) > 2]
+    said = {r.id: cut(records()[r.id], 2) for r in long}
+    fake.say(*map(messages.Partial, said.values()))
+    fake.connection.close()
+    with working(source):
+        samples, values = source.next(1)
+    assert values["async/resumed"] == len(said) > 0 and values["async/left"] == 1
+    assert values["async/resumed_tokens"] == 2 * len(said)
+    assert_same({s.trajectory.id: s for s in samples}, in_order())
+    resumed = [s.trajectory for s in samples if s.trajectory.id in said]
+    assert resumed and all(t.segment.tolist()[:3] == [0, 0, 1] for t in resumed)
+
+
+LIES = {
+    "prompt": lambda t: dataclasses.replace(t, prompt=t.prompt[::-1].copy()),
+    "request": lambda t: dataclasses.replace(t, seed=t.seed + 1),
+    "version": lambda t: dataclasses.replace(t, version=t.version + 1),
+    "tokens": lambda t: dataclasses.replace(t, tokens=t.tokens + 10_000),
+    "stop_reason": lambda t: dataclasses.replace(t, stop_reason="stop" if t.stop_reason == "length" else "length"),
+    "quant_id": lambda t: dataclasses.replace(t, quant_id="int3"),
+    "logp_behav": lambda t: dataclasses.replace(t, logp_behav=t.logp_behav * np.float32("nan")),
+    "kv_version": lambda t: dataclasses.replace(t, kv_version=t.kv_version + 1),
+    "top_ids": lambda t: dataclasses.replace(t, top_ids=np.zeros((len(t.tokens), 3), np.int32)),
+}
+
+
+@pytest.mark.parametrize("field", LIES)
+def test_a_record_that_cannot_be_of_its_request(field):
+    setup, _ = made()
+    record = next(t for t in records().values() if len(t.tokens) > 2)
+    request = next(r for r in _requests() if r.id == record.id)
+    right = dataclasses.replace(record, version=record.version * 0, kv_version=record.kv_version * 0)
+    assert verify.problem(right, request, setup.engine, 0, 0) is None
+    why = verify.problem(LIES[field](right), request, setup.engine, 0, 0)
+    assert field in why.removeprefix(f"{request.id}: wrong ").split(", ")
+
+
+def test_a_record_has_to_go_on_with_what_there_was():
+    setup, _ = made()
+    record = next(t for t in records().values() if len(t.tokens) > 2)
+    right = dataclasses.replace(record, version=record.version * 0, kv_version=record.kv_version * 0)
+    request = next(r for r in _requests() if r.id == record.id)
+    begun = dataclasses.replace(request, partial=cut(right, 2))
+    assert verify.problem(right, begun, setup.engine, 0, 0) is None
+    other = dataclasses.replace(right, entropy=right.entropy + 1)
+    assert verify.problem(other, begun, setup.engine, 0, 0).endswith("wrong beginning")
+
+
+@functools.cache
+def _requests():
+    """The requests of the first batches of a synchronous run."""
+    setup, _ = made()
+    config = tiny.config(rollout__max_new_tokens=6)
+    prompter = rollouts.Prompter(setup.tokenizer, config.task)
+    groups = rollouts.Groups(config, prompter, FakeRewards(lambda *_: 0.0), with_greedy=False)
+    batches = Batches(
+        config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
+    )
+    return [
+        request for step in range(1, 4) for i, record in enumerate(next(batches))
+        for request in groups.requests(record, f"{step}/0/{i}")
+    ]
+
+
+def _raw(data):
+    return lambda fake, requests: fake.peer.send(data)
+
+
+BAD = {
+    "a lie": lambda f, r: f.peer.send(messages.pack_report(
+        [messages.Done(LIES["prompt"](records()[r[0].id]))], Stats())),
+    "a record that it was not given": lambda f, r: f.peer.send(messages.pack_report(
+        [messages.Done(dataclasses.replace(records()[r[0].id], id="another"))], Stats())),
+    "the same twice": lambda f, r: f.peer.send(messages.pack_report(
+        [messages.Done(records()[r[0].id])] * 2, Stats())),
+    "a part that has ended": lambda f, r: f.peer.send(messages.pack_report(
+        [messages.Partial(records()[r[0].id])], Stats())),
+    "weights that there are not": lambda f, r: f.peer.send(
+        messages.pack_report([messages.Swapped(7)], Stats())),
+    "no report": _raw(b"GET / HTTP/1.1\r\n\r\n"),
+    "a huge frame": lambda f, r: f.connection.sendall(struct.pack("<Q32s", 1 << 50, b"")),
+    "half a frame": lambda f, r: (f.connection.sendall(b"\1\2\3"), f.connection.close()),
+    "silence": lambda f, r: None,
+    "its end": lambda f, r: f.connection.close(),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_worker_costs_time_alone(what, learner):
+    source, params = learner(timeout=1.0)
+    source.publish(params, 0)
+    fake = Fake(source)
+    BAD[what](fake, fake.begun())
+    left = put_out = 0
+    with working(source):
+        for step in (1, 2, 3):  # what the bad one was given is in the second batch at the latest
+            samples, values = source.next(step)
+            assert_same({s.trajectory.id: s for s in samples}, in_order())
+            left, put_out = left + values["async/left"], put_out + values["async/put_out"]
+            source.publish(params, step)
+    assert left == 1 and values["async/workers"] == 1
+    assert put_out == (what not in ("half a frame", "silence", "its end"))
+    fake.connection.close()
+
+
+def test_who_is_refused(learner):
+    source, params = learner()
+    with working(source, facts=FACTS | {"tokenizer": "words"}) as ended:
+        while not ended:
+            time.sleep(0.01)
+    assert isinstance(ended[0], tcp.Refused)
+    assert 'tokenizer: learner "char", worker "words"' in str(ended[0])
+    with pytest.raises(LearnerLost):  # nobody is there any more
+        _run(source)
+
+
+def _run(source):
+    Worker((source.host, source.port), remote.NO_TOKEN, FACTS, "late", 8, None, None).run()
+
+
+def test_a_name_is_one_worker(learner):
+    source, _ = learner()
+    first = Fake(source, "same")
+    with pytest.raises(transport.Unavailable, match="'same' is there already"):
+        Fake(source, "same")
+    first.connection.close()
+
+
+def test_a_worker_that_comes_back_joins_anew(learner):
+    source, params = learner()
+    source.publish(params, 0)
+    first = Fake(source, "same")
+    first.begun()
+    first.connection.close()
+    while source._sessions:
+        time.sleep(0.01)
+    with working(source, "same"):
+        samples, _ = source.next(1)
+    assert_same({s.trajectory.id: s for s in samples}, in_order())
+
+
+def test_the_learner_waits_for_workers_and_can_be_interrupted(learner, monkeypatch, capsys):
+    monkeypatch.setattr(remote, "TELL_SECONDS", 0.0)
+    source, params = learner()
+    source._pulse = lambda: (_ for _ in ()).throw(InterruptedError)
+    source.publish(params, 0)
+    with pytest.raises(InterruptedError):
+        source.next(1)
+    assert "no rollout worker is there; they join at 127.0.0.1:" in capsys.readouterr().out
+
+
+def test_a_learner_that_is_interrupted_is_to_be_looked_for_again(learner):
+    source, params = learner()
+    with working(source) as ended:
+        source.publish(params, 0)
+        source.next(1)
+        source.close(is_over=False)
+    assert isinstance(ended[0], LearnerLost)
+
+
+@pytest.mark.parametrize("mode", ["in_flight(staleness=2)", "dora(staleness=2)"])
+def test_a_learner_goes_on_from_its_state_while_workers_draw(mode, learner):
+    source, params = learner(mode)
+    with working(source, seconds=0.01):
+        before = drawn(source, params, 1, 3)
+        state = json.loads(json.dumps(source.get_state(3)))
+        after = drawn(source, params, 4, 5)
+    resumed, _ = learner(mode)
+    resumed.set_state(state)
+    with working(resumed):
+        again = drawn(resumed, params, 4, 5)
+    for found in (after, again):
+        assert not before.keys() & found.keys()
+        assert_same(found, in_order())
+
+
+def test_an_address_that_others_reach_needs_a_secret(monkeypatch):
+    monkeypatch.delenv(remote.TOKEN, raising=False)
+    assert remote.read_token("127.0.0.1") == remote.NO_TOKEN
+    with pytest.raises(ValueError, match="reached from other machines: set JAXRL_TIS_TOKEN"):
+        remote.read_token("0.0.0.0")
+    monkeypatch.setenv(remote.TOKEN, "short")
+    with pytest.raises(ValueError, match="5 characters"):
+        remote.read_token("127.0.0.1")
+
+
+def test_messages_are_what_was_said():
+    record, request = next(iter(records().values())), _requests()[0]
+    events = [messages.Swapped(3), messages.Done(record), messages.Partial(cut(record, 1))]
+    found, stats = messages.read_report(messages.pack_report(events, Stats(tokens=7)))
+    assert stats == Stats(tokens=7) and found[0] == events[0]
+    for ours, theirs in zip(events[1:], found[1:], strict=True):
+        assert type(ours) is type(theirs)
+        ours, theirs = map(wire.trajectory_message, (ours.trajectory, theirs.trajectory))
+        assert ours == theirs
+    orders = (
+        messages.TakeWeights(2), sampler.GiveBack(), sampler.Drop(("a", "b")),
+        sampler.NewRequests((request,)),
+    )
+    reply = messages.read_reply(messages.pack_reply(messages.Reply(orders, 2, False)))
+    assert reply.orders[:3] == orders[:3] and (reply.offered, reply.is_over) == (2, False)
+    assert wire.request_message(reply.orders[3].requests[0]) == wire.request_message(request)
+    for data in (b"", wire.pack({"events": [["done", 0]], "stats": {}}, {}),
+                 wire.pack({"events": [["swapped", "x"]], "stats": {}}, {})):
+        with pytest.raises(wire.Damaged):
+            messages.read_report(data)

@@ -1,0 +1,201 @@
+"""Samplers in threads draw what a synchronous run draws, whoever is fast or slow, and end with it."""
+
+import faulthandler
+import functools
+import json
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis import rollouts
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.rollouts import modes
+from jaxrl_tis.state import initial_params
+from tests import tiny
+from tests.rollouts.asynchronous_test import MODES, assert_same, drawn, in_order
+from tests.rollouts.collector_test import FakeRewards, Timer
+
+SECONDS = 120  # after which a deadlock shows its stacks and ends the tests
+
+
+@pytest.fixture(autouse=True)
+def _no_deadlock_and_no_thread_left():
+    before = set(threading.enumerate())
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    assert not {t for t in set(threading.enumerate()) - before if t.name.startswith("sampler")}
+
+
+@functools.cache
+def made():
+    """Programs of two samplers, on the devices 1 and 2, and parameters on device 0."""
+    setup = tiny.setup(
+        rollout__max_new_tokens=6, rollout__mode="one_step", rollout__driver="threads",
+        rollout__workers=2,
+    )
+    return setup, initial_params(setup)
+
+
+class Shaken:
+    """A scheduler with a pause of random length before each call."""
+
+    def __init__(self, scheduler, seed):
+        self._scheduler, self._random = scheduler, random.Random(seed)
+
+    def __getattr__(self, name):
+        return getattr(self._scheduler, name)
+
+    def step(self):
+        time.sleep(self._random.uniform(0, 0.02))
+        return self._scheduler.step()
+
+
+@pytest.fixture
+def source(request):
+    """Makes sources, and closes them."""
+    sources = []
+
+    def make(mode, reward=lambda text, record: float(len(text)), wrap=lambda s: s, **overrides):
+        setup, params = made()
+        workers = 2 if mode.startswith(("dora", "laminar")) else 1
+        config = tiny.config(
+            rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=workers,
+            rollout__driver="threads", **overrides,
+        )
+        prompter = rollouts.Prompter(setup.tokenizer, config.task)
+        groups = rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy=False)
+        batches = Batches(
+            config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
+        )
+        start = lambda engine, params, version: wrap(setup.scheduler(engine, params, version))
+        sources.append(rollouts.Threads(
+            config, modes.parse(mode), groups, batches, Timer(),
+            load=lambda params, version: setup.served_params(params, version)[:workers],
+            starts=[functools.partial(start, engine) for engine in setup.engines[:workers]],
+            slots=setup.engine.slots,
+        ))
+        return sources[-1], params
+
+    yield make
+    for each in sources:
+        each.close(is_over=True)
+
+
+def test_each_has_devices_of_its_own():
+    setup, _ = made()
+    meshes = [setup.layout, *(engine.layout for engine in setup.engines)]
+    assert [[d.id for d in m.mesh.devices.flat] for m in meshes] == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="trains on 2 devices and .* 2 samplers on 4 others each, 10 in"):
+        tiny.setup(rollout__mode="areal", rollout__driver="threads", rollout__workers=2,
+                   mesh__train=(2, 1, 1), mesh__serve=(4, 1, 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(mode, source):
+    found = drawn(*source(mode, wrap=lambda s: Shaken(s, 0)), 1, 4)
+    redundant = {id for id in found if id.endswith("/4")}  # no candidates of a sync run
+    assert_same({id: s for id, s in found.items() if id not in redundant}, in_order())
+
+
+@pytest.mark.parametrize("mode, staleness", [
+    ("areal(staleness=2)", 2), ("in_flight(staleness=2)", 2), ("laminar(staleness=1, repack=0.9)", 1),
+])
+def test_the_bound_holds_and_samplers_draw_during_an_update(mode, staleness, source):
+    c, params = source(mode, wrap=lambda s: Shaken(s, 1))
+    stale, ahead = set(), 0
+    for step in range(1, 9):
+        c.publish(params, step - 1)
+        samples, values = c.next(step)
+        stale |= {step - 1 - v for s in samples for v in s.trajectory.version}
+        time.sleep(0.05)  # an update
+        ahead = max(ahead, values["async/ahead_batches"])
+    assert 0 <= min(stale) and 0 < max(stale) <= staleness < ahead + 1
+    assert values["sync/bytes"] > 0 and values["sync/seconds"] > 0
+    assert 0 <= values["sync/pause_s"] < 0.1 and 0 <= values["async/sampler_idle"] <= 1
+
+
+def test_weights_come_between_two_calls_of_a_sampler_that_keeps_its_keys(source):
+    """With in_place nothing is given back: tokens of two versions are in one sequence, in one
+    segment."""
+    c, params = source("in_flight(staleness=3)", wrap=lambda s: Shaken(s, 2))
+    mixed = []
+    for step in range(1, 9):
+        c.publish(params, step - 1)
+        mixed += [s.trajectory for s in c.next(step)[0] if len(set(s.trajectory.version)) > 1]
+    assert mixed and all(len(set(t.segment)) == 1 for t in mixed)
+    assert c._counts.interrupted == 0
+
+
+def test_an_error_of_a_sampler_is_the_error_of_the_run(source):
+    class Broken(Shaken):
+        def step(self):
+            raise FloatingPointError("the engine drew a token that is none")
+
+    c, params = source("areal", wrap=lambda s: Broken(s, 0))
+    c.publish(params, 0)
+    for call in (lambda: c.next(1), lambda: c.publish(params, 0), lambda: c.get_state(0)):
+        with pytest.raises(FloatingPointError, match="a token that is none"):
+            call()
+
+
+def test_what_interrupts_the_run_comes_while_it_waits(source):
+    """The pulse is called in the learner's thread, though no sampler comes to an end."""
+    is_over = threading.Event()
+
+    class Hanging(Shaken):
+        def step(self):
+            is_over.wait(SECONDS)
+            return self._scheduler.step()
+
+    def pulse():
+        assert threading.current_thread() is threading.main_thread()
+        raise InterruptedError
+
+    c, params = source("areal", wrap=lambda s: Hanging(s, 0))
+    c._pulse = pulse
+    c.publish(params, 0)
+    with pytest.raises(InterruptedError):
+        c.next(1)
+    is_over.set()
+
+
+@pytest.mark.parametrize("mode", ["areal(staleness=2)", "dora(staleness=2)"])
+def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode, source):
+    c, params = source(mode, wrap=lambda s: Shaken(s, 3))
+    before = drawn(c, params, 1, 3)
+    state = json.loads(json.dumps(c.get_state(3)))
+    c.rest()
+    resumed, _ = source(mode)
+    resumed.set_state(state)
+    for after in (drawn(resumed, params, 4, 6), drawn(c, params, 4, 6)):
+        assert not before.keys() & after.keys()
+        assert_same(after, in_order())
+
+
+def test_groups_of_equal_rewards_make_room_for_others(source):
+    reward = lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)
+    c, params = source("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
+    c.publish(params, 0)
+    samples, values = c.next(1)
+    rewards = np.array([s.reward for s in samples]).reshape(4, 4)
+    assert values["rollout/discarded_groups"] > 0
+    assert (np.ptp(rewards, axis=1) > 0).all()
+
+
+@pytest.mark.compiles
+def test_a_run_trains_and_resumes(tmp_path):
+    settings = dict(
+        rollout__mode="areal(staleness=1)", rollout__driver="threads", train__minibatches=1, train__epochs=1,
+        warmup__steps=0, eval__every=8, eval__prompts=2,
+    )
+    tiny.run(tmp_path / "run", steps=2, **settings)
+    tiny.run(tmp_path / "run", steps=4, **settings)
+    lines = [line for line in tiny.lines(tmp_path / "run") if line["phase"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["sync/bytes"] > 0 for line in lines)
+    assert all(np.isfinite(line["actor/pg_loss"]) for line in lines)
