@@ -1,8 +1,10 @@
 """What samplers in threads gain over a synchronous run, and what they cost.
 
-    python -m benchmarks.asynchrony                    # all modes, in rounds; each in a process of its own
+    python -m benchmarks.asynchrony                    # all modes, in rounds, each in its own process
     python -m benchmarks.asynchrony --mode='areal(staleness=2)'
+    python -m benchmarks.asynchrony --measure=machine  # what two threads can do at once
     python -m benchmarks.asynchrony --measure=sync     # handing weights over, bfloat16 and int8
+    python -m benchmarks.asynchrony --measure=pause    # of a sampler that draws while weights come
     python -m benchmarks.asynchrony --measure=control  # decisions for 128 groups of 8
 
 The machine is cut in two: learner and sampler have a simulated device each, of one thread. Responses
@@ -14,6 +16,7 @@ after the first, which compile.
 import argparse
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,7 @@ import time
 ARMS = ("sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)")
 BOTH = "sync, both"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=2"
-WARM, MOST = 5, 256
+WARM, MOST = 5, 384
 SMOLLM2 = "configs/shapes/SmolLM2-135M-Instruct.Q4_1.gguf.json"
 
 
@@ -39,12 +42,12 @@ def config(mode: str):
     if mode != "sync":
         c.rollout.driver, c.rollout.old_logp, c.correction.objective = "threads", "none", "a3po"
     c.engine.slots, c.engine.steps_per_call, c.engine.prefill_batch = 32, 8, 8
-    c.train.microbatch_rows, c.train.fuse_score, c.train.pack_length = 2, "never", 512
+    c.train.microbatch_rows, c.train.fuse_score, c.train.pack_length = 2, "never", 416
     return c
 
 
 def long_tailed(setup):
-    """Groups of the run whose requests have log-normal lengths, of median 48, whatever is drawn."""
+    """Groups of the run whose requests have log-normal lengths, of median 48 and sigma 1."""
     import dataclasses
     import zlib
 
@@ -58,7 +61,7 @@ def long_tailed(setup):
 
         def _cut(self, request):
             source = np.random.default_rng(zlib.crc32(request.id.encode()))
-            length = int(np.clip(source.lognormal(np.log(48), 0.9), 1, MOST))
+            length = int(np.clip(source.lognormal(np.log(48), 1.0), 1, MOST))
             sampling = dataclasses.replace(request.sampling, stop_ids=(), max_tokens=length)
             return dataclasses.replace(request, sampling=sampling)
 
@@ -153,24 +156,54 @@ def compare(rounds: int, steps: int) -> None:
     for arm in arms:
         of_arm = {n: statistics.median(r[n] for r in found[arm]) for n in found[arm][0]}
         told = ", ".join(f"{name} {value:.4g}" for name, value in of_arm.items())
-        print(f"{arm}: {rate(arm) / rate('sync'):.2f} x sync, {rate(arm) / rate(BOTH):.2f} x both; {told}")
+        gains = f"{rate(arm) / rate('sync'):.2f} x sync, {rate(arm) / rate(BOTH):.2f} x both"
+        print(f"{arm}: {gains}; {told}")
+
+
+def machine(rounds: int) -> None:
+    """Prints how much more two threads compute than one, on devices of their own: no overlap of
+    learner and sampler can gain more time than that."""
+    import threading
+
+    import jax
+    import jax.numpy as jnp
+
+    def chain(x):
+        for _ in range(200):
+            x = jnp.tanh(x @ x * 0.01)
+        return x
+
+    step, inputs = jax.jit(chain), [jax.device_put(jnp.ones((256, 256)), d) for d in jax.devices()]
+
+    def seconds(count: int) -> float:
+        work = lambda x: [step(x).block_until_ready() for _ in range(20)]
+        threads = [threading.Thread(target=work, args=(x,)) for x in inputs[:count]]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.monotonic() - start
+
+    seconds(2)  # compiles
+    gains = [2 * seconds(1) / seconds(2) for _ in range(rounds)]
+    print(f"two threads do {statistics.median(gains):.2f} times what one does")
 
 
 def hand_over(rounds: int) -> None:
     """Prints what it takes to bring the weights of a SmolLM2-135M to another device."""
     import jax
 
-    from jaxrl_tis import models
     from jaxrl_tis.engine.config import EngineConfig
     from jaxrl_tis.engine.engine import Engine
-    from jaxrl_tis.models import placement
-    from jaxrl_tis.models.transformer import init_params
+    from jaxrl_tis.models import placement, transformer
+    from jaxrl_tis.models.config import ModelConfig
     from jaxrl_tis.sharding import SERVE_RULES, TRAIN_RULES, layout
 
-    model = models.read_config(SMOLLM2)
+    model = ModelConfig.from_hf(json.loads(pathlib.Path(SMOLLM2).read_text()))
     home, away = jax.devices()[:1], jax.devices()[1:]
     training = layout((1, 1, 1), TRAIN_RULES, home, model.vocab_size)
-    params = placement.put(init_params(jax.random.key(0), model), training, model)
+    params = placement.put(transformer.init(model, jax.random.key(0)), training, model)
     for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):
         recipe = EngineConfig(8, 64, dtype="bfloat16", quantization=quantization)
         engine = Engine(model, recipe, layout((1, 1, 1), SERVE_RULES, away, model.vocab_size))
@@ -181,6 +214,30 @@ def hand_over(rounds: int) -> None:
             seconds.append(time.monotonic() - start)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
         print(f"{name}: {size:,} bytes, {statistics.median(seconds[1:]):.3f} s")
+
+
+def pause(rounds: int) -> None:
+    """Prints for how long a sampler stands still when a learner that takes no time hands over."""
+    from jaxrl_tis import build
+    from jaxrl_tis.metrics import Timer
+    from jaxrl_tis.state import initial_params
+
+    for mode in ("areal(staleness=2)", "in_flight(staleness=2)"):
+        for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):
+            c = config(mode)
+            c.engine.dtype, c.engine.quantization = "bfloat16", quantization
+            setup = build.build(c)
+            source, params = source_of(setup, Timer()), initial_params(setup)
+            stood, syncs = 0.0, 0
+            for step in range(1, WARM + rounds + 1):
+                source.publish(params, step - 1)
+                _, values = source.next(step)
+                if step > WARM:
+                    stood += values["sync/pause_s"] * values["async/syncs"]
+                    syncs += values["async/syncs"]
+            source.close(is_over=True)
+            size, seconds = values["sync/bytes"], values["sync/seconds"]
+            print(f"{mode}, {name}: {size:,} bytes in {seconds:.4f} s, stood {stood / syncs:.5f} s")
 
 
 def control(rounds: int, groups: int = 128, size: int = 8) -> None:
@@ -220,7 +277,7 @@ def control(rounds: int, groups: int = 128, size: int = 8) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mode", default="")
-    parser.add_argument("--measure", choices=("sync", "control"))
+    parser.add_argument("--measure", choices=("machine", "sync", "pause", "control"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     given = parser.parse_args()
@@ -228,9 +285,9 @@ def main() -> None:
         print(json.dumps(train(given.mode, given.steps)))
     elif given.measure == "control":
         control(given.rounds)
-    elif given.measure == "sync":
-        os.environ |= {"XLA_FLAGS": ONE_THREAD, "JAX_PLATFORMS": "cpu"}
-        hand_over(given.rounds)
+    elif given.measure:
+        os.environ |= {"XLA_FLAGS": ONE_THREAD, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+        {"machine": machine, "sync": hand_over, "pause": pause}[given.measure](given.rounds)
     else:
         compare(given.rounds, given.steps)
 

@@ -2,8 +2,9 @@
 
     python -m jaxrl_tis.worker --learner=127.0.0.1:8471 --config=configs/quickstart.py [--name=...]
 
-The config and its fields have to be the learner's. Ends with 0 where the run has come to its end, with 2
-where the learner refuses it, and with 42 where the learner is lost: what started it should start it again.
+The config and its fields have to be the learner's. Ends with 0 where the run has come to its end, with
+2 where the learner refuses it, and with 42 where the learner is lost: what started it should start it
+again.
 """
 
 import functools
@@ -23,6 +24,11 @@ LEARNER = flags.DEFINE_string("learner", None, "host:port that the learner liste
 NAME = flags.DEFINE_string("name", "", "Unique among the learner's workers; default: host and process.")
 PATIENCE = flags.DEFINE_float("patience", 60.0, "Seconds to wait for a learner that is not there yet.")
 
+PARTIALS = flags.DEFINE_float(
+    "partial_seconds", 1.0, "Seconds between two reports of what there is of all sequences, from which "
+    "others go on if this worker dies.", lower_bound=0.0,
+)
+
 
 def main() -> None:
     address, config = addresses.parse(LEARNER.value), CONFIG.value
@@ -32,6 +38,7 @@ def main() -> None:
         address, token, setup.facts, NAME.value or f"{socket.gethostname()}-{os.getpid()}",
         setup.engine.slots, setup.engine.abstract_params(),
         functools.partial(setup.scheduler, setup.engine), config.rollout.worker_timeout,
+        PARTIALS.value,
     )
     try:
         _wait_for(address, PATIENCE.value)

@@ -72,7 +72,8 @@ def get_config(name):
 
 
 @pytest.mark.parametrize("name", [
-    "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m", *LARGE,
+    "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
+    "async_local", *LARGE,
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)
@@ -90,7 +91,7 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
 def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
     assert files == {
-        "default", "quickstart", "smollm2_135m", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
+        "default", "quickstart", "smollm2_135m", "async_local", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
         "dapo_qwen3_8b",
     }
 

@@ -34,7 +34,7 @@ def problem(
         "tokens": not np.all((record.tokens >= 0) & (record.tokens < engine.vocab_size)),
         "mask": not record.mask.all() or record.turn.any(),
         "evict_step": len(record.evict_step) > 0,
-        "logp_behav": not np.all(record.logp_behav <= ROUNDING) or not np.isfinite(record.logp_behav).all(),
+        "logp_behav": not np.all(np.isfinite(record.logp_behav) & (record.logp_behav <= ROUNDING)),
         "version": not np.all((new >= oldest) & (new <= newest)) or np.any(np.diff(record.version) < 0),
         "kv_version": len(record.kv_version) != count or np.any(record.kv_version > record.version),
         "segment": len(record.segment) != count or np.any(np.diff(record.segment) < 0),

@@ -1,8 +1,8 @@
 """A rollout worker's end: a sampler that a learner in another process orders about.
 
-Three threads: the main one alone knows the sampler, obeys orders and makes calls of the engine; one talks
-to the learner, several times a second, however long a call takes; one fetches weights while older ones
-still draw. Orders that came with new weights wait until these are there, so that sequences are
+Three threads: the main one alone knows the sampler, obeys orders and makes calls of the engine; one
+talks to the learner, several times a second, however long a call takes; one fetches weights while older
+ones still draw. Orders that came with new weights wait until these are there, so that sequences are
 interrupted for no longer than it takes to replace one tree by another.
 """
 

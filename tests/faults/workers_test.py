@@ -1,4 +1,4 @@
-"""Processes that draw for a learner, killed while they do; and a learner that is killed and started again."""
+"""Processes that draw for a learner are killed while they do, and so is the learner; all start again."""
 
 import os
 import re
@@ -56,7 +56,9 @@ def test_workers_and_the_learner_are_killed_and_started_again(tmp_path):
     learn = lambda log: start(
         tmp_path / log, "main", port, f"--workdir={folder}", f"--config.steps={STEPS}"
     )
-    draw = lambda log: start(tmp_path / log, "worker", port, f"--learner=127.0.0.1:{port}", f"--name={log}")
+    draw = lambda log: start(
+        tmp_path / log, "worker", port, f"--learner=127.0.0.1:{port}", f"--name={log}"
+    )
     learner, first, second = learn("learner"), draw("first"), draw("second")
     until_step(folder, 1, learner)
     os.kill(first.pid, signal.SIGKILL)
@@ -77,7 +79,8 @@ def test_workers_and_the_learner_are_killed_and_started_again(tmp_path):
 def test_a_worker_of_another_model_is_refused(tmp_path):
     port = free_port()
     learner = start(tmp_path / "learner", "main", port, f"--workdir={tmp_path / 'run'}")
-    other = start(tmp_path / "other", "worker", port, f"--learner=127.0.0.1:{port}", "--config.model.mlp_dim=64")
+    address = f"--learner=127.0.0.1:{port}"
+    other = start(tmp_path / "other", "worker", port, address, "--config.model.mlp_dim=64")
     try:
         assert other.wait(forked.SECONDS) == 2, other.text()[-3000:]
         assert 'model.mlp_dim: learner "48", worker "64"' in other.text()

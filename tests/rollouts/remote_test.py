@@ -176,7 +176,8 @@ LIES = {
     "request": lambda t: dataclasses.replace(t, seed=t.seed + 1),
     "version": lambda t: dataclasses.replace(t, version=t.version + 1),
     "tokens": lambda t: dataclasses.replace(t, tokens=t.tokens + 10_000),
-    "stop_reason": lambda t: dataclasses.replace(t, stop_reason="stop" if t.stop_reason == "length" else "length"),
+    "stop_reason": lambda t: dataclasses.replace(
+        t, stop_reason={"length": "stop", "stop": "length"}[t.stop_reason]),
     "quant_id": lambda t: dataclasses.replace(t, quant_id="int3"),
     "logp_behav": lambda t: dataclasses.replace(t, logp_behav=t.logp_behav * np.float32("nan")),
     "kv_version": lambda t: dataclasses.replace(t, kv_version=t.kv_version + 1),

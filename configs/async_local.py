@@ -1,0 +1,31 @@
+"""A learner and rollout workers as processes of one machine, for ./launch/async_local.sh: sums of thirty
+digits. Two CPU cores, under two minutes; it shows how workers come and
+go, and is too short to learn the sums.
+"""
+
+from configs import default
+
+
+def get_config():
+    c = default.get_config()
+    c.name = "async_local"
+    c.steps = 40
+    c.model.num_layers, c.model.embed_dim, c.model.mlp_dim = 2, 64, 192
+    c.task.tokenizer = "char"
+    c.task.params = {"size": 4096, "digits": 30, "terms": 2, "ops": "+"}
+    c.task.max_prompt_tokens = 64
+    c.warmup.steps = 50
+    c.rollout.driver = "processes"
+    c.rollout.mode = "in_flight(staleness=2)"
+    c.rollout.worker_timeout = 10.0
+    c.rollout.prompts = 16
+    c.rollout.max_new_tokens = 34
+    c.engine.slots = 4  # so few that they are at work all the time
+    c.engine.prefill_batch = 4
+    c.engine.steps_per_call = 1
+    c.eval.every = 40
+    c.eval.prompts = 128
+    c.checkpoint.every = 20
+    c.metrics.samples = 16  # one of each group, which the script counts
+    c.metrics.samples_every = 1
+    return c
