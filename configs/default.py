@@ -95,6 +95,10 @@ def get_config() -> ConfigDict:
     c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
     # Mean age in updates of what the average holds: its decay is 1 - 1 / (centre + 1)
     c.rollout.ewma_centre = 10.0
+    # Groups that are trained on again, drawn by uniform(uses=2, most=4), newest(uses=2, most=4) or
+    # fresh(uses=2, most=4, tau=500), prompts / uses of each batch being new ones; "": none
+    c.rollout.replay = ""
+    c.rollout.max_age = 0  # most versions that replayed tokens are old; 0: 4 more than the mode's
 
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together

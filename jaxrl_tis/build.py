@@ -25,7 +25,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.optimizer import align, make_optimizer
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.scoring import Learner
 from jaxrl_tis.validate import validate
@@ -64,12 +64,17 @@ class Setup:
         return self.engines[0]
 
     @property
+    def staleness(self) -> float:
+        """The most versions that a token is behind the policy that trains on it, replayed or not."""
+        return replay.oldest(self.config.rollout)
+
+    @property
     def why_scored(self) -> str | None:
         """Why a rollout batch is scored before it is trained on, and not within its update."""
         train = self.config.train
         if train.fuse_score == "never":
             return "train.fuse_score is never"
-        if self.mode.ahead:
+        if self.staleness:
             return "tokens can be of older weights than those that the update starts from"
         if (updates := train.minibatches * train.epochs) > 1:
             return f"a rollout batch gets {updates} updates"
@@ -78,7 +83,7 @@ class Setup:
     @property
     def has_stand_in(self) -> bool:
         """Whether another policy stands in for those that drew tokens: logp_old is logp_prox."""
-        return self.mode.ahead > 0 and self.config.rollout.old_logp in old_policies.STAND_INS
+        return self.staleness > 0 and self.config.rollout.old_logp in old_policies.STAND_INS
 
     @property
     def averages_policy(self) -> bool:

@@ -86,7 +86,7 @@ class Run:
         )
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
         made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
-        if setup.mode.is_sync:
+        if setup.mode.is_sync and not config.rollout.replay:
             return rollouts.Collector(config, groups, batches, self._timer, **made)
         ahead = config, setup.mode, groups, batches, self._timer
         if config.rollout.driver == "threads":

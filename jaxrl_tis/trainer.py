@@ -142,13 +142,13 @@ class Trainer:
         """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
         say; ValueError where they would take more memory than they may."""
         setup, mode = self.setup, self.setup.mode
-        if not mode.ahead or setup.has_stand_in:
+        if not setup.staleness or setup.has_stand_in:
             return old_policies.Newest()
         rollout = setup.config.rollout
         params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
         size, most = old_policies.num_bytes(params), rollout.snapshot_gib * 2**30
         if rollout.old_logp == "ring":
-            count = rollout.snapshots or old_policies.num_snapshots(mode.staleness)
+            count = rollout.snapshots or old_policies.num_snapshots(setup.staleness)
             return old_policies.Ring(count, size, most)
         groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
         of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes

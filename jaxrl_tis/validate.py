@@ -16,7 +16,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.optimizer import SCHEDULES
-from jaxrl_tis.rollouts import check, modes
+from jaxrl_tis.rollouts import check, modes, replay
 from jaxrl_tis.rows import MAX_SEGMENTS
 from jaxrl_tis.sinks import SINKS
 
@@ -303,6 +303,12 @@ def _methods(c: Correction, config):
     preset = config.correction.preset
     if preset in PRESETS_REFUSED:
         yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
+    if rollout.replay and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
+        yield (
+            f"objective {objective!r} has no ratio and nothing else weighs how far the policy has come "
+            f"since, so that it would take what rollout.replay = {rollout.replay!r} trains on again for "
+            "the policy's own: use an objective with a ratio, or bypass mode with a weight"
+        )
     if weight != "none" and objective in UNWEIGHTED:
         yield (
             f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
@@ -368,11 +374,11 @@ def _staleness(c: Correction, config):
     """Finds what does not go with the versions of the weights that a batch can be of."""
     rollout = config.rollout
     try:
-        mode = modes.parse(rollout.mode)
+        mode, staleness = modes.parse(rollout.mode), replay.oldest(rollout)
     except ValueError:
         return  # reported by rollouts.check
     way = rollout.old_logp
-    if not mode.ahead:
+    if not staleness:
         for name in (c.objective[0], *(name for name, _ in c.masks)):
             if name in OF_VERSIONS:
                 yield (
@@ -387,13 +393,19 @@ def _staleness(c: Correction, config):
                     f"rollout.mode = {rollout.mode!r} has none: set it to {default!r}"
                 )
         return
-    is_bounded = mode.staleness < math.inf
-    least = mode.staleness + 1 if is_bounded else 2
+    is_bounded = staleness < math.inf
+    least = staleness + 1 if is_bounded else 2
     if way == "ring" and rollout.snapshots < least and (rollout.snapshots or not is_bounded):
         yield (
             f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.mode = "
-            f"{rollout.mode!r}, whose tokens are up to {mode.staleness:g} versions old: set it to 1 "
-            "more than the versions that you want to keep, or rollout.old_logp to ewma or none"
+            f"{rollout.mode!r} and rollout.replay = {rollout.replay!r}, with tokens up to "
+            f"{staleness:g} versions old: set it to 1 more than the versions that you want to keep, or "
+            "rollout.old_logp to ewma or none"
+        )
+    if way == "replica" and staleness > mode.staleness:
+        yield (
+            "rollout.old_logp = 'replica' keeps what it has scored for one batch, and rollout.replay = "
+            f"{rollout.replay!r} trains on it again: set rollout.old_logp to ring"
         )
     if way == "replica" and mode.on_sync == "drain":
         yield (

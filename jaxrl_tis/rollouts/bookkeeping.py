@@ -5,20 +5,19 @@ into the queue, from which the controller takes the batches. Nothing here waits,
 a source with threads calls it from one at a time.
 """
 
-import base64
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from jaxrl_tis import processes
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
-from jaxrl_tis.rollouts import wire
+from jaxrl_tis.rollouts import replay, saved
 from jaxrl_tis.rollouts.controller import LEARNER, Begin, Controller, Discard, Interrupt
 from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.modes import Mode
@@ -26,7 +25,6 @@ from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, Order
 from jaxrl_tis.rollouts.source import engine_metrics
 
-REWARDED = ("text", "score", "reward", "components")  # of a Sample, beside its trajectory
 NEEDS = {"reward": ("tokens",), LEARNER: ("reward",)}
 
 
@@ -73,9 +71,15 @@ class Bookkeeping:
         self._config, self._mode, self._groups = config, mode, groups
         self._batches, self._records = batches, []
         self._timer, self._arrived = timer, arrived
-        capacity = rollout.queue or round((mode.ahead + 1) * rollout.prompts, 6)
+        way = replay.parse(rollout.replay)
+        self._age = replay.max_age(mode, way, rollout.max_age)
+        self._replay = None if way is None else replay.Replay(way, self._age, config.seed)
+        self._replay_before: replay.Replay | None = None  # the batch that is being trained on
+        self._replay_metrics: dict[str, float] = {}
+        fresh = rollout.prompts if way is None else rollout.prompts // way.uses
+        capacity = rollout.queue or round((mode.ahead + 1) * fresh, 6)
         self._queue = Queue(groups.size, capacity, NEEDS)
-        self.controller = Controller(mode, rollout.prompts, self._queue)
+        self.controller = Controller(mode, fresh, self._queue)
         self._keys: dict[str, Key] = {}  # by request, of what is being drawn
         self._requests: dict[Key, Request] = {}  # of groups in the queue
         self._partials: dict[Key, Trajectory] = {}
@@ -89,6 +93,7 @@ class Bookkeeping:
             "begun": controller.next_group, "offered": controller.offered,
             "queue": {str(g): sorted(e.columns) for g, e in self._queue.entries.items()},
             "drawing": sorted(self._keys), "records": len(self._records),
+            "replay": {str(g): s.uses for g, s in self._replay.stored.items()} if self._replay else {},
         }
 
     # Orders, and what comes of them
@@ -176,7 +181,7 @@ class Bookkeeping:
         for key, sample in zip(keys, samples, strict=True):
             self._queue.put(key, "reward", sample)
         rollout = self._config.rollout
-        most = rollout.prompts * (rollout.max_rounds - 1) if rollout.dynamic_sampling else 0
+        most = self.controller.batch * (rollout.max_rounds - 1) if rollout.dynamic_sampling else 0
         for group in sorted({group for group, _ in keys}):
             if self._counts.rejected < most and self._is_equal(group):
                 self.controller.rejected(group)
@@ -197,15 +202,36 @@ class Bookkeeping:
 
     def parts(self, step: int) -> Iterator[list[Sample]]:
         """Yields the groups of the next batch as they come: all at once, but in modes with
-        `on_arrival`. A sample's group is the number of groups that had begun in the run before."""
-        count = 0
-        while count < self.controller.batch:
-            entries = self._next_entries()
-            count += len(entries)
-            yield [
-                dataclasses.replace(sample, group=entry.number)
-                for entry in entries for sample in self._group(entry)
-            ]
+        `on_arrival`; then those that are replayed. A sample's group is the number of groups that had
+        begun in the run before; those that are replayed have numbers that no group has yet."""
+        entries = []
+        while len(entries) < self.controller.batch:
+            arrived = self._next_entries()
+            entries += arrived
+            yield [sample for entry in arrived for sample in self._numbered(entry, entry.number)]
+        if self._replay is not None:
+            first, drawn = self.controller.next_group, self._replayed(entries)
+            yield [s for i, entry in enumerate(drawn) for s in self._numbered(entry, first + i)]
+
+    def _replayed(self, entries: list[Entry]) -> list[Entry]:
+        """Puts a batch's fresh entries into the buffer, and returns what the batch has beside them."""
+        buffer, version = self._replay, self.controller.version
+        self._replay_before = buffer.copy()
+        stored = []
+        for entry in sorted(entries, key=lambda e: e.number):
+            size = float(np.mean([abs(sample.reward) for sample in self._group(entry)]))
+            stored.append(buffer.add(entry.number, entry, _oldest(entry, version), version, size))
+        count = self._config.rollout.prompts - len(entries)
+        drawn = buffer.sample(count, version, [entry.number for entry in entries])
+        for found in drawn:
+            self._check(found.samples, self._age)
+        batch = stored + drawn
+        self._replay_metrics = {
+            "replay/uses_mean": float(np.mean([found.uses for found in batch])),
+            "replay/age_mean": float(np.mean([version - found.stored_at for found in batch])),
+            "replay/size": len(buffer),
+        }
+        return [found.samples for found in drawn]
 
     def tighten(self) -> str:
         before = self.controller.mode.ahead
@@ -220,7 +246,7 @@ class Bookkeeping:
             return None
         self._taken = self._taken + entries
         for entry in entries:
-            self._check(entry)
+            self._check(entry, self._mode.staleness)
             for sample in range(self._groups.size + self._mode.redundant):
                 self._requests.pop((entry.number, sample), None)
         return entries
@@ -229,18 +255,21 @@ class Bookkeeping:
         rewarded = [row["reward"] for _, row in sorted(entry.columns.items())]
         return self._groups.group(rewarded)
 
-    def _check(self, entry: Entry) -> None:
-        """Raises RuntimeError for a token that is staler than the mode allows, or of no version
-        that the learner has had."""
+    def _numbered(self, entry: Entry, number: int) -> list[Sample]:
+        return [dataclasses.replace(sample, group=number) for sample in self._group(entry)]
+
+    def _check(self, entry: Entry, staleness: float) -> None:
+        """Raises RuntimeError for a token that is staler than it may be, or of no version that the
+        learner has had."""
         version = self.controller.version
         for row in entry.columns.values():
             drawn_by = row["tokens"].version
             oldest, newest = drawn_by.min(initial=version), drawn_by.max(initial=0)
-            if not version - self._mode.staleness <= oldest <= newest <= version:
+            if not version - staleness <= oldest <= newest <= version:
                 raise RuntimeError(
                     f"sequence {row['tokens'].id} has tokens of versions {oldest} to {newest}, and "
                     f"the update starts from {version}; the bound on staleness is "
-                    f"{self._mode.staleness:g}"
+                    f"{staleness:g}"
                 )
 
     def _measured(self, stats: Stats) -> dict[str, float]:
@@ -249,7 +278,8 @@ class Bookkeeping:
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         drawn, self._before = stats.since(self._before), stats
         found = engine_metrics(self._config.engine, drawn)
-        return found | {f"reward/{name}": count for name, count in failed.items()} | {
+        found |= {f"reward/{name}": count for name, count in failed.items()}
+        return found | self._replay_metrics | {
             "rollout/discarded_groups": counts.rejected,
             "async/queue_groups": len(self._queue),
             "async/ahead_batches": self.controller.next_group / self.controller.batch
@@ -272,19 +302,23 @@ class Bookkeeping:
     def _state(self, version: int, stats: Stats) -> dict[str, Any]:
         """Returns a source's state, once all workers have given everything back; see `_measured`."""
         drawn = stats.since(self._before)
-        untrained = self._taken if self._is_untrained(version) else []
+        is_untrained = self._is_untrained(version)
+        untrained = self._taken if is_untrained else []
+        is_replayed = is_untrained and self._replay_before is not None
+        buffer = self._replay_before if is_replayed else self._replay
         entries = sorted([*untrained, *self._queue.entries.values()], key=lambda e: e.number)
         return {
+            "replay": [] if buffer is None else buffer.get_state(saved.written),
             "batches": self._batches.get_state(), "records": self._records,
             "controller": self.controller.get_state(version),
-            "queue": [_written(entry) for entry in entries],
+            "queue": [saved.written(entry) for entry in entries],
             "counts": [dataclasses.asdict(self._counts), dataclasses.asdict(drawn), self._failed],
             "partials": self._written_partials(self._partials),
         }
 
     @staticmethod
     def _written_partials(partials: dict[Key, Trajectory]) -> list:
-        return [[list(key), _bytes(t)] for key, t in sorted(partials.items())]
+        return [[list(key), saved.trajectory_text(t)] for key, t in sorted(partials.items())]
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
@@ -294,40 +328,15 @@ class Bookkeeping:
         # What was counted before the break is counted to the next batch, too.
         self._before = Stats(**{name: -x for name, x in drawn.items()})
         self.controller.set_state(state["controller"])
-        self._partials = {tuple(key): _trajectory(text) for key, text in state["partials"]}
-        for saved in state["queue"]:
-            entry = _read(saved)
+        if self._replay is not None:
+            self._replay.set_state(state["replay"], saved.read)
+        self._partials = {tuple(key): saved.read_trajectory(text) for key, text in state["partials"]}
+        for text in state["queue"]:
+            entry = saved.read(text)
             self._queue.entries[entry.number] = entry
             self._make_requests(entry)
 
 
-def _bytes(trajectory: Trajectory) -> str:
-    return base64.b64encode(wire.trajectory_message(trajectory)).decode()
-
-
-def _trajectory(text: str) -> Trajectory:
-    return wire.read_trajectory(base64.b64decode(text))
-
-
-def _written(entry: Entry) -> dict[str, Any]:
-    """Returns an entry of the queue as JSON can hold it."""
-    rows = []
-    for sample, row in sorted(entry.columns.items()):
-        rewarded = None
-        if "reward" in row:
-            rewarded = {name: getattr(row["reward"], name) for name in REWARDED}
-        rows.append([sample, _bytes(row["tokens"]), rewarded])
-    deadline = None if entry.deadline == math.inf else entry.deadline
-    return {"number": entry.number, "deadline": deadline, "prompt": entry.prompt, "rows": rows}
-
-
-def _read(saved: dict[str, Any]) -> Entry:
-    deadline = math.inf if saved["deadline"] is None else saved["deadline"]
-    entry = Entry(saved["number"], deadline, saved["prompt"])
-    for sample, text, rewarded in saved["rows"]:
-        trajectory = _trajectory(text)
-        entry.columns[sample] = {"tokens": trajectory}
-        entry.claimed |= {("reward", sample)} if rewarded else set()
-        if rewarded:
-            entry.columns[sample]["reward"] = Sample(trajectory, entry.prompt, group=0, **rewarded)
-    return entry
+def _oldest(entry: Entry, version: int) -> int:
+    """Returns the version of a group's oldest token."""
+    return int(min(row["tokens"].version.min(initial=version) for row in entry.columns.values()))

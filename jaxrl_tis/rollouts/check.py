@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from jaxrl_tis import addresses
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import modes, replay
 
 DRIVERS = ("virtual", "threads", "processes")
 ON_BUDGET = ("warn", "sync", "stop")
@@ -22,6 +22,12 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
     except ValueError as error:
         yield f"rollout.{error}"
         return
+    try:
+        way = replay.parse(rollout.replay)
+    except ValueError as error:
+        yield f"rollout.{error}"
+        return
+    yield from _replay(rollout, mode, way)
     if rollout.workers < 1:
         yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
     if rollout.update_turns < 0:
@@ -96,6 +102,34 @@ def _remote(rollout) -> Iterator[str]:
         yield "rollout.transport is empty; give tcp, or a folder that the learner and all workers share"
     if not 0 < rollout.worker_timeout < math.inf:
         yield f"rollout.worker_timeout is {rollout.worker_timeout} seconds; it must be above 0"
+
+
+def _replay(rollout, mode: modes.Mode, way: replay.Way | None) -> Iterator[str]:
+    """Finds what is wrong with groups that are trained on again."""
+    if rollout.max_age and (way is None or way.uses == 1):
+        yield (
+            f"rollout.max_age = {rollout.max_age} is for tokens that are trained on again, and "
+            f"rollout.replay = {rollout.replay!r} has none: set it to 0"
+        )
+    if way is None or way.uses == 1:
+        return
+    if rollout.prompts % way.uses:
+        yield (
+            f"rollout.prompts = {rollout.prompts} groups, each used {way.uses} times (rollout.replay = "
+            f"{rollout.replay!r}), are no whole number of new ones a batch: set prompts to a multiple "
+            f"of {way.uses}"
+        )
+    oldest = replay.max_age(mode, way, rollout.max_age)
+    if rollout.max_age < 0 or oldest <= mode.staleness and not math.isinf(oldest):
+        yield (
+            f"rollout.max_age = {rollout.max_age} leaves nothing to replay, as rollout.mode = "
+            f"{rollout.mode!r} has tokens {mode.staleness:g} versions old the first time: set it above"
+        )
+    if math.isinf(oldest):
+        yield (
+            f"rollout.mode = {rollout.mode!r} bounds no token's age, so that rollout.replay would keep "
+            "every group: set rollout.max_age"
+        )
 
 
 def _idle(rollout) -> Iterator[str]:

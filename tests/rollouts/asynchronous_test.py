@@ -44,7 +44,7 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
     given = dict(
         load=setup.serving_params, start=start or functools.partial(setup.scheduler, setup.engine)
     )
-    if mode == "sync":
+    if mode == "sync" and not config.rollout.replay:
         return rollouts.Collector(config, groups, batches, Timer(), **given), params
     return rollouts.Asynchronous(
         config, modes.parse(mode), groups, batches, Timer(), slots=setup.engine.slots, **given
@@ -171,7 +171,7 @@ def test_a_record_that_is_too_old_stops_the_run():
     entry = next(iter(c._queue.entries.values()))
     entry.columns[0] = {"tokens": next(iter(in_order().values())).trajectory}
     with pytest.raises(RuntimeError, match="versions 0 to 0.*starts from 2; the bound on staleness is 1"):
-        c._check(entry)
+        c._check(entry, staleness=1)
 
 
 def test_the_policy_may_be_given_away_after_it_was_published():

@@ -28,6 +28,14 @@ from tests import tiny
     (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
     (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
+    (dict(replay="uniform(uses=3)"), "rollout.prompts = 4 groups, each used 3 times .* multiple of 3"),
+    (dict(replay="uniform(uses=0)"), "rollout.replay 'uniform.uses=0.': uses is 0"),
+    (dict(replay="uniform(uses=2, most=2)"), "at most 2 times, and 2 times on average"),
+    (dict(max_age=3), "rollout.max_age = 3 is for tokens that are trained on again"),
+    (dict(replay="newest(uses=1)", max_age=3), "rollout.replay = 'newest.uses=1.' has none"),
+    (dict(replay="newest", max_age=-1), "rollout.max_age = -1 leaves nothing to replay"),
+    (dict(replay="newest", mode="areal(staleness=3)", max_age=3), "has tokens 3 versions old"),
+    (dict(replay="newest", mode="areal(staleness=inf)", queue=8), "set rollout.max_age"),
 ])
 def test_a_contradiction_is_named(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
@@ -41,6 +49,12 @@ def test_other_sections_that_a_mode_excludes():
     config = tiny.config(
         rollout__mode="roll_flash(redundant=1)", correction__advantage="remax")
     assert "needs its greedy answer" in " ".join(check.problems(config))
+
+
+@pytest.mark.parametrize("replay", ["uniform(uses=1)", "newest", "fresh(uses=4, most=9, tau=50)"])
+def test_replay_goes_with_every_mode(replay):
+    for mode in ("sync", "periodic", "areal"):
+        assert not list(check.problems(tiny.config(rollout__mode=mode, rollout__replay=replay)))
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic", "one_step", "areal(staleness=2)"])

@@ -1,0 +1,204 @@
+"""Groups that are trained on more than once: a bounded buffer, and who is drawn from it.
+
+A batch of rollout.prompts groups has prompts / uses that are fresh; the rest is drawn from the groups
+before, so that a group is used `uses` times on average and `most` times at most. What is older than
+rollout.max_age is dropped; as every group is trained on when it arrives, nothing is lost by that.
+
+"fresh" is experience replay with priorities that age (arXiv:2604.16918): p = (|r| + 1e-6)
+exp(-age / tau). As the age is that of the clock less that of the group, log p is log(|r| + 1e-6) +
+stored_at / tau up to a number that all groups share: a static key, which nobody has to refresh. Noise
+of a Gumbel distribution on the keys, and the largest of them, draw in proportion to p without
+putting back.
+
+There is no clock or thread here, and no state of random numbers: a draw depends on the seed and the
+version it is for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from jaxrl_tis import spelling
+from jaxrl_tis.rollouts import modes
+
+EPSILON = 1e-6  # added to priorities
+STREAM = 0x5EED  # of random numbers, apart from those of prompts and minibatches
+DEFAULT_AGE = 4  # versions beyond what the mode allows, where rollout.max_age is 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How groups are drawn.
+
+    Attributes:
+      order: "uniform", "newest" or "fresh".
+      uses: batches that a group is in, on average; 1 replays nothing.
+      most: batches that it is in at most.
+      tau: versions after which a priority has fallen to 1 / e.
+    """
+
+    order: str
+    uses: int
+    most: int
+    tau: float = math.inf
+
+    def __post_init__(self):
+        for name in ("uses", "most"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value}; give a whole number from 1")
+        if self.most <= self.uses:
+            raise ValueError(
+                f"a group is used at most {self.most} times, and {self.uses} times on average: then "
+                "none is left to choose from; set most above uses"
+            )
+        if not self.tau > 0:
+            raise ValueError(f"tau is {self.tau}; give a number of versions above 0")
+
+
+def uniform(*, uses=2, most=4) -> Way:
+    """Every group alike."""
+    return Way("uniform", uses, most)
+
+
+def newest(*, uses=2, most=4) -> Way:
+    """The last that came first."""
+    return Way("newest", uses, most)
+
+
+def fresh(*, uses=2, most=4, tau=500) -> Way:
+    """By the size of their rewards, and the less the older they are."""
+    return Way("fresh", uses, most, float(tau))
+
+
+WAYS: dict[str, Callable[..., Way]] = {"uniform": uniform, "newest": newest, "fresh": fresh}
+
+
+def parse(text: str) -> Way | None:
+    """Reads `config.rollout.replay`, such as "fresh(uses=2, tau=500)"; None for "". ValueError for a
+    name, a parameter or a number that there is not."""
+    if not text:
+        return None
+    name, parameters = spelling.parse("replay", text, WAYS)
+    try:
+        return WAYS[name](**parameters)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"replay {text!r}: {error}") from error
+
+
+def max_age(mode: modes.Mode, way: Way | None, age: int) -> float:
+    """Returns the most versions that a token may be behind the policy that trains on it: `age`, or
+    where it is 0 DEFAULT_AGE beyond the mode's bound; that bound where nothing is replayed."""
+    if way is None or way.uses == 1:
+        return mode.staleness
+    return age or mode.staleness + DEFAULT_AGE
+
+
+def oldest(rollout: ml_collections.ConfigDict) -> float:
+    """As `max_age`, of `config.rollout`."""
+    return max_age(modes.parse(rollout.mode), parse(rollout.replay), rollout.max_age)
+
+
+@dataclasses.dataclass
+class Stored:
+    """A group in the buffer.
+
+    Attributes:
+      group: its number. samples: whatever it is.
+      oldest: version of its oldest token. stored_at: version that was first trained on it.
+      priority: size of its reward. uses: times that it was trained on.
+    """
+
+    group: int
+    samples: Any
+    oldest: int
+    stored_at: int
+    priority: float
+    uses: int = 1
+
+
+class Replay:
+    """The buffer. It holds at most what arrives within `age` versions.
+
+    Args:
+      age: most versions that a token is behind the policy that trains on it.
+      seed: of the draws.
+    """
+
+    def __init__(self, way: Way, age: float, seed: int):
+        self.way, self._age, self._seed = way, age, seed
+        self.stored: dict[int, Stored] = {}
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def add(self, group: int, samples: Any, oldest: int, version: int, priority: float) -> Stored:
+        """Takes a group that is trained on by `version` now, for the first time."""
+        if group in self.stored:
+            raise ValueError(f"group {group} is in the buffer")
+        self.stored[group] = Stored(group, samples, oldest, version, abs(priority))
+        return self.stored[group]
+
+    def sample(self, count: int, version: int, others: Iterable[int] = ()) -> list[Stored]:
+        """Draws groups for the batch of `version`, in the order of their numbers, and counts the use.
+        None is drawn twice, or is one of `others`, which are in the batch already, as long as there
+        are enough; ValueError where even repeated ones are used up.
+
+        What is too old for `version`, or used up, leaves the buffer first.
+        """
+        is_left = lambda s: s.uses < self.way.most and version - s.oldest <= self._age
+        self.stored = {group: s for group, s in self.stored.items() if is_left(s)}
+        order, taken, drawn = self._order(version), set(others), []
+        while len(drawn) < count:
+            able = [group for group in order if self.stored[group].uses < self.way.most]
+            if not able:
+                raise ValueError(
+                    f"version {version} is to replay {count} groups, and {len(drawn)} are all that are "
+                    f"not used {self.way.most} times"
+                )
+            ahead = [group for group in able if group not in taken]
+            if not ahead:
+                taken.clear()
+            for group in ahead[: count - len(drawn)]:
+                self.stored[group].uses += 1
+                taken.add(group)
+                drawn.append(self.stored[group])
+        return sorted(drawn, key=lambda s: s.group)
+
+    def _order(self, version: int) -> list[int]:
+        """Returns the groups in the order in which they are drawn."""
+        groups = sorted(self.stored)
+        if self.way.order == "newest":
+            return groups[::-1]
+        noise = np.random.default_rng((self._seed, version, STREAM)).gumbel(size=len(groups))
+        keys = noise + [self._key(self.stored[group]) for group in groups]
+        return [groups[i] for i in np.argsort(-keys, kind="stable")]
+
+    def _key(self, stored: Stored) -> float:
+        """Returns the logarithm of a group's priority, but for what all have in common."""
+        if self.way.order == "uniform":
+            return 0.0
+        return math.log(stored.priority + EPSILON) + stored.stored_at / self.way.tau
+
+    def copy(self) -> "Replay":
+        """Returns a buffer of the same groups, which counts by itself."""
+        other = Replay(self.way, self._age, self._seed)
+        other.stored = {group: dataclasses.replace(s) for group, s in self.stored.items()}
+        return other
+
+    def get_state(self, written: Callable[[Any], Any]) -> list[dict[str, Any]]:
+        """Returns the buffer as JSON can hold it; `written` does that for samples."""
+        fields = [f.name for f in dataclasses.fields(Stored)]
+        return [
+            {name: getattr(s, name) for name in fields} | {"samples": written(s.samples)}
+            for s in self.stored.values()
+        ]
+
+    def set_state(self, state: list[dict[str, Any]], read: Callable[[Any], Any]) -> None:
+        """Goes on from a state; `read` is the inverse of `written`."""
+        found = [Stored(**saved | {"samples": read(saved["samples"])}) for saved in state]
+        self.stored = {stored.group: stored for stored in found}
