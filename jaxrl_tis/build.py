@@ -10,7 +10,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import models, old_policies, sharding
+from jaxrl_tis import fingerprint, models, old_policies, sharding
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
@@ -157,7 +157,11 @@ class Setup:
         """Makes what each of `engines` samples with, each on its own devices; it is quantised once,
         where the policy lies."""
         first = self.serving_params(params, version)
-        return [first, *(jax.device_put(first, e.serving_shardings) for e in self.engines[1:])]
+        others = [jax.device_put(first, engine.serving_shardings) for engine in self.engines[1:]]
+        sent = fingerprint.hex(fingerprint.digest(first)) if others else ""
+        for served in others:
+            fingerprint.check(served, sent)
+        return [first, *others]
 
     def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are

@@ -39,6 +39,20 @@ def hex(digest: jax.Array) -> str:
     return np.asarray(digest).astype(">u4").tobytes().hex()
 
 
+def check(tree: Any, sent: str) -> None:
+    """Compares each device's copy of a tree with the fingerprint that it was sent with, see `hex`.
+
+    Raises:
+      RuntimeError: one differs; it names the device and both fingerprints.
+    """
+    for shard in digest(tree).addressable_shards:
+        if (found := hex(shard.data)) != sent:
+            raise RuntimeError(
+                f"the weights on {shard.device} have the fingerprint {found}, and those that were sent "
+                f"to it {sent}: they were changed on the way, and nothing is sampled from them"
+            )
+
+
 def _sums(name: str, x: jax.Array) -> jax.Array:
     """Adds up the mixed numbers of one array, uint32 [2]."""
     words, position = _words(name, x), jnp.zeros(x.shape, jnp.uint32)

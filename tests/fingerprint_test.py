@@ -70,6 +70,19 @@ def test_on_eight_devices_it_is_that_on_one():
     assert of(cut) == of(jax.device_put(weights, jax.devices()[3])) == of(weights)
 
 
+def test_a_copy_that_differs_on_one_device_is_refused_by_its_name():
+    weights = {"w": jnp.arange(8, dtype=jnp.bfloat16)}
+    sent, devices = of(weights), jax.devices()[:4]
+    copies = [jax.device_put(weights["w"], device) for device in devices]
+    everywhere = NamedSharding(Mesh(np.array(devices), "a"), PartitionSpec())
+    joined = lambda: {"w": jax.make_array_from_single_device_arrays((8,), everywhere, copies)}
+    fingerprint.check(joined(), sent)
+    copies[2] = copies[2].at[5].set(5.03125)  # the next number after 5
+    assert (np.asarray(copies[2], np.float32) != np.arange(8)).sum() == 1
+    with pytest.raises(RuntimeError, match=f"weights on {devices[2]} have .* sent to it {sent}"):
+        fingerprint.check(joined(), sent)
+
+
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     strategies.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]), strategies.data()

@@ -42,9 +42,9 @@ MAY_IMPORT = {
     # Estimators know no model, models no engine, the engine no learner.
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
-    "engine": ("data", "fields", "kernels", "models", "sharding"),
+    "engine": ("data", "fields", "fingerprint", "kernels", "models", "sharding"),
     "rollouts": (
-        "addresses", "data", "engine", "fields", "metrics", "processes", "provenance", "spelling",
+        "addresses", "data", "engine", "fields", "fingerprint", "metrics", "processes", "provenance", "spelling",
         "storage",
     ),
     # The learner knows records of the engine, and none of its programs.
@@ -61,8 +61,8 @@ MAY_IMPORT = {
         "old_policies", "optimizer", "rollouts", "rows", "sinks",
     ),
     "build": (
-        "correction", "data", "engine", "estimators", "fields", "models", "old_policies", "optimizer",
-        "rollouts", "rows", "scoring", "sharding", "validate",
+        "correction", "data", "engine", "estimators", "fields", "fingerprint", "models",
+        "old_policies", "optimizer", "rollouts", "rows", "scoring", "sharding", "validate",
     ),
     "state": (
         "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "step",

@@ -126,7 +126,8 @@ class Engine:
     def abstract_params(self) -> Any:
         """Returns the shapes of serving parameters, and where they lie."""
         params = self._abstract_policy()
-        return _abstract(jax.eval_shape(self._weights.loader(params), params), self._weights.shardings)
+        shapes, _ = jax.eval_shape(self._weights.loader(params), params)
+        return _abstract(shapes, self._weights.shardings)
 
     def _abstract_policy(self) -> Any:
         """Returns the shapes of the learner's parameters in the serving layout."""
@@ -506,7 +507,7 @@ class Engine:
         if params is None:
             params = self._abstract_policy()
         load = self._weights.loader(params)
-        serving = _abstract(jax.eval_shape(load, params), self._weights.shardings)
+        serving = _abstract(jax.eval_shape(load, params)[0], self._weights.shardings)
         state = _abstract(jax.eval_shape(self._empty_state), self._shardings)
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_tis import fingerprint
 from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
@@ -37,25 +38,43 @@ class Weights:
         self, params: transformer.Params, noise: transforms.Noise | None = None
     ) -> transformer.Params:
         """Adds noise to the norms, casts and quantises where the parameters lie, and moves only the
-        result. Parameters that lie on no mesh are laid out to serve first."""
+        result. Parameters that lie on no mesh are laid out to serve first.
+
+        What arrives is compared with what was sent, by its fingerprint on each of the devices.
+
+        Raises:
+          RuntimeError: they differ.
+        """
         homes = _homes(params)
         if not homes:
             params = placement.put(params, self._layout, self._config)
             homes = tuple(jax.tree.leaves(placement.shardings(self._layout, self._config)))
-        served = self._loader(homes)(params, noise)
-        if self._holds(homes):
-            return served
-        return jax.device_put(served, self.shardings)
+        served, sent = self._loader(homes)(params, noise)
+        if not self._holds(homes):
+            served = jax.device_put(served, self.shardings)
+        if sent is not None:
+            fingerprint.check(served, fingerprint.hex(sent))
+        return served
 
     def loader(self, params: transformer.Params) -> Any:
         """Returns the jitted function of `load` for parameters, maybe abstract, with these
-        shardings."""
+        shardings. It returns what is served, and the fingerprint that this has before it is moved;
+        None on a single device, where nothing is."""
         return self._loader(_homes(params))
 
     def _load_from(self, homes: tuple[NamedSharding, ...]) -> Any:
+        is_moved = self._layout.mesh.size > 1 or not self._holds(homes)
+
+        def load(params, noise=None):
+            served = self._serve(homes, params, noise)
+            return served, fingerprint.digest(served) if is_moved else None
+
         return jax.jit(
-            functools.partial(self._serve, homes),
-            out_shardings=self.shardings if self._holds(homes) else None,
+            load,
+            out_shardings=(
+                self.shardings if self._holds(homes) else None,
+                NamedSharding(homes[0].mesh, PartitionSpec()),
+            ),
             compiler_options=self._program.compiler_options,
         )
 
@@ -84,7 +103,7 @@ class Weights:
         placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
         return placed | {"layers": tuple(placed["layers"])} if self._unroll else placed
 
-    def _serve(self, homes, params, noise=None):
+    def _serve(self, homes, params, noise):
         homes = jax.tree.unflatten(jax.tree.structure(params), homes)
         if noise is not None:
             params = transforms.add_noise(params, noise)

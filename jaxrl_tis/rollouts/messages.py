@@ -52,10 +52,12 @@ Told = NewRequests | GiveBack | Drop | TakeWeights
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """Orders, the newest version that workers may have, and whether the run is over."""
+    """Orders, the newest version that workers may have and its fingerprint, and whether the run is
+    over."""
 
     orders: tuple[Told, ...]
     offered: int | None
+    fingerprint: str | None
     is_over: bool
 
 
@@ -106,7 +108,10 @@ def pack_reply(reply: Reply) -> bytes:
             named.append(["drop", order.ids])
         else:
             named.append(["weights", order.version])
-    header = {"orders": named, "offered": reply.offered, "is_over": reply.is_over}
+    header = {
+        "orders": named, "offered": reply.offered, "fingerprint": reply.fingerprint,
+        "is_over": reply.is_over,
+    }
     return wire.pack(header, arrays)
 
 
@@ -115,7 +120,7 @@ def read_reply(data: bytes | bytearray) -> Reply:
     header, arrays = wire.unpack(data)
     try:
         orders = tuple(_told(arrays, *entry) for entry in header["orders"])
-        return Reply(orders, header["offered"], header["is_over"])
+        return Reply(orders, header["offered"], header["fingerprint"], header["is_over"])
     except (AttributeError, KeyError, TypeError) as error:
         raise wire.Damaged(f"damaged reply: {error}") from error
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis import addresses, processes
+from jaxrl_tis import addresses, fingerprint, processes
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
@@ -111,6 +111,7 @@ class Remote(Bookkeeping):
         self._timeout = config.rollout.worker_timeout
         self._sessions: dict[str, Session] = {}
         self._changed, self._error = threading.Condition(), None
+        self._fingerprint: str | None = None  # of the weights that are offered
         self._is_over = self._is_closed = False
         self._gone, self._left, self._put_out = Stats(), 0, 0
         self._hand_over, self._last_batch = (0.0, 0), time.monotonic()
@@ -154,11 +155,14 @@ class Remote(Bookkeeping):
         if hands_over:
             start = time.monotonic()
             served = jax.block_until_ready(self._load(params, version))
+            mark = fingerprint.hex(fingerprint.digest(served))
             self._weights.publish(served, version, transport.tree_digest(served))
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
             self._hand_over = time.monotonic() - start, size
         self._reward()
         with self._changed:
+            if hands_over:
+                self._fingerprint = mark
             self.controller.published(version)
             self._taken = []
             self._decide()
@@ -332,7 +336,8 @@ class Remote(Bookkeeping):
             session.stats = stats
             self._decide()
             orders, session.inbox = tuple(session.inbox), []
-            return messages.Reply(orders, self.controller.offered, self._is_over)
+            offered = None if self._fingerprint is None else self.controller.offered
+            return messages.Reply(orders, offered, self._fingerprint, self._is_over)
 
     def _happened(self, session: Session, event: messages.Event) -> None:
         """Takes what a worker said; Lie where it cannot be."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_tis import fingerprint
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, tcp, transport, wire
@@ -58,6 +59,7 @@ class Worker:
         self._held: list[messages.Told] = []  # orders that wait for weights
         self._inbox: list[Order] = []
         self._offered: int | None = None
+        self._sent: str | None = None  # the fingerprint of what is offered
         self._fetched: NewWeights | None = None
         self._is_over, self._error = False, None
         self._reported, self._lengths = time.monotonic(), {}
@@ -160,7 +162,7 @@ class Worker:
             peer.send(messages.pack_report(events, stats))
             reply = messages.read_reply(peer.receive(MESSAGE_BYTES))
             with self._changed:
-                self._offered = reply.offered
+                self._offered, self._sent = reply.offered, reply.fingerprint
                 self._held += reply.orders
                 self._pass_on()
             if reply.is_over:
@@ -187,7 +189,7 @@ class Worker:
                 self._changed.wait_for(lambda: is_old() or self._is_over, RETRY_SECONDS)
                 if not is_old() or self._is_over:
                     continue
-                version = self._offered
+                version, sent = self._offered, self._sent
             try:
                 tree = weights.fetch(version, self._like)
             except transport.Unavailable:
@@ -195,6 +197,7 @@ class Worker:
                 continue
             shardings = jax.tree.map(lambda x: x.sharding, self._like)
             params = jax.block_until_ready(jax.device_put(tree, shardings))
+            fingerprint.check(params, sent)
             with self._changed:
                 self._fetched = NewWeights(params, version)
                 self._pass_on()

@@ -95,6 +95,7 @@ def test_eight_bit_values_are_moved(shape, unroll):
     assert elements["s8"] >= weights / 8
     assert elements["f32"] < weights / 16  # scales and norms
     assert 0 < elements.pop("table") <= 2 * MESHED.vocab_size * MESHED.embed_dim / shape[2]
+    assert elements.pop("u32") <= 2 * 2 * len(jax.tree.leaves(served.abstract_params()))  # fingerprints
     assert set(elements) == {"s8", "f32"}
 
 
@@ -111,3 +112,19 @@ def test_served_parameters_outlive_the_learners_on_the_same_and_on_fewer_devices
     jax.tree.map(lambda x: x.delete(), params)
     equal(found, expected)
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(found)} == {math.prod(shape)}
+
+
+def test_weights_that_change_on_the_way_are_not_served(monkeypatch):
+    served, params = engine((4, 1, 2), quantization="w8a8"), learner_params((1, 4, 1))
+    moved = jax.device_put
+
+    def damaged(tree, place):
+        bad = moved(tree, place)
+        if isinstance(bad, dict):
+            bad["layers"][1]["mlp_norm"] = bad["layers"][1]["mlp_norm"].at[3].multiply(-1)
+        return bad
+
+    served.load(params)
+    monkeypatch.setattr(jax, "device_put", damaged)
+    with pytest.raises(RuntimeError, match="nothing is sampled from them"):
+        served.load(params)

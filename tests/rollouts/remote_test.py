@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -150,6 +151,24 @@ def test_with_unchanged_weights_workers_draw_what_a_synchronous_run_draws(
     assert ended == [None]
     versions = {int(v) for s in found.values() for v in s.trajectory.version}
     assert versions > {0} and max(versions) <= 4
+
+
+def test_weights_that_are_not_the_learners_draw_nothing(learner, monkeypatch):
+    fetch = tcp.WeightClient.fetch
+
+    def damaged(client, version, like):
+        tree = fetch(client, version, like)
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, [*leaves[:-1], -leaves[-1]])
+
+    monkeypatch.setattr(tcp.WeightClient, "fetch", damaged)
+    source, params = learner()
+    source.publish(params, 0)
+    with working(source) as ended:
+        while not ended:
+            time.sleep(0.01)
+    assert "nothing is sampled from them" in str(ended[0])
+    assert source.metrics()["rollout/occupancy"] == 0
 
 
 def test_what_a_dead_worker_drew_is_gone_on_with(learner):
@@ -358,8 +377,9 @@ def test_messages_are_what_was_said():
         messages.TakeWeights(2), sampler.GiveBack(), sampler.Drop(("a", "b")),
         sampler.NewRequests((request,)),
     )
-    reply = messages.read_reply(messages.pack_reply(messages.Reply(orders, 2, False)))
+    reply = messages.read_reply(messages.pack_reply(messages.Reply(orders, 2, "0123456789abcdef", False)))
     assert reply.orders[:3] == orders[:3] and (reply.offered, reply.is_over) == (2, False)
+    assert reply.fingerprint == "0123456789abcdef"
     assert wire.request_message(reply.orders[3].requests[0]) == wire.request_message(request)
     for data in (b"", wire.pack({"events": [["done", 0]], "stats": {}}, {}),
                  wire.pack({"events": [["swapped", "x"]], "stats": {}}, {})):
