@@ -35,7 +35,8 @@ def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str
     chosen, settings = dict(c.controllers), {}
     mask, scale = batch["mask"], jnp.ones(())
     if "ess_scale" in chosen:
-        log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], mask)
+        # Of the policy that the update starts from, so that staleness counts.
+        log_ratio = ratios.safe_log_ratio(batch["logp_prox"], batch["logp_behav"], mask)
         scale, _ = controllers.ess_scale(log_ratio, mask, **chosen["ess_scale"])
     if "length_surge" in chosen:
         length = ratios.safe_divide(jnp.sum(mask.astype(jnp.float32)), jnp.sum(jnp.any(mask, 1)))
@@ -76,7 +77,7 @@ def check(c: Correction) -> None:
     def trial():
         row = jnp.zeros((1, 1))
         states, _ = begin(
-            c, init(c), {"mask": row > 0, "logp_old": row, "logp_behav": row}
+            c, init(c), {"mask": row > 0, "logp_prox": row, "logp_behav": row}
         )
         measured = {"actor/kl_to_reference": jnp.zeros(()), "actor/ratio_variance": jnp.zeros(())}
         end(c, states, measured, 1)

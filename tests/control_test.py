@@ -20,7 +20,8 @@ def rows():
     """Two responses of 2 and 1 tokens, whose weights are e^(0.5 - 0.25) and e^(-1)."""
     return {
         "mask": jnp.array([[False, True, True], [False, True, False]]),
-        "logp_old": jnp.array([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0]]),
+        "logp_old": jnp.full((2, 3), -7.0),  # of older weights
+        "logp_prox": jnp.array([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0]]),
         "logp_behav": jnp.array([[0.0, -1.5, -1.75], [0.0, -2.0, 0.0]]),
     }
 

@@ -422,6 +422,9 @@ def test_controllers_and_opob_take_batches_of_several_versions(changes):
     assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 2
     assert np.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
     if "ess_scale" in changes.get("correction__controllers", ""):
-        assert 0 < metrics["control/lr_scale"] <= 1
+        log_w = np.where(rows["mask"], rows["logp_prox"] - rows["logp_behav"], 0).sum(axis=1)
+        share = np.exp(log_w).mean() ** 2 / np.exp(2 * log_w).mean()
+        assert metrics["control/lr_scale"] == pytest.approx(share**0.5, rel=1e-4)
+        assert share < 0.9999  # the sampler is the learner's program: all of it is staleness
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state["policy"].params, policies[2])
     assert any(jax.tree.leaves(moved))

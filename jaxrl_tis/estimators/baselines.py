@@ -76,12 +76,12 @@ def opob(
     group: chex.Array,
     *,
     grad_norms: chex.Array,
-    logp_old: chex.Array,
+    logp_prox: chex.Array,
     logp_behav: chex.Array,
 ) -> chex.Array:
     """OPOB of VCPO (arXiv:2602.17616), A = R - sum_j w_j^2 |g_j|^2 R_j / sum_j w_j^2 |g_j|^2.
 
-    w_j = prod_t pi_old / mu, not truncated, and g_j = grad log pi(y_j), summed over tokens. The
+    w_j = prod_t pi / mu, not truncated, and g_j = grad log pi(y_j), summed over tokens. The
     baseline minimises sum_j w_j^2 |g_j|^2 (R_j - b)^2 over the group, the second moment of the
     importance-weighted gradient. Its weights are taken relative to the group's largest, in log
     space: they need no bound, and the denominator needs no 1e-8, which the authors' code has. A
@@ -95,14 +95,14 @@ def opob(
       rewards, mask, group: see `advantages`.
       grad_norms: [B] squared norm |g_j|^2 of the gradient of the sequence's log-prob; needs one
         backward pass per sequence.
-      logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
+      logp_prox: [B, T] log-probs of the policy that the update starts from, nats.
       logp_behav: [B, T] sampler's log-probs, nats.
 
     Returns adv [B, T].
     """
     scores_b = returns.sequence_rewards(rewards, mask)
     chex.assert_equal_shape([grad_norms, scores_b])
-    log_w_b = jnp.sum(ratios.safe_log_ratio(logp_old, logp_behav, mask), axis=1)
+    log_w_b = jnp.sum(ratios.safe_log_ratio(logp_prox, logp_behav, mask), axis=1)
     norm_b = ratios.zero_padding(grad_norms, jnp.any(ratios.as_bool(mask), axis=1))
     is_weighted_b = norm_b > 0
     log_power_b = 2.0 * log_w_b + jnp.log(jnp.where(is_weighted_b, norm_b, 1.0))
@@ -251,7 +251,7 @@ ADVANTAGES = {"remax": remax, "opo": opo, "opob": opob, "otb": otb, "tir_otb": t
 
 NEEDS = {
     "remax": ("greedy_rewards",),
-    "opob": ("grad_norms", "logp_old", "logp_behav"),
+    "opob": ("grad_norms", "logp_prox", "logp_behav"),
     "otb": ("logp_old", "sum_pi_squared", "weights"),
     "tir_otb": ("logp_old", "sum_pi_squared", "weights"),
 }

@@ -40,7 +40,7 @@ def ess_scale(
     and the step stays tiny.
 
     Args:
-      log_ratio: [B, T] nats, learner minus sampler.
+      log_ratio: [B, T] nats, the policy that the update starts from minus the sampler.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
       vcpo_ess_target: e_0, the share at which the learning rate is still full; 1 in the authors'

@@ -42,14 +42,14 @@ jitted_opob = jax.jit(baselines.opob)
 def opob(rewards, log_w, grad_norms, mask=None, group=None):
     """The advantage at the first token; each sequence has two tokens that share its log-weight."""
     size = len(rewards)
-    logp_old = jnp.stack([0.25 * jnp.asarray(log_w), 0.75 * jnp.asarray(log_w)], axis=1)
+    logp_prox = jnp.stack([0.25 * jnp.asarray(log_w), 0.75 * jnp.asarray(log_w)], axis=1)
     mask = jnp.ones((size, 2)) if mask is None else mask
     adv = jitted_opob(
         jnp.asarray(rewards, jnp.float32),
         mask,
         jnp.zeros(size, int) if group is None else group,
         grad_norms=jnp.asarray(grad_norms, jnp.float32),
-        logp_old=logp_old - 1.0,
+        logp_prox=logp_prox - 1.0,
         logp_behav=jnp.full((size, 2), -1.0),
     )
     return np.asarray(adv[:, 0])
