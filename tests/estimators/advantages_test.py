@@ -55,6 +55,7 @@ def make_fields(rewards, mask, seed=3):
     per_token = {
         "values": rng.normal(size=shape),
         "logp_old": logp_old,
+        "logp_prox": logp_old,
         "logp_behav": logp_old + 0.3 * rng.normal(size=shape),
         "sum_pi_squared": p**2 + (1 - p) ** 2 * rng.random(shape),
         "weights": np.exp(0.3 * rng.normal(size=shape)),
@@ -255,6 +256,7 @@ def test_rejecting_the_last_token_does_not_lose_a_sequence_reward(name):
         "grad_norms": jnp.ones(6),
         "reward_components": rewards[:, None],
         "logp_old": jnp.log(half),
+        "logp_prox": jnp.log(half),
         "logp_behav": jnp.log(half),
         "sum_pi_squared": half,
         "weights": jnp.ones((6, 4)),
