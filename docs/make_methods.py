@@ -83,9 +83,10 @@ is part of the checkpoint.
 **Sources** without an arXiv id: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning
 from Mixed Rollouts"; Schulman 2020, "Approximating KL Divergence"; Ionides 2008, "Truncated
-Importance Sampling"; Williams 1992, "Simple Statistical Gradient-Following Algorithms"; else code.
+Importance Sampling"; Hu et al. 2026, "FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for
+Agentic Language Models"; Williams 1992, "Simple Statistical Gradient-Following Algorithms"; else code.
 Presets: verl's up to `disabled`, those that Yao et al. compare up to `tis_8`, those of
-arXiv:2609.20807, then by system.
+arXiv:2609.20807, FlashREINFORCE's, then by system.
 """
 
 

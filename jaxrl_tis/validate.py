@@ -21,7 +21,8 @@ from jaxrl_tis.rows import MAX_SEGMENTS
 from jaxrl_tis.sinks import SINKS
 
 DTYPES = ("float32", "bfloat16")
-UNGROUPED = ("gae", "remax", "reinforce_plus_plus")  # advantages that need one sample of a prompt
+# Advantages that need one sample of a prompt
+UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
@@ -494,6 +495,9 @@ def _bounds(name, parameters):
     if name == "token_dp":
         if not 0 < high <= 1:
             yield f"upper is {high} in {name!r}; a difference of probabilities lies between 0 and 1"
+    elif name.endswith("_binary_kl"):
+        if not high >= 0:
+            yield f"upper is {high} in {name!r}; a divergence is at least 0"
     elif not name.endswith(("_k2", "_k3")) and high is not None:
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:

@@ -164,6 +164,8 @@ def test_measures_are_positive(name):
      ["engine.quantization is 'w8a8' and model.quantization is 'none'", "both alike"]),
     (dict(engine__max_draft=5), ["engine.max_draft is 5", "0, 1, 3, 7"]),
     (dict(correction__masks="token_dp(upper=1.5)"), ["upper is 1.5 in 'token_dp'"]),
+    (dict(correction__masks="seq_mean_binary_kl(upper=-0.1)"),
+     ["upper is -0.1 in 'seq_mean_binary_kl'", "at least 0"]),
     (dict(correction__centering="all"), ["correction.centering 'all'", "'kept' and 'top(n)'"]),
     (dict(correction__preset="centered", correction__centering="kept"),
      ["no support is recorded", "rollout.kept_set", "'top(32)'"]),
@@ -184,6 +186,8 @@ def test_each_contradiction(changes, words):
 
 @pytest.mark.parametrize("changes", [
     dict(rollout__group_size=1, correction__advantage="gae", train__minibatches=1),
+    dict(rollout__group_size=1, correction__advantage="batch_mean", train__minibatches=1,
+         correction__preset="flash_reinforce", correction__aggregation="seq-mean-token-mean"),
     dict(correction__mode="bypass", correction__weight="none"),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
     dict(rollout__top_k=5, rollout__kept_set=5),
@@ -196,6 +200,7 @@ def test_each_contradiction(changes, words):
          correction__batch_normalize=True, train__microbatch_rows=16),  # the whole batch at once
     dict(correction__advantage="gdpo", correction__kl_coeff=0.1),  # the penalty is in the loss
     dict(correction__masks="seq_sum_k2(upper=0.5) & token_k3(upper=0.01)"),  # bounds on a distance
+    dict(correction__masks="token_binary_kl(upper=0.01) & seq_mean_binary_kl"),  # likewise
     dict(task__tokenizer="", model__path="some/folder"),
     dict(mesh__train=(1, -1, 1)),
     dict(correction__objective="topr", correction__weight="none"),

@@ -48,6 +48,28 @@ def remax(
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
 
 
+def batch_mean(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+    """FlashREINFORCE's advantage (Hu et al. 2026), A = R - mean of the batch; no division by its std.
+
+    The mean is over sequences, each counted once, fully masked rows too: pass no rows that only
+    fill up the batch. As it holds the sequence's own reward, the expected step is (B - 1) / B of
+    the gradient with B sequences. A batch whose rewards are all equal gives exactly 0.
+
+    Unit: batch. Use: one sample per prompt and no critic, as in asynchronous training, where a
+    group waits for its slowest sample; easy and hard prompts share one baseline, so answers to easy
+    ones count as good.
+
+    Args:
+      rewards, mask: see `advantages`; the whole rollout batch must be in the call.
+      group: not used.
+
+    Returns adv [B, T].
+    """
+    scores_b = returns.sequence_rewards(rewards, mask)
+    _, mean, _, is_constant = returns.group_moments(scores_b, jnp.zeros_like(group))
+    return returns.on_tokens(jnp.where(is_constant, 0.0, scores_b - mean), mask)
+
+
 def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
     """OPO (arXiv:2505.23585), A = R - sum_j n_j R_j / sum_j n_j with n the number of valid tokens.
 
@@ -247,7 +269,14 @@ def tir_otb(
     return ratios.zero_padding(jnp.take_along_axis(adv_bt, place_bt, axis=1), mask)
 
 
-ADVANTAGES = {"remax": remax, "opo": opo, "opob": opob, "otb": otb, "tir_otb": tir_otb}
+ADVANTAGES = {
+    "remax": remax,
+    "batch_mean": batch_mean,
+    "opo": opo,
+    "opob": opob,
+    "otb": otb,
+    "tir_otb": tir_otb,
+}
 
 NEEDS = {
     "remax": ("greedy_rewards",),

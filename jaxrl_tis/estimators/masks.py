@@ -33,7 +33,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import rank_masks, ratios, weights
+from jaxrl_tis.estimators import binary_masks, rank_masks, ratios, weights
 
 
 def statistic(
@@ -475,6 +475,7 @@ MASKS = {
     "trm_k3": trm_k3,
     "opsm": opsm,
     "staleness": staleness,
+    **binary_masks.MASKS,
     **rank_masks.MASKS,
 }
 
@@ -487,5 +488,6 @@ NEEDS = {
     "trm": ("logits_behav", "logits"),
     "opsm": ("logp", "logp_behav", "adv"),
     "staleness": ("version", "current_version"),
+    **binary_masks.NEEDS,
     **rank_masks.NEEDS,
 }

@@ -68,6 +68,8 @@ PRESETS = {
     # Centred scores (arXiv:2609.20807), alone and with a weight.
     "centered": _centered("none"),
     "centered_tis_2": _centered("token_tis(cap=2.0)"),
+    # FlashREINFORCE (Hu et al. 2026); its advantage and aggregation are fields of their own.
+    "flash_reinforce": _bypass("reinforce", "token_vanilla", "seq_mean_binary_kl(upper=0.003)"),
     # By system: what samples, and how far behind the learner.
     "same_engine": _ppo("none"),
     "colocated": _ppo("token_tis(cap=2.0)"),

@@ -21,7 +21,7 @@ ADVANTAGES = {
 }
 # One advantage per sequence, from its own group or from the whole batch.
 OWN_GROUP = ["grpo", "dr_grpo", "maxrl", "grpo_passk", "rloo", "oapl", "opo", "opob"]
-OUTCOME = [*OWN_GROUP, "gpg", "gdpo", "reinforce_plus_plus_baseline"]
+OUTCOME = [*OWN_GROUP, "batch_mean", "gpg", "gdpo", "reinforce_plus_plus_baseline"]
 BY_GROUP = [*OWN_GROUP, "otb", "tir_otb"]
 NOT_RELATIVE = ("gae", "remax")  # to the other samples: equal rewards do not give 0
 
@@ -36,6 +36,7 @@ FIRST_TOKEN = {
     "dr_grpo": [0.5, -0.5, 0.416667, -0.083333, 0, 0.7],
     "maxrl": [1, -1, 5 / 7, -1 / 7, 0, 0],
     "rloo": [1, -1, 0.625, -0.125, 0, 0],
+    "batch_mean": [0.425, -0.575, 0.425, -0.075, 0, 0.125],  # 3.45 / 6 = 0.575
     "opo": [1 / 3, -2 / 3, 0.25, -0.25, 0, 0.7],
     "gpg": [0.6, -0.6, 0.5, -0.1, 0, 0.84],
     "reinforce_plus_plus": [0.873893, -2.151122, 0.873893, -0.638614, 0, -0.033611],
@@ -188,6 +189,7 @@ def test_a_constant_group_gives_exactly_zero(name, reward, size):
         ("maxrl", 0.0),
         ("grpo_passk", 0.0),
         ("rloo", 0.0),
+        ("batch_mean", 0.0),
         ("gpg", 0.7),
         ("gdpo", 0.0),
         ("oapl", 0.0),
@@ -307,6 +309,7 @@ def test_outcome_advantages_equal_a_loop_in_float64():
         for g in np.unique(group):
             members = np.flatnonzero(group == g)
             expected[name][members] = loop_outcome(name, rewards, length, members)
+    expected["batch_mean"] = rewards - sum(rewards) / 10
     expected["gpg"] = expected["dr_grpo"]  # no reward is 0, so alpha is 1
     expected["gdpo"] = whitened(expected["grpo"])
     expected["reinforce_plus_plus"] = whitened(rewards)

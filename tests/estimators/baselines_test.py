@@ -1,5 +1,7 @@
 """Each baseline: by hand, against what it minimises, and as a loop."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,32 @@ def test_remax_subtracts_the_greedy_reward():
         greedy_rewards=jnp.array([0.5, 3.0]),
     )
     np.testing.assert_array_equal(adv, [[2.5, 2.5, 1.5], [0, 0, 0]])
+
+
+def test_the_mean_of_the_batch_knows_no_groups():
+    # (3 + 0 + 1 + 2) / 4 = 1.5, each sequence once, whatever its length; the last has no token.
+    mask = jnp.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    rewards = jnp.array([3.0, 0.0, 1.0, 2.0])
+    for group in ([0, 1, 2, 3], [0, 0, 5, 5]):
+        adv = baselines.batch_mean(rewards, mask, jnp.array(group))
+        np.testing.assert_array_equal(adv, [[1.5] * 3, [-1.5, 0, 0], [-0.5, -0.5, 0], [0] * 3])
+    per_token = jnp.array([[1.0, 0.0, 2.0], [0.0, NAN, NAN], [-1.0, 2.0, NAN], [NAN] * 3])
+    adv = baselines.batch_mean(per_token, mask, jnp.arange(4))  # 3, 0, 1 and 0: the mean is 1
+    np.testing.assert_array_equal(adv[:, 0], [2.0, -1.0, 0.0, 0.0])
+    constant = baselines.batch_mean(jnp.full(4, 0.1), mask, jnp.arange(4))
+    np.testing.assert_array_equal(constant, np.zeros((4, 3)))  # and not a rounding
+
+
+def test_the_mean_of_the_batch_shortens_the_step_by_its_own_reward():
+    """One token of two, p = 0.3 for the one with reward 1, over all batches of three: the mean of
+    A d log p / d logit is 2/3 of p (1 - p), the derivative of the expected reward."""
+    p, size, total = 0.3, 3, 0.0
+    for drawn in itertools.product((0, 1), repeat=size):
+        rewards = np.array(drawn, np.float32)
+        adv = baselines.batch_mean(rewards, jnp.ones((size, 1)), jnp.arange(size))[:, 0]
+        chance = np.prod(np.where(rewards == 1, p, 1 - p))
+        total += chance * np.mean(np.asarray(adv) * (rewards - p))
+    np.testing.assert_allclose(total, (size - 1) / size * p * (1 - p), rtol=1e-6)
 
 
 def test_opo_by_hand_and_by_what_it_minimises():

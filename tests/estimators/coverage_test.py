@@ -27,6 +27,7 @@ PUBLISHED = {
     "k1 bands on the ratio itself": [("mask", name) for name in (
         "token_ratio", "seq_sum_ratio", "seq_mean_ratio")],
     "a band on the probabilities": [("mask", "token_dp")],
+    "binary KL of tokens": [("mask", "token_binary_kl")],
     "veto": [("mask", "veto")],
     "TRM": [("mask", "trm"), ("mask", "trm_k3")],
     "OPSM": [("mask", "opsm")],
@@ -66,6 +67,7 @@ PUBLISHED = {
     "GRPO": [("advantage", "grpo")],
     "Dr.GRPO": [("advantage", "dr_grpo")],
     "MaxRL": [("advantage", "maxrl")],
+    "FlashREINFORCE": [("mask", "seq_mean_binary_kl"), ("advantage", "batch_mean")],
     "pass@k": [("advantage", "grpo_passk")],
     "RLOO": [("advantage", "rloo")],
     "REINFORCE++": [("advantage", "reinforce_plus_plus"),
@@ -86,7 +88,7 @@ PUBLISHED = {
 }
 # An arXiv id, or the code, note or book for what has none, or the entry whose source it shares.
 SOURCE = re.compile(
-    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|prime-rl|verl|NeMo|TRL|AReaL|[Ss]ource as `\w+`"
+    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|prime-rl|verl|OpenRLHF|NeMo|TRL|AReaL|[Ss]ource as `\w+`"
 )
 ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
 TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
@@ -116,4 +118,4 @@ def test_a_test_names_it(kind, name):
 
 
 def test_presets():
-    assert len(presets.PRESETS) == 19 + 5 + 2 + 6
+    assert len(presets.PRESETS) == 19 + 5 + 2 + 1 + 6

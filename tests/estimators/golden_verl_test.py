@@ -110,7 +110,7 @@ def advantages_of(batch):
         "gdpo_components": ("gdpo", components),
     }
     compared = {entry for entry, _ in entries.values()}
-    assert set(advantages.ADVANTAGES) - compared == {"maxrl", "oapl", "opob"}  # not in verl
+    assert set(advantages.ADVANTAGES) - compared == {"batch_mean", "maxrl", "oapl", "opob"}
     pairs = jnp.array(golden_verl.GOLDEN["pairs"])
     results = {
         label: advantages.ADVANTAGES[entry](

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis.estimators import baselines, methods, presets
 from jaxrl_tis.estimators.loss import importance_weights, policy_loss
 
 LOGP = jnp.array([[-0.9, -1.1, -0.4], [-0.8, -1.9, -0.7]])
@@ -57,6 +58,31 @@ def test_kl_and_entropy_terms():
 
     gradient = jax.grad(total)(entropy)
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
+
+
+def test_flash_reinforce_by_hand():
+    """Its direction is 1/B sum_i m_i A_i / T_i sum_t rho grad log pi, A = R - the mean of R over all B.
+
+    Of the three responses the second is rejected: its tokens' binary KL is 0.0204, see
+    binary_masks_test. It stays in B and in the mean of the rewards, 2/3. The tokens of the others
+    have at most -0.5 log(1 - 4 * 0.02^2) = 0.0008.
+    """
+    sampler = jnp.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.25, 1.0, 1.0]])
+    learner = jnp.array([[0.5, 0.48, 0.51], [0.4, 0.4, 0.4], [0.26, 1.0, 1.0]])
+    mask = jnp.array([[1, 1, 1], [1, 1, 1], [1, 0, 0]])
+    adv = baselines.batch_mean(jnp.array([1.0, 0.0, 1.0]), mask, jnp.arange(3))
+    batch = {"logp_old": jnp.zeros((3, 3)), "logp_behav": jnp.log(sampler), "adv": adv, "mask": mask}
+    bundle = presets.PRESETS["flash_reinforce"]
+    parts = {
+        "objective": methods.parse("objective", bundle["objective"]),
+        "weight": methods.parse("weight", bundle["weight"]),
+        "masks": methods.parse_all("mask", bundle["masks"]),
+        "mode": bundle["mode"], "aggregation": "seq-mean-token-mean", "counts_rejected": True,
+    }
+    gradient = jax.grad(lambda logp: policy_loss(logp, batch, **parts)[0])(jnp.log(learner))
+    first = np.array([1.0, 0.96, 1.02]) / 27  # rho A / (T B) with A = 1/3, T = B = 3
+    third = 1.04 / 9  # 0.26 / 0.25, one token
+    np.testing.assert_allclose(-gradient, [first, [0] * 3, [third, 0, 0]], rtol=1e-5, atol=1e-8)
 
 
 def test_the_denominators_of_the_full_batch_are_handed_on():

@@ -41,6 +41,8 @@ PARAMETERS = BANDS | {
     "trm_k3": {"trm_delta": 0.2},
     "opsm": {"opsm_delta": 0.05},
     "staleness": {"staleness_max": 2},
+    "token_binary_kl": {"upper": 0.05},
+    "seq_mean_binary_kl": {"upper": 0.2},
 }
 OF_THE_BATCH = {"m2po", "clip_cov", "top_entropy"}  # in rank_masks_test
 
@@ -77,6 +79,14 @@ def kl(p_logits, q_logits):
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
 
+def binary_kl(logp, log_ratio):
+    p, q = (
+        min(max(math.exp(x), 1e-6), 1 - 1e-6)
+        for x in (logp, logp + max(-20.0, min(20.0, log_ratio)))
+    )
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
 def oracle(name, inputs):
     """The decision for every token from its definition, in Python floats."""
     log_ratio, mask, seg = (inputs[field] for field in ("log_ratio", "mask", "seg"))
@@ -90,6 +100,11 @@ def oracle(name, inputs):
             logp = inputs["logp_behav"][b, t]
             own = max(-20.0, min(20.0, log_ratio[b, t]))
             keep[b, t] = abs(math.exp(logp + own) - math.exp(logp)) <= 0.1
+        elif name.endswith("_binary_kl"):
+            gaps = list(map(binary_kl, inputs["logp_behav"][b, is_peer], peers))
+            own = binary_kl(inputs["logp_behav"][b, t], log_ratio[b, t])
+            value = own if name.startswith("token_") else math.fsum(gaps) / len(gaps)
+            keep[b, t] = value <= PARAMETERS[name]["upper"]
         elif name == "veto":
             keep[b, t] = all(math.exp(x) >= 0.6 for x in peers)
         elif name == "trm":

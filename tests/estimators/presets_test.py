@@ -85,6 +85,15 @@ def test_centered_scores():
     assert PRESETS["centered"]["centering"] == "top(32)"
 
 
+def test_flash_reinforce():
+    """What its authors' code does: a ratio of each token without a cap, whole trajectories dropped by
+    a mean above 3e-3, no clip."""
+    assert parsed("flash_reinforce") == (
+        "bypass", ("token_vanilla", {}), (("seq_mean_binary_kl", {"upper": 3e-3}),),
+        ("reinforce", {}),
+    )
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_parses(name):
     parsed(name)

@@ -54,6 +54,7 @@ def test_maxrl_climbs_the_first_terms_of_the_log_of_the_chance():
 SCALES = {
     "rloo": 1.0,  # A = 1, -1
     "dr_grpo": 0.5,  # A = 1/2, -1/2
+    "batch_mean": 0.5,  # the batch is one group
     "maxrl": 1.0,  # over the mean of 1/2: A = 1, -1
     "grpo": math.sqrt(0.5),  # the same over a deviation of sqrt(1/2)
     "gdpo": math.sqrt(0.5),

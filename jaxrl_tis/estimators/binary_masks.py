@@ -1,0 +1,106 @@
+"""Masks by the binary KL of the drawn token against all others, of two probabilities alone.
+
+With p = mu(y_t) and q = pi_old(y_t), whether y_t is drawn has the distribution (p, 1 - p) at the
+sampler and (q, 1 - q) at the learner, and their divergence
+
+  d_t = p log(p / q) + (1 - p) log((1 - p) / (1 - q))
+
+is at most KL(mu || pi_old) over the vocabulary, as merging outcomes never adds to a divergence. p
+and q are kept within [1e-6, 1 - 1e-6]. The entries are part of `masks.MASKS`, whose module states
+the arguments that all share; `dppo_kl` has the same divergence in an objective.
+"""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import ratios
+
+MARGIN = 1e-6  # of probabilities to 0 and 1, as in the code of FlashREINFORCE's authors
+
+
+def binary_kl(log_ratio: chex.Array, logp_behav: chex.Array, mask: chex.Array) -> chex.Array:
+    """d_t of the module [B, T] in nats, never below 0; 0 at padding, without gradient.
+
+    Args:
+      log_ratio: [B, T] nats, logp_old - logp_behav.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      mask: [B, T] valid tokens.
+    """
+    chex.assert_equal_shape([log_ratio, logp_behav, mask])
+
+    def within(logp_bt):
+        return jnp.clip(logp_bt, math.log(MARGIN), math.log1p(-MARGIN))
+
+    def log_rest(logp_bt):
+        return jnp.log(-jnp.expm1(logp_bt))  # log(1 - p), also where p is close to 1
+
+    raw_bt = ratios.zero_padding(logp_behav, mask)
+    behav_bt = within(raw_bt)
+    learner_bt = within(raw_bt + ratios.detached_log_ratio(log_ratio, mask))
+    own_bt = jnp.exp(behav_bt) * (behav_bt - learner_bt)
+    rest_bt = -jnp.expm1(behav_bt) * (log_rest(behav_bt) - log_rest(learner_bt))
+    return jax.lax.stop_gradient(jnp.maximum(own_bt + rest_bt, 0.0))  # rounding may put it below
+
+
+def token_binary_kl(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    upper: chex.Numeric,
+) -> chex.Array:
+    """Tokens by their binary KL, an option of OpenRLHF; no paper.
+
+    Unit: token. Trust region: binary KL(mu || pi_old) of the drawn token <= upper. Use: as
+    `token_dp`, by a divergence that sees p near 0 and 1 better; the rest of a bad response stays,
+    and a rare token passes at a large ratio.
+
+    Args:
+      log_ratio, mask, seg: see `masks`.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      upper: largest d_t kept, nats, inclusive; required, as no default is known.
+    """
+    del seg
+    return ratios.as_bool(mask) & (binary_kl(log_ratio, logp_behav, mask) <= upper)
+
+
+def seq_mean_binary_kl(
+    log_ratio: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    logp_behav: chex.Array,
+    upper: chex.Numeric = 3e-3,
+) -> chex.Array:
+    """The Sequence Trust Region of FlashREINFORCE (Hu et al. 2026): sequences by the mean of their
+    tokens' binary KL.
+
+    The authors go with `token_vanilla` in bypass mode, the advantage `batch_mean`, the objective
+    `reinforce` and one update of each batch, aggregated by seq-mean-token-mean: the preset
+    flash_reinforce and two more fields. Rejected responses stay in their denominators.
+
+    Unit: sequence. Trust region: mean_t of the binary KL(mu || pi_old) of the drawn tokens <=
+    upper. Use: stale responses whose tokens are weighed one by one, so that nothing else sees how
+    far their prefixes went; one bad token hides in a long mean: add `veto`.
+
+    Args:
+      log_ratio, mask, seg: see `masks`.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      upper: largest mean kept, nats, inclusive; 3e-3 as in the authors' code, whose recipes take
+        1e-3 to 5e-3.
+    """
+    kl_bt = binary_kl(log_ratio, logp_behav, mask)
+    mean_bs = ratios.sequence_mean(kl_bt, mask, seg)
+    return ratios.as_bool(mask) & (ratios.to_tokens(mean_bs, seg, mask.shape[1]) <= upper)
+
+
+MASKS = {
+    "token_binary_kl": token_binary_kl,
+    "seq_mean_binary_kl": seq_mean_binary_kl,
+}
+
+NEEDS = dict.fromkeys(MASKS, ("logp_behav",))

@@ -1,0 +1,104 @@
+"""The binary KL of drawn tokens: by hand, against the KL of whole distributions, at the ends, and
+the masks that it makes. `masks_test` has the loops over tokens and packed rows."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.estimators import binary_masks
+
+# The probabilities of six tokens at the sampler and at the learner, in two rows.
+SAMPLER = np.array([[0.5, 0.9, 0.001], [0.5, 0.25, 1.0]])
+LEARNER = np.array([[0.4, 0.8, 0.01], [0.5, 0.25, 1.0]])
+# 0.5 log(1.25) + 0.5 log(0.5 / 0.6) = 0.111572 - 0.091161; 0.9 log(1.125) + 0.1 log(0.5) = 0.106005
+# - 0.069315; 0.001 log(0.1) + 0.999 log(0.999 / 0.99) = -0.002303 + 0.009041.
+EXPECTED = [[0.020411, 0.036690, 0.006738], [0.0, 0.0, 0.0]]
+MASK = np.array([[1, 1, 1], [1, 1, 0]])
+
+
+def given(sampler, learner):
+    sampler, learner = np.log(sampler), np.log(learner)
+    return jnp.array(learner - sampler, jnp.float32), jnp.array(sampler, jnp.float32)
+
+
+def test_by_hand():
+    log_ratio, behav = given(SAMPLER, LEARNER)
+    kl = binary_masks.binary_kl(log_ratio, behav, MASK)
+    np.testing.assert_allclose(kl, EXPECTED, atol=1e-6)
+    # A ratio of 10 of a rare token is a third of one of 0.8 at one half.
+    kept = binary_masks.token_binary_kl(log_ratio, MASK, logp_behav=behav, upper=0.02)
+    assert kept.tolist() == [[False, False, True], [True, True, False]]
+
+
+def test_a_sequence_is_kept_by_its_mean():
+    # (0.020411 + 0.036690 + 0.006738) / 3 = 0.021280; of the first two tokens 0.028551.
+    log_ratio, behav = given(SAMPLER, LEARNER)
+    kept = lambda upper, mask=MASK: binary_masks.seq_mean_binary_kl(
+        log_ratio, mask, logp_behav=behav, upper=upper
+    ).tolist()
+    assert kept(0.0213) == [[True] * 3, [True, True, False]]
+    assert kept(0.0212) == [[False] * 3, [True, True, False]]
+    two = np.array([[1, 1, 0], [0, 0, 0]])
+    assert kept(0.0286, two)[0] == [True, True, False]
+    assert kept(0.0285, two) == [[False] * 3] * 2
+
+
+def test_the_authors_bound_is_the_default():
+    # p = 0.5, q = 0.5 + x: -0.5 log(1 - 4 x^2), which is 0.003 at x = 0.038672.
+    behav = jnp.log(jnp.array([[0.5]]))
+    for learner, is_kept in ((0.5386, True), (0.5388, False), (0.4614, True), (0.4612, False)):
+        log_ratio = jnp.log(jnp.array([[learner]])) - behav
+        kept = binary_masks.seq_mean_binary_kl(log_ratio, jnp.ones((1, 1)), logp_behav=behav)
+        assert bool(kept[0, 0]) == is_kept
+
+
+def test_it_is_at_most_the_kl_of_whole_distributions():
+    rng = np.random.default_rng(0)
+    for vocabulary in (2, 3, 50):
+        mu, pi = (np.exp(rng.normal(scale=1.5, size=(200, vocabulary))) for _ in range(2))
+        mu, pi = mu / mu.sum(1, keepdims=True), pi / pi.sum(1, keepdims=True)
+        whole = (mu * np.log(mu / pi)).sum(1)
+        drawn = rng.integers(vocabulary, size=200)
+        rows = np.arange(200)
+        log_ratio, behav = given(mu[rows, drawn][:, None], pi[rows, drawn][:, None])
+        kl = np.asarray(binary_masks.binary_kl(log_ratio, behav, np.ones((200, 1))))[:, 0]
+        assert np.all(kl <= whole + 1e-5)
+        if vocabulary == 2:  # nothing is merged
+            np.testing.assert_allclose(kl, whole, rtol=1e-4, atol=1e-6)
+        else:
+            assert np.mean(kl < 0.9 * whole) > 0.5
+
+
+def test_equal_policies_pass_every_bound():
+    logp = jnp.array([[0.0, -1e-9, -1e-3, -1.0, -20.0, -90.0]])
+    mask = jnp.ones(logp.shape)
+    for entry in binary_masks.MASKS.values():
+        assert np.all(entry(jnp.zeros_like(logp), mask, logp_behav=logp, upper=0.0))
+    # Policies that are nearly equal: the difference of two roundings, which may be negative.
+    logp = jnp.linspace(-5.0, -0.01, 500)[None, :]
+    near = binary_masks.binary_kl(jnp.full(logp.shape, 1e-5), logp, jnp.ones(logp.shape))
+    assert np.all(near >= 0.0) and np.any(near == 0.0) and np.all(near < 1e-6)
+
+
+def test_the_ends_are_finite_and_far():
+    # A token that one side is certain of and the other excludes: log(1e6) at the margins.
+    kl = binary_masks.binary_kl(
+        jnp.array([[-50.0, 50.0]]), jnp.array([[0.0, -50.0]]), jnp.ones((1, 2))
+    )
+    # The log-ratio is clamped to 20 first: the second learner's token has exp(-30), below a margin.
+    np.testing.assert_allclose(kl, [[math.log(1e6), 0.0]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", binary_masks.MASKS)
+def test_the_sampler_has_no_gradient_and_padding_is_not_read(name):
+    log_ratio, behav = given(SAMPLER, LEARNER)
+    poisoned = [jnp.where(MASK == 1, x, jnp.nan) for x in (log_ratio, behav)]
+    entry = binary_masks.MASKS[name]
+    kept = entry(poisoned[0], MASK, logp_behav=poisoned[1], upper=0.0213)
+    assert kept.tolist() == entry(log_ratio, MASK, logp_behav=behav, upper=0.0213).tolist()
+    total = lambda *x: jnp.sum(binary_masks.binary_kl(*x, MASK))
+    for gradient in jax.grad(total, argnums=(0, 1))(*poisoned):
+        np.testing.assert_array_equal(gradient, np.zeros((2, 3)))
