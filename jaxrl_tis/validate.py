@@ -503,7 +503,7 @@ def _bounds(name, parameters):
         if not 0 <= low <= 1 <= high:
             yield f"the band [{low}, {high}] of {name!r} must hold the ratio 1"
     clip_low, clip_high = (parameters.get(key, 0.0) for key in ("clip_low", "clip_high"))
-    if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "two_sided")):
+    if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "two_sided", "dis")):
         yield f"clip_low is {clip_low} in {name!r}; the ratio's lower bound is 1 - clip_low"
     if clip_high < 0:
         yield f"clip_high is {clip_high} in {name!r}; the ratio's upper bound is 1 + clip_high"

@@ -164,6 +164,45 @@ def dispo(
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
+def dis(
+    logp: chex.Array,
+    logp_old: chex.Array,
+    adv: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    clip_low: chex.Numeric = 0.3,
+    clip_high: chex.Numeric = 5.0,
+) -> clipped.Loss:
+    """Direct double-sided importance sampling of GLM-5 (arXiv:2602.15763) and SAO (arXiv:2607.07508
+    eqs 1-3), l = -sg(f(r)) A log pi with f(r) = r within the band and 0 outside, whatever the sign
+    of A.
+
+    The papers' ratio is against the sampler, whose own log-probs stand for those of the old policy:
+    bypass mode, weight none, and no old log-probs for stale samples. It is `reinforce` with the
+    weight `token_mis` of the same band in that mode. SAO's advantage is `gae` of a critic, one
+    sample per prompt, whose recursion steps over a tool's reply like ours; its lam grows with the
+    length, which ours does not. Aggregation: token-mean.
+
+    Unit: token. Trust region: 1 - clip_low < r < 1 + clip_high, for both signs of A. Gradient:
+    through log pi; w = r is detached, and a token outside the band has 0, on the way back too. Use:
+    asynchronous training where the policy that drew a token is no longer at hand; a good token that
+    the policy has left by more than the band is not learned again.
+
+    Args:
+      clip_low: width of the band below 1; 0.3 as in SAO's reasoning runs, 0.8 in its coding runs.
+      clip_high: width above 1; 5.0 as in the reasoning runs, 3.0 in the coding runs.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens outside the band.
+    """
+    del seg
+    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    ratio_bt = weights.raw_token(log_ratio_bt, mask)
+    is_inside_bt = (ratio_bt > 1.0 - clip_low) & (ratio_bt < 1.0 + clip_high)
+    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), ~is_inside_bt, mask)
+    return _reinforce(jnp.where(is_inside_bt, ratio_bt, 0.0), logp, adv_bt, mask), metrics
+
+
 def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
     """TOPR with the ratio that `raw` makes of the log-ratios."""
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
@@ -420,6 +459,7 @@ OBJECTIVES = {
     "reinforce": reinforce,
     "cispo": cispo,
     "dispo": dispo,
+    "dis": dis,
     "topr": topr,
     "topr_token": topr_token,
     "topr_geo": topr_geo,

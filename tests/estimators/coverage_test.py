@@ -52,6 +52,7 @@ PUBLISHED = {
     "GPG and REINFORCE": [("objective", "gpg"), ("objective", "reinforce"), ("advantage", "gpg")],
     "CISPO": [("objective", "cispo")],
     "DISPO": [("objective", "dispo")],
+    "SAO's double-sided clip": [("objective", "dis")],
     "TOPR": [("objective", "topr"), ("objective", "topr_token"), ("objective", "topr_geo")],
     "ASPO": [("objective", "aspo")],
     "MinPRO": [("objective", "minpro")],
@@ -88,7 +89,8 @@ PUBLISHED = {
 }
 # An arXiv id, or the code, note or book for what has none, or the entry whose source it shares.
 SOURCE = re.compile(
-    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|prime-rl|verl|OpenRLHF|NeMo|TRL|AReaL|[Ss]ource as `\w+`"
+    r"arXiv:\d{4}\.\d{5}|[A-Z][a-z]+ et al\.|Schulman|slime|prime-rl|verl|OpenRLHF|NeMo|TRL|AReaL"
+    r"|[Ss]ource as `\w+`"
 )
 ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
 TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]

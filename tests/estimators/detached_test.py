@@ -34,6 +34,8 @@ COEFFICIENTS = {
     "cispo": [1, -1, 1.2, -1.2, 0.741, -0.741, 1.2, -1.2, 0.223, -0.223],
     # e^1.5 = 4.482 is inside [0, 5] for A > 0 and cut to 1.28 for A < 0.
     "dispo": [1, -1, 1.350, -1.280, 0.741, -0.741, 4.482, -1.280, 0.223, -0.223],
+    # Within (0.7, 6) for both signs: e^-1.5 = 0.223 is outside.
+    "dis": [1, -1, 1.350, -1.350, 0.741, -0.741, 4.482, -4.482, 0, 0],
     "topr": TOPR,
     "topr_token": TOPR,
     "topr_geo": TOPR,
@@ -213,6 +215,41 @@ def test_dispo_with_equal_bounds_is_cispo():
     actual = run("dispo", logp, batch, **widths)
     expected = run("cispo", logp, batch, clip_low=0.3, clip_high=0.3)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_dis_masks_both_sides_for_both_signs():
+    # Ratios 0.5, 0.7, 1.3, 2, 5.9 and 6.1: outside the band (0.7, 6) are the first and the last.
+    logp, batch = tokens(np.log([0.5, 0.71, 1.3, 2.0, 5.9, 6.1] * 2), [1] * 6 + [-2] * 6)
+    _, metrics, gradient = run("dis", logp, batch)
+    w = np.array([0, 0.71, 1.3, 2.0, 5.9, 0])
+    np.testing.assert_allclose(gradient[:, 0], [*-w, *2 * w], rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 4 / 12, rtol=1e-6)
+    # The ends are outside: 1 - 0.5 and 1 + 1, exact in binary. PPO would keep the way back.
+    logp, batch = tokens([0.0, 0.0, 0.0], [1, 1, 1], p_old=1.0)
+    logp = np.log(np.array([[0.5], [1.0], [2.0]])).astype(np.float32)
+    ratio = np.exp(logp)
+    assert ratio.ravel().tolist() == [0.5, 1.0, 2.0]
+    gradient = run("dis", logp, batch, clip_low=0.5, clip_high=1.0)[2]
+    np.testing.assert_array_equal(gradient[:, 0], [0, -1, 0])
+
+
+def test_dis_over_all_tokens_is_the_gradient_of_what_is_inside():
+    """One position of four tokens: the mean under mu of the step is that of sum_v pi_v A_v grad log
+    pi_v over the tokens inside the band, exactly, and with an infinite band the policy gradient."""
+    mu, pi = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.3, 0.25, 0.35])
+    adv = np.array([1.0, -0.5, 2.0, -1.0])  # ratios 0.25, 1, 1.25 and 3.5
+    logits = jnp.log(jnp.array(pi, jnp.float32))
+    for widths, inside in (({}, [0, 1, 1, 1]), ({"clip_high": 2.0}, [0, 1, 1, 0]),
+                           ({"clip_low": 1.0, "clip_high": np.inf}, [1, 1, 1, 1])):
+
+        def mean_loss(logits, widths=widths):
+            logp = jax.nn.log_softmax(logits)[:, None]
+            fields = (jnp.log(mu)[:, None], jnp.array(adv)[:, None], jnp.ones((4, 1)))
+            return jnp.sum(mu * detached.dis(logp, *fields, **widths)[0][:, 0])
+
+        coefficients = pi * adv * np.array(inside)  # of grad log pi_v = e_v - pi
+        wanted = coefficients - coefficients.sum() * pi
+        np.testing.assert_allclose(-jax.grad(mean_loss)(logits), wanted, atol=1e-6)
 
 
 # Ratios of (-0.2, 0.1, -0.5): sum -0.6, mean -0.2.

@@ -60,6 +60,22 @@ def test_kl_and_entropy_terms():
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
 
 
+def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
+    # Ratios to the sampler: e^0.5, e^-0.2, e^0.1, e^0.2 and e^0.7; the first and last are above 1.5.
+    parts = {"aggregation": "token-mean", "mode": "bypass", "counts_rejected": True}
+    ways = [
+        {"objective": ("dis", {"clip_low": 0.3, "clip_high": 0.5})},
+        {"objective": ("reinforce", {}), "weight": ("token_mis", {"lower": 0.7, "upper": 1.5})},
+    ]
+    losses = [jax.value_and_grad(lambda logp, way=way: policy_loss(logp, BATCH, **parts, **way)[0])
+              for way in ways]
+    (value, gradient), (other, expected) = (loss(LOGP) for loss in losses)
+    np.testing.assert_allclose(value, other, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    w = np.array([[0.0, np.exp(-0.2), np.exp(0.1)], [np.exp(0.2), 0.0, 0.0]])
+    np.testing.assert_allclose(gradient, -w * BATCH["adv"] / 5, rtol=1e-5)
+
+
 def test_flash_reinforce_by_hand():
     """Its direction is 1/B sum_i m_i A_i / T_i sum_t rho grad log pi, A = R - the mean of R over all B.
 
