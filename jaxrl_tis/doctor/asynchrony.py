@@ -9,7 +9,7 @@ import itertools
 import math
 
 from jaxrl_tis.doctor.case import (
-    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, has_stand_in, is_ahead, is_not, is_so,
+    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, has_stand_in, is_ahead, is_direct, is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
 
@@ -84,13 +84,13 @@ def _lag_correlation(case):
 
 
 def corrects_staleness(case: Case) -> bool:
-    """Whether what the policy has moved since a token was drawn is in a weight, or the clip is around
-    the policy of the update."""
+    """Whether what the policy has moved since a token was drawn is in a weight, the objective's own
+    too, or the clip is around the policy of the update."""
     weight = case.method("weight")[0]
     is_whole = case.setting("correction.mode") == "bypass" or has_stand_in(case)
     return (
         case.method("objective")[0] in OBJECTIVES or weight != "none" and is_whole
-        or "logp_prox" in methods.needs("weight", weight)
+        or is_direct(case) or "logp_prox" in methods.needs("weight", weight)
     )
 
 
@@ -210,8 +210,9 @@ SETUP = (
     Finding(
         "async.naive", "stale samples, and nothing corrects their staleness",
         "Clip around the policy of the update: objective decoupled (arXiv:2505.24298) or a3po "
-        "(arXiv:2512.06547) with weight none, preset async. A clip around the policy that sampled "
-        "degrades at a staleness of 1 and collapses at 4 in AReaL's ablation.",
+        "(arXiv:2512.06547) with weight none, preset async; or weigh by the ratio to the sampler, which "
+        "needs no old log-probs: objective dis in bypass mode (arXiv:2607.07508). A clip around the "
+        "policy that sampled degrades at a staleness of 1 and collapses at 4 in AReaL's ablation.",
         all_of=(is_not("config/corrects_staleness"), Clause(LAG, ">", "lag_naive", absent=False)),
         changes={
             field: _if_ahead(value) for field, value in (
@@ -252,7 +253,9 @@ SETUP = (
     Finding(
         "async.bound", "samplers have begun all that they may",
         "They wait in their turn, for the slowest sequences of a batch: raise the bound on staleness "
-        "by one version, or let new weights interrupt sequences.",
+        "by one version, or let new weights interrupt sequences. A sample alone waits for no other: "
+        "group_size 1 with more prompts, and the advantage batch_mean with the preset flash_reinforce "
+        "(FlashREINFORCE), or gae with the objective dis (arXiv:2607.07508).",
         all_of=(Clause("run/ahead_share", ">=", "ahead_full"),), parent="async.idle",
     ),
     Finding(

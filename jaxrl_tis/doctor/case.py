@@ -267,6 +267,13 @@ def has_own_weight(case: Case) -> bool:
     return "logp_behav" in methods.needs("objective", case.method("objective")[0])
 
 
+def is_direct(case: Case) -> bool:
+    """Whether log pi is weighed by the whole ratio to the sampler, detached, and no clip is around it."""
+    objective, weight = case.method("objective")[0], case.method("weight")[0]
+    is_weighed = objective == "dis" or objective in ("gpg", "reinforce") and weight != "none"
+    return case.setting("correction.mode") == "bypass" and is_weighed
+
+
 def _is_corrected(case):
     is_weighted = case.method("weight")[0] != "none"
     return is_weighted or has_own_weight(case) or case.setting("correction.masks") != ""
@@ -305,6 +312,8 @@ TREE_FACTS: dict[str, Fact] = {
     "config/is_weighted": lambda c: c.method("weight")[0] != "none",
     "config/is_corrected": _is_corrected,
     "config/is_centered": _is_centered,
+    "config/is_direct": is_direct,
+    "config/is_clipped_product": lambda c: c.method("objective")[0] == "seq_ppo",
     "config/is_product": _is_product,
     "config/is_rejecting": _is_rejecting,
     "config/is_filtered": _is_filtered,

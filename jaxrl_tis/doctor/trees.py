@@ -13,8 +13,8 @@ from typing import Any
 from jaxrl_tis.doctor import asynchrony, effects
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
-    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight, is_ahead, is_not,
-    is_so,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight, is_ahead, is_direct,
+    is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
 
@@ -58,7 +58,8 @@ def _beside(case, weight):
     """Returns a weight, or what has its place where samples are stale: an objective that weighs."""
     if not is_ahead(case):
         return weight
-    if case.method("objective")[0] in asynchrony.OBJECTIVES:
+    is_weighed = is_direct(case) and case.method("weight")[0] == "none"  # by the objective itself
+    if is_weighed or case.method("objective")[0] in asynchrony.OBJECTIVES:
         return None
     return weight if asynchrony.corrects_staleness(case) else "none"
 
@@ -135,7 +136,7 @@ CLIPPING = (
 STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
-UNCENTRED = is_not("config/is_centered")
+UNCENTRED, INDIRECT = is_not("config/is_centered"), is_not("config/is_direct")
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
@@ -290,7 +291,8 @@ CAUSES = (
     Finding(
         "C", "moderate drift of the tokens",
         "Reject responses by their geometric mean: it drops outliers and leaves the gradient of "
-        "the others as it is.",
+        "the others as it is. Gaps of both signs cancel in it; they add up in seq_mean_k2, and in "
+        "seq_mean_binary_kl, where rare tokens count little (FlashREINFORCE).",
         all_of=(Clause(CHI2, ">", "chi2_moderate"),), unless=("D", *ESCALATIONS), changes=GEO,
     ),
     Finding(
@@ -327,13 +329,20 @@ CAUSES = (
         all_of=(is_so("config/is_bypass"),), parent="E", changes=WEIGHED,
     ),
     Finding(
+        "E.product", "the clipped ratio is a product over the whole response",
+        "It spreads with the length, so that one small step clips whole responses. Clip their "
+        "geometric mean, GSPO (arXiv:2507.18071), in a narrow band.",
+        all_of=(is_so("config/is_clipped_product"),), parent="E",
+        changes={"correction.objective": "gspo"},
+    ),
+    Finding(
         "E.pressure", "too much update per batch", "One epoch and half the learning rate.",
         all_of=(is_not("config/is_bypass"),), parent="E",
         changes={"train.epochs": 1} | HALF_RATE,
     ),
     Finding(
         "E.widened", "the clip has been widened", "Return to the usual band.",
-        all_of=(Clause("config/clip_widening", ">", "clip_widest"),), parent="E",
+        all_of=(Clause("config/clip_widening", ">", "clip_widest"),), unless=("E.product",), parent="E",
         changes={"correction.objective": _usual_clip},
         mistake="widening the clip because many tokens are clipped",
     ),
@@ -396,12 +405,19 @@ SETUP = (
     Finding(
         "engine.folded", "another engine samples, and the clipped ratio contains its gap",
         "The trust region assumes a ratio that starts at 1: separate the two.",
-        all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED), unless=("healthy",), changes=WEIGHED,
+        all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED, INDIRECT), unless=("healthy",),
+        changes=WEIGHED,
     ),
     Finding(
         "engine.bypass", "another engine samples, and the clipped ratio contains its small gap",
         "Fine while the gap stays this small.",
-        all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED), unless=("engine.folded",),
+        all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED, INDIRECT), unless=("engine.folded",),
+    ),
+    Finding(
+        "engine.direct", "another engine samples, and log pi is weighed by the whole ratio to it",
+        "Keep it: the weight holds the engine's gap and staleness, once, and no clip is around it. "
+        "Watch the share of tokens that its band, or a mask, takes.",
+        all_of=(DIFFERENT, is_so("config/is_direct"), UNCENTRED),
     ),
     Finding(
         "training.once", "synchronous, one update per batch", "No correction of staleness.",

@@ -25,6 +25,7 @@ STALE = {
 DECOUPLED_TIS = {"correction.preset": "tis_2"}
 NAIVE = {"correction.preset": "bypass_ppo_clip"}
 STAND_IN = DECOUPLED_TIS | {"rollout.old_logp": "ewma"}
+DIRECT = {"correction.preset": "ppo_is", "correction.objective": "dis"}
 WHOLE = {"correction.preset": "bypass_pg_is"}  # weights of the whole drift
 GAP = {KL: 0.03}
 IN_PLACE = {"rollout.mode": "in_flight(staleness=4)"}
@@ -69,6 +70,10 @@ CASES = {
     "async.naive, bypass": ({}, NAIVE, {"training.async", "async.naive"}),
     "a lag of one version": ({LAG: 1.0}, NAIVE, {"training.async"}),
     "weights of the whole drift": ({}, WHOLE, {"training.async"}),
+    "an objective's own weight": ({}, DIRECT, {"training.async"}),
+    "that of another ratio": (
+        {}, DIRECT | {"correction.mode": "decoupled"}, {"training.async", "async.naive"}
+    ),
     "caps of every factor": (
         {}, {"correction.preset": "normal", "correction.weight": "capped_ratio"}, {"training.async"}
     ),
@@ -155,7 +160,7 @@ def test_every_finding_has_a_record():
 
 
 @pytest.mark.parametrize("symptom", [{CHI2: 1.5}, {CHI2: 3.0}, GAP, {KL: 0.2, ENGINE_SHARE: 0.1}])
-@pytest.mark.parametrize("changes", [DECOUPLED_TIS, NAIVE, WHOLE, STAND_IN, {}])
+@pytest.mark.parametrize("changes", [DECOUPLED_TIS, NAIVE, WHOLE, DIRECT, STAND_IN, {}])
 def test_advice_for_the_gap_keeps_what_corrects_staleness(symptom, changes, tmp_path):
     """All lines together are a config that is accepted, and in which nothing is naive any more."""
     diagnosis = diagnose(write_run(tmp_path, STALE | symptom, RUN | changes))
@@ -165,6 +170,8 @@ def test_advice_for_the_gap_keeps_what_corrects_staleness(symptom, changes, tmp_
     validate(config)
     after = cases.Case({}, config.to_dict(), cases.THRESHOLDS, 120)
     assert asynchrony.corrects_staleness(after)
+    is_direct = after.method("objective")[0] == "dis" and after.setting("correction.mode") == "bypass"
+    assert not is_direct or after.method("weight")[0] == "none"  # or the gap would count twice
 
 
 def evidence(diagnosis, name):

@@ -174,6 +174,13 @@ CAUSE_CASES = {
     "E.pressure": (RISING, clip(0.15), {"E", "E.pressure"}),
     "E.pressure-higher": (RISING, clip(0.28), {"E", "E.pressure"}),
     "E.bypass": (RISING, BYPASS, {"E", "E.bypass"}),
+    "E.product": (RISING, {"correction.objective": "seq_ppo"}, {"E", "E.product", "E.pressure"}),
+    "E.product-widened": (
+        RISING, {"correction.objective": "seq_ppo(clip_high=0.4)"}, {"E", "E.product", "E.pressure"}
+    ),
+    "E.bypass-product": (
+        RISING, BYPASS | {"correction.objective": "seq_ppo"}, {"E", "E.bypass", "E.product"}
+    ),
     "E.widened": (RISING, WIDE, {"E", "E.pressure", "E.widened"}),
     "E.widened-low": (
         RISING, {"correction.objective": "dual_clip(clip_low=0.35)"},
@@ -185,6 +192,7 @@ CAUSE_CASES = {
 ROUTED = {FLIPS: 0.05}
 KL_LOSS = {"correction.kl_coeff": 0.01}
 CENTRED = {"correction.preset": "centered_tis_2"}
+DIRECT = {"correction.preset": "ppo_is", "correction.objective": "dis"}
 SETUP_CASES = {
     "engine.corrected": ({KL: 0.03}, {}, ONCE),
     "engine.corrected-objective": (
@@ -210,6 +218,17 @@ SETUP_CASES = {
     "engine.bypass-masks": (
         {}, {"correction.preset": "bypass_ppo_clip_geo_rs"},
         ONCE - {"engine.corrected"} | {"engine.bypass"},
+    ),
+    "engine.direct": (
+        {KL: 0.03}, {"correction.preset": "flash_reinforce"},
+        ONCE - {"engine.corrected"} | {"engine.direct"},
+    ),
+    "engine.direct-objective": (
+        {KL: 0.03}, DIRECT, ONCE - {"engine.corrected"} | {"engine.direct"}
+    ),
+    "engine.folded-unweighted": (  # nothing weighs the gap
+        {KL: 0.03}, DIRECT | {"correction.objective": "reinforce"},
+        ONCE - {"engine.corrected"} | {"engine.folded"},
     ),
     "engine.centred": (
         {KL: 0.03, CHI2: 1.5, "centering/sampler_mass": 0.95}, CENTRED,
