@@ -9,12 +9,13 @@ with a malformed line is refused, with the line and the column, and exit code 2.
 """
 
 import argparse
-import json
+import concurrent.futures
 import pathlib
+import types
 from collections.abc import Sequence
 
 from jaxrl_tis import cli
-from jaxrl_tis.audit import dump, measure, page, table, verdict
+from jaxrl_tis.audit import dump, measure, table
 
 
 def _renamed(argument: str) -> dict[str, str]:
@@ -22,6 +23,13 @@ def _renamed(argument: str) -> dict[str, str]:
     if not all(ours and theirs for ours, _, theirs in pairs):
         raise argparse.ArgumentTypeError(f"{argument!r} is not OURS=THEIRS,...")
     return {ours: theirs for ours, _, theirs in pairs}
+
+
+def _doctor() -> types.ModuleType:
+    """Imports the doctor, which knows all of the package, while the dump is measured."""
+    from jaxrl_tis.audit import verdict
+
+    return verdict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for flag in ("json", "html"):
         cli.check_folder(flag, getattr(args, flag))
-    report = measure.measure(dump.read(args.dump, args.columns), args.current_version)
-    report["doctor"] = verdict.verdict(report)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        doctor = pool.submit(_doctor)
+        report = measure.measure(dump.read(args.dump, args.columns), args.current_version)
+    report["doctor"] = doctor.result().verdict(report)
     print(table.text(report))
     if args.json:
         pathlib.Path(args.json).write_text(measure.to_json(report), encoding="utf-8")
     if args.html:
+        from jaxrl_tis.audit import page
+
         pathlib.Path(args.html).write_text(page.page(report), encoding="utf-8")
 
 

@@ -167,9 +167,11 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
             problems.append((number, [record]))
             continue
         if first is None:
-            first = number, tuple(record), np.shape(record["top"]) if "top" in record else ()
+            first = number, tuple(record)
         found, wrong = columns.check(record)
         wrong += _unlike(unit, first, record)
+        if good and "top" in found and "top" in good[0]:
+            wrong += _unlike_head(found["top"].shape[1], good[0]["top"].shape[1])
         if wrong:
             problems.append((number, wrong))
         else:
@@ -200,14 +202,16 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
 
 def _unlike(unit, first, record):
     """Lists columns that not all sequences have."""
-    number, names, shape = first
+    number, names = first
     known = lambda there, here: [c for c in there if c in columns.COLUMNS and c not in here]
     found = [f"{c}: missing, {unit} {number} has it" for c in known(names, record)
              if c not in columns.REQUIRED]
     found += [f"{c}: {unit} {number} does not have it" for c in known(record, names)]
-    if len(shape) == 3 and "top" in record and np.shape(record["top"])[1:] != shape[1:]:
-        found.append(f"top: another number of pairs than the {shape[1]} of {unit} {number}")
     return found
+
+
+def _unlike_head(here, there):
+    return [] if here == there else [f"top: {here} pairs for a token, and {there} before"]
 
 
 def _refusal(path, unit, problems, count):

@@ -64,32 +64,38 @@ def _head(batch):
 # Where the gap is
 
 
-def profiles(batch: Batch) -> dict[str, dict[str, jax.Array]]:
+def profiles(batch: Batch) -> dict[str, dict[str, float]]:
     """{"<kind>_<label>": statistics} of the tokens by position in the response and in the context,
-    length of the response, turn, distance from a tool's text, and age of the weights; buckets that
-    hold a token."""
-    mask, seg = batch["mask"], batch["seg"]
-    octave = attribution.power_of_two_bucket
-    octaves = (0, *(2**k for k in range(31)))
-    length = lambda mask, seg: ratios.to_tokens(
-        ratios.sequence_count(mask, mask, seg), seg, mask.shape[1])
-    buckets = {
-        "position": (octave(attribution.response_positions(mask, seg)), octaves),
-        "length": (octave(length(mask, seg)), octaves),
-    }
-    if "position" in batch:
-        buckets["context"] = octave(batch["position"]), octaves
-    if "turn" in batch:
-        buckets["turn"] = batch["turn"], range(NUM_BUCKETS)
-        buckets["after_tool"] = octave(attribution.tool_distances(mask, seg)), ("none", *octaves[1:])
-    if "version" in batch:
-        buckets["lag"] = batch["current_version"] - batch["version"], range(NUM_BUCKETS)
+    length of the response, turn, distance from a tool's text, and age of the weights; of the buckets
+    that hold a token."""
+    octaves = (0, *(2**k for k in range(NUM_BUCKETS - 1)))
+    labels = dict.fromkeys(("position", "length", "context"), octaves)
+    labels |= dict.fromkeys(("turn", "lag"), range(NUM_BUCKETS))
+    labels["after_tool"] = ("none", *octaves[1:])
     statistics = jax.jit(functools.partial(attribution.bucket_statistics, num_buckets=NUM_BUCKETS))
-    inputs = batch["logp_old"], batch["logp_behav"]
     found = {}
-    for kind, (bucket, labels) in buckets.items():
-        values = jax.device_get(statistics(*inputs, bucket, mask))
-        for k, label in enumerate(labels):
+    for kind, bucket in jax.jit(_buckets)(batch).items():
+        values = statistics(batch["logp_old"], batch["logp_behav"], bucket, batch["mask"])
+        values = jax.device_get(values)
+        for k, label in enumerate(labels[kind]):
             if values["token_fraction"][k] > 0:
                 found[f"{kind}_{label}"] = {name: float(x[k]) for name, x in values.items()}
+    return found
+
+
+def _buckets(batch):
+    """{kind: bucket of each token [R,T]}"""
+    mask, seg = batch["mask"], batch["seg"]
+    octave = attribution.power_of_two_bucket
+    length = ratios.to_tokens(ratios.sequence_count(mask, mask, seg), seg, mask.shape[1])
+    found = {
+        "position": octave(attribution.response_positions(mask, seg)), "length": octave(length),
+    }
+    if "position" in batch:
+        found["context"] = octave(batch["position"])
+    if "turn" in batch:
+        found["turn"] = batch["turn"]
+        found["after_tool"] = octave(attribution.tool_distances(mask, seg))
+    if "version" in batch:
+        found["lag"] = batch["current_version"] - batch["version"]
     return found

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_tis.audit.dump import Dump
 from jaxrl_tis.kernels.segment import Segments
 
 MOST_PADDED = 3  # times the tokens; a row of its own for each sequence makes smaller programs
@@ -43,8 +42,8 @@ def _gather(x, index):
 
 
 def rounded(count: int) -> int:
-    """The next multiple of an eighth of a power of two."""
-    step = 2 ** max(0, math.ceil(math.log2(count)) - 3)
+    """The next multiple of a sixteenth of the power of two that is not below it."""
+    step = 2 ** max(0, math.ceil(math.log2(count)) - 4)
     return -(-count // step) * step
 
 
@@ -80,9 +79,3 @@ def _lay(rows, lengths, width):
             token[r, begin:end] = np.arange(starts[i], starts[i] + lengths[i])
             seg[r, begin:end] = s + 1
     return Rows(token, sequence, seg if is_shared else Segments(seg, 1))
-
-
-def batch(dump: Dump, rows: Rows) -> dict[str, np.ndarray]:
-    """The token columns of the dump in rows [R,T], and its rewards and groups [R,S]."""
-    found = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
-    return found | {name: rows.of_sequences(x) for name, x in dump.sequences.items()}

@@ -155,8 +155,11 @@ def _what_if(report) -> Iterator[str]:
 def _row(row, columns):
     if row["reason"]:
         return f"{row['rule']:<{RULE_WIDTH}}  {row['reason']}"
+    cell = lambda name: _number(name, row[name])
+    if not row["tokens_kept"]:
+        cell = lambda name: "0.0%" if name.endswith("_kept") else "-"
     return f"{row['rule']:<{RULE_WIDTH}}" + "".join(
-        f"{_number(name, row[name]):>{width}}" for name, _, width, _ in columns)
+        f"{cell(name):>{width}}" for name, _, width, _ in columns)
 
 
 def _number(name, x):

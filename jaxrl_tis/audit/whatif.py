@@ -7,6 +7,7 @@ a preset the gradient of `loss.policy_loss`, whose factor before the score is a 
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_tis.estimators import counts, diagnostics, loss, methods, presets, ratios, weights
 from jaxrl_tis.estimators.masks import AT_UPDATE
@@ -214,14 +216,32 @@ def table(chosen: Sequence[Rule], batch: Batch) -> list[dict[str, Any]]:
     known = [rule for rule in chosen if rule.reason is None]
     made, found = _made(known, batch), {}
     rho = {learner: _ratios(batch[learner], batch) for learner in ("logp_old", "logp_now")}
-    for rule in known:
-        key = rule.parts, rule.learner
-        if key not in found:
-            w = math.prod(made[part][0] for part in rule.parts)
-            truncated = max(made[part][1] for part in rule.parts)
-            found[key] = _numbers(w, rho[rule.learner], batch) | {"truncated": truncated}
-    found = jax.device_get(found)
-    return [_row(rule, found.get((rule.parts, rule.learner), {})) for rule in chosen]
+    same = _equal_parts(made, batch)
+    keys = {rule: (tuple(same[part] for part in rule.parts if same[part]), rule.learner)
+            for rule in known}
+    for parts, learner in dict.fromkeys(keys.values()):
+        w = math.prod((made[part][0] for part in parts), start=ratios.as_float(batch["mask"]))
+        found[parts, learner] = _numbers(w, rho[learner], batch)
+    found, made = jax.device_get((found, {part: share for part, (_, share) in made.items()}))
+    return [
+        _row(rule, found[keys[rule]] | {"truncated": max(made[part] for part in rule.parts)})
+        if rule.reason is None else _row(rule, {})
+        for rule in chosen
+    ]
+
+
+def _equal_parts(made, batch):
+    """{part: the first part with the same factor at every token, None if that is 1 everywhere}: where
+    bounds do not act, many rules are one, and are measured once."""
+    mask = np.asarray(batch["mask"])
+
+    def digest(w):
+        return hashlib.sha256(np.where(mask, np.asarray(w, np.float32), np.float32(0))).digest()
+
+    seen, found = {digest(1.0): None}, {}
+    for part, (w, _) in made.items():
+        found[part] = seen.setdefault(digest(w), part)
+    return found
 
 
 _numbers = jax.jit(numbers)
