@@ -21,21 +21,18 @@ VOCAB, PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS, END = 512, 8, 8, 8, 64, 1
 
 
 class Dumping(GRPOTrainer):
-    """Writes each batch that it samples."""
+    """Writes each batch that it samples, as docs/audit.md has it."""
 
     path = ""
 
-    def _calculate_rewards(self, *args):
-        self.scores = super()._calculate_rewards(*args)
-        return self.scores
-
     def _generate_and_score_completions(self, inputs):
         out = super()._generate_and_score_completions(inputs)
-        mask = out["completion_mask"] * out.get("tool_mask", 1)
+        mask, scores = out["completion_mask"].cpu() * out.get("tool_mask", 1), self._logs["rewards"].values()
         np.savez_compressed(
-            self.path, logp_behav=out["sampling_per_token_logps"].cpu(),
-            logp_old=out["old_per_token_logps"].cpu(), mask=mask.cpu(),
-            reward=self.scores.nansum(1).cpu(), group=np.arange(len(mask)) // self.num_generations,
+            self.path, mask=mask, logp_behav=out["sampling_per_token_logps"].cpu(),
+            logp_old=out["old_per_token_logps"].cpu(),
+            reward=np.sum([list(x)[-len(mask):] for x in scores], axis=0),
+            group=np.arange(len(mask)) // self.num_generations,
         )
         return out
 
