@@ -186,6 +186,7 @@ class Bookkeeping:
             if self._counts.rejected < most and self._is_equal(group):
                 self.controller.rejected(group)
                 self._counts.rejected += 1
+                self._drop(group)
 
     def _is_equal(self, group: int) -> bool:
         """Whether a group is complete and its rewards are all equal."""
@@ -204,7 +205,7 @@ class Bookkeeping:
         """Yields the groups of the next batch as they come: all at once, but in modes with
         `on_arrival`; then those that are replayed. A sample's group is the number of groups that had
         begun in the run before; those that are replayed have numbers that no group has yet."""
-        entries = []
+        entries, self._replay_before = [], None
         while len(entries) < self.controller.batch:
             arrived = self._next_entries()
             entries += arrived
@@ -247,9 +248,14 @@ class Bookkeeping:
         self._taken = self._taken + entries
         for entry in entries:
             self._check(entry, self._mode.staleness)
-            for sample in range(self._groups.size + self._mode.redundant):
-                self._requests.pop((entry.number, sample), None)
+            self._drop(entry.number)
         return entries
+
+    def _drop(self, group: int) -> None:
+        """Keeps nothing of a group that has left the queue."""
+        for sample in range(self._groups.size + self._mode.redundant):
+            self._requests.pop((group, sample), None)
+            self._partials.pop((group, sample), None)
 
     def _group(self, entry: Entry) -> list[Sample]:
         rewarded = [row["reward"] for _, row in sorted(entry.columns.items())]

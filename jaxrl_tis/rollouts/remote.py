@@ -217,6 +217,10 @@ class Remote(Bookkeeping):
         with self._changed:
             return super().tighten()
 
+    def facts(self) -> dict[str, Any]:
+        with self._changed:
+            return super().facts()
+
     def rest(self) -> None:
         """Does nothing: no cache is here."""
 

@@ -198,6 +198,10 @@ class Threads(Bookkeeping):
         with self._changed:
             return super().tighten()
 
+    def facts(self) -> dict[str, Any]:
+        with self._changed:
+            return super().facts()
+
     def rest(self) -> None:
         self._pause()
         for worker in self._workers.values():

@@ -183,3 +183,35 @@ def test_the_policy_may_be_given_away_after_it_was_published():
     for ours, theirs in zip(jax.tree.leaves(c._served.params), jax.tree.leaves(own)):
         assert ours is not theirs
         assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("settings", [
+    dict(mode="roll_flash(alpha=1, redundant=2)", rollout__update_turns=2),
+    dict(mode="areal(staleness=1)", rollout__dynamic_sampling=True,
+         reward=lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)),
+])
+def test_of_a_group_that_is_gone_nothing_is_kept(settings):
+    c, params = source(**settings)
+    for worker in c.controller.workers.values():
+        worker.slots = 2  # so that a group is complete while one of its candidates waits
+    for step in range(1, 9):
+        c.publish(params, step - 1)
+        c.next(step)
+        assert {group for group, _ in c._requests} <= c._queue.entries.keys()
+        assert {group for group, _ in c._partials} <= c._queue.entries.keys()
+
+
+def test_a_batch_that_was_begun_changes_nothing_of_what_is_replayed():
+    """Half of the new groups of the third batch are there when the run is told to stop: the buffer
+    is as the second batch has left it."""
+    settings = dict(rollout__replay="uniform(uses=2)", rollout__max_age=9)
+    c, params = source("periodic", **settings)
+    for step in (1, 2):
+        c.publish(params, step - 1)
+        c.next(step)
+    uses = {g: s.uses for g, s in c._replay.stored.items()}
+    c.publish(params, 2)
+    parts = c.parts(3)
+    assert 0 < len(next(parts)) < 8 and c._taken
+    state = json.loads(json.dumps(c.get_state(2)))
+    assert {s["group"]: s["uses"] for s in state["replay"]} == uses

@@ -190,6 +190,21 @@ def test_groups_of_equal_rewards_make_room_for_others(source):
     assert (np.ptp(rewards, axis=1) > 0).all()
 
 
+def test_what_decides_is_told_while_samplers_change_it(source):
+    class Slow(dict):
+        def items(self):
+            for item in super().items():
+                time.sleep(0.01)
+                yield item
+
+    c, params = source("areal(staleness=2)", wrap=lambda s: Shaken(s, 4))
+    c._queue.entries = Slow()
+    for step in range(1, 4):
+        c.publish(params, step - 1)
+        assert c.facts()["queue"].keys() <= {str(i) for i in range(4 * (step + 2))}
+        c.next(step)
+
+
 @pytest.mark.compiles
 def test_a_run_trains_and_resumes(tmp_path):
     settings = dict(
