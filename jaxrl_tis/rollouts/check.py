@@ -53,7 +53,7 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
             f"{rollout.prompts}; 0 holds as many as the mode can begin"
         )
-    if rollout.queue and rollout.queue < mode.sync_every * rollout.prompts:
+    if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
             f"{rollout.prompts} that are begun between two hand-overs of weights"

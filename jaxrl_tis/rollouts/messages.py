@@ -16,6 +16,7 @@ from jaxrl_tis.rollouts import wire
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests
 
 MOST_EVENTS = 256  # of a report
+MOST = 1 << 60  # of what is counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,17 @@ def read_report(data: bytes | bytearray) -> tuple[list[Event], Stats]:
         stats = Stats(**header["stats"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise wire.Damaged(f"damaged report: {error}") from error
-    numbers = [event.version for event in events if isinstance(event, Swapped)]
-    numbers += dataclasses.astuple(stats)
-    if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
-        raise wire.Damaged("damaged report: a version or count is no number")
+    if not all(_is_count(event.version) for event in events if isinstance(event, Swapped)):
+        raise wire.Damaged("damaged report: a version is no number from 0")
+    for name, value in dataclasses.asdict(stats).items():
+        is_time = name.endswith("seconds") and isinstance(value, float)
+        if not (_is_count(value) or is_time and 0 <= value < MOST):
+            raise wire.Damaged(f"damaged report: {name} is {value!r:.100}")
     return events, stats
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
 
 
 def _event(arrays: dict[str, np.ndarray], kind: str, value: int) -> Event:

@@ -43,6 +43,12 @@ def test_a_contradiction_is_named(changes, why):
         assert not list(check.problems(config)), "\n".join(check.problems(config))
 
 
+@pytest.mark.parametrize("queue", [3, -1])
+def test_a_queue_that_is_too_small_is_one_problem(queue):
+    config = tiny.config(rollout__mode="areal", rollout__queue=queue)
+    assert len(list(check.problems(config))) == 1
+
+
 def test_other_sections_that_a_mode_excludes():
     config = tiny.config(rollout__mode="areal", engine__retention=(1, 2))
     assert "saw evicted keys" in " ".join(check.problems(config))

@@ -238,6 +238,8 @@ BAD = {
         [messages.Partial(records()[r[0].id])], Stats())),
     "weights that there are not": lambda f, r: f.peer.send(
         messages.pack_report([messages.Swapped(7)], Stats())),
+    "counts beyond all numbers": lambda f, r: f.peer.send(
+        messages.pack_report([], Stats(busy=10**400, slot_steps=1))),
     "no report": _raw(b"GET / HTTP/1.1\r\n\r\n"),
     "a huge frame": lambda f, r: f.connection.sendall(struct.pack("<Q32s", 1 << 50, b"")),
     "half a frame": lambda f, r: (f.connection.sendall(b"\1\2\3"), f.connection.close()),
@@ -248,6 +250,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_worker_costs_time_alone(what, learner):
+    records()  # or making them is the silence
     source, params = learner(timeout=1.0)
     source.publish(params, 0)
     fake = Fake(source)
@@ -362,6 +365,10 @@ def test_messages_are_what_was_said():
     assert reply.orders[:3] == orders[:3] and (reply.offered, reply.is_over) == (2, False)
     assert wire.request_message(reply.orders[3].requests[0]) == wire.request_message(request)
     for data in (b"", wire.pack({"events": [["done", 0]], "stats": {}}, {}),
-                 wire.pack({"events": [["swapped", "x"]], "stats": {}}, {})):
+                 wire.pack({"events": [["swapped", "x"]], "stats": {}}, {}),
+                 wire.pack({"events": [["swapped", 0.5]], "stats": {}}, {}),
+                 wire.pack({"events": [["swapped", 1 << 70]], "stats": {}}, {}),
+                 wire.pack({"events": [], "stats": {"tokens": -1}}, {}),
+                 wire.pack({"events": [], "stats": {"seconds": float("nan")}}, {})):
         with pytest.raises(wire.Damaged):
             messages.read_report(data)
