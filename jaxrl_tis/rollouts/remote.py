@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis import addresses, processes
+from jaxrl_tis import addresses, processes, storage
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
@@ -50,7 +50,7 @@ def read_token(host: str) -> str:
     """Returns the secret that learner and workers share; ValueError where others reach the address and
     there is none."""
     if TOKEN in os.environ:
-        return tcp.checked_token(os.environ[TOKEN])
+        return tcp.checked_token(os.environ[TOKEN], f"the token in {TOKEN}")
     if not addresses.is_loopback(host):
         raise ValueError(
             f"{host} is reached from other machines: set {TOKEN} to the same secret for the learner and "
@@ -118,15 +118,18 @@ class Remote(Bookkeeping):
         self._facts = tcp.all_facts(facts)
         host, port = addresses.parse(config.rollout.listen)
         self._token = read_token(host)
-        self._open_weights(host, facts)
         try:
             self._listener = tcp.Listener((host, port), self._answer)
         except OSError as error:
-            self._close_weights()
             raise ValueError(
-                f"cannot listen at rollout.listen = {config.rollout.listen!r}: {error.strerror}; choose "
-                "another port, or 0"
+                f"cannot listen at rollout.listen = {config.rollout.listen!r}: {error.strerror}; "
+                f"{tcp.advice(error)}"
             ) from error
+        try:
+            self._open_weights(host, facts)
+        except ValueError:
+            self._listener.server_close()
+            raise
         self.host, self.port = self._listener.server_address[:2]
         threading.Thread(target=self._listener.serve_forever, args=(0.1,), daemon=True).start()
         processes.say(f"rollout workers join at {self.host}:{self.port}")
@@ -138,9 +141,16 @@ class Remote(Bookkeeping):
             self._weights = tcp.WeightServer(self._token, facts, host)
             self._where = {"port": self._weights.port, "path": None}
         else:
-            path = f"{where}/{uuid.uuid4().hex[:16]}"
+            path = storage.folder(where) / uuid.uuid4().hex[:16]
+            try:
+                path.mkdir(parents=True)
+            except OSError as error:
+                raise ValueError(
+                    f"cannot write to rollout.transport = {where!r}: {error.strerror}; give tcp, or a "
+                    "folder that the learner and all workers share"
+                ) from error
             self._weights = transport.Directory(path)
-            self._where = {"port": None, "path": path}
+            self._where = {"port": None, "path": str(path)}
 
     def _close_weights(self) -> None:
         if isinstance(self._weights, tcp.WeightServer):
@@ -256,11 +266,16 @@ class Remote(Bookkeeping):
 
     def _decide(self) -> None:
         """Gives orders, with the lock."""
-        while decisions := self.controller.decisions():
-            for decision in decisions:
-                session = self._sessions[decision.worker]
-                session.inbox.append(self._told_of(session, decision))
-        self._changed.notify_all()
+        try:
+            while decisions := self.controller.decisions():
+                for decision in decisions:
+                    session = self._sessions[decision.worker]
+                    session.inbox.append(self._told_of(session, decision))
+        except Exception as error:  # an order is lost: whichever thread this is, the run cannot go on
+            self._error = error
+            raise
+        finally:
+            self._changed.notify_all()
 
     def _told_of(self, session: Session, decision: Decision) -> messages.Told:
         if isinstance(decision, Swap):

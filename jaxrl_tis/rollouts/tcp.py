@@ -11,6 +11,7 @@ One connection is one request. Server (S) and client (C) say, in messages of `wi
 The token itself never travels; the weights travel as they are: not over a network that others read.
 """
 
+import errno
 import hashlib
 import hmac
 import itertools
@@ -112,6 +113,8 @@ def admit(peer: Peer, token: str, facts: Mapping[str, Any]) -> None:
     expected = _proof(token, "worker", *nonces)
     if not hmac.compare_digest(expected.encode(), str(told["proof"]).encode()):
         raise Refused("the worker's token is not the learner's")
+    if not isinstance(told["facts"], dict):
+        raise wire.Damaged("a message whose facts have no names")
     different = [
         f"{name}: learner {ours}, worker {theirs}"
         for name, ours, theirs in provenance.differences(facts, told["facts"])
@@ -133,14 +136,20 @@ def introduce(peer: Peer, token: str, facts: Mapping[str, Any]) -> None:
         raise Refused("the learner's token is not the worker's")
 
 
-def checked_token(token: str) -> str:
+def checked_token(token: str, what: str = "the token of the weights") -> str:
     """Returns the token; ValueError where it is too short."""
     if len(token) < TOKEN_LENGTH:
         raise ValueError(
-            f"the token of the weights has {len(token)} characters; learner and workers share one of "
-            f"at least {TOKEN_LENGTH}: secrets.token_hex(16) makes one"
+            f"{what} has {len(token)} characters; learner and workers share one of at least "
+            f"{TOKEN_LENGTH}: secrets.token_hex(16) makes one"
         )
     return token
+
+
+def advice(error: OSError) -> str:
+    """Says what to do where an address cannot be listened at."""
+    is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    return "choose another port, or 0" if is_port else "give an address of this machine"
 
 
 def all_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,6 +164,7 @@ class Listener(socketserver.ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], answer: Callable[[socket.socket], None]):
         self._answer = answer
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, None)
 
     def finish_request(self, request, client_address) -> None:
@@ -192,7 +202,7 @@ class WeightServer:
             self._listener = Listener((host, port), self._answer)
         except OSError as error:
             raise ValueError(
-                f"cannot serve weights at {host}:{port}: {error.strerror}; choose another port, or 0"
+                f"cannot serve weights at {host}:{port}: {error.strerror}; {advice(error)}"
             ) from error
         self.host, self.port = self._listener.server_address[:2]
         self._thread = threading.Thread(target=self._listener.serve_forever, args=(0.1,), daemon=True)

@@ -282,6 +282,12 @@ def _run(source):
     Worker((source.host, source.port), remote.NO_TOKEN, FACTS, "late", 8, None, None).run()
 
 
+def test_an_address_of_ipv6(learner):
+    source, params = learner(rollout__listen="[::1]:0")
+    source.publish(params, 0)
+    assert len(Fake(source).begun()) == 8
+
+
 def test_a_name_is_one_worker(learner):
     source, _ = learner()
     first = Fake(source, "same")
@@ -346,6 +352,56 @@ def test_an_address_that_others_reach_needs_a_secret(monkeypatch):
     monkeypatch.setenv(remote.TOKEN, "short")
     with pytest.raises(ValueError, match="5 characters"):
         remote.read_token("127.0.0.1")
+
+
+def test_what_the_learner_cannot_use_is_said_before_anything_is_drawn(
+    learner, tmp_path, monkeypatch
+):
+    source, _ = learner()
+    monkeypatch.setenv(remote.TOKEN, "0123456789abcdef")
+    for where, why in (
+        (f"127.0.0.1:{source.port}", "Address already in use; choose another port, or 0"),
+        ("127.1.2.3.4:0", "; give an address of this machine"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot listen at rollout.listen = '{where}': .*{why}"):
+            learner(rollout__listen=where)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to rollout.transport = .*: Not a directory"):
+        learner(rollout__transport=str(tmp_path / "file" / "weights"))
+
+
+def test_a_folder_of_weights_is_named_wherever_the_worker_is(learner, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, _ = learner(rollout__transport="weights")
+    assert Fake(source).where["path"].startswith(f"{tmp_path}/weights/")
+
+
+def test_an_order_that_is_lost_ends_the_run(learner):
+    """What a worker drew that is gone goes to another, for which it cannot be written down."""
+    source, params = learner("periodic")
+    until = time.monotonic() + 20
+
+    def pulse():
+        assert time.monotonic() < until, "the run waits for ever"
+
+    source._pulse = pulse
+    source.publish(params, 0)
+    first, second = Fake(source, "first"), Fake(source, "second")
+    first.begun()
+    second.say(messages.Done(records()[second.begun()[0].id]))  # it has room again
+    source._order = lambda decision: (_ for _ in ()).throw(ValueError("example 7 is too long"))
+    first.connection.close()
+    with pytest.raises(ValueError, match="example 7"):
+        source.next(1)
+
+
+def test_facts_without_names_are_no_facts(learner, capfd):
+    source, _ = learner()
+    with socket.create_connection((source.host, source.port)) as connection:
+        peer = tcp.Peer(connection, 20.0, 20.0)
+        with pytest.raises(ConnectionError):
+            tcp.introduce(peer, remote.NO_TOKEN, ["model"])
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_messages_are_what_was_said():
