@@ -22,8 +22,9 @@ from jaxrl_tis.rollouts.worker import LearnerLost, Worker
 CONFIG = cli_flags.define_config()
 LEARNER = flags.DEFINE_string("learner", None, "host:port that the learner listens at.")
 NAME = flags.DEFINE_string("name", "", "Unique among the learner's workers; default: host and process.")
-PATIENCE = flags.DEFINE_float("patience", 60.0, "Seconds to wait for a learner that is not there yet.")
-
+PATIENCE = flags.DEFINE_float(
+    "patience", 60.0, "Seconds to wait for a learner that is not there yet.", lower_bound=0.0,
+)
 PARTIALS = flags.DEFINE_float(
     "partial_seconds", 1.0, "Seconds between two reports of what there is of all sequences, from which "
     "others go on if this worker dies.", lower_bound=0.0,
@@ -52,7 +53,7 @@ def _wait_for(address: tuple[str, int], seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(address, seconds).close()
+            socket.create_connection(address, max(seconds, 1.0)).close()
             return
         except OSError as error:
             if time.monotonic() > end:

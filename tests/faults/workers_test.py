@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxrl_tis import metrics
-from tests import forked
+from tests import commands, forked
 
 pytestmark = pytest.mark.faults
 FIELDS = {
@@ -87,3 +87,12 @@ def test_a_worker_of_another_model_is_refused(tmp_path):
     finally:
         learner.kill()
         learner.wait(forked.SECONDS)
+
+
+def test_a_worker_without_patience_finds_a_learner_that_is_there():
+    worker = commands.load("worker")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        worker._wait_for(address, 0.0)
+    with pytest.raises(worker.LearnerLost, match="no learner at 127.0.0.1"):
+        worker._wait_for(address, 0.0)
