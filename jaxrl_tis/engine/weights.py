@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_tis import sharding
 from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
@@ -45,7 +46,7 @@ class Weights:
         served = self._loader(homes)(params, noise)
         if self._holds(homes):
             return served
-        return jax.device_put(served, self.shardings)
+        return jax.tree.map(sharding.moved, served, self.shardings)
 
     def loader(self, params: transformer.Params) -> Any:
         """Returns the jitted function of `load` for parameters, maybe abstract, with these

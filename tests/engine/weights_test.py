@@ -106,7 +106,8 @@ def test_served_parameters_outlive_the_learners_on_the_same_and_on_fewer_devices
     served = engine(shape, quantization=quantization, dtype="float32")
     expected = jax.tree.map(np.array, served.load(transformer.init(MESHED, jax.random.key(0))))
     params = learner_params((1, 8, 1))
-    found = served.load(params)
+    with jax.transfer_guard_host_to_device("disallow_explicit"):  # not by way of the host
+        found = served.load(params)
     jax.block_until_ready(found)
     jax.tree.map(lambda x: x.delete(), params)
     equal(found, expected)
