@@ -350,8 +350,8 @@ class Remote(Bookkeeping):
                 self._happened(session, event)
             session.stats = stats
             self._decide()
-            orders, session.inbox = tuple(session.inbox), []
-            return messages.Reply(orders, self.controller.offered, self._is_over)
+            orders, session.inbox = messages.fitting(session.inbox)
+            return messages.Reply(tuple(orders), self.controller.offered, self._is_over)
 
     def _happened(self, session: Session, event: messages.Event) -> None:
         """Takes what a worker said; Lie where it cannot be."""
