@@ -27,7 +27,8 @@ class Dumping(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         out = super()._generate_and_score_completions(inputs)
-        mask, scores = out["completion_mask"].cpu() * out.get("tool_mask", 1), self._logs["rewards"].values()
+        mask = out["completion_mask"].cpu() * out.get("tool_mask", 1)
+        scores = self._logs["rewards"].values()
         np.savez_compressed(
             self.path, mask=mask, logp_behav=out["sampling_per_token_logps"].cpu(),
             logp_old=out["old_per_token_logps"].cpu(),

@@ -16,7 +16,7 @@ from jaxrl_tis.report.plots import COLORS, STYLE, svg
 
 def page(report: dict[str, Any]) -> str:
     """Returns the page; the report is that of `table.text`."""
-    title = html.escape(report["dump"])
+    title, numbers = html.escape(report["dump"]), html.escape(table.text(report))
     pictures = "".join(
         f'<figure class="card">{picture}<figcaption>{html.escape(note)}</figcaption></figure>'
         for picture, note in _pictures(report))
@@ -27,7 +27,7 @@ def page(report: dict[str, Any]) -> str:
 <p class="lead">Verdict: {html.escape(", ".join(report["doctor"]["verdict"]))}. What the verdict rests
 on, and every number, stands below the pictures.</p>
 <div class="grid">{pictures}</div>
-<h2>All numbers</h2><div class="card scroll"><pre style="padding: 0 14px">{html.escape(table.text(report))}</pre></div>
+<h2>All numbers</h2><div class="card scroll"><pre style="padding: 0 14px">{numbers}</pre></div>
 </main></body></html>
 """
 

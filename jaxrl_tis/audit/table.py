@@ -57,7 +57,7 @@ COLUMNS = (
     ("mean", "mean w", 8, "mean weight, 0 where dropped: the step shrinks with it"),
     ("largest", "max w", 8, "largest weight: how much one token can rule"),
     ("bias_token", "bias t", 7, "share of the learner's next-token mass that the weighted tokens miss"),
-    ("bias_seq", "bias s", 7, "the same of whole sequences: bounds the bias of a mean of rewards in [0, 1]"),
+    ("bias_seq", "bias s", 7, "the same of whole sequences; it bounds the bias of a reward within [0, 1]"),
     ("variance", "noise", 8, "variance of the step, in units of the one without weights"),
     ("reward", "reward", 8, "mean reward under these weights, self-normalised"),
 )

@@ -115,7 +115,8 @@ def _with_bounds(kind, name):
 
 
 def _reason(parts, more, fields):
-    wanted = [field for kind, text, _ in parts for field in methods.needs(kind, methods.parse(kind, text)[0])]
+    chosen = [(kind, methods.parse(kind, text)[0]) for kind, text, _ in parts]
+    wanted = [field for kind, name in chosen for field in methods.needs(kind, name)]
     reasons = [WANTED[field] for field in (*wanted, *more) if field not in fields]
     return "; ".join(dict.fromkeys(reasons)) or None
 
