@@ -123,4 +123,4 @@ def _draw_kept(axes: Axes, report) -> None:
     axes.set_xlim(0, 1.02)
     axes.set_title("Presets")
     axes.set_xlabel("share")
-    axes.legend(loc="lower left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

@@ -1,6 +1,8 @@
 """The command from a file to its table, JSON and page; the numbers of rules are in whatif_test."""
 
 import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jaxrl_tis.audit.__main__ import main
 from jaxrl_tis.doctor.case import KL
 from tests.audit import dumps
 
+ROOT = pathlib.Path(__file__).parents[2]
 LONG = tuple(range(3, 19))
 
 
@@ -147,11 +150,20 @@ def test_json_has_no_nan(report):
     assert json.loads(measure.to_json(broken))["metrics"] == {"a": None, "b": None, "c": 1.0}
 
 
+def test_the_page_of_the_docs_has_what_is_printed(capsys, monkeypatch):
+    """But for the digits: roundings differ from one machine to the next."""
+    monkeypatch.chdir(ROOT)
+    main([str(dumps.TRL.relative_to(ROOT))])
+    shown = (ROOT / "docs" / "audit.md").read_text().split("```\n")[1]
+    words = lambda text: [re.sub(r"[-+0-9.e%,]+", "#", line).split() for line in text.splitlines()]
+    assert words(shown) == words(capsys.readouterr().out)
+
+
 def test_the_command_on_a_dump_of_trl(tmp_path, capsys):
     out = {kind: tmp_path / f"out.{kind}" for kind in ("json", "html")}
     main([str(dumps.TRL), *(f"--{kind}={path}" for kind, path in out.items())])
     told, found = capsys.readouterr().out, json.loads(out["json"].read_text())
-    assert "64 sequences, 3,776 tokens (columns logp_behav, logp_old, mask, reward, group)" in told
+    assert "64 sequences, 3,776 tokens (columns mask, logp_behav, logp_old, reward, group)" in told
     assert "Verdict: healthy" in told and "telling staleness apart needs logp" in told
     with np.load(dumps.TRL) as arrays:
         gap = (arrays["logp_old"] - arrays["logp_behav"])[arrays["mask"] != 0]

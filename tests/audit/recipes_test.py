@@ -16,7 +16,7 @@ from jaxrl_tis.audit import dump
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "audit.md"
 CODE = dict(re.findall(r"^### (\S+)\n(?:(?!^###).)*?```python\n(.*?)```", PAGE.read_text(), re.M | re.S))
 
-BEHAV = [[-1.0, -2.0, -3.0, 0.0], [-0.5, 0.0, 0.0, 0.0], [-1.5, -2.5, 0.0, 0.0], [-1.0, -1.0, -1.0, -1.0]]
+BEHAV = [[-1, -2, -3, 0], [-0.5, 0, 0, 0], [-1.5, -2.5, 0, 0], [-1, -1, -1, -1]]
 MASK = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
 LENGTHS, REWARDS, GROUPS = [3, 1, 2, 4], [1.0, 0.0, 0.5, 0.25], [0, 0, 1, 1]
 OLD = (np.array(BEHAV) - 0.125 * np.array(MASK)).tolist()
@@ -98,7 +98,7 @@ def test_the_page_has_every_recipe_and_they_are_short():
 
 
 def test_trl(recipe, tmp_path):
-    scores = {"a": collections.deque([9.0, 1.0, 0.0, 0.0, 0.0]), "b": collections.deque([0.0, 0.0, 0.5, 0.25])}
+    scores = {"a": collections.deque([9, 1, 0, 0, 0]), "b": collections.deque([0, 0, 0.5, 0.25])}
     made = recipe("TRL", trl={"GRPOTrainer": Module})["Dumping"](
         {"completion_mask": tensor(MASK, int), "sampling_per_token_logps": tensor(BEHAV),
          "old_per_token_logps": tensor(OLD)},
@@ -154,7 +154,8 @@ def test_skyrl(recipe, tmp_path):
                  loss_mask=tensor(turn(MASK)), rewards=tensor([[r, 0.0] for r in REWARDS]))
     out = collections.UserDict(batch)
     out.metadata = {"uids": ["q1", "q1", "q7", "q7"]}
-    made = recipe("SkyRL", skyrl__train__trainer={"RayPPOTrainer": Module})["Dumping"](out, global_step=3)
+    module = {"skyrl__train__trainer": {"RayPPOTrainer": Module}}
+    made = recipe("SkyRL", **module)["Dumping"](out, global_step=3)
     assert made.fwd_logprobs_values_reward(None) is out
     rewarded(holds(tmp_path / "dump-3.npz"))
 
