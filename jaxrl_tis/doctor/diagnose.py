@@ -91,11 +91,15 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
             if name not in ("step", "phase") and not math.isnan(value):
                 series.setdefault(name, {})[record["step"]] = value
     case = Case(series, read_config(workdir / "config.json"), THRESHOLDS | thresholds, last_step)
+    return adapted(case)
+
+
+def adapted(case: Case) -> Case:
+    """The case with the thresholds that differ for its kind of run replaced."""
     return dataclasses.replace(case, thresholds=case.thresholds | _adapted(case))
 
 
 def _adapted(case):
-    """Returns the thresholds, with those that differ for this kind of run replaced."""
     limits, adapted = case.thresholds, {}
     if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
         adapted["dp_max"] = limits["dp_max_quantized"]
@@ -257,6 +261,18 @@ def diagnose(
       ValueError: that file or config.json is broken, or a threshold has an unknown name.
     """
     case = load(workdir, thresholds or {})
+    steps = sorted({step for values in case.series.values() for step in values})
+    judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
+    return {
+        "workdir": str(workdir),
+        "steps": [steps[0], steps[-1]] if steps else None,
+        "window": [judged[0], judged[-1]] if judged else None,
+    } | judge(case)
+
+
+def judge(case: Case) -> dict[str, Any]:
+    """verdict, findings, undecided, setup and thresholds of `diagnose`, for a case however it came
+    about."""
     results, asked = walk(case), {}
 
     def holding(findings):
@@ -270,12 +286,7 @@ def diagnose(
         ]
 
     findings, setup = holding(CAUSES), holding(SETUP)
-    steps = sorted({step for values in case.series.values() for step in values})
-    judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
     return {
-        "workdir": str(workdir),
-        "steps": [steps[0], steps[-1]] if steps else None,
-        "window": [judged[0], judged[-1]] if judged else None,
         "verdict": [f["name"] for f in findings if f["parent"] is None] or ["not enough data"],
         "findings": findings,
         "undecided": [
