@@ -259,7 +259,8 @@ def test_one_full_step_of_the_sampler(large):
     config, setup, chips, _ = large
     engine = setup.engine
     longest = config.task.max_prompt_tokens
-    params = jax.eval_shape(engine.load, abstract_state(setup)["policy"].params)
+    load, given = engine.programs(abstract_state(setup)["policy"].params)["load"]
+    params, _ = jax.eval_shape(load, *given)
     assert isinstance(params["layers"]["q"], QuantArray)
     assert params["layers"]["q"].q.dtype == jnp.int8
     # The float32 head keeps float32 weights; tied, it is the embedding.

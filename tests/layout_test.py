@@ -135,6 +135,7 @@ COVERED = {
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
     "rollouts/bookkeeping": "rollouts/remote_test",
+    "rollouts/concurrent": "rollouts/remote_test",
     "rollouts/messages": "rollouts/remote_test",
     "rollouts/verify": "rollouts/remote_test",
     "rollouts/worker": "rollouts/remote_test",

@@ -77,10 +77,7 @@ class Asynchronous(Bookkeeping):
         while (entries := self._take()) is None:
             self._pulse()
             if not self._turn():
-                raise RuntimeError(
-                    f"batch {self.controller.version} is not complete and no sampler draws; "
-                    f"{len(self._queue)} groups are in the queue"
-                )
+                raise self._stuck()
             self._counts.waited += 1
         self._is_updating = True
         return entries

@@ -142,13 +142,16 @@ class Bookkeeping:
                 if self.controller.finished(name, key):
                     self._queue.put(key, "tokens", trajectory)
                 continue
-            versions = trajectory.version
-            self.controller.gave_back(name, key, int(versions[-1]) if len(versions) else None)
-            is_wanted = key[0] in self._queue.entries and not self._queue.has_tokens(key[0])
+            self.controller.gave_back(name, key, newest(trajectory))
+            is_wanted = self._is_wanted(key)
             self._counts.interrupted += is_wanted
             self._counts.discarded += not is_wanted
-            if is_wanted and len(versions):
+            if is_wanted and len(trajectory.tokens):
                 self._partials[key] = trajectory
+
+    def _is_wanted(self, key: Key) -> bool:
+        """Whether a sample is still to be drawn to its end."""
+        return key[0] in self._queue.entries and not self._queue.has_tokens(key[0])
 
     def _tell(self, trajectories: list[Trajectory]) -> None:
         """Calls `arrived` where there is something to be told."""
@@ -251,6 +254,13 @@ class Bookkeeping:
             self._drop(entry.number)
         return entries
 
+    def _stuck(self) -> RuntimeError:
+        """Returns the error of a learner that would wait for ever."""
+        return RuntimeError(
+            f"batch {self.controller.version} is not complete and no sampler draws; "
+            f"{len(self._queue)} groups are in the queue"
+        )
+
     def _drop(self, group: int) -> None:
         """Keeps nothing of a group that has left the queue."""
         for sample in range(self._groups.size + self._mode.redundant):
@@ -341,6 +351,11 @@ class Bookkeeping:
             entry = saved.read(text)
             self._queue.entries[entry.number] = entry
             self._make_requests(entry)
+
+
+def newest(partial: Trajectory | None) -> int | None:
+    """Returns the version of the last token, None where there is none."""
+    return int(partial.version[-1]) if partial is not None and len(partial.tokens) else None
 
 
 def _oldest(entry: Entry, version: int) -> int:

@@ -16,6 +16,7 @@ from jaxrl_tis.rollouts import wire
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests
 
 MOST_EVENTS = 256  # of a report
+MESSAGE_BYTES = 1 << 28  # the largest that either end takes
 MOST = 1 << 60  # of what is counted
 
 

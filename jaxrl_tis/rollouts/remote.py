@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import ml_collections
 
 from jaxrl_tis import addresses, fingerprint, processes, storage
@@ -28,17 +27,17 @@ from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
 from jaxrl_tis.rollouts import messages, tcp, transport, verify, wire
-from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
+from jaxrl_tis.rollouts.bookkeeping import newest
+from jaxrl_tis.rollouts.concurrent import Concurrent
 from jaxrl_tis.rollouts.controller import Decision, Swap
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.modes import Mode
-from jaxrl_tis.rollouts.queue import Entry, Key
+from jaxrl_tis.rollouts.queue import Key
 from jaxrl_tis.rollouts.sampler import NewRequests
 
 TOKEN = "JAXRL_TIS_TOKEN"
 NO_TOKEN = "anybody on this machine"
-PULSE_SECONDS, TELL_SECONDS, END_SECONDS = 0.2, 30.0, 10.0
-MESSAGE_BYTES = 1 << 28
+TELL_SECONDS, END_SECONDS = 30.0, 10.0
 MOST_SLOTS = 1 << 16
 
 
@@ -79,7 +78,7 @@ class Session:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
-class Remote(Bookkeeping):
+class Remote(Concurrent):
     """A source of batches that other processes draw.
 
     Args:
@@ -106,15 +105,12 @@ class Remote(Bookkeeping):
     ):
         if not processes.is_alone():
             raise ValueError("rollout.driver = 'processes' is for a learner of one process")
-        super().__init__(config, mode, groups, batches, timer)
-        self._load, self._engine, self._pulse = load, engine, pulse
-        self._timeout = config.rollout.worker_timeout
+        super().__init__(config, mode, groups, batches, timer, load, pulse)
+        self._engine, self._timeout = engine, config.rollout.worker_timeout
         self._sessions: dict[str, Session] = {}
-        self._changed, self._error = threading.Condition(), None
         self._fingerprint: str | None = None  # of the weights that are offered
         self._is_over = self._is_closed = False
         self._gone, self._left, self._put_out = Stats(), 0, 0
-        self._hand_over, self._last_batch = (0.0, 0), time.monotonic()
         self._said_at = self._last_batch
         self._facts = tcp.all_facts(facts)
         host, port = addresses.parse(config.rollout.listen)
@@ -159,81 +155,22 @@ class Remote(Bookkeeping):
 
     # What the run calls
 
-    def publish(self, params: Any, version: int) -> bool:
-        with self._changed:
-            hands_over = self.controller.hands_over(version)
-        if hands_over:
-            start = time.monotonic()
-            served = jax.block_until_ready(self._load(params, version))
-            mark = fingerprint.hex(fingerprint.digest(served))
-            self._weights.publish(served, version, transport.tree_digest(served))
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
-            self._hand_over = time.monotonic() - start, size
-        self._reward()
-        with self._changed:
-            if hands_over:
-                self._fingerprint = mark
-            self.controller.published(version)
-            self._taken = []
-            self._decide()
-        return hands_over
+    def _send(self, served: Any, version: int) -> str:
+        self._weights.publish(served, version, transport.tree_digest(served))
+        return fingerprint.hex(fingerprint.digest(served))
 
-    def _next_entries(self) -> list[Entry]:
-        while True:
-            with self._timer("rollout"), self._changed:
-                if self._error is not None:
-                    raise self._error
-                if (entries := self._take()) is not None:
-                    self._decide()
-                    return entries
-                if not (keys := self._queue.claim("reward")):
-                    self._wait()
-                claimed = self._claimed(keys)
-            if keys:
-                self._give_rewards(keys, claimed)
-            self._pulse()
+    def _offer(self, sent: str, version: int) -> None:
+        self._fingerprint = sent
 
-    def _wait(self) -> None:
-        """Waits, with the lock, until something has changed, for PULSE_SECONDS at most."""
-        start = time.monotonic()
-        if not self._sessions and start - self._said_at > TELL_SECONDS:
+    def _check_samplers(self) -> None:
+        now = time.monotonic()
+        if not self._sessions and now - self._said_at > TELL_SECONDS:
             processes.say(f"no rollout worker is there; they join at {self.host}:{self.port}")
-            self._said_at = start
-        self._changed.wait(PULSE_SECONDS)
-        self._counts.waited += time.monotonic() - start
+            self._said_at = now
 
-    def _reward(self) -> None:
-        with self._changed:
-            claimed = self._claimed(keys := self._queue.claim("reward"))
-        if keys:
-            self._give_rewards(keys, claimed)
-
-    def _give_rewards(self, keys, claimed) -> None:
-        samples = self._scored(claimed)
-        with self._changed:
-            self._rewarded(keys, samples)
-            self._decide()
-
-    def metrics(self) -> dict[str, float]:
-        """Returns what was counted since it was called last: how far the
-        workers are ahead, who waited, and who came and went."""
-        with self._changed:
-            now, (seconds, size) = time.monotonic(), self._hand_over
-            self._counts.passed = now - self._last_batch
-            values = self._measured(self._stats()) | {
-                "async/workers": len(self._sessions), "async/left": self._left,
-                "async/put_out": self._put_out, "sync/bytes": size, "sync/seconds": seconds,
-            }
-            self._hand_over, self._last_batch, self._left, self._put_out = (0.0, 0), now, 0, 0
-            return values
-
-    def tighten(self) -> str:
-        with self._changed:
-            return super().tighten()
-
-    def facts(self) -> dict[str, Any]:
-        with self._changed:
-            return super().facts()
+    def _own_metrics(self) -> dict[str, float]:
+        left, put_out, self._left, self._put_out = self._left, self._put_out, 0, 0
+        return {"async/workers": len(self._sessions), "async/left": left, "async/put_out": put_out}
 
     def rest(self) -> None:
         """Does nothing: no cache is here."""
@@ -258,12 +195,9 @@ class Remote(Bookkeeping):
             state = self._state(version, self._stats())
             known = {k: t for s in self._sessions.values() for k, t in s.progress.items()}
             drawing = sorted(filter(self._is_wanted, self._keys.values()))
-            state["controller"]["waiting"] += [[list(k), _newest(known.get(k))] for k in drawing]
+            state["controller"]["waiting"] += [[list(k), newest(known.get(k))] for k in drawing]
             partials = self._partials | {k: known[k] for k in drawing if k in known}
             return state | {"partials": self._written_partials(partials)}
-
-    def _is_wanted(self, key: Key) -> bool:
-        return key[0] in self._queue.entries and not self._queue.has_tokens(key[0])
 
     def _stats(self) -> Stats:
         return Stats.sum([self._gone, *(s.stats for s in self._sessions.values())])
@@ -348,7 +282,7 @@ class Remote(Bookkeeping):
 
     def _heard(self, peer: tcp.Peer, session: Session) -> messages.Reply:
         """Waits for a report, and returns what to say to it."""
-        events, stats = messages.read_report(peer.receive(MESSAGE_BYTES))
+        events, stats = messages.read_report(peer.receive(messages.MESSAGE_BYTES))
         with self._changed:
             for event in events:
                 self._happened(session, event)
@@ -393,15 +327,10 @@ class Remote(Bookkeeping):
             known = {k: session.progress[k] for k in keys if k in session.progress}
             known = {k: t for k, t in known.items() if self._is_wanted(k) and len(t.tokens)}
             self._partials |= known
-            self.controller.left(session.name, {k: _newest(t) for k, t in known.items()})
+            self.controller.left(session.name, {k: newest(t) for k, t in known.items()})
             self._said_at = time.monotonic()
             self._decide()
         processes.say(
             f"rollout worker {session.name} left, {why}; {len(keys)} sequences go on elsewhere, "
             f"{len(known)} of them from what there is"
         )
-
-
-def _newest(partial: Trajectory | None) -> int | None:
-    """Returns the version of the last token, None where there is none."""
-    return int(partial.version[-1]) if partial is not None and len(partial.tokens) else None

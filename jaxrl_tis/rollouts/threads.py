@@ -1,9 +1,8 @@
 """The driver "threads": samplers in threads of this process, on devices of their own.
 
-The learner's thread publishes, rewards and takes batches; each sampler's thread obeys its orders and
-steps its engine, as a scheduler knows one thread alone. Decisions are made by whoever has just told
-the controller something, under one lock, which nobody holds while an engine, a reward or a hand-over
-of weights is at work. So new weights wait for the end of one call of the engine and for nothing else.
+Each sampler's thread obeys its orders and steps its engine, as a scheduler knows one thread alone.
+Decisions are made by whoever has just told the controller something. As nobody holds the lock while an
+engine is at work, new weights wait for the end of one call of the engine and for nothing else.
 """
 
 import collections
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import ml_collections
 
 from jaxrl_tis.data.pipeline import Batches
@@ -21,14 +19,11 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
-from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
+from jaxrl_tis.rollouts.concurrent import Concurrent
 from jaxrl_tis.rollouts.controller import Swap
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.modes import Mode
-from jaxrl_tis.rollouts.queue import Entry
 from jaxrl_tis.rollouts.sampler import GiveBack, NewWeights, Order, Sampler
-
-PULSE_SECONDS = 0.1
 
 
 @dataclasses.dataclass
@@ -69,15 +64,7 @@ class Worker:
         return trajectories
 
 
-@dataclasses.dataclass(frozen=True)
-class HandOver:
-    """What it cost to make serving parameters and to bring them to the samplers' devices."""
-
-    seconds: float = 0.0
-    bytes: int = 0
-
-
-class Threads(Bookkeeping):
+class Threads(Concurrent):
     """A source of batches whose samplers run while the learner updates.
 
     Args:
@@ -102,105 +89,45 @@ class Threads(Bookkeeping):
         slots: int,
         pulse: Callable[[], None] = lambda: None,
     ):
-        super().__init__(config, mode, groups, batches, timer)
-        self._load, self._pulse = load, pulse
+        super().__init__(config, mode, groups, batches, timer, load, pulse)
         self._workers = {f"sampler {i}": Worker(Sampler(s)) for i, s in enumerate(starts)}
         for name in self._workers:
             self.controller.joined(name, slots)
         self._weights: dict[str, NewWeights] = {}
         self._threads: list[threading.Thread] = []
-        self._changed = threading.Condition()
         self._is_resting, self._is_closed = True, False
-        self._error: BaseException | None = None
-        self._hand_over, self._last_batch = HandOver(), time.monotonic()
 
     # What the run calls
 
     def publish(self, params: Any, version: int) -> bool:
+        hands_over = super().publish(params, version)
         with self._changed:
-            self._raise()
-            hands_over = self.controller.hands_over(version)
-        served = self._served(params, version) if hands_over else ()
-        self._reward()
-        with self._changed:
-            for name, serving in zip(self._workers, served):
-                self._weights[name] = NewWeights(serving, version)
-            self.controller.published(version)
-            self._taken, self._is_resting = [], False
+            self._is_resting = False
             self._decide()
         self._begin()
         return hands_over
 
-    def _served(self, params: Any, version: int) -> Sequence[Any]:
-        """Returns serving parameters on the samplers' devices; meanwhile these draw."""
-        start = time.monotonic()
-        served = jax.block_until_ready(self._load(params, version))
-        moved = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
-        self._hand_over = HandOver(time.monotonic() - start, moved)
-        return served
+    def _send(self, served: Sequence[Any], version: int) -> Sequence[Any]:
+        return served  # it was loaded onto the samplers' devices
 
-    def _next_entries(self) -> list[Entry]:
-        while True:
-            with self._timer("rollout"), self._changed:
-                self._raise()
-                if (entries := self._take()) is not None:
-                    self._decide()
-                    return entries
-                if not (keys := self._queue.claim("reward")):
-                    self._wait()
-                claimed = self._claimed(keys)
-            if keys:
-                self._give_rewards(keys, claimed)
-            self._pulse()
+    def _offer(self, sent: Sequence[Any], version: int) -> None:
+        for name, serving in zip(self._workers, sent, strict=True):
+            self._weights[name] = NewWeights(serving, version)
 
-    def _wait(self) -> None:
-        """Waits, with the lock, until something has changed, for PULSE_SECONDS at most."""
+    def _check_samplers(self) -> None:
         if all(w.is_idle and not w.sampler.pending for w in self._workers.values()):
-            raise RuntimeError(
-                f"batch {self.controller.version} is not complete and no sampler draws; "
-                f"{len(self._queue)} groups are in the queue"
-            )
-        start = time.monotonic()
-        self._changed.wait(PULSE_SECONDS)
-        self._counts.waited += time.monotonic() - start
+            raise self._stuck()
 
-    def _reward(self) -> None:
-        with self._changed:
-            claimed = self._claimed(keys := self._queue.claim("reward"))
-        if keys:
-            self._give_rewards(keys, claimed)
-
-    def _give_rewards(self, keys, claimed) -> None:
-        samples = self._scored(claimed)
-        with self._changed:
-            self._rewarded(keys, samples)
-            self._decide()
-
-    def metrics(self) -> dict[str, float]:
-        """Returns what was counted since it was called last: how far the
-        samplers are ahead, who waited, and what new weights cost."""
-        with self._changed:
-            now, workers, syncs = time.monotonic(), self._workers.values(), self._counts.syncs
-            self._counts.passed = now - self._last_batch
-            drew = sum(w.drew for w in workers) / len(workers)
-            values = self._measured(self._stats()) | {
-                "async/sampler_idle": max(1 - drew / (now - self._last_batch), 0.0),
-                "sync/bytes": self._hand_over.bytes,
-                "sync/seconds": self._hand_over.seconds,
-                "sync/pause_s": sum(w.stood for w in workers) / max(syncs, 1),
-            }
-            for worker in workers:
-                worker.drew = worker.stood = 0.0
-            self._hand_over, self._last_batch = HandOver(), now
-            return values
-
-    def tighten(self) -> str:
-        with self._changed:
-            return super().tighten()
-
-    def facts(self) -> dict[str, Any]:
-        with self._changed:
-            return super().facts()
+    def _own_metrics(self) -> dict[str, float]:
+        workers, counts = self._workers.values(), self._counts
+        drew = sum(w.drew for w in workers) / len(workers)
+        values = {
+            "async/sampler_idle": max(1 - drew / counts.passed, 0.0),
+            "sync/pause_s": sum(w.stood for w in workers) / max(counts.syncs, 1),
+        }
+        for worker in workers:
+            worker.drew = worker.stood = 0.0
+        return values
 
     def rest(self) -> None:
         self._pause()
@@ -233,11 +160,6 @@ class Threads(Bookkeeping):
                 lambda: self._error or all(w.is_idle for w in self._workers.values())
             )
             self._raise()
-
-    def _raise(self) -> None:
-        """Raises what a sampler's thread ended with."""
-        if self._error is not None:
-            raise self._error
 
     def _stats(self) -> Stats:
         return Stats.sum(worker.sampler.stats for worker in self._workers.values())

@@ -24,7 +24,6 @@ from jaxrl_tis.rollouts.sampler import NewWeights, Order, Sampler
 
 TALK_SECONDS = 0.02  # between two reports
 RETRY_SECONDS = 0.2
-MESSAGE_BYTES = 1 << 28
 
 
 class LearnerLost(ConnectionError):
@@ -160,7 +159,7 @@ class Worker:
                 events = self._events[: messages.MOST_EVENTS]
                 self._events, stats = self._events[len(events) :], self._stats
             peer.send(messages.pack_report(events, stats))
-            reply = messages.read_reply(peer.receive(MESSAGE_BYTES))
+            reply = messages.read_reply(peer.receive(messages.MESSAGE_BYTES))
             with self._changed:
                 self._offered, self._sent = reply.offered, reply.fingerprint
                 self._held += reply.orders

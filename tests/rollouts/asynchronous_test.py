@@ -151,8 +151,12 @@ def test_a_batch_that_was_taken_and_not_trained_on_is_taken_again():
 
 
 def test_groups_of_equal_rewards_make_room_for_others():
+    check_equal_groups_make_room(source)
+
+
+def check_equal_groups_make_room(make):
     reward = lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)
-    c, params = source("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
+    c, params = make("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
     c.publish(params, 0)
     samples, values = c.next(1)
     rewards = np.array([s.reward for s in samples]).reshape(4, 4)

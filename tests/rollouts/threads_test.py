@@ -16,7 +16,9 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.rollouts import modes
 from jaxrl_tis.state import initial_params
 from tests import tiny
-from tests.rollouts.asynchronous_test import MODES, assert_same, drawn, in_order
+from tests.rollouts.asynchronous_test import (
+    MODES, assert_same, check_equal_groups_make_room, drawn, in_order,
+)
 from tests.rollouts.collector_test import FakeRewards, Timer
 
 SECONDS = 120  # after which a deadlock shows its stacks and ends the tests
@@ -181,13 +183,7 @@ def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode,
 
 
 def test_groups_of_equal_rewards_make_room_for_others(source):
-    reward = lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)
-    c, params = source("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
-    c.publish(params, 0)
-    samples, values = c.next(1)
-    rewards = np.array([s.reward for s in samples]).reshape(4, 4)
-    assert values["rollout/discarded_groups"] > 0
-    assert (np.ptp(rewards, axis=1) > 0).all()
+    check_equal_groups_make_room(source)
 
 
 def test_what_decides_is_told_while_samplers_change_it(source):
