@@ -325,9 +325,7 @@ class Controller:
         if not late:
             return math.inf, math.inf
         begun = len(self._waiting) + sum(len(w.running) for w in self.workers.values())
-        held = self.batch * (self.offered + self.mode.ahead + 1 - self.version) - self._taken
-        room = max(min(self.queue.capacity, held) - len(self.queue), 0)
-        new = room * (self.queue.size + self.mode.redundant)
+        new = max(self._room(self.offered), 0) * (self.queue.size + self.mode.redundant)
         return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
@@ -351,11 +349,15 @@ class Controller:
         fresh = {k for k in keys if is_other(k)} if self.mode.on_sync == "drain" else ()
         return Begin(name, tuple(keys), frozenset(fresh))
 
-    def _deadline(self, version: int) -> float | None:
-        """Returns the deadline of a group that begins with these weights; None where it may not."""
+    def _room(self, version: int) -> float:
+        """Returns how many more groups may begin with these weights."""
         ahead = self.batch * (version + self.mode.ahead + 1 - self.version) - self._taken
         # Rounded, as 1.1 - 1 batches of 10 groups are one group.
-        if len(self.queue) + 1 > min(self.queue.capacity, round(ahead, 6)):
+        return min(self.queue.capacity, round(ahead, 6)) - len(self.queue)
+
+    def _deadline(self, version: int) -> float | None:
+        """Returns the deadline of a group that begins with these weights; None where it may not."""
+        if self._room(version) < 1:
             return None
         return version + self.mode.staleness
 

@@ -6,7 +6,7 @@ MUTANTS = [
     *of(
         "rollouts/controller.py",
         ("one group too many may begin",
-         "len(self.queue) + 1 > min(", "len(self.queue) > min(", "test_the_rule_of_areal"),
+         "if self._room(version) < 1:", "if self._room(version) < 0:", "test_the_rule_of_areal"),
         ("the queue's capacity is forgotten",
          "min(self.queue.capacity, round(ahead, 6))", "round(ahead, 6)",
          "test_the_queue_bounds_what_has_no_other_bound"),
