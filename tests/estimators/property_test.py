@@ -241,6 +241,7 @@ def make_inputs(lengths, rewards, group, seed):
         "greedy_rewards": rng.integers(-16, 17, NUM_ROWS) / 8,
         "reward_components": rng.integers(-16, 17, (NUM_ROWS, 2)) / 8,
         "logp_old": -rng.integers(1, 256, SHAPE) / 64,
+        "logp_prox": -rng.integers(1, 256, SHAPE) / 64,
         "logp_behav": -rng.integers(1, 256, SHAPE) / 64,
         "sum_pi_squared": rng.integers(1, 64, SHAPE) / 64,
         "weights": rng.integers(0, 256, SHAPE) / 64,
