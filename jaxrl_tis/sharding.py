@@ -1,9 +1,10 @@
 """One mesh shape to train and one to serve, over the same logical axes of the parameters.
 
 A rule table maps every logical axis name to a mesh axis (or a tuple of them, or None). Moving
-parameters from one table to the other is a `jax.device_put`.
+parameters from one table to the other is `moved`.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -239,6 +240,48 @@ class Layout:
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Copies an array to the devices of another mesh, cut as `sharding` says.
+
+    Where the two meshes cut it differently, `jax.device_put` copies all of it to the host and back.
+    Here each device is sent the pieces of its part, and joins them.
+    """
+    if not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    there = {d: _box(i, x.shape) for d, i in sharding.devices_indices_map(x.shape).items()}
+    here = {_box(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+    if here.keys() >= set(there.values()):
+        return jax.device_put(x, sharding)
+    parts = [_part(here, box, device) for device, box in there.items()]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Returns where a shard begins and ends, along each axis."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def _part(shards: dict[tuple, jax.Array], box: tuple, device: jax.Device) -> jax.Array:
+    """Returns what a box holds, on one device; `shards` by their boxes are a grid that covers it."""
+    pieces = {}
+    for own, shard in shards.items():
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box)]
+        if all(a < b for a, b in common):
+            low, high = zip(*((a - start, b - start) for (a, b), (start, _) in zip(common, own)))
+            pieces[tuple(a for a, _ in common)] = jax.device_put(_slice(shard, low, high), device)
+    for axis, (first, _) in enumerate(box):
+        rows = collections.defaultdict(list)
+        for start, piece in sorted(pieces.items(), key=lambda found: found[0]):
+            rows[(*start[:axis], first, *start[axis + 1 :])].append(piece)
+        join = lambda row: row[0] if len(row) == 1 else jnp.concatenate(row, axis)
+        pieces = {start: join(row) for start, row in rows.items()}
+    [whole] = pieces.values()
+    return whole
+
+
+_slice = jax.jit(jax.lax.slice, static_argnums=(1, 2))
 
 
 @functools.cache

@@ -55,6 +55,25 @@ def test_rows_are_cut_along_data_and_fsdp():
     assert (shards(2, 2, 2), shards(1, 4, 2), shards(4, 1, 2), shards(1, 1, 8)) == (4, 4, 4, 1)
 
 
+@pytest.mark.parametrize("spec", [
+    P(), P("data"), P("tensor"), P(None, "tensor"), P(("data", "tensor"), None), P("tensor", "data"),
+])
+@pytest.mark.parametrize("before", [P("fsdp"), P(None, "fsdp"), P("tensor", "fsdp"), P()])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_arrays_go_to_other_devices_and_never_through_the_host(before, spec, dtype):
+    devices = jax.devices()
+    old, new = sharding.make_mesh((1, 2, 2), devices[:4]), sharding.make_mesh((2, 1, 2), devices[4:])
+    expected = np.arange(12 * 8, dtype=np.float32).reshape(12, 8).astype(dtype)
+    x = jax.device_put(expected, jax.sharding.NamedSharding(old, before))
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        found = sharding.moved(x, jax.sharding.NamedSharding(new, spec))
+    assert found.sharding == jax.sharding.NamedSharding(new, spec)
+    assert [s.device for s in found.addressable_shards] == devices[4:]
+    np.testing.assert_array_equal(np.asarray(found), expected)
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+
 def test_partition_spec():
     assert sharding.partition_spec(("embed", "heads"), sharding.TRAIN_RULES) == P("fsdp", "tensor")
     assert sharding.partition_spec(("embed", "heads"), sharding.SERVE_RULES) == P(None, "tensor")

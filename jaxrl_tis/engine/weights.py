@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_tis import fingerprint
+from jaxrl_tis import fingerprint, sharding
 from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 
@@ -51,7 +51,7 @@ class Weights:
             homes = tuple(jax.tree.leaves(placement.shardings(self._layout, self._config)))
         served, sent = self._loader(homes)(params, noise)
         if not self._holds(homes):
-            served = jax.device_put(served, self.shardings)
+            served = jax.tree.map(sharding.moved, served, self.shardings)
         if sent is not None:
             fingerprint.check(served, fingerprint.hex(sent))
         return served
