@@ -15,8 +15,9 @@ from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import wire
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests
 
-MOST_EVENTS = 256  # of a report
 MESSAGE_BYTES = 1 << 28  # the largest that either end takes
+FITTING_BYTES = 1 << 26  # that `fitting` makes one of
+NAMED_BYTES = 1 << 14  # that a record counts for beside its arrays, as it is named in the head
 MOST = 1 << 60  # of what is counted
 
 
@@ -61,6 +62,28 @@ class Reply:
     offered: int | None
     fingerprint: str | None
     is_over: bool
+
+
+def fitting(said: list) -> tuple[list, list]:
+    """Returns the first of these events or orders, as many as fit into a message, and at least one;
+    and the others."""
+    total = 0
+    for count, each in enumerate(said):
+        total += _size(each)
+        if total > FITTING_BYTES and count:
+            return said[:count], said[count:]
+    return said, []
+
+
+def _size(said: Event | Told) -> int:
+    if isinstance(said, Drop):
+        return NAMED_BYTES * len(said.ids)
+    records = [said.trajectory] if isinstance(said, (Done, Partial)) else []
+    if isinstance(said, NewRequests):
+        records = [r for request in said.requests for r in (request, request.partial)]
+    arrays = lambda record: (x for x in vars(record).values() if isinstance(x, np.ndarray))
+    sizes = [sum(x.nbytes for x in arrays(record)) for record in records if record is not None]
+    return NAMED_BYTES * max(len(sizes), 1) + sum(sizes)
 
 
 def pack_report(events: list[Event], stats: Stats) -> bytes:

@@ -288,9 +288,9 @@ class Remote(Concurrent):
                 self._happened(session, event)
             session.stats = stats
             self._decide()
-            orders, session.inbox = tuple(session.inbox), []
+            orders, session.inbox = messages.fitting(session.inbox)
             offered = None if self._fingerprint is None else self.controller.offered
-            return messages.Reply(orders, offered, self._fingerprint, self._is_over)
+            return messages.Reply(tuple(orders), offered, self._fingerprint, self._is_over)
 
     def _happened(self, session: Session, event: messages.Event) -> None:
         """Takes what a worker said; Lie where it cannot be."""

@@ -123,8 +123,9 @@ class Worker:
             self._say_partials()
 
     def _say_partials(self) -> None:
-        """Reports what has grown, from time to time."""
-        if time.monotonic() - self._reported < self._partial_seconds:
+        """Reports what has grown, from time to time, unless the last such report is still to be sent."""
+        is_late = any(isinstance(event, messages.Partial) for event in self._events)
+        if is_late or time.monotonic() - self._reported < self._partial_seconds:
             return
         records, lengths = self._sampler.records(), self._lengths
         self._lengths = {t.id: len(t.tokens) for t in records}
@@ -156,8 +157,8 @@ class Worker:
     def _talk(self, peer: tcp.Peer) -> None:
         while not self._is_over:
             with self._changed:
-                events = self._events[: messages.MOST_EVENTS]
-                self._events, stats = self._events[len(events) :], self._stats
+                events, self._events = messages.fitting(self._events)
+                stats = self._stats
             peer.send(messages.pack_report(events, stats))
             reply = messages.read_reply(peer.receive(messages.MESSAGE_BYTES))
             with self._changed:

@@ -448,3 +448,35 @@ def test_messages_are_what_was_said():
                  wire.pack({"events": [], "stats": {"seconds": float("nan")}}, {})):
         with pytest.raises(wire.Damaged):
             messages.read_report(data)
+
+
+def test_a_message_is_as_long_as_the_other_end_takes():
+    """Records of 10 MiB: six of them and what they are named by are 64 MiB, and one alone is sent
+    however long it is."""
+    record, request = next(iter(records().values())), _requests()[0]
+    long = dataclasses.replace(record, logits=np.zeros((1, 10 << 18), np.float32))
+    events = [messages.Swapped(0)] + [messages.Done(long)] * 20
+    sent, rest = messages.fitting(events)
+    assert (len(sent), len(rest)) == (7, 14) and sent + rest == events
+    longer = dataclasses.replace(record, logits=np.zeros((1, 30 << 20), np.float32))
+    assert len(messages.fitting([messages.Done(longer)] * 2)[0]) == 1
+    begun = sampler.NewRequests((dataclasses.replace(request, partial=long),) * 4)
+    assert len(messages.fitting([begun] * 3)[0]) == 1
+    many = [sampler.NewRequests((request,) * 16)] * 4096
+    while many:
+        orders, many = messages.fitting(many)
+        assert len(messages.pack_reply(messages.Reply(tuple(orders), 0, "", False))) < messages.MESSAGE_BYTES
+    assert messages.fitting([]) == ([], [])
+
+
+def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
+    record = next(t for t in records().values() if len(t.tokens) > 2)
+    worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None, partial_seconds=0.0)
+    worker._sampler = type("Fake", (), {"stats": Stats()})
+    for count in (1, 2, 3):
+        worker._sampler.records = lambda: [cut(record, count)]
+        worker._say_partials()
+    assert [len(event.trajectory.tokens) for event in worker._events] == [1]
+    worker._events.clear()
+    worker._say_partials()
+    assert [len(event.trajectory.tokens) for event in worker._events] == [3]
