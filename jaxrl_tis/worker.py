@@ -3,8 +3,8 @@
     python -m jaxrl_tis.worker --learner=127.0.0.1:8471 --config=configs/quickstart.py [--name=...]
 
 The config and its fields have to be the learner's. Ends with 0 where the run has come to its end, with
-2 where the learner refuses it, and with 42 where the learner is lost: what started it should start it
-again.
+2 where the learner refuses it, and with 42 where the learner is lost or Ctrl-C ends it: what started
+it should start it again.
 """
 
 import functools
@@ -46,6 +46,8 @@ def main() -> None:
         worker.run()
     except LearnerLost as error:
         raise cli.Interrupted(str(error)) from error
+    except KeyboardInterrupt as error:
+        raise cli.Interrupted("stopped; others go on with what it drew") from error
 
 
 def _wait_for(address: tuple[str, int], seconds: float) -> None:

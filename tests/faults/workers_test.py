@@ -96,3 +96,16 @@ def test_a_worker_without_patience_finds_a_learner_that_is_there():
         worker._wait_for(address, 0.0)
     with pytest.raises(worker.LearnerLost, match="no learner at 127.0.0.1"):
         worker._wait_for(address, 0.0)
+
+
+def test_a_worker_that_is_interrupted_says_so_alone(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        worker = start(tmp_path / "worker", "worker", port, f"--learner=127.0.0.1:{port}")
+        server.settimeout(forked.SECONDS)
+        server.accept()[0].close()  # it only looks
+        with server.accept()[0]:
+            time.sleep(0.2)
+            worker.send_signal(signal.SIGINT)
+            assert worker.wait(forked.SECONDS) == 42
+    assert worker.text() == "stopped; others go on with what it drew\n"
