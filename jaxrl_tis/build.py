@@ -294,10 +294,12 @@ def _serving_layouts(config, training: sharding.Layout, devices: list | None, vo
     devices, workers = devices or jax.devices(), config.rollout.workers
     free, each = devices[training.mesh.size :], math.prod(n for n in shape if n != -1)
     if workers * each > len(free):
+        needed, is_cpu = training.mesh.size + workers * each, devices[0].platform == "cpu"
+        flag = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={needed}" if is_cpu else ""
         raise ValueError(
             f"rollout.driver = 'threads' trains on {training.mesh.size} devices and serves with "
-            f"{workers} samplers on {each} others each, {training.mesh.size + workers * each} in all, "
-            f"and there are {len(devices)}: make mesh.train or mesh.serve smaller"
+            f"{workers} samplers on {each} others each, {needed} in all, and there are {len(devices)}: "
+            f"make mesh.train, mesh.serve or rollout.workers smaller{flag}"
         )
     if -1 in shape:
         each = len(free) // workers
