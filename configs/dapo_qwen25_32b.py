@@ -6,6 +6,10 @@
 replaced, a soft penalty over the last 4,096 of 20,480 response tokens; TIS cap 8 as for the 32B runs
 of Yao et al. (2025). No expected number: never run here.
 
+`:async` halves the chips: 32 learn, and 32 sample for up to two batches more. One process has to
+drive all of them, which JAX alone has only on one host: compiled (docs/tpu.md), and not to be
+started on the 16 hosts of this slice as it is.
+
 Put the model's Hugging Face folder at models/Qwen2.5-32B and the problems at
 data/dapo/train.jsonl and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt
 asks for a last line "Answer: ...".
@@ -14,7 +18,9 @@ asks for a last line "Answer: ...".
 from configs import default
 
 
-def get_config():
+def get_config(variant: str = "sync"):
+    if variant not in ("sync", "async"):
+        raise ValueError(f"variant {variant!r} is none of sync, async")
     c = default.get_config()
     c.name = "dapo_qwen25_32b"
     c.steps = 400
@@ -58,4 +64,13 @@ def get_config():
     c.train.microbatch_rows = 64
     c.train.pack_length = 22_528  # the longest sequence, 176 blocks of 128
     c.train.logprob_chunk = 16_384
+    if variant == "async":
+        c.name = "dapo_qwen25_32b-async"
+        c.rollout.mode = "areal(staleness=2)"
+        c.rollout.driver = "threads"
+        c.rollout.snapshot_gib = 400.0  # three of 122, on the eight hosts that learn
+        c.engine.slots = 384  # the learner's state is elsewhere
+        c.mesh.train = (1, 32, 1)
+        c.mesh.serve = (4, 1, 8)
+        c.train.microbatch_rows = 32
     return c

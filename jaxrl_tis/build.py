@@ -64,6 +64,12 @@ class Setup:
         return self.engines[0]
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the samplers have devices of their own."""
+        learning, serving = (x.mesh.devices.flat for x in (self.layout, self.engine.layout))
+        return set(learning).isdisjoint(serving)
+
+    @property
     def staleness(self) -> float:
         """The most versions that a token is behind the policy that trains on it, replayed or not."""
         return replay.oldest(self.config.rollout)

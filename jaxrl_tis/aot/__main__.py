@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_tis import cli, cli_flags
-from jaxrl_tis.aot import fit, programs, report
+from jaxrl_tis.aot import fit, handover, programs, report
 from jaxrl_tis.chips import TOPOLOGIES, Topology
 
 CONFIG = cli_flags.define_config()
@@ -63,6 +63,8 @@ def main() -> None:
         lambda entry: print(report.text(entry), flush=True),
     )
     print(report.table(result, MARKDOWN.value))
+    if setup.is_apart:
+        print("\n" + handover.table(result["handover"], MARKDOWN.value))
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(0 if all(e["fits"] for e in result["programs"].values()) else 1)

@@ -52,14 +52,13 @@ class Search:
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
         per_update = samples // config.train.minibatches
-        count = len(self._topology.devices())
-        shards = [n for n in range(count, 0, -1) if count % n == 0]
-        for mesh in [(n, 1, count // n) for n in shards]:
+        learning, serving = self._num_devices()
+        for mesh in [(n, 1, serving // n) for n in _divisors(serving)]:
             sizes = _doubled(mesh[0], max(samples, mesh[0]))
             self._bisect("decode", mesh, "", sizes, lambda size: {
                 "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
             })
-        training = [(1, n, count // n) for n in shards]
+        training = [(1, n, learning // n) for n in _divisors(learning)]
         for mesh, remat in itertools.product(training, reversed(transformer.REMAT)):
             sizes = [n for n in _doubled(mesh[1], per_update) if per_update % n == 0]
             self._bisect("train", mesh, remat, sizes, lambda size: {
@@ -69,6 +68,13 @@ class Search:
         if not self.rows:
             raise self._refusal
         return self.rows
+
+    def _num_devices(self) -> tuple[int, int]:
+        """Counts the devices to train and to serve on: all, or as the config shares them out."""
+        if self._config.rollout.driver != "threads":
+            return (len(self._topology.devices()),) * 2
+        setup = self._setup({})
+        return setup.layout.mesh.size, setup.engine.layout.mesh.size
 
     def _bisect(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
         """Compiles the sizes that it takes to know the largest that fits; none where the run itself
@@ -111,6 +117,10 @@ class Search:
             name, *programs.programs(setup)[name], FLAGS[self._topology.kind]
         )
         return report.entry(setup, self._topology, made, programs.resident(setup))
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(count, 0, -1) if count % n == 0]
 
 
 def _doubled(start: int, limit: int) -> list[int]:

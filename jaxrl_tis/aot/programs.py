@@ -13,6 +13,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis import build, hub, models
+from jaxrl_tis.aot import handover
 from jaxrl_tis.aot.batches import abstract_microbatches, abstract_minibatch
 from jaxrl_tis.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
@@ -147,6 +148,8 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     held = {name: state[name] for name in state if name != "controllers"}
     if setup.config.correction.offload_reference:
         held.pop("reference", None)
+    if setup.is_apart:  # the next ones come while samplers draw on
+        held["arriving weights"] = sampling[0]
     return held | {
         "serving weights": sampling[0], "decode state": sampling[1],
         "evaluation weights": evaluating[0], "evaluation state": evaluating[1],
@@ -170,4 +173,5 @@ def report(
         made = compiled(name, *available[name], FLAGS[topology.kind])
         entries[name] = entry(setup, topology, made, held)
         on_program(entries[name])
-    return header(setup, topology, held) | {"programs": entries}
+    moved = {"handover": handover.by_format(setup)} if setup.is_apart else {}
+    return header(setup, topology, held) | moved | {"programs": entries}

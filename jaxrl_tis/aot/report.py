@@ -16,6 +16,8 @@ from jaxrl_tis.sharding import MESH_AXES
 # Programs of an evaluation, see programs.py.
 EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
 OF_EVALUATION = ("evaluation weights", "evaluation state")
+OF_LEARNER = ("train", "critic", "score", "values")
+BETWEEN = ("quantize", "reshard")  # begin in the learner's layout, and end in the sampler's
 LARGEST = 8  # arrays named of a program
 LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
@@ -42,9 +44,9 @@ def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, 
 def entry(setup: Setup, topology: Topology, made: Any, held: dict[str, Any]) -> dict[str, Any]:
     """Describes one `programs.Compiled`; all bytes are those of one device."""
     hbm, job = _hbm(setup, topology), work.work(made.name, setup, made.args)
-    beside = _beside(made.args, _alive(made.name, held))
+    beside = _beside(made.args, _alive(made.name, made.args, held))
     found = {
-        "name": made.name, "compile_seconds": round(made.seconds, 2),
+        "name": made.name, "runs_on": runs_on(setup, made.name), "compile_seconds": round(made.seconds, 2),
         "model_flops": job.flops,
         "must_move_bytes": {
             "weights": job.weight_bytes, "kv": job.kv_bytes,
@@ -65,6 +67,13 @@ def entry(setup: Setup, topology: Topology, made: Any, held: dict[str, Any]) -> 
     }
 
 
+def runs_on(setup: Setup, program: str) -> str:
+    """Names the mesh of a program. What begins on the learner's and ends on the sampler's is the
+    learner's where no device is of both: the run itself moves its results."""
+    is_learners = program in OF_LEARNER or (setup.is_apart and program in BETWEEN)
+    return "train" if is_learners else "serve"
+
+
 def _devices_per_chip(setup: Setup, topology: Topology) -> int:
     return len(topology.devices()) // topology.num_chips
 
@@ -76,13 +85,27 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 # Memory
 
 
-def _alive(program: str, held: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a run keeps in memory while it is at this program. An evaluation has weights and
-    a cache of its own, from `reshard` on, and the sampler's cache is given back for that time."""
-    absent = {"decode state"} if program in EVALUATION else set(OF_EVALUATION)
+def _alive(program: str, args: tuple, held: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a run keeps on the devices of this program while it is at it. An evaluation has
+    weights and a cache of its own, from `reshard` on, and the sampler's cache is given back for that
+    time, in which no weights arrive."""
+    absent = {"decode state", "arriving weights"} if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
-    return {name: tree for name, tree in held.items() if name not in absent}
+    here = _devices(args)
+    return {
+        name: tree for name, tree in held.items()
+        if name not in absent and not here.isdisjoint(_devices(tree))
+    }
+
+
+def _devices(tree: Any) -> set:
+    """Returns the devices of abstract arrays."""
+    return set().union(*(x.sharding.device_set for x in jax.tree.leaves(tree) if _is_placed(x)))
+
+
+def _is_placed(x: Any) -> bool:
+    return getattr(x, "sharding", None) is not None
 
 
 def _beside(args: tuple, held: dict[str, Any]) -> int:
@@ -173,8 +196,8 @@ def _allocations(refusal: str) -> list[dict[str, Any]]:
 
 def _hlo(setup: Setup, topology: Topology, made: Any, job: work.Work) -> dict[str, Any]:
     module = made.module
-    layout = setup.layout if made.name in ("train", "critic", "score", "values") else (
-        setup.engine.layout)
+    is_learners = runs_on(setup, made.name) == "train"
+    layout = setup.layout if is_learners else setup.engine.layout
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
     flops_of = {k.name: work.kernel_flops(k, setup) for k in kernels}
@@ -244,7 +267,7 @@ def title(setup: Setup, topology: Topology) -> str:
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
         f"({topology.product_name}), {setup.model.num_layers} layers; mesh {' x '.join(MESH_AXES)}: "
-        f"{train} to train, {serve} to serve"
+        f"{train} to train, {serve} to serve" + (" on other devices" if setup.is_apart else "")
     )
 
 

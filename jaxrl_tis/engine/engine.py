@@ -123,6 +123,10 @@ class Engine:
         """Where serving parameters lie, in their tree."""
         return self._weights.shardings
 
+    def shardings_in(self, layout: Layout) -> Any:
+        """Returns where the learner, in its layout, has serving parameters before they move."""
+        return self._weights.shardings_in(layout)
+
     def abstract_params(self) -> Any:
         """Returns the shapes of serving parameters, and where they lie."""
         params = self._abstract_policy()

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_tis import fingerprint, sharding
 from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.sharding import Layout
 
 
 class Weights:
@@ -31,7 +32,7 @@ class Weights:
         self._by_column = dataclasses.replace(
             self._layout, rules_items=tuple((rules | {"embed": rules["batch"]}).items())
         )
-        self.shardings = self._serving_shardings()
+        self.shardings = self.shardings_in(self._layout)
         self._loader = functools.cache(self._load_from)
 
     def load(
@@ -83,14 +84,15 @@ class Weights:
         devices = tuple(self._layout.mesh.devices.flat)
         return all(tuple(s.mesh.devices.flat) == devices for s in homes)
 
-    def _serving_shardings(self):
-        """Returns the shardings of the serving parameters. A scale has no input axis to split."""
-        scale = lambda axes: self._layout.sharding((*axes[:-2], None, axes[-1]))
+    def shardings_in(self, layout: Layout) -> Any:
+        """Returns the shardings of the serving parameters in a layout, or in the learner's, where
+        `load` leaves them before they go to other devices. A scale has no input axis to split."""
+        scale = lambda axes: layout.sharding((*axes[:-2], None, axes[-1]))
 
         def place(path, axes):
             name, is_layer = path[-1].key, path[0].key == "layers"
             is_transposed = is_layer and name in quant.QUANTIZED and self._is_transposed
-            sharding = self._layout.sharding(axes[::-1] if is_transposed else axes)
+            sharding = layout.sharding(axes[::-1] if is_transposed else axes)
             if is_layer and self._recipe.covers(name):
                 sharding = quant.QuantArray(sharding, scale(axes), scheme=self._recipe.scheme)
             return quant.Transposed(sharding) if is_transposed else sharding
