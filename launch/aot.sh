@@ -7,7 +7,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv tpu
 out=${1:-runs/aot}
 mkdir -p "$out"
-for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen3_8b; do
+for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen25_32b:async \
+  dapo_qwen3_8b; do
   file=configs/${config%%:*}.py
   [[ $config == *:* ]] && file+=:${config#*:}
   echo "== $config (log in $out/$config.log)"

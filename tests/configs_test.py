@@ -73,7 +73,7 @@ def get_config(name):
 
 @pytest.mark.parametrize("name", [
     "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
-    "async_local", *LARGE,
+    "async_local", "dapo_qwen25_32b:async", *LARGE,
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)
@@ -96,7 +96,9 @@ def test_every_file_in_configs_is_tested_here():
     }
 
 
-@pytest.mark.parametrize("name", ["quickstart:other", "gsm8k_qwen25_0p5b:other"])
+@pytest.mark.parametrize("name", [
+    "quickstart:other", "gsm8k_qwen25_0p5b:other", "dapo_qwen25_32b:other",
+])
 def test_an_unknown_variant_is_named(name):
     with pytest.raises(ValueError, match="'other' is none of"):
         get_config(name)

@@ -93,12 +93,13 @@ def test_arrays_add_up():
 # Of a run
 
 
-@pytest.fixture(scope="module", params=[True, False])
+@pytest.fixture(scope="module", params=[(True, FSDP), (False, BOTH)])
 def setup(request):
+    unroll, learner = request.param
     return tiny.setup(
-        rollout__mode="one_step", rollout__driver="threads", mesh__train=(1, 4, 1),
-        mesh__serve=(2, 1, 1), rollout__workers=2, engine__unroll=request.param,
-        engine__dtype="bfloat16",
+        rollout__mode="one_step", rollout__driver="threads", mesh__train=learner,
+        mesh__serve=(2, 1, 1), rollout__workers=2, engine__unroll=unroll, engine__dtype="bfloat16",
+        model__num_kv_heads=2,
     )
 
 
@@ -142,8 +143,8 @@ def test_the_table_says_what_each_axis_does(setup):
     found = handover.by_format(setup)["w8a8"]
     assert len({line.count("|") for line in shown}) == 1
     assert f"| w8a8 | all | {found['bytes']:,} | {found['device_bytes']:,} |" in shown
-    [line] = [x for x in shown if x.startswith("| w8a8 | gathered over fsdp (4) of train")]
-    [axis] = [x for x in found["axes"] if x["does"] == "gathered"]
+    [line] = [x for x in shown if x.startswith("| w8a8 | gathered over fsdp (")]
+    axis = next(x for x in found["axes"] if (x["does"], x["axis"]) == ("gathered", "fsdp"))
     assert line.endswith(f"| {axis['bytes']:,} | {axis['device_bytes']:,} |")
     assert f"{found['passed_on_bytes']:,}" in shown[-1]
     assert f"{found['bytes']:,}" in handover.table(handover.by_format(setup))

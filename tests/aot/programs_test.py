@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis.aot import report
+from jaxrl_tis.aot import handover, report
 from jaxrl_tis.aot import programs as aot
 from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
@@ -47,6 +47,7 @@ SMALL = {
         "rollout__overlong_buffer": 32, "train__pack_length": 256,
     },
 }
+SMALL["dapo_qwen25_32b:async"] = SMALL["dapo_qwen25_32b"]
 # A compiler that optimises less is several times as fast. Only for programs without gradients:
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
 LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
@@ -56,6 +57,7 @@ COMPILED = {
     "gsm8k_qwen25_0p5b:grpo": ("train", "score", "quantize"),
     "gsm8k_qwen25_0p5b:ppo": ("values",),
     "dapo_qwen25_32b": ("decode",),
+    "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
 }
 
@@ -135,8 +137,9 @@ def test_every_key_is_documented(made):
             return set()
         return set(value) | {k for x in value.values() for k in keys(x)}
 
-    _, report = made("gsm8k_qwen25_0p5b:grpo")
-    names = keys(report) - set(aot.PROGRAMS) - set(report["resident_bytes"])
+    reports = [made(name)[1] for name in ("gsm8k_qwen25_0p5b:grpo", "dapo_qwen25_32b:async")]
+    named = {n for r in reports for n in (*r["resident_bytes"], *r.get("handover", ()))}
+    names = keys(reports) - set(aot.PROGRAMS) - named
     assert [k for k in sorted(names) if f"`{k}`" not in page] == []
 
 
@@ -170,6 +173,61 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
             wide.append(math.prod(dims))
     share = c.vocab_size * c.embed_dim // count
     assert share <= max(wide) <= 2 * share
+
+
+def test_half_of_a_slice_learns_and_the_other_samples(made):
+    """Each half has its programs, and in its memory what is kept there and nothing else."""
+    setup, found = made("dapo_qwen25_32b:async")
+    learner, sampler = (set(x.mesh.devices.flat) for x in (setup.layout, setup.engine.layout))
+    assert (len(learner), len(sampler), len(learner | sampler)) == (32, 32, 64)
+    on = {"score": "train", "quantize": "train", "insert": "serve", "decode": "serve"}
+    made_of = aot.programs(setup)
+    for name, mesh in on.items():
+        devices = report._devices(made_of[name][1])
+        assert devices == {"train": learner, "serve": sampler}[mesh]
+    entries, held = found["programs"], found["resident_bytes"]
+    assert {name: x["runs_on"] for name, x in entries.items()} == {n: on[n] for n in entries}
+    assert held["arriving weights"] == held["serving weights"] > 0
+    beside = {name: x["memory"]["beside_bytes"] for name, x in entries.items()}
+    parameters = report.device_bytes(made_of["quantize"][1])
+    assert beside["score"] == beside["quantize"] == held["policy"] - parameters
+    assert beside["insert"] == 2 * held["serving weights"]
+
+
+def test_the_hand_over_from_one_half_to_the_other(made):
+    """One layer of 5120 x (5120 + 1024 + 1024 + 5120 + 3 * 27648) = 487,587,840 in int8, an embedding
+    in bfloat16 and a head in float32 of 152064 x 5120 are cut over tensor, as are their scales, but for
+    those of o and down, and the three biases; three norms are not. All is in eight parts for four
+    replicas, and each part comes from all 32 devices that learn."""
+    setup, found = made("dapo_qwen25_32b:async")
+    table, matrices = 152064 * 5120, 487_587_840
+    wide, outputs = 5120 + 1024 + 1024, 5120 + 1024 + 1024 + 2 * 27648
+    cut = matrices + 2 * table + 4 * table + 4 * outputs + 2 * wide
+    whole = 4 * (5120 + 5120) + 3 * 2 * 5120
+    int8 = found["handover"]["w8a8"]
+    assert int8["device_bytes"] == cut // 8 + whole and int8["bytes"] == 32 * int8["device_bytes"]
+    assert int8["distinct_bytes"] == cut + whole and int8["senders"] == 32
+    axes = {(x["does"], x["axis"]): x["bytes"] for x in int8["axes"]}
+    assert axes["cut", "tensor"] == 4 * cut and axes["copied", "tensor"] == 7 * whole
+    assert axes["copied", "data"] == int8["bytes"] * 3 // 4
+    # Scales of q, k, v, gate and up, biases and norms are the learner's on every device.
+    same = 4 * (4 * outputs + 2 * wide) + 32 * 3 * 2 * 5120
+    assert axes["same", "fsdp"] == same
+    assert axes["gathered", "fsdp"] == (int8["bytes"] - same) * 31 // 32
+    assert found["handover"]["bfloat16"]["distinct_bytes"] == (
+        2 * matrices + 6 * table + 2 * wide + 3 * 2 * 5120
+    )
+
+
+def test_the_learner_leaves_weights_where_the_hand_over_counts_them(made):
+    """As the TPU's compiler lays them out."""
+    setup, _ = made("dapo_qwen25_32b:async")
+    load, args = aot.programs(setup)["quantize"]
+    compiled = load.lower(*args).compile(compiler_options=LITTLE_EFFORT)
+    left = jax.tree.leaves(compiled.output_shardings)
+    listed = handover.moved(setup, setup.engine)
+    assert len(left) == len(listed)
+    assert all(y.is_equivalent_to(x.source, len(x.shape)) for x, y in zip(listed, left))
 
 
 def test_the_flags_change_the_program():
