@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxrl_tis.aot import handover
 from jaxrl_tis.aot.handover import Moved
 from jaxrl_tis.sharding import make_mesh
-from jaxrl_tis.state import initial_params
+from jaxrl_tis.state import abstract_state
 from tests import tiny
 
 FSDP, BOTH = (1, 4, 1), (1, 2, 2)  # four devices that learn
@@ -105,8 +105,9 @@ def setup(request):
 
 def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(setup):
     """The run's own program and its own device_put, array by array."""
-    params = initial_params(setup)
-    left = setup.engine._weights.loader(params)(params, None)
+    zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+    params = jax.tree.map(zeros, abstract_state(setup)["policy"].params)
+    left, _ = setup.engine._weights.loader(params)(params, None)
     served = setup.served_params(params, 0)
     same = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)
     listed = handover.moved(setup, setup.engine)

@@ -224,7 +224,7 @@ def test_the_learner_leaves_weights_where_the_hand_over_counts_them(made):
     setup, _ = made("dapo_qwen25_32b:async")
     load, args = aot.programs(setup)["quantize"]
     compiled = load.lower(*args).compile(compiler_options=LITTLE_EFFORT)
-    left = jax.tree.leaves(compiled.output_shardings)
+    left = jax.tree.leaves(compiled.output_shardings[0])
     listed = handover.moved(setup, setup.engine)
     assert len(left) == len(listed)
     assert all(y.is_equivalent_to(x.source, len(x.shape)) for x, y in zip(listed, left))
