@@ -19,7 +19,7 @@ SHIPPED = (
     "quickstart.py", "quickstart.py:off", "quickstart.py:centered", "quickstart.py:f32",
     "smollm2_135m.py",
     "gsm8k_qwen25_0p5b.py:grpo", "gsm8k_qwen25_0p5b.py:ppo", "dapo_qwen25_32b.py",
-    "dapo_qwen25_32b.py:async", "dapo_qwen3_8b.py",
+    "dapo_qwen3_8b.py",
 )
 SMALL = QWEN | {
     "eos_token_id": 258, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 264,

@@ -65,6 +65,22 @@ def test_the_search_tries_no_split_that_a_run_refuses():
         fit.Search(config, SHAPES, Topology.parse("v5e:2x2")).run()
 
 
+def test_the_search_leaves_learner_and_sampler_their_own_devices():
+    tpu.devices("v5p:4x4x4")
+    memory = {"peak_bytes": 1, "beside_bytes": 1, "hbm_bytes": 17}
+    fits = lambda self, name, setup: {
+        "memory": memory, "fits": setup.is_apart, "over_in": "hbm", "roofline": {"seconds": 1.0},
+    }
+    with mock.patch.object(fit.Search, "_entry", fits):
+        config = configured("dapo_qwen25_32b:async").lock()
+        rows = fit.Search(config, SHAPES, Topology.parse("v5p:4x4x4"), limit=18).run()
+    assert all(r["fits"] and r["mesh"][0] * r["mesh"][1] * r["mesh"][2] == 32 for r in rows)
+    assert {r["mesh"] for r in rows if r["program"] == "decode"} == {
+        (32, 1, 1), (16, 1, 2), (8, 1, 4), (4, 1, 8),
+    }
+    assert {r["mesh"] for r in rows if r["program"] == "train"} == {(1, 32, 1)}
+
+
 def test_of_equal_times_the_most_rows_are_advised_and_of_these_what_recomputes_least():
     """A third more work weighs more than twice the rows."""
     row = lambda program, mesh, remat, size, seconds, fits=True: {
