@@ -267,20 +267,25 @@ def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
     return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
 
 
+def default_folder(config: str) -> str:
+    """Returns where the runs of a config go: each variant of it has a folder."""
+    path, _, variant = config.partition(":")
+    return f"runs/sweep-{pathlib.Path(path).stem}" + (f"-{variant}" if variant else "")
+
+
 def main() -> None:
     """Command line: see the top of the file."""
     cli_flags.define_config()
     seeds = flags.DEFINE_list("seeds", ["0"], "Seeds of every arm.")
     count = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1)
-    out = flags.DEFINE_string("out", None, "Folder of the sweep; default runs/sweep-NAME.")
+    out = flags.DEFINE_string("out", None, "Folder of the sweep; default runs/sweep-NAME[-VARIANT].")
     dry_run = flags.DEFINE_boolean("dry_run", False, "Show the commands and run none.")
     launcher = flags.DEFINE_enum("launch", None, ["tpu_vm", "gke"], "Show commands that launch them.")
     more = flags.DEFINE_string("launch_flags", "", "Further flags of the launcher.")
 
     def run() -> None:
         config = config_flags.get_config_filename(flags.FLAGS["config"])
-        name = pathlib.Path(config.partition(":")[0]).stem
-        folder = out.value or f"runs/sweep-{name}"
+        folder = out.value or default_folder(config)
         given = cli_flags.overrides(sys.argv)
         overrides = [f"--config.{field}={text}" for field, text in given.items()]
         if not all(re.fullmatch(r"\d+", seed) for seed in seeds.value):

@@ -223,6 +223,11 @@ def test_metrics_of_training_are_averaged_over_the_last_tenth(tmp_path):
 # The command
 
 
+def test_each_variant_of_a_config_has_a_folder():
+    folders = map(sweep.default_folder, ("configs/sweeps/a.py", "configs/sweeps/a.py:b"))
+    assert list(folders) == ["runs/sweep-a", "runs/sweep-a-b"]
+
+
 def test_the_command(tmp_path):
     log = tmp_path.with_suffix(".log")
     call = lambda *words: forked.run(
