@@ -86,7 +86,7 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.mode = {rollout.mode!r} takes the first samples that end, and advantage 'remax' "
             "needs its greedy answer among them: set redundant to 0"
         )
-    if mode.repack and rollout.workers < 2:
+    if mode.repack and rollout.workers < 2 and rollout.driver != "processes":
         yield (
             f"rollout.mode = {rollout.mode!r} moves sequences between workers, and there is one: set "
             "rollout.workers to at least 2, or repack to 0"

@@ -82,6 +82,13 @@ def _is_whole(x, least: int) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
+def _versions(staleness: float) -> float:
+    ahead = float(staleness)
+    if ahead < math.inf and ahead % 1:
+        raise ValueError(f"staleness is {staleness}; give a whole number of versions, or inf")
+    return ahead
+
+
 def sync() -> Mode:
     """The learner waits for a batch by its own weights, and samplers wait for the learner."""
     return Mode()
@@ -119,19 +126,19 @@ def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Mode:
 def areal(*, staleness=4) -> Mode:
     """AReaL (2505.24298): request N of batches of B begins when floor((N - 1) / B) is at most
     version + staleness; new weights interrupt what is being drawn."""
-    return Mode(ahead=float(staleness), on_sync="interrupt")
+    return Mode(ahead=_versions(staleness), on_sync="interrupt")
 
 
 def in_flight(*, staleness=4) -> Mode:
     """PipelineRL (2509.19128): new weights come into the running engine, which keeps the keys and
     values that older ones have written."""
-    return Mode(ahead=float(staleness), on_sync="in_place")
+    return Mode(ahead=_versions(staleness), on_sync="in_place")
 
 
 def dora(*, staleness=2) -> Mode:
     """DORA (2604.26256): each trajectory is of one version, several versions are alive at once on
     as many workers, and nothing is dropped."""
-    return Mode(ahead=float(staleness))
+    return Mode(ahead=_versions(staleness))
 
 
 def roll_flash(*, alpha=1, redundant=0) -> Mode:
@@ -143,7 +150,7 @@ def roll_flash(*, alpha=1, redundant=0) -> Mode:
 def laminar(*, staleness=4, repack=0.5) -> Mode:
     """Laminar (2510.12633): every worker takes new weights by itself once its own trajectories have
     ended; the last ones are packed onto few workers, so that the others need not wait."""
-    return Mode(ahead=float(staleness), repack=repack)
+    return Mode(ahead=_versions(staleness), repack=repack)
 
 
 MODES: dict[str, Callable[..., Mode]] = {

@@ -152,6 +152,8 @@ class Remote(Concurrent):
     def _close_weights(self) -> None:
         if isinstance(self._weights, tcp.WeightServer):
             self._weights.__exit__()
+        else:
+            storage.folder(self._where["path"]).rmtree(missing_ok=True)
 
     # What the run calls
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_tis import fingerprint
+from jaxrl_tis import fingerprint, processes
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, tcp, transport, wire
@@ -24,6 +24,7 @@ from jaxrl_tis.rollouts.sampler import NewWeights, Order, Sampler
 
 TALK_SECONDS = 0.02  # between two reports
 RETRY_SECONDS = 0.2
+TELL_SECONDS = 30.0
 
 
 class LearnerLost(ConnectionError):
@@ -171,19 +172,22 @@ class Worker:
                 time.sleep(TALK_SECONDS)
 
     def _pass_on(self) -> None:
-        """Gives the sampler its orders, with the lock, once the newest weights are there."""
-        has = None if self._fetched is None else self._fetched.version
-        if has == self._offered:
-            for order in self._held:
-                is_swap = isinstance(order, messages.TakeWeights)
-                self._inbox.append(self._fetched if is_swap else order)
-            self._held = []
-            self._changed.notify_all()
+        """Gives the sampler its orders, with the lock, once the weights that are among them are there.
+        Newer ones do as well: a learner may publish faster than they come."""
+        swaps = [o.version for o in self._held if isinstance(o, messages.TakeWeights)]
+        if swaps and (self._fetched is None or self._fetched.version < max(swaps)):
+            return
+        for order in self._held:
+            is_swap = isinstance(order, messages.TakeWeights)
+            self._inbox.append(self._fetched if is_swap else order)
+        self._held = []
+        self._changed.notify_all()
 
     def _fetch(self, weights: transport.WeightTransport) -> None:
         is_old = lambda: self._offered is not None and (
             self._fetched is None or self._fetched.version < self._offered
         )
+        said = time.monotonic()
         while not self._is_over:
             with self._changed:
                 self._changed.wait_for(lambda: is_old() or self._is_over, RETRY_SECONDS)
@@ -192,12 +196,16 @@ class Worker:
                 version, sent = self._offered, self._sent
             try:
                 tree = weights.fetch(version, self._like)
-            except transport.Unavailable:
+            except transport.Unavailable as error:
+                if time.monotonic() - said > TELL_SECONDS:
+                    processes.say(f"no weights of version {version} yet: {error}")
+                    said = time.monotonic()
                 time.sleep(RETRY_SECONDS)
                 continue
             shardings = jax.tree.map(lambda x: x.sharding, self._like)
             params = jax.block_until_ready(jax.device_put(tree, shardings))
             fingerprint.check(params, sent)
+            said = time.monotonic()
             with self._changed:
                 self._fetched = NewWeights(params, version)
                 self._pass_on()

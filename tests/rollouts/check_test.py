@@ -68,6 +68,11 @@ def test_modes_as_they_are(mode):
     assert not list(check.problems(tiny.config(rollout__mode=mode)))
 
 
+def test_processes_come_in_any_number():
+    laminar = dict(rollout__mode="laminar(staleness=2)", rollout__driver="processes")
+    assert not list(check.problems(tiny.config(**laminar)))
+
+
 @pytest.mark.parametrize("changes, why", [
     (dict(probe_every=-1), "rollout.probe_every is -1"),
     (dict(probe_every=1, on_budget="halt"), "on_budget is 'halt'; choose one of warn, sync, stop"),

@@ -44,6 +44,7 @@ def test_what_else_tells_modes_apart():
     ("ariel", "did you mean 'areal'"),
     ("areal(stale=1)", "did you mean 'staleness'"),
     ("areal(staleness=-1)", "it runs -1.0 batches ahead; the bound is 0 or more"),
+    ("in_flight(staleness=0.5)", "staleness is 0.5; give a whole number of versions, or inf"),
     ("areal(staleness=None)", "not 'NoneType'"),
     ("fully_async(trigger=0)", "trigger is 0; give a whole number of updates from 1"),
     ("fully_async(trigger=2.0)", "trigger is 2.0"),

@@ -18,6 +18,7 @@ from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, modes, remote, sampler, tcp, transport, verify, wire
+from jaxrl_tis.rollouts import worker as worker_module
 from jaxrl_tis.rollouts.worker import LearnerLost, Worker
 from tests import tiny
 from tests.rollouts.asynchronous_test import assert_same, drawn, in_order, made
@@ -395,6 +396,15 @@ def test_a_folder_of_weights_is_named_wherever_the_worker_is(learner, tmp_path, 
     assert Fake(source).where["path"].startswith(f"{tmp_path}/weights/")
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_folder_of_weights_ends_with_the_learner(is_over, learner, tmp_path):
+    source, params = learner(rollout__transport=str(tmp_path))
+    source.publish(params, 0)
+    assert list(tmp_path.glob("*/00000000/manifest.json"))
+    source.close(is_over)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_order_that_is_lost_ends_the_run(learner):
     """What a worker drew that is gone goes to another, for which it cannot be written down."""
     source, params = learner("periodic")
@@ -480,3 +490,32 @@ def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
     worker._events.clear()
     worker._say_partials()
     assert [len(event.trajectory.tokens) for event in worker._events] == [3]
+
+
+def test_orders_wait_for_their_weights_and_for_no_newer_ones():
+    """A learner may publish faster than its weights come: with those of version 3 or later there, the
+    order to take them is obeyed, whatever is offered by then."""
+    told = [sampler.GiveBack(), messages.TakeWeights(3), sampler.NewRequests(())]
+    passed = {}
+    for has in (None, 2, 3, 4):
+        worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None)
+        worker._fetched = None if has is None else sampler.NewWeights({}, has)
+        worker._held, worker._offered = list(told), 5
+        with worker._changed:
+            worker._pass_on()
+        passed[has] = [getattr(order, "version", None) for order in worker._inbox]
+        assert worker._held == ([] if worker._inbox else told)
+    assert passed == {None: [], 2: [], 3: [None, 3, None], 4: [None, 4, None]}
+
+
+def test_weights_that_cannot_be_read_are_said(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(worker_module, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "RETRY_SECONDS", 0.01)
+    worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "far", 8, {}, None)
+    worker._offered = 0
+    thread = threading.Thread(target=worker._fetch, args=(transport.Directory(str(tmp_path)),))
+    thread.start()
+    time.sleep(0.2)
+    worker._end()
+    thread.join()
+    assert f"no weights of version 0 yet: version 0 is not in {tmp_path}" in capfd.readouterr().out
