@@ -1,0 +1,255 @@
+"""Logs of metrics that others write, as rows of numbers: JSONL, CSV, TensorBoard, trainer_state.json.
+
+A row that cannot be read is named by its place, and ends the reading. Left out is a last line, or
+record, that is still being written. What is no number, a text, a histogram, a table, is not a metric:
+its name is kept apart.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from etils import epath
+from google.protobuf.message import DecodeError
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto import event_pb2
+
+STEP = "step"  # the name of the step of TensorBoard's events
+STATE = "trainer_state.json"
+# A column of a chart that was exported from Weights & Biases: "RUN - METRIC", perhaps "Name: RUN -
+# METRIC", and the same with __MIN and __MAX for the points that were thinned out around it.
+COLUMN = re.compile(r"(?:[\w ]+: )?(?P<run>.*\S) - (?P<metric>\S.*)")
+NO_COLUMN = re.compile(r"|Unnamed: \d+")  # pandas writes its row numbers so
+WORDS = ("nan", "inf", "infinity")
+MASK_DELTA = 0xA282EAD8  # TFRecord's checksums are rotated and shifted
+FLOAT, DOUBLE = 1, 2  # DataType of a TensorProto
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """`place` says where it is; `values` are floats, NaN included."""
+
+    place: str
+    values: dict[str, float]
+
+
+@dataclasses.dataclass
+class Log:
+    """Rows in the order written, and names whose values are no numbers."""
+
+    path: str
+    kind: str
+    rows: list[Row]
+    texts: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, place: str, values: dict[str, Any]) -> None:
+        """Adds a row; null is a value that was not logged."""
+        numbers = {}
+        for name, value in values.items():
+            number = _number(value)
+            if number is not None:
+                numbers[name] = number
+            elif value is not None:
+                self.texts.add(name)
+        self.rows.append(Row(place, numbers))
+
+
+def read(path: epath.Path) -> Log:
+    """Reads one file, or the folder of a trainer_state.json or of event files.
+
+    Raises:
+      FileNotFoundError: there is nothing of the kind.
+      ValueError: it is broken; names the file and the line, entry or record.
+    """
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} not found: name a log of metrics")
+    if "tfevents" in path.name:
+        return _read_events([path], path)
+    for ending, reader in READERS.items():
+        if path.name.endswith(ending):
+            return reader(path, path.read_bytes().decode(errors="replace"))
+    raise ValueError(
+        f"{path}: of no known kind; a log is a {', '.join(READERS)} file or one of TensorBoard's, "
+        "whose name has tfevents in it"
+    )
+
+
+def _read_folder(path):
+    if (path / STATE).exists():
+        return read(path / STATE)
+    events = sorted(p for p in path.iterdir() if "tfevents" in p.name)
+    if not events:
+        raise FileNotFoundError(f"{path}: no {STATE} and no event file of TensorBoard in this folder")
+    return _read_events(events, path)
+
+
+def _number(value):
+    """Returns a float, or None for what is no number."""
+    if type(value) in (int, float):
+        return float(value)
+    is_word = isinstance(value, str) and value.lower().lstrip("+-") in WORDS
+    return float(value) if is_word else None
+
+
+# Text
+
+
+def _read_jsonl(path, text):
+    log, lines = Log(str(path), "JSONL", []), text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break  # still being written
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error.msg}, column {error.colno})"
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON object")
+        if isinstance(record.get("data"), dict):  # verl's: {"step": 1, "data": {...}}
+            record = record["data"] | {name: x for name, x in record.items() if name != "data"}
+        log.add(f"line {number}", record)
+    return log
+
+
+def _read_state(path, text):
+    try:
+        state = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list):
+        raise ValueError(f'{path}: no list under "log_history", as a {STATE} has')
+    log = Log(str(path), STATE, [])
+    for number, entry in enumerate(history):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}, log_history[{number}]: not a JSON object")
+        log.add(f"log_history[{number}]", entry)
+    return log
+
+
+def _read_csv(path, text):
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        lines = [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+    if not lines:
+        raise ValueError(f"{path}, line 1: no names of columns")
+    names = _columns(path, lines[0][1])
+    cells = []
+    for number, line in lines[1:]:
+        if len(line) != len(names):
+            raise ValueError(f"{path}, line {number}: {len(line)} cells for {len(names)} columns")
+        cells.append({n: cell.strip() for n, cell in zip(names, line) if n and cell.strip()})
+    texts = _texts(path, [number for number, _ in lines[1:]], cells)
+    log = Log(str(path), "CSV", [], texts)
+    for (number, _), row in zip(lines[1:], cells):
+        log.add(f"line {number}", {n: float(cell) for n, cell in row.items() if n not in texts})
+    return log
+
+
+def _columns(path, header):
+    """Returns the names of metrics, "" for a column that is none; one run alone."""
+    names, runs = [], set()
+    for title in header:
+        found = COLUMN.fullmatch(title)
+        if found:
+            runs.add(found["run"])
+            title = found["metric"]
+        is_range = title.endswith(("__MIN", "__MAX"))
+        names.append("" if is_range or NO_COLUMN.fullmatch(title) else title)
+    if len(runs) > 1:
+        raise ValueError(f"{path}, line 1: columns of several runs: {', '.join(sorted(runs))}")
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        twice = sorted({name for name in named if named.count(name) > 1})
+        raise ValueError(f"{path}, line 1: columns that are there twice: {', '.join(twice)}")
+    return names
+
+
+def _texts(path, numbers, cells):
+    """Returns columns without any number; a cell that is none between numbers is an error."""
+    bad, good = {}, set()
+    for number, row in zip(numbers, cells):
+        for name, cell in row.items():
+            try:
+                float(cell)
+                good.add(name)
+            except ValueError:
+                bad.setdefault(name, (number, cell))
+    for name in bad.keys() & good:
+        number, cell = bad[name]
+        raise ValueError(f"{path}, line {number}: {name!r} is {cell!r}, not a number")
+    return set(bad)
+
+
+READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".csv": _read_csv, ".json": _read_state}
+
+# TensorBoard
+
+
+def _masked(data):
+    checksum = crc32c(data)
+    return ((checksum >> 15 | checksum << 17) + MASK_DELTA) & 0xFFFFFFFF
+
+
+def tfrecords(data: bytes, path: epath.Path) -> Iterator[tuple[str, bytes]]:
+    """Yields (place, content) of the records: length, its checksum, content, its checksum."""
+    start, number = 0, 0
+    while start + 12 <= len(data):
+        number += 1
+        place = f"record {number} at byte {start}"
+        length, checksum = struct.unpack("<QI", data[start:start + 12])
+        if _masked(data[start:start + 8]) != checksum:
+            raise ValueError(f"{path}, {place}: its length does not have its checksum")
+        content = data[start + 12:start + 12 + length]
+        end = start + 12 + length + 4
+        if end > len(data):
+            return  # still being written
+        if _masked(content) != struct.unpack("<I", data[end - 4:end])[0]:
+            raise ValueError(f"{path}, {place}: its content does not have its checksum")
+        yield place, content
+        start = end
+
+
+def _read_events(paths, path):
+    log = Log(str(path), "TensorBoard", [])
+    for file in paths:
+        for place, content in tfrecords(file.read_bytes(), file):
+            try:
+                event = event_pb2.Event.FromString(content)
+            except DecodeError as error:
+                raise ValueError(f"{file}, {place}: not an event ({error})") from error
+            if event.session_log.status == event_pb2.SessionLog.START:  # later ones are hidden
+                log.rows = [row for row in log.rows if row.values[STEP] < event.step]
+            values = {value.tag: _scalar(value) for value in event.summary.value}
+            if values:
+                log.add(f"{file.name}, {place}", values | {STEP: event.step})
+    return log
+
+
+def _scalar(value):
+    """Returns a float, or the value itself if it is none."""
+    if value.WhichOneof("value") == "simple_value":
+        return value.simple_value
+    tensor = value.tensor
+    kinds = {FLOAT: (tensor.float_val, "<f4"), DOUBLE: (tensor.double_val, "<f8")}
+    if value.WhichOneof("value") != "tensor" or tensor.dtype not in kinds:
+        return value
+    listed, dtype = kinds[tensor.dtype]
+    sizes = [dim.size for dim in tensor.tensor_shape.dim]
+    numbers = list(listed) or np.frombuffer(tensor.tensor_content, dtype).tolist()
+    return float(numbers[0]) if math.prod(sizes) == 1 and len(numbers) == 1 else value
