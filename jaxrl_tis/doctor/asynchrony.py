@@ -63,11 +63,11 @@ def _over_budget(case, part):
     )
 
 
-def _lag_correlation(case):
-    """Returns the correlation of the steps' changes of the engine's gap with those of the lag: a trend
-    that both have does not count."""
+def lag_correlation(case: Case, gap: str, lag: str) -> float:
+    """Returns the correlation of the steps' changes of a gap with those of the lag: a trend that both
+    have does not count."""
     steps = case.thresholds["surge_steps"]
-    gaps, lags = case.window(ENGINE_GAP, steps), case.window(MEAN_LAG, steps)
+    gaps, lags = case.window(gap, steps), case.window(lag, steps)
     common = sorted(gaps.keys() & lags.keys())
     pairs = [
         (gaps[b] - gaps[a], lags[b] - lags[a]) for a, b in itertools.pairwise(common)
@@ -75,8 +75,8 @@ def _lag_correlation(case):
     ]
     if len(pairs) < case.thresholds["min_steps"]:
         raise KeyError(
-            f"{case.thresholds['min_steps']:g} steps after which {MEAN_LAG} changes, with "
-            f"{ENGINE_GAP}; there are {len(pairs)}"
+            f"{case.thresholds['min_steps']:g} steps after which {lag} changes, with {gap}; there are "
+            f"{len(pairs)}"
         )
     xs, ys = zip(*pairs)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))
@@ -140,7 +140,7 @@ FACTS = {
     "run/staleness_share": _staleness_share,
     "run/engine_gap": lambda c: _gaps(c)[0],
     "run/staleness_gap": lambda c: _gaps(c)[1],
-    "run/lag_correlation": _lag_correlation,
+    "run/lag_correlation": lambda c: lag_correlation(c, ENGINE_GAP, MEAN_LAG),
     "run/over_budget": lambda c: _over_budget(c, "total"),
     "run/engine_over_budget": lambda c: _over_budget(c, "engine"),
     "run/ahead_share": _ahead_share,

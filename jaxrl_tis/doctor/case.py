@@ -60,6 +60,9 @@ THRESHOLDS = {
     "read_again": 1.0,  # tokens per token that is drawn (ours)
     "selected": 0.25,  # discarded candidates or groups per one that is trained on (ours)
     "shorter": 0.9,  # of a mean length, from one window to the next (ours)
+    "mass_lost": 0.005,  # of a distribution, by which a mean ratio is below 1 (ours)
+    "mass_sigma": 5.0,  # of that difference, in standard errors, steps taken as independent (ours)
+    "sync_correlation": 0.8,  # with the place in a period; of 20 steps without one 1 in 500 (ours)
 }
 
 PEARSON = "training/rollout_actor_probs_pearson_corr"
@@ -93,12 +96,14 @@ class Case:
       config: the "config" of config.json, {} without that file.
       thresholds: those of `THRESHOLDS`, as they apply to this run.
       last_step: the last training step, 0 without any.
+      unlogged: metrics whose absence from the series tells nothing; none of a run of ours.
     """
 
     series: dict[str, dict[int, float]]
     config: dict[str, Any]
     thresholds: dict[str, float]
     last_step: int
+    unlogged: frozenset[str] = frozenset()
 
     def window(self, metric: str, length: float, before: float = 0) -> dict[int, float]:
         """Returns the values of the `length` steps that end `before` steps ahead of the last
@@ -221,6 +226,8 @@ def has_stand_in(case: Case) -> bool:
 def _engine_share(case):
     """Returns 1 while sampler and learner hold the same weights, because the whole gap is then the
     engine's."""
+    if LAG in case.unlogged and LAG not in case.series:
+        raise KeyError(LAG)
     if not any(case.recent(LAG)):
         return 1.0
     if has_stand_in(case):

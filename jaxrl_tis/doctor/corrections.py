@@ -1,0 +1,269 @@
+"""What a record of another framework proves about the correction in it, whatever its config says.
+
+Beside the trees, and from the record alone: that a correction does nothing, that only bounded weights
+are looked at, that mass which the sampler cuts off is in the ratio, and that the ratio is of other
+weights than those that sampled.
+"""
+
+import math
+from collections.abc import Sequence
+
+from jaxrl_tis.doctor.asynchrony import MEAN_LAG, lag_correlation
+from jaxrl_tis.doctor.case import (
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, K3, KL, LAG, PEARSON, PPL, Case, Clause, Finding, is_so,
+)
+from jaxrl_tis.doctor.frameworks import (
+    ABS_GAP, ABS_GAP_MAX, CORRECTED, DP_MEAN, PPO_MAX, PPO_MIN, RATIO, WEIGHT_MAX, WEIGHT_MEAN,
+    WEIGHT_MIN,
+)
+
+GAPS = (ABS_GAP, ABS_GAP_MAX, K3, DP_MEAN, DP_MAX, KL)  # all 0 where two programs agree in every bit
+MOVES = (ABS_GAP, K3, DP_MEAN, KL)  # in this order: what grows with the distance of two policies
+SAME = 1e-6  # what float32 leaves of a difference of 0 (ours)
+PERIODS = 4  # fewest that show one (ours)
+
+# Facts
+
+
+def _all(case, metrics):
+    """Returns every value of the metrics that are recorded; KeyError without enough of them."""
+    found = [list(case.series[m].values()) for m in metrics if m in case.series]
+    if not found:
+        raise KeyError(" or ".join(metrics))
+    _enough(case, max(map(len, found)), "steps")
+    return [value for values in found for value in values]
+
+
+def _enough(case, number, what):
+    if number < case.thresholds["min_steps"]:
+        raise KeyError(f"{case.thresholds['min_steps']:g} {what}, there are {number}")
+
+
+def _gaps(case):
+    _enough(case, case.last_step, "steps")
+    return float(sum(metric in case.series for metric in (*GAPS, PEARSON, PPL, CHI2)))
+
+
+def _weight_spread(case):
+    """Returns the largest distance of a weight from 1 in the whole record."""
+    weights = [WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX]
+    weights += [RATIO] if CORRECTED in case.series else []  # else of a ratio that weighs nothing
+    return max(abs(value - 1.0) for value in _all(case, weights))
+
+
+def _is_uncorrected(case):
+    if CORRECTED in case.unlogged:
+        raise KeyError("whether its correction is on, which its record does not tell")
+    return CORRECTED not in case.series
+
+
+def _is_bypass(case):
+    """Whether weights are logged beside a clipped objective, and no old policy's probabilities are."""
+    return {WEIGHT_MEAN, CLIPPED} <= case.series.keys() and DP_MEAN not in case.series
+
+
+def _at_cap(case):
+    """(share of the steps whose largest weight is the largest of the record, the metric); 0 if no two
+    of them are the same."""
+    values = _all(case, (WEIGHT_MAX,))
+    cap = max(values)
+    share = sum(_is_same(value, cap) for value in values) / len(values)
+    return (share if share * len(values) > 1 else 0.0), f"{WEIGHT_MAX} at {cap:g}"
+
+
+def _is_same(a, b):
+    return abs(a - b) <= SAME * max(abs(a), abs(b))
+
+
+def _bounds(case):
+    """Returns the (lowest, highest) weights where several steps share them, else (0, inf)."""
+    lows, highs = (list(case.series[m].values()) for m in (WEIGHT_MIN, WEIGHT_MAX))
+    low, high = min(lows), max(highs)
+    return (
+        low if sum(_is_same(x, low) for x in lows) > 1 else 0.0,
+        high if sum(_is_same(x, high) for x in highs) > 1 else math.inf,
+    )
+
+
+def _ratios(case):
+    """(mean ratios of the last surge_steps steps, their metric), without steps in which a bound has
+    changed a weight."""
+    length = case.thresholds["surge_steps"]
+    found, metric = list(case.window(RATIO, length).values()), RATIO
+    if RATIO not in case.series and {WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX} <= case.series.keys():
+        metric = f"{WEIGHT_MEAN}, of steps without a weight at a bound"
+        low, high = _bounds(case)
+        lows, highs = case.series[WEIGHT_MIN], case.series[WEIGHT_MAX]
+        for step, value in case.window(WEIGHT_MEAN, length).items():
+            inside = step in lows and step in highs and 0 < lows[step] and highs[step] < high
+            if inside and not (low and _is_same(lows[step], low)):
+                found.append(value)
+    if not found:
+        raise KeyError(f"{RATIO}, before any bound")
+    _enough(case, len(found), f"values of {metric}")
+    return found, metric
+
+
+def _lost_mass(case):
+    ratios, metric = _ratios(case)
+    return 1.0 - math.fsum(ratios) / len(ratios), f"1 - {metric}"
+
+
+def _mass_sigma(case):
+    """Returns by how many standard errors the mean ratio is below 1."""
+    ratios, _ = _ratios(case)
+    mean = math.fsum(ratios) / len(ratios)
+    variance = math.fsum((x - mean) * (x - mean) for x in ratios) / (len(ratios) - 1)
+    error = math.sqrt(variance / len(ratios))
+    return (1.0 - mean) / error if error else math.copysign(math.inf, 1.0 - mean)
+
+
+def _moving(case):
+    for metric in MOVES:
+        if metric in case.series:
+            return metric
+    raise KeyError(" or ".join(MOVES))
+
+
+def _gap_by_lag(case):
+    metric = _moving(case)
+    return lag_correlation(case, metric, MEAN_LAG), f"changes of {metric} with those of {MEAN_LAG}"
+
+
+def _correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
+    dx, dy = [x - mean_x for x in xs], [y - mean_y for y in ys]
+    size = math.sqrt(math.fsum(x * x for x in dx) * math.fsum(y * y for y in dy))
+    return math.fsum(x * y for x, y in zip(dx, dy)) / size if size else 0.0
+
+
+def _without_trend(xs, ys):
+    slope_size = _correlation(xs, ys) * math.sqrt(_variance(ys) / _variance(xs))
+    return [y - slope_size * x for x, y in zip(xs, ys)]
+
+
+def _variance(xs):
+    mean = math.fsum(xs) / len(xs)
+    return math.fsum((x - mean) * (x - mean) for x in xs)
+
+
+def _gap_by_period(case):
+    """(largest correlation of the gap, without its trend, with the place in periods of any length and
+    beginning, what it is of)."""
+    metric = _moving(case)
+    values = case.window(metric, case.thresholds["surge_steps"])
+    if len(values) < case.thresholds["window"]:
+        raise KeyError(f"{case.thresholds['window']:g} values of {metric}, there are {len(values)}")
+    steps = sorted(values)
+    gaps = _without_trend(steps, [values[step] for step in steps])
+    found = {
+        (period, start): _correlation([(step - start) % period for step in steps], gaps)
+        for period in range(2, len(steps) // PERIODS + 1) for start in range(period)
+    }
+    period, start = max(found, key=found.get)
+    return found[period, start], f"{metric} with the place in periods of {period} steps"
+
+
+FACTS = {
+    "record/gaps": _gaps,
+    "record/largest_gap": lambda case: max(map(abs, _all(case, GAPS))),
+    "record/weight_spread": _weight_spread,
+    "record/is_uncorrected": _is_uncorrected,
+    "record/is_bypass": _is_bypass,
+    "record/ppo_spread": lambda case: max(abs(x - 1) for x in _all(case, (PPO_MIN, PPO_MAX))),
+    "record/weights": lambda case: float(any(m in case.series for m in (WEIGHT_MEAN, WEIGHT_MAX))),
+    "record/tails": lambda case: float(sum(m in case.series for m in (CHI2, CHI2_SEQ))),
+    "record/at_cap": _at_cap,
+    "record/lost_mass": _lost_mass,
+    "record/mass_sigma": _mass_sigma,
+    "record/gap_by_lag": _gap_by_lag,
+    "record/gap_by_period": _gap_by_period,
+}
+
+# Findings
+
+DIFFERS = Clause("record/largest_gap", ">", 0)
+
+FINDINGS = (
+    Finding(
+        "inactive.unrecorded", "nothing in the record compares sampler and learner",
+        "The sampler's log-probs were not recorded, or not compared with the learner's: no gap can be "
+        "seen, and no weight can correct one.",
+        all_of=(Clause("record/gaps", "<=", 0),),
+        mistake="taking a record without a gap for a run without one",
+    ),
+    Finding(
+        "inactive.copied", "sampler and learner agree in every bit, in every step",
+        "Two programs do not. The old log-probs are the sampler's, or the sampler's are the old ones, "
+        "so that any ratio of the two is 1.",
+        all_of=(Clause("record/largest_gap", "<=", 0),),
+    ),
+    Finding(
+        "inactive.ones", "every weight is 1, in every step",
+        "The correction changes nothing: it is off, or its weights were made of one policy twice.",
+        all_of=(Clause("record/weight_spread", "<=", SAME),),
+        mistake="taking a weight that is logged for one that acts",
+    ),
+    Finding(
+        "inactive.uncorrected", "a gap is measured, and nothing corrects it",
+        "Fine below kl_bug and chi2_moderate; above, weigh or reject.",
+        all_of=(is_so("record/is_uncorrected"), DIFFERS), unless=("inactive.ones",),
+    ),
+    Finding(
+        "inactive.trust_region", "the clipped ratio is 1 for every token, in every step",
+        "As it is with one update per batch; with more, the old log-probs are those of the learner as "
+        "it is, and the trust region never acts.",
+        all_of=(Clause("record/ppo_spread", "<=", SAME),),
+    ),
+    Finding(
+        "blind", "weights are judged after their bounds alone",
+        "Their mean, extremes and sample size cannot show what the bounds cut off. Log what the ratio "
+        "is before: chi2, a sample size, a largest value. exp of the largest log-ratio of a token is "
+        "one, where that is recorded.",
+        all_of=(Clause("record/weights", ">", 0), Clause("record/tails", "<=", 0)),
+        mistake="reading a bounded maximum as a small gap",
+    ),
+    Finding(
+        "blind.cap", "and in most steps the largest weight stands at its bound",
+        "The ratios are larger than it, by how much is not recorded.",
+        all_of=(Clause("record/at_cap", ">", "taken_most"),), parent="blind",
+    ),
+    Finding(
+        "mass", "the mean ratio is below 1, always in one direction: kept mass is inside it",
+        "Under the sampler's own distribution the ratio's mean is the mass that the sampler could draw "
+        "from: 1, but for top-p, top-k or min-p whose log-probs are renormalised while the learner's "
+        "are not. Sample without filters, or let the learner renormalise over the same tokens.",
+        all_of=(
+            Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
+        ),
+        mistake="correcting for it with the weight, which is smaller than 1 for every token alike",
+    ),
+    Finding(
+        "weights.lag", "the gap grows with the lag: the ratio is of newer weights than those that sampled",
+        "Staleness and the engine's gap are in one number, and a bound for one cuts the other. Keep "
+        "the weights that sampled for the old log-probs, or the sampler's own, and clip around the "
+        "policy of the update (arXiv:2505.24298).",
+        all_of=(
+            Clause(LAG, ">", 0, absent=False), Clause("record/gap_by_lag", ">", "lag_correlation"),
+        ),
+        mistake="lowering the precision gap of an engine that is not at fault",
+    ),
+    Finding(
+        "weights.sync", "the gap rises step by step and falls again, as weights are handed over",
+        "The old log-probs are of newer weights than those that sampled until the next hand-over. Hand "
+        "weights over at every step, or keep those that sampled for the old log-probs.",
+        all_of=(Clause("record/gap_by_period", ">", "sync_correlation"),),
+        mistake="lowering the precision gap of an engine that is not at fault",
+    ),
+)
+# Of one framework alone.
+OWN = {
+    "verl": (
+        Finding(
+            "inactive.bypass", "weights are computed, and not used: bypass mode with a clipped objective",
+            "In bypass mode the clipped ratio holds the whole gap, and with loss_type=ppo_clip the "
+            "weights are for the log alone. Decoupled mode, or loss_type=reinforce, uses them.",
+            all_of=(is_so("record/is_bypass"),),
+        ),
+    ),
+}

@@ -1,0 +1,387 @@
+"""What other frameworks call the metrics that the doctor reads, and what exactly each of them is.
+
+A row is there only if the line that computes the value was read, in the files that `source` names. Left
+out, among others: OpenRLHF's, TRL's, NeMo-RL's and SkyRL's KL to the reference policy, which is not the
+sampler's gap; SkyRL's is_ratio_min and is_ratio_std, in which padding counts as a ratio of 0; NeMo-RL's
+policy_kl_error, which is of the other direction; slime's rs_mask fractions, whose level is a setting.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxrl_tis.doctor.case import (
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, OUT_OF_BAND, PEARSON, PPL,
+    PPO_KL, REJECTED, TURNS, WEIGHTS_ESS,
+)
+
+ABS_GAP, ABS_GAP_MAX = "mismatch/log_ratio_abs_mean", "mismatch/log_ratio_abs_max"
+DP_MEAN, IS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
+RATIO = "mismatch/ratio_mean_token"  # mean of the ratio before any bound, of tokens or sequences
+WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX = (f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max"))
+MEAN_LAG = "training/off_policy/trajectory_staleness/mean"
+TRUNCATED = "response_length/truncated_ratio"
+# Not ours: whether their correction is on, and their clipped ratio of learner and old policy.
+CORRECTED, PPO_MIN, PPO_MAX = "theirs/corrected", "theirs/ppo_ratio_min", "theirs/ppo_ratio_max"
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """One of our metrics: theirs, or `value` of several of theirs, None where it says nothing.
+
+    The first row for a metric of which a log has all names is the one that counts.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    value: Callable[..., float | None] = lambda x: x
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """
+    Attributes:
+      source: repository, version or commit, and files that were read.
+      names: what is mapped.
+      marks: names that only this framework writes; one of them in a log is enough.
+      steps: names of its own step counters; "PREFIX/..." counts for the names with that prefix.
+      prefix: what some of its loggers put before all names.
+      updates: beginning of names that are logged at each update, not for each batch.
+      ahead: beginnings of names that only runs with samplers that run ahead have.
+      silent: of ours, what it may do and does not log: their absence means nothing.
+      switches: of ours, the setting that makes it log them.
+      notes: what to know of its values.
+    """
+
+    source: str
+    names: tuple[Named, ...]
+    marks: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+    prefix: str = ""
+    updates: str | None = None
+    ahead: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    switches: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _rows(pairs):
+    return tuple(Named(ours, (theirs,)) for ours, theirs in pairs.items())
+
+
+def _alternatives(ours, *theirs):
+    return tuple(Named(ours, (name,)) for name in theirs)
+
+
+def _same(*names):
+    return _rows({name: name for name in names})
+
+
+def _ratio_of(k1: float, k3: float) -> float:
+    """Returns the mean ratio: k3 is mean(ratio - 1 - log ratio), k1 is mean(-log ratio)."""
+    return 1.0 + k3 - k1
+
+
+# verl
+
+CALCULATE = "actor_rollout_ref.rollout.calculate_log_probs=True"
+VERL = Framework(
+    source="volcengine/verl, PyPI 0.9.1 and main b178a3cd5 (2026-01-29): "
+    "verl/trainer/ppo/rollout_corr_helper.py, core_algos.py, metric_utils.py, v1/trainer_base.py, "
+    "verl/utils/debug/metrics.py, verl/utils/tracking.py",
+    names=(
+        *_same(
+            PEARSON, DP_MAX, DP_MEAN, IS_VALID, KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS,
+            WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED, OUT_OF_BAND, CLIPPED, PPO_KL, LENGTH,
+            TURNS, LAG, MEAN_LAG,
+        ),
+        Named(RATIO, (KL, K3), _ratio_of),
+        *_alternatives(CORRECTED, WEIGHT_MEAN, REJECTED),
+    ),
+    marks=(
+        "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/score/mean", PEARSON,
+        "response_length/clip_ratio", "timing_s/step", KL,
+    ),
+    steps=("training/global_step",), ahead=("fully_async/",),
+    switches={
+        **dict.fromkeys((PEARSON, DP_MAX), CALCULATE + ", not in bypass mode"),
+        **dict.fromkeys((KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ), CALCULATE),
+        WEIGHTS_ESS: "algorithm.rollout_correction.rollout_is=token",
+        REJECTED: "algorithm.rollout_correction.rollout_rs=seq_mean_k1 with rollout_rs_threshold",
+        LAG: "logged by verl/trainer/ppo/v1 of 0.9.1, not by the trainers before",
+    },
+    notes=(
+        "main b178a3cd5: dp_actor.py logs rollout_corr/* again, of the learner as it moves, over the "
+        "values of the old policy; with several updates per batch they hold the update too",
+    ),
+)
+
+# TRL
+
+VLLM = "GRPOConfig(use_vllm=True, vllm_importance_sampling_correction=True)"
+TRL = Framework(
+    source="huggingface/trl, PyPI 1.16.0 and main f2cd57710 (2026-07-24): "
+    "trl/trainer/grpo_trainer.py, grpo_config.py",
+    names=(
+        *_rows({
+            ABS_GAP: "sampling/sampling_logp_difference/mean",
+            ABS_GAP_MAX: "sampling/sampling_logp_difference/max",
+            WEIGHT_MEAN: "sampling/importance_sampling_ratio/mean",
+            WEIGHT_MIN: "sampling/importance_sampling_ratio/min",
+            WEIGHT_MAX: "sampling/importance_sampling_ratio/max",
+            CORRECTED: "sampling/importance_sampling_ratio/mean",
+            CLIPPED: "clip_ratio/region_mean",
+            LENGTH: "completions/mean_length",
+            TRUNCATED: "completions/clipped_ratio",
+        }),
+    ),
+    marks=(
+        "completions/mean_length", "completions/mean_terminated_length", "frac_reward_zero_std",
+        "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean",
+        "sampling/importance_sampling_ratio/mean",
+    ),
+    steps=("global_step",), prefix="train/", silent=(REJECTED,),
+    switches={ABS_GAP: VLLM, WEIGHT_MEAN: VLLM},
+    notes=(
+        "sampling/importance_sampling_ratio/* are the weights after their bounds: of sequences, as "
+        "products, in the modes sequence_mask (the default) and sequence_truncate, of tokens in the "
+        "others",
+        "with logging_steps above 1 a row is a mean over steps, of extremes too",
+    ),
+)
+TRL_ASYNC = Framework(
+    source="huggingface/trl, PyPI 1.16.0 and main f2cd57710 (2026-07-24): "
+    "trl/experimental/async_grpo/async_grpo_trainer.py",
+    names=(
+        *_rows({
+            RATIO: "ratio", K3: "kl", KL: "kl", CLIPPED: "clip_ratio/region_mean",
+            LENGTH: "completions/mean_length", CORRECTED: "ratio",
+        }),
+    ),
+    marks=("ratio",), steps=("global_step",), prefix="train/", ahead=("ratio",), silent=(REJECTED,),
+    notes=(
+        "kl is k3 of the learner as it is against the sampler, not of a reference: it holds staleness "
+        "and the update; KL is read from it",
+    ),
+)
+
+# OpenRLHF
+
+IS_ENABLE = "--algo.advantage.is_correction_enable"
+OPENRLHF = Framework(
+    source="OpenRLHF/OpenRLHF 0.11.0, 3c3be623 (2026-08-13): openrlhf/models/loss.py, "
+    "openrlhf/trainer/ray/ppo_actor.py, openrlhf/trainer/ppo_trainer.py, openrlhf/utils/logging_utils.py",
+    names=(
+        *_rows({
+            KL: "vllm_kl", CORRECTED: "vllm_kl", PPO_KL: "ppo_kl", CLIPPED: "ppo_clip_ratio",
+            TRUNCATED: "rollout/truncated_rate",
+        }),
+        *_alternatives(LENGTH, "rollout/response_length_mean", "response_length"),
+    ),
+    marks=(
+        "ppo_clip_ratio", "vllm_kl", "rollout/response_length_mean", "rollout/truncated_rate",
+        "actor_grad_norm", "timing/make_experience",
+    ),
+    steps=("global_step",), prefix="train/", silent=(REJECTED,),
+    switches={KL: IS_ENABLE + " with --actor.policy_loss_type ppo", CORRECTED: IS_ENABLE},
+    notes=("no metric tells how old samples are: with --train.async_enable a gap may be staleness",),
+)
+
+# slime
+
+MIS = "--get-mismatch-metrics with --custom-tis-function-path examples/train_infer_mismatch_helper/mis.py"
+SLIME = Framework(
+    source="THUDM/slime 0.3.1, 624b824a8 (2026-08-21): slime/backends/megatron_utils/loss.py, model.py, "
+    "slime/observability/train_metric_utils.py, rollout_metrics.py, "
+    "examples/train_infer_mismatch_helper/mis.py",
+    names=(
+        *_rows({
+            ABS_GAP: "train/train_rollout_logprob_abs_diff", K3: "train/mis_k3_kl",
+            PPL: "train/mis_ppl_ratio", MEAN_GAP: "train/mis_log_ppl_abs_diff",
+            CHI2: "train/mis_chi2_token", CHI2_SEQ: "train/mis_chi2_seq",
+            PPO_KL: "train/ppo_kl", CLIPPED: "train/pg_clipfrac",
+            LENGTH: "rollout/response_len/mean", TRUNCATED: "rollout/truncated_ratio",
+            WEIGHT_MEAN: "train/mis_tis_weight_after_bound",
+        }),
+        Named(KL, ("train/mis_kl",)),
+        Named(
+            KL, ("rollout/rollout_log_probs", "rollout/log_probs"),
+            lambda sampler, learner: sampler - learner,
+        ),
+        Named(RATIO, ("train/tis",)),
+        Named(RATIO, ("train/mis_kl", "train/mis_k3_kl"), _ratio_of),
+        *_alternatives(CORRECTED, "train/tis", "train/mis_tis_weight_after_bound"),
+    ),
+    marks=(
+        "train/train_rollout_logprob_abs_diff", "train/ois", "train/tis", "train/pg_clipfrac",
+        "rollout/response_len/mean", "rollout/rollout_log_probs", "train/mis_kl",
+    ),
+    steps=("train/step", "rollout/step"), updates="train/", silent=(REJECTED,),
+    switches={
+        KL: "rollout/rollout_log_probs and rollout/log_probs; the second is left out with "
+        "--use-rollout-logprobs, and where one micro-batch takes old log-probs from the loss",
+        **dict.fromkeys((K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ), MIS),
+        CORRECTED: "--use-tis", RATIO: "--use-tis",
+    },
+    notes=(
+        "means are of the means of responses, not of all tokens",
+        "with --use-rollout-logprobs ppo_kl and pg_clipfrac hold the sampler's gap",
+    ),
+)
+
+# SkyRL
+
+LOSS = "policy/loss_metrics/"
+TIS_TYPE = "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
+SKYRL = Framework(
+    source="NovaSky-AI/SkyRL 0.3.0, a9564572e (2026-08-21): skyrl/train/trainer.py, "
+    "skyrl/train/fully_async_trainer.py, skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py, "
+    "skyrl/backends/skyrl_train/utils/ppo_utils.py, skyrl/train/generators/utils.py",
+    names=(
+        *_rows({
+            ABS_GAP: "policy/rollout_train_logprobs_abs_diff_mean",
+            ABS_GAP_MAX: "policy/rollout_train_logprobs_abs_diff_max",
+            RATIO: LOSS + "is_ratio_mean", CORRECTED: LOSS + "is_ratio_mean",
+            REJECTED: LOSS + "token_mask_ratio", CLIPPED: LOSS + "clip_ratio",
+            LAG: "async/staleness_mean", MEAN_LAG: "async/staleness_mean",
+            LENGTH: "generate/avg_num_tokens",
+        }),
+    ),
+    marks=(
+        LOSS + "clip_ratio", LOSS + "is_ratio_mean", "policy/policy_entropy", "policy/final_loss",
+        "policy/rollout_train_logprobs_abs_diff_mean", "generate/avg_num_tokens",
+        "async/staleness_mean",
+    ),
+    ahead=("async/",),
+    switches={
+        ABS_GAP: "generator.sampling_params.logprobs=1",
+        **dict.fromkeys((RATIO, CORRECTED), TIS_TYPE),
+        REJECTED: "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low and _high",
+    },
+    notes=(
+        "token_mask_ratio is the share of the token mask alone: masks of sequences reject more",
+        "the fully asynchronous trainer logs old log-probs of the weights of the update, not of those "
+        "that sampled",
+    ),
+)
+
+# prime-rl
+
+COHORT = "train/agg/effective/"
+PRIME_RL = Framework(
+    source="PrimeIntellect-ai/prime-rl 0.8.0, 559b44772 (2026-08-21): src/prime_rl/trainer/rl/loss.py, "
+    "train.py, src/prime_rl/trainer/utils.py, src/prime_rl/orchestrator/orchestrator.py, metrics.py, "
+    "src/prime_rl/monitors/file.py",
+    names=(
+        *_rows({
+            K3: "mismatch_kl/all/mean", KL: "mismatch_kl/all/mean", CORRECTED: "mismatch_kl/all/mean",
+            LAG: "off_policy/mean", MEAN_LAG: "off_policy/mean",
+            LENGTH: COHORT + "num_output_tokens/mean", TURNS: COHORT + "num_turns/mean",
+        }),
+    ),
+    marks=("mismatch_kl/all/mean", "kl_ent_ratio/mean", "off_policy/in_queue/mean", "off_policy/mean",
+           COHORT + "num_output_tokens/mean"),
+    switches={LAG: "logged by the orchestrator: name its metrics.jsonl beside the trainer's"},
+    notes=(
+        "two policies: mismatch_kl is k3 of the learner as it is against the sampler, staleness "
+        "included; KL is read from it",
+        "is_masked is its trust region, not a rejection of the sampler's gap",
+        "a value that is not finite is left out of its metrics.jsonl",
+    ),
+)
+
+# NeMo-RL
+
+
+def _per_update(value: float, ratio: float) -> float:
+    """Returns a mean over updates of a sum over them: of the mean ratio, too, they log the sum."""
+    return value / max(round(ratio), 1)
+
+
+def _unbounded(value: float, out: float, ratio: float) -> float | None:
+    """Returns the mean weight of a step in which no weight was out of bounds."""
+    return _per_update(value, ratio) if out == 0 else None
+
+
+SUM = "train/probs_ratio"
+NEMO_RL = Framework(
+    source="NVIDIA-NeMo/RL 0.6.0, 7ea279abf (2026-08-22): nemo_rl/algorithms/loss/loss_functions.py, "
+    "nemo_rl/algorithms/grpo.py, nemo_rl/algorithms/utils.py, nemo_rl/experience/rollouts.py, "
+    "nemo_rl/models/policy/workers/dtensor_policy_worker.py",
+    names=(
+        *(Named(ours, ("train/gen_kl_error", SUM), _per_update) for ours in (K3, KL)),
+        *(Named(ours, ("train/gen_kl_error",)) for ours in (K3, KL)),
+        Named(RATIO, ("train/sampling_importance_ratio", "train/is_oob_ratio", SUM), _unbounded),
+        Named(RATIO, ("train/sampling_importance_ratio", SUM), _per_update),
+        Named(
+            WEIGHT_MEAN, ("train/sampling_importance_ratio", "train/is_oob_ratio", SUM),
+            lambda weight, out, ratio: _per_update(weight, ratio),
+        ),
+        *_rows({
+            PPO_MIN: "train/probs_ratio_min", PPO_MAX: "train/probs_ratio_max",
+            LAG: "train/avg_trajectory_age", MEAN_LAG: "train/avg_trajectory_age",
+            LENGTH: "train/mean_gen_tokens_per_sample",
+        }),
+    ),
+    marks=(
+        "train/token_mult_prob_error", "train/gen_kl_error", "train/probs_ratio_clamped",
+        "train/sampling_importance_ratio", "train/js_divergence_error",
+    ),
+    silent=(REJECTED, CORRECTED, CLIPPED),
+    notes=(
+        "values of a step are sums over its updates; they are divided by the rounded probs_ratio, "
+        "where that is logged",
+        "gen_kl_error is k3 with the default reference_policy_kl_type; KL is read from it",
+        "sampling_importance_ratio is logged with use_importance_sampling_correction=False, too: the "
+        "record does not tell whether the weights are used",
+    ),
+)
+
+# Tunix
+
+SAMPLER_IS = 'GRPOConfig(sampler_is="token", use_rollout_logps=True)'
+TUNIX = Framework(
+    source="google/tunix 0.1.8, c7d8950f (2026-08-21): tunix/rl/algo_core.py, "
+    "tunix/rl/grpo/grpo_learner.py, tunix/rl/agentic/agentic_grpo_learner.py, tunix/rl/rl_cluster.py, "
+    "tunix/sft/metrics_logger.py",
+    names=(
+        *_rows({
+            PEARSON: "sampler_trainer/train/probs_pearson_corr",
+            DP_MAX: "sampler_trainer/train/prob_diff_max",
+            DP_MEAN: "sampler_trainer/train/prob_diff_mean",
+            ABS_GAP: "sampler_trainer/train/logp_diff_mean",
+            ABS_GAP_MAX: "sampler_trainer/train/logp_diff_max",
+            CORRECTED: "sampler_is/train/weight_mean", WEIGHT_MAX: "sampler_is/train/weight_max",
+            WEIGHT_MIN: "actor/train/sampler_is/weight_min",
+            CLIPPED: "actor/train/pg_clipfrac", PPO_KL: "actor/train/ppo_kl",
+            PPO_MIN: "actor/train/is_ratio/min", PPO_MAX: "actor/train/is_ratio/max",
+        }),
+        *_alternatives(WEIGHT_MEAN, "sampler_is/train/weight_mean", "actor/train/sampler_is/weight_mean"),
+        Named(
+            RATIO, ("sampler_is/train/weight_mean", "sampler_is/train/frac_clipped_at_threshold"),
+            lambda mean, clipped: mean if clipped == 0 else None,
+        ),
+        *_alternatives(
+            LENGTH, "generation/train/completions/mean_length", "completions/train/mean_length"
+        ),
+    ),
+    marks=(
+        "actor/train/pg_clipfrac", "actor/train/sampler_is/weight_mean",
+        "sampler_trainer/train/probs_pearson_corr", "sampler_is/train/weight_mean",
+        "completions/train/mean_length", "generation/train/completions/mean_length",
+    ),
+    updates="actor/",
+    switches={
+        **dict.fromkeys((PEARSON, DP_MAX, ABS_GAP), SAMPLER_IS + ", RolloutConfig(return_logprobs=True)"),
+        CORRECTED: SAMPLER_IS,
+    },
+    notes=(
+        "actor/train/sampler_is/weight_mean is 1 where there is no correction at all",
+        "sampler_is/train/weight_* are the weights after their bound, sampler_is_threshold",
+    ),
+)
+
+FRAMEWORKS = {
+    "verl": VERL, "trl": TRL, "openrlhf": OPENRLHF, "slime": SLIME, "skyrl": SKYRL,
+    "prime_rl": PRIME_RL, "nemo_rl": NEMO_RL, "tunix": TUNIX,
+}
+VARIANTS = {"trl": TRL_ASYNC}  # takes the place where a log has one of its marks
