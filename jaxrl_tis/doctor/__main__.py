@@ -1,6 +1,7 @@
 """Which cause of off-policy drift the record of a run points to, the evidence, and what to change.
 
     python -m jaxrl_tis.doctor WORKDIR [--json PATH] [--threshold NAME=VALUE ...]
+    python -m jaxrl_tis.doctor FILE... [--from=auto] [--verbose] [...]
 
 Reads WORKDIR/metrics.jsonl and, if there is one, WORKDIR/config.json, and walks the two trees of
 trees.py over the last `window` training steps. A condition whose metrics the run did not
@@ -28,6 +29,18 @@ cause is looked for.
   setup       like findings, from the tree of configurations
   thresholds  name -> value used
 Numbers that are not finite are the strings "inf" and "-inf".
+
+FILE is a log of another framework: JSONL, CSV, an event file of TensorBoard or a folder of them, a
+trainer_state.json. Several are read as one. Without a config, what hangs on it is not decided. The
+object has besides, and `steps` are theirs:
+  framework, source, marks    whose it was taken for, whose files the names are from, and what told it
+  kinds, rows, updates        kinds of files, steps with a value, updates of a batch that were averaged
+  corrections                 like findings: what the record proves about their correction
+  assumed, notes              where the record is silent, and what to know of its values
+  missing                     list of {metric, serves: [names of findings], switch: their setting}
+  unread, texts               names that were not read, and those whose values are no numbers
+  nans, repeated              name -> values that are NaN; values that were logged again for a step
+and evidence has `theirs`, the names that a metric was made of.
 """
 
 import argparse
@@ -35,9 +48,11 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from jaxrl_tis import cli
+from jaxrl_tis import cli, storage
+from jaxrl_tis.doctor import foreign, readers
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.doctor.diagnose import describe, diagnose, strict
+from jaxrl_tis.doctor.frameworks import FRAMEWORKS
 
 
 def _threshold(argument: str) -> tuple[str, float]:
@@ -51,18 +66,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m jaxrl_tis.doctor",
         description="The cause of a run's off-policy drift, the evidence and what to change.",
     )
-    parser.add_argument("workdir", metavar="WORKDIR", help="folder of a run")
+    parser.add_argument(
+        "paths", metavar="WORKDIR|FILE", nargs="+",
+        help="folder of a run, or the log of another framework",
+    )
+    parser.add_argument(
+        "--from", dest="source", choices=("auto", *FRAMEWORKS), metavar="FRAMEWORK",
+        help=f"whose log it is: auto, as for any file, or {', '.join(FRAMEWORKS)}",
+    )
+    parser.add_argument("--verbose", action="store_true", help="also list names that were not read")
     parser.add_argument("--json", metavar="PATH", help="also write the diagnosis here")
     parser.add_argument(
         "--threshold", metavar="NAME=VALUE", type=_threshold, action="append", default=[],
         help=f"replaces one of {', '.join(THRESHOLDS)}",
     )
     args = parser.parse_args(argv)
-    diagnosis = diagnose(args.workdir, dict(args.threshold))
+    is_foreign = args.source or len(args.paths) > 1 or readers.is_log(storage.folder(args.paths[0]))
+    if is_foreign:
+        diagnosis = foreign.diagnose(args.paths, args.source or "auto", dict(args.threshold))
+    else:
+        diagnosis = diagnose(args.paths[0], dict(args.threshold))
     if args.json:
         content = json.dumps(strict(diagnosis), indent=2, allow_nan=False)
         pathlib.Path(args.json).write_text(content + "\n", encoding="utf-8")
-    print(describe(diagnosis))
+    print(foreign.describe(diagnosis, args.verbose) if is_foreign else describe(diagnosis))
 
 
 if __name__ == "__main__":

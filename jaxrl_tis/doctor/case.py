@@ -62,11 +62,11 @@ THRESHOLDS = {
     "shorter": 0.9,  # of a mean length, from one window to the next (ours)
     "mass_lost": 0.005,  # of a distribution, by which a mean ratio is below 1 (ours)
     "mass_sigma": 5.0,  # of that difference, in standard errors, steps taken as independent (ours)
-    "sync_correlation": 0.8,  # with the place in a period; of 20 steps without one 1 in 500 (ours)
+    "sync_share": 0.9,  # of steps; 20 steps without a period have it once in 250 (ours)
 }
 
 PEARSON = "training/rollout_actor_probs_pearson_corr"
-DP_MAX = "training/rollout_probs_diff_max"
+DP_MAX, IS_VALID = "training/rollout_probs_diff_max", "training/rollout_probs_diff_valid"
 KL, K3, PPL = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio"
 MEAN_GAP = "rollout_corr/log_ppl_abs_diff"
 CHI2, CHI2_SEQ = "rollout_corr/chi2_token", "rollout_corr/chi2_seq"

@@ -5,12 +5,13 @@ are looked at, that mass which the sampler cuts off is in the ratio, and that th
 weights than those that sampled.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from jaxrl_tis.doctor.asynchrony import MEAN_LAG, lag_correlation
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, K3, KL, LAG, PEARSON, PPL, Case, Clause, Finding, is_so,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, IS_VALID, K3, KL, LAG, PEARSON, PPL, Case, Clause, Finding, is_so,
 )
 from jaxrl_tis.doctor.frameworks import (
     ABS_GAP, ABS_GAP_MAX, CORRECTED, DP_MEAN, PPO_MAX, PPO_MIN, RATIO, WEIGHT_MAX, WEIGHT_MEAN,
@@ -59,7 +60,9 @@ def _is_uncorrected(case):
 
 def _is_bypass(case):
     """Whether weights are logged beside a clipped objective, and no old policy's probabilities are."""
-    return {WEIGHT_MEAN, CLIPPED} <= case.series.keys() and DP_MEAN not in case.series
+    decoupled = {DP_MEAN, DP_MAX, PEARSON, IS_VALID}
+    has_weights = {WEIGHT_MEAN, KL, CLIPPED} <= case.series.keys()
+    return has_weights and not decoupled & case.series.keys()
 
 
 def _at_cap(case):
@@ -130,38 +133,28 @@ def _gap_by_lag(case):
     return lag_correlation(case, metric, MEAN_LAG), f"changes of {metric} with those of {MEAN_LAG}"
 
 
-def _correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
-    dx, dy = [x - mean_x for x in xs], [y - mean_y for y in ys]
-    size = math.sqrt(math.fsum(x * x for x in dx) * math.fsum(y * y for y in dy))
-    return math.fsum(x * y for x, y in zip(dx, dy)) / size if size else 0.0
-
-
-def _without_trend(xs, ys):
-    slope_size = _correlation(xs, ys) * math.sqrt(_variance(ys) / _variance(xs))
-    return [y - slope_size * x for x, y in zip(xs, ys)]
-
-
-def _variance(xs):
-    mean = math.fsum(xs) / len(xs)
-    return math.fsum((x - mean) * (x - mean) for x in xs)
-
-
 def _gap_by_period(case):
-    """(largest correlation of the gap, without its trend, with the place in periods of any length and
-    beginning, what it is of)."""
+    """(how often the gap rises within periods, or falls from one to the next, whichever is rarer: of
+    the length and beginning for which that is largest; what it is of). Neither noise nor a trend has
+    both."""
     metric = _moving(case)
     values = case.window(metric, case.thresholds["surge_steps"])
-    if len(values) < case.thresholds["window"]:
-        raise KeyError(f"{case.thresholds['window']:g} values of {metric}, there are {len(values)}")
     steps = sorted(values)
-    gaps = _without_trend(steps, [values[step] for step in steps])
-    found = {
-        (period, start): _correlation([(step - start) % period for step in steps], gaps)
-        for period in range(2, len(steps) // PERIODS + 1) for start in range(period)
-    }
-    period, start = max(found, key=found.get)
-    return found[period, start], f"{metric} with the place in periods of {period} steps"
+    if len(steps) < case.thresholds["window"]:
+        raise KeyError(f"{case.thresholds['window']:g} values of {metric}, there are {len(steps)}")
+    rises = [(b, values[b] > values[a]) for a, b in itertools.pairwise(steps)]
+    found = {}
+    for period in range(2, len(steps) // PERIODS + 1):
+        for start in range(period):
+            within = [rise for step, rise in rises if (step - start) % period]
+            between = [not rise for step, rise in rises if (step - start) % period == 0]
+            found[period] = max(found.get(period, 0.0), min(_share(within), _share(between)))
+    period = max(found, key=found.get)
+    return found[period], f"{metric} rises within, and falls after, periods of {period} steps"
+
+
+def _share(answers: Sequence[bool]) -> float:
+    return sum(answers) / len(answers)
 
 
 FACTS = {
@@ -207,7 +200,7 @@ FINDINGS = (
     Finding(
         "inactive.uncorrected", "a gap is measured, and nothing corrects it",
         "Fine below kl_bug and chi2_moderate; above, weigh or reject.",
-        all_of=(is_so("record/is_uncorrected"), DIFFERS), unless=("inactive.ones",),
+        all_of=(is_so("record/is_uncorrected"), DIFFERS), unless_known=("inactive.ones",),
     ),
     Finding(
         "inactive.trust_region", "the clipped ratio is 1 for every token, in every step",
@@ -252,7 +245,7 @@ FINDINGS = (
         "weights.sync", "the gap rises step by step and falls again, as weights are handed over",
         "The old log-probs are of newer weights than those that sampled until the next hand-over. Hand "
         "weights over at every step, or keep those that sampled for the old log-probs.",
-        all_of=(Clause("record/gap_by_period", ">", "sync_correlation"),),
+        all_of=(Clause("record/gap_by_period", ">=", "sync_share"),),
         mistake="lowering the precision gap of an engine that is not at fault",
     ),
 )

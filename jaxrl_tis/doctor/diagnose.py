@@ -4,18 +4,19 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from jaxrl_tis import metrics, storage
-from jaxrl_tis.doctor import asynchrony, effects
-from jaxrl_tis.doctor.case import TREE_FACTS, FLIPS, OPS, THRESHOLDS, Case, Clause, Finding
+from jaxrl_tis.doctor import asynchrony, corrections, effects
+from jaxrl_tis.doctor.case import (
+    FLIPS, IS_VALID, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding,
+)
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
-FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS
-IS_VALID = "training/rollout_probs_diff_valid"
+FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS
 
 # Reading
 
@@ -77,9 +78,7 @@ def read_config(path: epath.Path) -> dict[str, Any]:
 
 def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
     """Reads a run; `thresholds` replaces some of `THRESHOLDS`, see `diagnose` for the errors."""
-    for name in thresholds:
-        if name not in THRESHOLDS:
-            raise ValueError(f"unknown threshold {name!r}; choose one of {', '.join(THRESHOLDS)}")
+    limits = limits_of(thresholds)
     workdir = storage.folder(workdir)
     series, last_step = {}, 0
     for record in read_records(workdir / metrics.FILE_NAME):
@@ -90,20 +89,27 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
         for name, value in record.items():
             if name not in ("step", "phase") and not math.isnan(value):
                 series.setdefault(name, {})[record["step"]] = value
-    case = Case(series, read_config(workdir / "config.json"), THRESHOLDS | thresholds, last_step)
-    return dataclasses.replace(case, thresholds=case.thresholds | _adapted(case))
+    return adapted(Case(series, read_config(workdir / "config.json"), limits, last_step))
 
 
-def _adapted(case):
-    """Returns the thresholds, with those that differ for this kind of run replaced."""
-    limits, adapted = case.thresholds, {}
+def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
+    """Returns `THRESHOLDS` with some replaced; ValueError for an unknown name."""
+    for name in thresholds:
+        if name not in THRESHOLDS:
+            raise ValueError(f"unknown threshold {name!r}; choose one of {', '.join(THRESHOLDS)}")
+    return THRESHOLDS | thresholds
+
+
+def adapted(case: Case) -> Case:
+    """Returns the case with the thresholds replaced that differ for this kind of run."""
+    limits, changed = case.thresholds, {}
     if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
-        adapted["dp_max"] = limits["dp_max_quantized"]
+        changed["dp_max"] = limits["dp_max_quantized"]
     if _judge(case, Clause("config/is_product", "==", 1)).status:
-        adapted["chi2_seq"] = limits["chi2_seq_product"]
+        changed["chi2_seq"] = limits["chi2_seq_product"]
     if FLIPS in case.series:
-        adapted |= {"kl_bug": limits["kl_bug_moe"], "ppl_high": limits["ppl_high_moe"]}
-    return adapted
+        changed |= {"kl_bug": limits["kl_bug_moe"], "ppl_high": limits["ppl_high_moe"]}
+    return dataclasses.replace(case, thresholds=limits | changed)
 
 
 # Walking the trees
@@ -158,7 +164,8 @@ def _judge(case, clause):
     """Judges one clause."""
     is_fact = clause.metric in FACTS
     clause = dataclasses.replace(clause, metric=case.source(clause.metric))
-    if not is_fact and clause.metric not in case.series and clause.absent is not None:
+    is_absent = not is_fact and clause.metric not in case.series | dict.fromkeys(case.unlogged)
+    if is_absent and clause.absent is not None:
         return Result(clause.absent)
     limit = clause.threshold
     limit = float(case.thresholds[limit] if isinstance(limit, str) else limit)
@@ -256,8 +263,16 @@ def diagnose(
       FileNotFoundError: the folder has no metrics.jsonl.
       ValueError: that file or config.json is broken, or a threshold has an unknown name.
     """
-    case = load(workdir, thresholds or {})
-    results, asked = walk(case), {}
+    return diagnosis_of(load(workdir, thresholds or {}), str(workdir))
+
+
+def diagnosis_of(
+    case: Case, workdir: str, others: Mapping[str, Sequence[Finding]] | None = None
+) -> dict[str, Any]:
+    """The same of a case; `others` are lists of findings beside the trees, by their key in it."""
+    groups = {"findings": CAUSES, "setup": SETUP} | dict(others or {})
+    every = [finding for group in groups.values() for finding in group]
+    results, asked = walk(case, every), {}
 
     def holding(findings):
         return [
@@ -269,11 +284,12 @@ def diagnose(
             for f in findings if results[f.name].status
         ]
 
-    findings, setup = holding(CAUSES), holding(SETUP)
+    held = {key: holding(findings) for key, findings in groups.items()}
+    findings = held["findings"]
     steps = sorted({step for values in case.series.values() for step in values})
     judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
     return {
-        "workdir": str(workdir),
+        "workdir": workdir,
         "steps": [steps[0], steps[-1]] if steps else None,
         "window": [judged[0], judged[-1]] if judged else None,
         "verdict": [f["name"] for f in findings if f["parent"] is None] or ["not enough data"],
@@ -283,15 +299,18 @@ def diagnose(
                 "name": f.name, "title": f.title,
                 "reason": "needs " + "; ".join(results[f.name].missing),
             }
-            for f in (*CAUSES, *SETUP) if results[f.name].status is None
+            for f in every if results[f.name].status is None
         ],
-        "setup": setup,
+        **{key: found for key, found in held.items() if key != "findings"},
         "thresholds": case.thresholds,
     }
 
 
 def _evidence_text(e):
-    text = f"{e['metric']} {e['value']:.4g} {e['op']} {e['threshold']:g}"
+    """`theirs`: another framework's names for the metric, see foreign.py."""
+    theirs = [name for name in e.get("theirs", ()) if name != e["metric"]]
+    text = e["metric"] + (f" [{', '.join(theirs)}]" if theirs else "")
+    text += f" {e['value']:.4g} {e['op']} {e['threshold']:g}"
     if e["steps"] is None:
         return text
     text += f"  ({e['statistic']}, steps {e['steps'][0]}-{e['steps'][1]}"
@@ -300,7 +319,8 @@ def _evidence_text(e):
     return text + ")"
 
 
-def _lines(finding):
+def lines_of(finding: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of a finding for a reader."""
     indent = "  " if finding["parent"] is None else "    "
     yield f"{indent}{finding['name']}: {finding['title']}"
     for evidence in finding["evidence"]:
@@ -322,7 +342,7 @@ def describe(diagnosis: dict[str, Any]) -> str:
         if diagnosis[key]:
             lines += ["", title]
         for finding in diagnosis[key]:
-            lines += _lines(finding)
+            lines += lines_of(finding)
     reasons = {}
     for finding in diagnosis["undecided"]:
         reasons.setdefault(finding["reason"], []).append(finding["name"])

@@ -9,16 +9,16 @@ policy_kl_error, which is of the other direction; slime's rs_mask fractions, who
 import dataclasses
 from collections.abc import Callable
 
+from jaxrl_tis.doctor.asynchrony import MEAN_LAG
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, OUT_OF_BAND, PEARSON, PPL,
-    PPO_KL, REJECTED, TURNS, WEIGHTS_ESS,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, IS_VALID, K3, KL, LAG, LENGTH, MEAN_GAP, OUT_OF_BAND, PEARSON,
+    PPL, PPO_KL, REJECTED, TURNS, WEIGHTS_ESS,
 )
 
 ABS_GAP, ABS_GAP_MAX = "mismatch/log_ratio_abs_mean", "mismatch/log_ratio_abs_max"
-DP_MEAN, IS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
+DP_MEAN = "training/rollout_probs_diff_mean"
 RATIO = "mismatch/ratio_mean_token"  # mean of the ratio before any bound, of tokens or sequences
 WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX = (f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max"))
-MEAN_LAG = "training/off_policy/trajectory_staleness/mean"
 TRUNCATED = "response_length/truncated_ratio"
 # Not ours: whether their correction is on, and their clipped ratio of learner and old policy.
 CORRECTED, PPO_MIN, PPO_MAX = "theirs/corrected", "theirs/ppo_ratio_min", "theirs/ppo_ratio_max"
@@ -105,7 +105,7 @@ VERL = Framework(
     switches={
         **dict.fromkeys((PEARSON, DP_MAX), CALCULATE + ", not in bypass mode"),
         **dict.fromkeys((KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ), CALCULATE),
-        WEIGHTS_ESS: "algorithm.rollout_correction.rollout_is=token",
+        **dict.fromkeys((WEIGHTS_ESS, CORRECTED), "algorithm.rollout_correction.rollout_is=token"),
         REJECTED: "algorithm.rollout_correction.rollout_rs=seq_mean_k1 with rollout_rs_threshold",
         LAG: "logged by verl/trainer/ppo/v1 of 0.9.1, not by the trainers before",
     },
@@ -140,7 +140,7 @@ TRL = Framework(
         "sampling/importance_sampling_ratio/mean",
     ),
     steps=("global_step",), prefix="train/", silent=(REJECTED,),
-    switches={ABS_GAP: VLLM, WEIGHT_MEAN: VLLM},
+    switches={ABS_GAP: VLLM, CORRECTED: VLLM},
     notes=(
         "sampling/importance_sampling_ratio/* are the weights after their bounds: of sequences, as "
         "products, in the modes sequence_mask (the default) and sequence_truncate, of tokens in the "

@@ -22,7 +22,7 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
 STEP = "step"  # the name of the step of TensorBoard's events
-STATE = "trainer_state.json"
+STATE, EVENTS = "trainer_state.json", "tfevents"
 # A column of a chart that was exported from Weights & Biases: "RUN - METRIC", perhaps "Name: RUN -
 # METRIC", and the same with __MIN and __MAX for the points that were thinned out around it.
 COLUMN = re.compile(r"(?:[\w ]+: )?(?P<run>.*\S) - (?P<metric>\S.*)")
@@ -72,21 +72,30 @@ def read(path: epath.Path) -> Log:
         return _read_folder(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: name a log of metrics")
-    if "tfevents" in path.name:
+    if EVENTS in path.name:
         return _read_events([path], path)
     for ending, reader in READERS.items():
         if path.name.endswith(ending):
             return reader(path, path.read_bytes().decode(errors="replace"))
     raise ValueError(
         f"{path}: of no known kind; a log is a {', '.join(READERS)} file or one of TensorBoard's, "
-        "whose name has tfevents in it"
+        f"whose name has {EVENTS} in it"
     )
+
+
+def is_log(path: epath.Path) -> bool:
+    """Whether `read` takes this file, or the folder holds what it looks for."""
+    return path.is_file() or path.is_dir() and ((path / STATE).exists() or bool(_events_in(path)))
+
+
+def _events_in(path):
+    return sorted(p for p in path.iterdir() if EVENTS in p.name)
 
 
 def _read_folder(path):
     if (path / STATE).exists():
         return read(path / STATE)
-    events = sorted(p for p in path.iterdir() if "tfevents" in p.name)
+    events = _events_in(path)
     if not events:
         raise FileNotFoundError(f"{path}: no {STATE} and no event file of TensorBoard in this folder")
     return _read_events(events, path)

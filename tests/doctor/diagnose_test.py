@@ -6,9 +6,9 @@ import pytest
 
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
-    CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
+    CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
 )
-from jaxrl_tis.doctor.diagnose import IS_VALID, describe, diagnose
+from jaxrl_tis.doctor.diagnose import describe, diagnose
 from tests.doctor.runs import late, names, write_run
 
 

@@ -6,9 +6,8 @@ from configs import default
 from jaxrl_tis import correction, metrics
 from jaxrl_tis.doctor.asynchrony import ENGINE_GAP, MEAN_LAG, STALENESS_GAP
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, K3, KL, LENGTH, MEAN_GAP, PEARSON, PPL, PPO_KL,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, IS_VALID, K3, KL, LENGTH, MEAN_GAP, PEARSON, PPL, PPO_KL,
 )
-from jaxrl_tis.doctor.diagnose import IS_VALID
 from jaxrl_tis.estimators.counts import labels
 
 HEALTHY = {

@@ -13,10 +13,10 @@ import pytest
 from jaxrl_tis import validate as validation
 from jaxrl_tis.doctor import asynchrony, case, effects
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE,
-    OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH, MEAN_GAP,
+    NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
 )
-from jaxrl_tis.doctor.diagnose import FACTS, IS_VALID, diagnose
+from jaxrl_tis.doctor.diagnose import FACTS, diagnose
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 from jaxrl_tis.estimators import (
     agreement, attribution, batch_metrics, centering, diagnostics, objectives,

@@ -126,7 +126,7 @@ MUTANTS = [
          'record["phase"] != "train" or (IS_VALID in record and record[IS_VALID] == 0)',
          'record["phase"] != "train"'),
         ("a quantised run has the bounds of a float one",
-         'adapted["dp_max"] = limits["dp_max_quantized"]', "pass"),
+         'changed["dp_max"] = limits["dp_max_quantized"]', "pass"),
         ("a mean is taken from a single step",
          'if len(found) < limits["min_steps"]:', "if not found:"),
         tests="doctor/diagnose_test.py doctor/trees_test.py",
