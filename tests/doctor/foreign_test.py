@@ -1,0 +1,296 @@
+"""Verdicts on the logs of other frameworks: whose they are, what is read, what is missing."""
+
+import json
+
+import pytest
+
+from jaxrl_tis.doctor import foreign
+from jaxrl_tis.doctor.__main__ import main
+from jaxrl_tis.doctor.case import (
+    CHI2, CLIPPED, DP_MAX, ESS, KL, LAG, LENGTH, PEARSON, PPL, PPO_KL, WEIGHTS_ESS,
+)
+from jaxrl_tis.doctor.diagnose import diagnose
+from jaxrl_tis.doctor.frameworks import ABS_GAP, CORRECTED, FRAMEWORKS, RATIO
+from tests.doctor import logs, runs
+from tests.doctor.runs import late, names
+
+
+def verl(tmp_path, changes=(), steps=range(1, 121)):
+    return logs.write_verl(tmp_path / "verl.jsonl", logs.rows(logs.VERL, changes, steps))
+
+
+def verdict(*paths, wanted="auto"):
+    return foreign.diagnose(paths, wanted)["verdict"]
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {KL: 0.06}, {PEARSON: 0.94}, {PEARSON: 0.97}, {PPL: 1.1}, {DP_MAX: 1.1},
+    {KL: -0.03}, {CHI2: 0.4}, {CHI2: 5.0}, {LENGTH: late(100.0, 130.0)},
+    {CLIPPED: 0.1}, {KL: late(0.06, 0.01)},
+])
+def test_verls_verdict_is_that_of_a_run_of_ours(changes, tmp_path):
+    values = runs.HEALTHY | {WEIGHTS_ESS: 0.95, ESS: None}
+    ours = diagnose(runs.write_run(tmp_path, values | changes))
+    theirs = foreign.diagnose([verl(tmp_path, changes)], "verl")
+    assert theirs["verdict"] == ours["verdict"]
+    evidence = lambda d: [(e["metric"], round(e["value"], 9), e["steps"])
+                          for f in d["findings"] for e in f["evidence"] if e["steps"]]
+    of_config = lambda metric: metric.startswith(("config/", "run/"))
+    assert evidence(theirs) == [e for e in evidence(ours) if not of_config(e[0])]
+
+
+def slime(tmp_path, changes=(), rollout=(), updates=1):
+    """Of TensorBoard: the steps of rollouts and of updates are counted apart."""
+    steps = range(120 * updates)
+    return logs.write_events(
+        tmp_path / "tb", [*logs.rows(logs.SLIME, changes, steps),
+                          *logs.rows(logs.SLIME_ROLLOUT, rollout, range(120))])
+
+
+def prime_rl(tmp_path, changes=(), orchestrator=()):
+    return (
+        logs.write_jsonl(tmp_path / "trainer.jsonl", logs.rows(logs.PRIME, changes)),
+        logs.write_jsonl(tmp_path / "orchestrator.jsonl", logs.rows(logs.PRIME_ORCHESTRATOR, orchestrator)),
+    )
+
+
+LOGS = {
+    "verl": lambda p, **x: [verl(p, **x)],
+    "trl": lambda p, **x: [logs.write_state(p / "trainer_state.json", logs.rows(logs.TRL, **x))],
+    "openrlhf": lambda p, **x: [logs.write_events(p / "tb", logs.rows(logs.OPENRLHF, **x))],
+    "slime": lambda p, **x: [slime(p, **x)],
+    "skyrl": lambda p, **x: [logs.write_csv(p / "a.csv", logs.rows(logs.SKYRL, **x))],
+    "prime_rl": prime_rl,
+    "nemo_rl": lambda p, **x: [logs.write_csv(p / "a.csv", logs.rows(logs.NEMO, **x), "run-1 - {}")],
+    "tunix": lambda p, **x: [logs.write_events(p / "tb", logs.rows(logs.TUNIX, **x))],
+}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_each_is_recognised_by_its_names(name, tmp_path):
+    found = foreign.diagnose(list(LOGS[name](tmp_path)), "auto")
+    assert found["framework"] == name and found["marks"]
+    assert not {"A", "C", "D", "E", "F"} & set(found["verdict"])
+    printed = foreign.describe(found, False)
+    assert f"read as {name}: it has {found['marks'][0]}" in printed
+
+
+@pytest.mark.parametrize("name, changes, found", [
+    ("openrlhf", {"train/vllm_kl": 0.06}, "A"),
+    ("openrlhf", {"train/vllm_kl": -0.03}, "A"),  # k1, and it may be below 0
+    ("openrlhf", {"train/rollout/response_length_mean": late(100.0, 130.0)}, "F"),
+    ("slime", {"train/mis_chi2_token": 1.5}, "D"),
+    ("skyrl", {"generate/avg_num_tokens": late(100.0, 130.0)}, "F"),
+    ("skyrl", {"policy/loss_metrics/token_mask_ratio": 0.3}, "escalate.system"),
+    ("nemo_rl", {"train/gen_kl_error": 0.06}, "A"),
+    ("tunix", {"sampler_trainer/train/probs_pearson_corr": 0.9}, "A"),
+    ("trl", {"completions/mean_length": late(100.0, 130.0)}, "F"),
+])
+def test_a_finding_by_their_names(name, changes, found, tmp_path):
+    assert found in verdict(*LOGS[name](tmp_path, changes=changes))
+
+
+def test_nemo_rls_two_updates_halve_its_sums(tmp_path):
+    twice = {"train/gen_kl_error": 0.08, "train/probs_ratio": 2.0}
+    assert "A" not in verdict(*LOGS["nemo_rl"](tmp_path, changes=twice))
+    assert "A" in verdict(*LOGS["nemo_rl"](tmp_path, changes=twice | {"train/gen_kl_error": 0.12}))
+
+
+def test_slimes_gap_is_of_two_names_and_its_updates_are_averaged(tmp_path):
+    path = slime(tmp_path, {"train/ppo_kl": lambda s: 0.004 * (s % 2)},
+                 {"rollout/log_probs": -0.56}, updates=2)
+    record = foreign.load([path], "auto")
+    assert record.updates == 2 and record.steps == tuple(range(120))
+    assert {round(value, 6) for value in record.series[PPO_KL].values()} == {0.002}
+    found = foreign.diagnose([path], "auto")
+    assert found["verdict"] == ["A"]  # -0.5 + 0.56 = 0.06
+    [kl] = [e for e in found["findings"][0]["evidence"] if e["metric"] == KL]
+    assert kl["value"] == pytest.approx(0.06) and kl["steps"] == [100, 119]
+    assert kl["theirs"] == ["rollout/rollout_log_probs", "rollout/log_probs"]
+    assert "means over the 2 updates of a batch" in foreign.describe(found, False)
+    assert f"{KL} [rollout/rollout_log_probs, rollout/log_probs] 0.06 > 0.05" in foreign.describe(found, False)
+
+
+def test_a_gap_of_stale_samples_is_neither_as_nor_bs(tmp_path):
+    """Two policies: what of prime-rl's gap is the engine's is not logged."""
+    found = foreign.diagnose(prime_rl(tmp_path, {"mismatch_kl/all/mean": 0.2}), "auto")
+    undecided = names(found["undecided"])
+    assert found["verdict"] == ["not enough data"] and {"A", "B.lag"} <= undecided
+    fresh = prime_rl(tmp_path, {"mismatch_kl/all/mean": 0.2}, {"off_policy/mean": 0})
+    assert verdict(*fresh) == ["A"]
+
+
+def test_samplers_that_run_ahead_without_a_lag_leave_it_open(tmp_path):
+    changes = {KL: 0.06, "fully_async/count/current_param_version": 3}
+    found = foreign.diagnose([verl(tmp_path, changes)], "auto")
+    assert "A" in names(found["undecided"]) and "A" not in found["verdict"]
+    assert "samplers run ahead, and no lag is logged" in found["assumed"][0]
+    assert verdict(verl(tmp_path, changes | {LAG: 0})) == ["A"]
+    [fresh] = foreign.diagnose([verl(tmp_path, {KL: 0.06})], "auto")["assumed"]
+    assert "of the weights that are trained" in fresh
+
+
+def test_trls_two_trainers_mean_two_things_by_kl(tmp_path):
+    """GRPO's is to the reference; asynchronous GRPO's is k3 against the sampler."""
+    plain = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows(logs.TRL, {"kl": 0.5}))
+    assert KL not in foreign.load([plain], "auto").series
+    names_of = {"ratio": 1.0, "kl": 0.5, "clip_ratio/region_mean": 0.0, "completions/mean_length": 9.0}
+    ahead = logs.write_jsonl(tmp_path / "b.jsonl", logs.rows(names_of))
+    record = foreign.load([ahead], "auto")
+    assert record.series[KL][1] == 0.5 and record.is_ahead and record.name == "trl"
+
+
+# Whose log it is
+
+
+def test_names_of_nobody(tmp_path):
+    path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows({"loss": 1.0}))
+    with pytest.raises(ValueError, match=r"the 2 names of this log tell no framework.*pg_clipfrac \(verl"):
+        foreign.diagnose([path], "auto")
+    with pytest.raises(ValueError, match="no name of verl's table is in this log"):
+        foreign.diagnose([path], "verl")
+
+
+def test_names_of_several(tmp_path):
+    path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows(logs.VERL | logs.SKYRL))
+    with pytest.raises(ValueError, match=r"several frameworks \(verl: actor/pg_clipfrac.*; skyrl: policy/"):
+        foreign.diagnose([path], "auto")
+    assert foreign.diagnose([path], "skyrl")["framework"] == "skyrl"
+
+
+def test_a_few_names_are_enough_where_the_framework_is_told(tmp_path):
+    path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows({CHI2: 5.0}))
+    found = foreign.diagnose([path], "verl")
+    assert "escalate.system" in found["verdict"]
+    assert "read as verl: as it was asked to be" in foreign.describe(found, False)
+
+
+def test_a_record_of_ours_is_not_anothers(tmp_path):
+    runs.write_run(tmp_path)
+    with pytest.raises(ValueError, match="is a record of this program: name the folder"):
+        foreign.diagnose([str(tmp_path / "metrics.jsonl")], "auto")
+
+
+@pytest.mark.parametrize("prefix", ["", "train/"])
+def test_a_logger_may_put_a_prefix_before_names(prefix, tmp_path):
+    rows = [(s, {prefix + n: x for n, x in row.items()}) for s, row in logs.rows(logs.TRL)]
+    record = foreign.load([logs.write_csv(tmp_path / "a.csv", rows)], "auto")
+    assert record.name == "trl" and record.series[LENGTH][120] == 100.0
+    assert record.unread == (prefix + "reward",)
+
+
+# Steps and values
+
+
+def test_steps_are_counted_as_they_are_logged(tmp_path):
+    """Every tenth: 20 rows are judged, and named by their steps."""
+    kl = {KL: lambda s: 0.06 if s > 1000 else 0.01}
+    found = foreign.diagnose([verl(tmp_path, kl, range(10, 1201, 10))], "auto")
+    assert found["verdict"] == ["A"]
+    assert (found["steps"], found["window"]) == ([10, 1200], [1010, 1200])
+    [evidence] = [e for e in found["findings"][0]["evidence"] if e["metric"] == KL]
+    assert evidence["steps"] == [1010, 1200] and evidence["extreme_step"] == 1010
+    assert evidence["value"] == pytest.approx(0.06)
+
+
+def test_what_is_not_a_number_is_counted_and_not_judged(tmp_path):
+    found = foreign.diagnose(
+        [verl(tmp_path, {KL: lambda s: float("nan") if s % 2 else 0.06})], "auto")
+    assert found["verdict"] == ["A"] and found["nans"] == {KL: 60}
+    assert f"not a number: {KL} (60)" in foreign.describe(found, False)
+
+
+def test_a_batch_without_a_valid_token_says_nothing(tmp_path):
+    changes = {"training/rollout_probs_diff_valid": lambda s: s != 120, KL: lambda s: 9.0 * (s == 120)}
+    rows = [(s, row | {"training/rollout_probs_diff_valid": int(s != 120)})
+            for s, row in logs.rows(logs.VERL, changes)]
+    record = foreign.load([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert 120 not in record.steps and set(record.series[KL].values()) == {0.0}
+
+
+def test_the_last_of_two_values_of_a_step_counts(tmp_path):
+    rows = [*logs.rows(logs.VERL, {KL: 0.06}), *logs.rows(logs.VERL, {}, range(90, 121))]
+    found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert found["verdict"] == ["healthy"]
+    read = {n for row in FRAMEWORKS["verl"].names for n in row.theirs} & logs.VERL.keys()
+    assert found["repeated"] == 31 * len(read)
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"kl": 1}, "line 121: no step, as global_step or"), ({"step": 1.5, "kl": 1}, "1.5, not a whole number"),
+    ({"step": "nan", "kl": 1}, "nan, not a whole number"),
+])
+def test_a_value_has_a_step(row, message, tmp_path):
+    path = tmp_path / "a.jsonl"
+    logs.write_jsonl(path, logs.rows(logs.TRL))
+    row = {"completions/mean_length" if n == "kl" else n: x for n, x in row.items()}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        foreign.diagnose([str(path)], "auto")
+
+
+def test_names_that_nobody_reads_may_have_no_step(tmp_path):
+    path = tmp_path / "a.jsonl"
+    logs.write_jsonl(path, logs.rows(logs.TRL))
+    path.write_text(path.read_text() + '{"system/gpu": 1, "text": "x"}\n')
+    found = foreign.diagnose([str(path)], "auto")
+    assert found["unread"] == ["reward", "system/gpu"] and found["texts"] == ["text"]
+    assert "names that were not read: 2 (--verbose)" in foreign.describe(found, False)
+    assert "names that were not read: reward, system/gpu" in foreign.describe(found, True)
+
+
+# What is missing
+
+
+def missing(found):
+    return {entry["metric"]: entry for entry in found["missing"]}
+
+
+def test_what_is_missing_is_listed_with_the_setting_that_logs_it(tmp_path):
+    gone = {name: None for name in logs.VERL if name.startswith(("training/", "rollout_corr/"))}
+    found = missing(foreign.diagnose([verl(tmp_path, gone)], "auto"))
+    assert found[PEARSON]["switch"].startswith("actor_rollout_ref.rollout.calculate_log_probs=True")
+    assert {"A", "healthy"} <= set(found[PEARSON]["serves"])
+    assert found[WEIGHTS_ESS]["switch"] == "algorithm.rollout_correction.rollout_is=token"
+    assert LENGTH not in found and "rollout_corr/rollout_rs_masked_fraction" not in found  # none is none
+    whole = missing(foreign.diagnose([verl(tmp_path)], "auto"))
+    assert set(whole) == {LAG}
+
+
+def test_what_a_framework_never_logs_is_said(tmp_path):
+    found = missing(foreign.diagnose(LOGS["trl"](tmp_path), "auto"))
+    assert found[PEARSON]["switch"] == "not logged by trl" and found[RATIO]["serves"] == ["mass"]
+    assert ABS_GAP not in found
+    bare = {name: None for name in logs.TRL if name.startswith("sampling/")}
+    found = missing(foreign.diagnose(LOGS["trl"](tmp_path, changes=bare), "auto"))
+    assert "use_vllm=True" in found[ABS_GAP]["switch"] and CORRECTED in found
+
+
+def test_without_weights_the_sample_is_whole(tmp_path):
+    bare = {name: None for name in logs.VERL if "rollout_is" in name}
+    found = foreign.diagnose([verl(tmp_path, bare)], "auto")
+    assert found["verdict"] == ["healthy"] and "weights of 1" in found["assumed"][1]
+    # OpenRLHF's record does not tell what its masks reject, nor a sample size.
+    assert WEIGHTS_ESS in missing(foreign.diagnose(LOGS["openrlhf"](tmp_path), "auto"))
+
+
+# The command
+
+
+def test_the_command(tmp_path, capsys):
+    path = verl(tmp_path, {KL: 0.06})
+    main([path, "--json", str(tmp_path / "out.json")])
+    assert f"{path} (JSONL; steps 101-120 of 1-120): A" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["framework"], written["verdict"], written["rows"]) == ("verl", ["A"], 120)
+    main([path, "--from=verl", "--threshold", "kl_bug=0.1", "--verbose"])
+    out = capsys.readouterr().out
+    assert ": watch" in out and "names that were not read: critic/score/mean, timing_s/step" in out
+
+
+def test_a_folder_of_events_needs_no_flag(tmp_path, capsys):
+    main(LOGS["tunix"](tmp_path))
+    assert "read as tunix" in capsys.readouterr().out
