@@ -18,8 +18,9 @@ VERL = {
 }
 TRL = {
     "sampling/sampling_logp_difference/mean": 0.01, "sampling/sampling_logp_difference/max": 0.3,
-    "sampling/importance_sampling_ratio/min": 0.9, "sampling/importance_sampling_ratio/mean": 1.0,
-    "sampling/importance_sampling_ratio/max": lambda s: 1.1 + 0.001 * (s % 7),
+    "sampling/importance_sampling_ratio/min": lambda s: 0.9 - 0.0001 * s,
+    "sampling/importance_sampling_ratio/mean": 1.0,
+    "sampling/importance_sampling_ratio/max": lambda s: 1.1 + 0.0001 * s,
     "clip_ratio/region_mean": 0.0, "completions/mean_length": 100.0, "reward": 0.5,
 }
 OPENRLHF = {

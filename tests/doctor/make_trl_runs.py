@@ -27,7 +27,7 @@ RUNS = {  # name -> (whether an engine samples, top_p, mode, steps between two h
     "late": (True, 1.0, "token_truncate", 5),
 }
 TEXTS = ["<pad>", "<eos>", *"0123456789+= abcdefghijklmnopqrstuvwxyz"]
-KEPT = ("step", "sampling/", "clip_ratio/region_mean", "completions/mean_length", "entropy", "reward")
+KEPT = ("sampling/", "clip_ratio/region_mean", "completions/mean_length")
 
 
 def engine(every):
@@ -93,6 +93,7 @@ def digits(completions, **_):
 
 def run(has_engine, top_p, mode, every):
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     policy = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(TEXTS), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0,
@@ -113,13 +114,17 @@ def run(has_engine, top_p, mode, every):
     return trainer.state.log_history
 
 
+def shortened(entry, is_plain):
+    is_whole = is_plain and entry["step"] <= 10
+    kept = {name: x for name, x in entry.items() if is_whole or name.startswith(KEPT)}
+    return {name: float(f"{x:.5g}") for name, x in kept.items()} | {"step": entry["step"]}
+
+
 def main(path):
-    """Keeps all names of `plain`'s first entries, and elsewhere those of KEPT; 5 digits of each."""
+    """Keeps all names of the first ten steps of `plain`, else those of KEPT; 5 digits of each value."""
     found = {"versions": {n: importlib.metadata.version(n) for n in ("trl", "transformers", "torch")}}
     for name, settings in RUNS.items():
-        history = run(*settings)
-        kept = [{k: v for k, v in e.items() if name == "plain" or k.startswith(KEPT)} for e in history]
-        found[name] = [{k: v if k == "step" else float(f"{v:.5g}") for k, v in e.items()} for e in kept]
+        found[name] = [shortened(entry, name == "plain") for entry in run(*settings)]
     text = json.dumps(found, separators=(",", ":")).replace("},{", "},\n{")
     with open(path, "w", encoding="utf-8") as file:
         file.write(text + "\n")

@@ -1,0 +1,266 @@
+"""What a record proves about its correction: a record that shows it, in the layout of a framework, and
+one that is its neighbour and does not."""
+
+import json
+import math
+import pathlib
+import random
+
+import pytest
+
+from jaxrl_tis.doctor import foreign
+from jaxrl_tis.doctor.case import LAG
+from tests.doctor import logs
+from tests.doctor.runs import names
+
+TRL_RUNS = json.loads((pathlib.Path(__file__).parent / "trl_runs.json").read_text())
+WITHOUT_SAMPLER = {name: None for name in logs.VERL if name.startswith(("training/", "rollout_corr/"))}
+WITHOUT_WEIGHTS = {name: None for name in logs.VERL if "rollout_is" in name}
+DECOUPLED = {name: None for name in logs.VERL if name.startswith("training/")}
+TRL_RATIO = "sampling/importance_sampling_ratio"
+TRL_GAP = "sampling/sampling_logp_difference"
+
+
+def found(tmp_path, layout, changes=(), steps=range(1, 121)):
+    path = logs.write_jsonl(tmp_path / "log.jsonl", logs.rows(layout, changes, steps))
+    return foreign.diagnose([path], "auto")
+
+
+def held(*args):
+    return names(found(*args)["corrections"])
+
+
+def noise(mean, size):
+    """A value that scatters around its mean, the same at each call."""
+    return lambda step: mean + size * random.Random(step).gauss(0, 1)
+
+
+# Silently inactive
+
+
+@pytest.mark.parametrize("layout, changes", [
+    (logs.VERL, WITHOUT_SAMPLER),
+    (logs.TRL, {name: None for name in logs.TRL if name.startswith("sampling/")}),
+    (logs.OPENRLHF, {"train/vllm_kl": None}),
+])
+def test_a_record_without_the_samplers_log_probs(layout, changes, tmp_path):
+    assert "inactive.unrecorded" not in held(tmp_path, layout)
+    assert "inactive.unrecorded" in held(tmp_path, layout, changes)
+
+
+@pytest.mark.parametrize("layout, zeros", [
+    (logs.TRL, {f"{TRL_GAP}/mean": 0.0, f"{TRL_GAP}/max": 0.0}),
+    (logs.OPENRLHF, {"train/vllm_kl": 0.0}),
+    (logs.PRIME, {"mismatch_kl/all/mean": 0.0}),
+])
+def test_log_probs_that_are_the_same_ones(layout, zeros, tmp_path):
+    assert "inactive.copied" in held(tmp_path, layout, zeros)
+    name = next(iter(zeros))
+    once = zeros | {name: lambda step: 1e-7 * (step == 50)}  # anywhere in the record
+    assert "inactive.copied" not in held(tmp_path, layout, once)
+
+
+ONES = [
+    (logs.VERL, {f"rollout_corr/rollout_is_{x}": 1.0 for x in ("mean", "min", "max")}),
+    (logs.TRL, {f"{TRL_RATIO}/{x}": 1.0 for x in ("mean", "min", "max")}),
+    (logs.SLIME, {"train/tis": 1.0}),
+    (logs.SKYRL, {"policy/loss_metrics/is_ratio_mean": 1.0}),
+    (logs.TUNIX, {  # what it logs without a correction
+        "actor/train/sampler_is/weight_mean": 1.0, "actor/train/sampler_is/weight_min": 1.0,
+        "sampler_is/train/weight_mean": None, "sampler_is/train/weight_max": None,
+        "sampler_is/train/frac_clipped_at_threshold": None,
+    }),
+]
+
+
+@pytest.mark.parametrize("layout, ones", ONES)
+def test_weights_that_are_all_one(layout, ones, tmp_path):
+    assert "inactive.ones" not in held(tmp_path, layout)
+    shown = found(tmp_path, layout, ones)
+    assert "inactive.ones" in names(shown["corrections"])
+    assert "inactive.uncorrected" not in names(shown["corrections"])  # said once
+    [name, *_] = ones
+    assert "inactive.ones" not in held(
+        tmp_path, layout, ones | {name: lambda step: 1.0 + 1e-4 * (step == 50)})
+
+
+def test_a_ratio_that_no_weight_uses_is_no_weight(tmp_path):
+    """verl's k1 and k3 of a gap of 0: no weight is 1, there is none."""
+    zeros = {"rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0}
+    assert "inactive.ones" not in held(tmp_path, logs.VERL, WITHOUT_WEIGHTS | zeros)
+
+
+@pytest.mark.parametrize("layout, changes", [
+    (logs.VERL, WITHOUT_WEIGHTS),
+    (logs.SLIME, {"train/tis": None, "train/tis_clipfrac": None, "train/ois": None}),
+    (logs.SKYRL, {"policy/loss_metrics/is_ratio_mean": None}),
+])
+def test_a_gap_that_nothing_corrects(layout, changes, tmp_path):
+    assert "inactive.uncorrected" not in held(tmp_path, layout)
+    assert "inactive.uncorrected" in held(tmp_path, layout, changes)
+
+
+def test_masks_alone_correct(tmp_path):
+    rejected = WITHOUT_WEIGHTS | {"rollout_corr/rollout_rs_masked_fraction": 0.001}
+    assert "inactive.uncorrected" not in held(tmp_path, logs.VERL, rejected)
+
+
+def test_nemo_rls_record_does_not_tell_whether_weights_are_used(tmp_path):
+    shown = found(tmp_path, logs.NEMO)
+    assert "inactive.uncorrected" in names(shown["undecided"])
+
+
+def test_verls_bypass_mode_with_a_clipped_objective(tmp_path):
+    assert "inactive.bypass" not in held(tmp_path, logs.VERL)
+    assert "inactive.bypass" in held(tmp_path, logs.VERL, DECOUPLED)
+    # loss_type=reinforce, which logs no clipped share, uses the weights.
+    assert "inactive.bypass" not in held(tmp_path, logs.VERL, DECOUPLED | {"actor/pg_clipfrac": None})
+    # TRL logs no probabilities either, and has no bypass mode.
+    assert "inactive.bypass" not in held(tmp_path, logs.TRL)
+
+
+@pytest.mark.parametrize("layout, low, high", [
+    (logs.NEMO, "train/probs_ratio_min", "train/probs_ratio_max"),
+    (logs.TUNIX, "actor/train/is_ratio/min", "actor/train/is_ratio/max"),
+])
+def test_a_clipped_ratio_that_is_one(layout, low, high, tmp_path):
+    assert "inactive.trust_region" in held(tmp_path, layout, {low: 1.0, high: 1.0})
+    assert "inactive.trust_region" not in held(tmp_path, layout, {low: 1.0, high: 1.01})
+
+
+def test_few_steps_prove_nothing(tmp_path):
+    shown = found(tmp_path, logs.TRL, {f"{TRL_RATIO}/{x}": 1.0 for x in ("mean", "min", "max")},
+                  range(1, 10))
+    assert not {"inactive.ones", "inactive.unrecorded"} & names(shown["corrections"])
+    assert "inactive.ones" in names(shown["undecided"])
+
+
+# Judged only after clipping
+
+
+@pytest.mark.parametrize("layout, is_blind", [
+    (logs.TRL, True), (logs.TUNIX, True), (logs.VERL, False), (logs.SKYRL, False), (logs.SLIME, False),
+    (logs.PRIME, False), (logs.NEMO, False), (logs.NEMO | {"train/is_oob_ratio": 0.01}, True),
+])
+def test_weights_that_are_seen_after_their_bounds_alone(layout, is_blind, tmp_path):
+    assert ("blind" in held(tmp_path, layout)) == is_blind
+
+
+@pytest.mark.parametrize("at_cap, is_found", [(61, True), (60, False)])
+def test_a_largest_weight_that_stands_at_its_cap(at_cap, is_found, tmp_path):
+    """In more than half of 120 steps."""
+    largest = {f"{TRL_RATIO}/max": lambda step: 3.0 if step <= at_cap else 2.0 + 0.001 * step}
+    shown = found(tmp_path, logs.TRL, largest)
+    assert ("blind.cap" in names(shown["corrections"])) == is_found
+    evidence = [e for f in shown["corrections"] if f["name"] == "blind.cap" for e in f["evidence"]]
+    assert [e["value"] for e in evidence] == ([pytest.approx(61 / 120)] if is_found else [])
+
+
+# Kept mass inside the ratio
+
+
+@pytest.mark.parametrize("layout, kept, whole", [
+    # 1 + k3 - k1: a kept mass of 0.98 adds 0.02 to k1.
+    (logs.VERL, {"rollout_corr/kl": noise(0.021, 1e-3), "rollout_corr/k3_kl": 0.001},
+     {"rollout_corr/kl": noise(0.021, 1e-3), "rollout_corr/k3_kl": 0.021}),
+    (logs.SLIME, {"train/tis": noise(0.98, 1e-3)}, {"train/tis": noise(1.0, 1e-3)}),
+    (logs.SKYRL, {"policy/loss_metrics/is_ratio_mean": noise(0.98, 1e-3)},
+     {"policy/loss_metrics/is_ratio_mean": noise(0.98, 0.1)}),  # a mean of 100 with an error of 0.01
+    (logs.NEMO, {"train/sampling_importance_ratio": noise(0.98, 1e-3)},
+     {"train/sampling_importance_ratio": noise(0.998, 1e-4)}),  # less than half a percent
+    (logs.TUNIX, {"sampler_is/train/weight_mean": noise(0.98, 1e-3),
+                  "sampler_is/train/frac_clipped_at_threshold": 0.0},
+     {"sampler_is/train/weight_mean": noise(0.98, 1e-3),
+      "sampler_is/train/frac_clipped_at_threshold": 0.01}),  # the cap may have lowered it
+    (logs.TRL, {f"{TRL_RATIO}/mean": noise(0.98, 1e-3)},
+     {f"{TRL_RATIO}/mean": noise(0.98, 1e-3), f"{TRL_RATIO}/max": 3.0}),
+    (logs.TRL, {f"{TRL_RATIO}/mean": noise(0.98, 1e-3)},
+     {f"{TRL_RATIO}/mean": noise(0.98, 1e-3), f"{TRL_RATIO}/min": 0.0}),  # masked
+])
+def test_a_ratio_below_one_in_one_direction(layout, kept, whole, tmp_path):
+    shown = found(tmp_path, layout, kept)
+    [mass] = [f for f in shown["corrections"] if f["name"] == "mass"]
+    assert mass["evidence"][0]["value"] == pytest.approx(0.02, abs=1e-3)
+    assert "mass" not in held(tmp_path, layout, whole)
+
+
+def test_steps_without_a_weight_at_a_bound_are_enough(tmp_path):
+    """Every third step is at the cap, and its mean is far off."""
+    changes = {
+        f"{TRL_RATIO}/max": lambda step: 3.0 if step % 3 == 0 else 1.1 + 1e-3 * step,
+        f"{TRL_RATIO}/mean": lambda step: 0.5 if step % 3 == 0 else noise(1.0, 1e-3)(step),
+        f"{TRL_RATIO}/min": lambda step: 0.5 + 1e-4 * step,
+    }
+    assert "mass" not in held(tmp_path, logs.TRL, changes)
+    changes[f"{TRL_RATIO}/mean"] = lambda step: 1.5 if step % 3 == 0 else noise(0.98, 1e-3)(step)
+    assert "mass" in held(tmp_path, logs.TRL, changes)
+
+
+# The ratio of other weights
+
+
+def growing(step):
+    """A gap of 0.01 and 0.002 for each version of lag, the lag cycling 0, 1, 2."""
+    return 0.01 + 0.002 * (step % 3)
+
+
+def test_a_gap_that_grows_with_the_lag(tmp_path):
+    name = "policy/rollout_train_logprobs_abs_diff_mean"
+    lag = {"async/staleness_mean": lambda step: step % 3}
+    assert "weights.lag" in held(tmp_path, logs.SKYRL, lag | {name: growing})
+    assert "weights.lag" not in held(tmp_path, logs.SKYRL, lag | {name: noise(0.012, 1e-3)})
+    # A trend of both is none: the lag rises from 1 to 12 in ten steps each.
+    slow = {"async/staleness_mean": lambda step: 1 + step // 10, name: lambda step: noise(step, 1)(step)}
+    assert "weights.lag" not in held(tmp_path, logs.SKYRL, slow)
+
+
+def test_prime_rls_two_files_and_nemo_rls_ages(tmp_path):
+    trainer = logs.write_jsonl(
+        tmp_path / "a.jsonl", logs.rows(logs.PRIME, {"mismatch_kl/all/mean": growing}))
+    orchestrator = logs.write_jsonl(tmp_path / "b.jsonl", logs.rows(logs.PRIME_ORCHESTRATOR))
+    assert "weights.lag" in names(foreign.diagnose([trainer, orchestrator], "auto")["corrections"])
+    alone = foreign.diagnose([trainer], "auto")
+    assert "weights.lag" not in names(alone["corrections"])
+    [entry] = [entry for entry in alone["missing"] if entry["metric"] == LAG]
+    assert "orchestrator" in entry["switch"]
+    ages = {"train/avg_trajectory_age": lambda step: step % 3, "train/gen_kl_error": growing}
+    assert "weights.lag" in held(tmp_path, logs.NEMO, ages)
+
+
+@pytest.mark.parametrize("period", [2, 4, 5, 8])
+def test_a_gap_that_rises_until_weights_are_handed_over(period, tmp_path):
+    name = "train/train_rollout_logprob_abs_diff"
+    shown = found(tmp_path, logs.SLIME, {name: lambda step: 0.01 + 0.002 * ((step + 1) % period)})
+    [sync] = [f for f in shown["corrections"] if f["name"] == "weights.sync"]
+    assert sync["evidence"][0]["metric"].endswith(f"periods of {period} steps")
+    assert sync["evidence"][0]["value"] == 1.0
+
+
+@pytest.mark.parametrize("gap", [
+    noise(0.01, 1e-3), lambda step: 0.01 + 1e-4 * step,  # a trend rises and never falls
+    lambda step: noise(0.01 + 1e-3 * step, 1e-3)(step),
+    lambda step: 0.01 + 0.005 * math.sin(step / 4),
+    0.01,
+])
+def test_other_gaps_are_of_no_period(gap, tmp_path):
+    name = "train/train_rollout_logprob_abs_diff"
+    assert "weights.sync" not in held(tmp_path, logs.SLIME, {name: gap})
+
+
+# TRL's own logs; make_trl_runs.py
+
+
+@pytest.mark.parametrize("run, shown", [
+    ("plain", {"inactive.unrecorded"}), ("whole", {"blind"}), ("sequence", {"blind"}),
+    ("nucleus", {"blind", "mass"}), ("late", {"blind", "weights.sync"}),
+])
+def test_five_runs_of_trl(run, shown, tmp_path):
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": TRL_RUNS[run]}))
+    diagnosis = foreign.diagnose([str(path)], "auto")
+    assert names(diagnosis["corrections"]) == shown
+    assert (diagnosis["framework"], diagnosis["steps"]) == ("trl", [1, 40])
+    assert TRL_RUNS["versions"]["trl"] in diagnosis["source"]
+    [mass] = [f for f in diagnosis["corrections"] if f["name"] == "mass"] or [None]
+    if mass:  # at first a tenth; the policy becomes sharper, and top_p 0.9 keeps more
+        assert 0.03 < mass["evidence"][0]["value"] < 0.1
