@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jaxrl_tis.doctor.asynchrony import MEAN_LAG, lag_correlation
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, IS_VALID, K3, KL, LAG, PEARSON, PPL, Case, Clause, Finding, is_so,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, IS_VALID, K3, KL, LAG, PEARSON, PPL, Clause, Finding, is_so,
 )
 from jaxrl_tis.doctor.frameworks import (
     ABS_GAP, ABS_GAP_MAX, CORRECTED, DP_MEAN, PPO_MAX, PPO_MIN, RATIO, WEIGHT_MAX, WEIGHT_MEAN,
@@ -225,7 +225,8 @@ FINDINGS = (
         "mass", "the mean ratio is below 1, always in one direction: kept mass is inside it",
         "Under the sampler's own distribution the ratio's mean is the mass that the sampler could draw "
         "from: 1, but for top-p, top-k or min-p whose log-probs are renormalised while the learner's "
-        "are not. Sample without filters, or let the learner renormalise over the same tokens.",
+        "are not, or log-probs that are not those of the draw. Sample without filters, or let the learner "
+        "renormalise over the same tokens.",
         all_of=(
             Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
         ),

@@ -208,16 +208,19 @@ def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
 # The report
 
 
-def _missing(case, framework, name):
-    """Lists {metric, serves, switch} of what is not logged and leaves findings of the causes open."""
+def _missing(case, framework, name, undecided):
+    """Lists {metric, serves, switch} of what is not logged and leaves findings undecided; and of the lag
+    and the correction, whose absence is taken for an answer."""
     mapped = {row.ours for f in (*FRAMEWORKS.values(), *VARIANTS.values()) for row in f.names}
-    serves = {LAG: ["A", "B.lag", "weights.lag"], RATIO: ["mass"]}
-    serves |= {metric: ["inactive"] for metric in (ABS_GAP, CORRECTED) if metric in framework.switches}
+    always = {LAG: ["A", "B.lag", "weights.lag"]}
+    always |= {metric: ["inactive"] for metric in (ABS_GAP, CORRECTED) if metric in framework.switches}
+    serves = always | ({RATIO: ["mass"]} if "mass" in undecided else {})
     for finding in CAUSES:
         for clause in (*finding.all_of, *finding.any_of):
             metric = FALLBACKS.get(clause.metric, clause.metric)
             is_open = clause.absent is None or metric in case.unlogged
-            if clause.metric not in FACTS and metric in mapped and is_open and finding.parent is None:
+            is_read = clause.metric not in FACTS and metric in mapped and is_open
+            if is_read and finding.parent is None and finding.name in undecided:
                 serves.setdefault(metric, []).append(finding.name)
     return [
         {
@@ -261,7 +264,8 @@ def diagnose(
         _with_their_names(diagnosis[key], record)
     for key in ("steps", "window"):
         diagnosis[key] = _their_steps(diagnosis[key], record)
-    missing = _missing(case, record.framework, record.name)
+    undecided = {finding["name"] for finding in diagnosis["undecided"]}
+    missing = _missing(case, record.framework, record.name, undecided)
     return diagnosis | {
         "framework": record.name, "source": record.framework.source, "marks": list(record.marks),
         "kinds": list(record.kinds), "rows": len(record.steps), "assumed": assumed,
@@ -319,8 +323,12 @@ def describe(diagnosis: dict[str, Any], is_verbose: bool) -> str:
             lines += lines_of(finding)
     if diagnosis["missing"]:
         lines += ["", "missing, and how to log it"]
+    switches = {}
     for entry in diagnosis["missing"]:
-        lines.append(f"  {entry['metric']} ({', '.join(entry['serves'])}): {entry['switch']}")
+        text = f"{entry['metric']} ({', '.join(entry['serves'])})"
+        switches.setdefault(entry["switch"], []).append(text)
+    for switch, metrics in switches.items():
+        lines += [f"  {switch}:", *(f"    {metric}" for metric in metrics)]
     reasons = list(_reasons(diagnosis))
     lines += ["", "not decided", *reasons] if reasons else []
     lines += ["", *(f"note: {text}" for text in diagnosis["notes"])]
