@@ -280,6 +280,13 @@ def test_without_weights_the_sample_is_whole(tmp_path):
     assert WEIGHTS_ESS in missing(foreign.diagnose(LOGS["openrlhf"](tmp_path), "auto"))
 
 
+@pytest.mark.parametrize("name, is_open", [("openrlhf", True), ("trl", True), ("skyrl", False)])
+def test_a_share_that_is_not_logged_is_none_where_it_would_be(name, is_open, tmp_path):
+    """SkyRL logs what its masks reject; OpenRLHF and TRL do not."""
+    found = foreign.diagnose(LOGS[name](tmp_path), "auto")
+    assert ("rejected.many" in names(found["undecided"])) == is_open
+
+
 # The command
 
 
