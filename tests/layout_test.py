@@ -98,6 +98,7 @@ MAY_IMPORT = {
         "cli", "cli_flags", "hub", "intervals", "metrics", "provenance", "report", "storage",
         "validate",
     ),
+    "audit": ("cli", "doctor", "estimators", "kernels", "report"),
     # The run knows everything.
     "train": (
         "build", "checkpoint", "cli", "data", "evaluate", "gate", "goodput", "hub", "interrupt",
@@ -115,6 +116,12 @@ COVERED = {
     "aot/hlo_groups": "aot/hlo_test",
     "aot/hlo_text": "aot/hlo_test",
     "aot/report": "aot/programs_test",
+    "audit/__main__": "audit/measure_test",
+    "audit/columns": "audit/dump_test",
+    "audit/gap": "audit/measure_test",
+    "audit/page": "audit/measure_test",
+    "audit/table": "audit/measure_test",
+    "audit/verdict": "audit/measure_test",
     "build": "configs_test",
     "doctor/__main__": "doctor/diagnose_test",
     "doctor/case": "doctor/diagnose_test",

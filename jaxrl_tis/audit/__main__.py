@@ -1,0 +1,65 @@
+"""How far sampler and learner are apart in a dump of any trainer, and what each correction would do.
+
+    python -m jaxrl_tis.audit DUMP [--columns OURS=THEIRS,...] [--current_version N]
+                                   [--json FILE] [--html FILE]
+
+DUMP is a .jsonl or .npz file of token log-probs; docs/audit.md has its columns, recipes that write
+it from other frameworks, and the meaning of every number. Needs no model and no accelerator. A dump
+with a malformed line is refused, with the line and the column, and exit code 2.
+"""
+
+import argparse
+import concurrent.futures
+import pathlib
+import types
+from collections.abc import Sequence
+
+from jaxrl_tis import cli
+from jaxrl_tis.audit import dump, measure, table
+
+
+def _renamed(argument: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in argument.split(",")]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        raise argparse.ArgumentTypeError(f"{argument!r} is not OURS=THEIRS,...")
+    return {ours: theirs for ours, _, theirs in pairs}
+
+
+def _doctor() -> types.ModuleType:
+    """Imports the doctor, which knows all of the package, while the dump is measured."""
+    from jaxrl_tis.audit import verdict
+
+    return verdict
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_tis.audit",
+        description="The gap of sampler and learner in a dump of log-probs, and what corrections do.",
+    )
+    parser.add_argument("dump", metavar="DUMP", help=".jsonl or .npz file")
+    parser.add_argument("--columns", metavar="OURS=THEIRS,...", type=_renamed, default={},
+                        help="names that columns have in the file")
+    parser.add_argument("--current_version", metavar="N", type=int,
+                        help="of the learner's weights; default: the newest that drew a token")
+    parser.add_argument("--json", metavar="FILE", help="also write all numbers here")
+    parser.add_argument("--html", metavar="FILE", help="also write a page of plots here")
+    args = parser.parse_args(argv)
+    for flag in ("json", "html"):
+        cli.check_folder(flag, getattr(args, flag))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        doctor = pool.submit(_doctor)
+        report = measure.measure(dump.read(args.dump, args.columns), args.current_version)
+    report["doctor"] = doctor.result().verdict(report)
+    print(table.text(report))
+    if args.json:
+        pathlib.Path(args.json).write_text(measure.to_json(report), encoding="utf-8")
+    if args.html:
+        from jaxrl_tis.audit import page
+
+        pathlib.Path(args.html).write_text(page.page(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,224 @@
+"""Reads a dump: sequences of token log-probs that some trainer wrote, as JSONL or NPZ.
+
+JSONL has an object per line and sequence. NPZ has the same columns, in one of two layouts:
+
+  padded  columns of tokens [B,T] beside `mask` [B,T], columns of sequences [B]
+  flat    columns of tokens [N], one sequence after the other, beside `lengths` [B]
+
+The columns are in `columns`; docs/audit.md explains them. A dump with anything malformed is refused
+as a whole, with the number of bad lines and the first few of them.
+"""
+
+import dataclasses
+import json
+import pathlib
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.audit import columns
+
+MOST_TOKENS = 2**24  # up to here float32 counts exactly
+SHOWN = 5  # bad lines that the message has
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """What was read.
+
+    Attributes:
+      path: the file.
+      lengths: [B] stored tokens of each sequence, those that the mask leaves out too.
+      tokens: column -> [N] of all sequences, one after the other; `top` is [N,K,2]. Always has
+        logp_behav, logp_old and mask.
+      sequences: column -> [B]; groups are numbered.
+      columns: names of the columns in the file.
+    """
+
+    path: str
+    lengths: np.ndarray
+    tokens: dict[str, np.ndarray]
+    sequences: dict[str, np.ndarray]
+    columns: tuple[str, ...]
+
+
+def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
+    """Reads a dump; `renamed` maps columns to the names that they have in the file.
+
+    Raises:
+      ValueError: the file is of another kind, or something in it is malformed.
+      FileNotFoundError: there is no such file.
+    """
+    renamed = dict(renamed or {})
+    for column in renamed:
+        if column not in (*columns.COLUMNS, "lengths"):
+            raise ValueError(f"there is no column {column!r}; {columns.nearest(column)}")
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    ours = {theirs: column for column, theirs in renamed.items()}
+    suffix = pathlib.Path(path).suffix
+    if suffix == ".jsonl":
+        return _collect(path, "line", _lines(path, ours))
+    if suffix == ".npz":
+        return _collect(path, "row", enumerate(_rows(path, ours)))
+    raise ValueError(f"{path}: a dump is a .jsonl or a .npz file")
+
+
+# JSONL
+
+
+def _lines(path: str, ours: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+    """Yields (line number, its object, or what is wrong with it)."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # bytes that are no text, too
+                yield number, f"not JSON ({error})"
+                continue
+            if not isinstance(record, dict):
+                yield number, "not a JSON object"
+                continue
+            yield number, {ours[k] if k in ours else k: x for k, x in record.items()}
+
+
+# NPZ
+
+
+def _rows(path: str, ours: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Returns the columns of each sequence; ValueError where the arrays are of neither layout."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {ours[k] if k in ours else k: file[k] for k in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no .npz file of numbers: {error}") from error
+    lengths = arrays.pop("lengths", None)
+    for name in arrays:
+        if name not in columns.COLUMNS:
+            raise ValueError(f"{path}: unknown column {name!r}; {columns.nearest(name)}")
+    for name in columns.REQUIRED:
+        if name not in arrays:
+            raise ValueError(f"{path}: there is no column {name!r}; it has {', '.join(arrays)}")
+    if lengths is None and "mask" not in arrays:
+        raise ValueError(
+            f"{path}: there is neither `mask`, for columns [B,T], nor `lengths`, for columns [N]"
+        )
+    starts, ends = _padded(path, arrays) if lengths is None else _flat(path, arrays, lengths)
+    shape = arrays["logp_behav"].shape
+    is_of_tokens = {name: _is_of_tokens(path, name, x, shape, len(ends))
+                    for name, x in arrays.items()}
+    at = lambda i: (i, slice(starts[i], ends[i])) if lengths is None else slice(starts[i], ends[i])
+    return (
+        {name: x[at(i)] if is_of_tokens[name] else x[i] for name, x in arrays.items()}
+        for i in range(len(ends))
+    )
+
+
+def _is_of_tokens(path, name, x, shape, num_sequences):
+    """Whether a column has a value for each token; ValueError where it has the shape of nothing."""
+    if name in columns.TOKEN and x.shape[: len(shape)] == shape:
+        return True
+    if name in (*columns.SEQUENCE, "version") and x.shape == (num_sequences,):
+        return False
+    raise ValueError(
+        f"{path}, column {name}: shape {list(x.shape)} does not go with {list(shape)} of "
+        f"logp_behav and {num_sequences} sequences"
+    )
+
+
+def _padded(path, arrays):
+    """(first, end) of what each row stores: from its first valid token to its last."""
+    shape, mask = arrays["logp_behav"].shape, arrays["mask"]
+    if len(shape) != 2 or mask.shape != shape:
+        raise ValueError(
+            f"{path}, column mask: logp_behav {list(shape)} and mask {list(mask.shape)} are not "
+            "both [B,T]"
+        )
+    is_valid = mask != 0
+    first = is_valid.argmax(axis=1)
+    end = shape[1] - is_valid[:, ::-1].argmax(axis=1)
+    return first, np.where(is_valid.any(axis=1), end, 1)  # without any a row keeps one token
+
+
+def _flat(path, arrays, lengths):
+    """(first, end) of each sequence."""
+    shape = arrays["logp_behav"].shape
+    is_count = lengths.ndim == 1 and lengths.dtype.kind in "iu" and (lengths >= 0).all()
+    if len(shape) != 1 or not is_count or lengths.sum() != shape[0]:
+        raise ValueError(
+            f"{path}, column lengths: {list(lengths.shape)} whole numbers are wanted that add up "
+            f"to the tokens of logp_behav {list(shape)}"
+        )
+    ends = np.cumsum(lengths)
+    return ends - lengths, ends
+
+
+# Both
+
+
+def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
+    """Puts checked sequences together; `unit` is what the numbers of the records count."""
+    good, problems, count, first = [], [], 0, None
+    for number, record in records:
+        count += 1
+        if isinstance(record, str):
+            problems.append((number, [record]))
+            continue
+        if first is None:
+            first = number, tuple(record)
+        found, wrong = columns.check(record)
+        wrong += _unlike(unit, first, record)
+        if good and "top" in found and "top" in good[0]:
+            wrong += _unlike_head(found["top"].shape[1], good[0]["top"].shape[1])
+        if wrong:
+            problems.append((number, wrong))
+        else:
+            good.append(found)
+    if problems:
+        raise ValueError(_refusal(path, unit, problems, count))
+    if not good:
+        raise ValueError(f"{path}: holds no sequence")
+    lengths = np.array([len(found["mask"]) for found in good])
+    if lengths.sum() > MOST_TOKENS:
+        raise ValueError(
+            f"{path}: {lengths.sum()} tokens; float32 counts up to {MOST_TOKENS}, so audit a part"
+        )
+    tokens, sequences = {}, {}
+    for name in good[0]:
+        values = [found[name] for found in good]
+        if name in columns.TOKEN:
+            tokens[name] = np.concatenate(values)
+        elif name == "group":
+            numbers = {group: i for i, group in enumerate(dict.fromkeys(values))}
+            sequences[name] = np.array([numbers[group] for group in values], np.int32)
+        else:
+            sequences[name] = np.array(values, np.float32)
+    if not tokens["mask"].any():
+        raise ValueError(f"{path}, column mask: no token is valid")
+    return Dump(path, lengths, tokens, sequences, first[1])
+
+
+def _unlike(unit, first, record):
+    """Lists columns that not all sequences have."""
+    number, names = first
+    known = lambda there, here: [c for c in there if c in columns.COLUMNS and c not in here]
+    found = [f"{c}: missing, {unit} {number} has it" for c in known(names, record)
+             if c not in columns.REQUIRED]
+    found += [f"{c}: {unit} {number} does not have it" for c in known(record, names)]
+    return found
+
+
+def _unlike_head(here, there):
+    return [] if here == there else [f"top: {here} pairs for a token, and {there} before"]
+
+
+def _refusal(path, unit, problems, count):
+    """Names the first few bad lines, and says how many there are."""
+    shown = [f"  {path}, {unit} {number}, {wrong}"
+             for number, found in problems[:SHOWN] for wrong in found]
+    if len(problems) > SHOWN:
+        shown.append(f"  and {len(problems) - SHOWN} more")
+    head = f"{path}: {len(problems)} of {count} {unit}s are malformed; nothing was measured"
+    return "\n".join([head, *shown])

@@ -1,0 +1,101 @@
+"""How far sampler and learner are apart in a dump: every metric of the estimators that its columns
+allow, under the names of docs/metrics.md."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.estimators import attribution, batch_metrics, centering, diagnostics, divergences
+from jaxrl_tis.estimators import methods, ratios
+
+Batch = dict[str, Any]
+
+NUM_BUCKETS = 32  # of every profile, so that they share a program; what is beyond joins the last
+
+
+def metrics(batch: Batch) -> dict[str, jax.Array]:
+    """All metrics of a batch, see `whatif.numbers` for its fields. Works under jit."""
+    behav, old, mask, seg = (batch[k] for k in ("logp_behav", "logp_old", "mask", "seg"))
+    log_ratio = ratios.safe_log_ratio(old, behav, mask)
+    found = diagnostics.offpolicy_metrics(old, behav, mask, seg)
+    found |= diagnostics.probability_metrics(old, behav, mask)
+    found |= divergences.divergence_metrics(log_ratio, mask, seg)
+    found |= divergences.response_metrics(old, behav, mask, seg)
+    found |= divergences.percentile_metrics(old, behav, mask, seg)
+    if "reward" in batch:
+        snis, ess = diagnostics.snis_reward(batch["reward"], log_ratio, mask, seg)
+        is_sequence = ratios.sequence_count(log_ratio, mask, seg) > 0
+        found |= {"reward/mean": ratios.masked_mean(batch["reward"], is_sequence),
+                  "reward/learner_snis": snis, "reward/learner_snis_ess": ess}
+    if "version" in batch:
+        lag = batch["version"], batch["current_version"], mask, seg
+        found |= batch_metrics.staleness_metrics(*lag)
+    if "top" in batch:
+        found |= _head(batch)
+    return found | _causes(batch)
+
+
+def _causes(batch):
+    """The drift by its factors: the engine's alone, or that and staleness where the learner now is
+    known."""
+    if "logp" not in batch:
+        return {}
+    now, mask = batch["logp"], batch["mask"]
+    chain = now, now, batch["logp_old"], batch["logp_behav"], mask
+    _, found = attribution.capped_ratio(*chain, batch["seg"])
+    found |= attribution.factor_metrics(*chain)
+    is_ours = lambda name: "trust_region" not in name and not name.endswith("fraction_capped")
+    return {name: x for name, x in found.items() if is_ours(name)}
+
+
+def _head(batch):
+    """The masses of the head that scores would be centred over."""
+    pairs = batch["top"]
+    is_token = batch["mask"][..., None] & jnp.all(jnp.isfinite(pairs), axis=-1)
+    f = centering.rule(methods.parse("weight", "none"), (), methods.parse("objective", "reinforce"),
+                       "bypass")
+    _, learner, sampler = centering.coefficients(pairs[..., 1], pairs[..., 0], is_token, f)
+    masses = {"learner_mass": learner, "sampler_mass": sampler}
+    return {f"centering/{k}": ratios.masked_mean(x, batch["mask"]) for k, x in masses.items()}
+
+
+# Where the gap is
+
+
+def profiles(batch: Batch) -> dict[str, dict[str, float]]:
+    """{"<kind>_<label>": statistics} of the tokens by position in the response and in the context,
+    length of the response, turn, distance from a tool's text, and age of the weights; of the buckets
+    that hold a token."""
+    octaves = (0, *(2**k for k in range(NUM_BUCKETS - 1)))
+    labels = dict.fromkeys(("position", "length", "context"), octaves)
+    labels |= dict.fromkeys(("turn", "lag"), range(NUM_BUCKETS))
+    labels["after_tool"] = ("none", *octaves[1:])
+    statistics = jax.jit(functools.partial(attribution.bucket_statistics, num_buckets=NUM_BUCKETS))
+    found = {}
+    for kind, bucket in jax.jit(_buckets)(batch).items():
+        values = statistics(batch["logp_old"], batch["logp_behav"], bucket, batch["mask"])
+        values = jax.device_get(values)
+        for k, label in enumerate(labels[kind]):
+            if values["token_fraction"][k] > 0:
+                found[f"{kind}_{label}"] = {name: float(x[k]) for name, x in values.items()}
+    return found
+
+
+def _buckets(batch):
+    """{kind: bucket of each token [R,T]}"""
+    mask, seg = batch["mask"], batch["seg"]
+    octave = attribution.power_of_two_bucket
+    length = ratios.to_tokens(ratios.sequence_count(mask, mask, seg), seg, mask.shape[1])
+    found = {
+        "position": octave(attribution.response_positions(mask, seg)), "length": octave(length),
+    }
+    if "position" in batch:
+        found["context"] = octave(batch["position"])
+    if "turn" in batch:
+        found["turn"] = batch["turn"]
+        found["after_tool"] = octave(attribution.tool_distances(mask, seg))
+    if "version" in batch:
+        found["lag"] = batch["current_version"] - batch["version"]
+    return found

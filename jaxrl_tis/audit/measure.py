@@ -1,0 +1,110 @@
+"""All that is measured of a dump, as one object; docs/audit.md lists its keys."""
+
+import concurrent.futures
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis.audit import gap, packing, whatif
+from jaxrl_tis.audit.dump import Dump
+from jaxrl_tis.estimators import advantages
+
+# Percentiles of |log-prob difference| over tokens.
+PERCENTILES = (50, 95, 99, 99.9)
+NUM_BINS = 40
+
+
+def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
+    """Measures everything that the columns allow.
+
+    Args:
+      dump: see `dump.read`.
+      current_version: of the learner's weights; None takes the newest that drew a token.
+
+    Raises ValueError for a version that is newer than the current one.
+    """
+    batch = make_batch(dump, current_version)
+    rules = whatif.rules(frozenset(batch))
+    tasks = (
+        lambda: jax.device_get(jax.jit(gap.metrics)(batch)),
+        lambda: gap.profiles(batch),
+        lambda: whatif.table(rules, batch),
+    )
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles them side by side
+        metrics, profiles, rows = pool.map(lambda task: task(), tasks)
+    mask = dump.tokens["mask"]
+    is_answered = np.logical_or.reduceat(mask, np.cumsum(dump.lengths) - dump.lengths)
+    return {
+        "dump": dump.path,
+        "columns": list(dump.columns),
+        "sequences": len(dump.lengths),
+        "without_tokens": int(np.sum(~is_answered)),
+        "tokens": int(np.sum(mask)),
+        "masked_tokens": int(np.sum(~mask)),
+        "current_version": int(batch["current_version"]) if "version" in batch else None,
+        "metrics": {name: float(x) for name, x in metrics.items()},
+        "percentiles": _percentiles(dump),
+        "profiles": profiles,
+        "rules": rows,
+        "histogram": _histogram(dump),
+    }
+
+
+def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
+    """The fields that `gap` and `whatif` take, as far as the columns give them."""
+    rows = packing.pack(dump.lengths)
+    found = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
+    found |= {"seg": rows.seg, "key": jax.random.key(0), "sign": np.ones_like(found["logp_old"])}
+    found["logp_now"] = found["logp" if "logp" in found else "logp_old"]
+    if "logp" in found:  # the learner now starts from here: nothing has moved within its step
+        found["logp_prox"] = found["logp"]
+    if "version" in found:
+        newest = int(dump.tokens["version"].max())
+        if current_version is not None and newest > current_version:
+            raise ValueError(
+                f"{dump.path}, column version: {newest} is newer than --current_version="
+                f"{current_version}"
+            )
+        found["current_version"] = np.int32(newest if current_version is None else current_version)
+    if "reward" in dump.sequences:
+        found["reward"] = rows.of_sequences(dump.sequences["reward"])
+    if {"reward", "group"} <= dump.sequences.keys():
+        adv = _advantages(dump.sequences["reward"], dump.sequences["group"])
+        found["adv"] = rows.of_tokens(np.repeat(adv, dump.lengths))
+        found["sign"] = np.where(found["adv"] < 0, -1, 1).astype(np.float32)
+    return jax.device_put(found)
+
+
+def _advantages(reward, group):
+    """GRPO's, [B]."""
+    one = np.ones((len(reward), 1), bool)
+    return np.asarray(jax.jit(advantages.grpo)(reward, one, group))[:, 0]
+
+
+def _valid(dump: Dump, name: str) -> np.ndarray:
+    return dump.tokens[name][dump.tokens["mask"]]
+
+
+def _percentiles(dump):
+    gaps = np.abs(_valid(dump, "logp_old") - _valid(dump, "logp_behav"))
+    return {f"p{q:g}": float(x) for q, x in zip(PERCENTILES, np.percentile(gaps, PERCENTILES))}
+
+
+def _histogram(dump):
+    """Counts of log-ratios between their outermost thousandths, and of both probabilities."""
+    behav, old = _valid(dump, "logp_behav"), _valid(dump, "logp_old")
+    low, high = np.percentile(old - behav, (0.1, 99.9))
+    width = max(high - low, 1e-6)
+    bins = functools.partial(np.histogram, bins=NUM_BINS, range=(low - width / 20, high + width / 20))
+    counts, edges = bins(old - behav)
+    grid, _, _ = np.histogram2d(np.exp(behav), np.exp(old), bins=NUM_BINS, range=((0, 1), (0, 1)))
+    return {"log_ratio": counts.tolist(), "edges": edges.tolist(), "probabilities": grid.tolist()}
+
+
+def to_json(report: dict[str, Any]) -> str:
+    """Writes the report as JSON, which has no NaN and no infinity: they are null."""
+    strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    return json.dumps(strict, indent=1, allow_nan=False) + "\n"

@@ -1,0 +1,126 @@
+"""A page of plots of a dump: one HTML file, nothing fetched."""
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib import colors, figure
+from matplotlib.axes import Axes
+
+from jaxrl_tis.audit import table
+from jaxrl_tis.report.page import CSS
+from jaxrl_tis.report.plots import COLORS, STYLE, svg
+
+
+def page(report: dict[str, Any]) -> str:
+    """Returns the page; the report is that of `table.text`."""
+    title, numbers = html.escape(report["dump"]), html.escape(table.text(report))
+    pictures = "".join(
+        f'<figure class="card">{picture}<figcaption>{html.escape(note)}</figcaption></figure>'
+        for picture, note in _pictures(report))
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
+<body><main><h1>{title}</h1>
+<p class="lead">Verdict: {html.escape(", ".join(report["doctor"]["verdict"]))}. What the verdict rests
+on, and every number, stands below the pictures.</p>
+<div class="grid">{pictures}</div>
+<h2>All numbers</h2><div class="card scroll"><pre style="padding: 0 14px">{numbers}</pre></div>
+</main></body></html>
+"""
+
+
+def _pictures(report) -> list[tuple[str, str]]:
+    """[(svg, note)]"""
+    drawn = [
+        (_draw_ratios, "Log of the learner's probability over the sampler's, per token; the outermost "
+                       "thousandths are left out. Its width is the gap, its mean the drift of length."),
+        (_draw_probabilities, "Each token by its two probabilities. On the diagonal both agree."),
+    ]
+    for kind, meaning in table.PROFILES.items():
+        rows = {name.removeprefix(f"{kind}_"): x for name, x in report["profiles"].items()
+                if name.rpartition("_")[0] == kind}
+        if len(rows) > 1:
+            drawn.append((_profile(kind, rows), f"By {kind}: {meaning}. Bars: share of the tokens."))
+    drawn += [
+        (_draw_trade, "Each correction by what it misses and how noisy it is. Lower left is better; "
+                      "the points of presets with the same numbers lie on each other."),
+        (_draw_kept, "What presets keep, and what it is worth."),
+    ]
+    found = []
+    with matplotlib.rc_context(STYLE):
+        for draw, note in drawn:
+            tall = 6.0 if draw is _draw_kept else 3.5
+            picture = figure.Figure(figsize=(6.0, tall))
+            draw(picture.add_subplot(), report)
+            found.append((svg(picture), note))
+    return found
+
+
+def _draw_ratios(axes: Axes, report) -> None:
+    edges, counts = (np.array(report["histogram"][k]) for k in ("edges", "log_ratio"))
+    axes.bar(edges[:-1], counts, np.diff(edges), align="edge", color=COLORS[0])
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_title("Log-ratio of learner and sampler")
+    axes.set_xlabel("logp_old − logp_behav, nats")
+    axes.set_ylabel("tokens")
+
+
+def _draw_probabilities(axes: Axes, report) -> None:
+    grid = np.array(report["histogram"]["probabilities"])
+    shown = np.ma.masked_equal(grid.T, 0)
+    axes.pcolormesh(np.linspace(0, 1, len(grid) + 1), np.linspace(0, 1, len(grid) + 1), shown,
+                    norm=colors.LogNorm(), cmap="viridis", rasterized=False)
+    axes.plot((0, 1), (0, 1), color=COLORS[1], linewidth=0.8)
+    axes.set_title("Probability of the drawn tokens")
+    axes.set_xlabel("sampler")
+    axes.set_ylabel("learner")
+
+
+def _profile(kind, rows):
+    """A function that draws one profile."""
+    def draw(axes: Axes, report) -> None:
+        del report
+        places = range(len(rows))
+        share = axes.twinx()
+        share.bar(places, [x["token_fraction"] for x in rows.values()], color="#DDE3E9", width=0.8)
+        share.set_ylabel("share of the tokens")
+        share.grid(False)
+        axes.set_zorder(share.get_zorder() + 1)
+        axes.patch.set_visible(False)
+        axes.plot(places, [x["log_ratio_abs_mean"] for x in rows.values()], "o-", color=COLORS[0])
+        axes.set_xticks(places, rows)
+        axes.set_title(f"The gap by {kind}")
+        axes.set_xlabel(kind)
+        axes.set_ylabel("mean |log-ratio|, nats")
+    return draw
+
+
+def _known(report, kind: str) -> Sequence[dict[str, Any]]:
+    return [row for row in report["rules"] if row["kind"] == kind and row["reason"] is None]
+
+
+def _draw_trade(axes: Axes, report) -> None:
+    for kind, color, marker in zip(table.KINDS, COLORS, "osD"):
+        rows = [row for row in _known(report, kind) if row["variance"] > 0]
+        axes.scatter([row["variance"] for row in rows], [row["bias_seq"] for row in rows],
+                     s=26, color=color, marker=marker, alpha=0.7, label=kind)
+    axes.set_xscale("log")
+    axes.set_title("Bias against noise")
+    axes.set_xlabel("noise: variance of the step, 1 without weights")
+    axes.set_ylabel("bias s: missed of whole sequences")
+    axes.legend()
+
+
+def _draw_kept(axes: Axes, report) -> None:
+    rows = _known(report, "preset")[::-1]
+    places = np.arange(len(rows))
+    axes.barh(places, [row["tokens_kept"] for row in rows], color="#DDE3E9", label="tokens kept")
+    axes.plot([row["ess"] for row in rows], places, "o", color=COLORS[0], markersize=4, label="ESS")
+    axes.set_yticks(places, [row["name"] for row in rows], fontsize=7.5)
+    axes.set_xlim(0, 1.02)
+    axes.set_title("Presets")
+    axes.set_xlabel("share")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

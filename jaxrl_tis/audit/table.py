@@ -1,0 +1,168 @@
+"""The report of a dump as text, for a reader who does not know this project."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+WIDTH = 100
+RULE_WIDTH = 40
+
+# (metric, its label, how it is written, what it says)
+GAPS = (
+    ("mismatch/log_ratio_abs_mean", "mean |log ratio|", "{:.4g} nats",
+     "by which a token's log-probs differ on average"),
+    ("p99", "99th percentile of it", "{:.4g} nats", "one token in a hundred differs by more"),
+    ("training/rollout_probs_diff_max", "largest |dp|", "{:.3g}",
+     "largest difference of a token's two probabilities"),
+    ("training/rollout_actor_probs_pearson_corr", "correlation", "{:.5f}",
+     "of the two probabilities; below 0.99 look for the cause"),
+    ("rollout_corr/kl", "KL, k1", "{:.3g} nats",
+     "KL(sampler || learner) per token; below 0 only by chance"),
+    ("rollout_corr/k3_kl", "KL, k3", "{:.3g} nats", "the same, never below 0 and less noisy"),
+    ("rollout_corr/chi2_token", "chi2 of tokens", "{:.3g}", "variance of untruncated token weights"),
+    ("rollout_corr/chi2_seq", "chi2 of sequences", "{:.3g}", "variance of untruncated products"),
+    ("mismatch/tv_token", "total variation, token", "{:.3g}",
+     "share of the learner's next-token mass that the sampler misses"),
+    ("mismatch/tv_seq", "total variation, sequence", "{:.3g}",
+     "the same for whole sequences; near 1 they hardly overlap"),
+    ("mismatch/ess_seq", "ESS of sequences", "{:.3g}",
+     "share of the sequences that exact weights would be worth"),
+    ("mismatch/ratio_mean_token", "mean ratio", "{:.4f}",
+     "1 if the recorded log-probs are those that were sampled from"),
+    ("reward/mean", "reward", "{:.4g}", "mean, which is the sampler's"),
+    ("reward/learner_snis", "reward of the learner", "{:.4g}",
+     "what it would earn itself, by exact weights (SNIS)"),
+    ("training/off_policy/trajectory_staleness_worst/mean", "staleness", "{:.3g} versions",
+     "mean age of a sequence's oldest token"),
+    ("centering/sampler_mass", "sampler's mass in top", "{:.3g}", "the rest is modelled"),
+    ("centering/learner_mass", "learner's mass in top", "{:.3g}", "the rest is modelled"),
+)
+CAUSES = (
+    ("engine", "same weights, other program, precision or filter"),
+    ("staleness", "weights that moved since the tokens were drawn"),
+)
+PROFILES = {
+    "position": "tokens from this position of the response on",
+    "context": "tokens from this position of the context on",
+    "length": "responses from this length on",
+    "turn": "turn of the conversation",
+    "after_tool": "tokens at this distance from a tool's text",
+    "lag": "age of the weights that drew the token, versions",
+}
+COLUMNS = (
+    ("tokens_kept", "tokens", 7, "share of the tokens that still teach"),
+    ("sequences_kept", "seqs", 7, "share of the sequences with such a token"),
+    ("truncated", "bound", 7, "share of the tokens whose weight a cap or floor changed, but not to 0"),
+    ("ess", "ESS", 7, "effective sample size: what the weighted tokens are worth, 1 is all of them"),
+    ("mean", "mean w", 8, "mean weight, 0 where dropped: the step shrinks with it"),
+    ("largest", "max w", 8, "largest weight: how much one token can rule"),
+    ("bias_token", "bias t", 7, "share of the learner's next-token mass that the weighted tokens miss"),
+    ("bias_seq", "bias s", 7, "the same of whole sequences; it bounds the bias of a reward within [0, 1]"),
+    ("variance", "noise", 8, "variance of the step, in units of the one without weights"),
+    ("reward", "reward", 8, "mean reward under these weights, self-normalised"),
+)
+KINDS = {
+    "weight": "Weights (what a token's gradient is multiplied with)",
+    "mask": "Masks (which tokens are kept)",
+    "preset": "Presets (weight, masks and objective together, as they enter the next update)",
+}
+
+
+def text(report: dict[str, Any]) -> str:
+    """Writes the report of `measure`, with the `doctor` of `verdict`."""
+    parts = _head, _gap, _verdict, _causes, _profiles, _what_if
+    return "\n".join(line for part in parts for line in part(report))
+
+
+def _wrapped(line: str, indent: int = 2) -> list[str]:
+    return textwrap.wrap(line, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
+
+
+def _head(report) -> Iterator[str]:
+    yield (f"{report['dump']}: {report['sequences']:,} sequences, {report['tokens']:,} tokens"
+           f" (columns {', '.join(report['columns'])})")
+    if report["masked_tokens"]:
+        yield f"  {report['masked_tokens']:,} more tokens are masked and count nowhere"
+    if report["without_tokens"]:
+        yield f"  {report['without_tokens']:,} sequences have no token that is not masked"
+    yield ""
+
+
+def _gap(report) -> Iterator[str]:
+    yield "How far is the learner (logp_old) from the sampler (logp_behav)?"
+    values = report["metrics"] | report["percentiles"]
+    for name, label, form, meaning in GAPS:
+        if name in values:
+            yield f"  {label:<26}{form.format(values[name]):>14}  {meaning}"
+    yield ""
+
+
+def _verdict(report) -> Iterator[str]:
+    doctor = report["doctor"]
+    yield f"Verdict: {', '.join(doctor['verdict'])}"
+    for finding in doctor["findings"]:
+        seen = [f"{e['metric']} {e['value']:.3g} {e['op']} {e['threshold']:g}"
+                for e in finding["evidence"] if e["op"] != "=="]
+        because = f" ({'; '.join(seen)})" if seen else ""
+        yield from _wrapped(f"{finding['name']}: {finding['title']}{because}. {finding['advice']}")
+    yield ""
+
+
+def _causes(report) -> Iterator[str]:
+    yield "Which part of the drift is whose?"
+    values = report["metrics"]
+    if "mismatch/engine/share" not in values:
+        yield "  all of it counts as the engine's: telling staleness apart needs logp, the learner now"
+    else:
+        for factor, meaning in CAUSES:
+            share = values[f"mismatch/{factor}/share"]
+            mean = values[f"mismatch/{factor}/log_ratio_abs_mean"]
+            yield f"  {factor:<12}{share:>7.1%} of the squared drift, {mean:.4g} nats: {meaning}"
+    yield ""
+
+
+def _profiles(report) -> Iterator[str]:
+    for kind, meaning in PROFILES.items():
+        rows = {name.removeprefix(f"{kind}_"): x for name, x in report["profiles"].items()
+                if name.rpartition("_")[0] == kind}
+        if len(rows) > 1:
+            yield f"Where is it? By {kind}: {meaning}"
+            yield f"  {'':>10}{'tokens':>10}{'|log ratio|':>13}{'log ratio':>12}{'max |dp|':>10}"
+            for label, x in rows.items():
+                yield (f"  {label:>10}{x['token_fraction']:>10.1%}{x['log_ratio_abs_mean']:>13.4g}"
+                       f"{x['log_ratio_mean']:>12.2g}{x['dp_max']:>10.3g}")
+            yield ""
+
+
+def _what_if(report) -> Iterator[str]:
+    columns = [c for c in COLUMNS if any(c[0] in row for row in report["rules"])]
+    yield "What would each correction make of this batch?"
+    for _, title, _, meaning in columns:
+        yield f"  {title:<8}{meaning}"
+    yield "  A correction buys a smaller bias with noise: of those whose bias is small enough, take"
+    yield "  the least noisy. Token weights repair bias t, weights of sequences bias s."
+    if "logp" not in report["columns"]:
+        yield "  logp is missing: what judges the learner now sees logp_old, as at the first update."
+    for kind, heading in KINDS.items():
+        yield ""
+        yield heading
+        yield " " * RULE_WIDTH + "".join(f"{title:>{width}}" for _, title, width, _ in columns)
+        for row in report["rules"]:
+            if row["kind"] == kind:
+                yield _row(row, columns)
+
+
+def _row(row, columns):
+    if row["reason"]:
+        return f"{row['rule']:<{RULE_WIDTH}}  {row['reason']}"
+    cell = lambda name: _number(name, row[name])
+    if not row["tokens_kept"]:
+        cell = lambda name: "0.0%" if name.endswith("_kept") else "-"
+    return f"{row['rule']:<{RULE_WIDTH}}" + "".join(
+        f"{cell(name):>{width}}" for name, _, width, _ in columns)
+
+
+def _number(name, x):
+    if name in ("tokens_kept", "sequences_kept", "truncated"):
+        return f"{x:.1%}" if x < 0.9995 or x == 1 else "99.9%"
+    return f"{x:.3f}" if abs(x) < 1000 else f"{x:.1e}"

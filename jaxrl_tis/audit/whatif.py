@@ -1,0 +1,270 @@
+"""What every weight, mask and preset would make of a dump.
+
+Each is the function that trains: `loss.importance_weights`, `loss.accepted`, and for the objective of
+a preset the gradient of `loss.policy_loss`, whose factor before the score is a weight, too.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_tis.estimators import counts, diagnostics, loss, methods, presets, ratios, weights
+from jaxrl_tis.estimators.masks import AT_UPDATE
+
+Batch = dict[str, Any]
+
+# Parameters that no source has a value for, and bounds that are common where a method has none.
+REQUIRED = {"upper": 2.0, "trm_delta": 0.05, "opsm_delta": 0.1, "staleness_max": 4}
+CHOSEN = {
+    "token_k2": "token_k2(upper=0.24)",  # |log rho| <= log 2, as the bands of 0.5 to 2 have it
+    "token_k3": "token_k3(upper=0.31)",  # rho <= 2
+    "token_ratio": "token_ratio(lower=0.5, upper=2.0)",
+    "token_dp": "token_dp(upper=0.5)",
+    "seq_sum_k1": presets.SEQ_BAND,
+    "seq_sum_ratio": "seq_sum_ratio(lower=0.5, upper=2.0)",
+    "seq_mean_k1": presets.GEO_BAND,
+    "seq_mean_ratio": "seq_mean_ratio(lower=0.999, upper=1.001)",
+    "seq_mean_k2": "seq_mean_k2(upper=0.01)",
+    "seq_mean_k3": presets.K3_BOUND,
+}
+
+# A field that methods name -> what the dump would have to hold.
+WANTED = {
+    "logp": "needs logp, the learner now",
+    "logp_prox": "needs logp, the learner now",
+    "adv": "needs reward and group",
+    "turn": "needs turn",
+    "version": "needs version",
+    "current_version": "needs version",
+    "top": "needs top, the sampler's top-n",
+    "entropy": "needs entropies, no column of a dump",
+    "logits": "needs both sides' logits, no column of a dump",
+    "logits_behav": "needs both sides' logits, no column of a dump",
+}
+
+
+class Part(NamedTuple):
+    """One factor of the weight that a token ends with: of kind "weight", "mask" or "objective", as a
+    config spells it. `is_now`: it judges the ratio of the learner now to the sampler, and not that of
+    the learner at the weights that sampled; of an objective, it is in bypass mode."""
+
+    kind: str
+    text: str
+    is_now: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A weight, a mask or a preset.
+
+    Attributes:
+      rule: as a config spells it.
+      parts: the factors of its weight.
+      learner: field of the batch whose ratio to the sampler the weight stands for: weights and
+        masks correct the sampler's gap, a preset's loss answers for the drift since, too.
+      reason: why the columns do not give it, None where they do.
+    """
+
+    kind: str
+    name: str
+    rule: str
+    parts: tuple[Part, ...]
+    learner: str
+    reason: str | None
+
+
+def rules(fields: frozenset[str]) -> list[Rule]:
+    """Every rule there is; `fields` are those of the batch."""
+    found = []
+    for kind in ("weight", "mask"):
+        for name in methods.TABLES[kind][0]:
+            text = _with_bounds(kind, name)
+            parts = (_part(kind, text, False, fields),)
+            found.append(Rule(kind, name, text, parts, "logp_old", _reason(parts, (), fields)))
+    for name, preset in presets.PRESETS.items():
+        texts = [("weight", preset["weight"]), ("objective", preset["objective"])]
+        texts += [("mask", text.strip()) for text in preset["masks"].split("&") if text]
+        parts = tuple(_part(kind, text, preset["mode"] == "bypass", fields) for kind, text in texts)
+        head = () if preset["centering"] == "none" else ("top",)
+        reason = _reason(parts, head, fields)
+        found.append(Rule("preset", name, name, parts, "logp_now", reason))
+    return found
+
+
+def _part(kind, text, is_bypass, fields):
+    is_now = is_bypass or methods.parse(kind, text)[0] in AT_UPDATE
+    return Part(kind, text, is_now and (kind == "objective" or "logp" in fields))
+
+
+def _with_bounds(kind, name):
+    """The method as a config spells it, with a value for each parameter that has no default."""
+    if kind == "mask" and name in CHOSEN:
+        return CHOSEN[name]
+    values = methods.parameters(kind, name).items()
+    missing = [f"{k}={REQUIRED[k]}" for k, v in values if v is inspect.Parameter.empty]
+    return f"{name}({', '.join(missing)})" if missing else name
+
+
+def _reason(parts, more, fields):
+    chosen = [(kind, methods.parse(kind, text)[0]) for kind, text, _ in parts]
+    wanted = [field for kind, name in chosen for field in methods.needs(kind, name)]
+    reasons = [WANTED[field] for field in (*wanted, *more) if field not in fields]
+    return "; ".join(dict.fromkeys(reasons)) or None
+
+
+# Numbers
+
+
+def judge(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
+    """[(factor of each token [R,T], share of the tokens whose factor a bound has changed, but not to
+    0)] of each part. Works under jit. Arguments as `table`."""
+    mask, seg, none = batch["mask"], batch["seg"], jnp.zeros(())
+    log_ratios = [ratios.safe_log_ratio(batch[learner], batch["logp_behav"], mask)
+                  for learner in ("logp_old", "logp_now")]
+    raw = functools.cache(lambda level, is_now: weights.RAW[level](log_ratios[is_now], mask, seg))
+    found = []
+    for kind, text, is_now in parts:
+        method, log_ratio = methods.parse(kind, text), log_ratios[is_now]
+        if kind == "objective":
+            found.append((_factor(method, "bypass" if is_now else "decoupled", batch), none))
+        elif kind == "mask":
+            found.append((loss.accepted(log_ratio, batch, (method,))[0], none))
+        else:
+            w, _ = loss.importance_weights(log_ratio, batch, method)
+            is_ratio = text != "none" and method[0].startswith(tuple(weights.RAW))
+            if is_ratio and not methods.needs("weight", method[0]):
+                counted = counts.of_weight(w, raw(loss.weight_level(method[0]), is_now), mask)
+            else:
+                counted = loss.weight_counts(log_ratio, batch, method)
+            found.append((w, _truncated(counted)))
+    return found
+
+
+def _truncated(counted):
+    if not counted:  # weight 1
+        return jnp.zeros(())
+    truncated, seen = (
+        ratios.as_float(counted[f"{counts.PREFIX}weight/{name}"]) for name in ("truncated", "seen")
+    )
+    return ratios.safe_divide(truncated, seen)
+
+
+def _factor(objective, mode, batch):
+    """What an objective multiplies the score of each token with at the next update, by its
+    advantage: minus the gradient of its loss. 0 where it clips."""
+    sign = jnp.where(batch["sign"] < 0, -1.0, 1.0)
+
+    def total(logp):
+        found, _ = loss.policy_loss(
+            logp, batch | {"adv": sign}, objective=objective, mode=mode, aggregation="token-sum"
+        )
+        return found
+
+    return -jax.grad(total)(batch["logp_now"]) * sign
+
+
+def numbers(
+    w: jax.Array, rho: tuple[jax.Array, jax.Array], batch: Batch
+) -> dict[str, jax.Array]:
+    """What docs/audit.md says of a weight w [R,T]; rho has the ratios of tokens and of sequences
+    that it stands for, [R,T] each. Other arguments as `table`."""
+    mask, seg = batch["mask"], batch["seg"]
+    w = ratios.zero_padding(w, mask)
+    mean, w_rs = ratios.masked_mean(w, mask), ratios.sequence_mean(w, mask, seg)
+    is_sequence = ratios.sequence_count(w, mask, seg) > 0
+    share = ratios.safe_divide(w, mean)
+    missed = jnp.maximum(share - rho[0], 0.0)
+    share_of_sequences = ratios.safe_divide(w, ratios.masked_mean(w_rs, is_sequence))
+    missed_rs = ratios.sequence_mean(jnp.maximum(share_of_sequences - rho[1], 0.0), mask, seg)
+    adv = ratios.as_float(batch["adv"] if "adv" in batch else mask)
+    noise, power = (ratios.masked_mean(jnp.square(x), mask) for x in (share * adv, adv))
+    is_left = mean > 0
+    found = {
+        "tokens_kept": ratios.masked_mean(w != 0, mask),
+        "sequences_kept": ratios.masked_mean(
+            ratios.sequence_sum(w != 0, mask, seg) > 0, is_sequence),
+        "ess": diagnostics.effective_sample_size(w, mask),
+        "mean": mean,
+        "largest": ratios.masked_max(w, mask),
+        "bias_token": jnp.where(is_left, ratios.masked_mean(missed, mask), 1.0),
+        "bias_seq": jnp.where(is_left, ratios.masked_mean(missed_rs, is_sequence), 1.0),
+        "variance": ratios.safe_divide(noise, power),
+    }
+    if "reward" in batch:
+        total = ratios.masked_sum(w_rs * batch["reward"], is_sequence)
+        found["reward"] = ratios.safe_divide(total, ratios.masked_sum(w_rs, is_sequence))
+    return found
+
+
+def table(chosen: Sequence[Rule], batch: Batch) -> list[dict[str, Any]]:
+    """A row for each rule: kind, name, rule (as a config spells it), reason, and where that is None
+    its numbers.
+
+    Args:
+      batch: [R,T] arrays mask, logp_behav, logp_old, logp_now (the learner now, or logp_old where
+        it is not known), sign (of the advantage, 1 where it is not known) and what the rules need;
+        seg; where they are known adv [R,T] and reward [R,S].
+    """
+    known = [rule for rule in chosen if rule.reason is None]
+    made, found = _made(known, batch), {}
+    rho = {learner: _ratios(batch[learner], batch) for learner in ("logp_old", "logp_now")}
+    same = _equal_parts(made, batch)
+    keys = {rule: (tuple(same[part] for part in rule.parts if same[part]), rule.learner)
+            for rule in known}
+    for parts, learner in dict.fromkeys(keys.values()):
+        w = math.prod((made[part][0] for part in parts), start=ratios.as_float(batch["mask"]))
+        found[parts, learner] = _numbers(w, rho[learner], batch)
+    found, made = jax.device_get((found, {part: share for part, (_, share) in made.items()}))
+    return [
+        _row(rule, found[keys[rule]] | {"truncated": max(made[part] for part in rule.parts)})
+        if rule.reason is None else _row(rule, {})
+        for rule in chosen
+    ]
+
+
+def _equal_parts(made, batch):
+    """{part: the first part with the same factor at every token, None if that is 1 everywhere}: where
+    bounds do not act, many rules are one, and are measured once."""
+    mask = np.asarray(batch["mask"])
+
+    def digest(w):
+        return hashlib.sha256(np.where(mask, np.asarray(w, np.float32), np.float32(0))).digest()
+
+    seen, found = {digest(1.0): None}, {}
+    for part, (w, _) in made.items():
+        found[part] = seen.setdefault(digest(w), part)
+    return found
+
+
+_numbers = jax.jit(numbers)
+
+
+@jax.jit
+def _ratios(learner, batch):
+    mask, seg = batch["mask"], batch["seg"]
+    log_ratio = ratios.safe_log_ratio(learner, batch["logp_behav"], mask)
+    return weights.raw_token(log_ratio, mask), weights.raw_seq(log_ratio, mask, seg)
+
+
+def _made(known, batch):
+    """{part: what `judge` makes of it}, by a program for each kind; they are compiled side by side."""
+    parts = list(dict.fromkeys(part for rule in known for part in rule.parts))
+    kinds = [[p for p in parts if p.kind == kind] for kind in ("weight", "mask", "objective")]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = [jax.jit(functools.partial(judge, ours)) for ours in kinds]
+        results = list(pool.map(lambda program: program(batch), programs))
+    return {part: x for ours, made in zip(kinds, results) for part, x in zip(ours, made)}
+
+
+def _row(rule, values):
+    row = {"kind": rule.kind, "name": rule.name, "rule": rule.rule, "reason": rule.reason}
+    return row | {name: float(x) for name, x in values.items()}
