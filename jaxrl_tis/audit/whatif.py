@@ -22,13 +22,14 @@ from jaxrl_tis.estimators.masks import AT_UPDATE
 
 Batch = dict[str, Any]
 
-# Parameters that no source has a value for, and bounds that are common where a method has none.
+# Parameters that no source has a value for: the bounds of presets and of examples, or ours.
 REQUIRED = {"upper": 2.0, "trm_delta": 0.05, "opsm_delta": 0.1, "staleness_max": 4}
 CHOSEN = {
     "token_k2": "token_k2(upper=0.24)",  # |log rho| <= log 2, as the bands of 0.5 to 2 have it
     "token_k3": "token_k3(upper=0.31)",  # rho <= 2
     "token_ratio": "token_ratio(lower=0.5, upper=2.0)",
     "token_dp": "token_dp(upper=0.5)",
+    "token_binary_kl": "token_binary_kl(upper=0.1)",
     "seq_sum_k1": presets.SEQ_BAND,
     "seq_sum_ratio": "seq_sum_ratio(lower=0.5, upper=2.0)",
     "seq_mean_k1": presets.GEO_BAND,
