@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
 from jaxrl_tis.old_policies import STAND_INS
-from jaxrl_tis.rollouts import modes
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
 THRESHOLDS = {
@@ -135,8 +134,10 @@ class Case:
         return node
 
     @property
-    def mode(self) -> modes.Mode:
+    def mode(self) -> "modes.Mode":
         """Who runs ahead of whom."""
+        from jaxrl_tis.rollouts import modes  # knows the engine, which takes seconds to import
+
         return modes.parse(self.setting("rollout.mode"))
 
     def mean(self, metric: str) -> float:
