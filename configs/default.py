@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     c.model.rope_theta = 10_000.0
     c.model.tie_embeddings = True
     c.model.param_dtype = "float32"  # bfloat16 loses every update below 1/512 of its weight
-    c.model.dtype = "float32"  # compute dtype of the learner
+    c.model.dtype = "float32"  # compute dtype of the learner: float32, bfloat16 or float16
     # What the backward pass recomputes: none, dots (keeps matrix products), full (keeps the input of
     # each layer) or host (keeps it in host memory; TPU)
     c.model.remat = "none"
@@ -103,7 +103,7 @@ def get_config() -> ConfigDict:
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together
     c.engine.dtype = "float32"
-    c.engine.cache_dtype = "float32"  # of keys and values: float32, bfloat16 or int8
+    c.engine.cache_dtype = "float32"  # of keys and values: float32, bfloat16, float16 or int8
     c.engine.page_size = 16  # positions of a page of the cache
     c.engine.num_pages = 0  # pages of each data shard; 0: every slot can hold the longest sequence
     # Pages that a sequence keeps beside the one it fills, (first, last); (0, 0): all. The learner

@@ -24,7 +24,7 @@ from jaxrl_tis.estimators import centering
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import align, make_optimizer
+from jaxrl_tis.optimizer import align, make_optimizer, scale_loss
 from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.scoring import Learner
@@ -245,6 +245,8 @@ def assemble(
     for name, parameters in chosen.controllers:
         if name == "gradient_alignment":
             policy_optimizer = align(policy_optimizer, **parameters)
+    # The outermost: what is not finite reaches no state of the others.
+    scaled = scale_loss if program.dtype == "float16" else lambda tx: tx
     max_length = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     packer = None
     if config.train.pack_length:
@@ -277,7 +279,7 @@ def assemble(
     )
     return Setup(
         config, modes.parse(config.rollout.mode), tokenizer, model, layout, learner, packer, chosen,
-        policy_optimizer, make_optimizer(config.critic, updates),
+        scaled(policy_optimizer), scaled(make_optimizer(config.critic, updates)),
         tuple(Engine(model, sampling, place) for place in places), Engine(model, evaluating, serving),
     )
 

@@ -10,6 +10,7 @@ import optax
 
 from jaxrl_tis.estimators import controllers
 
+FIRST_SCALE, MAX_SCALE, SCALE_EVERY = 2.0**16, 2.0**24, 400  # of losses, see `scale_loss`
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -84,12 +85,60 @@ def align(
     return optax.GradientTransformation(init, update)
 
 
-def alignment_metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns gac/{cosine,is_skipped} of the last update of an optimizer of `align`, and {} for
-    another."""
-    if not isinstance(opt_state, Aligned):
-        return {}
-    return {"gac/cosine": opt_state.cosine, "gac/is_skipped": opt_state.is_skipped}
+class Scaled(NamedTuple):
+    """The state of an optimizer of `scale_loss`: what the next loss is multiplied by, updates since
+    that changed, and whether the last gradient was not finite and left everything as it was."""
+
+    loss_scale: chex.Array
+    since: chex.Array
+    inner: Any
+    is_skipped: chex.Array
+
+
+def scale_loss(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Keeps a dynamic loss scale for gradients that pass through float16, whose smallest number is
+    6e-8 and largest 65,504. It takes gradients that were divided by the scale again.
+
+    A gradient that is not finite changes nothing but the scale, which it halves, to 1 at least; the
+    scale doubles after SCALE_EVERY finite ones in a row, to MAX_SCALE at most. Start, factor and
+    interval are those of verl's scaler for float16 (arXiv:2510.26788).
+    """
+
+    def init(params):
+        zero = jnp.zeros((), jnp.int32)
+        return Scaled(jnp.float32(FIRST_SCALE), zero, tx.init(params), jnp.zeros(()))
+
+    def update(grads, state, params):
+        is_finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        choose = lambda old, new: jnp.where(is_finite, new, old)
+        updates, inner = tx.update(grads, state.inner, params)
+        updates = jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates)
+        inner = jax.tree.map(choose, state.inner, inner)
+        is_due = state.since + 1 >= SCALE_EVERY
+        grown = jnp.minimum(jnp.where(is_due, 2.0, 1.0) * state.loss_scale, MAX_SCALE)
+        scale = choose(jnp.maximum(state.loss_scale / 2, 1.0), grown)
+        since = choose(0, jnp.where(is_due, 0, state.since + 1))
+        return updates, Scaled(scale, since, inner, 1.0 - is_finite)
+
+    return optax.GradientTransformation(init, update)
+
+
+def loss_scale(opt_state: Any) -> jax.Array | None:
+    """Returns what the loss of the next gradient is multiplied by, None where by nothing."""
+    return opt_state.loss_scale if isinstance(opt_state, Scaled) else None
+
+
+def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
+    """Returns what an optimizer tells of its last update: gac/{cosine,is_skipped} from `align`,
+    PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
+    metrics = {}
+    if isinstance(opt_state, Scaled):
+        metrics[f"{prefix}/loss_scale"] = opt_state.loss_scale
+        metrics[f"{prefix}/is_skipped"] = opt_state.is_skipped
+        opt_state = opt_state.inner
+    if isinstance(opt_state, Aligned):
+        metrics |= {"gac/cosine": opt_state.cosine, "gac/is_skipped": opt_state.is_skipped}
+    return metrics
 
 
 def _is_matrix(params):

@@ -21,7 +21,7 @@ from jaxrl_tis.correction import (
 )
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
-from jaxrl_tis.optimizer import alignment_metrics
+from jaxrl_tis.optimizer import loss_scale, update_metrics
 from jaxrl_tis.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
     zeros_like,
@@ -42,13 +42,17 @@ class TrainState:
 LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
 
 
-def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool = True):
+def _accumulate(
+    loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool = True,
+    scale: jax.Array | None = None,
+):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
     [M,B,T] that `loss_fn` makes, {} if it makes none.
 
     `loss_fn` divides by the minibatch's own token and sequence counts; by nothing where the
-    minibatch is a part of one that is not whole yet. Metrics named *_loss and `counts` add up by
-    themselves; the others are means over tokens and are weighted by each part's tokens.
+    minibatch is a part of one that is not whole yet. Gradients are those of the loss times `scale`,
+    divided by it in float32. Metrics named *_loss and `counts` add up by themselves; the others are
+    means over tokens and are weighted by each part's tokens.
     """
     mask = minibatch["mask"]
     num_tokens = num_seqs = jnp.float32(1)
@@ -60,9 +64,15 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool =
         value, metrics, *made = loss_fn(params, micro, num_tokens, num_seqs)
         share = jnp.sum(micro["mask"]) / num_tokens
         adds_up = lambda name: name.endswith("_loss") or counts.is_count(name)
-        scale = lambda name, x: x if adds_up(name) else x * share
-        metrics = {name: scale(name, x) for name, x in metrics.items()}
-        return value, (metrics, made[0] if made else {})
+        weigh = lambda name, x: x if adds_up(name) else x * share
+        metrics = {name: weigh(name, x) for name, x in metrics.items()}
+        return value if scale is None else value * scale, (metrics, made[0] if made else {})
+
+    def unscaled(found):
+        grads, metrics = found
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        return grads, metrics
 
     def gradient(params, micro):
         grads, (metrics, made) = jax.grad(part, has_aux=True)(params, micro)
@@ -79,10 +89,10 @@ def _accumulate(loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool =
     first = jax.tree.map(lambda x: x[0], minibatch)
     if len(mask) == 1:
         found, made = gradient(params, first)
-        return *found, jax.tree.map(lambda x: x[None], made)
+        return *unscaled(found), jax.tree.map(lambda x: x[None], made)
     empty = zeros_like(jax.eval_shape(gradient, params, first))
     found, made = jax.lax.scan(add, empty[0], minibatch)
-    return *found, made
+    return *unscaled(found), made
 
 
 def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
@@ -106,18 +116,20 @@ def _make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     prefix: str,
-    measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
+    measure: Callable[..., Batch] = lambda params, minibatch, scale: {},
 ):
-    """Makes a jitted, donating update; `measure` adds fields that take the parameters. It returns
-    (state, metrics), and the fields that `loss_fn` makes, if any."""
+    """Makes a jitted, donating update; `measure` adds fields that take the parameters, the minibatch
+    and the loss scale, see `_accumulate`. It returns (state, metrics), and the fields that `loss_fn`
+    makes, if any."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple:
         minibatch = _laid_out(learner, minibatch)
-        minibatch = minibatch | measure(state.params, minibatch)
-        grads, metrics, made = _accumulate(loss_fn, state.params, minibatch)
-        is_scaled = prefix == "actor" and "lr_scale" in minibatch
-        scale = minibatch["lr_scale"][0, 0] if is_scaled else None
-        state, taken = _apply(learner, optimizer, prefix, state, grads, scale)
+        scale = loss_scale(state.opt_state)
+        minibatch = minibatch | measure(state.params, minibatch, scale)
+        grads, metrics, made = _accumulate(loss_fn, state.params, minibatch, scale=scale)
+        is_slowed = prefix == "actor" and "lr_scale" in minibatch
+        factor = minibatch["lr_scale"][0, 0] if is_slowed else None
+        state, taken = _apply(learner, optimizer, prefix, state, grads, factor)
         metrics |= taken
         return (state, metrics, made) if made else (state, metrics)
 
@@ -134,15 +146,20 @@ def _laid_out(learner: Learner, minibatch: Batch) -> Batch:
 
 def _apply(
     learner: Learner, optimizer: optax.GradientTransformation, prefix: str, state: TrainState,
-    grads: Any, scale: jax.Array | None = None,
+    grads: Any, factor: jax.Array | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Returns the state after a step along these gradients, times `scale`, and its metrics."""
+    """Returns the state after a step along these gradients, times `factor`, and its metrics."""
     grads = learner.on_every_device(grads)
     norm = optax.global_norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    if scale is not None:
-        updates = jax.tree.map(lambda u: u * scale, updates)
-    metrics = {f"{prefix}/grad_norm": norm} | alignment_metrics(opt_state)
+    if factor is not None:
+        updates = jax.tree.map(lambda u: u * factor, updates)
+    metrics = update_metrics(opt_state, prefix)
+    if f"{prefix}/is_skipped" in metrics:
+        # What the next scale may mend is told there; what overflows at the smallest is told here.
+        is_mended = (metrics[f"{prefix}/is_skipped"] > 0) & (loss_scale(state.opt_state) > 1)
+        norm = jnp.where(is_mended, 0.0, norm)
+    metrics |= {f"{prefix}/grad_norm": norm}
     return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
 
 
@@ -244,8 +261,8 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
         mode = "seq-mean-token-mean"
         return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg), {}
 
-    def measure(params, minibatch):
-        grads, *_ = _accumulate(left_out, params, minibatch)
+    def measure(params, minibatch, scale):
+        grads, *_ = _accumulate(left_out, params, minibatch, scale=scale)
         norm = optax.global_norm(learner.on_every_device(grads))
         return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 

@@ -168,6 +168,8 @@ class Trainer:
             return f"{chosen.needs['key']} draws at random for the batch"
         if self.setup.has_critic:
             return "the critic's update comes after it"
+        if self.setup.learner.program.dtype == "float16":
+            return "gradients in float16 are scaled for a whole update"
         if others := [name for name in names if name != "gradient_alignment"]:
             return f"{others[0]} looks at the batch before its update"
         return None

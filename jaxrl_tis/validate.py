@@ -20,7 +20,8 @@ from jaxrl_tis.rollouts import check, modes, replay
 from jaxrl_tis.rows import MAX_SEGMENTS
 from jaxrl_tis.sinks import SINKS
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")  # of what is kept
+COMPUTE_DTYPES = (*DTYPES, "float16")
 # Advantages that need one sample of a prompt
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
@@ -153,10 +154,10 @@ def _names(config):
         "correction.kl_placement": (c.kl_placement, ("loss", "reward")),
         "engine.quantization": (config.engine.quantization, quant.SCHEMES),
         "model.quantization": (config.model.quantization, quant.SCHEMES),
-        "engine.dtype": (config.engine.dtype, DTYPES),
-        "engine.cache_dtype": (config.engine.cache_dtype, (*DTYPES, "int8")),
+        "engine.dtype": (config.engine.dtype, COMPUTE_DTYPES),
+        "engine.cache_dtype": (config.engine.cache_dtype, (*COMPUTE_DTYPES, "int8")),
         "engine.policy": (config.engine.policy, tuple(POLICIES)),
-        "model.dtype": (config.model.dtype, DTYPES),
+        "model.dtype": (config.model.dtype, COMPUTE_DTYPES),
         "model.numerics": (config.model.numerics, transformer.NUMERICS),
         "model.param_dtype": (config.model.param_dtype, DTYPES),
         "model.remat": (config.model.remat, transformer.REMAT),

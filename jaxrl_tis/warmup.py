@@ -12,7 +12,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.metrics import MetricsWriter, NoRecord
 from jaxrl_tis.models import placement
-from jaxrl_tis.optimizer import make_optimizer, optimizer_shardings
+from jaxrl_tis.optimizer import make_optimizer, optimizer_shardings, scale_loss
 from jaxrl_tis.progress import Progress
 from jaxrl_tis.rows import supervised_rows
 from jaxrl_tis.step import TrainState, make_supervised_step
@@ -37,6 +37,8 @@ def warm_up(
     tx = make_optimizer(
         ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr}), config.warmup.steps
     )
+    if config.model.dtype == "float16":
+        tx = scale_loss(tx)
     train_step = make_supervised_step(setup.learner, tx)
     layout = setup.layout
     moments = optimizer_shardings(

@@ -20,7 +20,7 @@ RUNS = {
         "correction__batch_normalize": True,
     },
     "bypass": {"correction__preset": "bypass_ppo_clip", "correction__controllers": "ess_scale"},
-    "centred": {"correction__preset": "centered_tis_2"},
+    "centred": {"correction__preset": "centered_tis_2", "model__dtype": "float16"},
     "asynchronous": {"rollout__mode": "areal(staleness=1)", "rollout__probe_every": 1},
 }
 

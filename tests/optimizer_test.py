@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_tis import sharding
 from jaxrl_tis.optimizer import (
-    align, alignment_metrics, make_optimizer, optimizer_shardings, schedule,
+    align, loss_scale, make_optimizer, optimizer_shardings, scale_loss, schedule, update_metrics,
 )
 
 pytestmark = pytest.mark.by_jax("optax has a version for each jax")
@@ -128,18 +128,40 @@ def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
     expected, plain_state = plain.update(first, plain.init(params), params)
     updates, state = tx.update(first, tx.init(params), params)
     np.testing.assert_array_equal(updates["a"], expected["a"])
-    assert alignment_metrics(state) == {"gac/cosine": 0.0, "gac/is_skipped": 0.0}
+    assert update_metrics(state, "actor") == {"gac/cosine": 0.0, "gac/is_skipped": 0.0}
     updates, state = tx.update(second, state, params)
     np.testing.assert_array_equal(updates["a"], [[0.0, 0.0]])
     jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
-    metrics = alignment_metrics(state)
+    metrics = update_metrics(state, "actor")
     assert metrics["gac/cosine"] == pytest.approx(0.99875, abs=1e-4)
     assert metrics["gac/is_skipped"] == 1
     expected, _ = plain.update(third, plain_state, params)
     updates, state = tx.update(third, state, params)
     np.testing.assert_allclose(updates["a"], expected["a"], rtol=1e-6)
-    assert alignment_metrics(state)["gac/cosine"] == pytest.approx(0.0499, abs=1e-3)
-    assert alignment_metrics(plain_state) == {}
+    assert update_metrics(state, "actor")["gac/cosine"] == pytest.approx(0.0499, abs=1e-3)
+    assert update_metrics(plain_state, "actor") == {}
+
+
+def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_many_finite_gradients():
+    plain = make_optimizer(fields(), 1000)
+    tx, params = scale_loss(plain), {"a": jnp.ones((1, 2))}
+    state = tx.init(params)
+    assert loss_scale(state) == 65536 and loss_scale(plain.init(params)) is None
+    fine, bad = {"a": jnp.array([[1.0, -2.0]])}, {"a": jnp.array([[1.0, jnp.inf]])}
+    expected, plain_state = plain.update(fine, plain.init(params), params)
+    updates, state = tx.update(fine, state, params)
+    np.testing.assert_array_equal(updates["a"], expected["a"])
+    assert update_metrics(state, "actor") == {"actor/loss_scale": 65536, "actor/is_skipped": 0}
+    for count in range(1, 18):
+        updates, state = tx.update(bad, state, params)
+        np.testing.assert_array_equal(updates["a"], [[0.0, 0.0]])
+        jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
+        found = update_metrics(state, "actor")
+        assert found == {"actor/loss_scale": max(2.0 ** (16 - count), 1), "actor/is_skipped": 1}
+    step = jax.jit(tx.update)
+    for count in range(1, 801):
+        _, state = step(fine, state, params)
+        assert loss_scale(state) == {400: 2, 800: 4}.get(count, 1 if count < 400 else 2)
 
 
 def test_the_previous_gradient_lies_like_the_parameters():

@@ -22,6 +22,7 @@ from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.optimizer import scale_loss
 from jaxrl_tis.scoring import (
     Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
@@ -243,6 +244,57 @@ def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
         found.append(metrics)
     for name in found[0]:
         assert found[-1][name] == pytest.approx(found[0][name], abs=1e-5, rel=1e-5), name
+
+
+HALF = dataclasses.replace(LEARNER, program=transformer.Program(dtype="float16"))
+
+
+def test_a_float16_update_is_the_reference_gradient_where_it_is_scaled():
+    """Advantages of 1e-5 make gradients of the head's activations below float16's 6e-8."""
+    data = batch() | {"adv": 1e-5 * batch()["adv"]}
+    gradient = reference_gradient(params(), data, coefficients(data["mask"], "token-mean"), 0.0, 0.0)
+    size = float(optax.global_norm(gradient))
+    chosen = correction.parse(fields(aggregation="token-mean"))
+
+    def error(tx, learner):
+        state, metrics = make_train_step(learner, chosen, tx)(start(params(), tx), cut(data, 2))
+        # Moved by 1e4 times the gradient, which float32 parameters would round away.
+        step = jax.tree.map(lambda new, old: (old - new) / 1e4, state.params, params())
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+        return float(optax.global_norm(jax.tree.map(jnp.subtract, step, gradient))) / size, metrics
+
+    tx = optax.sgd(1e4)
+    assert error(tx, LEARNER)[0] < 1e-3
+    found, metrics = error(scale_loss(tx), HALF)
+    assert found < 0.02
+    assert metrics["actor/grad_norm"] == pytest.approx(size, rel=0.01)
+    assert (metrics["actor/loss_scale"], metrics["actor/is_skipped"]) == (65536, 0)
+    assert error(tx, HALF)[0] > 0.2
+
+
+def test_a_float16_update_that_overflows_changes_the_scale_alone_until_it_fits():
+    data = cut(batch() | {"adv": 1e3 * batch()["adv"]}, 1)
+    tx = scale_loss(SGD)
+    train_step = make_train_step(HALF, correction.parse(fields()), tx)
+    state, scales, norms = start(params(), tx), [], []
+    while not norms or norms[-1] == 0:
+        before = jax.device_get(state.params)
+        state, metrics = train_step(state, data)
+        scales.append(float(metrics["actor/loss_scale"]))
+        norms.append(float(metrics["actor/grad_norm"]))
+        moved = difference(jax.device_get(state.params), before)
+        assert (moved == 0) == bool(metrics["actor/is_skipped"]) == (norms[-1] == 0)
+    assert len(scales) > 2
+    assert scales == [2.0 ** (15 - i) for i in range(len(scales) - 1)] + [scales[-2]]
+
+
+def test_what_overflows_at_the_smallest_scale_is_told():
+    data = cut(batch() | {"adv": 1e9 * batch()["adv"]}, 1)
+    tx = scale_loss(SGD)
+    state = start(params(), tx)
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=jnp.float32(1)))
+    _, metrics = make_train_step(HALF, correction.parse(fields()), tx)(state, data)
+    assert not np.isfinite(metrics["actor/grad_norm"]) and metrics["actor/loss_scale"] == 1
 
 
 def test_kl_and_entropy_terms():

@@ -270,7 +270,7 @@ def test_a_bound_of_the_gate_may_be_infinite_but_is_a_number(name):
 def test_all_problems_at_once():
     found = problems(
         steps=0, train__minibatches=3, correction__aggregation="mean", correction__mode="bypas",
-        model__dtype="float16", rollout__top_p=0.5,
+        model__dtype="float64", rollout__top_p=0.5,
     )
     assert len(found) == 6, found
 

@@ -189,9 +189,9 @@ CAUSES = (
     ),
     Finding(
         "A.dtype", "sampler and learner compute in different precisions",
-        "Give the sampler, its cache and the learner one dtype. A TPU multiplies float32 and "
-        "float16 as bfloat16 unless the highest precision is asked for: the output head has a "
-        "switch for it, and float16 alone brings nothing there.",
+        "Give the sampler, its cache and the learner one dtype; in float16 two programs differ by an "
+        "eighth of what they do in bfloat16 (arXiv:2510.26788). A TPU multiplies float32 as bfloat16 "
+        "unless the highest precision is asked for: the output head has a switch for it.",
         all_of=(is_so("config/has_other_dtype"),), unless=("A.quantized",), parent="A",
         changes=SAME_DTYPE | {"model.highest_head": True},
     ),

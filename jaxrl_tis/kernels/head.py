@@ -28,7 +28,9 @@ class Head:
 
     @property
     def precision(self) -> jax.lax.Precision | None:
-        return jax.lax.Precision.HIGHEST if self.highest else None
+        # A TPU multiplies float16, too, in one bfloat16 pass unless it is asked for more.
+        is_exact = self.highest or self.weight.dtype == jnp.float16
+        return jax.lax.Precision.HIGHEST if is_exact else None
 
     def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
         """Returns the head and x in the dtype that they are multiplied in."""
@@ -44,16 +46,16 @@ class Head:
     def logits(self, x: jax.Array) -> jax.Array:
         """Multiplies x [..., D] with the head -> [..., V] float32."""
         head, x = self.cast(x)
-        return self.dot(x, head.weight, ((x.ndim - 1,), (1 - self.vocab_axis,)))
+        return head.dot(x, head.weight, ((x.ndim - 1,), (1 - self.vocab_axis,)))
 
     def pull(self, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Turns the gradient [..., V] of the logits into those of x and, in float32, of the
         weight."""
         head, cast_x = self.cast(x)
         gradient = gradient.astype(cast_x.dtype)
-        x_bar = self.dot(gradient, head.weight, ((x.ndim - 1,), (self.vocab_axis,)))
+        x_bar = head.dot(gradient, head.weight, ((x.ndim - 1,), (self.vocab_axis,)))
         tokens = tuple(range(x.ndim - 1))
-        weight_bar = self.dot(gradient, cast_x, (tokens, tokens))
+        weight_bar = head.dot(gradient, cast_x, (tokens, tokens))
         return x_bar.astype(x.dtype), weight_bar if self.vocab_axis == 0 else weight_bar.T
 
 

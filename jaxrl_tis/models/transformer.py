@@ -5,6 +5,7 @@ nested dict, and pure functions merge them back while tracing. Layers are stacke
 axis and scanned, or, given as a tuple of per-layer dicts (see `unstack`), unrolled.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -41,8 +42,8 @@ class Program:
     """How a forward pass is computed; the same parameters run under any of these.
 
     Attributes:
-      dtype: compute dtype of activations and dots ("float32" or "bfloat16"); sums, norms, softmax
-        and logits are float32 in every case.
+      dtype: compute dtype of activations and dots ("float32", "bfloat16" or "float16"); sums, norms,
+        softmax and logits are float32 in every case.
       remat: what the backward pass recomputes: "none", "dots" (keeps the projections and, from a
         kernel, the attention), "full" (keeps the input of each layer) or "host" (keeps it in the
         memory of the host).
@@ -71,6 +72,13 @@ class Program:
     @property
     def is_invariant(self) -> bool:
         return self.numerics == "invariant"
+
+    def products(self) -> contextlib.AbstractContextManager:
+        """Within it products keep their operands: a TPU gives those of float16, too, to one bfloat16
+        pass unless it is asked for more, which takes away the bits that float16 is chosen for."""
+        if self.dtype == "float16":
+            return jax.default_matmul_precision("highest")
+        return contextlib.nullcontext()
 
     @property
     def compiler_options(self) -> dict | None:
@@ -282,6 +290,11 @@ def hidden(
     Returns: ([B,T,D] after the last norm in the compute dtype, `carried` of every layer, as a tuple
     or stacked like the layers; the last cache where scanned layers pass one on).
     """
+    with program.products():
+        return _hidden(params, config, program, tokens_bt, positions_bt, attend, cache)
+
+
+def _hidden(params, config, program, tokens_bt, positions_bt, attend, cache):
     graphdef = _graph(Block, config)[0]
     rotation = program.rotation(config, positions_bt)
 
