@@ -103,7 +103,7 @@ def get_config() -> ConfigDict:
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together
     c.engine.dtype = "float32"
-    c.engine.cache_dtype = "float32"  # of keys and values: float32, bfloat16, float16 or int8
+    c.engine.cache_dtype = "float32"  # or bfloat16, float16, int8, float8_e4m3fn
     c.engine.page_size = 16  # positions of a page of the cache
     c.engine.num_pages = 0  # pages of each data shard; 0: every slot can hold the longest sequence
     # Pages that a sequence keeps beside the one it fills, (first, last); (0, 0): all. The learner

@@ -222,7 +222,8 @@ def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
         return jnp.sum(response_logprobs(params, learner, row))
 
     def squared_norm(params, row):
-        gradient = jax.grad(log_prob)(params, jax.tree.map(lambda x: x[None], row))
+        with learner.program.products():
+            gradient = jax.grad(log_prob)(params, jax.tree.map(lambda x: x[None], row))
         return jnp.square(optax.global_norm(gradient))
 
     return _by_micro_batch(

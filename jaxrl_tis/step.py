@@ -43,7 +43,7 @@ LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
 
 
 def _accumulate(
-    loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool = True,
+    learner: Learner, loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool = True,
     scale: jax.Array | None = None,
 ):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
@@ -75,7 +75,8 @@ def _accumulate(
         return grads, metrics
 
     def gradient(params, micro):
-        grads, (metrics, made) = jax.grad(part, has_aux=True)(params, micro)
+        with learner.program.products():  # those of the backward pass are traced here
+            grads, (metrics, made) = jax.grad(part, has_aux=True)(params, micro)
         return (grads, metrics), made
 
     def packed_gradient(params, micro):
@@ -126,7 +127,7 @@ def _make_step(
         minibatch = _laid_out(learner, minibatch)
         scale = loss_scale(state.opt_state)
         minibatch = minibatch | measure(state.params, minibatch, scale)
-        grads, metrics, made = _accumulate(loss_fn, state.params, minibatch, scale=scale)
+        grads, metrics, made = _accumulate(learner, loss_fn, state.params, minibatch, scale=scale)
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
         state, taken = _apply(learner, optimizer, prefix, state, grads, factor)
@@ -194,7 +195,7 @@ def make_arriving_step(
     loss_fn = _policy_loss(learner, c, is_scored=False)
 
     def add(params, sums, micro):
-        *found, made = _accumulate(loss_fn, params, _laid_out(learner, micro), is_whole=False)
+        *found, made = _accumulate(learner, loss_fn, params, _laid_out(learner, micro), is_whole=False)
         return found if sums is None else jax.tree.map(jnp.add, sums, found), made
 
     def finish(state, sums, num_tokens, num_seqs):
@@ -262,7 +263,7 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
         return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg), {}
 
     def measure(params, minibatch, scale):
-        grads, *_ = _accumulate(left_out, params, minibatch, scale=scale)
+        grads, *_ = _accumulate(learner, left_out, params, minibatch, scale=scale)
         norm = optax.global_norm(learner.on_every_device(grads))
         return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 

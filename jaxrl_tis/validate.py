@@ -155,7 +155,7 @@ def _names(config):
         "engine.quantization": (config.engine.quantization, quant.SCHEMES),
         "model.quantization": (config.model.quantization, quant.SCHEMES),
         "engine.dtype": (config.engine.dtype, COMPUTE_DTYPES),
-        "engine.cache_dtype": (config.engine.cache_dtype, (*COMPUTE_DTYPES, "int8")),
+        "engine.cache_dtype": (config.engine.cache_dtype, (*COMPUTE_DTYPES, "int8", "float8_e4m3fn")),
         "engine.policy": (config.engine.policy, tuple(POLICIES)),
         "model.dtype": (config.model.dtype, COMPUTE_DTYPES),
         "model.numerics": (config.model.numerics, transformer.NUMERICS),

@@ -15,8 +15,21 @@ def restored(x, axis):
     return q * scale
 
 
-def logits(params, config, tokens, *, is_w8a8=False, is_kv8=False):
-    """[T,V] of tokens [T] at positions 0, 1, ..."""
+def in_float8(x, axis):
+    """x in float8 e4m3, whose largest is 448, with a scale along the axis: four bits of each number, of
+    those below 2^-6 what is left of them, half to even."""
+    scale = np.abs(x).max(axis=axis, keepdims=True) / 448
+    _, exponent = np.frexp(x / scale)  # of numbers from 0.5 to 1
+    step = 2.0 ** (np.maximum(exponent - 1, -6) - 3)
+    return np.round(x / scale / step) * step * scale
+
+
+KEPT = {"int8": restored, "float8": in_float8}
+
+
+def logits(params, config, tokens, *, is_w8a8=False, kv=None):
+    """[T,V] of tokens [T] at positions 0, 1, ..., with keys and values as they are, or in one of
+    KEPT."""
     params = {
         name: x if name == "layers" else np.asarray(x, np.float64) for name, x in params.items()
     }
@@ -42,8 +55,8 @@ def logits(params, config, tokens, *, is_w8a8=False, is_kv8=False):
         if config.qk_norm:
             q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
         q, k = rotate(q), rotate(k)
-        if is_kv8:
-            k, v = restored(k, -1), restored(v, -1)
+        if kv:
+            k, v = KEPT[kv](k, -1), KEPT[kv](v, -1)
         out = np.zeros_like(q)
         for t, head in np.ndindex(len(tokens), heads):
             shared = head * kv_heads // heads

@@ -42,8 +42,8 @@ def model(layers=L):
     return dataclasses.replace(CONFIG, num_layers=layers)
 
 
-def learner(chips="v5e:2x4", remat="full", layers=L):
-    program = transformer.Program("bfloat16", remat, True, layout(chips))
+def learner(chips="v5e:2x4", remat="full", layers=L, dtype="bfloat16"):
+    program = transformer.Program(dtype, remat, True, layout(chips))
     return Learner(model(layers), program, max_targets=T, chunk=2048, max_segments=8)
 
 
@@ -74,10 +74,10 @@ def minibatch(chips="v5e:2x4"):
 
 
 @functools.cache
-def update(remat="full", chips="v5e:2x4", layers=L):
+def update(remat="full", chips="v5e:2x4", layers=L, dtype="bfloat16"):
     """(compiled update, its HLO)"""
     chosen = correction.parse(default.get_config().correction)
-    train_step = make_train_step(learner(chips, remat, layers), chosen, TX)
+    train_step = make_train_step(learner(chips, remat, layers, dtype), chosen, TX)
     lowered = train_step.lower(abstract_state(chips, layers), minibatch(chips))
     compiled = lowered.compile(compiler_options=FLAGS[chips.partition(":")[0]])
     return compiled, Module(compiled.as_text())
@@ -206,3 +206,18 @@ def test_the_update_writes_where_it_reads():
     parameters = sum(4 * x.size for x in jax.tree.leaves(abstract_state().params)) / 8
     assert aliased_bytes(update()[1]) == pytest.approx(parameters, rel=0.05)
     assert aliased_bytes(module_of("prints")) == 0  # nothing is donated
+
+
+def inexact_products(module):
+    """Precisions of the products of float16 that lose bits of it."""
+    return {d.precision for d in module.dots() if any(s.dtype == "f16" for s in d.operands)} - {"highest"}
+
+
+def test_products_of_float16_keep_its_bits():
+    """Those of the backward pass, too; a kernel's are of float32."""
+    module = update(layers=2, dtype="float16")[1]
+    assert any(s.dtype == "f16" for d in module.dots() for s in d.operands)
+    assert not inexact_products(module)
+    x = jax.ShapeDtypeStruct((B, D, D), jnp.float16, sharding=layout().sharding(("batch", None, None)))
+    plain = jax.jit(lambda x: x @ x).lower(x).compile()
+    assert inexact_products(Module(plain.as_text())) == {"default"}

@@ -5,7 +5,8 @@ A sequence is a row of a page table: its positions i*S .. i*S+S-1 lie in page ta
 layers have a `KV` each. Scanned layers share one `StackedKV`, every value beside its key, which
 goes through the scan and is written in place.
 
-int8 pools hold round(x / scale) with scale = absmax / 127 of a token's key (or value) of a head.
+int8 and float8 pools hold x / scale, rounded, with scale = absmax / 127 (or 448) of a token's key (or
+value) of a head.
 """
 
 import dataclasses
@@ -21,17 +22,23 @@ from jaxrl_tis.models import attention, invariant, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
 
+# Values that a layer's pool has as their bits: to write into others XLA on CPU converts all of it to a
+# wider float and back.
+BITS = {
+    jnp.dtype("bfloat16"): jnp.dtype("uint16"), jnp.dtype("float8_e4m3fn"): jnp.dtype("uint8"),
+}
+VALUES = {bits: values for values, bits in BITS.items()}
 PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attention}
 
 
 def _codes(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Returns x [..., K] as the pool stores it, and its scales [...] if the pool is int8."""
-    if dtype == jnp.uint16:
-        return _view(x.astype(jnp.bfloat16), dtype), None
-    if dtype != jnp.int8:
-        return x.astype(dtype), None
-    codes, scale = quant.quantize(x, axis=-1)
-    return codes, scale[..., 0]
+    """Returns x [..., K] as the pool stores it, and its scales [...] if it has any."""
+    values, scale = x, None
+    if (meant := VALUES.get(dtype, dtype)) in quant.BOUND:
+        values, scale = quant.quantize(x, -1, meant)
+        scale = scale[..., 0]
+    values = values.astype(meant)
+    return values if meant == dtype else _view(values, dtype), scale
 
 
 _view = jax.lax.bitcast_convert_type
@@ -40,11 +47,7 @@ _view = jax.lax.bitcast_convert_type
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """The pool of one layer: k, v [P,N,S,K]; scales [P,N,S] float32 or None.
-
-    bfloat16 lies in it as its bits, uint16: XLA on CPU converts a whole pool of bfloat16 to float32
-    and back to write into it.
-    """
+    """The pool of one layer: k, v [P,N,S,K], see BITS; scales [P,N,S] float32 or None."""
 
     k: jax.Array
     v: jax.Array
@@ -54,8 +57,8 @@ class KV:
     @classmethod
     def empty(cls, config: ModelConfig, pages: int, size: int, dtype) -> "KV":
         shape = (pages, config.num_kv_heads, size, config.head_dim)
-        values = lambda: jnp.zeros(shape, jnp.uint16 if dtype == jnp.bfloat16 else dtype)
-        scales = lambda: jnp.zeros(shape[:-1]) if dtype == jnp.int8 else None
+        values = lambda: jnp.zeros(shape, BITS.get(dtype, dtype))
+        scales = lambda: jnp.zeros(shape[:-1]) if dtype in quant.BOUND else None
         return cls(values(), values(), scales(), scales())
 
     @property
@@ -69,7 +72,7 @@ class KV:
     def read(self, numbers: jax.Array) -> "KV":
         """Returns the pages [...,N,S,K] with these numbers [...]."""
         pages = jax.tree.map(lambda x: x.at[numbers].get(mode="promise_in_bounds"), self)
-        values = lambda x: _view(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+        values = lambda x: _view(x, VALUES[x.dtype]) if x.dtype in VALUES else x
         return jax.tree.map(values, pages)
 
     def write(self, pages_m: jax.Array, k_mnsk: jax.Array, v_mnsk: jax.Array) -> "KV":
@@ -97,7 +100,7 @@ class StackedKV:
     @classmethod
     def empty(cls, config: ModelConfig, pages: int, size: int, dtype) -> "StackedKV":
         shape = (config.num_layers, pages, config.num_kv_heads)
-        scale = jnp.zeros((*shape, 2, size)) if dtype == jnp.int8 else None
+        scale = jnp.zeros((*shape, 2, size)) if dtype in quant.BOUND else None
         return cls(jnp.zeros((*shape, size, 2 * config.head_dim), dtype), scale)
 
     @property
@@ -252,8 +255,9 @@ def append(
             return paged(q_bthk, new.read, table_bp, index_bt), new
 
         args = q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp
-        has_kernel = numerics == "fast" and decode_attention.is_supported(cache.size)
-        if isinstance(cache, KV) or not has_kernel:
+        if isinstance(cache, KV) or numerics != "fast":
+            return generic(*args)
+        if not decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype):
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 

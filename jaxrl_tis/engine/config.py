@@ -15,7 +15,8 @@ class EngineConfig:
       page_size: positions of a page of the cache.
       num_pages: pages of each shard of the slots, page 0 included; None holds every slot at
         max_length.
-      dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" included.
+      dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" and
+        "float8_e4m3fn" included.
       quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
       highest_head: the output head in float32 at the highest precision.
       steps: decode steps per `generate` call.

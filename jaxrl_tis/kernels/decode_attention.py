@@ -17,10 +17,10 @@ VMEM_BYTES = 64 * 2**20  # for blocks of a single page that is larger than BLOCK
 CORES = 2  # of a chip, at most: each takes a half of the slots
 
 
-def is_supported(page_size: int) -> bool:
+def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
     """Whether pages are whole tiles, also those of scales and scores, where positions lie along the
-    lanes."""
-    return page_size % LANES == 0
+    lanes; and none of the arrays is float16, which a TPU's kernel cannot store."""
+    return page_size % LANES == 0 and jnp.float16 not in dtypes
 
 
 def decode_attention(
@@ -46,9 +46,9 @@ def decode_attention(
     Args:
       q_bngk: [B,N,G,K] queries, G per key/value head.
       new_bnc: [B,N,2K] the new token's key, then its value, in the cache's dtype.
-      new_scale_bn2: [B,N,2] float32 scales of both, None unless the cache is int8.
+      new_scale_bn2: [B,N,2] float32 scales of both, None unless the cache is int8 or float8.
       cache_lpnsc: [L,P,N,S,2K] pages of S positions, see is_supported; donate it.
-      scale_lpn2s: [L,P,N,2,S] float32 scales of int8 keys and of values, or None; donate it.
+      scale_lpn2s: [L,P,N,2,S] float32 scales of keys and of values, or None; donate it.
       layer: [] int32.
       index_b: [B] int32 place of the new token among the positions of its slot's pages.
       page_b: [B] int32 page of that place, in no other slot's table; or 0: nothing is written, and
@@ -130,7 +130,7 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
 def _kernel(
     layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts, columns
 ):
-    """Attends for one slot. Each of the `parts` of the cache (values; scales of int8 values) has
+    """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values) has
     its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does `turn`:
     how many blocks this core took before, which says where the next one goes."""
     new_refs, refs = refs[:parts], refs[2 * parts:]  # the cache is read where it is written

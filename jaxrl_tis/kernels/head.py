@@ -15,7 +15,8 @@ class Head:
 
     Attributes:
       weight: [V,D] (a tied table, vocab_axis 0) or [D,V] (vocab_axis 1).
-      highest: float32 with precision HIGHEST; otherwise the dtype of the hidden states.
+      highest: float32 with precision HIGHEST, as for hidden states of float16 in any case, which no
+        TPU multiplies; otherwise the dtype of the hidden states.
     """
 
     weight: jax.Array
@@ -28,14 +29,14 @@ class Head:
 
     @property
     def precision(self) -> jax.lax.Precision | None:
-        # A TPU multiplies float16, too, in one bfloat16 pass unless it is asked for more.
-        is_exact = self.highest or self.weight.dtype == jnp.float16
-        return jax.lax.Precision.HIGHEST if is_exact else None
+        return jax.lax.Precision.HIGHEST if self.highest else None
 
     def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
         """Returns the head and x in the dtype that they are multiplied in."""
-        dtype = jnp.float32 if self.highest else x.dtype
-        return dataclasses.replace(self, weight=self.weight.astype(dtype)), x.astype(dtype)
+        highest = self.highest or x.dtype == jnp.float16
+        dtype = jnp.float32 if highest else x.dtype
+        weight = self.weight.astype(dtype)
+        return dataclasses.replace(self, weight=weight, highest=highest), x.astype(dtype)
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
         """Contracts the axes (of a, of b); sums and result are float32."""

@@ -194,6 +194,7 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
     fields_tf = t.columns(*single, size_bn, others, g_others)
     x_td = t.rows(x_bnd)
     grid = pl.cdiv(t.tokens, t.token_tile), pl.cdiv(t.vocab, t.vocab_tile)
+    stored = jnp.float32 if dtype == jnp.float16 else dtype  # which no kernel of a TPU can store
     tokens_specs = lambda axis: [
         t.tokens_spec(fields_tf.shape[1], axis), t.tokens_spec(t.width, axis)
     ]
@@ -202,7 +203,7 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
         grid,
         [*tokens_specs(0), t.weight_spec(1)],
         t.tokens_spec(t.width, 0),
-        jax.ShapeDtypeStruct(x_td.shape, dtype),
+        jax.ShapeDtypeStruct(x_td.shape, stored),
         [pltpu.VMEM((t.token_tile, t.width), jnp.float32)],
     )(fields_tf, x_td, head.weight)
     weight_bar = t.call(
@@ -212,7 +213,7 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
         t.weight_spec(0),
         jax.ShapeDtypeStruct(head.weight.shape, jnp.float32),
     )(fields_tf, x_td, head.weight)
-    return x_bar[: fields.targets.size].reshape(x_bnd.shape), weight_bar
+    return x_bar[: fields.targets.size].reshape(x_bnd.shape).astype(dtype), weight_bar
 
 
 def _logits_gradient(with_entropy, t, tile, fields_ref, x, weight):

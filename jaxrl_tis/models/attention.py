@@ -166,14 +166,16 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
 
 
 def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """Attends with the splash kernel: `first` is in its mask, and `unseen_bs` is None."""
-    heads_first = lambda x: jnp.swapaxes(x, 1, 2)
-    scaled = (q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5).astype(q_bthk.dtype)
+    """Attends with the splash kernel: `first` is in its mask, and `unseen_bs` is None. It works in
+    float32 where it is given float16, which a TPU's kernel cannot store."""
+    dtype = jnp.float32 if q_bthk.dtype == jnp.float16 else q_bthk.dtype
+    heads_first = lambda x: jnp.swapaxes(x, 1, 2).astype(dtype)
+    scaled = q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5
     segments = splash_attention.SegmentIds(segments_bt, segments_bs)
     out = jax.vmap(kernel)(
         heads_first(scaled), heads_first(k_bsnk), heads_first(v_bsnk), segments
     )
-    return heads_first(out)
+    return jnp.swapaxes(out, 1, 2).astype(q_bthk.dtype)
 
 
 def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):

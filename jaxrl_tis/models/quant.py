@@ -34,7 +34,8 @@ SCHEMES = {
     "fp8_w8a8": Scheme(jnp.float8_e4m3fn, True),
 }
 QUANTIZED = ("q", "k", "v", "o", "gate", "up", "down")
-BOUND = {jnp.int8: 127, jnp.float8_e4m3fn: 448}  # what the largest of a channel is scaled to
+# What the largest of a channel is scaled to.
+BOUND = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.float8_e4m3fn): 448}
 # Channels with a smaller scale count as zeros: products of two scales then never underflow.
 MIN_SCALE = float(jnp.finfo(jnp.float32).tiny) ** 0.5
 
@@ -118,7 +119,7 @@ def transposed(w: jax.Array | QuantArray) -> Transposed:
 
 def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array, jax.Array]:
     """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
-    bound = BOUND[dtype]
+    bound = BOUND[jnp.dtype(dtype)]
     x = x.astype(jnp.float32)
     # XLA replaces a division by the product with the reciprocal in some programs and not in others,
     # which moves values that lie half-way: both reciprocals are written out.
@@ -131,10 +132,11 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
 
 def stored(x: jax.Array, dtype: str) -> jax.Array:
     """Returns keys or values [..., K] as a cache of this dtype gives them back, in x's dtype."""
-    if dtype == "int8":
-        codes, scale = quantize(x, axis=-1)
+    # XLA may drop a conversion and its inverse: not across a barrier, nor this reduction.
+    if jnp.dtype(dtype) in BOUND:
+        codes, scale = quantize(x, -1, jnp.dtype(dtype))
+        codes = jax.lax.optimization_barrier(codes)
         return (codes.astype(jnp.float32) * scale).astype(x.dtype)
-    # XLA may drop a conversion and its inverse, this it may not.
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 

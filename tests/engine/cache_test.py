@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
 )
 RNG = np.random.default_rng(0)
 SIZE, PAGES, LAYER = 4, 12, 1
-ATOL = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 4e-2}
+ATOL = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 4e-2, "float8_e4m3fn": 0.15}
 FORMS = [(dtype, unrolled) for dtype in ATOL for unrolled in (True, False)]
 
 
@@ -155,12 +155,25 @@ def test_copies_of_pages(dtype, unrolled):
 
 def test_int8_codes_are_exact_at_the_largest_value_of_a_head():
     k = normal(1, 2, SIZE, 8)
-    kv = cache.KV.empty(CONFIG, 2, SIZE, jnp.int8).write(jnp.array([1]), k, k)
+    kv = cache.KV.empty(CONFIG, 2, SIZE, jnp.dtype("int8")).write(jnp.array([1]), k, k)
     scale = np.abs(k[0]).max(axis=-1) / 127
     np.testing.assert_allclose(kv.k_scale[1], scale, rtol=1e-6)
     np.testing.assert_allclose(kv.k[1] * kv.k_scale[1][..., None], k[0], atol=scale.max() * 0.51)
     at_top = np.abs(k[0]) == np.abs(k[0]).max(axis=-1, keepdims=True)
     np.testing.assert_array_equal(np.asarray(kv.k[1])[at_top], 127 * np.sign(k[0][at_top]))
+
+
+def test_float8_codes_are_those_of_the_format():
+    """448 at the largest value of a head, and everywhere ml_dtypes' nearest float8."""
+    k = normal(1, 2, SIZE, 8)
+    kv = cache.KV.empty(CONFIG, 2, SIZE, jnp.dtype("float8_e4m3fn")).write(jnp.array([1]), k, k)
+    scale = np.abs(k[0]).max(axis=-1, keepdims=True) / np.float32(448)
+    np.testing.assert_allclose(kv.k_scale[1], scale[..., 0], rtol=1e-6)
+    codes = np.asarray(kv.read(jnp.array([1])).k[0])
+    assert codes.dtype == jnp.float8_e4m3fn
+    expected = (k[0] / scale).astype(jnp.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(codes.astype(np.float32), expected)
+    assert np.abs(codes.astype(np.float32)).max(axis=-1).tolist() == [[448.0] * SIZE] * 2
 
 
 def test_pages_belong_to_a_part_of_the_batch_and_heads_to_a_part_of_the_mesh():

@@ -38,6 +38,8 @@ ENGINES = {
     "w8a8": dict(quantization="w8a8"),
     "kv8": dict(cache_dtype="int8"),
     "kv8_scanned": dict(cache_dtype="int8", unroll=False),
+    "kv_f8": dict(cache_dtype="float8_e4m3fn"),
+    "kv_f8_scanned": dict(cache_dtype="float8_e4m3fn", unroll=False),
     "kv8_as_scanned": dict(cache_dtype="int8"),
     "chunked": dict(prefill_chunk=8),
     "blocks": dict(prefill_batch=8, slots=8),
@@ -305,8 +307,8 @@ def test_int8_keys_and_values_are_near_float32_and_not_equal():
 
 
 @pytest.mark.parametrize("name, scheme", [
-    ("f32", {}), ("w8a8", dict(is_w8a8=True)), ("kv8", dict(is_kv8=True)),
-    ("kv8_scanned", dict(is_kv8=True)),
+    ("f32", {}), ("w8a8", dict(is_w8a8=True)), ("kv8", dict(kv="int8")),
+    ("kv8_scanned", dict(kv="int8")), ("kv_f8", dict(kv="float8")), ("kv_f8_scanned", dict(kv="float8")),
 ])
 def test_eight_bit_engines_are_near_a_float64_decoder_that_rounds_as_they_do(name, scheme):
     """No value lies on the edge of two codes by construction. One sequence may have one beside it

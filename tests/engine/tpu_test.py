@@ -34,19 +34,19 @@ def layout():
     return sharding.layout(MESH, sharding.SERVE_RULES, tpu.devices("v5e:2x4"))
 
 
-def compiled(name, quantization="w8a8", layers=2, kv="bfloat16"):
-    return _compiled(name, quantization, layers, kv)
+def compiled(name, quantization="w8a8", layers=2, kv="bfloat16", dtype="bfloat16"):
+    return _compiled(name, quantization, layers, kv, dtype)
 
 
 @functools.cache
-def _compiled(name, quantization, layers, kv):
+def _compiled(name, quantization, layers, kv, dtype):
     config = ModelConfig(
         family="qwen2", vocab_size=VOCAB, embed_dim=EMBED, num_layers=layers, num_heads=6,
         num_kv_heads=2, head_dim=64, mlp_dim=MLP, rope=RopeConfig("default", 10000.0),
         max_position=LENGTH, norm_eps=1e-6, qkv_bias=True, qk_norm=False, tie_embeddings=True,
     )
     engine = Engine(config, EngineConfig(
-        slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype="bfloat16", cache_dtype=kv,
+        slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype=dtype, cache_dtype=kv,
         quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, prefill_chunk=CHUNK,
         unroll=False, highest_head=True, max_draft=1,
     ), layout())
@@ -339,6 +339,12 @@ def test_attention_is_the_decode_kernel(kv):
     assert kernel_runs(attention_by_gathers()) == []
 
 
+def test_a_cache_of_float8_is_read_by_the_kernel_and_never_copied():
+    program = compiled("decode", kv="float8_e4m3fn")
+    assert kernel_runs(program) == [STEPS * 2]
+    assert not whole_copies(program)
+
+
 def test_thousands_of_slots_of_a_device_have_room_for_their_tables():
     """Scalar memory is one MiB; rows of a table that were padded to 128 lanes would fill it."""
     slots, columns = 4096, 6
@@ -362,3 +368,12 @@ def test_nothing_goes_to_the_host_inside_decode():
         return x + 1
 
     assert module(violation(prints, array((8, 128), jnp.float32))).host_transfers()
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_float16_is_drawn_with_its_bits(name):
+    """Without a kernel, as those cannot store it."""
+    found = module(compiled(name, "none", kv="float16", dtype="float16"))
+    assert not [c for c in found.custom_calls() if "decode_attention" in c.name]
+    precisions = {d.precision for d in found.dots() if any(s.dtype == "f16" for s in d.operands)}
+    assert precisions == {"highest"}
