@@ -115,6 +115,7 @@ def get_config() -> ConfigDict:
     c.engine.noise_start = 0.0  # standard deviation of noise on the norms (QeRL); 0 is off
     c.engine.noise_end = 5e-4
     c.engine.noise_stages = 10  # from start to end, after a first part of the run without noise
+    c.engine.injected = ""  # a gap that is put in to study gaps, as in "logits(scale=0.5)"
     c.engine.steps_per_call = 4  # decode steps between two looks of the scheduler
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call

@@ -271,7 +271,7 @@ def assemble(
     sampling = sizes(
         dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
         unquantized=tuple(e.unquantized), records_logits="logits_behav" in chosen.needs,
-        num_kept=config.rollout.kept_set, **{"top_n": top_n, **sampler},
+        num_kept=config.rollout.kept_set, injected=e.injected, **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(
         dtype=config.model.dtype, cache_dtype=config.model.dtype,

@@ -10,6 +10,7 @@ from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import REWARDS
+from jaxrl_tis.engine import injection
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import centering, loss, methods, presets, reduce
 from jaxrl_tis.fields import FIELDS
@@ -518,6 +519,10 @@ def _is_filtered(rollout) -> bool:
 
 def _sampling(config):
     rollout = config.rollout
+    try:
+        injection.parse(config.engine.injected)
+    except ValueError as error:
+        yield f"engine.injected: {error}"
     if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
         yield (
             f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in "
@@ -563,6 +568,11 @@ def _numerics(config):
         yield (
             f"model.numerics is 'invariant', but engine.noise_start = {config.engine.noise_start} "
             "puts noise on the sampler's norms alone: set it to 0"
+        )
+    if config.engine.injected:
+        yield (
+            f"model.numerics is 'invariant', but engine.injected = {config.engine.injected!r} changes "
+            "the sampler alone: leave it empty"
         )
     if any(config.engine.retention):
         yield (

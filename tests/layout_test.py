@@ -42,7 +42,7 @@ MAY_IMPORT = {
     # Estimators know no model, models no engine, the engine no learner.
     "estimators": ("kernels", "spelling"),
     "models": ("hub", "kernels", "sharding"),
-    "engine": ("data", "fields", "fingerprint", "kernels", "models", "sharding"),
+    "engine": ("data", "fields", "fingerprint", "kernels", "models", "sharding", "spelling"),
     "rollouts": (
         "addresses", "data", "engine", "fields", "fingerprint", "metrics", "processes", "provenance", "spelling",
         "storage",

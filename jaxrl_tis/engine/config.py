@@ -30,6 +30,7 @@ class EngineConfig:
       num_kept: record what could be drawn, where that is at most so many tokens.
       numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
         the chunks of its prompt or the mesh, and are those of a learner with these numerics.
+      injected: a gap that is put in, see injection.py.
     """
 
     slots: int
@@ -51,6 +52,7 @@ class EngineConfig:
     top_n: int = 0
     num_kept: int = 0
     numerics: str = "fast"
+    injected: str = ""
 
     @property
     def recipe(self) -> quant.Recipe:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine import cache, injection, sampling
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Chunk, Draw, Insertion, ResultTokens
@@ -95,7 +95,10 @@ class Engine:
         )
         if self.program.is_invariant:
             self._check_invariant()
-        self._weights = Weights(model, config.recipe, self.program, config.unroll)
+        self._injection = injection.parse(config.injected)
+        self._weights = Weights(
+            model, config.recipe, self.program, config.unroll, self._injection.weights
+        )
         options = dict(compiler_options=self.program.compiler_options)
         self._shardings = self._state_shardings()
         self._init = jax.jit(self._empty_state, out_shardings=self._shardings)
@@ -445,6 +448,7 @@ class Engine:
         rows = lambda x: x.reshape(-1, *x.shape[2:])
         each = lambda x: jnp.repeat(x, width, axis=0)
         logits_mv = transformer.head_logits(params, self.program, rows(x_btd))
+        logits_mv = self._injection.logits(logits_mv, rows(position_bt + 1))
         sampling_m = jax.tree.map(each, slots.rows)
         penalties_m = self._penalties_along(slots.penalties, drafts_bg, is_live_bt)
         drawn_m = sampling.sample(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,14 +17,19 @@ from jaxrl_tis.sharding import Layout
 class Weights:
     """Makes serving parameters for one engine.
 
+    Args:
+      inject: what the learner's parameters are changed by first, see injection.py.
+
     Attributes:
       shardings: of the serving parameters, in their tree.
     """
 
     def __init__(
-        self, config: ModelConfig, recipe: quant.Recipe, program: transformer.Program, unroll: bool
+        self, config: ModelConfig, recipe: quant.Recipe, program: transformer.Program, unroll: bool,
+        inject: Callable[[transformer.Params], transformer.Params] = lambda params: params,
     ):
         self._config, self._recipe, self._program = config, recipe, program
+        self._inject = inject
         self._layout, self._unroll = program.layout, unroll
         on_cpu = self._layout.platform == "cpu"
         self._is_transposed = unroll and on_cpu and not program.is_invariant
@@ -109,6 +115,7 @@ class Weights:
         homes = jax.tree.unflatten(jax.tree.structure(params), homes)
         if noise is not None:
             params = transforms.add_noise(params, noise)
+        params = self._inject(params)
         outer = {n: self._outer(n, w, homes[n]) for n, w in params.items() if n != "layers"}
         if self._unroll:
             stacked = self._layers(params["layers"], homes["layers"])

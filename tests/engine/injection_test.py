@@ -1,0 +1,95 @@
+"""Gaps that are put into the sampler: what is recorded is the learner's distribution, changed by hand."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis.engine import injection
+from jaxrl_tis.engine.config import EngineConfig
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.scheduler import Scheduler
+from tests.engine.engine_test import (
+    CONFIG, LENGTH, assert_bitwise_equal, drain, log_softmax, params_of, request, teacher_forced,
+)
+
+V = CONFIG.vocab_size
+
+
+@functools.cache
+def drawn(injected, params=None):
+    sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
+    engine = Engine(CONFIG, EngineConfig(**sizes, injected=injected))
+    scheduler = Scheduler(engine, engine.load(params_of(0) if params is None else params()))
+    for n in (1, 4, 9):
+        scheduler.add(request(f"q{n}", n, max_tokens=12))
+    return drain(scheduler)
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_bitwise_equal(actual[name], t)
+
+
+@pytest.mark.parametrize("injected", [
+    "logits(scale=0.0, growth=3.0)", "sharpness(scale=0)", "weights(scale=0.0)",
+])
+def test_a_scale_of_zero_changes_no_bit(injected):
+    assert_same(drawn(injected), drawn(""))
+
+
+def z(*path):
+    key = jax.random.key(7)
+    for i in path[:-1]:
+        key = jax.random.fold_in(key, i)
+    return np.asarray(jax.random.normal(key, path[-1]))
+
+
+@pytest.mark.parametrize("injected, change", [
+    ("logits(scale=-0.5, seed=7)", lambda x, t: x - 0.5 * z((V,))),
+    ("logits(scale=0.3, growth=0.1, seed=7)", lambda x, t: x + 0.3 * (1 + 0.1 * t) * z((V,))),
+    ("sharpness(scale=0.2)", lambda x, t: x * np.exp(0.2)),
+    ("sharpness(scale=-0.2, growth=0.05)", lambda x, t: x * np.exp(-0.2 * (1 + 0.05 * t))),
+])
+def test_what_is_recorded_is_the_changed_distribution(injected, change):
+    """t is the place of the drawn token in its sequence, from 0."""
+    for t in drawn(injected).values():
+        places = len(t.prompt) + np.arange(len(t.tokens))
+        changed = change(teacher_forced(t, params_of(0)), places[:, None])
+        logp = log_softmax(changed)[np.arange(len(t.tokens)), t.tokens]
+        np.testing.assert_allclose(t.logp_behav, logp, atol=3e-5)
+        gap = log_softmax(teacher_forced(t, params_of(0)))[np.arange(len(t.tokens)), t.tokens] - logp
+        assert np.abs(gap).max() > 0.05
+
+
+def changed_params():
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    layers = dict(params_of(0)["layers"])
+    for i, name in enumerate(names):
+        layers[name] = layers[name] * (1 + 0.05 * z(i, layers[name].shape))
+    return params_of(0) | {"layers": layers}
+
+
+def test_changed_weights_are_served():
+    """What one engine changes is what another is given, but for the last bit of a product."""
+    actual, expected = drawn("weights(scale=0.05, seed=7)"), drawn("", changed_params)
+    for name, t in expected.items():
+        np.testing.assert_array_equal(actual[name].tokens, t.tokens)
+        np.testing.assert_allclose(actual[name].logp_behav, t.logp_behav, atol=2e-5)
+    logp = lambda found: np.concatenate([found[name].logp_behav for name in sorted(found)])
+    assert np.abs(logp(actual) - logp(drawn(""))).max() > 0.01
+
+
+@pytest.mark.parametrize("text, why", [
+    ("logit(scale=1.0)", "did you mean 'logits'"),
+    ("logits", "scale"),
+    ("logits(scale=1.0, sign=1)", "sign"),
+    ("sharpness(scale=inf)", "scale is inf, not a number"),
+    ("weights(scale=0.1, seed=0.5)", "seed is 0.5, not a number"),
+    ("logits(scale=True)", "scale is True, not a number"),
+])
+def test_what_cannot_be_injected_is_refused(text, why):
+    with pytest.raises(ValueError, match=why):
+        injection.parse(text)
