@@ -24,7 +24,7 @@ from jaxrl_tis.estimators import centering
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import align, make_optimizer, scale_loss
+from jaxrl_tis.optimizer import align, make_optimizer, perturb, scale_loss
 from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.scoring import Learner
@@ -245,6 +245,9 @@ def assemble(
     for name, parameters in chosen.controllers:
         if name == "gradient_alignment":
             policy_optimizer = align(policy_optimizer, **parameters)
+    for name, parameters in chosen.controllers:  # around that, which is to see the parameters alone
+        if name == "layerwise_perturbation":
+            policy_optimizer = perturb(policy_optimizer, model.num_layers, **parameters)
     # The outermost: what is not finite reaches no state of the others.
     scaled = scale_loss if program.dtype == "float16" else lambda tx: tx
     max_length = config.task.max_prompt_tokens + config.rollout.max_new_tokens

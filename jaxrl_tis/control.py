@@ -85,5 +85,7 @@ def check(c: Correction) -> None:
             if name == "gradient_alignment":
                 state = controllers.gradient_alignment_init(row)
                 controllers.gradient_alignment(state, row, **parameters)
+            elif name == "layerwise_perturbation":
+                controllers.layerwise_perturbation(1, **parameters)
 
     jax.eval_shape(trial)

@@ -90,6 +90,8 @@ class Correction:
             return "the KL to the reference is a part of the reward"
         if "ess_scale" in dict(self.controllers):
             return "ess_scale looks at the batch before its update"
+        if "layerwise_perturbation" in dict(self.controllers):
+            return "layerwise_perturbation perturbs the log-probs of the update"
         return None
 
     def is_in_update(self, field: str, is_scored: bool = True) -> bool:

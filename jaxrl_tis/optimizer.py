@@ -85,6 +85,52 @@ def align(
     return optax.GradientTransformation(init, update)
 
 
+class Perturbed(NamedTuple):
+    """The state of an optimizer of `perturb`: the log of each layer's sigma [L], and its moments."""
+
+    log_std: chex.Array
+    moments: Any
+    inner: Any
+
+
+PERTURBATION = "perturbation"  # where the gradients of the sigmas are, beside those of the parameters
+
+
+def perturb(
+    tx: optax.GradientTransformation, num_layers: int, **parameters: float
+) -> optax.GradientTransformation:
+    """Puts the sigmas of `controllers.layerwise_perturbation` beside the parameters of tx, whose
+    gradient has theirs under PERTURBATION. They have an Adam of their own."""
+    adam = optax.adam(parameters["perturb_lr"])
+
+    def init(params):
+        log_std = controllers.layerwise_perturbation(num_layers, **parameters).log_std
+        return Perturbed(log_std, adam.init(log_std), tx.init(params))
+
+    def update(grads, state, params):
+        own, others = grads[PERTURBATION], without_perturbation(grads)
+        step, moments = adam.update(own.astype(jnp.float32), state.moments)
+        updates, inner = tx.update(others, state.inner, params)
+        return updates, Perturbed(state.log_std + step, moments, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def without_perturbation(tree: Any) -> Any:
+    is_perturbed = isinstance(tree, dict) and PERTURBATION in tree
+    return {n: x for n, x in tree.items() if n != PERTURBATION} if is_perturbed else tree
+
+
+def perturbed(params: Any, opt_state: Any) -> Any:
+    """Returns what the loss takes: the parameters, with the log of the sigmas beside them where the
+    optimizer has them."""
+    if isinstance(opt_state, Scaled):
+        opt_state = opt_state.inner
+    if not isinstance(opt_state, Perturbed):
+        return params
+    return {**params, PERTURBATION: opt_state.log_std}
+
+
 class Scaled(NamedTuple):
     """The state of an optimizer of `scale_loss`: what the next loss is multiplied by, updates since
     that changed, and whether the last gradient was not finite and left everything as it was."""
@@ -130,11 +176,15 @@ def loss_scale(opt_state: Any) -> jax.Array | None:
 
 def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
     """Returns what an optimizer tells of its last update: gac/{cosine,is_skipped} from `align`,
-    PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
+    alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
     metrics = {}
     if isinstance(opt_state, Scaled):
         metrics[f"{prefix}/loss_scale"] = opt_state.loss_scale
         metrics[f"{prefix}/is_skipped"] = opt_state.is_skipped
+        opt_state = opt_state.inner
+    if isinstance(opt_state, Perturbed):
+        std = jnp.exp(opt_state.log_std)
+        metrics |= {"alp/std_mean": jnp.mean(std), "alp/std_max": jnp.max(std)}
         opt_state = opt_state.inner
     if isinstance(opt_state, Aligned):
         metrics |= {"gac/cosine": opt_state.cosine, "gac/is_skipped": opt_state.is_skipped}

@@ -21,7 +21,7 @@ from jaxrl_tis.correction import (
 )
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
-from jaxrl_tis.optimizer import loss_scale, update_metrics
+from jaxrl_tis.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
     zeros_like,
@@ -127,7 +127,8 @@ def _make_step(
         minibatch = _laid_out(learner, minibatch)
         scale = loss_scale(state.opt_state)
         minibatch = minibatch | measure(state.params, minibatch, scale)
-        grads, metrics, made = _accumulate(learner, loss_fn, state.params, minibatch, scale=scale)
+        params = perturbed(state.params, state.opt_state)
+        grads, metrics, made = _accumulate(learner, loss_fn, params, minibatch, scale=scale)
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
         state, taken = _apply(learner, optimizer, prefix, state, grads, factor)
@@ -151,7 +152,7 @@ def _apply(
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after a step along these gradients, times `factor`, and its metrics."""
     grads = learner.on_every_device(grads)
-    norm = optax.global_norm(grads)
+    norm = optax.global_norm(without_perturbation(grads))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     if factor is not None:
         updates = jax.tree.map(lambda u: u * factor, updates)

@@ -19,7 +19,8 @@ RUNS = {
         "correction__kl_coeff": 0.01, "correction__entropy_coeff": 0.01,
         "correction__batch_normalize": True,
     },
-    "bypass": {"correction__preset": "bypass_ppo_clip", "correction__controllers": "ess_scale"},
+    "bypass": {"correction__preset": "bypass_ppo_clip",
+               "correction__controllers": "ess_scale & layerwise_perturbation"},
     "centred": {"correction__preset": "centered_tis_2", "model__dtype": "float16"},
     "asynchronous": {"rollout__mode": "areal(staleness=1)", "rollout__probe_every": 1},
 }

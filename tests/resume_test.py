@@ -31,7 +31,8 @@ CRITIC = dict(
         "ess_scale & length_surge(surge_cooldown=2, surge_floor=0.1) "
         "& adaptive_kl(kl_target=0.001, kl_horizon=64.0) "
         "& r2vpo_dual(r2vpo_bound=0.0, r2vpo_step=1.0) "
-        "& gradient_alignment(gac_low=0.2, gac_high=0.95)"
+        "& gradient_alignment(gac_low=0.2, gac_high=0.95) "
+        "& layerwise_perturbation(perturb_std=0.01, perturb_lr=0.05)"
     ),
 )
 COUNTS = ("reward/errors", "reward/non_finite", "reward/timeouts")

@@ -22,7 +22,7 @@ from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import scale_loss
+from jaxrl_tis.optimizer import perturb, scale_loss
 from jaxrl_tis.scoring import (
     Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
@@ -350,6 +350,82 @@ def test_a_controller_scales_the_update_and_not_the_gradient():
     expected = jax.tree.map(lambda p, q: p + 0.5 * (q - p), params(), whole)
     assert_trees_close(half, expected, atol=1e-6)
     assert half_metrics["actor/grad_norm"] == metrics["actor/grad_norm"] > 0
+
+
+# Layerwise perturbation
+
+DRAW = np.arange(B, dtype=np.uint32) + 11
+
+
+def noise(layer, seed):
+    return np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(seed), layer), (T, D)))
+
+
+def one_of_each():
+    """Rows in which no token comes twice, so that each position has a row of the table to itself."""
+    rng = np.random.default_rng(1)
+    tokens = np.stack([rng.permutation(V)[:T] for _ in range(B)]).astype(np.int32)
+    return batch() | {"tokens": tokens, "draw": DRAW}
+
+
+def test_the_noise_is_on_the_input_of_each_layer():
+    """Of one layer this is the embedding, whose rows are moved here by hand."""
+    std, data = 0.3, one_of_each()
+    noisy = params() | {"perturbation": np.full(1, np.log(std), np.float32)}
+    found = response_scores(noisy, LEARNER, data, with_entropy=False)["logp"]
+    for b in range(B):
+        row = {name: x[b : b + 1] for name, x in data.items()}
+        embed = np.array(params()["embed"])
+        embed[row["tokens"][0]] += std * noise(0, DRAW[b])
+        logp = reference_logprob(params() | {"embed": embed}, row) * row["mask"]
+        np.testing.assert_allclose(found[b], logp[0], atol=2e-5)
+    assert np.abs(found - reference_logprob(params(), data) * data["mask"]).max() > 0.1
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_each_layer_has_noise_and_a_deviation_of_its_own(remat):
+    """The gradient by a layer's deviation is that of small differences, also where the backward pass
+    makes the noise again; and no layer's noise is another's."""
+    config = dataclasses.replace(CONFIG, num_layers=3)
+    learner = dataclasses.replace(LEARNER, config=config, program=transformer.Program(remat=remat))
+    p = transformer.init(config, jax.random.key(0))
+    data = one_of_each()
+
+    @jax.jit
+    def total(log_std):
+        logp = response_scores(p | {"perturbation": log_std}, learner, data, False)["logp"]
+        return jnp.sum(logp * data["adv"] * data["mask"])
+
+    at = jnp.log(jnp.array([0.1, 0.2, 0.3]))
+    found = jax.jit(jax.grad(total))(at)
+    h = 0.01
+    expected = [(total(at.at[i].add(h)) - total(at.at[i].add(-h))) / (2 * h) for i in range(3)]
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=1e-3)
+    assert np.all(np.abs(found) > 1e-3) and len({round(float(x), 4) for x in found}) == 3
+    assert np.abs(noise(0, 11) - noise(1, 11)).max() > 1
+
+
+def test_a_small_perturbation_is_no_perturbation_and_a_large_one_is_learned():
+    """The ratio is that of the perturbed policy, whether in one micro-batch or four. Adam's first step
+    is its learning rate, against the gradient."""
+    data, chosen = batch() | {"draw": DRAW}, correction.parse(fields())
+
+    def after(std, count):
+        tx = perturb(SGD, 1, perturb_std=std, perturb_lr=0.01)
+        state, metrics = make_train_step(LEARNER, chosen, tx)(start(params(), tx), cut(data, count))
+        return jax.device_get((state.params, state.opt_state.log_std, metrics))
+
+    plain, plain_metrics = updated(chosen, data, 2)
+    small, _, metrics = after(1e-7, 2)
+    assert_trees_close(small, plain, atol=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(plain_metrics["actor/grad_norm"], rel=1e-4)
+    whole, log_std, metrics = after(0.3, 1)
+    parts, same, _ = after(0.3, 4)
+    assert difference(whole, plain) > 1e-3
+    assert_trees_close(parts, whole, atol=2e-6)
+    np.testing.assert_allclose(same, log_std, atol=1e-6)
+    assert abs(abs(log_std[0] - np.log(0.3)) - 0.01) < 1e-4
+    assert metrics["alp/std_mean"] == metrics["alp/std_max"] == pytest.approx(np.exp(log_std[0]))
 
 
 def test_no_update_holds_the_logits_of_all_tokens():

@@ -264,7 +264,8 @@ CAUSES = (
     Finding(
         "D.tokens", "single tokens dominate",
         "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
-        "to 25 %, reduce the gap itself.",
+        "to 25 %, reduce the gap itself, or learn under noise that flattens sharp distributions: "
+        "correction.controllers = layerwise_perturbation (ALP, arXiv:2603.19470).",
         all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
         parent="D", changes=ICEPOP,
     ),

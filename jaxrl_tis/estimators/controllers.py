@@ -265,6 +265,43 @@ def r2vpo_dual(
     return R2VPODual(jax.lax.stop_gradient(moved))
 
 
+# Perturbation of the layers
+
+
+class LayerwisePerturbation(NamedTuple):
+    """State of `layerwise_perturbation`: log of sigma, [layers]."""
+
+    log_std: chex.Array
+
+
+def layerwise_perturbation(
+    num_layers: int, *, perturb_std: float = 1e-6, perturb_lr: float = 5e-4
+) -> LayerwisePerturbation:
+    """The first state of adaptive layerwise perturbation, ALP (arXiv:2603.19470 and its repository): the
+    input h of layer l is h + sigma_l eps in the update's own forward pass, eps ~ N(0, 1).
+
+    The ratio of the loss is then that of the perturbed policy to the one that drew, which nothing
+    perturbs. sigma_l = exp(log_std_l) is a parameter of the loss like any other, with an Adam of its
+    own; the noise of a sequence depends on the batch's draw and the layer alone. It needs `logp_old`
+    of a forward pass before the update.
+
+    Reads: the gradient by sigma. Sets: the noise of the layers. Use: sharp policies, whose ratios have
+    heavy tails; it costs bits of the signal, and its start is to be found (the authors' examples go
+    from 1e-6 to 2e-2).
+
+    Args:
+      num_layers: of the model.
+      perturb_std: sigma at the first update, > 0.
+      perturb_lr: learning rate of log_std, at least 0; 0 keeps sigma.
+    """
+    if perturb_std <= 0.0 or perturb_lr < 0.0:
+        raise ValueError(
+            f"perturb_std is {perturb_std} and perturb_lr {perturb_lr}; give a deviation > 0 and a "
+            "learning rate of at least 0."
+        )
+    return LayerwisePerturbation(jnp.full((num_layers,), jnp.log(perturb_std), jnp.float32))
+
+
 # Coefficient of the KL penalty
 
 
@@ -326,6 +363,7 @@ CONTROLLERS = {
     "ess_scale": ess_scale,
     "length_surge": length_surge,
     "gradient_alignment": gradient_alignment,
+    "layerwise_perturbation": layerwise_perturbation,
     "r2vpo_dual": r2vpo_dual,
     "fixed_kl": fixed_kl,
     "adaptive_kl": adaptive_kl,

@@ -278,6 +278,7 @@ def hidden(
     positions_bt: jax.Array,
     attend: Callable,
     cache: Any = None,
+    seed_b: jax.Array | None = None,
 ):
     """Runs the layers.
 
@@ -286,20 +287,24 @@ def hidden(
       attend: (q, k, v, layer_cache) -> ([B,T,H,K], carried) for one layer.
       cache: a tuple with the cache of every unrolled layer. Scanned layers pass one cache on from
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
+      seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
+        "perturbation" [L], the log of its deviations; layers are then scanned without a cache.
 
     Returns: ([B,T,D] after the last norm in the compute dtype, `carried` of every layer, as a tuple
     or stacked like the layers; the last cache where scanned layers pass one on).
     """
     with program.products():
-        return _hidden(params, config, program, tokens_bt, positions_bt, attend, cache)
+        return _hidden(params, config, program, tokens_bt, positions_bt, attend, cache, seed_b)
 
 
-def _hidden(params, config, program, tokens_bt, positions_bt, attend, cache):
+def _hidden(params, config, program, tokens_bt, positions_bt, attend, cache, seed_b):
     graphdef = _graph(Block, config)[0]
     rotation = program.rotation(config, positions_bt)
 
-    def layer(x_btd, layer_params, layer_cache):
+    def layer(x_btd, layer_params, layer_cache, noise=None):
         x_btd = checkpoint_name(x_btd, LAYER_INPUT)
+        if noise is not None:
+            x_btd = _perturbed(x_btd, *noise, seed_b)
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
 
@@ -315,12 +320,26 @@ def _hidden(params, config, program, tokens_bt, positions_bt, attend, cache):
             carried.append(out)
         carried = tuple(carried)
     elif cache is None:
-        x_btd, carried = jax.lax.scan(lambda x, inputs: layer(x, inputs, None), x_btd, layers)
+        noise = None
+        if "perturbation" in params:
+            noise = params["perturbation"], jnp.arange(config.num_layers)
+        x_btd, carried = jax.lax.scan(
+            lambda x, inputs: layer(x, inputs[0], None, inputs[1]), x_btd, (layers, noise)
+        )
     else:
         step = lambda carry, inputs: (layer(carry[0], inputs[0], (carry[1], inputs[1])), None)
         index_l = jnp.arange(config.num_layers)
         (x_btd, carried), _ = jax.lax.scan(step, (x_btd, cache), (layers, index_l))
     return program.rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
+
+
+def _perturbed(x_btd, log_std, layer, seed_b):
+    """Adds noise of this deviation; that of a row depends on its seed and the layer."""
+    row = lambda seed: jax.random.normal(
+        jax.random.fold_in(jax.random.key(seed), layer), x_btd.shape[1:], jnp.float32
+    )
+    noisy = x_btd.astype(jnp.float32) + jnp.exp(log_std) * jax.vmap(row)(seed_b)
+    return noisy.astype(x_btd.dtype)
 
 
 def _embedded(table_vd: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -353,10 +372,11 @@ _taken_bits.defvjp(_taken_bits_fwd, _taken_bits_bwd)
 
 
 def rows_hidden(
-    params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None
+    params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None, seed_b=None
 ) -> jax.Array:
     """Returns the hidden states [B,T,D] of whole rows. Tokens attend within their segment and,
-    where `evict_step_bt` is given, only to tokens whose step is above their own position."""
+    where `evict_step_bt` is given, only to tokens whose step is above their own position. For
+    `seed_b` see `hidden`."""
     unseen_bt = None
     if evict_step_bt is not None:
         unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
@@ -366,7 +386,7 @@ def rows_hidden(
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         return program.row_attention(q, k, v, segment_ids_bt, unseen_bt), None
 
-    return hidden(params, config, program, tokens_bt, positions_bt, attend)[0]
+    return hidden(params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b)[0]
 
 
 def output_head(params: Params, program: Program) -> Head:

@@ -81,6 +81,7 @@ PUBLISHED = {
     "VCPO's step": [("controller", "ess_scale")],
     "halving on a length surge": [("controller", "length_surge")],
     "GAC": [("controller", "gradient_alignment")],
+    "ALP": [("controller", "layerwise_perturbation")],
     "R2VPO's dual": [("controller", "r2vpo_dual")],
     "adaptive KL": [("controller", "adaptive_kl")],
     "KL": [("kl", name) for name in (
