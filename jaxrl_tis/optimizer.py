@@ -77,12 +77,16 @@ def align(
         )
         updates, inner = tx.update(grads, state.inner, params)
         is_skipped = metrics["gac/is_skipped"]
-        choose = lambda old, new: jnp.where(is_skipped > 0, old, new)
-        updates = jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates)
-        inner = jax.tree.map(choose, state.inner, inner)
+        updates, inner = _unless(is_skipped > 0, updates, state.inner, inner)
         return updates, Aligned(alignment, inner, metrics["gac/cosine"], is_skipped)
 
     return optax.GradientTransformation(init, update)
+
+
+def _unless(is_skipped: jax.Array, updates: Any, old: Any, new: Any) -> tuple[Any, Any]:
+    """Returns the updates and the new state of a step, or of one that is skipped none and the old."""
+    choose = lambda old, new: jnp.where(is_skipped, old, new)
+    return jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates), jax.tree.map(choose, old, new)
 
 
 class Perturbed(NamedTuple):
@@ -156,14 +160,12 @@ def scale_loss(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     def update(grads, state, params):
         is_finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-        choose = lambda old, new: jnp.where(is_finite, new, old)
         updates, inner = tx.update(grads, state.inner, params)
-        updates = jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates)
-        inner = jax.tree.map(choose, state.inner, inner)
+        updates, inner = _unless(~is_finite, updates, state.inner, inner)
         is_due = state.since + 1 >= SCALE_EVERY
         grown = jnp.minimum(jnp.where(is_due, 2.0, 1.0) * state.loss_scale, MAX_SCALE)
-        scale = choose(jnp.maximum(state.loss_scale / 2, 1.0), grown)
-        since = choose(0, jnp.where(is_due, 0, state.since + 1))
+        scale = jnp.where(is_finite, grown, jnp.maximum(state.loss_scale / 2, 1.0))
+        since = jnp.where(is_finite & ~is_due, state.since + 1, 0)
         return updates, Scaled(scale, since, inner, 1.0 - is_finite)
 
     return optax.GradientTransformation(init, update)

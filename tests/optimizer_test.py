@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_tis import sharding
 from jaxrl_tis.optimizer import (
-    align, loss_scale, make_optimizer, optimizer_shardings, scale_loss, schedule, update_metrics,
+    PERTURBATION, align, loss_scale, make_optimizer, optimizer_shardings, perturb, scale_loss,
+    schedule, update_metrics,
 )
 
 pytestmark = pytest.mark.by_jax("optax has a version for each jax")
@@ -172,3 +173,18 @@ def test_the_previous_gradient_lies_like_the_parameters():
     params = {"a": jax.ShapeDtypeStruct((8, 2), jnp.float32)}
     placed = optimizer_shardings(tx, params, {"a": rows}, everywhere)
     assert placed.alignment.previous == {"a": rows} and placed.cosine == everywhere
+
+
+def test_sigmas_have_an_adam_of_their_own():
+    """Its first step is its learning rate, against the gradient; the others never see theirs."""
+    tx = perturb(optax.sgd(0.5), 2, perturb_std=0.02, perturb_lr=0.01)
+    params = {"w": jnp.ones(3)}
+    grads = {"w": jnp.full(3, 2.0), PERTURBATION: jnp.array([4.0, -0.1])}
+    updates, state = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], -1.0)
+    assert updates.keys() == {"w"}
+    np.testing.assert_allclose(state.log_std, np.log(0.02) + np.array([-0.01, 0.01]), rtol=1e-6)
+    mean = (np.exp(-0.01) + np.exp(0.01)) / 2 * 0.02
+    metrics = update_metrics(state, "actor")
+    assert float(metrics["alp/std_mean"]) == pytest.approx(mean)
+    assert float(metrics["alp/std_max"]) == pytest.approx(0.02 * np.exp(0.01))

@@ -258,6 +258,13 @@ MUTANTS = [
          "dynamic_update_slice_in_dim(pool, page, sources_m[m], axis)"),
     ),
     *of(
+        "engine/injection.py",
+        ("an injected gap does not grow", "growth * position_m", "0.0 * position_m"),
+        ("all projections get the same factors", "jax.random.fold_in(jax.random.key(seed), i)",
+         "jax.random.key(seed)"),
+        ("the sampler is less sure", "jnp.exp(_strength", "jnp.exp(-_strength"),
+    ),
+    *of(
         "engine/weights.py",
         ("noise on the weights is ignored",
          "if noise is not None:", "if noise is not None and False:",

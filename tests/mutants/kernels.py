@@ -76,7 +76,7 @@ MUTANTS = [
     *of(
         "kernels/head.py",
         ("the head is multiplied in the precision of the rest",
-         "jnp.float32 if self.highest else x.dtype", "x.dtype",
+         "jnp.float32 if highest else x.dtype", "x.dtype",
          "kernels/logprob_test.py::"
          "test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16"),
         tests="kernels/logprob_test.py",
