@@ -4,7 +4,8 @@ A command ends with the message alone and exit code 2 where its user can mend it
 that does not exist, a config that is refused, a file that is missing, broken or cannot be written.
 It ends with the message alone and 1 where a run cannot go on: a loss is not finite, the gate fails.
 A mistake in the code keeps its traceback, and exits with 1. A run that was interrupted from outside
-ends with 42: the same command continues it, and what started it should start it again.
+ends with 42: the same command continues it, and what started it should start it again. What Ctrl-C
+stops at once, a run at the second one, ends with 130.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 TPU_VARIABLES = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
 RESTART = 42
+STOPPED = 130  # as shells have it
 
 
 class Unwritable(RuntimeError):
@@ -60,6 +62,9 @@ def messages() -> Iterator[None]:
     """Turns errors whose message says it all into that message and an exit."""
     try:
         yield
+    except KeyboardInterrupt:
+        print("\nstopped at once by Ctrl-C", file=sys.stderr)
+        sys.exit(STOPPED)
     except Exception as error:
         code = exit_code(error)
         if code is None:

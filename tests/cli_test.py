@@ -135,3 +135,10 @@ def test_what_was_chosen_before_stays(machine):
     assert machine(TPU_WORKER_ID="0") is None
     assert machine(libtpu=False) is None
     assert machine(JAX_PLATFORMS="cuda", platforms="cuda") == "cuda"
+
+
+def test_ctrl_c_ends_with_a_line_and_130(capsys):
+    def stopped():
+        raise KeyboardInterrupt
+
+    assert ended(capsys, stopped) == (130, "\nstopped at once by Ctrl-C\n")
