@@ -23,7 +23,7 @@ TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 TPU_VARIABLES = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
 RESTART = 42
-STOPPED = 130  # as shells have it
+STOPPED, STOPPED_TEXT = 130, "\nstopped at once by Ctrl-C"  # the code as shells have it
 
 
 class Unwritable(RuntimeError):
@@ -63,7 +63,7 @@ def messages() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("\nstopped at once by Ctrl-C", file=sys.stderr)
+        print(STOPPED_TEXT, file=sys.stderr)
         sys.exit(STOPPED)
     except Exception as error:
         code = exit_code(error)

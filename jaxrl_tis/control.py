@@ -2,7 +2,7 @@
 
 A setting is a scalar that every row of the step's batch carries as a field [N]: "lr_scale"
 multiplies the update of the policy, "kl_coeff" and "r2vpo_lambda" take the place of the config's.
-The gradient's controller is part of the optimizer, see `optimizer.align`.
+What looks at the gradient is part of the optimizer, see `optimizer.align` and `perturb`.
 """
 
 from typing import Any

@@ -140,6 +140,7 @@ FIELDS = {
     "logp": Field("token", "float32", "update", "method"),
     "key": Field("step", "uint32", "update", "method"),
     "st_ppo_norm": Field("step", "float32", "update", "method", is_optional=True),
+    "noise_seed": Field("step", "uint32", "update", "method", is_optional=True),
 }
 
 SAMPLED = ("record", "rows")  # sources of what the sampler leaves

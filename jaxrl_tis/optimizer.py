@@ -64,8 +64,8 @@ class Aligned(NamedTuple):
 def align(
     tx: optax.GradientTransformation, gac_low: float, gac_high: float
 ) -> optax.GradientTransformation:
-    """Puts tx behind `controllers.gradient_alignment`; a skipped step leaves parameters and moments
-    as they were."""
+    """Puts tx behind `controllers.gradient_alignment`; a skipped step leaves the parameters and moments
+    of tx as they were."""
 
     def init(params):
         alignment = controllers.gradient_alignment_init(params)
@@ -89,15 +89,17 @@ def _unless(is_skipped: jax.Array, updates: Any, old: Any, new: Any) -> tuple[An
     return jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates), jax.tree.map(choose, old, new)
 
 
-class Perturbed(NamedTuple):
-    """The state of an optimizer of `perturb`: the log of each layer's sigma [L], and its moments."""
+PERTURBATION = "perturbation"  # where the log of the sigmas is beside the parameters, see `hidden`
 
+
+class Perturbed(NamedTuple):
+    """The state of an optimizer of `perturb`: updates so far, the log of each layer's sigma [L], and
+    its moments."""
+
+    count: chex.Array
     log_std: chex.Array
     moments: Any
     inner: Any
-
-
-PERTURBATION = "perturbation"  # where the gradients of the sigmas are, beside those of the parameters
 
 
 def perturb(
@@ -109,13 +111,13 @@ def perturb(
 
     def init(params):
         log_std = controllers.layerwise_perturbation(num_layers, **parameters).log_std
-        return Perturbed(log_std, adam.init(log_std), tx.init(params))
+        return Perturbed(jnp.zeros((), jnp.int32), log_std, adam.init(log_std), tx.init(params))
 
     def update(grads, state, params):
         own, others = grads[PERTURBATION], without_perturbation(grads)
         step, moments = adam.update(own.astype(jnp.float32), state.moments)
         updates, inner = tx.update(others, state.inner, params)
-        return updates, Perturbed(state.log_std + step, moments, inner)
+        return updates, Perturbed(state.count + 1, state.log_std + step, moments, inner)
 
     return optax.GradientTransformation(init, update)
 
@@ -133,6 +135,15 @@ def perturbed(params: Any, opt_state: Any) -> Any:
     if not isinstance(opt_state, Perturbed):
         return params
     return {**params, PERTURBATION: opt_state.log_std}
+
+
+def noise_seeds(draw_mb: jax.Array, opt_state: Any) -> jax.Array:
+    """Returns seeds [M,B] for the noise of a minibatch's rows: another for each row and each update."""
+    opt_state = opt_state.inner if isinstance(opt_state, Scaled) else opt_state
+    place_mb = jnp.arange(draw_mb.size, dtype=jnp.uint32).reshape(draw_mb.shape)
+    # Odd factors, of which multiples lie far apart.
+    update = opt_state.count.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
+    return draw_mb[0, 0] + update + place_mb * jnp.uint32(0x9E3779B1)
 
 
 class Scaled(NamedTuple):

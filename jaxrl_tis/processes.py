@@ -76,6 +76,11 @@ def connected(coordinator: str, count: int, index: int, heartbeat_timeout: int) 
         raise cli.Interrupted(f"the processes did not find each other: {error}") from error
     try:
         yield
+    except KeyboardInterrupt:
+        if jax.process_count() == 1:
+            raise
+        print(cli.STOPPED_TEXT, file=sys.stderr, flush=True)
+        os._exit(cli.STOPPED)  # the end of the interpreter would wait for all
     except Exception as error:
         if jax.process_count() == 1:
             raise

@@ -83,7 +83,7 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
-        batch.get("draw"),
+        batch.get("noise_seed"),
     )
     gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
@@ -154,7 +154,7 @@ def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
-        batch.get("draw"),
+        batch.get("noise_seed"),
     )
     logits_btv = transformer.head_logits(params, learner.program, x_btd)
     before_btv = jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]

@@ -21,7 +21,9 @@ from jaxrl_tis.correction import (
 )
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
-from jaxrl_tis.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
+from jaxrl_tis.optimizer import (
+    loss_scale, noise_seeds, perturbed, update_metrics, without_perturbation,
+)
 from jaxrl_tis.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
     zeros_like,
@@ -128,6 +130,9 @@ def _make_step(
         scale = loss_scale(state.opt_state)
         minibatch = minibatch | measure(state.params, minibatch, scale)
         params = perturbed(state.params, state.opt_state)
+        if params is not state.params:
+            seeds = noise_seeds(minibatch["draw"], state.opt_state)
+            minibatch = minibatch | {"noise_seed": seeds}
         grads, metrics, made = _accumulate(learner, loss_fn, params, minibatch, scale=scale)
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None

@@ -289,7 +289,8 @@ class Trainer:
         over = lambda name: np.sum if counts.is_count(name) else np.mean
         means = {name: over(name)([v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)
-        if collisions is not None:
+        is_skipped = collected[0].get("actor/is_skipped", 0.0) > 0
+        if collisions is not None and not is_skipped:
             # Only the first update has its gradient at the weights that sampled.
             measured |= self._variance_proxies(
                 rows["logp_old"], rows["adv"], collisions, rows["mask"],

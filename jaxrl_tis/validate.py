@@ -303,6 +303,11 @@ def _methods(c: Correction, config):
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a "
             "group; use at least 2"
         )
+    if "st_ppo_norm" in c.needs and config.model.dtype == "float16":
+        yield (
+            f"objective {objective!r} divides by a norm of gradients that model.dtype = 'float16' may "
+            "lose before the loss scale is found: use bfloat16 or float32"
+        )
     preset = config.correction.preset
     if preset in PRESETS_REFUSED:
         yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
@@ -519,6 +524,11 @@ def _is_filtered(rollout) -> bool:
 
 def _sampling(config):
     rollout = config.rollout
+    if config.engine.dtype == "float16" and config.engine.cache_dtype in ("int8", "float8_e4m3fn"):
+        yield (
+            f"engine.cache_dtype = {config.engine.cache_dtype!r} has scales, whose products with "
+            "probabilities engine.dtype = 'float16' cannot hold: set the cache to float16 or float32"
+        )
     try:
         injection.parse(config.engine.injected)
     except ValueError as error:
@@ -559,6 +569,8 @@ def _numerics(config):
                 f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
                 f"model.{name} is {learner!r}: set both alike"
             )
+    if config.model.dtype == "float16":
+        yield "model.numerics is 'invariant' in float32 and bfloat16, and model.dtype is float16"
     if config.train.sum_dtype != "float32":
         yield (
             "model.numerics is 'invariant' and sums gradients in float32, but train.sum_dtype is "

@@ -57,6 +57,8 @@ def warm_up(
             loss = float(values["supervised/ce_loss"])
             if not math.isfinite(loss):
                 raise FloatingPointError(f"warm-up step {index}: the cross-entropy is {loss}")
+            if not math.isfinite(norm := float(values["supervised/grad_norm"])):
+                raise FloatingPointError(f"warm-up step {index}: the gradient's norm is {norm}")
             writer.write(index, "warmup", {"warmup/loss": loss})
             progress.update(1, loss=loss)
             pulse()

@@ -34,14 +34,14 @@ PARTIALS = flags.DEFINE_float(
 def main() -> None:
     address, config = addresses.parse(LEARNER.value), CONFIG.value
     token = remote.read_token(address[0])
-    setup = build(config)
-    worker = Worker(
-        address, token, setup.facts, NAME.value or f"{socket.gethostname()}-{os.getpid()}",
-        setup.engine.slots, setup.engine.abstract_params(),
-        functools.partial(setup.scheduler, setup.engine), config.rollout.worker_timeout,
-        PARTIALS.value,
-    )
     try:
+        setup = build(config)
+        worker = Worker(
+            address, token, setup.facts, NAME.value or f"{socket.gethostname()}-{os.getpid()}",
+            setup.engine.slots, setup.engine.abstract_params(),
+            functools.partial(setup.scheduler, setup.engine), config.rollout.worker_timeout,
+            PARTIALS.value,
+        )
         _wait_for(address, PATIENCE.value)
         worker.run()
     except LearnerLost as error:

@@ -22,7 +22,7 @@ from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import perturb, scale_loss
+from jaxrl_tis.optimizer import noise_seeds, perturb, scale_loss
 from jaxrl_tis.scoring import (
     Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
@@ -365,7 +365,7 @@ def one_of_each():
     """Rows in which no token comes twice, so that each position has a row of the table to itself."""
     rng = np.random.default_rng(1)
     tokens = np.stack([rng.permutation(V)[:T] for _ in range(B)]).astype(np.int32)
-    return batch() | {"tokens": tokens, "draw": DRAW}
+    return batch() | {"tokens": tokens, "noise_seed": DRAW}
 
 
 def test_the_noise_is_on_the_input_of_each_layer():
@@ -421,6 +421,10 @@ def test_a_small_perturbation_is_no_perturbation_and_a_large_one_is_learned():
     assert metrics["actor/grad_norm"] == pytest.approx(plain_metrics["actor/grad_norm"], rel=1e-4)
     whole, log_std, metrics = after(0.3, 1)
     parts, same, _ = after(0.3, 4)
+    seeds = [noise_seeds(cut(data, n)["draw"], perturb(SGD, 1, perturb_std=1.0, perturb_lr=0.0).init(
+        params())._replace(count=jnp.int32(c))).ravel() for n in (1, 4) for c in (0, 1)]
+    np.testing.assert_array_equal(seeds[0], seeds[2])
+    assert len(set(np.concatenate(seeds[:2]).tolist())) == 2 * B
     assert difference(whole, plain) > 1e-3
     assert_trees_close(parts, whole, atol=2e-6)
     np.testing.assert_allclose(same, log_std, atol=1e-6)

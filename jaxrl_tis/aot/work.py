@@ -84,10 +84,11 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
 
 
 def kernel_passes(call: CustomCall, setup: Setup) -> int:
-    """Returns how many passes the products of a kernel take: several for those with a float32
-    head."""
-    is_head = "token_logprob" in call.op_name
-    return PASSES["highest"] if is_head and setup.learner.program.highest_head else 1
+    """Returns how many passes the products of a kernel take: several for those with a float32 head,
+    and for all in float16, which kernels multiply in float32."""
+    program, is_head = setup.learner.program, "token_logprob" in call.op_name
+    is_exact = program.dtype == "float16" or (is_head and program.highest_head)
+    return PASSES["highest"] if is_exact else 1
 
 
 def work(name: str, setup: Setup, args: tuple) -> Work:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_tis.doctor.case import ESS, THRESHOLDS, Case
+from jaxrl_tis.doctor.case import ENGINE_SHARE, ESS, THRESHOLDS, Case
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
 
 # Each batch is used once, and nothing is weighed or rejected. All else about the run is unknown.
@@ -21,6 +21,7 @@ def verdict(report: dict[str, Any]) -> dict[str, Any]:
     changes: there is no config to change."""
     unweighted = next(row for row in report["rules"] if row["name"] == "none")
     values = report["metrics"] | {ESS: unweighted["ess"]}
+    values.setdefault(ENGINE_SHARE, 1.0)  # of what is known: logp_old is of the weights that sampled
     series = {name: {1: value} for name, value in values.items()}
     found = diagnosis_of(adapted(Case(series, CONFIG, THRESHOLDS | ONE_STEP, 1)), "")
     kept = ("name", "title", "parent", "advice", "mistake", "evidence")

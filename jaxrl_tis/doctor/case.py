@@ -326,6 +326,7 @@ TREE_FACTS: dict[str, Fact] = {
     "config/is_rejecting": _is_rejecting,
     "config/is_filtered": _is_filtered,
     "config/is_quantized": _is_quantized,
+    "config/is_injected": lambda c: c.setting("engine").get("injected", "") != "",
     "config/is_noisy": lambda c: c.setting("engine.noise_start") > 0,
     "config/has_other_dtype": _has_other_dtype,
     "config/has_other_mesh": lambda c: c.setting("mesh.serve")[2] != c.setting("mesh.train")[2],

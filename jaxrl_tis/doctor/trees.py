@@ -138,7 +138,7 @@ ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, abse
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
 UNCENTRED, INDIRECT = is_not("config/is_centered"), is_not("config/is_direct")
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
-EXPLAINED = ("A.filter", "A.noise", "A.routing", "A.quantized", "A.dtype", "A.parallel")
+EXPLAINED = ("A.filter", "A.noise", "A.injected", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
 RUN = tuple(f.name for f in (*effects.CAUSES, *asynchrony.CAUSES) if f.parent is None)
 BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
@@ -186,6 +186,11 @@ CAUSES = (
         "The noise explores (arXiv:2510.11696) and is part of this gap. Sample once without it to "
         "see the rest.",
         all_of=(is_so("config/is_noisy"),), parent="A", changes={"engine.noise_start": 0.0},
+    ),
+    Finding(
+        "A.injected", "a gap is put into the sampler, as the config asks",
+        "It is there to be studied. Leave it out to see the sampler's own.",
+        all_of=(is_so("config/is_injected"),), parent="A", changes={"engine.injected": ""},
     ),
     Finding(
         "A.dtype", "sampler and learner compute in different precisions",
@@ -265,7 +270,7 @@ CAUSES = (
         "D.tokens", "single tokens dominate",
         "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
         "to 25 %, reduce the gap itself, or learn under noise that flattens sharp distributions: "
-        "correction.controllers = layerwise_perturbation (ALP, arXiv:2603.19470).",
+        "correction.controllers = layerwise_perturbation in bypass mode (ALP, arXiv:2603.19470).",
         all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
         parent="D", changes=ICEPOP,
     ),

@@ -128,11 +128,14 @@ class Weights:
         return outer | {"layers": jax.lax.map(serve, params["layers"])}
 
     def _outer(self, name, w, home):
-        """Returns a parameter outside the layers; a float32 head multiplies float32 weights.
+        """Returns a parameter outside the layers; a float32 head multiplies float32 weights, and with
+        float16 every head is one, see `kernels.head`.
         Devices first exchange parts of their own columns, because in one step from the learner's
         layout XLA would move the whole table to each of them."""
         head = "embed" if self._config.tie_embeddings else "head"
-        is_float = name == head and self._program.highest_head
+        is_float = name == head and (
+            self._program.highest_head or self._program.dtype == "float16"
+        )
         w = w.astype("float32" if is_float else self._program.dtype)
         w = jax.lax.with_sharding_constraint(w, home)
         is_cut = "embed" in self._axes[name] and self._config.embed_dim % self._layout.shards == 0

@@ -31,9 +31,13 @@ class Head:
     def precision(self) -> jax.lax.Precision | None:
         return jax.lax.Precision.HIGHEST if self.highest else None
 
+    def is_exact(self, x: jax.Array) -> bool:
+        """Whether x is multiplied in float32, with precision HIGHEST."""
+        return self.highest or x.dtype == jnp.float16
+
     def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
         """Returns the head and x in the dtype that they are multiplied in."""
-        highest = self.highest or x.dtype == jnp.float16
+        highest = self.is_exact(x)
         dtype = jnp.float32 if highest else x.dtype
         weight = self.weight.astype(dtype)
         return dataclasses.replace(self, weight=weight, highest=highest), x.astype(dtype)

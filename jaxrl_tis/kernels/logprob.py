@@ -404,7 +404,7 @@ def _backward(plan, saved, cotangents: Scores):
     # The kernels multiply the logits twice. Of a part of the vocabulary a chunk of them is small, and
     # written once; in float32 reading it takes less than a product. Where parts travel, libtpu makes
     # an all-reduce of the scattered gradient of a chunk, and not of a kernel's.
-    is_in_chunks = cut.is_spread and head.highest
+    is_in_chunks = cut.is_spread and head.is_exact(x_bnd)
     body_of_gradients = "chunked" if is_in_chunks else plan.body
 
     def gradients(cut, local, x, fields, kept, logits=None):

@@ -53,8 +53,8 @@ class Program:
       quantization: the projections of float parameters that are multiplied as a sampler with this
         recipe does, with the gradients of the float products.
       numerics: "fast", or "invariant": see models/invariant.py.
-      kv_dtype: rows attend to keys and values as a cache of this dtype gives them back ("bfloat16"
-        or "int8"); None attends to them as they are.
+      kv_dtype: rows attend to keys and values as a cache of this dtype, such as "bfloat16" or "int8",
+        gives them back; None attends to them as they are.
     """
 
     dtype: str = "float32"

@@ -20,7 +20,7 @@ from jaxrl_tis import fingerprint, processes
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, tcp, transport, wire
-from jaxrl_tis.rollouts.sampler import NewWeights, Order, Sampler
+from jaxrl_tis.rollouts.sampler import GiveBack, NewWeights, Order, Sampler
 
 TALK_SECONDS = 0.02  # between two reports
 RETRY_SECONDS = 0.2
@@ -59,6 +59,7 @@ class Worker:
         self._held: list[messages.Told] = []  # orders that wait for weights
         self._inbox: list[Order] = []
         self._offered: int | None = None
+        self._wanted = -1  # the version that orders wait for
         self._sent: str | None = None  # the fingerprint of what is offered
         self._fetched: NewWeights | None = None
         self._is_over, self._error = False, None
@@ -162,20 +163,27 @@ class Worker:
                 stats = self._stats
             peer.send(messages.pack_report(events, stats))
             reply = messages.read_reply(peer.receive(messages.MESSAGE_BYTES))
-            with self._changed:
-                self._offered, self._sent = reply.offered, reply.fingerprint
-                self._held += reply.orders
-                self._pass_on()
+            self._take(reply)
             if reply.is_over:
                 self._end()
             if not self._events:
                 time.sleep(TALK_SECONDS)
 
+    def _take(self, reply: messages.Reply) -> None:
+        with self._changed:
+            self._offered, self._sent = reply.offered, reply.fingerprint
+            self._held += reply.orders
+            is_changed = any(isinstance(o, (GiveBack, messages.TakeWeights)) for o in reply.orders)
+            if is_changed and reply.offered is not None:
+                self._wanted = reply.offered
+            self._pass_on()
+
     def _pass_on(self) -> None:
-        """Gives the sampler its orders, with the lock, once the weights that are among them are there.
-        Newer ones do as well: a learner may publish faster than they come."""
-        swaps = [o.version for o in self._held if isinstance(o, messages.TakeWeights)]
-        if swaps and (self._fetched is None or self._fetched.version < max(swaps)):
+        """Gives the sampler its orders, with the lock, once the weights are there that were the newest
+        when one of them interrupted it or was to take them. Newer ones do as well, and are not waited
+        for: a learner may publish faster than they come."""
+        has = -1 if self._fetched is None else self._fetched.version
+        if has < self._wanted:
             return
         for order in self._held:
             is_swap = isinstance(order, messages.TakeWeights)
@@ -187,7 +195,7 @@ class Worker:
         is_old = lambda: self._offered is not None and (
             self._fetched is None or self._fetched.version < self._offered
         )
-        said = time.monotonic()
+        since = None  # when weights could not be had for the first time
         while not self._is_over:
             with self._changed:
                 self._changed.wait_for(lambda: is_old() or self._is_over, RETRY_SECONDS)
@@ -197,15 +205,16 @@ class Worker:
             try:
                 tree = weights.fetch(version, self._like)
             except transport.Unavailable as error:
-                if time.monotonic() - said > TELL_SECONDS:
+                since = since or time.monotonic()
+                if time.monotonic() - since > TELL_SECONDS:
                     processes.say(f"no weights of version {version} yet: {error}")
-                    said = time.monotonic()
+                    since = None
                 time.sleep(RETRY_SECONDS)
                 continue
             shardings = jax.tree.map(lambda x: x.sharding, self._like)
             params = jax.block_until_ready(jax.device_put(tree, shardings))
             fingerprint.check(params, sent)
-            said = time.monotonic()
+            since = None
             with self._changed:
                 self._fetched = NewWeights(params, version)
                 self._pass_on()

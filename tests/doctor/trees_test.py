@@ -118,6 +118,9 @@ CAUSE_CASES = {
         {"A", "A.kernels"},
     ),
     "A.noise": ({PEARSON: 0.9}, {"engine.noise_start": 0.01}, {"A", "A.noise"}),
+    "A.injected": (
+        {PEARSON: 0.9}, {"engine.injected": "logits(scale=0.5)"}, {"A", "A.injected"},
+    ),
     "A.dtype": ({KL: 0.06}, BFLOAT16 | MESH, {"A", "A.dtype"}),
     "A.dtype-cache": ({KL: 0.06}, {"engine.cache_dtype": "bfloat16"}, {"A", "A.dtype"}),
     "A.parallel": ({KL: 0.06}, MESH, {"A", "A.parallel"}),

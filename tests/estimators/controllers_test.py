@@ -316,7 +316,7 @@ def test_layerwise_perturbation_begins_with_one_deviation():
     state = controllers.layerwise_perturbation(3, perturb_std=0.02)
     np.testing.assert_allclose(state.log_std, [-3.912023] * 3, rtol=1e-6)
     assert state.log_std.dtype == np.float32
-    assert controllers.layerwise_perturbation(1).log_std[0] == np.float32(np.log(1e-6))
+    assert controllers.layerwise_perturbation(1).log_std[0] == np.float32(np.log(1e-2))
     for wrong in ({"perturb_std": 0.0}, {"perturb_lr": -1e-4}):
         with pytest.raises(ValueError, match="give a deviation > 0"):
             controllers.layerwise_perturbation(2, **wrong)

@@ -493,19 +493,26 @@ def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
 
 
 def test_orders_wait_for_their_weights_and_for_no_newer_ones():
-    """A learner may publish faster than its weights come: with those of version 3 or later there, the
-    order to take them is obeyed, whatever is offered by then."""
-    told = [sampler.GiveBack(), messages.TakeWeights(3), sampler.NewRequests(())]
-    passed = {}
-    for has in (None, 2, 3, 4):
-        worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None)
+    """Sequences are given back once the weights for which they are interrupted are there, so that old
+    ones draw meanwhile, whatever else is offered by then: a learner may publish faster than its weights
+    come."""
+    worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None)
+
+    def after(*orders, offered, has):
         worker._fetched = None if has is None else sampler.NewWeights({}, has)
-        worker._held, worker._offered = list(told), 5
-        with worker._changed:
-            worker._pass_on()
-        passed[has] = [getattr(order, "version", None) for order in worker._inbox]
-        assert worker._held == ([] if worker._inbox else told)
-    assert passed == {None: [], 2: [], 3: [None, 3, None], 4: [None, 4, None]}
+        worker._take(messages.Reply(orders, offered, "", False))
+        passed, worker._inbox = worker._inbox, []
+        return [getattr(order, "version", type(order).__name__) for order in passed]
+
+    begin = sampler.NewRequests(())
+    assert after(messages.TakeWeights(0), begin, offered=0, has=None) == []
+    assert after(offered=0, has=0) == [0, "NewRequests"]
+    assert after(begin, offered=1, has=0) == ["NewRequests"]
+    assert after(sampler.GiveBack(), offered=3, has=0) == []
+    assert after(begin, offered=4, has=2) == []
+    assert after(offered=5, has=3) == ["GiveBack", "NewRequests"]
+    assert after(messages.TakeWeights(5), offered=5, has=3) == []
+    assert after(offered=7, has=6) == [6]
 
 
 def test_weights_that_cannot_be_read_are_said(monkeypatch, capfd, tmp_path):
