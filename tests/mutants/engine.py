@@ -270,7 +270,7 @@ MUTANTS = [
          "if noise is not None:", "if noise is not None and False:",
          "test_noise_is_added_before_weights_are_cast"),
         ("the float32 head is rounded",
-         "is_float = name == head and self._program.highest_head", "is_float = False"),
+         'self._program.highest_head or self._program.dtype == "float16"', "False"),
         ("what is quantised is rounded first",
          'quant.quantize_params({"layers": layers}, self._recipe)',
          'quant.quantize_params({"layers": jax.tree.map(lambda w: w.astype("bfloat16"), layers)},'
