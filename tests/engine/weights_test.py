@@ -51,6 +51,18 @@ def test_a_float32_head_has_the_learners_weights(is_tied, unroll, quantization):
         assert gap == 0 if highest else gap > 1e-4
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_with_float16_a_head_has_the_learners_weights_in_any_case(is_tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=is_tied)
+    params = transformer.init(config, jax.random.key(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 32)), jnp.float16)
+    engine = Engine(config, EngineConfig(slots=2, max_length=16, dtype="float16"))
+    expected = transformer.head_logits(params, transformer.Program(dtype="float16"), x)
+    loaded = engine.load(params)
+    np.testing.assert_array_equal(transformer.head_logits(loaded, engine.program, x), expected)
+    assert loaded["layers"][0]["mlp_norm"].dtype == jnp.float16
+
+
 def test_noise_is_added_before_weights_are_cast():
     engine = Engine(CONFIG, EngineConfig(slots=2, max_length=16, dtype="bfloat16"))
     params = transformer.init(CONFIG, jax.random.key(0))
