@@ -24,7 +24,7 @@ from jaxrl_tis.estimators import centering
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import align, make_optimizer, perturb, scale_loss
+from jaxrl_tis.optimizer import align, make_optimizer, perturb, scaled_for
 from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.scoring import Learner
@@ -242,14 +242,12 @@ def assemble(
     )
     updates = config.steps * config.train.epochs * config.train.minibatches
     policy_optimizer = make_optimizer(config.optimizer, updates)
-    for name, parameters in chosen.controllers:
-        if name == "gradient_alignment":
-            policy_optimizer = align(policy_optimizer, **parameters)
-    for name, parameters in chosen.controllers:  # around that, which is to see the parameters alone
-        if name == "layerwise_perturbation":
-            policy_optimizer = perturb(policy_optimizer, model.num_layers, **parameters)
-    # The outermost: what is not finite reaches no state of the others.
-    scaled = scale_loss if program.dtype == "float16" else lambda tx: tx
+    controllers = dict(chosen.controllers)
+    if "gradient_alignment" in controllers:
+        policy_optimizer = align(policy_optimizer, **controllers["gradient_alignment"])
+    if "layerwise_perturbation" in controllers:  # around that, which is to see the parameters alone
+        parameters = controllers["layerwise_perturbation"]
+        policy_optimizer = perturb(policy_optimizer, model.num_layers, **parameters)
     max_length = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     packer = None
     if config.train.pack_length:
@@ -282,7 +280,8 @@ def assemble(
     )
     return Setup(
         config, modes.parse(config.rollout.mode), tokenizer, model, layout, learner, packer, chosen,
-        scaled(policy_optimizer), scaled(make_optimizer(config.critic, updates)),
+        scaled_for(program.dtype, policy_optimizer),
+        scaled_for(program.dtype, make_optimizer(config.critic, updates)),
         tuple(Engine(model, sampling, place) for place in places), Engine(model, evaluating, serving),
     )
 

@@ -1,5 +1,6 @@
 """Optimizers by optax: gradient clipping, AdamW, and a learning-rate schedule."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -127,22 +128,22 @@ def without_perturbation(tree: Any) -> Any:
     return {n: x for n, x in tree.items() if n != PERTURBATION} if is_perturbed else tree
 
 
-def perturbed(params: Any, opt_state: Any) -> Any:
-    """Returns what the loss takes: the parameters, with the log of the sigmas beside them where the
-    optimizer has them."""
-    if isinstance(opt_state, Scaled):
-        opt_state = opt_state.inner
-    if not isinstance(opt_state, Perturbed):
-        return params
-    return {**params, PERTURBATION: opt_state.log_std}
-
-
-def noise_seeds(draw_mb: jax.Array, opt_state: Any) -> jax.Array:
-    """Returns seeds [M,B] for the noise of a minibatch's rows: another for each row and each update."""
+def perturbed(params: Any, opt_state: Any, minibatch: Mapping[str, jax.Array]) -> tuple[Any, dict]:
+    """Returns what the loss takes: where the optimizer has sigmas the parameters with their log beside
+    them, and as a field of the minibatch the seeds of the noise."""
     opt_state = opt_state.inner if isinstance(opt_state, Scaled) else opt_state
+    if not isinstance(opt_state, Perturbed):
+        return params, {}
+    seeds = noise_seeds(minibatch["draw"], opt_state.count)
+    return {**params, PERTURBATION: opt_state.log_std}, {"noise_seed": seeds}
+
+
+def noise_seeds(draw_mb: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns seeds [M,B] for the noise of a minibatch's rows after `count` updates: another for each
+    row and each update."""
     place_mb = jnp.arange(draw_mb.size, dtype=jnp.uint32).reshape(draw_mb.shape)
     # Odd factors, of which multiples lie far apart.
-    update = opt_state.count.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
+    update = count.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
     return draw_mb[0, 0] + update + place_mb * jnp.uint32(0x9E3779B1)
 
 
@@ -180,6 +181,12 @@ def scale_loss(tx: optax.GradientTransformation) -> optax.GradientTransformation
         return updates, Scaled(scale, since, inner, 1.0 - is_finite)
 
     return optax.GradientTransformation(init, update)
+
+
+def scaled_for(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimizer for gradients of a learner that computes in this dtype: with `scale_loss`
+    around all else in float16, so that what is not finite reaches no other state."""
+    return scale_loss(tx) if dtype == "float16" else tx
 
 
 def loss_scale(opt_state: Any) -> jax.Array | None:

@@ -242,6 +242,9 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
+Box = tuple[tuple[int, int], ...]  # first index and end, for each axis of an array
+
+
 def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Copies an array to the devices of another mesh, cut as `sharding` says.
 
@@ -250,28 +253,28 @@ def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """
     if not x.is_fully_addressable:
         return jax.device_put(x, sharding)
-    there = {d: _box(i, x.shape) for d, i in sharding.devices_indices_map(x.shape).items()}
-    here = {_box(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+    there = {d: box_of(i, x.shape) for d, i in sharding.devices_indices_map(x.shape).items()}
+    here = {box_of(shard.index, x.shape): shard.data for shard in x.addressable_shards}
     if here.keys() >= set(there.values()):
         return jax.device_put(x, sharding)
-    parts = [_part(here, box, device) for device, box in there.items()]
+    parts = [_part(here, wanted, device) for device, wanted in there.items()]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """Returns where a shard begins and ends, along each axis."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
-def _part(shards: dict[tuple, jax.Array], box: tuple, device: jax.Device) -> jax.Array:
-    """Returns what a box holds, on one device; `shards` by their boxes are a grid that covers it."""
+def _part(shards: dict[Box, jax.Array], wanted: Box, device: jax.Device) -> jax.Array:
+    """Returns what is in a box, on one device; `shards` by their boxes are a grid that covers it."""
     pieces = {}
     for own, shard in shards.items():
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box)]
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted)]
         if all(a < b for a, b in common):
             low, high = zip(*((a - start, b - start) for (a, b), (start, _) in zip(common, own)))
             pieces[tuple(a for a, _ in common)] = jax.device_put(_slice(shard, low, high), device)
-    for axis, (first, _) in enumerate(box):
+    for axis, (first, _) in enumerate(wanted):
         rows = collections.defaultdict(list)
         for start, piece in sorted(pieces.items(), key=lambda found: found[0]):
             rows[(*start[:axis], first, *start[axis + 1 :])].append(piece)

@@ -21,9 +21,7 @@ from jaxrl_tis.correction import (
 )
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
-from jaxrl_tis.optimizer import (
-    loss_scale, noise_seeds, perturbed, update_metrics, without_perturbation,
-)
+from jaxrl_tis.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
     zeros_like,
@@ -119,20 +117,17 @@ def _make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     prefix: str,
-    measure: Callable[..., Batch] = lambda params, minibatch, scale: {},
+    measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
 ):
-    """Makes a jitted, donating update; `measure` adds fields that take the parameters, the minibatch
-    and the loss scale, see `_accumulate`. It returns (state, metrics), and the fields that `loss_fn`
-    makes, if any."""
+    """Makes a jitted, donating update; `measure` adds fields that take the parameters. It returns
+    (state, metrics), and the fields that `loss_fn` makes, if any."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple:
         minibatch = _laid_out(learner, minibatch)
+        minibatch = minibatch | measure(state.params, minibatch)
+        params, seeds = perturbed(state.params, state.opt_state, minibatch)
+        minibatch = minibatch | seeds
         scale = loss_scale(state.opt_state)
-        minibatch = minibatch | measure(state.params, minibatch, scale)
-        params = perturbed(state.params, state.opt_state)
-        if params is not state.params:
-            seeds = noise_seeds(minibatch["draw"], state.opt_state)
-            minibatch = minibatch | {"noise_seed": seeds}
         grads, metrics, made = _accumulate(learner, loss_fn, params, minibatch, scale=scale)
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
@@ -268,8 +263,8 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
         mode = "seq-mean-token-mean"
         return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg), {}
 
-    def measure(params, minibatch, scale):
-        grads, *_ = _accumulate(learner, left_out, params, minibatch, scale=scale)
+    def measure(params, minibatch):
+        grads, *_ = _accumulate(learner, left_out, params, minibatch)
         norm = optax.global_norm(learner.on_every_device(grads))
         return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 

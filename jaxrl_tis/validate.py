@@ -23,6 +23,7 @@ from jaxrl_tis.sinks import SINKS
 
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
+EIGHT_BIT = tuple(dtype.name for dtype in quant.BOUND)  # with scales
 # Advantages that need one sample of a prompt
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
@@ -156,7 +157,7 @@ def _names(config):
         "engine.quantization": (config.engine.quantization, quant.SCHEMES),
         "model.quantization": (config.model.quantization, quant.SCHEMES),
         "engine.dtype": (config.engine.dtype, COMPUTE_DTYPES),
-        "engine.cache_dtype": (config.engine.cache_dtype, (*COMPUTE_DTYPES, "int8", "float8_e4m3fn")),
+        "engine.cache_dtype": (config.engine.cache_dtype, (*COMPUTE_DTYPES, *EIGHT_BIT)),
         "engine.policy": (config.engine.policy, tuple(POLICIES)),
         "model.dtype": (config.model.dtype, COMPUTE_DTYPES),
         "model.numerics": (config.model.numerics, transformer.NUMERICS),
@@ -524,7 +525,7 @@ def _is_filtered(rollout) -> bool:
 
 def _sampling(config):
     rollout = config.rollout
-    if config.engine.dtype == "float16" and config.engine.cache_dtype in ("int8", "float8_e4m3fn"):
+    if config.engine.dtype == "float16" and config.engine.cache_dtype in EIGHT_BIT:
         yield (
             f"engine.cache_dtype = {config.engine.cache_dtype!r} has scales, whose products with "
             "probabilities engine.dtype = 'float16' cannot hold: set the cache to float16 or float32"

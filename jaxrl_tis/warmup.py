@@ -12,7 +12,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.metrics import MetricsWriter, NoRecord
 from jaxrl_tis.models import placement
-from jaxrl_tis.optimizer import make_optimizer, optimizer_shardings, scale_loss
+from jaxrl_tis.optimizer import make_optimizer, optimizer_shardings, scaled_for
 from jaxrl_tis.progress import Progress
 from jaxrl_tis.rows import supervised_rows
 from jaxrl_tis.step import TrainState, make_supervised_step
@@ -34,11 +34,8 @@ def warm_up(
         config.task.name, {**config.task.params, **config.warmup.params},
         batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
     )
-    tx = make_optimizer(
-        ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr}), config.warmup.steps
-    )
-    if config.model.dtype == "float16":
-        tx = scale_loss(tx)
+    fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr})
+    tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
     train_step = make_supervised_step(setup.learner, tx)
     layout = setup.layout
     moments = optimizer_shardings(

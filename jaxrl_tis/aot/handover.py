@@ -38,10 +38,9 @@ from jax.sharding import NamedSharding
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.sharding import MESH_AXES
+from jaxrl_tis.sharding import MESH_AXES, Box, box_of
 
 Coordinate = tuple[int, ...]  # of a device on its mesh
-Box = tuple[tuple[int, int], ...]  # first index and end, for each axis of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +158,7 @@ def _copied(target: dict[Coordinate, Box], device: Coordinate) -> Any:
 def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Coordinate, Box]:
     """Returns what each device of a mesh has of an array, in the order of the mesh."""
     indices = sharding.devices_indices_map(shape)
-    box = lambda index: tuple(i.indices(n)[:2] for i, n in zip(index, shape))
-    return {c: box(indices[device]) for c, device in np.ndenumerate(sharding.mesh.devices)}
+    return {c: box_of(indices[device], shape) for c, device in np.ndenumerate(sharding.mesh.devices)}
 
 
 def _axes(sharding: NamedSharding) -> list[str]:

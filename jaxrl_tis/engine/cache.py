@@ -255,9 +255,10 @@ def append(
             return paged(q_bthk, new.read, table_bp, index_bt), new
 
         args = q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp
-        if isinstance(cache, KV) or numerics != "fast":
-            return generic(*args)
-        if not decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype):
+        has_kernel = numerics == "fast" and isinstance(cache, LayerOf) and (
+            decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype)
+        )
+        if not has_kernel:
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 

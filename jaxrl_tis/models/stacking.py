@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.transformer import abstract_params
+from jaxrl_tis.sharding import box_of
 
 MAX_LISTED = 8
 
@@ -108,7 +109,7 @@ def assemble(
         reads = {}
 
         def read(index):
-            spans = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape))
+            spans = box_of(index, leaf.shape)
             if spans not in reads:
                 reads[spans] = _read_block(slot, tensors, spans, leaf.dtype)
             return reads[spans]
