@@ -5,7 +5,7 @@
     python -m jaxrl_tis.sweep --config=... --launch=tpu_vm       # those that launch them
 
 `sweep()` stands beside `get_config()` and returns a list of arms, each {dotted field: value}, made by
-hand or with `grid`, `zipped` and `product`. Every arm is checked before the first one runs. The same
+hand or with `grid`, `zipped` and `product`, or a dict of them by names of their own. Every arm is checked before the first one runs. The same
 command continues a sweep: what is finished is not run again, and what was interrupted goes on. At
 the end there are table.md and report.html in the folder of the sweep; arms that failed are named, and
 the command then ends with 1.
@@ -13,7 +13,9 @@ the command then ends with 1.
 
 import collections
 import itertools
+import os
 import pathlib
+import queue
 import re
 import shlex
 import signal
@@ -36,6 +38,7 @@ from jaxrl_tis.report import page
 from jaxrl_tis.validate import validate
 
 Arm = dict[str, Any]
+Arms = Sequence[Arm] | Mapping[str, Arm]
 
 # Column of the table -> the metric, and the phase that it is of.
 COLUMNS = {
@@ -112,18 +115,22 @@ class Job:
         return any((r["phase"], r["step"]) == ("eval", self.steps) for r in records)
 
 
-def names_of(arms: Sequence[Arm]) -> list[str]:
-    """Returns the names of arms, which are names of folders, too: "preset=tis_2,epochs=4". A field
-    goes by its last word where no other field of the sweep has that."""
-    fields = dict.fromkeys(field for arm in arms for field in arm)
-    last = collections.Counter(field.rpartition(".")[2] for field in fields)
-    short = lambda field: field.rpartition(".")[2] if last[field.rpartition(".")[2]] == 1 else field
-    words = [",".join(f"{short(field)}={value}" for field, value in arm.items()) for arm in arms]
+def names_of(arms: Arms) -> list[str]:
+    """Returns the names of arms, which are names of folders, too: their own, or what they set, as in
+    "preset=tis_2,epochs=4". A field goes by its last word where no other field of the sweep has that."""
+    words = list(arms) if isinstance(arms, Mapping) else _settings(arms)
     return [re.sub(r"[^\w.=,+-]+", "_", word).strip("_") or "base" for word in words]
 
 
+def _settings(arms: Sequence[Arm]) -> list[str]:
+    fields = dict.fromkeys(field for arm in arms for field in arm)
+    last = collections.Counter(field.rpartition(".")[2] for field in fields)
+    short = lambda field: field.rpartition(".")[2] if last[field.rpartition(".")[2]] == 1 else field
+    return [",".join(f"{short(field)}={value}" for field, value in arm.items()) for arm in arms]
+
+
 def jobs_of(
-    config: str, overrides: Sequence[str], arms: Sequence[Arm], seeds: Sequence[int], out: str
+    config: str, overrides: Sequence[str], arms: Arms, seeds: Sequence[int], out: str
 ) -> list[Job]:
     """Checks all arms and returns their jobs.
 
@@ -134,7 +141,7 @@ def jobs_of(
     names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     jobs = []
-    for name, arm in zip(names, arms):
+    for name, arm in zip(names, arms.values() if isinstance(arms, Mapping) else arms):
         fields = [f"--config.{field}={value}" for field, value in arm.items()]
         arguments = [f"--config={config}", *overrides, *fields]
         try:
@@ -164,7 +171,7 @@ def _check_same(workdir: str, values: dict[str, Any]) -> None:
     check_same_config(workdir, hub.replaced(values, saved(workdir, "pins")), ignore=("steps",))
 
 
-def arms_of(config: str) -> list[Arm]:
+def arms_of(config: str) -> Arms:
     """Returns what `sweep()` of a config file lists.
 
     Raises:
@@ -177,7 +184,8 @@ def arms_of(config: str) -> list[Arm]:
     if not hasattr(module, "sweep"):
         raise ValueError(f"{path} has no sweep(); it returns a list of {{field: value}}")
     arms = module.sweep()
-    if not arms or not all(isinstance(arm, dict) for arm in arms):
+    every = list(arms.values()) if isinstance(arms, Mapping) else arms
+    if not every or not all(isinstance(arm, dict) for arm in every):
         raise ValueError(f"{path}: sweep() returned {arms!r}, not a list of {{field: value}}")
     return arms
 
@@ -190,11 +198,24 @@ def launch_command(job: Job, index: int, launcher: str, more: Sequence[str]) -> 
     return ["python", script, "run", *job.arguments, f"--workdir={job.workdir}", f"--name={name}", *more]
 
 
+def shares(cores: Sequence[int], count: int) -> list[set[int]]:
+    """Deals cores out to `count` runs at a time; all to each where there are fewer cores than runs."""
+    return [set(cores[i::count]) if count <= len(cores) else set(cores) for i in range(count)]
+
+
 class Runner:
-    """Runs jobs, some at a time, each a process of its own with a log beside its workdir."""
+    """Runs jobs, some at a time, each a process of its own with a log beside its workdir.
+
+    Those that run together each have their share of the cores this process may use: two XLA programs
+    that both take all of them wait for each other. What a program is compiled to can hang on how many
+    it has, and so can its roundings.
+    """
 
     def __init__(self, jobs: int):
         self._jobs, self._running, self._is_stopping = jobs, set(), False
+        self._shares = queue.SimpleQueue()
+        for share in shares(sorted(os.sched_getaffinity(0)), jobs):
+            self._shares.put(share)
 
     def run(self, jobs: Sequence[Job]) -> dict[Job, int]:
         """Returns the exit code of each.
@@ -217,17 +238,19 @@ class Runner:
         if self._is_stopping:
             return cli.RESTART
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
+        start, share = time.monotonic(), self._shares.get()
         with open(job.log, "ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *job.command[1:]], stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        os.sched_setaffinity(process.pid, share)
         self._running.add(process)
         if self._is_stopping:  # asked since it was looked at above
             process.send_signal(signal.SIGTERM)
         code = process.wait()
         self._running.discard(process)
+        self._shares.put(share)
         ended = "done" if code == 0 else f"ended with {code}, see {job.log}"
         print(f"{job.arm}, seed {job.seed}: {ended} ({time.monotonic() - start:.0f} s)", flush=True)
         return code

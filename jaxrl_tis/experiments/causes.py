@@ -1,0 +1,80 @@
+"""Whether the doctor finds the cause of a gap that is known: its confusion table.
+
+    python -m jaxrl_tis.experiments.causes [FOLDER]
+
+Reads what `configs/fig_causes.py` left in docs/experiments/causes.jsonl. A run counts for the cause that the
+doctor names first, and is right where that is its own and no other cause is named beside it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxrl_tis import intervals
+from jaxrl_tis.experiments import figures
+from jaxrl_tis.experiments.records import Run
+
+# The finding that names a cause -> the arm of the config that has it.
+CAUSES = {
+    "A.injected": "injected", "A.filter": "filter", "A.noise": "noise", "A.quantized": "quantised",
+    "A.dtype": "dtype", "A.parallel": "parallel", "A.kernels": "kernels", "A.routing": "routing",
+    "B.lag": "stale", "B.reuse": "reuse",
+}
+NONE = ("healthy", "watch")
+SEEN = (0, 1)  # seeds on which the sizes of the causes were chosen
+
+
+def found(run: Run) -> list[str]:
+    """Returns the causes that the doctor names, "none" for a run without one, "unclear" for others."""
+    named = [arm for finding, arm in CAUSES.items() if finding in run.findings]
+    return named or ["none" if set(run.verdict) <= set(NONE) else "unclear"]
+
+
+def is_right(run: Run) -> bool:
+    return found(run) == [run.arm]
+
+
+def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
+    """Returns the arms, the causes that were named first, and how often each [arms, causes]."""
+    arms = list(dict.fromkeys(r.arm for r in runs))
+    others = dict.fromkeys(found(r)[0] for r in runs)
+    named = [*arms, *(name for name in others if name not in arms)]
+    counts = np.zeros((len(arms), len(named)), int)
+    for run in runs:
+        counts[arms.index(run.arm), named.index(found(run)[0])] += 1
+    return arms, named, counts
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The confusion table of the held-out seeds, and the share that is right with Wilson's interval."""
+    held_out = [r for r in runs if r.seed not in SEEN]
+    arms, named, counts = confusion(held_out)
+    cells = [
+        [arm, *(str(n) if n else "" for n in row), str(sum(is_right(r) for r in held_out if r.arm == arm))]
+        for arm, row in zip(arms, counts)
+    ]
+    right = np.mean([is_right(r) for r in held_out])
+    low, high = intervals.wilson(right, len(held_out))
+    return "\n\n".join([
+        figures.rows(["cause", *(f"named: {name}" for name in named), "right"], cells),
+        f"Right: {right:.3f} [{low:.3f}, {high:.3f}] of {len(held_out)} runs of held-out seeds.",
+    ])
+
+
+def draw(page: Figure, runs: Sequence[Run]) -> None:
+    """The table as a picture."""
+    arms, named, counts = confusion([r for r in runs if r.seed not in SEEN])
+    axes = page.subplots()
+    axes.imshow(counts, cmap="Blues")
+    for (i, j), n in np.ndenumerate(counts):
+        if n:
+            axes.text(j, i, str(n), ha="center", va="center", color="white" if n > counts.max() / 2 else "black")
+    axes.set_xticks(range(len(named)), named, rotation=30)
+    axes.set_yticks(range(len(arms)), arms)
+    axes.grid(False)
+    axes.set(title="What the doctor names", xlabel="named", ylabel="cause")
+
+
+if __name__ == "__main__":
+    figures.run("causes", table, {"causes": (draw, (6, 4.5))})

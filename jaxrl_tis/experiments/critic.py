@@ -1,0 +1,10 @@
+"""Collapse and rescue with a critic: `rescue.py` of the runs of `configs/fig_critic.py`.
+
+    python -m jaxrl_tis.experiments.critic [FOLDER]
+"""
+
+from jaxrl_tis.experiments import figures
+from jaxrl_tis.experiments.rescue import draw, table
+
+if __name__ == "__main__":
+    figures.run("critic", table, {"critic": (draw, (14, 7))})

@@ -1,0 +1,166 @@
+"""What the figures of docs/experiments.md are made of: the runs of a sweep, a line of JSON each.
+
+    python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out docs/experiments/rescue.jsonl
+
+A line has `arm`, `seed`, what the doctor finds (`verdict`, the causes, and `findings`, with what makes
+them precise), the held-out accuracies (`eval/steps`, ...), and of METRICS the mean over each BLOCK of
+steps, the largest value of those that are a maximum. Runs that have not ended are left out, and named.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis import cli, intervals, metrics
+from jaxrl_tis.doctor.diagnose import diagnose
+
+BLOCK = 8  # steps
+METRICS = (
+    "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "mismatch/ess_seq",
+    "mismatch/ess_token", "mismatch/engine/log_ratio_abs_mean", "mismatch/staleness/log_ratio_abs_mean",
+    "response_length/mean", "reward/learner_snis", "reward/mean", "rollout_corr/chi2_seq",
+    "rollout_corr/chi2_token", "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size",
+    "rollout_corr/kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_seq_max",
+    "training/off_policy/trajectory_staleness/mean", "training/rollout_probs_diff_max",
+    "training/rollout_probs_diff_mean",
+)
+ACCURACIES = ("eval/greedy_accuracy", "eval/sampled_accuracy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line.
+
+    Attributes:
+      series: metric -> its values [blocks], NaN where a block has none; "eval/..." -> [evaluations].
+    """
+
+    arm: str
+    seed: int
+    verdict: list[str]
+    findings: list[str]
+    series: dict[str, np.ndarray]
+
+    @property
+    def block_ends(self) -> np.ndarray:
+        """The last step of each block."""
+        return BLOCK * np.arange(1, len(self.series["reward/mean"]) + 1)
+
+
+def thinned(name: str, records: Sequence[dict[str, Any]]) -> list[float]:
+    """Returns the value of a metric for each whole block of steps, NaN where none has it."""
+    steps = {r["step"]: r[name] for r in records if name in r}
+    last = max((r["step"] for r in records), default=0)
+    pick = max if name.endswith("max") else np.mean
+    blocks = []
+    for first in range(1, last - BLOCK + 2, BLOCK):
+        values = [steps[s] for s in range(first, first + BLOCK) if s in steps]
+        blocks.append(float(pick(values)) if values else math.nan)
+    return blocks
+
+
+def _round(x: float) -> float | str:
+    return float(f"{x:.4g}") if math.isfinite(x) else str(x)
+
+
+def line_of(workdir: pathlib.Path) -> dict[str, Any]:
+    """Returns the line of a finished run."""
+    arm, seed = re.fullmatch(r"(.+)-seed(\d+)", workdir.name).groups()
+    records = metrics.read(workdir)
+    trained = [r for r in records if r["phase"] == "train"]
+    evaluated = [r for r in records if r["phase"] == "eval"]
+    found = diagnose(workdir)
+    line = {
+        "arm": arm, "seed": int(seed), "verdict": found["verdict"],
+        "findings": [f["name"] for f in found["findings"]],
+        "eval/steps": [r["step"] for r in evaluated],
+    }
+    series = {name: thinned(name, trained) for name in METRICS}
+    series |= {name: [r[name] for r in evaluated] for name in ACCURACIES}
+    return line | {name: [_round(x) for x in values] for name, values in series.items()}
+
+
+def is_finished(workdir: pathlib.Path) -> bool:
+    """Whether the evaluation after the last step of its config is there."""
+    config = json.loads((workdir / "config.json").read_bytes())["config"]
+    return any((r["phase"], r["step"]) == ("eval", config["steps"]) for r in metrics.read(workdir))
+
+
+def gather(folder: str | os.PathLike, out: str | os.PathLike) -> tuple[int, list[str]]:
+    """Writes a line of each finished run of a sweep, in the order of their names.
+
+    Returns: how many there are, and the names of those that have not ended.
+
+    Raises:
+      ValueError: the folder holds no finished run.
+    """
+    workdirs = sorted(p.parent for p in pathlib.Path(folder).glob("*-seed*/metrics.jsonl"))
+    finished = [w for w in workdirs if is_finished(w)]
+    if not finished:
+        raise ValueError(f"{folder} holds no finished run of a sweep")
+    lines = [json.dumps(line_of(workdir)) for workdir in finished]
+    pathlib.Path(out).write_text("\n".join(lines) + "\n")
+    return len(lines), [w.name for w in workdirs if w not in finished]
+
+
+def read(path: str | os.PathLike) -> list[Run]:
+    """Reads what `gather` wrote.
+
+    Raises:
+      ValueError: a line is not such a line; it is named by its number.
+    """
+    runs = []
+    for number, text in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            arm, seed, verdict, findings = (
+                line.pop(name) for name in ("arm", "seed", "verdict", "findings")
+            )
+            series = {name: np.array(values, float) for name, values in line.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number} is not the line of a run: {error!r}") from error
+        runs.append(Run(arm, seed, verdict, findings, series))
+    return runs
+
+
+def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Returns the runs of each arm, in the order in which arms come first."""
+    return {arm: [r for r in runs if r.arm == arm] for arm in dict.fromkeys(r.arm for r in runs)}
+
+
+def at_end(run: Run, name: str, share: float = 0.1) -> float:
+    """Returns the mean of a metric over the last `share` of the run, NaN left out."""
+    values = run.series[name]
+    return float(np.nanmean(values[-max(1, math.ceil(share * len(values))) :]))
+
+
+def cell(values: Sequence[float], form: str = ".3f") -> str:
+    """Writes a mean over seeds with Student's 95 % interval: "0.412 [0.390, 0.434]"."""
+    mean, low, high = intervals.of_mean(values)
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_tis.experiments.records", description="Thins the runs of a sweep."
+    )
+    parser.add_argument("folder", help="of a sweep")
+    parser.add_argument("--out", required=True, help="file that the lines are written to")
+    args = parser.parse_args(argv)
+    count, unfinished = gather(args.folder, args.out)
+    print(f"{args.out}: {count} runs")
+    for name in unfinished:
+        print(f"not finished, and left out: {name}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

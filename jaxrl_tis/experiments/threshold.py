@@ -1,0 +1,126 @@
+"""The smallest gap at which a run fails, with and without a correction.
+
+    python -m jaxrl_tis.experiments.threshold [FOLDER]
+
+Reads what `configs/fig_threshold.py` left in docs/experiments/threshold.jsonl. A run fails if its learner's
+held-out accuracy ends below where it began. The threshold of a correction is the size of the gap at which
+half of the runs fail, by logistic regression on its logarithm; the interval is of a bootstrap over seeds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy import optimize, special
+
+from jaxrl_tis import intervals
+from jaxrl_tis.experiments import figures, records
+from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.report.plots import COLORS
+
+RESAMPLES = 2000
+# Of the regression's slope: without it a sample in which the sizes of failures and of successes do not
+# overlap has no finite one.
+PENALTY = 0.01
+
+
+def parts(arm: str) -> tuple[str, float]:
+    """Returns the correction and the scale of the gap that "none-0.3" is named after."""
+    correction, _, scale = arm.rpartition("-")
+    return correction, float(scale)
+
+
+def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
+    """Returns where a logistic curve of the failures [n] crosses one half; -inf where all fail, inf where
+    none does."""
+    if failed.all() or not failed.any():
+        return -np.inf if failed.all() else np.inf
+    centre = log_scale.mean()
+
+    def loss(x):
+        score = x[0] + x[1] * (log_scale - centre)
+        return np.sum(np.logaddexp(0, score) - failed * score) + PENALTY * x[1] ** 2
+
+    intercept, slope = optimize.minimize(loss, np.array([0.0, 1.0]), method="BFGS").x
+    return float(centre - intercept / slope) if slope > 0 else np.inf
+
+
+def threshold(runs: Sequence[Run], measure, seed: int = 0) -> tuple[float, float, float]:
+    """Returns the size at which half of the runs fail, and its 95 % interval over resampled seeds.
+
+    Args:
+      measure: from a run to the size of its gap, above 0.
+    """
+    seeds = np.unique([r.seed for r in runs])
+    log_scale = np.log([measure(r) for r in runs])
+    failed = np.array([figures.gain(r) < 0 for r in runs], float)
+    of_seed = [np.flatnonzero([r.seed == s for r in runs]) for s in seeds]
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(RESAMPLES):
+        chosen = np.concatenate([of_seed[i] for i in rng.integers(len(seeds), size=len(seeds))])
+        found.append(half_point(log_scale[chosen], failed[chosen]))
+    low, high = np.quantile(found, (0.025, 0.975), method="nearest")
+    return tuple(float(np.exp(x)) for x in (half_point(log_scale, failed), low, high))
+
+
+def first_kl(run: Run) -> float:
+    """Returns the KL divergence of sampler to learner over the first block of steps, nats per token."""
+    return float(run.series["rollout_corr/k3_kl"][0])
+
+
+MEASURES = {
+    "scale of the noise": lambda run: parts(run.arm)[1],
+    "mean |log ratio|, nats": lambda run: run.series["mismatch/engine/log_ratio_abs_mean"][0],
+    "k3, nats per token": first_kl,
+}
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The thresholds in three units, and what each size of the gap did."""
+    of = lambda name: [r for r in runs if parts(r.arm)[0] == name]
+    names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
+    limits = [
+        [name, unit, figures.interval(threshold(of(name), measure), ".3g")]
+        for name in names for unit, measure in MEASURES.items()
+    ]
+    arms = [
+        [
+            parts(arm)[0], f"{parts(arm)[1]:g}",
+            records.cell([first_kl(r) for r in own], ".3g"),
+            f"{sum(figures.gain(r) < 0 for r in own)} of {len(own)}",
+            figures.interval(intervals.of_mean([figures.gain(r) for r in own])),
+            records.cell([records.at_end(r, "reward/mean") for r in own]),
+        ]
+        for arm, own in sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0]))
+    ]
+    return "\n\n".join([
+        figures.rows(["correction", "size of the gap in", "half of the runs fail at"], limits),
+        figures.rows(
+            ["correction", "scale", "k3 at the start", "fail", "gain in sampled accuracy",
+             "sampler's reward at the end"], arms,
+        ),
+    ])
+
+
+def draw(page: Figure, runs: Sequence[Run]) -> None:
+    """The gain against the size of the gap, a point a run and a line through the means."""
+    axes = page.subplots()
+    for name, color in zip(dict.fromkeys(parts(r.arm)[0] for r in runs), COLORS):
+        own = [r for r in runs if parts(r.arm)[0] == name]
+        scales = sorted({parts(r.arm)[1] for r in own})
+        axes.scatter(
+            [parts(r.arm)[1] for r in own], [figures.gain(r) for r in own], color=color, s=14, alpha=0.5
+        )
+        means = [np.mean([figures.gain(r) for r in own if parts(r.arm)[1] == s]) for s in scales]
+        axes.plot(scales, means, color=color, label=name)
+    axes.axhline(0, color="black", linewidth=0.7)
+    axes.set(
+        title="Where a run fails", xlabel="noise on the sampler's weights (injected)",
+        ylabel="gain in held-out accuracy", xscale="log",
+    )
+    axes.legend()
+
+
+if __name__ == "__main__":
+    figures.run("threshold", table, {"threshold": (draw, (7, 4))})

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The figures of docs/experiments.md, from their runs on: ./launch/figures.sh [NAME ...]; all without names.
+# What has run is not run again. Two runs at a time, a core each; JOBS=4 takes four.
+set -euo pipefail
+# shellcheck source=launch/venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+prepare_venv ""
+
+trained=(rescue critic threshold staleness formats causes)
+computed=(parallelism budget frontier)
+[ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
+
+for name in "$@"; do
+  seeds=0,1,2,3,4
+  if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
+  if [[ " ${trained[*]} " == *" $name "* ]]; then
+    "$PY" -m jaxrl_tis.sweep --config="configs/fig_$name.py" --seeds="$seeds" --jobs="${JOBS:-2}" \
+      --out="runs/figures/$name"
+    "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
+  fi
+  "$PY" -m "jaxrl_tis.experiments.$name"
+done
