@@ -75,7 +75,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=64)
     prompts = parser.parse_args().prompts
     exact, no_record = setup(FLOATS), SimpleNamespace(write=lambda *_: None)
-    taught = warm_up(exact, initial_params(exact), no_record)
+    taught = warm_up(exact, initial_params(exact), no_record, lambda: None)
     states = initial_params(exact), taught
     decode = lambda r: next(x["d_mean"] for x in r["rungs"] if x["cause"] == "decode")
     for sampler, judged in reports(prompts).items():

@@ -23,7 +23,10 @@ CORRECTIONS = {
     "TIS-8": {"correction.weight": "token_tis(cap=8.0)"},
     "MIS": {"correction.weight": "token_mis(upper=2.0)"},
     "IcePop": {"correction.weight": "token_icepop(lower=0.5, upper=5.0)"},
-    "centering": {"correction.centering": "top(32)"},
+    "centering": {
+        "correction.mode": "bypass", "correction.objective": "reinforce",
+        "correction.centering": "top(32)",
+    },
 }
 OF_SEQUENCES = {
     "seq-TIS": {"correction.weight": "seq_tis(cap=2.0)"},

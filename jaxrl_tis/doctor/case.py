@@ -28,6 +28,8 @@ THRESHOLDS = {
     "dp_max": 0.5,  # the response-level threshold of Yao et al. (2025); bfloat16 was seen at 0.4
     "dp_max_quantized": 1.0,  # int8 was seen at 1.0: no evidence beside the quantisation itself
     "engine_share": 0.5,  # of the squared log-ratio of a stale batch (ours)
+    "reuse_share": 0.5,  # of the squared log-ratio since a stale batch was drawn (ours)
+    "stale_gap": 0.16,  # nats; E|x| of a normal log-ratio x whose KL is kl_fine, s^2 / 2 (ours)
     "chi2_moderate": 0.3,
     "chi2_high": 1.0,
     "chi2_toxic": 2.0,
@@ -239,6 +241,17 @@ def _engine_share(case):
     return math.fsum(shares) / len(shares)
 
 
+def _reuse_share(case):
+    """Returns which share of the policy's moves since it drew a batch are the updates by that batch."""
+    if not any(case.recent(LAG)):
+        return 1.0
+    made, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
+    if not made or not before:
+        raise KeyError("mismatch/staleness/share")
+    made, before = math.fsum(made) / len(made), math.fsum(before) / len(before)
+    return made / (made + before) if made + before > 0 else 1.0
+
+
 def _is_filtered(case):
     """Whether filters drop mass that the learner counts."""
     read = case.setting
@@ -315,6 +328,7 @@ def _clip_widening(case):
 Fact = Callable[[Case], float | tuple[float, str]]
 TREE_FACTS: dict[str, Fact] = {
     "run/engine_share": _engine_share,
+    "run/reuse_share": _reuse_share,
     "config/updates": lambda c: c.setting("train.epochs") * c.setting("train.minibatches"),
     "config/is_bypass": lambda c: c.setting("correction.mode") == "bypass",
     "config/is_weighted": lambda c: c.method("weight")[0] != "none",

@@ -228,12 +228,19 @@ CAUSES = (
         "B.lag", "stale weights: the gap comes with the age of the samples",
         "Sample with fresher weights first (a smaller bound on the lag), then correct the rest.",
         all_of=(Clause("run/engine_share", "<", "engine_share"),),
-        any_of=(*GAP, Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate")),
+        any_of=(
+            *GAP, Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate"),
+            # Where logp_old is of the weights that drew, rollout_corr/* does not see the age.
+            Clause(asynchrony.STALENESS_GAP, ">", "stale_gap", absent=False),
+        ),
     ),
     Finding(
         "B.reuse", "stale samples: the policy moves far while it reuses a batch",
         "Take fewer updates per batch; what is left is the clip's work.",
-        all_of=(REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine")),
+        all_of=(
+            REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine"),
+            Clause("run/reuse_share", ">=", "reuse_share"),
+        ),
         changes={"train.epochs": 1, "train.minibatches": 1},
     ),
     Finding(

@@ -22,6 +22,7 @@ CAUSES = {
     "B.lag": "stale", "B.reuse": "reuse",
 }
 NONE = ("healthy", "watch")
+TOO_SMALL = ("float8",)  # arms of which the right answer is that there is none
 SEEN = (0, 1)  # seeds on which the sizes of the causes were chosen
 
 
@@ -32,7 +33,7 @@ def found(run: Run) -> list[str]:
 
 
 def is_right(run: Run) -> bool:
-    return found(run) == [run.arm]
+    return found(run) == ["none" if run.arm in TOO_SMALL else run.arm]
 
 
 def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:

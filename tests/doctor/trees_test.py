@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_tis import validate as validation
 from jaxrl_tis.doctor import asynchrony, case, effects
+from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH, MEAN_GAP,
     NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
@@ -32,6 +33,7 @@ ONCE = {"engine.corrected", "training.once", "model.dense", "trajectory.single"}
 AHEAD = ONCE - {"training.once"}
 
 STALE = {LAG: 2.0, ENGINE_SHARE: 0.4}
+MOVED_BEFORE = {"mismatch/trust_region/share": 0.05, "mismatch/staleness/share": 0.9}
 MESH = {"mesh.serve": (1, 1, 2)}
 FILTER = {"rollout.top_p": 0.9, "rollout.allow_filter_bias": True}
 BFLOAT16 = {"engine.dtype": "bfloat16"}
@@ -131,7 +133,18 @@ CAUSE_CASES = {
     "B.lag-negative": ({KL: -0.03} | STALE, {}, {"B.lag", "B.correct"}),
     "B.lag-pearson": ({PEARSON: 0.9} | STALE, {}, {"B.lag", "B.correct"}),
     "B.lag-chi2": ({CHI2: 0.5} | STALE, {}, {"B.lag", "B.correct", "C"}),
+    # By the weights that drew, the engine's gap is small; KL to these holds the age.
+    "B.lag-ring": (
+        STALE | MOVED_BEFORE | {STALENESS_GAP: 0.2, PPO_KL: 0.5}, {"train.epochs": 2},
+        {"B.lag", "B.correct"},
+    ),
+    "B.lag-little": (STALE | MOVED_BEFORE | {STALENESS_GAP: 0.15}, {}, {"healthy"}),
     "B.reuse": ({PPO_KL: 0.03}, {"train.epochs": 2}, {"B.reuse"}),
+    "B.reuse-stale": (
+        STALE | {f"mismatch/{part}/share": share for part, share in
+                 (("trust_region", 0.2), ("staleness", 0.1))} | {PPO_KL: 0.03},
+        {"train.epochs": 2}, {"B.reuse"},
+    ),
     "C": ({CHI2: 0.9}, {}, {"C"}),
     "D.tokens": ({CHI2: 1.5, NOISE: late(1.0, 1.3)}, {}, {"D", "D.tokens"}),
     "D.tokens-ess": ({ESS: 0.25}, {}, {"D", "D.tokens"}),
