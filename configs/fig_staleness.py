@@ -18,13 +18,16 @@ OBJECTIVES = {
 def get_config():
     c = fig_base.get_config()
     c.correction.mode = "bypass"
-    c.rollout.update_turns = 4
     return c
 
 
 def _lag(lag):
     """Without the weights that drew, mismatch/* has the whole ratio, age and all."""
-    return {"rollout.mode": f"areal(staleness={lag})", "rollout.old_logp": "none"} if lag else {}
+    if lag == 0:
+        return {}
+    return {
+        "rollout.mode": f"areal(staleness={lag})", "rollout.update_turns": 4, "rollout.old_logp": "none",
+    }
 
 
 def sweep():

@@ -73,7 +73,7 @@ def get_config(name):
 
 @pytest.mark.parametrize("name", [
     "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
-    "async_local", "dapo_qwen25_32b:async", *LARGE,
+    "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "dapo_qwen25_32b:async", *LARGE,
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)
@@ -90,7 +90,9 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
 
 def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
-    assert files == {
+    figures = {f"fig_{name}" for name in ("rescue", "threshold", "formats")}  # they have the base's config
+    assert files - figures == {
+        "fig_base", "fig_critic", "fig_causes", "fig_staleness",
         "default", "quickstart", "smollm2_135m", "async_local", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
         "dapo_qwen3_8b",
     }

@@ -87,12 +87,15 @@ MAY_IMPORT = {
     ),
     "libtpu_flags": ("aot", "cli"),
     "doctor": ("cli", "estimators", "metrics", "old_policies", "rollouts", "storage"),
-    "experiments": ("cli", "estimators", "rollouts"),
     "gate": (
         "build", "cli", "cli_flags", "data", "engine", "estimators", "models", "processes",
         "rollouts", "scoring", "sharding", "state",
     ),
     "score": ("cli_flags", "models"),
+    "experiments": (
+        "build", "cli", "cli_flags", "data", "doctor", "engine", "estimators", "gate", "intervals", "metrics", "models",
+        "report", "rollouts", "sharding", "state", "warmup",
+    ),
     "serve": ("addresses", "build", "cli_flags", "data", "engine", "state"),
     "sweep": (
         "cli", "cli_flags", "hub", "intervals", "metrics", "provenance", "report", "storage",
@@ -130,6 +133,7 @@ COVERED = {
     "engine/residency": "engine/scheduler_interruptions_test",
     "engine/shards": "engine/sharded_test",
     "engine/stats": "engine/scheduler_fuzz_test",
+    "experiments/critic": "experiments/rescue_test",
     "experiments/frontier": "experiments/horizon_test",
     "experiments/oracle": "cli_test",
     "gate/__main__": "gate/report_test",

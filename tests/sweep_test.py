@@ -14,7 +14,8 @@ from jaxrl_tis import cli, cli_flags, metrics, provenance, sweep
 from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[1]
-SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
+SWEEPS = sorted([*(ROOT / "configs" / "sweeps").glob("*.py"), *(ROOT / "configs").glob("fig_*.py")])
+SWEEPS.remove(ROOT / "configs" / "fig_base.py")
 
 
 # Lists of arms
@@ -45,6 +46,10 @@ def test_product():
 ])
 def test_names(arm, name):
     assert sweep.names_of([arm]) == [name] and "/" not in name
+
+
+def test_arms_may_have_names_of_their_own():
+    assert sweep.names_of({"TIS-2": {"a.b": 1}, "no gap": {}}) == ["TIS-2", "no_gap"]
 
 
 def test_fields_of_one_last_word_keep_their_groups():
@@ -179,6 +184,21 @@ def test_several_run_at_a_time(tmp_path):
     body = "import os\nfor _ in range(200):\n    if len(list(folder.parent.glob('*/starts'))) == 2: break\n    time.sleep(0.05)\nelse: sys.exit(1)"
     found = [scripted(tmp_path, name, body=body) for name in "ab"]
     assert set(sweep.Runner(2).run(found).values()) == {0}
+
+
+def test_cores_are_dealt_out():
+    assert sweep.shares([0, 1, 2, 3, 6], 2) == [{0, 2, 6}, {1, 3}]
+    assert sweep.shares([4], 2) == [{4}, {4}]
+
+
+def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):
+    body = "import os\n(folder / 'cores').write_text(repr(sorted(os.sched_getaffinity(0))))"
+    found = [scripted(tmp_path, name, body=body) for name in "abc"]
+    assert set(sweep.Runner(2).run(found).values()) == {0}
+    expected = sweep.shares(sorted(os.sched_getaffinity(0)), 2)
+    cores = [set(json.loads(pathlib.Path(job.workdir, "cores").read_text())) for job in found]
+    assert all(own in expected for own in cores)
+    assert cores[0] != cores[1] or expected[0] == expected[1]
 
 
 def test_a_signal_reaches_the_runs_and_ends_the_sweep(tmp_path):

@@ -114,8 +114,10 @@ def vespo(log_ratio_nt: np.ndarray, adv_n: np.ndarray) -> np.ndarray:
 
 EXACT = {
     "none": ("none", math.inf),
+    "none_centred": ("none", math.inf, True),
     "token": ("token", math.inf),
     "token_tis": ("token", 2.0),
+    "tis_centred": ("token", 2.0, True),
     "prefix": ("prefix", math.inf),
     "seq": ("seq", math.inf),
 }
@@ -128,7 +130,8 @@ SAMPLED = {
     "vespo": vespo,
     "seq_tis": seq_tis,
 }
-EXTREMES = ("token", "token_tis", "seq", "seq_tis")  # pure token and pure sequence weights
+# Pure token and pure sequence weights.
+EXTREMES = ("token", "token_tis", "none_centred", "tis_centred", "seq", "seq_tis")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +234,7 @@ def draw(rows: Sequence[Row], path: str) -> pathlib.Path:
     for i, name in enumerate(methods):
         own = [row for row in rows if row.method == name]
         style = {
-            "color": f"C{i % 10}", "marker": "os^vDPX*<>hd"[i % 12], "markersize": 5, "label": name,
+            "color": f"C{i % 10}", "marker": "os^vDPX*<>hdp8"[i % 14], "markersize": 5, "label": name,
             "linestyle": "-" if name in EXACT else "--",
         }
         bias = [max(row.profile.bias, 1e-6) for row in own]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 UNITS = ("none", "token", "prefix", "seq")
+SINGLE = ("none", "token")  # those that judge a token by itself
 NUM_BLOCKS = 50  # of the jackknife
 T_95 = 2.0096  # two-sided 95 % quantile of Student's t with 49 degrees of freedom
 
@@ -90,18 +91,25 @@ class Chain:
         """Gradient of the policy's expected reward with respect to its logits, [V, V]."""
         return Chain(self.policy, self.policy, self.reward, self.start).moments("none").mean
 
-    def moments(self, unit: str, cap: float = math.inf) -> Moments:
+    def moments(self, unit: str, cap: float = math.inf, is_centred: bool = False) -> Moments:
         """Exact moments of the estimator with the weights of `unit`.
 
         Args:
           unit: "none" w_t = 1, "token" w_t = min(rho_t, cap), "prefix" w_t = prod_{s<=t} rho_s,
             "seq" w_t = prod_s rho_s, where rho = pi / mu.
           cap: truncation of the token weights; the others have none.
+          is_centred: each weighted score less its mean under the behaviour, score centering
+            (arXiv:2609.20807), of weights of single tokens.
         """
         if unit not in UNITS:
             raise ValueError(f"Unknown unit {unit!r}; choose one of {', '.join(UNITS)}.")
         if unit != "token" and cap != math.inf:
             raise ValueError(f"cap is {cap}, but only token weights are truncated exactly.")
+        if is_centred:
+            if unit not in SINGLE:
+                raise ValueError(f"unit is {unit!r}, but scores are centred for {', '.join(SINGLE)}.")
+            centred = self._centred(unit, cap).moments("none")
+            return dataclasses.replace(centred, ess=self.moments(unit, cap).ess)
         mean_k, log_scale = self._moment(unit, cap, 1)
         square_k, log_square = self._moment(unit, cap, 2)
         log_first = self._log_weights(unit, cap, 1)
@@ -111,6 +119,14 @@ class Chain:
             log_second=math.log(square_k.sum()) + log_square,
             ess=math.exp(min(log_ess, 0.0)),
         )
+
+    def _centred(self, unit, cap):
+        """The same chain with weighted scores, less their means, in place of the scores."""
+        weight = np.minimum(self.ratio, cap) if unit == "token" else np.ones_like(self.ratio)
+        weighted = weight * self.score
+        chain = Chain(self.policy, self.behaviour, self.reward, self.start)
+        chain.score = weighted - (self.mu * weighted).sum(axis=-1, keepdims=True)
+        return chain
 
     def _moment(self, unit, cap, power):
         """(x [K], c) with E[R^power g_k^power] = x exp(c), g without its reward.

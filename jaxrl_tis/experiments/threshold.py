@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy import optimize, special
+from scipy import optimize
 
 from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures, records
@@ -22,6 +22,7 @@ RESAMPLES = 2000
 # Of the regression's slope: without it a sample in which the sizes of failures and of successes do not
 # overlap has no finite one.
 PENALTY = 0.01
+FLATTEST = 1e-3  # slope of failures per e-fold of the size that counts as one
 
 
 def parts(arm: str) -> tuple[str, float]:
@@ -32,7 +33,7 @@ def parts(arm: str) -> tuple[str, float]:
 
 def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
     """Returns where a logistic curve of the failures [n] crosses one half; -inf where all fail, inf where
-    none does."""
+    none does or larger gaps fail no more often."""
     if failed.all() or not failed.any():
         return -np.inf if failed.all() else np.inf
     centre = log_scale.mean()
@@ -42,7 +43,7 @@ def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
         return np.sum(np.logaddexp(0, score) - failed * score) + PENALTY * x[1] ** 2
 
     intercept, slope = optimize.minimize(loss, np.array([0.0, 1.0]), method="BFGS").x
-    return float(centre - intercept / slope) if slope > 0 else np.inf
+    return float(centre - intercept / slope) if slope > FLATTEST else np.inf
 
 
 def threshold(runs: Sequence[Run], measure, seed: int = 0) -> tuple[float, float, float]:

@@ -61,6 +61,35 @@ def test_moments_against_enumeration(arguments):
     np.testing.assert_allclose(moments.ess, ess, rtol=1e-10)
 
 
+@pytest.mark.parametrize("unit, cap, weigh", [
+    ("none", math.inf, np.ones_like), ("token", 1.2, lambda rho: np.minimum(rho, 1.2)),
+])
+def test_centred_moments_against_enumeration(unit, cap, weigh):
+    """Every score less the mean that weighted scores have under the behaviour in its state."""
+    pi, mu = softmax(POLICY), softmax(BEHAVIOUR)
+    weight = weigh(pi / mu)
+    drift = [sum(mu[s, v] * weight[s, v] * (np.eye(3)[v] - pi[s]) for v in range(3)) for s in range(3)]
+    mean, second = np.zeros((3, 3)), 0.0
+    for tokens in itertools.product(range(3), repeat=4):
+        states = (1, *tokens[:-1])
+        probability = math.prod(mu[s, v] for s, v in zip(states, tokens))
+        g = np.zeros((3, 3))
+        for s, v in zip(states, tokens):
+            g[s] += weight[s, v] * (np.eye(3)[v] - pi[s]) - drift[s]
+        g *= sum(REWARD[t, v] for t, v in enumerate(tokens))
+        mean, second = mean + probability * g, second + probability * np.sum(g**2)
+    moments = CHAIN.moments(unit, cap, True)
+    np.testing.assert_allclose(moments.mean, mean, rtol=1e-10)
+    np.testing.assert_allclose(math.exp(moments.log_second), second, rtol=1e-10)
+    assert moments.ess == CHAIN.moments(unit, cap).ess
+
+
+def test_whole_token_weights_are_centred_already():
+    """Under the behaviour, the mean of rho times the score is that of the score under the policy: 0."""
+    plain, centred = CHAIN.moments("token"), CHAIN.moments("token", math.inf, True)
+    np.testing.assert_allclose(centred.mean, plain.mean, atol=1e-12)
+
+
 def test_true_gradient_against_complex_steps():
     def expected_reward(logits):
         state, total, pi = np.eye(3)[1].astype(complex), 0.0, softmax(logits)
@@ -113,7 +142,10 @@ def test_what_the_behaviour_never_draws_cannot_be_repaired():
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [(("turn",), "Unknown unit 'turn'"), (("seq", 2.0), "only token weights")],
+    [
+        (("turn",), "Unknown unit 'turn'"), (("seq", 2.0), "only token weights"),
+        (("seq", math.inf, True), "unit is 'seq', but scores are centred for none, token"),
+    ],
 )
 def test_weights_without_a_transfer_matrix_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
@@ -196,7 +228,7 @@ def test_vespo_by_hand():
 
 def test_sweep_table_and_picture(tmp_path):
     rows = frontier.sweep(0.1, "last", (4, 8), 1, 200, 0)
-    assert [row.method for row in rows[:12]] == [*frontier.EXACT, *frontier.SAMPLED]
+    assert [row.method for row in rows[:14]] == [*frontier.EXACT, *frontier.SAMPLED]
     assert all((row.half is None) == (row.method in frontier.EXACT) for row in rows)
     best = frontier.best(rows)
     text = frontier.table(rows).splitlines()

@@ -1,0 +1,124 @@
+"""Whether causes of a gap add up: every combination of four, on the same tokens.
+
+    python -m jaxrl_tis.experiments.budget [FOLDER]
+
+The float32 sampler of `configs/fig_base.py` draws answers after the warm-up; programs in bfloat16, with W8A8,
+with keys and values as an int8 cache holds them, with noise on the weights, and with all combinations of
+these score them. Were the log-ratios of causes independent, their mean squares would add up.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxrl_tis import cli, cli_flags, intervals
+from jaxrl_tis.build import build
+from jaxrl_tis.engine import injection
+from jaxrl_tis.experiments import figures
+from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.models import quant
+from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.state import initial_params
+from jaxrl_tis.warmup import warm_up
+
+CONFIG = "configs/fig_base.py"
+SEEDS = (0, 1, 2, 3, 4)
+NOISE = injection.weights(scale=0.02)
+CAUSES = {
+    "bfloat16": {"dtype": "bfloat16", "norm_dtype": "bfloat16"},
+    "W8A8": {"quantization": quant.Recipe("w8a8", ())},
+    "int8 cache": {"kv_dtype": "int8"},
+    "noise": {},
+}
+COMBINATIONS = [
+    chosen for count in range(1, len(CAUSES) + 1) for chosen in itertools.combinations(CAUSES, count)
+]
+Gaps = Mapping[tuple[str, ...], Mapping[str, float]]  # combination -> measure -> value
+
+
+def gaps(seed: int) -> Gaps:
+    """Measures every combination on one batch: the mean square of the log-ratio, its mean size and k3."""
+    config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
+    setup = build(config)
+    no_record = SimpleNamespace(write=lambda *_: None)
+    params = warm_up(setup, initial_params(setup), no_record, lambda: None)
+    rows = setup.rows(report.sample(setup, params, config.rollout.prompts))
+    micro, flat = setup.micro_batches(rows)
+    plain = ladder.learner_settings(setup)
+    before = flat(ladder.score(setup, plain, params, micro))
+    found = {}
+    for chosen in COMBINATIONS:
+        settings = dataclasses.replace(
+            plain, **{field: value for cause in chosen for field, value in CAUSES[cause].items()}
+        )
+        weights = NOISE.weights(params) if "noise" in chosen else params
+        after = flat(ladder.score(setup, settings, weights, micro))
+        measured = ladder.gap(after, before, rows["mask"])
+        square = float(np.mean((before - after)[rows["mask"]].astype(np.float64) ** 2))
+        found[chosen] = {"d2": square, "d_mean": measured["d_mean"], "k3": measured["k3"]}
+    return found
+
+
+def additivity(found: Gaps, chosen: Sequence[str], measure: str) -> float:
+    """Returns the gap of a combination over the sum of those of its causes."""
+    return found[tuple(chosen)][measure] / sum(found[(cause,)][measure] for cause in chosen)
+
+
+def table(of_seeds: Sequence[Gaps]) -> str:
+    """The combinations, and what each is of the sum of its causes, in three measures."""
+    mean = lambda values, form: figures.interval(intervals.of_mean(values), form)
+    lines = []
+    for chosen in COMBINATIONS:
+        ratios = [
+            "–" if len(chosen) == 1 else mean([additivity(f, chosen, m) for f in of_seeds], ".2f")
+            for m in ("d2", "k3", "d_mean")
+        ]
+        lines.append([" + ".join(chosen), mean([f[chosen]["d2"] for f in of_seeds], ".3g"), *ratios])
+    header = [
+        "causes", "mean squared log-ratio, nats²", "of the sum, squares", "of the sum, k3",
+        "of the sum, mean |log ratio|",
+    ]
+    return figures.rows(header, lines)
+
+
+def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
+    """The gap of each combination against the sum of its causes."""
+    axes = page.subplots()
+    for measure, label, color in (
+        ("d2", "mean squared log-ratio", COLORS[0]), ("k3", "k3", COLORS[1]),
+        ("d_mean", "mean |log ratio|", COLORS[2]),
+    ):
+        points = [
+            (sum(f[(cause,)][measure] for cause in chosen), f[chosen][measure])
+            for f in of_seeds for chosen in COMBINATIONS if len(chosen) > 1
+        ]
+        axes.scatter(*zip(*points), s=14, color=color, label=label)
+    ends = axes.get_xlim()
+    axes.plot(ends, ends, color="black", linewidth=0.7)
+    axes.set(
+        title="Do causes add up?", xlabel="sum of the causes", ylabel="together", xscale="log",
+        yscale="log",
+    )
+    axes.legend()
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.experiments.budget")
+    parser.add_argument("folder", nargs="?", default=figures.FOLDER)
+    folder = pathlib.Path(parser.parse_args().folder)
+    of_seeds = [gaps(seed) for seed in SEEDS]
+    text = table(of_seeds)
+    (folder / "budget.md").write_text(text + "\n")
+    figures.picture(folder / "budget.png", draw, of_seeds, (6, 5))
+    print(text)
+
+
+if __name__ == "__main__":
+    cli.run(main)

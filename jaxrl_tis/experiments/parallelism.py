@@ -1,0 +1,172 @@
+"""Degrees of parallelism and the length of answers: Figures 7 to 10 of Yao et al. (2025).
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism [FOLDER]
+
+SmolLM2-135M in bfloat16 answers with one and with three tensor shards, the degrees that its nine heads
+allow; learners of other degrees, and with rows cut over up to eight devices, score the same tokens. A
+response's largest and mean |p_sampler - p_learner| are compared, answers that stop nowhere, cut to several
+lengths. The model is that of `./launch/smollm2.sh --fetch`.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxrl_tis import cli, cli_flags, intervals, rollouts, sharding
+from jaxrl_tis.build import Setup, build
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine.records import Request
+from jaxrl_tis.experiments import figures
+from jaxrl_tis.gate import ladder
+from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.state import initial_params
+
+CONFIG = "configs/smollm2_135m.py"
+SAMPLERS = {"TP1": 1, "TP3": 3}
+# (data, fsdp, tensor, context)
+LEARNERS = {
+    "TP1": (1, 1, 1, 1), "TP3": (1, 1, 3, 1), "SP2": (1, 1, 1, 2), "SP4": (1, 1, 1, 4), "SP8": (1, 1, 1, 8),
+}
+LENGTHS = (64, 128, 256, 512)
+PROMPT = 40  # tokens that a prompt may have; with the longest answer a multiple of 8
+
+
+def setup_of(tensor: int, prompts: int) -> Setup:
+    """Builds a sampler of a tensor degree, and a learner on one device."""
+    config = cli_flags.parsed([f"--config={CONFIG}"])
+    config.model.dtype = config.engine.dtype = config.engine.cache_dtype = "bfloat16"
+    config.engine.quantization = "none"
+    config.mesh.serve = (1, 1, tensor)
+    config.task.max_prompt_tokens = PROMPT
+    config.rollout.prompts, config.rollout.max_new_tokens = prompts, max(LENGTHS)
+    config.engine.slots = prompts * config.rollout.group_size
+    config.engine.steps_per_call = 32
+    config.train.microbatch_rows = 4
+    return build(config.lock())
+
+
+def drawn(setup: Setup, params) -> dict[str, np.ndarray]:
+    """Returns rows of answers that stop nowhere."""
+    config = setup.config
+    prompter = rollouts.Prompter(setup.tokenizer, config.task)
+    records = next(Batches(
+        config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
+    ))
+    endless = dataclasses.replace(
+        rollouts.sampling_params(config, setup.tokenizer, 1.0, is_filtered=False), stop_ids=()
+    )
+    requests = [
+        Request(f"{record['id']}/{g}", prompter.ids(record), config.seed, endless)
+        for record in records for g in range(config.rollout.group_size)
+    ]
+    scheduler = setup.scheduler(setup.engine, setup.engine.load(params), 0)
+    return setup.rows(rollouts.run(scheduler, requests))
+
+
+def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns learner -> |p_sampler - p_learner| of the answers' tokens [N, longest answer]."""
+    micro, flat = setup.micro_batches(rows)
+    tokens = lambda x_nt: x_nt[rows["mask"]].reshape(len(x_nt), -1)
+    found = {}
+    for name, shape in LEARNERS.items():
+        layout = sharding.layout(
+            shape, sharding.TRAIN_RULES, jax.devices()[: int(np.prod(shape))], setup.model.vocab_size
+        )
+        settings = dataclasses.replace(ladder.learner_settings(setup), layout=layout)
+        logp = flat(ladder.score(setup, settings, params, micro))
+        found[name] = np.abs(np.exp(tokens(logp)) - np.exp(tokens(rows["logp_behav"])))
+    return found
+
+
+def of_mean(values: np.ndarray, form: str = ".4f") -> str:
+    return figures.interval(intervals.of_mean(values), form)
+
+
+def degrees_table(found: Mapping[str, Mapping[str, np.ndarray]]) -> str:
+    """By sampler and learner: the largest and the mean difference of a response, over responses."""
+    lines = [
+        [sampler, learner, of_mean(dp.max(axis=1)), f"{dp.max():.3f}", of_mean(dp.mean(axis=1), ".5f")]
+        for sampler, learners in found.items() for learner, dp in learners.items()
+    ]
+    header = ["sampler", "learner", "largest dp of a response", "of all", "mean dp of a response"]
+    return figures.rows(header, lines)
+
+
+def lengths_table(dp: np.ndarray, group: int) -> str:
+    """By length: one answer, cut there, and as many tokens of the group's other answers' beginnings.
+
+    Args:
+      dp: [N, T] of one sampler and learner, groups of `group` rows one after the other.
+    """
+    lines = []
+    shortest = min(LENGTHS)
+    for length in LENGTHS:
+        pieces = length // shortest
+        starts = dp[:, :shortest].reshape(-1, group, shortest)[:, :pieces].max(axis=(1, 2))
+        late = dp[:, length - shortest : length]
+        lines.append([
+            str(length), of_mean(dp[:, :length].max(axis=1)), of_mean(starts),
+            of_mean(dp[:, :length].mean(axis=1), ".5f"), of_mean(late.mean(axis=1), ".5f"),
+        ])
+    header = [
+        "tokens", "largest dp of one answer", f"of as many in answers of {shortest}", "mean dp",
+        f"mean dp of its last {shortest}",
+    ]
+    return figures.rows(header, lines)
+
+
+def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    """The distribution of a response's largest difference, by degrees; and its growth with the length."""
+    degrees, lengths = page.subplots(1, 2)
+    for (sampler, learners), style in zip(found.items(), ("-", "--")):
+        for (learner, dp), color in zip(learners.items(), COLORS):
+            values = np.sort(dp.max(axis=1))
+            share = 1 - np.arange(len(values)) / len(values)
+            degrees.plot(values, share, style, color=color, label=f"{sampler}, {learner}")
+    degrees.set(
+        title="Largest difference of a response", xlabel="|p_sampler − p_learner|", ylabel="share above",
+    )
+    degrees.legend(fontsize=7, title="sampler, learner")
+    dp = found["TP1"]["TP1"]
+    for reduce, label, color in ((np.max, "largest", COLORS[0]), (np.mean, "mean", COLORS[1])):
+        values = [reduce(dp[:, :length], axis=1).mean() for length in LENGTHS]
+        lengths.plot(LENGTHS, values, "o-", color=color, label=label)
+    lengths.set(
+        title="And its length", xlabel="tokens", ylabel="|p_sampler − p_learner|", xscale="log",
+        yscale="log",
+    )
+    lengths.legend()
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.experiments.parallelism")
+    parser.add_argument("folder", nargs="?", default=figures.FOLDER)
+    parser.add_argument("--prompts", type=int, default=4)
+    args = parser.parse_args()
+    if jax.device_count() < 8:
+        raise ValueError(
+            f"eight devices are needed, and there are {jax.device_count()}; set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        )
+    found = {}
+    for sampler, tensor in SAMPLERS.items():
+        setup = setup_of(tensor, args.prompts)
+        params = initial_params(setup)
+        found[sampler] = differences(setup, params, drawn(setup, params))
+        print(f"{sampler}: scored", flush=True)
+    group = setup.config.rollout.group_size
+    text = "\n\n".join([degrees_table(found), lengths_table(found["TP1"]["TP1"], group)])
+    folder = pathlib.Path(args.folder)
+    (folder / "parallelism.md").write_text(text + "\n")
+    figures.picture(folder / "parallelism.png", draw, found, (11, 4.5))
+    print(text)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,49 @@
+"""Where half of the runs fail, by hand."""
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from jaxrl_tis.experiments import threshold
+from tests.experiments import made
+
+
+def test_the_half_point_lies_in_the_middle_of_what_is_symmetric():
+    log_scale = np.log([1.0, 2.0, 4.0, 8.0])
+    assert np.exp(threshold.half_point(log_scale, np.array([0, 0, 1, 1.0]))) == pytest.approx(8**0.5, rel=1e-3)
+    # two of each size, of which one, one, and both and none fail the other way: no separation
+    twice = np.repeat(log_scale, 2)
+    mixed = np.array([0, 0, 0, 1, 0, 1, 1, 1.0])
+    assert np.exp(threshold.half_point(twice, mixed)) == pytest.approx(8**0.5, rel=1e-3)
+
+
+def test_where_all_or_none_fail_there_is_no_half_point():
+    log_scale = np.log([1.0, 2.0])
+    assert threshold.half_point(log_scale, np.ones(2)) == -np.inf
+    assert threshold.half_point(log_scale, np.zeros(2)) == np.inf
+    falling = threshold.half_point(np.log([1.0, 2.0, 4.0, 8.0]), np.array([1, 1, 0, 0.0]))
+    assert falling == np.inf  # larger gaps do better: no size is too large
+
+
+def runs():
+    fails = lambda name, scale: scale > {"none": 0.15, "TIS-2": 0.35}[name]
+    return [
+        made.run(f"{name}-{scale}", seed, accuracy=(0.3, *[0.2 if fails(name, scale) else 0.4] * 3))
+        for name in ("none", "TIS-2") for scale in (0.1, 0.2, 0.3, 0.5) for seed in range(3)
+    ]
+
+
+def test_the_threshold_and_its_interval():
+    none = [r for r in runs() if r.arm.startswith("none")]
+    found = threshold.threshold(none, threshold.MEASURES["scale of the noise"])
+    # every resample has the same points: failures from 0.2 on; about the geometric middle of 0.1 and 0.2
+    assert 0.12 < found[0] < 0.17 and found[1] == pytest.approx(found[2]) == pytest.approx(found[0], rel=0.02)
+
+
+def test_the_table_and_the_picture():
+    text = threshold.table(runs())
+    assert "| none | 0.5 | 1 [1, 1] | 3 of 3 | -0.100 [-0.100, -0.100] |" in text
+    assert "| TIS-2 | 0.3 | 1 [1, 1] | 0 of 3 | +0.100 [+0.100, +0.100] |" in text
+    page = Figure()
+    threshold.draw(page, runs())
+    assert [line.get_label() for line in page.axes[0].lines][:2] == ["none", "TIS-2"]
