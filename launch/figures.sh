@@ -18,5 +18,11 @@ for name in "$@"; do
       --out="runs/figures/$name"
     "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
   fi
-  "$PY" -m "jaxrl_tis.experiments.$name"
+  case "$name" in
+    frontier) "$PY" -m jaxrl_tis.experiments.oracle --centred | tee docs/experiments/frontier.md ;;
+    parallelism)
+      ./launch/smollm2.sh --fetch
+      XLA_FLAGS=--xla_force_host_platform_device_count=8 "$PY" -m jaxrl_tis.experiments.parallelism ;;
+    *) "$PY" -m "jaxrl_tis.experiments.$name" ;;
+  esac
 done

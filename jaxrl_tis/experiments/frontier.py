@@ -12,6 +12,7 @@ pure sequence weights.
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 from collections.abc import Sequence
@@ -224,6 +225,29 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(" ".join(cells).rstrip())
     lines += [f"T = {length}: {side}" for length, side in verdict(rows).items()]
     return "\n".join(lines)
+
+
+def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence[float]) -> str:
+    """Bias of weights of single tokens with and without centred scores, and their P over that of "token",
+    of one response and of the mean over 10,000, without sampling; in Markdown."""
+    names = ("none", "none_centred", "token_tis", "tis_centred")
+    header = ["reward", "drift", "T", "policy", "bias: token"]
+    header += [f"{name}: bias, P" for name in names]
+    lines = [header, ["---"] * len(header)]
+    for reward, drift, length, seed in itertools.product(REWARDS, drifts, lengths, seeds):
+        chain = random_chain(drift, reward, length, seed)
+        gradient = chain.true_gradient()
+        found = {
+            name: [profile(chain.moments(*EXACT[name]), gradient, batch) for batch in (1, 10_000)]
+            for name in ("token", *names)
+        }
+        over = lambda name: ", ".join(
+            f"{own.progress / token.progress:.2f}" for own, token in zip(found[name], found["token"])
+        )
+        cells = [f"{found[name][0].bias:.3f}; {over(name)}" for name in names]
+        start = [reward, f"{drift:g}", str(length), str(seed), f"{found['token'][0].bias:.3f}"]
+        lines.append([*start, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw(rows: Sequence[Row], path: str) -> pathlib.Path:

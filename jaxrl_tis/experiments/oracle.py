@@ -3,10 +3,12 @@
     python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
     python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
     python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
+    python -m jaxrl_tis.experiments.oracle --centred
 
 The first prints which weight estimates the gradient best as responses get longer (`frontier`), the
 second what methods that look at a group do to it (`group_bias`), the third what weights and
-objectives of one response do to it (`sequence_bias`). From Python, `exact.Problem` takes any loss.
+objectives of one response do to it (`sequence_bias`), the fourth what centred scores do to weights of
+single tokens (`frontier`). From Python, `exact.Problem` takes any loss.
 """
 
 import argparse
@@ -44,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar=("VOCAB", "HORIZON"),
         help="every weight and objective on one response instead",
     )
+    parser.add_argument("--centred", action="store_true", help="centred scores of single tokens instead")
     args = parser.parse_args(argv)
+    if args.centred:
+        print(frontier.centred_table((256, 1024), (0, 1, 2), (0.03, 0.1, 0.3)))
+        return
     if args.groups:
         steps, sizes = group_bias.STEPS, group_bias.GROUP_SIZES
         print(group_bias.table(group_bias.rows(steps, sizes, args.drift, args.seed)))

@@ -240,6 +240,19 @@ def test_sweep_table_and_picture(tmp_path):
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_table_of_centred_scores():
+    """Its ratios are those of the profiles: by hand of the last line."""
+    lines = frontier.centred_table((8,), (0,), (0.1, 0.3)).splitlines()
+    assert len(lines) == 2 + 2 * 2
+    chain = frontier.random_chain(0.3, "mean", 8, 0)
+    gradient = chain.true_gradient()
+    of = lambda *arguments: horizon.profile(chain.moments(*arguments), gradient, 10_000)
+    plain, centred = of("token"), of("none", math.inf, True)
+    expected = f"{centred.bias:.3f}; "
+    [cell] = [x for x in lines[-1].split(" | ") if x.startswith(expected)]
+    assert cell.endswith(f", {centred.progress / plain.progress:.2f}")
+
+
 def row(method, progress, half=None, efficiency=1.0):
     profile = horizon.Profile(0.0, 0.0, progress, efficiency, 1.0)
     interval = None if half is None else horizon.Profile(0.0, 0.0, half, 0.0, 0.0)
