@@ -1,10 +1,10 @@
 """Collapse and rescue once more, with PPO: one answer to a question, and a critic.
 
-    ./launch/figures.sh critic    # 9 arms of 5 seeds of 80 steps, 20 minutes on two cores
+    ./launch/figures.sh critic    # 10 arms of 5 seeds of 80 steps, 25 minutes on two cores
 """
 
 from configs import fig_base
-from configs.fig_rescue import CORRECTIONS, UNCORRECTED, with_gap
+from configs.fig_rescue import CORRECTIONS, INT8, UNCORRECTED, with_gap
 
 
 def get_config():
@@ -18,4 +18,4 @@ def get_config():
 
 
 def sweep():
-    return {"no-gap": UNCORRECTED} | with_gap(CORRECTIONS)
+    return {"no-gap": UNCORRECTED} | with_gap(CORRECTIONS) | {"int8": INT8 | UNCORRECTED}

@@ -1,14 +1,15 @@
 """Runs what the `sweep()` of a config lists, each with every seed:
 
-    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py [--seeds=0,1,2] [--jobs=2]
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py [--seeds=0,1,2]
+    python -m jaxrl_tis.sweep --config=... --jobs=2              # two at a time, each on half of the cores
     python -m jaxrl_tis.sweep --config=... --dry_run             # the commands, one a line
     python -m jaxrl_tis.sweep --config=... --launch=tpu_vm       # those that launch them
 
 `sweep()` stands beside `get_config()` and returns a list of arms, each {dotted field: value}, made by
-hand or with `grid`, `zipped` and `product`, or a dict of them by names of their own. Every arm is checked before the first one runs. The same
-command continues a sweep: what is finished is not run again, and what was interrupted goes on. At
-the end there are table.md and report.html in the folder of the sweep; arms that failed are named, and
-the command then ends with 1.
+hand or with `grid`, `zipped` and `product`, or a dict of them by names of their own. Every arm is
+checked before the first one runs. The same command continues a sweep: what is finished is not run
+again, and what was interrupted goes on. At the end there are table.md and report.html in the folder of
+the sweep; arms that failed are named, and the command then ends with 1.
 """
 
 import collections
@@ -214,7 +215,8 @@ class Runner:
     def __init__(self, jobs: int):
         self._jobs, self._running, self._is_stopping = jobs, set(), False
         self._shares = queue.SimpleQueue()
-        for share in shares(sorted(os.sched_getaffinity(0)), jobs):
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # of Linux
+        for share in shares(cores, jobs):
             self._shares.put(share)
 
     def run(self, jobs: Sequence[Job]) -> dict[Job, int]:
@@ -244,7 +246,8 @@ class Runner:
                 [sys.executable, *job.command[1:]], stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        os.sched_setaffinity(process.pid, share)
+        if share:
+            os.sched_setaffinity(process.pid, share)
         self._running.add(process)
         if self._is_stopping:  # asked since it was looked at above
             process.send_signal(signal.SIGTERM)

@@ -189,6 +189,7 @@ def test_several_run_at_a_time(tmp_path):
 def test_cores_are_dealt_out():
     assert sweep.shares([0, 1, 2, 3, 6], 2) == [{0, 2, 6}, {1, 3}]
     assert sweep.shares([4], 2) == [{4}, {4}]
+    assert sweep.shares([], 2) == [set(), set()]  # a system that does not tell
 
 
 def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):

@@ -20,6 +20,7 @@ from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import STYLE
 
 FOLDER = "docs/experiments"
+GREY = "#888888"  # of gaps that nobody put in
 LAST = 3  # evaluations that an accuracy at the end is the mean of
 
 Table = Callable[[Sequence[Run]], str]

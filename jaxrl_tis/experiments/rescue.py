@@ -21,7 +21,6 @@ STORY = {
     "no-gap": "no gap", "none": "gap, uncorrected", "PPO-IS": "gap inside PPO's ratio",
     "TIS-2": "gap, truncated weights (TIS)",
 }
-GREY = "#888888"
 PANELS = (
     ("eval/sampled_accuracy", "Learner, held-out accuracy", "fraction correct, sampled"),
     ("reward/mean", "Sampler, training reward", "fraction correct"),
@@ -77,7 +76,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
             if arm in by_arm:
                 figures.curve(axes, by_arm[arm], name, arm, color)
         if "int8" in by_arm:
-            figures.curve(axes, by_arm["int8"], name, "int8, no injected gap", GREY, linestyle="--")
+            figures.curve(axes, by_arm["int8"], name, "int8, no injected gap", figures.GREY, linestyle="--")
         axes.set(title=title, xlabel="step", ylabel=unit)
     page.axes[4].axhline(0, color="black", linewidth=0.7)
     page.axes[4].set_yscale("symlog", linthresh=1e-3)

@@ -18,6 +18,7 @@ from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import COLORS
 
+NATURAL = "int8"  # the arm without an injected gap
 RESAMPLES = 2000
 # Of the regression's slope: without it a sample in which the sizes of failures and of successes do not
 # overlap has no finite one.
@@ -79,22 +80,17 @@ MEASURES = {
 
 def table(runs: Sequence[Run]) -> str:
     """The thresholds in three units, and what each size of the gap did."""
+    natural, runs = divided(runs)
     of = lambda name: [r for r in runs if parts(r.arm)[0] == name]
     names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
     limits = [
         [name, unit, figures.interval(threshold(of(name), measure), ".3g")]
         for name in names for unit, measure in MEASURES.items()
     ]
-    arms = [
-        [
-            parts(arm)[0], f"{parts(arm)[1]:g}",
-            records.cell([first_kl(r) for r in own], ".3g"),
-            f"{sum(figures.gain(r) < 0 for r in own)} of {len(own)}",
-            figures.interval(intervals.of_mean([figures.gain(r) for r in own])),
-            records.cell([records.at_end(r, "reward/mean") for r in own]),
-        ]
-        for arm, own in sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0]))
-    ]
+    ordered = sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0]))
+    arms = [[parts(arm)[0], f"{parts(arm)[1]:g}", *_outcome(own)] for arm, own in ordered]
+    if natural:
+        arms.append(["none, int8 alone", "–", *_outcome(natural)])
     return "\n\n".join([
         figures.rows(["correction", "size of the gap in", "half of the runs fail at"], limits),
         figures.rows(
@@ -104,21 +100,40 @@ def table(runs: Sequence[Run]) -> str:
     ])
 
 
+def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Returns the runs with a gap of their own alone, and those with an injected one."""
+    return [r for r in runs if r.arm == NATURAL], [r for r in runs if r.arm != NATURAL]
+
+
+def _outcome(runs):
+    return [
+        records.cell([first_kl(r) for r in runs], ".3g"),
+        f"{sum(figures.gain(r) < 0 for r in runs)} of {len(runs)}",
+        figures.interval(intervals.of_mean([figures.gain(r) for r in runs])),
+        records.cell([records.at_end(r, "reward/mean") for r in runs]),
+    ]
+
+
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """The gain against the size of the gap, a point a run and a line through the means."""
     axes = page.subplots()
-    for name, color in zip(dict.fromkeys(parts(r.arm)[0] for r in runs), COLORS):
-        own = [r for r in runs if parts(r.arm)[0] == name]
-        scales = sorted({parts(r.arm)[1] for r in own})
+    natural, injected = divided(runs)
+    for name, color in zip(dict.fromkeys(parts(r.arm)[0] for r in injected), COLORS):
+        own = [r for r in injected if parts(r.arm)[0] == name]
         axes.scatter(
-            [parts(r.arm)[1] for r in own], [figures.gain(r) for r in own], color=color, s=14, alpha=0.5
+            [first_kl(r) for r in own], [figures.gain(r) for r in own], color=color, s=14, alpha=0.5
         )
-        means = [np.mean([figures.gain(r) for r in own if parts(r.arm)[1] == s]) for s in scales]
-        axes.plot(scales, means, color=color, label=name)
+        arms = sorted(records.by_arm(own).items(), key=lambda item: parts(item[0]))
+        means = [[np.mean([of(r) for r in runs]) for _, runs in arms] for of in (first_kl, figures.gain)]
+        axes.plot(*means, color=color, label=name)
+    if natural:
+        sizes = [first_kl(r) for r in natural]
+        axes.scatter(sizes, [figures.gain(r) for r in natural], color=figures.GREY, s=14, label="none, int8 alone")
     axes.axhline(0, color="black", linewidth=0.7)
     axes.set(
-        title="Where a run fails", xlabel="noise on the sampler's weights (injected)",
-        ylabel="gain in held-out accuracy", xscale="log",
+        title="Where a run fails (noise put on the sampler's weights)",
+        xlabel="KL of sampler to learner at the start, nats per token", xscale="log",
+        ylabel="gain in held-out accuracy",
     )
     axes.legend()
 

@@ -41,9 +41,12 @@ def test_the_threshold_and_its_interval():
 
 
 def test_the_table_and_the_picture():
-    text = threshold.table(runs())
+    natural = [made.run("int8", seed, rollout_corr__k3_kl=0.001) for seed in range(3)]
+    text = threshold.table(runs() + natural)
     assert "| none | 0.5 | 1 [1, 1] | 3 of 3 | -0.100 [-0.100, -0.100] |" in text
     assert "| TIS-2 | 0.3 | 1 [1, 1] | 0 of 3 | +0.100 [+0.100, +0.100] |" in text
+    assert text.splitlines()[-1].startswith("| none, int8 alone | – | 0.001 [0.001, 0.001] | 0 of 3 |")
     page = Figure()
-    threshold.draw(page, runs())
-    assert [line.get_label() for line in page.axes[0].lines][:2] == ["none", "TIS-2"]
+    threshold.draw(page, runs() + natural)
+    labels = [text.get_text() for text in page.axes[0].get_legend().get_texts()]
+    assert labels == ["none", "TIS-2", "none, int8 alone"]
