@@ -9,7 +9,7 @@ from configs import fig_base
 
 LAGS = (0, 4, 16, 48)
 OBJECTIVES = {
-    "no-clip": "reinforce",
+    "no-clip": "ppo(clip_low=1.0, clip_high=inf)",  # the ratio alone
     "PPO": "ppo(clip_high=0.28)",
     "M2PO": "m2po",
 }

@@ -52,6 +52,11 @@ def is_compact(name: str) -> bool:
     return name.startswith(COMPACT)
 
 
+def has_ended(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
+    """Whether the evaluation after the last of `steps` is there."""
+    return any((r["phase"], r["step"]) == ("eval", steps) for r in records)
+
+
 def seconds_of(record: Mapping[str, Any]) -> float:
     """Returns how long a line's step or evaluation took."""
     return sum(record[name] for name in ("time/step_s", "time/eval_s") if name in record)

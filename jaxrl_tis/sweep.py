@@ -13,6 +13,7 @@ the sweep; arms that failed are named, and the command then ends with 1.
 """
 
 import collections
+import contextlib
 import itertools
 import os
 import pathlib
@@ -113,7 +114,7 @@ class Job:
             records = metrics.read(self.workdir)
         except FileNotFoundError:
             return False
-        return any((r["phase"], r["step"]) == ("eval", self.steps) for r in records)
+        return metrics.has_ended(records, self.steps)
 
 
 def names_of(arms: Arms) -> list[str]:
@@ -183,11 +184,11 @@ def arms_of(config: str) -> Arms:
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "sweep"):
-        raise ValueError(f"{path} has no sweep(); it returns a list of {{field: value}}")
+        raise ValueError(f"{path} has no sweep(); it returns a list or dict of {{field: value}}")
     arms = module.sweep()
     every = list(arms.values()) if isinstance(arms, Mapping) else arms
     if not every or not all(isinstance(arm, dict) for arm in every):
-        raise ValueError(f"{path}: sweep() returned {arms!r}, not a list of {{field: value}}")
+        raise ValueError(f"{path}: sweep() returned {arms!r}, not a list or dict of {{field: value}}")
     return arms
 
 
@@ -246,9 +247,10 @@ class Runner:
                 [sys.executable, *job.command[1:]], stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if share:
-            os.sched_setaffinity(process.pid, share)
         self._running.add(process)
+        if share:
+            with contextlib.suppress(OSError):  # it has ended, or the system forbids it
+                os.sched_setaffinity(process.pid, share)
         if self._is_stopping:  # asked since it was looked at above
             process.send_signal(signal.SIGTERM)
         code = process.wait()

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The figures of docs/experiments.md, from their runs on: ./launch/figures.sh [NAME ...]; all without names.
-# What has run is not run again. Two runs at a time, a core each; JOBS=4 takes four.
+# Trained runs that have ended are not run again. Two at a time, a core each; JOBS=4 takes four.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv ""
 
+failed=0
 trained=(rescue critic threshold staleness formats causes)
 computed=(parallelism budget frontier)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
@@ -15,14 +16,18 @@ for name in "$@"; do
   if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
   if [[ " ${trained[*]} " == *" $name "* ]]; then
     "$PY" -m jaxrl_tis.sweep --config="configs/fig_$name.py" --seeds="$seeds" --jobs="${JOBS:-2}" \
-      --out="runs/figures/$name"
+      --out="runs/figures/$name" || failed=1  # the others are drawn, and those that failed are named
     "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
   fi
   case "$name" in
-    frontier) "$PY" -m jaxrl_tis.experiments.oracle --centred | tee docs/experiments/frontier.md ;;
+    frontier)
+      "$PY" -m jaxrl_tis.experiments.oracle --centred | tee docs/experiments/frontier.md
+      "$PY" -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=mean --batch=10000 \
+        --png=docs/experiments/frontier.png | tee docs/experiments/frontier.txt ;;
     parallelism)
       ./launch/smollm2.sh --fetch
       XLA_FLAGS=--xla_force_host_platform_device_count=8 "$PY" -m jaxrl_tis.experiments.parallelism ;;
     *) "$PY" -m "jaxrl_tis.experiments.$name" ;;
   esac
 done
+exit "$failed"

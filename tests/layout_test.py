@@ -94,7 +94,7 @@ MAY_IMPORT = {
     "score": ("cli_flags", "models"),
     "experiments": (
         "build", "cli", "cli_flags", "data", "doctor", "engine", "estimators", "gate", "intervals", "metrics", "models",
-        "report", "rollouts", "sharding", "state", "warmup",
+        "report", "rollouts", "sharding", "state", "storage", "warmup",
     ),
     "serve": ("addresses", "build", "cli_flags", "data", "engine", "state"),
     "sweep": (

@@ -192,6 +192,7 @@ def test_cores_are_dealt_out():
     assert sweep.shares([], 2) == [set(), set()]  # a system that does not tell
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system deals out no cores")
 def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):
     body = "import os\n(folder / 'cores').write_text(repr(sorted(os.sched_getaffinity(0))))"
     found = [scripted(tmp_path, name, body=body) for name in "abc"]

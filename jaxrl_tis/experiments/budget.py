@@ -7,17 +7,15 @@ with keys and values as an int8 cache holds them, with noise on the weights, and
 these score them. Were the log-ratios of causes independent, their mean squares would add up.
 """
 
-import argparse
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, cli_flags, intervals
+from jaxrl_tis import cli, cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
 from jaxrl_tis.experiments import figures
@@ -72,14 +70,13 @@ def additivity(found: Gaps, chosen: Sequence[str], measure: str) -> float:
 
 def table(of_seeds: Sequence[Gaps]) -> str:
     """The combinations, and what each is of the sum of its causes, in three measures."""
-    mean = lambda values, form: figures.interval(intervals.of_mean(values), form)
     lines = []
     for chosen in COMBINATIONS:
         ratios = [
-            "–" if len(chosen) == 1 else mean([additivity(f, chosen, m) for f in of_seeds], ".2f")
+            "–" if len(chosen) == 1 else figures.mean([additivity(f, chosen, m) for f in of_seeds], ".2f")
             for m in ("d2", "k3", "d_mean")
         ]
-        lines.append([" + ".join(chosen), mean([f[chosen]["d2"] for f in of_seeds], ".3g"), *ratios])
+        lines.append([" + ".join(chosen), figures.mean([f[chosen]["d2"] for f in of_seeds], ".3g"), *ratios])
     header = [
         "causes", "mean squared log-ratio, nats²", "of the sum, squares", "of the sum, k3",
         "of the sum, mean |log ratio|",
@@ -110,14 +107,9 @@ def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.experiments.budget")
-    parser.add_argument("folder", nargs="?", default=figures.FOLDER)
-    folder = pathlib.Path(parser.parse_args().folder)
+    folder = figures.folder_of("budget")
     of_seeds = [gaps(seed) for seed in SEEDS]
-    text = table(of_seeds)
-    (folder / "budget.md").write_text(text + "\n")
-    figures.picture(folder / "budget.png", draw, of_seeds, (6, 5))
-    print(text)
+    figures.write(folder, "budget", table(of_seeds), {"budget": (draw, (6, 5))}, of_seeds)
 
 
 if __name__ == "__main__":

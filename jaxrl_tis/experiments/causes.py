@@ -19,6 +19,7 @@ from jaxrl_tis.experiments.records import Run
 CAUSES = {
     "A.injected": "injected", "A.filter": "filter", "A.noise": "noise", "A.quantized": "quantised",
     "A.dtype": "dtype", "A.parallel": "parallel", "A.kernels": "kernels", "A.routing": "routing",
+    "A.record": "record",
     "B.lag": "stale", "B.reuse": "reuse",
 }
 NONE = ("healthy", "watch")
@@ -27,8 +28,9 @@ SEEN = (0, 1)  # seeds on which the sizes of the causes were chosen
 
 
 def found(run: Run) -> list[str]:
-    """Returns the causes that the doctor names, "none" for a run without one, "unclear" for others."""
-    named = [arm for finding, arm in CAUSES.items() if finding in run.findings]
+    """Returns the causes that the doctor names, in its order, "none" for a run without one, "unclear" for
+    others."""
+    named = [CAUSES[finding] for finding in run.findings if finding in CAUSES]
     return named or ["none" if set(run.verdict) <= set(NONE) else "unclear"]
 
 

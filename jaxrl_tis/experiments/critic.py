@@ -7,4 +7,4 @@ from jaxrl_tis.experiments import figures
 from jaxrl_tis.experiments.rescue import draw, table
 
 if __name__ == "__main__":
-    figures.run("critic", table, {"critic": (draw, (14, 7))})
+    figures.run("critic", table, {"critic": (draw, (14, 7))}, needed=("none",))

@@ -8,6 +8,7 @@ A figure is a file with `table`, from its runs to Markdown, and `draw`, which fi
 import argparse
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -23,30 +24,43 @@ FOLDER = "docs/experiments"
 GREY = "#888888"  # of gaps that nobody put in
 LAST = 3  # evaluations that an accuracy at the end is the mean of
 
-Table = Callable[[Sequence[Run]], str]
-Draw = Callable[[Figure, Sequence[Run]], None]
+Interval = tuple[float, float, float]  # mean and 95 % interval
+Measure = Callable[[Run], float]
+Draw = Callable[[Figure, Any], None]
+Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> what draws it, its inches
+# What is measured, the measure, an arm, and the one that it is compared with
+Comparison = tuple[str, Measure, str, str]
 
 
-def gain(run: Run, name: str = "eval/sampled_accuracy") -> float:
-    """Returns an accuracy over the last evaluations minus that before the first step."""
-    values = run.series[name]
+def gain(run: Run) -> float:
+    """Returns the sampled accuracy over the last evaluations minus that before the first step."""
+    values = run.series["eval/sampled_accuracy"]
     return float(values[-LAST:].mean() - values[0])
 
 
-def gains(runs: Sequence[Run], of: Callable[[Run], float] = gain) -> dict[str, dict[int, float]]:
-    """Returns arm -> seed -> its gain."""
-    return {arm: {r.seed: of(r) for r in own} for arm, own in records.by_arm(runs).items()}
+def of(name: str, share: float = 0.1) -> Measure:
+    """Returns what measures a metric over the last `share` of a run."""
+    return lambda run: records.at_end(run, name, share)
 
 
-def beside(values: dict[int, float], others: dict[int, float]) -> tuple[float, float, float]:
-    """Returns the mean difference of two arms over the seeds that both have, and its 95 % interval."""
-    return intervals.of_mean([values[seed] - others[seed] for seed in values if seed in others])
+def beside(runs: Sequence[Run], others: Sequence[Run], measure: Measure = gain) -> Interval | None:
+    """Returns the mean difference of two arms over the seeds that both have, and its interval."""
+    values, theirs = ({r.seed: measure(r) for r in some} for some in (runs, others))
+    both = [values[seed] - theirs[seed] for seed in values if seed in theirs]
+    return intervals.of_mean(both) if both else None
 
 
-def interval(values: tuple[float, float, float], form: str = "+.3f") -> str:
+def interval(values: Interval | None, form: str = "+.3f") -> str:
     """Writes a mean and its interval: "+0.112 [+0.090, +0.134]"."""
+    if values is None:
+        return "–"
     mean, low, high = (format(x, form) for x in values)
     return f"{mean} [{low}, {high}]"
+
+
+def mean(values: Sequence[float], form: str = ".3f") -> str:
+    """Writes the mean of some values with Student's interval."""
+    return interval(intervals.of_mean(values), form)
 
 
 def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
@@ -55,40 +69,67 @@ def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def comparisons(runs: Sequence[Run], wanted: Sequence[Comparison]) -> str:
+    """Writes the paired differences that the hypotheses are about, of arms that there are."""
+    by_arm, lines = records.by_arm(runs), []
+    for label, measure, arm, other in wanted:
+        if arm in by_arm and other in by_arm:
+            difference = interval(beside(by_arm[arm], by_arm[other], measure))
+            lines.append([label, f"{arm} − {other}", difference])
+    return rows(["paired over seeds", "arms", "difference"], lines)
+
+
 def curve(
-    axes: Axes, runs: Sequence[Run], name: str, label: str, color, is_banded: bool = True, **style
+    axes: Axes, runs: Sequence[Run], name: str, label: str, color, is_change: bool = False, **style
 ) -> None:
-    """Draws the mean of a metric over seeds against the steps, and Student's 95 % interval."""
+    """Draws the mean of a metric over seeds against the steps, and Student's interval; nothing of no run.
+
+    Args:
+      is_change: of each run, its change since the first value.
+    """
+    if not runs:
+        return
     is_eval = name.startswith("eval/")
     steps = runs[0].series["eval/steps"] if is_eval else runs[0].block_ends
-    values = np.array([run.series[name] for run in runs])
+    values = np.array([run.series[name] - is_change * run.series[name][0] for run in runs])
     found = np.array([intervals.of_mean(column) for column in values.T])
     axes.plot(steps, found[:, 0], color=color, label=label, **style)
-    if is_banded and len(runs) > 1:
+    if len(runs) > 1:
         axes.fill_between(steps, found[:, 1], found[:, 2], color=color, alpha=0.12, linewidth=0)
 
 
-def picture(path: pathlib.Path, draw: Draw, runs: Sequence[Run], size: tuple[float, float]) -> None:
-    """Writes a PNG."""
-    with matplotlib.rc_context(STYLE):
-        page = Figure(figsize=size)
-        draw(page, runs)
-        page.savefig(path, dpi=100, metadata={"Software": None})
+def write(folder: pathlib.Path, name: str, text: str, pictures: Pictures, drawn: Any) -> None:
+    """Writes NAME.md and the pictures of `drawn`, and prints the text."""
+    (folder / f"{name}.md").write_text(text + "\n")
+    print(text)
+    for stem, (draw, size) in pictures.items():
+        with matplotlib.rc_context(STYLE):
+            page = Figure(figsize=size)
+            draw(page, drawn)
+            page.savefig(folder / f"{stem}.png", dpi=100, metadata={"Software": None})
+        print(f"drawn: {folder / stem}.png")
 
 
-def run(name: str, table: Table, pictures: dict[str, tuple[Draw, tuple[float, float]]]) -> None:
-    """The command of a figure; `pictures` maps the name of a file to what draws it and its inches."""
+def folder_of(name: str) -> pathlib.Path:
+    """Reads the command line of a figure: its folder."""
+    parser = argparse.ArgumentParser(prog=f"python -m jaxrl_tis.experiments.{name}")
+    parser.add_argument("folder", nargs="?", default=FOLDER, help=f"default: {FOLDER}")
+    return pathlib.Path(parser.parse_args().folder)
+
+
+def run(
+    name: str, table: Callable[[Sequence[Run]], str], pictures: Pictures, needed: Sequence[str] = ()
+) -> None:
+    """The command of a figure of trained runs; `needed` are arms without which there is none."""
 
     def main() -> None:
-        parser = argparse.ArgumentParser(prog=f"python -m jaxrl_tis.experiments.{name}")
-        parser.add_argument("folder", nargs="?", default=FOLDER, help=f"default: {FOLDER}")
-        folder = pathlib.Path(parser.parse_args().folder)
-        runs = records.read(folder / f"{name}.jsonl")
+        path = folder_of(name) / f"{name}.jsonl"
+        runs, unfinished = records.read(path)
+        if missing := sorted({*needed} - {r.arm for r in runs}):
+            raise ValueError(f"{path} has no finished run of {', '.join(missing)}")
         text = table(runs)
-        (folder / f"{name}.md").write_text(text + "\n")
-        print(text)
-        for stem, (draw, size) in pictures.items():
-            picture(folder / f"{stem}.png", draw, runs, size)
-            print(f"drawn: {folder / stem}.png")
+        if unfinished:
+            text += f"\n\nNot finished, and left out: {'; '.join(unfinished)}."
+        write(path.parent, name, text, pictures, runs)
 
     cli.run(main)

@@ -7,6 +7,7 @@ Reads what `configs/fig_formats.py` left in docs/experiments/formats.jsonl.
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from jaxrl_tis import intervals
@@ -21,30 +22,46 @@ GAPS = {
 }
 
 
+# The gap of an arm over that of another: what the hypotheses say of sizes.
+OVER = (("W8A8-both", "W8A8"), ("QaRL", "W8A8"), ("Jet-RL", "FP8"), ("float16", "bfloat16"),
+        ("float32-float16", "float32-bfloat16"))
+
+
+def log_gap(run: Run) -> float:
+    """Returns log10 of the mean |log ratio| of the engine, over the whole run."""
+    return float(np.log10(records.at_end(run, GAPS["mean |log ratio|"], 1.0)))
+
+
 def table(runs: Sequence[Run]) -> str:
-    """The arms: their gap in the whole run, and what was gained."""
-    gained, lines = figures.gains(runs), []
-    for arm, own in records.by_arm(runs).items():
-        other = figures.interval(figures.beside(gained[arm], gained["float32"]))
-        lines.append([
-            arm, str(len(own)),
-            *(records.cell([records.at_end(r, name, 1.0) for r in own], ".2e") for name in GAPS.values()),
-            figures.interval(intervals.of_mean(list(gained[arm].values()))),
-            "–" if arm == "float32" else other,
-        ])
+    """The arms: their gap in the whole run, and what was gained; then gaps over others."""
+    by_arm, lines = records.by_arm(runs), []
+    for arm, own in by_arm.items():
+        gap = [figures.mean([records.at_end(r, name, 1.0) for r in own], ".2e") for name in GAPS.values()]
+        beside = None if arm == "float32" else figures.beside(own, by_arm["float32"])
+        gain = figures.mean([figures.gain(r) for r in own], "+.3f")
+        lines.append([arm, str(len(own)), *gap, gain, figures.interval(beside)])
     header = ["arm", "seeds", *GAPS, "gain in sampled accuracy", "less that of float32"]
-    return figures.rows(header, lines)
+    ratios = [
+        [f"{arm} / {other}", figures.interval(tuple(10.0**x for x in difference), ".3g")]
+        for arm, other in OVER if arm in by_arm and other in by_arm
+        if (difference := figures.beside(by_arm[arm], by_arm[other], log_gap))
+    ]
+    corrected = [("gain", figures.gain, "W8A8-TIS-2", "W8A8")]
+    return "\n\n".join([
+        figures.rows(header, lines), figures.rows(["gap over gap", "mean |log ratio|"], ratios),
+        figures.comparisons(runs, corrected),
+    ])
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """The gap of each arm, and its gain."""
-    by_arm, gained = records.by_arm(runs), figures.gains(runs)
+    by_arm = records.by_arm(runs)
     places = range(len(by_arm))
     gap, gain = page.subplots(1, 2, sharey=True)
     for place, (arm, own) in zip(places, by_arm.items()):
         values = [records.at_end(r, GAPS["mean |log ratio|"], 1.0) for r in own]
         gap.scatter(values, [place] * len(own), color=COLORS[0], s=16)
-        mean, low, high = intervals.of_mean(list(gained[arm].values()))
+        mean, low, high = intervals.of_mean([figures.gain(r) for r in own])
         gain.errorbar(mean, place, xerr=[[mean - low], [high - mean]], color=COLORS[1], fmt="o")
     gap.set(title="Gap", xlabel="mean |log ratio|, nats", xscale="log")
     gap.set_yticks(places, list(by_arm))
@@ -53,4 +70,4 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
 
 
 if __name__ == "__main__":
-    figures.run("formats", table, {"formats": (draw, (10, 4))})
+    figures.run("formats", table, {"formats": (draw, (10, 4))}, needed=("float32",))

@@ -8,16 +8,14 @@ response's largest and mean |p_sampler - p_learner| are compared, answers that s
 lengths. The model is that of `./launch/smollm2.sh --fetch`.
 """
 
-import argparse
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, cli_flags, intervals, rollouts, sharding
+from jaxrl_tis import cli, cli_flags, rollouts, sharding
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Request
@@ -32,6 +30,7 @@ SAMPLERS = {"TP1": 1, "TP3": 3}
 LEARNERS = {
     "TP1": (1, 1, 1, 1), "TP3": (1, 1, 3, 1), "SP2": (1, 1, 1, 2), "SP4": (1, 1, 1, 4), "SP8": (1, 1, 1, 8),
 }
+PROMPTS = 4  # groups of eight
 LENGTHS = (64, 128, 256, 512)
 PROMPT = 40  # tokens that a prompt may have; with the longest answer a multiple of 8
 
@@ -83,17 +82,22 @@ def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[st
     return found
 
 
-def of_mean(values: np.ndarray, form: str = ".4f") -> str:
-    return figures.interval(intervals.of_mean(values), form)
-
-
 def degrees_table(found: Mapping[str, Mapping[str, np.ndarray]]) -> str:
-    """By sampler and learner: the largest and the mean difference of a response, over responses."""
-    lines = [
-        [sampler, learner, of_mean(dp.max(axis=1)), f"{dp.max():.3f}", of_mean(dp.mean(axis=1), ".5f")]
-        for sampler, learners in found.items() for learner, dp in learners.items()
+    """By sampler and learner: the largest and the mean difference of a response, over responses, and the
+    largest less that beside the learner of one device, response by response."""
+    lines = []
+    for sampler, learners in found.items():
+        plain = learners["TP1"].max(axis=1)
+        for learner, dp in learners.items():
+            paired = "–" if learner == "TP1" else figures.mean(dp.max(axis=1) - plain, "+.4f")
+            lines.append([
+                sampler, learner, figures.mean(dp.max(axis=1), ".4f"), paired, f"{dp.max():.3f}",
+                figures.mean(dp.mean(axis=1), ".5f"),
+            ])
+    header = [
+        "sampler", "learner", "largest dp of a response", "less that of TP1", "of all",
+        "mean dp of a response",
     ]
-    header = ["sampler", "learner", "largest dp of a response", "of all", "mean dp of a response"]
     return figures.rows(header, lines)
 
 
@@ -105,13 +109,16 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
     """
     lines = []
     shortest = min(LENGTHS)
+    if group * shortest < max(LENGTHS):
+        raise ValueError(f"groups of {group} answers of {shortest} tokens have fewer than {max(LENGTHS)}")
     for length in LENGTHS:
         pieces = length // shortest
         starts = dp[:, :shortest].reshape(-1, group, shortest)[:, :pieces].max(axis=(1, 2))
         late = dp[:, length - shortest : length]
         lines.append([
-            str(length), of_mean(dp[:, :length].max(axis=1)), of_mean(starts),
-            of_mean(dp[:, :length].mean(axis=1), ".5f"), of_mean(late.mean(axis=1), ".5f"),
+            str(length), figures.mean(dp[:, :length].max(axis=1), ".4f"),
+            figures.mean(starts, ".4f"),
+            figures.mean(dp[:, :length].mean(axis=1), ".5f"), figures.mean(late.mean(axis=1), ".5f"),
         ])
     header = [
         "tokens", "largest dp of one answer", f"of as many in answers of {shortest}", "mean dp",
@@ -131,7 +138,7 @@ def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     degrees.set(
         title="Largest difference of a response", xlabel="|p_sampler − p_learner|", ylabel="share above",
     )
-    degrees.legend(fontsize=7, title="sampler, learner")
+    degrees.legend(fontsize=7, title="sampler, learner (TP: tensor shards, SP: parts of a row)")
     dp = found["TP1"]["TP1"]
     for reduce, label, color in ((np.max, "largest", COLORS[0]), (np.mean, "mean", COLORS[1])):
         values = [reduce(dp[:, :length], axis=1).mean() for length in LENGTHS]
@@ -145,10 +152,7 @@ def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.experiments.parallelism")
-    parser.add_argument("folder", nargs="?", default=figures.FOLDER)
-    parser.add_argument("--prompts", type=int, default=4)
-    args = parser.parse_args()
+    folder = figures.folder_of("parallelism")
     if jax.device_count() < 8:
         raise ValueError(
             f"eight devices are needed, and there are {jax.device_count()}; set "
@@ -156,16 +160,13 @@ def main() -> None:
         )
     found = {}
     for sampler, tensor in SAMPLERS.items():
-        setup = setup_of(tensor, args.prompts)
+        setup = setup_of(tensor, PROMPTS)
         params = initial_params(setup)
         found[sampler] = differences(setup, params, drawn(setup, params))
         print(f"{sampler}: scored", flush=True)
     group = setup.config.rollout.group_size
     text = "\n\n".join([degrees_table(found), lengths_table(found["TP1"]["TP1"], group)])
-    folder = pathlib.Path(args.folder)
-    (folder / "parallelism.md").write_text(text + "\n")
-    figures.picture(folder / "parallelism.png", draw, found, (11, 4.5))
-    print(text)
+    figures.write(folder, "parallelism", text, {"parallelism": (draw, (11, 4.5))}, found)
 
 
 if __name__ == "__main__":

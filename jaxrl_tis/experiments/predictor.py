@@ -2,14 +2,13 @@
 
     python -m jaxrl_tis.experiments.predictor [FOLDER]
 
-Reads every *.jsonl of docs/experiments. A run collapses if its reward, or its learner's held-out accuracy,
+Reads the runs of FIGURES in docs/experiments, those that several have once. A run collapses if its reward, or its learner's held-out accuracy,
 ends at less than 70 % of the best that it had before. Logistic regressions learn from the runs of seeds 0-2
 and are judged on the others by the area under the curve (AUROC): of the four signals that the survey
 conjectures to be enough, of all, and each signal alone, in the direction that the first seeds give it.
 """
 
-import argparse
-import pathlib
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,7 +21,6 @@ from jaxrl_tis.experiments.records import BLOCK, Run
 from jaxrl_tis.report.plots import COLORS
 
 EARLY = 5  # blocks, 40 steps
-LATE = 5  # blocks that a reward at the end is the mean of
 KEPT = 0.7  # of the best; less is a collapse
 TRAINED = (0, 1, 2)  # seeds
 CONJECTURED = ("rollout_corr/chi2_token", "mismatch/ess_seq", "actor/pg_clipfrac", "response_length/mean")
@@ -34,33 +32,49 @@ SIGNALS = (
     "rollout_corr/kept_eff_sample_size", "training/rollout_probs_diff_max",
     "training/rollout_probs_diff_mean", "training/off_policy/trajectory_staleness/mean",
 )
-LOGARITHMIC = ("chi2", "grad_norm", "k3_kl", "ppo_kl", "log_ratio", "diff")
-SMALLEST = 1e-8
+FIGURES = ("rescue", "critic", "threshold", "staleness", "formats", "causes")
+# Signals that span decades, and may be of either sign.
+WIDE = ("chi2", "grad_norm", "k3_kl", "ppo_kl", "rollout_corr/kl", "log_ratio", "diff")
+SMALLEST = 1e-6  # of these; below it a signal counts in proportion
 PENALTY = 1.0  # of the squared coefficients, of standardised signals
 RESAMPLES = 2000
 
 
-def loses_reward(run: Run) -> bool:
-    values = run.series["reward/mean"]
-    return bool(values[-LATE:].mean() < KEPT * values[:-LATE].max())
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a collapse is one of. `last` values at the end are compared with the best before them."""
+
+    name: str
+    metric: str
+    last: int
+
+    def happens(self, run: Run) -> bool:
+        values = run.series[self.metric]
+        return bool(values[-self.last :].mean() < KEPT * values[: -self.last].max())
+
+    def lead(self, run: Run) -> float:
+        """Returns how many steps after the first EARLY blocks the metric first lies below 70 % of the best
+        before; NaN if it never does."""
+        values = run.series[self.metric]
+        steps = run.series["eval/steps"] if self.metric.startswith("eval/") else run.block_ends
+        best = np.maximum.accumulate(values)
+        is_below = np.append(False, values[1:] < KEPT * best[:-1]) & (steps > EARLY * BLOCK)
+        return float(steps[is_below.argmax()] - EARLY * BLOCK) if is_below.any() else np.nan
 
 
-def loses_accuracy(run: Run) -> bool:
-    values = run.series["eval/sampled_accuracy"]
-    return bool(values[-figures.LAST :].mean() < KEPT * values[: -figures.LAST].max())
-
-
-OUTCOMES = {"reward": loses_reward, "held-out accuracy": loses_accuracy}
+OUTCOMES = (
+    Outcome("reward", "reward/mean", 5), Outcome("held-out accuracy", "eval/sampled_accuracy", figures.LAST),
+)
 
 
 def early(run: Run, name: str) -> float:
-    """Returns a signal over the first blocks, on a logarithmic scale where it spans decades."""
+    """Returns a signal over the first blocks, on a logarithmic scale where it spans decades; NaN where
+    none has it."""
     values = run.series[name][:EARLY]
     if np.isnan(values).all():
-        return 0.0
+        return np.nan
     value = float(np.clip(np.nanmean(values), -1e6, 1e6))
-    is_log = any(word in name for word in LOGARITHMIC)
-    return float(np.log10(max(abs(value), SMALLEST))) if is_log else value
+    return float(np.arcsinh(value / SMALLEST)) if any(word in name for word in WIDE) else value
 
 
 def features(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
@@ -79,9 +93,13 @@ def auroc(score: np.ndarray, happened: np.ndarray) -> float:
 
 
 def fitted(x: np.ndarray, happened: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Fits a logistic regression with a penalty, and returns what gives a score to [runs, signals]."""
-    centre, spread = x.mean(axis=0), x.std(axis=0)
-    scaled = lambda x: (x - centre) / np.where(spread > 0, spread, 1.0)
+    """Fits a logistic regression with a penalty, and returns what gives a score to [runs, signals]; a
+    signal that a run does not have counts as the mean of those that do."""
+    has = np.isfinite(x)
+    count = np.maximum(has.sum(axis=0), 1)
+    centre = np.where(has, x, 0.0).sum(axis=0) / count
+    spread = np.sqrt(np.square(np.where(has, x - centre, 0.0)).sum(axis=0) / count)
+    scaled = lambda x: np.where(np.isfinite(x), x - centre, 0.0) / np.where(spread > 0, spread, 1.0)
 
     def loss(w):
         score = w[0] + scaled(x) @ w[1:]
@@ -91,58 +109,60 @@ def fitted(x: np.ndarray, happened: np.ndarray) -> Callable[[np.ndarray], np.nda
     return lambda x: w[0] + scaled(x) @ w[1:]
 
 
-def interval_of(score: np.ndarray, happened: np.ndarray) -> tuple[float, float, float]:
-    """Returns the AUROC and its 95 % interval by a bootstrap over runs."""
+def drawn(score: np.ndarray, happened: np.ndarray) -> np.ndarray:
+    """Returns the AUROC, and those of RESAMPLES draws of the runs, the same draws for any score."""
     rng = np.random.default_rng(0)
     chosen = rng.integers(len(score), size=(RESAMPLES, len(score)))
-    found = [auroc(score[i], happened[i]) for i in chosen]
-    return auroc(score, happened), *np.nanquantile(found, (0.025, 0.975))
+    return np.array([auroc(score, happened), *(auroc(score[i], happened[i]) for i in chosen)])
 
 
-def judged(runs: Sequence[Run], outcome: Callable[[Run], bool]) -> dict[str, tuple[float, float, float]]:
-    """Returns predictor -> AUROC on the held-out seeds, with its interval."""
-    seen = [r for r in runs if r.seed in TRAINED]
-    unseen = [r for r in runs if r.seed not in TRAINED]
-    before, after = (np.array([outcome(r) for r in some]) for some in (seen, unseen))
+def interval_of(values: np.ndarray) -> figures.Interval:
+    """Returns the first of `drawn`, and the 95 % interval of the others."""
+    return float(values[0]), *map(float, np.nanquantile(values[1:], (0.025, 0.975)))
+
+
+def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Returns the runs of the seeds that are learned from, and the others."""
+    return [r for r in runs if r.seed in TRAINED], [r for r in runs if r.seed not in TRAINED]
+
+
+def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
+    """Returns predictor -> what `drawn` gives on the held-out seeds."""
+    seen, unseen = divided(runs)
+    before, after = (np.array([outcome.happens(r) for r in some], bool) for some in (seen, unseen))
     predictors = {"the four": CONJECTURED, "all": SIGNALS} | {name: (name,) for name in SIGNALS}
     found = {}
     for label, names in predictors.items():
         score = fitted(features(seen, names), before)(features(unseen, names))
-        found[label] = interval_of(score, after)
+        found[label] = drawn(score, after)
     return found
-
-
-def lead(run: Run) -> float:
-    """Returns how many steps after the first blocks the reward of a run first lies below 70 % of the best
-    before; NaN if it never does."""
-    values = run.series["reward/mean"]
-    best = np.maximum.accumulate(values)
-    below = np.flatnonzero(values[EARLY:] < KEPT * best[EARLY - 1 : -1])
-    return float(below[0] * BLOCK) if below.size else np.nan
 
 
 def table(runs: Sequence[Run]) -> str:
     """For each outcome: how many runs collapse, the lead, and the areas."""
     parts = []
-    for name, outcome in OUTCOMES.items():
+    _, unseen = divided(runs)
+    for outcome in OUTCOMES:
         found = judged(runs, outcome)
-        held_out = [r for r in runs if r.seed not in TRAINED]
-        collapsed = [r for r in held_out if outcome(r)]
-        leads = [lead(r) for r in collapsed]
+        collapsed = [r for r in unseen if outcome.happens(r)]
+        leads = [lead for r in collapsed if np.isfinite(lead := outcome.lead(r))]
+        told = f"{np.median(leads):.0f} steps" if leads else "–"
         parts.append(
-            f"{name}: {sum(map(outcome, runs))} of {len(runs)} runs collapse, {len(collapsed)} of "
-            f"{len(held_out)} of the held-out seeds; median lead {np.nanmedian(leads):.0f} steps."
+            f"{outcome.name}: {sum(map(outcome.happens, runs))} of {len(runs)} runs collapse, "
+            f"{len(collapsed)} of the {len(unseen)} of held-out seeds; {len(leads)} of these fall below "
+            f"70 % only after the first {EARLY * BLOCK} steps, by a median of {told} later."
         )
         order = sorted(found, key=lambda label: -found[label][0])
-        rows = [[label, figures.interval(found[label], ".3f")] for label in order]
-        parts.append(figures.rows(["predictor", f"AUROC, {name}"], rows))
+        lines = [[label, figures.interval(interval_of(found[label]), ".3f")] for label in order]
+        lines.append(["all less the four", figures.interval(interval_of(found["all"] - found["the four"]))])
+        parts.append(figures.rows(["predictor", f"AUROC, {outcome.name}"], lines))
     return "\n\n".join(parts)
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """The areas of each outcome, with their intervals."""
-    for axes, (name, outcome), color in zip(page.subplots(1, 2), OUTCOMES.items(), COLORS):
-        found = judged(runs, outcome)
+    for axes, outcome, color in zip(page.subplots(1, 2), OUTCOMES, COLORS):
+        found = {label: interval_of(values) for label, values in judged(runs, outcome).items()}
         order = sorted(found, key=lambda label: found[label][0])
         for place, label in enumerate(order):
             area, low, high = found[label]
@@ -150,21 +170,23 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
             axes.plot(area, place, "o", color=color)
         axes.set_yticks(range(len(order)), order, fontsize=7)
         axes.axvline(0.9, color="black", linewidth=0.7)
-        axes.set(title=f"Collapse of the {name}", xlabel="AUROC on held-out seeds", xlim=(0, 1))
+        axes.set(title=f"Collapse of the {outcome.name}", xlabel="AUROC on held-out seeds", xlim=(0, 1))
+
+
+def unique(runs: Sequence[Run]) -> list[Run]:
+    """Drops the runs that repeat another: several figures have the same arm."""
+    found = {(r.seed, r.series["reward/mean"].tobytes()): r for r in runs}
+    return list(found.values())
 
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.experiments.predictor")
-    parser.add_argument("folder", nargs="?", default=figures.FOLDER)
-    folder = pathlib.Path(parser.parse_args().folder)
-    runs = [run for path in sorted(folder.glob("*.jsonl")) for run in records.read(path)]
-    if not runs:
-        raise ValueError(f"{folder} has no record of runs; ./launch/figures.sh makes them")
-    text = table(runs)
-    (folder / "predictor.md").write_text(text + "\n")
-    figures.picture(folder / "predictor.png", draw, runs, (12, 5))
-    print(text)
+    folder = figures.folder_of("predictor")
+    paths = [path for name in FIGURES if (path := folder / f"{name}.jsonl").exists()]
+    runs = unique([run for path in paths for run in records.read(path)[0]])
+    if not all(divided(runs)):
+        raise ValueError(f"{folder} needs runs of seeds {TRAINED} and of others; ./launch/figures.sh makes them")
+    figures.write(folder, "predictor", table(runs), {"predictor": (draw, (12, 5))}, runs)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 A line has `arm`, `seed`, what the doctor finds (`verdict`, the causes, and `findings`, with what makes
 them precise), the held-out accuracies (`eval/steps`, ...), and of METRICS the mean over each BLOCK of
-steps, the largest value of those that are a maximum. Runs that have not ended are left out, and named.
+steps, the largest value of those that are a maximum. Of a run that has not ended stand `arm`, `seed` and
+`unfinished`, the last step on record.
 """
 
 import argparse
@@ -18,21 +19,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from etils import epath
 
-from jaxrl_tis import cli, intervals, metrics
+from jaxrl_tis import cli, metrics, storage
 from jaxrl_tis.doctor.diagnose import diagnose
 
 BLOCK = 8  # steps
 METRICS = (
     "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "mismatch/ess_seq",
     "mismatch/ess_token", "mismatch/engine/log_ratio_abs_mean", "mismatch/staleness/log_ratio_abs_mean",
-    "response_length/mean", "reward/learner_snis", "reward/mean", "rollout_corr/chi2_seq",
-    "rollout_corr/chi2_token", "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size",
-    "rollout_corr/kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_seq_max",
+    "response_length/mean", "reward/mean", "rollout_corr/chi2_seq", "rollout_corr/chi2_token",
+    "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size", "rollout_corr/kl",
     "training/off_policy/trajectory_staleness/mean", "training/rollout_probs_diff_max",
     "training/rollout_probs_diff_mean",
 )
 ACCURACIES = ("eval/greedy_accuracy", "eval/sampled_accuracy")
+NAME = re.compile(r"(.+)-seed(\d+)")  # of a workdir
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,19 @@ def _round(x: float) -> float | str:
     return float(f"{x:.4g}") if math.isfinite(x) else str(x)
 
 
-def line_of(workdir: pathlib.Path) -> dict[str, Any]:
-    """Returns the line of a finished run."""
-    arm, seed = re.fullmatch(r"(.+)-seed(\d+)", workdir.name).groups()
-    records = metrics.read(workdir)
+def line_of(workdir: epath.Path) -> dict[str, Any]:
+    """Returns the line of a run."""
+    arm, seed = NAME.fullmatch(workdir.name).groups()
+    line = {"arm": arm, "seed": int(seed)}
+    records = metrics.read(workdir) if (workdir / metrics.FILE_NAME).exists() else []
+    config = json.loads((workdir / "config.json").read_bytes())["config"]
+    if not metrics.has_ended(records, config["steps"]):
+        return line | {"unfinished": max((r["step"] for r in records), default=0)}
     trained = [r for r in records if r["phase"] == "train"]
     evaluated = [r for r in records if r["phase"] == "eval"]
     found = diagnose(workdir)
-    line = {
-        "arm": arm, "seed": int(seed), "verdict": found["verdict"],
-        "findings": [f["name"] for f in found["findings"]],
+    line |= {
+        "verdict": found["verdict"], "findings": [f["name"] for f in found["findings"]],
         "eval/steps": [r["step"] for r in evaluated],
     }
     series = {name: thinned(name, trained) for name in METRICS}
@@ -88,47 +93,41 @@ def line_of(workdir: pathlib.Path) -> dict[str, Any]:
     return line | {name: [_round(x) for x in values] for name, values in series.items()}
 
 
-def is_finished(workdir: pathlib.Path) -> bool:
-    """Whether the evaluation after the last step of its config is there."""
-    config = json.loads((workdir / "config.json").read_bytes())["config"]
-    return any((r["phase"], r["step"]) == ("eval", config["steps"]) for r in metrics.read(workdir))
-
-
-def gather(folder: str | os.PathLike, out: str | os.PathLike) -> tuple[int, list[str]]:
-    """Writes a line of each finished run of a sweep, in the order of their names.
-
-    Returns: how many there are, and the names of those that have not ended.
+def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, Any]]:
+    """Writes a line of each run of a sweep, in the order of their names, and returns the lines.
 
     Raises:
-      ValueError: the folder holds no finished run.
+      ValueError: the folder holds no run.
     """
-    workdirs = sorted(p.parent for p in pathlib.Path(folder).glob("*-seed*/metrics.jsonl"))
-    finished = [w for w in workdirs if is_finished(w)]
-    if not finished:
-        raise ValueError(f"{folder} holds no finished run of a sweep")
-    lines = [json.dumps(line_of(workdir)) for workdir in finished]
-    pathlib.Path(out).write_text("\n".join(lines) + "\n")
-    return len(lines), [w.name for w in workdirs if w not in finished]
+    folder = storage.folder(folder)
+    workdirs = sorted(p.parent for p in folder.glob("*/config.json") if NAME.fullmatch(p.parent.name))
+    if not workdirs:
+        raise ValueError(f"{folder} holds no run of a sweep")
+    lines = [line_of(workdir) for workdir in workdirs]
+    pathlib.Path(out).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
 
 
-def read(path: str | os.PathLike) -> list[Run]:
-    """Reads what `gather` wrote.
+def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
+    """Reads what `gather` wrote. Returns the runs that have ended, and the names of the others.
 
     Raises:
       ValueError: a line is not such a line; it is named by its number.
     """
-    runs = []
+    runs, others = [], []
     for number, text in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
         try:
             line = json.loads(text)
-            arm, seed, verdict, findings = (
-                line.pop(name) for name in ("arm", "seed", "verdict", "findings")
-            )
+            arm, seed = line.pop("arm"), line.pop("seed")
+            if "unfinished" in line:
+                others.append(f"{arm}, seed {seed}")
+                continue
+            verdict, findings = line.pop("verdict"), line.pop("findings")
             series = {name: np.array(values, float) for name, values in line.items()}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number} is not the line of a run: {error!r}") from error
         runs.append(Run(arm, seed, verdict, findings, series))
-    return runs
+    return runs, others
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -142,12 +141,6 @@ def at_end(run: Run, name: str, share: float = 0.1) -> float:
     return float(np.nanmean(values[-max(1, math.ceil(share * len(values))) :]))
 
 
-def cell(values: Sequence[float], form: str = ".3f") -> str:
-    """Writes a mean over seeds with Student's 95 % interval: "0.412 [0.390, 0.434]"."""
-    mean, low, high = intervals.of_mean(values)
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = argparse.ArgumentParser(
@@ -156,10 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", help="of a sweep")
     parser.add_argument("--out", required=True, help="file that the lines are written to")
     args = parser.parse_args(argv)
-    count, unfinished = gather(args.folder, args.out)
-    print(f"{args.out}: {count} runs")
-    for name in unfinished:
-        print(f"not finished, and left out: {name}")
+    lines = gather(args.folder, args.out)
+    unfinished = [line for line in lines if "unfinished" in line]
+    print(f"{args.out}: {len(lines)} runs, {len(unfinished)} of them not finished")
 
 
 if __name__ == "__main__":

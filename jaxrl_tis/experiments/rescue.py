@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures, records
+from jaxrl_tis.experiments.figures import Comparison, Interval
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import COLORS
 
@@ -21,51 +22,77 @@ STORY = {
     "no-gap": "no gap", "none": "gap, uncorrected", "PPO-IS": "gap inside PPO's ratio",
     "TIS-2": "gap, truncated weights (TIS)",
 }
+UNCORRECTED = {"int8-TIS-2": "int8", "no-gap": None, "int8": None, "none": None}  # others: none
+BYPASS = ("PPO-IS", "centering")  # their k1 is of the sampler, and holds the gap
+K1, ACCURACY = "actor/ppo_kl", "eval/sampled_accuracy"
 PANELS = (
-    ("eval/sampled_accuracy", "Learner, held-out accuracy", "fraction correct, sampled"),
+    (ACCURACY, "Learner, held-out accuracy", "change, fraction correct"),
     ("reward/mean", "Sampler, training reward", "fraction correct"),
-    ("training/rollout_probs_diff_max", "Largest probability difference", "|p_sampler − p_learner|"),
+    ("training/rollout_probs_diff_max", "Largest difference in 8 steps", "|p_sampler − p_learner|"),
     ("actor/entropy", "Entropy of the learner", "nats per token"),
-    ("actor/ppo_kl", "k1 of the update, over the sampler's tokens", "nats per token"),
+    (K1, "k1 of old to new policy", "nats per token"),
     ("response_length/mean", "Response length", "tokens"),
 )
 
 
 def negative_share(run: Run) -> float:
     """Returns the share of blocks whose k1 estimate of a KL divergence is below 0."""
-    return float(np.mean(run.series["actor/ppo_kl"] < 0))
+    return float(np.mean(run.series[K1] < 0))
 
 
-def verdict(gain: tuple[float, float, float], beside: tuple[float, float, float] | None) -> str:
-    """Says what the protocol calls an arm, from its gain and its difference to the uncorrected one."""
-    _, low, high = gain
-    words = ["collapses"] if high < 0 else ["improves"] if low > 0 else ["neither"]
+COMPARISONS: tuple[Comparison, ...] = (
+    *(("gain", figures.gain, arm, other) for arm, other in (
+        ("TIS-2", "TIS-8"), ("TIS-2", "vanilla-IS"), ("TIS-2", "centering"), ("seq-TIS", "TIS-2"),
+        ("seq-MIS", "MIS"), ("no-gap", "TIS-2"),
+    )),
+    ("sampler's reward", figures.of("reward/mean"), "none", "TIS-2"),
+    ("entropy", figures.of("actor/entropy"), "none", "TIS-2"),
+    ("share of k1 below 0", negative_share, "none", "TIS-2"),
+    ("response length", figures.of("response_length/mean"), "none", "TIS-2"),
+)
+
+
+def verdict(gain: Interval, beside: Interval | None, is_collapse: bool = False) -> str:
+    """Says what the protocol calls an arm.
+
+    Args:
+      gain: its own.
+      beside: its gain less that of the uncorrected arm; None for one that is not compared.
+      is_collapse: whether the uncorrected arm collapses.
+    """
+    words = ["collapses"] if gain[2] < 0 else ["improves"] if gain[1] > 0 else ["neither"]
     if beside is not None and beside[1] > 0:
-        words.append("better than none")
+        words.append("rescues" if is_collapse and gain[2] >= 0 else "better than none")
     if beside is not None and beside[2] < 0:
         words.append("worse than none")
     return ", ".join(words)
 
 
+def _gain(runs):
+    return intervals.of_mean([figures.gain(r) for r in runs])
+
+
 def table(runs: Sequence[Run]) -> str:
-    """The arms: what the learner gained, what the sampler earned, and the signs of Figure 5."""
-    by_arm, gained = records.by_arm(runs), figures.gains(runs)
-    lines = []
+    """The arms: what the learner gained, what the sampler earned, and the signs of Figure 5; then the
+    comparisons that the hypotheses are about."""
+    by_arm, lines = records.by_arm(runs), []
     for arm, own in by_arm.items():
-        gain = intervals.of_mean(list(gained[arm].values()))
-        other = None if arm == "none" else figures.beside(gained[arm], gained["none"])
-        end = lambda name: records.cell([records.at_end(r, name) for r in own])
+        base = by_arm.get(UNCORRECTED.get(arm, "none"))
+        other = figures.beside(own, base) if base else None
+        end = lambda name: figures.mean([records.at_end(r, name) for r in own])
+        k1 = "–" if arm in BYPASS else f"{np.mean([negative_share(r) for r in own]):.2f}"
         lines.append([
-            arm, str(len(own)), figures.interval(gain), figures.interval(other) if other else "–",
-            end("reward/mean"), end("training/rollout_probs_diff_max"), end("actor/entropy"),
-            f"{np.mean([negative_share(r) for r in own]):.2f}", end("response_length/mean"),
-            verdict(gain, other),
+            arm, str(len(own)), figures.interval(_gain(own)), figures.interval(other),
+            end("reward/mean"), end("training/rollout_probs_diff_max"), end("actor/entropy"), k1,
+            end("response_length/mean"),
+            verdict(_gain(own), other, is_collapse=base is not None and _gain(base)[2] < 0),
         ])
     header = [
-        "arm", "seeds", "gain in sampled accuracy", "less that of none", "sampler's reward at the end",
-        "largest dp", "entropy", "share of k1 below 0", "length", "verdict",
+        "arm", "seeds", "gain in sampled accuracy", "less that of the uncorrected",
+        "sampler's reward at the end", "largest dp of 8 steps", "entropy", "share of k1 below 0", "length",
+        "verdict",
     ]
-    return figures.rows(header, lines)
+    return figures.rows(header, lines) + "\n\n" + figures.comparisons(runs, COMPARISONS)
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
@@ -73,14 +100,14 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     by_arm = records.by_arm(runs)
     for axes, (name, title, unit) in zip(page.subplots(2, 3).flat, PANELS):
         for arm, color in zip(SHOWN, COLORS):
-            if arm in by_arm:
-                figures.curve(axes, by_arm[arm], name, arm, color)
-        if "int8" in by_arm:
-            figures.curve(axes, by_arm["int8"], name, "int8, no injected gap", figures.GREY, linestyle="--")
+            if not (name == K1 and arm in BYPASS):
+                figures.curve(axes, by_arm.get(arm, []), name, arm, color, name == ACCURACY)
+        int8, label = by_arm.get("int8", []), "int8, no injected gap"
+        figures.curve(axes, int8, name, label, figures.GREY, name == ACCURACY, linestyle="--")
         axes.set(title=title, xlabel="step", ylabel=unit)
     page.axes[4].axhline(0, color="black", linewidth=0.7)
     page.axes[4].set_yscale("symlog", linthresh=1e-3)
-    page.axes[0].legend(fontsize=8)
+    page.legend(*page.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SHOWN) + 1)
 
 
 def draw_story(page: Figure, runs: Sequence[Run]) -> None:
@@ -88,12 +115,16 @@ def draw_story(page: Figure, runs: Sequence[Run]) -> None:
     by_arm = records.by_arm(runs)
     shown, hidden = page.subplots(1, 2)
     for (arm, label), color in zip(STORY.items(), COLORS):
-        figures.curve(shown, by_arm[arm], "reward/mean", label, color)
-        figures.curve(hidden, by_arm[arm], "eval/sampled_accuracy", label, color)
+        figures.curve(shown, by_arm.get(arm, []), "reward/mean", label, color)
+        figures.curve(hidden, by_arm.get(arm, []), ACCURACY, label, color, is_change=True)
     shown.set(title="What the log shows: the sampler's reward", xlabel="step", ylabel="fraction correct")
-    hidden.set(title="What was learned: held-out accuracy", xlabel="step", ylabel="fraction correct")
-    shown.legend(fontsize=8.5)
+    hidden.axhline(0, color="black", linewidth=0.7)
+    hidden.set(
+        title="What was learned: held-out accuracy", xlabel="step", ylabel="change, fraction correct"
+    )
+    page.legend(*shown.get_legend_handles_labels(), loc="outside lower center", ncols=len(STORY))
 
 
 if __name__ == "__main__":
-    figures.run("rescue", table, {"rescue": (draw, (14, 7)), "collapse": (draw_story, (10, 3.6))})
+    pictures = {"rescue": (draw, (14, 7)), "collapse": (draw_story, (10, 3.6))}
+    figures.run("rescue", table, pictures, needed=("none",))

@@ -31,59 +31,74 @@ def fall(run: Run) -> float:
     return float(values.max() - values[-figures.LAST :].mean())
 
 
-def power(runs: Sequence[Run]) -> tuple[float, float, float]:
-    """Fits lag = c ESS^alpha to the runs that are stale, by least squares of the logarithms.
+def early(run: Run) -> float:
+    """Returns the gain over the second to fourth evaluation, before a stale run can have fallen."""
+    values = run.series["eval/sampled_accuracy"]
+    return float(values[1 : 1 + figures.LAST].mean() - values[0])
 
-    Returns alpha and its 95 % interval over seeds.
+
+def power(runs: Sequence[Run]) -> figures.Interval | None:
+    """Fits ESS = c lag^x to the stale runs of each seed, by least squares of the logarithms.
+
+    Returns x and its 95 % interval over seeds; None without a seed of two lags.
     """
     found = []
     for seed in sorted({r.seed for r in runs}):
-        own = [r for r in runs if r.seed == seed and records.at_end(r, LAG) > 0]
-        ess = np.log([records.at_end(r, ESS, 0.5) for r in own])
-        lag = np.log([records.at_end(r, LAG, 0.5) for r in own])
-        found.append(np.polyfit(ess, lag, 1)[0])
-    return intervals.of_mean(found)
+        lags, ess = (
+            np.array([records.at_end(r, name, 0.5) for r in runs if r.seed == seed]) for name in (LAG, ESS)
+        )
+        is_stale = lags > 0
+        if len(set(lags[is_stale])) > 1:
+            found.append(np.polyfit(np.log(lags[is_stale]), np.log(ess[is_stale]), 1)[0])
+    return intervals.of_mean(found) if found else None
 
 
-def largest_lags(runs: Sequence[Run]) -> list[list[str]]:
-    """For each objective, the largest lag whose arm improves, the first that does not, and the power."""
+def bounds(runs: Sequence[Run]) -> list[list[str]]:
+    """For each objective: the largest lag whose arm improves and the smallest whose arm does not, with the
+    sample size that they leave."""
     lines = []
     for name in dict.fromkeys(parts(r.arm)[0] for r in runs):
-        own = [r for r in runs if parts(r.arm)[0] == name]
-        by_lag = sorted(
-            (parts(arm)[1], intervals.of_mean(list(values.values())))
-            for arm, values in figures.gains(own).items()
+        own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
+        arms = sorted(own, key=lambda arm: parts(arm)[1])
+        improves = {arm: intervals.of_mean([figures.gain(r) for r in own[arm]])[1] > 0 for arm in arms}
+        told = lambda arm: f"{parts(arm)[1]}, " + figures.mean(
+            [records.at_end(r, ESS, 0.5) for r in own[arm]]
         )
-        improving = [lag for lag, (_, low, _) in by_lag if low > 0]
-        failing = [lag for lag, (_, low, _) in by_lag if low <= 0]
+        good, bad = ([arm for arm in arms if improves[arm] == wanted] for wanted in (True, False))
+        every = [r for some in own.values() for r in some]
         lines.append([
-            name, str(max(improving, default="none")), str(min(failing, default="none")),
-            figures.interval(power(own), ".2f"),
+            name, told(good[-1]) if good else "–", told(bad[0]) if bad else "–",
+            figures.interval(power(every), ".2f"),
         ])
     return lines
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The arms by objective and lag, and the law of the lag."""
-    gained, by_arm = figures.gains(runs), records.by_arm(runs)
+    """The arms by objective and lag; the comparisons with PPO; lags and sample sizes."""
     lines = []
-    for arm, own in sorted(by_arm.items(), key=lambda item: parts(item[0])):
+    for arm, own in sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0])):
         name, lag = parts(arm)
-        plain = "PPO-" + str(lag)
-        other = None if arm == plain else figures.beside(gained[arm], gained[plain])
+        of = lambda name: [records.at_end(r, name, 0.5) for r in own]
         lines.append([
-            name, str(lag), str(len(own)), records.cell([records.at_end(r, LAG, 0.5) for r in own], ".1f"),
-            records.cell([records.at_end(r, ESS, 0.5) for r in own]),
-            figures.interval(intervals.of_mean(list(gained[arm].values()))),
-            figures.interval(other) if other else "–",
-            records.cell([fall(r) for r in own]),
+            name, str(lag), str(len(own)), figures.mean(of(LAG), ".1f"), figures.mean(of(ESS)),
+            figures.mean([early(r) for r in own], "+.3f"),
+            figures.mean([figures.gain(r) for r in own], "+.3f"),
+            figures.mean([fall(r) for r in own]),
         ])
     header = [
-        "objective", "bound", "seeds", "lag", "sequence ESS", "gain in sampled accuracy",
-        "less that of PPO", "fall from its best",
+        "objective", "bound", "seeds", "lag", "sequence ESS", "gain early", "gain in sampled accuracy",
+        "fall from its best",
     ]
-    law = ["objective", "largest lag that improves", "smallest that does not", "power of ESS in the lag"]
-    return "\n\n".join([figures.rows(header, lines), figures.rows(law, largest_lags(runs))])
+    lags = sorted({parts(r.arm)[1] for r in runs})
+    compared = [
+        (label, measure, f"{name}-{lag}", f"PPO-{lag}")
+        for lag in lags for name in ("no-clip", "M2PO")
+        for label, measure in (("gain early", early), ("gain", figures.gain))
+    ]
+    law = ["objective", "largest lag that improves, ESS", "smallest that does not, ESS", "x of ESS ~ lag^x"]
+    return "\n\n".join([
+        figures.rows(header, lines), figures.comparisons(runs, compared), figures.rows(law, bounds(runs)),
+    ])
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
@@ -91,11 +106,12 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     lags = sorted({parts(r.arm)[1] for r in runs})
     names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
     *panels, last = page.subplots(1, len(lags) + 1)
+    best = max(r.series["eval/sampled_accuracy"].max() for r in runs)
     for axes, lag in zip(panels, lags):
         for name, color in zip(names, COLORS):
             own = [r for r in runs if parts(r.arm) == (name, lag)]
             figures.curve(axes, own, "eval/sampled_accuracy", name, color)
-        axes.set(title=f"{lag} batches behind", xlabel="step", ylabel="held-out accuracy", ylim=(0, 0.6))
+        axes.set(title=f"{lag} batches behind", xlabel="step", ylabel="held-out accuracy", ylim=(0, best))
     panels[0].legend()
     for name, color in zip(names, COLORS):
         own = [r for r in runs if parts(r.arm)[0] == name]

@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize
 
-from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import COLORS
@@ -33,10 +32,11 @@ def parts(arm: str) -> tuple[str, float]:
 
 
 def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
-    """Returns where a logistic curve of the failures [n] crosses one half; -inf where all fail, inf where
-    none does or larger gaps fail no more often."""
+    """Returns where a logistic curve of the failures [n] crosses one half: inf beyond the largest size, or
+    where failures do not rise with it and are no majority, -inf below the smallest, or where they are one."""
+    otherwise = -np.inf if failed.mean() > 0.5 else np.inf
     if failed.all() or not failed.any():
-        return -np.inf if failed.all() else np.inf
+        return otherwise
     centre = log_scale.mean()
 
     def loss(x):
@@ -44,26 +44,42 @@ def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
         return np.sum(np.logaddexp(0, score) - failed * score) + PENALTY * x[1] ** 2
 
     intercept, slope = optimize.minimize(loss, np.array([0.0, 1.0]), method="BFGS").x
-    return float(centre - intercept / slope) if slope > FLATTEST else np.inf
+    if slope <= FLATTEST:
+        return otherwise
+    found = centre - intercept / slope
+    if log_scale.min() <= found <= log_scale.max():
+        return float(found)
+    return np.inf if found > centre else -np.inf
 
 
-def threshold(runs: Sequence[Run], measure, seed: int = 0) -> tuple[float, float, float]:
-    """Returns the size at which half of the runs fail, and its 95 % interval over resampled seeds.
-
-    Args:
-      measure: from a run to the size of its gap, above 0.
-    """
+def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
+    """Returns the half point of the runs, and those of RESAMPLES draws of their seeds, the same draws for
+    any runs of the same seeds."""
     seeds = np.unique([r.seed for r in runs])
     log_scale = np.log([measure(r) for r in runs])
     failed = np.array([figures.gain(r) < 0 for r in runs], float)
     of_seed = [np.flatnonzero([r.seed == s for r in runs]) for s in seeds]
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(RESAMPLES):
-        chosen = np.concatenate([of_seed[i] for i in rng.integers(len(seeds), size=len(seeds))])
-        found.append(half_point(log_scale[chosen], failed[chosen]))
-    low, high = np.quantile(found, (0.025, 0.975), method="nearest")
-    return tuple(float(np.exp(x)) for x in (half_point(log_scale, failed), low, high))
+    rng = np.random.default_rng(0)
+    draws = [np.concatenate([of_seed[i] for i in rng.integers(len(seeds), size=len(seeds))])
+             for _ in range(RESAMPLES)]
+    return np.array([half_point(log_scale[i], failed[i]) for i in (np.arange(len(runs)), *draws)])
+
+
+def threshold(runs: Sequence[Run], measure: figures.Measure) -> figures.Interval:
+    """Returns the size at which half of the runs fail, and its 95 % interval over resampled seeds: 0 below
+    all sizes, inf above.
+
+    Args:
+      measure: from a run to the size of its gap, above 0.
+    """
+    found = resampled(runs, measure)
+    ends = np.quantile(found[1:], (0.025, 0.975), method="nearest")
+    return tuple(float(np.exp(x)) for x in (found[0], *ends))
+
+
+def share_below(runs: Sequence[Run], others: Sequence[Run], measure: figures.Measure) -> float:
+    """Returns the share of resampled seeds in which the first runs fail at a smaller size."""
+    return float(np.mean(resampled(runs, measure)[1:] < resampled(others, measure)[1:]))
 
 
 def first_kl(run: Run) -> float:
@@ -91,8 +107,11 @@ def table(runs: Sequence[Run]) -> str:
     arms = [[parts(arm)[0], f"{parts(arm)[1]:g}", *_outcome(own)] for arm, own in ordered]
     if natural:
         arms.append(["none, int8 alone", "–", *_outcome(natural)])
+    below = share_below(of("none"), of("TIS-2"), MEASURES["scale of the noise"])
     return "\n\n".join([
         figures.rows(["correction", "size of the gap in", "half of the runs fail at"], limits),
+        f"In {below:.3f} of the resampled seeds, runs without a correction fail at a smaller gap than with "
+        "TIS-2.",
         figures.rows(
             ["correction", "scale", "k3 at the start", "fail", "gain in sampled accuracy",
              "sampler's reward at the end"], arms,
@@ -107,10 +126,10 @@ def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
 
 def _outcome(runs):
     return [
-        records.cell([first_kl(r) for r in runs], ".3g"),
+        figures.mean([first_kl(r) for r in runs], ".3g"),
         f"{sum(figures.gain(r) < 0 for r in runs)} of {len(runs)}",
-        figures.interval(intervals.of_mean([figures.gain(r) for r in runs])),
-        records.cell([records.at_end(r, "reward/mean") for r in runs]),
+        figures.mean([figures.gain(r) for r in runs], "+.3f"),
+        figures.mean([records.at_end(r, "reward/mean") for r in runs]),
     ]
 
 
@@ -139,4 +158,4 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
 
 
 if __name__ == "__main__":
-    figures.run("threshold", table, {"threshold": (draw, (7, 4))})
+    figures.run("threshold", table, {"threshold": (draw, (7, 4))}, needed=("none-0.1", "TIS-2-0.1"))

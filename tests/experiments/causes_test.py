@@ -24,6 +24,8 @@ RUNS = [
 def test_right_is_the_own_cause_alone():
     assert [causes.is_right(r) for r in RUNS] == [True, False, True, False, True, False]
     assert causes.found(RUNS[3]) == ["unclear"]
+    both = run("filter", 2, ["A", "A.record", "A.filter"])
+    assert causes.found(both) == ["record", "filter"] and not causes.is_right(both)
 
 
 def test_the_confusion_of_held_out_seeds():

@@ -1,5 +1,7 @@
 """Areas under curves by hand, and regressions on runs whose outcome follows from a signal."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -28,27 +30,45 @@ RUNS = [
 ]
 
 
+REWARD, ACCURACY = predictor.OUTCOMES
+
+
 def test_outcomes_and_lead():
     bad, good = run(0, 1.0, True), run(0, 1.0, False)
-    for outcome in predictor.OUTCOMES.values():
-        assert outcome(bad) and not outcome(good)
-    assert predictor.lead(bad) == 8.0  # block 7 is the second after the first five
-    assert np.isnan(predictor.lead(good))
+    for outcome in predictor.OUTCOMES:
+        assert outcome.happens(bad) and not outcome.happens(good) and np.isnan(outcome.lead(good))
+    assert REWARD.lead(bad) == 56 - 40  # the seventh block is the first of 0.2
+    # Evaluations at 0, 24, 48, ...: 0.3, 0.4, 0.1.
+    assert ACCURACY.lead(bad) == 48 - 40
+    before = made.run("a", 0, accuracy=(0.4, 0.1, 0.4, 0.4, 0.4))
+    assert np.isnan(ACCURACY.lead(before))  # that was within the first 40 steps
 
 
-def test_signals_are_logarithms_where_they_span_decades():
-    assert predictor.early(run(0, 100.0, True), "rollout_corr/chi2_token") == 2.0
-    assert predictor.early(run(0, 0.0, True), "rollout_corr/chi2_token") == -8.0
-    assert predictor.early(run(0, np.inf, True), "rollout_corr/chi2_token") == 6.0
-    assert predictor.early(made.run("a", 0, mismatch__ess_seq=np.nan), "mismatch/ess_seq") == 0.0
+def test_signals_are_on_a_logarithmic_scale_where_they_span_decades():
+    """asinh(x / 1e-6) is log(2 x / 1e-6) far from 0, and keeps the sign."""
+    of = lambda value: predictor.early(run(0, value, True), "rollout_corr/chi2_token")
+    assert of(100.0) == pytest.approx(np.log(2e8)) and of(-100.0) == -of(100.0) and of(0.0) == 0.0
+    assert of(np.inf) == pytest.approx(np.log(2e12))
+    assert np.isnan(predictor.early(made.run("a", 0, mismatch__ess_seq=np.nan), "mismatch/ess_seq"))
+    assert predictor.early(made.run("a", 0, mismatch__ess_seq=0.25), "mismatch/ess_seq") == 0.25
 
 
 def test_a_signal_that_tells_is_found_on_held_out_seeds():
-    found = predictor.judged(RUNS, predictor.loses_accuracy)
+    found = predictor.judged(RUNS, ACCURACY)
     assert found["rollout_corr/chi2_token"][0] > 0.95 and found["the four"][0] > 0.95
-    assert found["response_length/mean"][0] == 0.5  # the same in every run
-    area, low, high = found["the four"]
-    assert low <= area <= high <= 1.0
+    assert set(found["response_length/mean"]) == {0.5}  # the same in every run, and in every draw
+    area, low, high = predictor.interval_of(found["the four"])
+    assert 0.8 < low < area < high <= 1.0
+
+
+def test_a_signal_that_a_run_lacks_counts_as_the_mean():
+    x = np.array([[0.0], [2.0], [np.nan]])
+    score = predictor.fitted(x, np.array([False, True, True]))
+    assert score(np.array([[np.nan]])) == pytest.approx(score(np.array([[1.0]])))
+
+
+def test_runs_that_repeat_others_count_once():
+    assert len(predictor.unique([made.run("a", 0), made.run("b", 0), made.run("b", 1)])) == 2
 
 
 def test_a_regression_in_the_other_direction():
@@ -59,7 +79,8 @@ def test_a_regression_in_the_other_direction():
 
 def test_the_table_and_the_picture():
     text = predictor.table(RUNS)
-    assert "reward: 27 of 48 runs collapse, 14 of 24 of the held-out seeds; median lead 8 steps." in text
+    assert "reward: 27 of 48 runs collapse, 14 of the 24 of held-out seeds; 14 of these fall" in text
+    assert "by a median of 16 steps later." in text and "| all less the four | " in text
     page = Figure()
     predictor.draw(page, RUNS)
     assert len(page.axes) == 2
@@ -67,8 +88,13 @@ def test_the_table_and_the_picture():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["predictor", str(tmp_path)])
-    with pytest.raises(ValueError, match="no record of runs"):
+    with pytest.raises(ValueError, match="needs runs of seeds"):
         predictor.main()
-    made.write(tmp_path / "a.jsonl", RUNS)
+    # Runs of two figures, one repeated; another file is no figure of it.
+    distinct = [dataclasses.replace(r, series=r.series | {"reward/mean": r.series["reward/mean"] + 1e-4 * i})
+                for i, r in enumerate(RUNS)]
+    made.write(tmp_path / "rescue.jsonl", distinct)
+    made.write(tmp_path / "causes.jsonl", distinct[:5])
+    made.write(tmp_path / "other.jsonl", RUNS)
     predictor.main()
-    assert "the four" in capsys.readouterr().out and (tmp_path / "predictor.png").exists()
+    assert "of 48 runs" in capsys.readouterr().out and (tmp_path / "predictor.png").exists()

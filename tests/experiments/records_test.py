@@ -35,12 +35,18 @@ def test_blocks_by_hand():
 def test_runs_are_gathered_and_read_again(tmp_path):
     finished(tmp_path, "TIS-2-seed3")
     finished(tmp_path, "none-seed12", **{"rollout_corr/kl": 0.3})
-    write_run_without_end = tmp_path / "none-seed0"
-    write_run_without_end.mkdir()
-    write_run(write_run_without_end, {}, {"steps": 30}, 20)
+    for name, steps in (("none-seed0", 20), ("none-seed1", None)):  # one before its first step
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, {}, {"steps": 30}, steps or 1)
+        if steps is None:
+            (tmp_path / name / "metrics.jsonl").unlink()
+    finished(tmp_path, "none-seed2-kept")  # no run of the sweep
     out = tmp_path / "out.jsonl"
-    assert records.gather(tmp_path, out) == (2, ["none-seed0"])
-    first, second = records.read(out)
+    assert [line["seed"] for line in records.gather(tmp_path, out)] == [3, 0, 1, 12]
+    assert [line.get("unfinished") for line in map(json.loads, out.read_text().splitlines())] == [
+        None, 20, 0, None]
+    (first, second), unfinished = records.read(out)
+    assert unfinished == ["none, seed 0", "none, seed 1"]
     assert (first.arm, first.seed, first.verdict) == ("TIS-2", 3, ["healthy"])
     assert (second.arm, second.seed, second.verdict) == ("none", 12, ["A"])
     assert "A.kernels" in second.findings
@@ -50,8 +56,8 @@ def test_runs_are_gathered_and_read_again(tmp_path):
     assert np.isnan(first.series["mismatch/ess_seq"]).all()  # this record has none
 
 
-def test_a_folder_without_a_finished_run_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="holds no finished run"):
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
         records.gather(tmp_path, tmp_path / "out.jsonl")
 
 
@@ -71,15 +77,13 @@ def test_the_end_is_the_last_tenth_without_nan():
     assert records.at_end(run, "reward/mean", 1.0) == pytest.approx((45 + 7) / 11)
 
 
-def test_runs_by_arm_and_a_cell():
+def test_runs_by_arm():
     runs = [made.run("b", 0), made.run("a", 0), made.run("b", 1)]
     assert [(arm, len(own)) for arm, own in records.by_arm(runs).items()] == [("b", 2), ("a", 1)]
-    # 12.7062 * 0.1 of Student's t with one degree of freedom
-    assert records.cell([0.4, 0.6], ".2f") == "0.50 [-0.77, 1.77]"
 
 
 def test_the_command(tmp_path, capsys):
     finished(tmp_path, "a-seed0")
     out = tmp_path / "a.jsonl"
     records.main([str(tmp_path), f"--out={out}"])
-    assert f"{out}: 1 runs" in capsys.readouterr().out
+    assert f"{out}: 1 runs, 0 of them not finished" in capsys.readouterr().out

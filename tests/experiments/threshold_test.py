@@ -11,7 +11,7 @@ from tests.experiments import made
 def test_the_half_point_lies_in_the_middle_of_what_is_symmetric():
     log_scale = np.log([1.0, 2.0, 4.0, 8.0])
     assert np.exp(threshold.half_point(log_scale, np.array([0, 0, 1, 1.0]))) == pytest.approx(8**0.5, rel=1e-3)
-    # two of each size, of which one, one, and both and none fail the other way: no separation
+    # one of the two at 2 fails, and one of the two at 4 does not
     twice = np.repeat(log_scale, 2)
     mixed = np.array([0, 0, 0, 1, 0, 1, 1, 1.0])
     assert np.exp(threshold.half_point(twice, mixed)) == pytest.approx(8**0.5, rel=1e-3)
@@ -21,8 +21,17 @@ def test_where_all_or_none_fail_there_is_no_half_point():
     log_scale = np.log([1.0, 2.0])
     assert threshold.half_point(log_scale, np.ones(2)) == -np.inf
     assert threshold.half_point(log_scale, np.zeros(2)) == np.inf
-    falling = threshold.half_point(np.log([1.0, 2.0, 4.0, 8.0]), np.array([1, 1, 0, 0.0]))
-    assert falling == np.inf  # larger gaps do better: no size is too large
+
+
+@pytest.mark.parametrize("failed, end", [
+    ([1, 0, 0, 0.0], np.inf),  # fewer at larger sizes, and no majority
+    ([1, 1, 1, 0.0], -np.inf),  # a majority: below all sizes
+    ([1, 0, 1, 1, 1, 1, 1, 1.0], -np.inf),  # beyond the smallest size by extrapolation
+    ([0, 0, 0, 0, 0, 0, 0, 1.0], np.inf),
+])
+def test_what_the_sizes_do_not_enclose_is_not_extrapolated(failed, end):
+    log_scale = np.log(np.repeat([1.0, 2.0, 4.0, 8.0], len(failed) // 4))
+    assert threshold.half_point(log_scale, np.array(failed)) == end
 
 
 def runs():
@@ -37,6 +46,8 @@ def test_the_threshold_and_its_interval():
     none = [r for r in runs() if r.arm.startswith("none")]
     found = threshold.threshold(none, threshold.MEASURES["scale of the noise"])
     # every resample has the same points: failures from 0.2 on; about the geometric middle of 0.1 and 0.2
+    with_tis = [r for r in runs() if r.arm.startswith("TIS-2")]
+    assert threshold.share_below(none, with_tis, threshold.MEASURES["scale of the noise"]) == 1.0
     assert 0.12 < found[0] < 0.17 and found[1] == pytest.approx(found[2]) == pytest.approx(found[0], rel=0.02)
 
 
