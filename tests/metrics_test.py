@@ -276,3 +276,8 @@ def test_compilation_is_a_phase_of_its_own():
     assert times["time/compile_s"] == pytest.approx(0.02)
     assert 0.005 < times["time/update_s"] < 5 and times["time/score_s"] < 5
     assert "time/compile_s" not in timer.collect()
+
+
+def test_a_run_has_ended_with_the_evaluation_after_its_last_step():
+    lines = [{"phase": "train", "step": 9}, {"phase": "eval", "step": 5}]
+    assert metrics.has_ended(lines, 5) and not metrics.has_ended(lines, 9)

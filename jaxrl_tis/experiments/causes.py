@@ -38,6 +38,11 @@ def is_right(run: Run) -> bool:
     return found(run) == ["none" if run.arm in TOO_SMALL else run.arm]
 
 
+def unseen(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs of held-out seeds."""
+    return [r for r in runs if r.seed not in SEEN]
+
+
 def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
     """Returns the arms, the causes that were named first, and how often each [arms, causes]."""
     arms = list(dict.fromkeys(r.arm for r in runs))
@@ -51,7 +56,7 @@ def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
 
 def table(runs: Sequence[Run]) -> str:
     """The confusion table of the held-out seeds, and the share that is right with Wilson's interval."""
-    held_out = [r for r in runs if r.seed not in SEEN]
+    held_out = unseen(runs)
     arms, named, counts = confusion(held_out)
     cells = [
         [arm, *(str(n) if n else "" for n in row), str(sum(is_right(r) for r in held_out if r.arm == arm))]
@@ -67,7 +72,7 @@ def table(runs: Sequence[Run]) -> str:
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """The table as a picture."""
-    arms, named, counts = confusion([r for r in runs if r.seed not in SEEN])
+    arms, named, counts = confusion(unseen(runs))
     axes = page.subplots()
     axes.imshow(counts, cmap="Blues")
     for (i, j), n in np.ndenumerate(counts):

@@ -7,6 +7,7 @@ held-out accuracy ends below where it began. The threshold of a correction is th
 half of the runs fail, by logistic regression on its logarithm; the interval is of a bootstrap over seeds.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,10 +60,14 @@ def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
     log_scale = np.log([measure(r) for r in runs])
     failed = np.array([figures.gain(r) < 0 for r in runs], float)
     of_seed = [np.flatnonzero([r.seed == s for r in runs]) for s in seeds]
-    rng = np.random.default_rng(0)
-    draws = [np.concatenate([of_seed[i] for i in rng.integers(len(seeds), size=len(seeds))])
-             for _ in range(RESAMPLES)]
-    return np.array([half_point(log_scale[i], failed[i]) for i in (np.arange(len(runs)), *draws)])
+
+    @functools.cache
+    def of_draw(*chosen):
+        rows = np.concatenate([of_seed[i] for i in chosen])
+        return half_point(log_scale[rows], failed[rows])
+
+    draws = np.random.default_rng(0).integers(len(seeds), size=(RESAMPLES, len(seeds)))
+    return np.array([of_draw(*range(len(seeds))), *(of_draw(*sorted(draw)) for draw in draws)])
 
 
 def threshold(runs: Sequence[Run], measure: figures.Measure) -> figures.Interval:

@@ -12,6 +12,7 @@ from tests.experiments import made
 
 @pytest.mark.parametrize("gain, beside, is_collapse, words", [
     ((-0.1, -0.2, -0.01), None, True, "collapses"),
+    ((-0.05, -0.2, 0.1), None, False, "neither"),
     ((0.1, 0.01, 0.2), (0.1, -0.1, 0.3), True, "improves"),
     ((0.0, -0.1, 0.1), (0.1, 0.05, 0.2), False, "neither, better than none"),
     ((0.0, -0.1, 0.1), (0.1, 0.05, 0.2), True, "neither, rescues"),

@@ -75,8 +75,6 @@ MUTANTS = [
     *of(
         "sweep.py",
         ("finished runs run again", "if not job.is_finished()]", "]"),
-        ("any evaluation is the last one",
-         '(r["phase"], r["step"]) == ("eval", self.steps)', 'r["phase"] == "eval"'),
         ("a failed run is not told", "if codes[job]]:", "if codes[job] is None]:"),
         ("the first mistake hides the others", "            continue\n", "            break\n"),
     ),
