@@ -66,7 +66,8 @@ def mean(values: Sequence[float], form: str = ".3f") -> str:
 def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Writes a table in Markdown."""
     lines = [header, ["---"] * len(header), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def comparisons(runs: Sequence[Run], wanted: Sequence[Comparison]) -> str:

@@ -112,6 +112,8 @@ def table(runs: Sequence[Run]) -> str:
     arms = [[parts(arm)[0], f"{parts(arm)[1]:g}", *_outcome(own)] for arm, own in ordered]
     if natural:
         arms.append(["none, int8 alone", "–", *_outcome(natural)])
+    scales = sorted({parts(r.arm)[1] for r in runs})
+    compared = [("gain", figures.gain, f"TIS-2-{s:g}", f"none-{s:g}") for s in scales]
     below = share_below(of("none"), of("TIS-2"), MEASURES["scale of the noise"])
     return "\n\n".join([
         figures.rows(["correction", "size of the gap in", "half of the runs fail at"], limits),
@@ -121,6 +123,7 @@ def table(runs: Sequence[Run]) -> str:
             ["correction", "scale", "k3 at the start", "fail", "gain in sampled accuracy",
              "sampler's reward at the end"], arms,
         ),
+        figures.comparisons(runs, compared),
     ])
 
 

@@ -37,7 +37,7 @@ def test_means_and_intervals():
 
 
 def test_a_table():
-    assert figures.rows(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert figures.rows(["a", "|b|"], [["1", "2"]]) == "| a | \\|b\\| |\n| --- | --- |\n| 1 | 2 |"
 
 
 def test_the_command_of_a_figure(tmp_path, monkeypatch, capsys):

@@ -56,7 +56,8 @@ def test_the_table_and_the_picture():
     text = threshold.table(runs() + natural)
     assert "| none | 0.5 | 1 [1, 1] | 3 of 3 | -0.100 [-0.100, -0.100] |" in text
     assert "| TIS-2 | 0.3 | 1 [1, 1] | 0 of 3 | +0.100 [+0.100, +0.100] |" in text
-    assert text.splitlines()[-1].startswith("| none, int8 alone | – | 0.001 [0.001, 0.001] | 0 of 3 |")
+    assert "| none, int8 alone | – | 0.001 [0.001, 0.001] | 0 of 3 |" in text
+    assert text.endswith("| gain | TIS-2-0.5 − none-0.5 | +0.000 [+0.000, +0.000] |")
     page = Figure()
     threshold.draw(page, runs() + natural)
     labels = [text.get_text() for text in page.axes[0].get_legend().get_texts()]
