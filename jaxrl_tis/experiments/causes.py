@@ -77,7 +77,8 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     axes.imshow(counts, cmap="Blues")
     for (i, j), n in np.ndenumerate(counts):
         if n:
-            axes.text(j, i, str(n), ha="center", va="center", color="white" if n > counts.max() / 2 else "black")
+            color = "white" if n > counts.max() / 2 else "black"
+            axes.text(j, i, str(n), ha="center", va="center", color=color)
     axes.set_xticks(range(len(named)), named, rotation=30)
     axes.set_yticks(range(len(arms)), arms)
     axes.grid(False)

@@ -2,10 +2,11 @@
 
     python -m jaxrl_tis.experiments.predictor [FOLDER]
 
-Reads the runs of FIGURES in docs/experiments, those that several have once. A run collapses if its reward, or its learner's held-out accuracy,
-ends at less than 70 % of the best that it had before. Logistic regressions learn from the runs of seeds 0-2
-and are judged on the others by the area under the curve (AUROC): of the four signals that the survey
-conjectures to be enough, of all, and each signal alone, in the direction that the first seeds give it.
+Reads the runs of FIGURES in docs/experiments, those that several have once. A run collapses if its reward,
+or its learner's held-out accuracy, ends at less than 70 % of the best that it had before. Logistic
+regressions learn from the runs of seeds 0-2 and are judged on the others by the area under the curve
+(AUROC): of the four signals that the survey conjectures to be enough, of all, and each signal alone, in the
+direction that the first seeds give it.
 """
 
 import dataclasses
@@ -185,7 +186,9 @@ def main() -> None:
     paths = [path for name in FIGURES if (path := folder / f"{name}.jsonl").exists()]
     runs = unique([run for path in paths for run in records.read(path)[0]])
     if not all(divided(runs)):
-        raise ValueError(f"{folder} needs runs of seeds {TRAINED} and of others; ./launch/figures.sh makes them")
+        raise ValueError(
+            f"{folder} needs runs of seeds {TRAINED} and of others; ./launch/figures.sh makes them"
+        )
     figures.write(folder, "predictor", table(runs), {"predictor": (draw, (12, 5))}, runs)
 
 

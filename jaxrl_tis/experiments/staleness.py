@@ -105,13 +105,13 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     """A panel for each lag: held-out accuracy of each objective; the last one, gain against ESS."""
     lags = sorted({parts(r.arm)[1] for r in runs})
     names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
-    *panels, last = page.subplots(1, len(lags) + 1)
-    best = max(r.series["eval/sampled_accuracy"].max() for r in runs)
+    *panels, last = page.subplots(1, len(lags) + 1, sharey=True)
     for axes, lag in zip(panels, lags):
         for name, color in zip(names, COLORS):
             own = [r for r in runs if parts(r.arm) == (name, lag)]
-            figures.curve(axes, own, "eval/sampled_accuracy", name, color)
-        axes.set(title=f"{lag} batches behind", xlabel="step", ylabel="held-out accuracy", ylim=(0, best))
+            figures.curve(axes, own, "eval/sampled_accuracy", name, color, is_change=True)
+        axes.axhline(0, color="black", linewidth=0.7)
+        axes.set(title=f"{lag} batches behind", xlabel="step", ylabel="change of held-out accuracy")
     panels[0].legend()
     for name, color in zip(names, COLORS):
         own = [r for r in runs if parts(r.arm)[0] == name]

@@ -155,7 +155,8 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
         axes.plot(*means, color=color, label=name)
     if natural:
         sizes = [first_kl(r) for r in natural]
-        axes.scatter(sizes, [figures.gain(r) for r in natural], color=figures.GREY, s=14, label="none, int8 alone")
+        gains = [figures.gain(r) for r in natural]
+        axes.scatter(sizes, gains, color=figures.GREY, s=14, label="none, int8 alone")
     axes.axhline(0, color="black", linewidth=0.7)
     axes.set(
         title="Where a run fails (noise put on the sampler's weights)",

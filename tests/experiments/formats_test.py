@@ -11,7 +11,8 @@ GAP = "mismatch__engine__log_ratio_abs_mean"
 def runs():
     return [
         made.run(arm, seed, accuracy=(0.3, *[end] * 3), **{GAP: gap})
-        for arm, gap, end in (("float32", 1e-7, 0.5), ("W8A8", 0.02, 0.4), ("QaRL", 0.001, 0.4)) for seed in range(3)
+        for arm, gap, end in (("float32", 1e-7, 0.5), ("W8A8", 0.02, 0.4), ("QaRL", 0.001, 0.4))
+        for seed in range(3)
     ]
 
 

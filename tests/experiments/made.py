@@ -9,7 +9,7 @@ from jaxrl_tis.experiments.records import Run
 
 
 def run(arm, seed, accuracy=(0.3, 0.4, 0.4, 0.4), verdict=("healthy",), findings=("healthy",), **series):
-    """A run of 12 blocks whose metrics are 1 throughout, but for `series` (two underscores stand for a slash)."""
+    """A run of 12 blocks whose metrics are 1, but for `series`, where two underscores stand for a slash."""
     values = {name: np.ones(12) for name in records.METRICS}
     values |= {name: np.array(accuracy, float) for name in records.ACCURACIES}
     values["eval/steps"] = np.linspace(0, 96, len(accuracy))

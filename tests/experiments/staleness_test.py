@@ -41,4 +41,4 @@ def test_the_bounds_and_the_table():
 def test_the_picture():
     page = Figure()
     staleness.draw(page, runs())
-    assert len(page.axes) == 4 and len(page.axes[0].lines) == 2
+    assert len(page.axes) == 4 and len(page.axes[0].lines) == 2 + 1  # and one at 0
