@@ -20,6 +20,7 @@ from jaxrl_tis import intervals
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 INTERVALS = ("eval/greedy_accuracy", "eval/sampled_accuracy")  # fractions of eval/n problems
+MOST_NAMED = 24  # runs; more leave a plot no room, and stand in the report's table alone
 LINE_STYLES = ("-", "--", ":", "-.")
 STEP_PHASES = ("sync", "data", "rollout", "reward", "score", "update")  # parts of time/step_s
 # Beside it, or, compilation, in it or not; lost: steps that were taken again after a fault.
@@ -208,12 +209,13 @@ def _set_log_scale(axes: Axes, values: np.ndarray) -> None:
 
 
 def legend_entries(plot: Plot, runs: Sequence[Run]) -> list[lines.Line2D]:
-    """Returns legend lines: the runs when there are several, the metrics when there are several."""
+    """Returns legend lines: the runs when there are several, at most MOST_NAMED, the metrics when there are
+    several."""
     runs = [run for run in runs if is_present(plot, [run])]
     names = {name: style for (key, name), style in zip(plot.series.items(), LINE_STYLES)
              if any(run.curve(plot.phase, key)[0].size for run in runs)}
     entries = []
-    if len(runs) > 1:
+    if 1 < len(runs) <= MOST_NAMED:
         entries += [_entry(run.label, run.color, "-") for run in runs]
     if len(names) > 1:
         color = "#444444" if len(runs) > 1 else runs[0].color
@@ -320,7 +322,8 @@ def write_png(runs: Sequence[Run], out_png: str | os.PathLike) -> pathlib.Path:
                        if entry.get_label() not in {_literal(run.label) for run in runs}]
             if entries:
                 axes.legend(handles=entries)
-        picture.legend(handles=[_entry(run.label, run.color, "-") for run in runs],
-                       loc="outside lower center", ncols=4)
+        if len(runs) <= MOST_NAMED:
+            picture.legend(handles=[_entry(run.label, run.color, "-") for run in runs],
+                           loc="outside lower center", ncols=4)
         picture.savefig(out_png, format="png", dpi=110)
     return pathlib.Path(out_png)

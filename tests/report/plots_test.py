@@ -43,6 +43,15 @@ def test_curves_are_drawn_for_both_runs():
     assert axes.yaxis.get_transform().linthresh == 0.0625  # logarithmic from the smallest on
 
 
+def test_runs_beyond_a_number_are_not_named_in_every_plot():
+    """With 70 of them the names would take all of the picture."""
+    plot = next(p for p in plots.PLOTS if p.title == "Probability difference")
+    runs = [make_run(f"run {i}", 4, 0.1, "black") for i in range(plots.MOST_NAMED + 1)]
+    few, many = (plots.legend_entries(plot, some) for some in (runs[:-1], runs))
+    assert len(few) == plots.MOST_NAMED + 2  # and the two metrics
+    assert [entry.get_label() for entry in many] == ["largest", "mean"]
+
+
 def test_accuracy_band_is_the_wilson_interval():
     axes = figure.Figure().add_subplot()
     plot = next(plot for plot in plots.PLOTS if GREEDY in plot.series)
