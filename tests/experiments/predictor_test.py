@@ -10,6 +10,11 @@ from jaxrl_tis.experiments import predictor
 from tests.experiments import made
 
 
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch):
+    monkeypatch.setattr(predictor, "RESAMPLES", 200)
+
+
 def test_an_area_is_the_share_of_ordered_pairs():
     """Pairs (0.9, 0.1), (0.9, 0.5), (0.5, 0.1) are ordered, (0.5, 0.5) is a tie: 3.5 of 4."""
     score, happened = np.array([0.1, 0.5, 0.5, 0.9]), np.array([False, False, True, True])
