@@ -10,7 +10,6 @@ from / with those after its warm-up: the gate's measures, the largest cause, and
 import argparse
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax
 from configs import quickstart
 from jaxrl_tis import build
 from jaxrl_tis.gate import report
+from jaxrl_tis.metrics import NoRecord
 from jaxrl_tis.state import initial_params
 from jaxrl_tis.warmup import warm_up
 
@@ -74,8 +74,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=64)
     prompts = parser.parse_args().prompts
-    exact, no_record = setup(FLOATS), SimpleNamespace(write=lambda *_: None)
-    taught = warm_up(exact, initial_params(exact), no_record, lambda: None)
+    exact = setup(FLOATS)
+    taught = warm_up(exact, initial_params(exact), NoRecord(), lambda: None)
     states = initial_params(exact), taught
     decode = lambda r: next(x["d_mean"] for x in r["rungs"] if x["cause"] == "decode")
     for sampler, judged in reports(prompts).items():

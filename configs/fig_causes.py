@@ -1,6 +1,6 @@
 """Runs of which the cause of the gap is known, for the doctor to find.
 
-    ./launch/figures.sh causes    # 7 arms of 10 seeds of 80 steps, 20 minutes on two cores
+    ./launch/figures.sh causes    # 7 arms of 10 seeds of 80 steps, 27 minutes on two cores
 
 The gap of float8 is there to be found too small to name.
 """

@@ -1,6 +1,6 @@
 """How large a gap has to be before a run fails without a correction, and with one.
 
-    ./launch/figures.sh threshold    # 9 arms of 5 seeds, 20 minutes on two cores
+    ./launch/figures.sh threshold    # 9 arms of 5 seeds, 25 minutes on two cores
 
 The gap is noise on the sampler's weights, as in `fig_rescue.py`, in four sizes; the
 gap of int8 alone stands beside it.

@@ -124,6 +124,10 @@ def names_of(arms: Arms) -> list[str]:
     return [re.sub(r"[^\w.=,+-]+", "_", word).strip("_") or "base" for word in words]
 
 
+def _listed(arms: Arms) -> Sequence[Arm]:
+    return list(arms.values()) if isinstance(arms, Mapping) else arms
+
+
 def _settings(arms: Sequence[Arm]) -> list[str]:
     fields = dict.fromkeys(field for arm in arms for field in arm)
     last = collections.Counter(field.rpartition(".")[2] for field in fields)
@@ -143,7 +147,7 @@ def jobs_of(
     names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     jobs = []
-    for name, arm in zip(names, arms.values() if isinstance(arms, Mapping) else arms):
+    for name, arm in zip(names, _listed(arms)):
         fields = [f"--config.{field}={value}" for field, value in arm.items()]
         arguments = [f"--config={config}", *overrides, *fields]
         try:
@@ -186,8 +190,7 @@ def arms_of(config: str) -> Arms:
     if not hasattr(module, "sweep"):
         raise ValueError(f"{path} has no sweep(); it returns a list or dict of {{field: value}}")
     arms = module.sweep()
-    every = list(arms.values()) if isinstance(arms, Mapping) else arms
-    if not every or not all(isinstance(arm, dict) for arm in every):
+    if not arms or not all(isinstance(arm, dict) for arm in _listed(arms)):
         raise ValueError(f"{path}: sweep() returned {arms!r}, not a list or dict of {{field: value}}")
     return arms
 

@@ -93,7 +93,7 @@ MAY_IMPORT = {
     ),
     "score": ("cli_flags", "models"),
     "experiments": (
-        "build", "cli", "cli_flags", "data", "doctor", "engine", "estimators", "gate", "intervals", "metrics", "models",
+        "build", "cli", "cli_flags", "doctor", "engine", "estimators", "gate", "intervals", "metrics", "models",
         "report", "rollouts", "sharding", "state", "storage", "warmup",
     ),
     "serve": ("addresses", "build", "cli_flags", "data", "engine", "state"),

@@ -10,7 +10,6 @@ these score them. Were the log-ratios of causes independent, their mean squares 
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,6 +19,7 @@ from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
 from jaxrl_tis.experiments import figures
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.metrics import NoRecord
 from jaxrl_tis.models import quant
 from jaxrl_tis.report.plots import COLORS
 from jaxrl_tis.state import initial_params
@@ -44,8 +44,7 @@ def gaps(seed: int) -> Gaps:
     """Measures every combination on one batch: the mean square of the log-ratio, its mean size and k3."""
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
-    no_record = SimpleNamespace(write=lambda *_: None)
-    params = warm_up(setup, initial_params(setup), no_record, lambda: None)
+    params = warm_up(setup, initial_params(setup), NoRecord(), lambda: None)
     rows = setup.rows(report.sample(setup, params, config.rollout.prompts))
     micro, flat = setup.micro_batches(rows)
     plain = ladder.learner_settings(setup)

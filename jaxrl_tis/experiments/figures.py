@@ -32,6 +32,12 @@ Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> what
 Comparison = tuple[str, Measure, str, str]
 
 
+def parts(arm: str) -> tuple[str, float]:
+    """Returns what an arm is called and the number behind it: "none-0.3", "M2PO-16"."""
+    name, _, number = arm.rpartition("-")
+    return name, float(number)
+
+
 def gain(run: Run) -> float:
     """Returns the sampled accuracy over the last evaluations minus that before the first step."""
     values = run.series["eval/sampled_accuracy"]

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib import figure
 
+from jaxrl_tis.experiments import figures
 from jaxrl_tis.experiments.horizon import Chain, Profile, monte_carlo, profile
 
 HORIZONS = (4, 16, 64, 128, 256, 512, 1024)
@@ -233,7 +234,7 @@ def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence
     names = ("none", "none_centred", "token_tis", "tis_centred")
     header = ["reward", "drift", "T", "policy", "bias: token"]
     header += [f"{name}: bias, P" for name in names]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for reward, drift, length, seed in itertools.product(REWARDS, drifts, lengths, seeds):
         chain = random_chain(drift, reward, length, seed)
         gradient = chain.true_gradient()
@@ -247,7 +248,7 @@ def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence
         cells = [f"{found[name][0].bias:.3f}; {over(name)}" for name in names]
         start = [reward, f"{drift:g}", str(length), str(seed), f"{found['token'][0].bias:.3f}"]
         lines.append([*start, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return figures.rows(header, lines)
 
 
 def draw(rows: Sequence[Row], path: str) -> pathlib.Path:

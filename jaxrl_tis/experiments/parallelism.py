@@ -15,12 +15,10 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, cli_flags, rollouts, sharding
+from jaxrl_tis import cli, cli_flags, sharding
 from jaxrl_tis.build import Setup, build
-from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.engine.records import Request
 from jaxrl_tis.experiments import figures
-from jaxrl_tis.gate import ladder
+from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.report.plots import COLORS
 from jaxrl_tis.state import initial_params
 
@@ -47,24 +45,6 @@ def setup_of(tensor: int, prompts: int) -> Setup:
     config.engine.steps_per_call = 32
     config.train.microbatch_rows = 4
     return build(config.lock())
-
-
-def drawn(setup: Setup, params) -> dict[str, np.ndarray]:
-    """Returns rows of answers that stop nowhere."""
-    config = setup.config
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    records = next(Batches(
-        config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
-    ))
-    endless = dataclasses.replace(
-        rollouts.sampling_params(config, setup.tokenizer, 1.0, is_filtered=False), stop_ids=()
-    )
-    requests = [
-        Request(f"{record['id']}/{g}", prompter.ids(record), config.seed, endless)
-        for record in records for g in range(config.rollout.group_size)
-    ]
-    scheduler = setup.scheduler(setup.engine, setup.engine.load(params), 0)
-    return setup.rows(rollouts.run(scheduler, requests))
 
 
 def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -162,7 +142,8 @@ def main() -> None:
     for sampler, tensor in SAMPLERS.items():
         setup = setup_of(tensor, PROMPTS)
         params = initial_params(setup)
-        found[sampler] = differences(setup, params, drawn(setup, params))
+        endless = report.sample(setup, params, PROMPTS, stop_ids=())
+        found[sampler] = differences(setup, params, setup.rows(endless))
         print(f"{sampler}: scored", flush=True)
     group = setup.config.rollout.group_size
     text = "\n\n".join([degrees_table(found), lengths_table(found["TP1"]["TP1"], group)])

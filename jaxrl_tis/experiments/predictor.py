@@ -139,12 +139,14 @@ def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
     return found
 
 
-def table(runs: Sequence[Run]) -> str:
+Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> what `judged` gives
+
+
+def table(runs: Sequence[Run], areas: Areas) -> str:
     """For each outcome: how many runs collapse, the lead, and the areas."""
     parts = []
     _, unseen = divided(runs)
-    for outcome in OUTCOMES:
-        found = judged(runs, outcome)
+    for outcome, found in areas.items():
         collapsed = [r for r in unseen if outcome.happens(r)]
         leads = [lead for r in collapsed if np.isfinite(lead := outcome.lead(r))]
         told = f"{np.median(leads):.0f} steps" if leads else "–"
@@ -160,10 +162,10 @@ def table(runs: Sequence[Run]) -> str:
     return "\n\n".join(parts)
 
 
-def draw(page: Figure, runs: Sequence[Run]) -> None:
+def draw(page: Figure, areas: Areas) -> None:
     """The areas of each outcome, with their intervals."""
-    for axes, outcome, color in zip(page.subplots(1, 2), OUTCOMES, COLORS):
-        found = {label: interval_of(values) for label, values in judged(runs, outcome).items()}
+    for axes, (outcome, drawn), color in zip(page.subplots(1, 2), areas.items(), COLORS):
+        found = {label: interval_of(values) for label, values in drawn.items()}
         order = sorted(found, key=lambda label: found[label][0])
         for place, label in enumerate(order):
             area, low, high = found[label]
@@ -189,7 +191,8 @@ def main() -> None:
         raise ValueError(
             f"{folder} needs runs of seeds {TRAINED} and of others; ./launch/figures.sh makes them"
         )
-    figures.write(folder, "predictor", table(runs), {"predictor": (draw, (12, 5))}, runs)
+    areas = {outcome: judged(runs, outcome) for outcome in OUTCOMES}
+    figures.write(folder, "predictor", table(runs, areas), {"predictor": (draw, (12, 5))}, areas)
 
 
 if __name__ == "__main__":

@@ -78,14 +78,14 @@ def table(runs: Sequence[Run]) -> str:
     by_arm, lines = records.by_arm(runs), []
     for arm, own in by_arm.items():
         base = by_arm.get(UNCORRECTED.get(arm, "none"))
-        other = figures.beside(own, base) if base else None
+        gain, other = _gain(own), figures.beside(own, base) if base else None
         end = lambda name: figures.mean([records.at_end(r, name) for r in own])
         k1 = "–" if arm in BYPASS else f"{np.mean([negative_share(r) for r in own]):.2f}"
         lines.append([
-            arm, str(len(own)), figures.interval(_gain(own)), figures.interval(other),
+            arm, str(len(own)), figures.interval(gain), figures.interval(other),
             end("reward/mean"), end("training/rollout_probs_diff_max"), end("actor/entropy"), k1,
             end("response_length/mean"),
-            verdict(_gain(own), other, is_collapse=base is not None and _gain(base)[2] < 0),
+            verdict(gain, other, is_collapse=base is not None and _gain(base)[2] < 0),
         ])
     header = [
         "arm", "seeds", "gain in sampled accuracy", "less that of the uncorrected",

@@ -12,17 +12,12 @@ from matplotlib.figure import Figure
 
 from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures, records
+from jaxrl_tis.experiments.figures import parts
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import COLORS
 
 LAG = "training/off_policy/trajectory_staleness/mean"
 ESS = "mismatch/ess_seq"
-
-
-def parts(arm: str) -> tuple[str, int]:
-    """Returns the objective and the bound on the lag that "M2PO-16" is named after."""
-    objective, _, lag = arm.rpartition("-")
-    return objective, int(lag)
 
 
 def fall(run: Run) -> float:
@@ -61,7 +56,7 @@ def bounds(runs: Sequence[Run]) -> list[list[str]]:
         own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
         arms = sorted(own, key=lambda arm: parts(arm)[1])
         improves = {arm: intervals.of_mean([figures.gain(r) for r in own[arm]])[1] > 0 for arm in arms}
-        told = lambda arm: f"{parts(arm)[1]}, " + figures.mean(
+        told = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean(
             [records.at_end(r, ESS, 0.5) for r in own[arm]]
         )
         good, bad = ([arm for arm in arms if improves[arm] == wanted] for wanted in (True, False))
@@ -80,7 +75,7 @@ def table(runs: Sequence[Run]) -> str:
         name, lag = parts(arm)
         of = lambda name: [records.at_end(r, name, 0.5) for r in own]
         lines.append([
-            name, str(lag), str(len(own)), figures.mean(of(LAG), ".1f"), figures.mean(of(ESS)),
+            name, f"{lag:g}", str(len(own)), figures.mean(of(LAG), ".1f"), figures.mean(of(ESS)),
             figures.mean([early(r) for r in own], "+.3f"),
             figures.mean([figures.gain(r) for r in own], "+.3f"),
             figures.mean([fall(r) for r in own]),
@@ -91,7 +86,7 @@ def table(runs: Sequence[Run]) -> str:
     ]
     lags = sorted({parts(r.arm)[1] for r in runs})
     compared = [
-        (label, measure, f"{name}-{lag}", f"PPO-{lag}")
+        (label, measure, f"{name}-{lag:g}", f"PPO-{lag:g}")
         for lag in lags for name in ("no-clip", "M2PO")
         for label, measure in (("gain early", early), ("gain", figures.gain))
     ]
@@ -111,7 +106,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
             own = [r for r in runs if parts(r.arm) == (name, lag)]
             figures.curve(axes, own, "eval/sampled_accuracy", name, color, is_change=True)
         axes.axhline(0, color="black", linewidth=0.7)
-        axes.set(title=f"{lag} batches behind", xlabel="step", ylabel="change of held-out accuracy")
+        axes.set(title=f"{lag:g} batches behind", xlabel="step", ylabel="change of held-out accuracy")
     panels[0].legend()
     for name, color in zip(names, COLORS):
         own = [r for r in runs if parts(r.arm)[0] == name]

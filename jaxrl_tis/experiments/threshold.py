@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from scipy import optimize
 
 from jaxrl_tis.experiments import figures, records
+from jaxrl_tis.experiments.figures import parts
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import COLORS
 
@@ -24,12 +25,6 @@ RESAMPLES = 2000
 # overlap has no finite one.
 PENALTY = 0.01
 FLATTEST = 1e-3  # slope of failures per e-fold of the size that counts as one
-
-
-def parts(arm: str) -> tuple[str, float]:
-    """Returns the correction and the scale of the gap that "none-0.3" is named after."""
-    correction, _, scale = arm.rpartition("-")
-    return correction, float(scale)
 
 
 def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
@@ -151,7 +146,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
             [first_kl(r) for r in own], [figures.gain(r) for r in own], color=color, s=14, alpha=0.5
         )
         arms = sorted(records.by_arm(own).items(), key=lambda item: parts(item[0]))
-        means = [[np.mean([of(r) for r in runs]) for _, runs in arms] for of in (first_kl, figures.gain)]
+        means = [[np.mean([of(r) for r in some]) for _, some in arms] for of in (first_kl, figures.gain)]
         axes.plot(*means, color=color, label=name)
     if natural:
         sizes = [first_kl(r) for r in natural]

@@ -3,6 +3,7 @@
 docs/gate.md explains the numbers; `python -m jaxrl_tis.gate` is the command.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -29,8 +30,9 @@ class MismatchError(RuntimeError):
     """Learner and sampler differ by more than config.gate allows."""
 
 
-def sample(setup: Setup, params: Any, prompts: int) -> list[Trajectory]:
-    """Draws groups of responses to the first prompts of the config's task, with its engine."""
+def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Trajectory]:
+    """Draws groups of responses to the first prompts of the config's task, with its engine; `changes`
+    replace fields of the config's sampling parameters."""
     config = setup.config
     prompter = rollouts.Prompter(setup.tokenizer, config.task)
     records = next(
@@ -39,6 +41,7 @@ def sample(setup: Setup, params: Any, prompts: int) -> list[Trajectory]:
     params_of = rollouts.sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True
     )
+    params_of = dataclasses.replace(params_of, **changes)
     requests = [
         Request(f"gate/{i}/{record['id']}/{g}", prompter.ids(record), config.seed, params_of)
         for i, record in enumerate(records) for g in range(config.rollout.group_size)

@@ -5,6 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from jaxrl_tis.experiments import parallelism
+from jaxrl_tis.gate import report
 from jaxrl_tis.state import initial_params
 
 
@@ -30,7 +31,7 @@ def small(monkeypatch, tmp_path):
 def test_learners_of_all_degrees_score_what_was_drawn(small):
     setup = parallelism.setup_of(3, 2)
     params = initial_params(setup)
-    rows = parallelism.drawn(setup, params)
+    rows = setup.rows(report.sample(setup, params, 2, stop_ids=()))
     assert set(rows["mask"].sum(axis=1)) == {16}  # nothing stops an answer
     found = parallelism.differences(setup, params, rows)
     assert set(found) == set(parallelism.LEARNERS)

@@ -83,11 +83,12 @@ def test_a_regression_in_the_other_direction():
 
 
 def test_the_table_and_the_picture():
-    text = predictor.table(RUNS)
+    areas = {outcome: predictor.judged(RUNS, outcome) for outcome in predictor.OUTCOMES}
+    text = predictor.table(RUNS, areas)
     assert "reward: 27 of 48 runs collapse, 14 of the 24 of held-out seeds; 14 of these fall" in text
     assert "by a median of 16 steps later." in text and "| all less the four | " in text
     page = Figure()
-    predictor.draw(page, RUNS)
+    predictor.draw(page, areas)
     assert len(page.axes) == 2
 
 
