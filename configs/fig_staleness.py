@@ -1,6 +1,6 @@
 """Stale samples: M2PO's prosperity before collapse (2510.01161), and how much lag which sample size bears.
 
-    ./launch/figures.sh staleness    # 12 arms of 5 seeds
+    ./launch/figures.sh staleness    # 12 arms of 5 seeds, 29 minutes on two cores
 
 A float32 sampler runs ahead by up to `staleness` batches of two updates; it stands at its bound soon.
 """
