@@ -1,6 +1,6 @@
 """Number formats of sampler and learner: QuRL, QaRL and Jet-RL beside plain W8A8, float16 beside bfloat16.
 
-    ./launch/figures.sh formats    # 12 arms of 5 seeds
+    ./launch/figures.sh formats    # 12 arms of 5 seeds, 28 minutes on two cores
 
 No gap is put in: these are the formats' own.
 """
