@@ -116,17 +116,20 @@ def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
             share = 1 - np.arange(len(values)) / len(values)
             degrees.plot(values, share, style, color=color, label=f"{sampler}, {learner}")
     degrees.set(
-        title="Largest difference of a response", xlabel="|p_sampler − p_learner|", ylabel="share above",
+        title="Largest difference of a response", ylabel="share above",
+        xlabel="|p_sampler − p_learner| (TP: tensor shards, SP: parts of a row)",
     )
-    degrees.legend(fontsize=7, title="sampler, learner (TP: tensor shards, SP: parts of a row)")
+    degrees.legend(loc="upper right", fontsize=7, title="sampler, learner", title_fontsize=7)
     dp = found["TP1"]["TP1"]
     for reduce, label, color in ((np.max, "largest", COLORS[0]), (np.mean, "mean", COLORS[1])):
         values = [reduce(dp[:, :length], axis=1).mean() for length in LENGTHS]
         lengths.plot(LENGTHS, values, "o-", color=color, label=label)
-    lengths.set(
-        title="And its length", xlabel="tokens", ylabel="|p_sampler − p_learner|", xscale="log",
-        yscale="log",
-    )
+    lengths.set(title="And its length, TP1 and TP1", xlabel="tokens", xscale="log", yscale="log")
+    lengths.set_ylabel("|p_sampler − p_learner|")
+    lengths.minorticks_off()
+    lengths.set_xticks(LENGTHS, map(str, LENGTHS))
+    ticks = (0.003, 0.01, 0.03)
+    lengths.set_yticks(ticks, map(str, ticks))
     lengths.legend()
 
 
