@@ -22,9 +22,13 @@ GAPS = {
 }
 
 
-# The gap of an arm over that of another: what the hypotheses say of sizes.
-OVER = (("W8A8-both", "W8A8"), ("QaRL", "W8A8"), ("Jet-RL", "FP8"), ("float16", "bfloat16"),
-        ("float32-float16", "float32-bfloat16"))
+# The gap of an arm over that of another: what the hypotheses say of sizes, and what a learner that rounds
+# as its sampler does makes of it.
+OVER = (
+    ("W8A8-both", "W8A8"), ("QaRL", "W8A8"), ("Jet-RL", "FP8"), ("float16", "bfloat16"),
+    ("float32-float16", "float32-bfloat16"), ("bfloat16", "float32-bfloat16"), ("float16", "float32-float16"),
+)
+BESIDE_W8A8 = ("W8A8-TIS-2", "QuRL", "W8A8-both", "QaRL")
 
 
 def log_gap(run: Run) -> float:
@@ -46,10 +50,10 @@ def table(runs: Sequence[Run]) -> str:
         for arm, other in OVER if arm in by_arm and other in by_arm
         if (difference := figures.beside(by_arm[arm], by_arm[other], log_gap))
     ]
-    corrected = [("gain", figures.gain, "W8A8-TIS-2", "W8A8")]
+    compared = [("gain", figures.gain, arm, "W8A8") for arm in BESIDE_W8A8]
     return "\n\n".join([
         figures.rows(header, lines), figures.rows(["gap over gap", "mean |log ratio|"], ratios),
-        figures.comparisons(runs, corrected),
+        figures.comparisons(runs, compared),
     ])
 
 

@@ -53,14 +53,14 @@ class Outcome:
         values = run.series[self.metric]
         return bool(values[-self.last :].mean() < KEPT * values[: -self.last].max())
 
-    def lead(self, run: Run) -> float:
-        """Returns how many steps after the first EARLY blocks the metric first lies below 70 % of the best
-        before; NaN if it never does."""
+    def falls_at(self, run: Run) -> float:
+        """Returns the step at which the metric first lies below 70 % of the best before; NaN if it never
+        does."""
         values = run.series[self.metric]
         steps = run.series["eval/steps"] if self.metric.startswith("eval/") else run.block_ends
         best = np.maximum.accumulate(values)
-        is_below = np.append(False, values[1:] < KEPT * best[:-1]) & (steps > EARLY * BLOCK)
-        return float(steps[is_below.argmax()] - EARLY * BLOCK) if is_below.any() else np.nan
+        is_below = np.append(False, values[1:] < KEPT * best[:-1])
+        return float(steps[is_below.argmax()]) if is_below.any() else np.nan
 
 
 OUTCOMES = (
@@ -143,17 +143,16 @@ Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> what `judged` gives
 
 
 def table(runs: Sequence[Run], areas: Areas) -> str:
-    """For each outcome: how many runs collapse, the lead, and the areas."""
+    """For each outcome: how many runs collapse, how many have begun to, and the areas."""
     parts = []
     _, unseen = divided(runs)
     for outcome, found in areas.items():
         collapsed = [r for r in unseen if outcome.happens(r)]
-        leads = [lead for r in collapsed if np.isfinite(lead := outcome.lead(r))]
-        told = f"{np.median(leads):.0f} steps" if leads else "–"
+        begun = sum(outcome.falls_at(r) <= EARLY * BLOCK for r in collapsed)
         parts.append(
             f"{outcome.name}: {sum(map(outcome.happens, runs))} of {len(runs)} runs collapse, "
-            f"{len(collapsed)} of the {len(unseen)} of held-out seeds; {len(leads)} of these fall below "
-            f"70 % only after the first {EARLY * BLOCK} steps, by a median of {told} later."
+            f"{len(collapsed)} of the {len(unseen)} of held-out seeds. Within the first {EARLY * BLOCK} steps "
+            f"{begun} of these {len(collapsed)} have already been below 70 % of the best before."
         )
         order = sorted(found, key=lambda label: -found[label][0])
         lines = [[label, figures.interval(interval_of(found[label]), ".3f")] for label in order]

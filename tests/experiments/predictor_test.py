@@ -38,15 +38,16 @@ RUNS = [
 REWARD, ACCURACY = predictor.OUTCOMES
 
 
-def test_outcomes_and_lead():
+def test_outcomes_and_when_they_begin():
     bad, good = run(0, 1.0, True), run(0, 1.0, False)
     for outcome in predictor.OUTCOMES:
-        assert outcome.happens(bad) and not outcome.happens(good) and np.isnan(outcome.lead(good))
-    assert REWARD.lead(bad) == 56 - 40  # the seventh block is the first of 0.2
+        assert outcome.happens(bad) and not outcome.happens(good) and np.isnan(outcome.falls_at(good))
+    assert REWARD.falls_at(bad) == 56  # the seventh block is the first of 0.2
     # Evaluations at 0, 24, 48, ...: 0.3, 0.4, 0.1.
-    assert ACCURACY.lead(bad) == 48 - 40
-    before = made.run("a", 0, accuracy=(0.4, 0.1, 0.4, 0.4, 0.4))
-    assert np.isnan(ACCURACY.lead(before))  # that was within the first 40 steps
+    assert ACCURACY.falls_at(bad) == 48
+    # Worse than the best before, not than the best of all.
+    assert ACCURACY.falls_at(made.run("a", 0, accuracy=(0.3, 0.25, 0.5, 0.5, 0.3))) == 96
+    assert ACCURACY.falls_at(made.run("a", 0, accuracy=(0.4, 0.1, 0.4, 0.4, 0.4))) == 24
 
 
 def test_signals_are_on_a_logarithmic_scale_where_they_span_decades():
@@ -82,11 +83,13 @@ def test_a_regression_in_the_other_direction():
     assert (np.diff(score) < 0).all()
 
 
-def test_the_table_and_the_picture():
+def test_the_table_and_the_picture(monkeypatch):
     areas = {outcome: predictor.judged(RUNS, outcome) for outcome in predictor.OUTCOMES}
     text = predictor.table(RUNS, areas)
-    assert "reward: 27 of 48 runs collapse, 14 of the 24 of held-out seeds; 14 of these fall" in text
-    assert "by a median of 16 steps later." in text and "| all less the four | " in text
+    assert "reward: 27 of 48 runs collapse, 14 of the 24 of held-out seeds. Within" in text
+    assert "first 40 steps 0 of these 14 have" in text and "| all less the four | " in text
+    monkeypatch.setattr(predictor, "EARLY", 7)  # up to step 56, the first at which rewards fall
+    assert "first 56 steps 14 of these 14 have" in predictor.table(RUNS, areas)
     page = Figure()
     predictor.draw(page, areas)
     assert len(page.axes) == 2

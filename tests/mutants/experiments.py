@@ -49,7 +49,8 @@ MUTANTS = [
         ("a missing signal is 0",
          "np.where(np.isfinite(x), x - centre, 0.0)", "(np.where(np.isfinite(x), x, 0.0) - centre)"),
         ("a signal loses its sign", "np.arcsinh(value / SMALLEST)", "np.arcsinh(abs(value) / SMALLEST)"),
-        ("a fall within the first steps has a lead", " & (steps > EARLY * BLOCK)", ""),
+        ("a fall is one from the best of all", "KEPT * best[:-1]", "KEPT * values.max()"),
+        ("none has begun to collapse", "<= EARLY * BLOCK", "< 0"),
         ("runs of two figures count twice", "(r.seed, r.series", "(r.arm, r.seed, r.series"),
     ),
     *of(
