@@ -96,8 +96,7 @@ def curve(
     """
     if not runs:
         return
-    is_eval = name.startswith("eval/")
-    steps = runs[0].series["eval/steps"] if is_eval else runs[0].block_ends
+    steps = runs[0].steps(name)
     values = np.array([run.series[name] - is_change * run.series[name][0] for run in runs])
     found = np.array([intervals.of_mean(column) for column in values.T])
     axes.plot(steps, found[:, 0], color=color, label=label, **style)

@@ -15,13 +15,13 @@ from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.report.plots import COLORS
 
+# Over the whole run.
+gap_of = figures.of("mismatch/engine/log_ratio_abs_mean", 1.0)
 GAPS = {
-    "mean |log ratio|": "mismatch/engine/log_ratio_abs_mean",
-    "largest dp": "training/rollout_probs_diff_max",
-    "k3": "rollout_corr/k3_kl",
+    "mean |log ratio|": gap_of,
+    "largest dp": figures.of("training/rollout_probs_diff_max", 1.0),
+    "k3": figures.of("rollout_corr/k3_kl", 1.0),
 }
-
-
 # The gap of an arm over that of another: what the hypotheses say of sizes, and what a learner that rounds
 # as its sampler does makes of it.
 OVER = (
@@ -32,15 +32,15 @@ BESIDE_W8A8 = ("W8A8-TIS-2", "QuRL", "W8A8-both", "QaRL")
 
 
 def log_gap(run: Run) -> float:
-    """Returns log10 of the mean |log ratio| of the engine, over the whole run."""
-    return float(np.log10(records.at_end(run, GAPS["mean |log ratio|"], 1.0)))
+    """Returns log10 of the mean |log ratio| of the engine."""
+    return float(np.log10(gap_of(run)))
 
 
 def table(runs: Sequence[Run]) -> str:
     """The arms: their gap in the whole run, and what was gained; then gaps over others."""
     by_arm, lines = records.by_arm(runs), []
     for arm, own in by_arm.items():
-        gap = [figures.mean([records.at_end(r, name, 1.0) for r in own], ".2e") for name in GAPS.values()]
+        gap = [figures.mean([measure(r) for r in own], ".2e") for measure in GAPS.values()]
         beside = None if arm == "float32" else figures.beside(own, by_arm["float32"])
         gain = figures.mean([figures.gain(r) for r in own], "+.3f")
         lines.append([arm, str(len(own)), *gap, gain, figures.interval(beside)])
@@ -63,8 +63,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     places = range(len(by_arm))
     gap, gain = page.subplots(1, 2, sharey=True)
     for place, (arm, own) in zip(places, by_arm.items()):
-        values = [records.at_end(r, GAPS["mean |log ratio|"], 1.0) for r in own]
-        gap.scatter(values, [place] * len(own), color=COLORS[0], s=16)
+        gap.scatter([gap_of(r) for r in own], [place] * len(own), color=COLORS[0], s=16)
         mean, low, high = intervals.of_mean([figures.gain(r) for r in own])
         gain.errorbar(mean, place, xerr=[[mean - low], [high - mean]], color=COLORS[1], fmt="o")
     gap.set(title="Gap", xlabel="mean |log ratio|, nats", xscale="log")

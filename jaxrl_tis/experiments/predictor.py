@@ -57,10 +57,9 @@ class Outcome:
         """Returns the step at which the metric first lies below 70 % of the best before; NaN if it never
         does."""
         values = run.series[self.metric]
-        steps = run.series["eval/steps"] if self.metric.startswith("eval/") else run.block_ends
         best = np.maximum.accumulate(values)
         is_below = np.append(False, values[1:] < KEPT * best[:-1])
-        return float(steps[is_below.argmax()]) if is_below.any() else np.nan
+        return float(run.steps(self.metric)[is_below.argmax()]) if is_below.any() else np.nan
 
 
 OUTCOMES = (

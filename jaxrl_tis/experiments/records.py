@@ -51,10 +51,12 @@ class Run:
     findings: list[str]
     series: dict[str, np.ndarray]
 
-    @property
-    def block_ends(self) -> np.ndarray:
-        """The last step of each block."""
-        return BLOCK * np.arange(1, len(self.series["reward/mean"]) + 1)
+    def steps(self, name: str) -> np.ndarray:
+        """Returns the steps at which the values of a metric stand: the last of each block, or those of the
+        evaluations."""
+        if name.startswith("eval/"):
+            return self.series["eval/steps"]
+        return BLOCK * np.arange(1, len(self.series[name]) + 1)
 
 
 def thinned(name: str, records: Sequence[dict[str, Any]]) -> list[float]:

@@ -18,6 +18,8 @@ from jaxrl_tis.report.plots import COLORS
 
 LAG = "training/off_policy/trajectory_staleness/mean"
 ESS = "mismatch/ess_seq"
+# Over the second half of a run, when its samples are as old as they get.
+lag_of, ess_of = figures.of(LAG, 0.5), figures.of(ESS, 0.5)
 
 
 def fall(run: Run) -> float:
@@ -40,7 +42,7 @@ def power(runs: Sequence[Run]) -> figures.Interval | None:
     found = []
     for seed in sorted({r.seed for r in runs}):
         lags, ess = (
-            np.array([records.at_end(r, name, 0.5) for r in runs if r.seed == seed]) for name in (LAG, ESS)
+            np.array([measure(r) for r in runs if r.seed == seed]) for measure in (lag_of, ess_of)
         )
         is_stale = lags > 0
         if len(set(lags[is_stale])) > 1:
@@ -56,9 +58,7 @@ def bounds(runs: Sequence[Run]) -> list[list[str]]:
         own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
         arms = sorted(own, key=lambda arm: parts(arm)[1])
         improves = {arm: intervals.of_mean([figures.gain(r) for r in own[arm]])[1] > 0 for arm in arms}
-        told = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean(
-            [records.at_end(r, ESS, 0.5) for r in own[arm]]
-        )
+        told = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean([ess_of(r) for r in own[arm]])
         good, bad = ([arm for arm in arms if improves[arm] == wanted] for wanted in (True, False))
         every = [r for some in own.values() for r in some]
         lines.append([
@@ -73,12 +73,10 @@ def table(runs: Sequence[Run]) -> str:
     lines = []
     for arm, own in sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0])):
         name, lag = parts(arm)
-        of = lambda name: [records.at_end(r, name, 0.5) for r in own]
+        told = ((lag_of, ".1f"), (ess_of, ".3f"), (early, "+.3f"), (figures.gain, "+.3f"), (fall, ".3f"))
         lines.append([
-            name, f"{lag:g}", str(len(own)), figures.mean(of(LAG), ".1f"), figures.mean(of(ESS)),
-            figures.mean([early(r) for r in own], "+.3f"),
-            figures.mean([figures.gain(r) for r in own], "+.3f"),
-            figures.mean([fall(r) for r in own]),
+            name, f"{lag:g}", str(len(own)),
+            *(figures.mean([measure(r) for r in own], form) for measure, form in told),
         ])
     header = [
         "objective", "bound", "seeds", "lag", "sequence ESS", "gain early", "gain in sampled accuracy",
@@ -110,8 +108,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     panels[0].legend()
     for name, color in zip(names, COLORS):
         own = [r for r in runs if parts(r.arm)[0] == name]
-        ess = [records.at_end(r, ESS, 0.5) for r in own]
-        last.scatter(ess, [figures.gain(r) for r in own], color=color, s=16)
+        last.scatter([ess_of(r) for r in own], [figures.gain(r) for r in own], color=color, s=16)
     last.axhline(0, color="black", linewidth=0.7)
     last.set(title="Gain by sample size", xlabel="sequence ESS, share of the batch", ylabel="gain")
 

@@ -51,7 +51,7 @@ def test_runs_are_gathered_and_read_again(tmp_path):
     assert (second.arm, second.seed, second.verdict) == ("none", 12, ["A"])
     assert "A.kernels" in second.findings
     np.testing.assert_array_equal(first.series["reward/mean"], [4.5, 12.5])
-    np.testing.assert_array_equal(first.block_ends, [8, 16])
+    np.testing.assert_array_equal(first.steps("reward/mean"), [8, 16])
     np.testing.assert_array_equal(first.series["eval/sampled_accuracy"], [0.25, 0.5])
     assert np.isnan(first.series["mismatch/ess_seq"]).all()  # this record has none
 
