@@ -44,6 +44,8 @@ def get_config() -> ConfigDict:
     c.task.chat = False  # wrap it in the model's chat template
     c.task.system = ""  # system message of the chat, "" for the template's own
     c.task.max_prompt_tokens = 32
+    # error: a record that cannot be used ends the start, before step 1; skip: it is left out and counted
+    c.task.on_bad_record = "error"
 
     c.reward = ConfigDict()
     c.reward.name = "exact"  # a name in jaxrl_tis.data.rewards.REWARDS or "module:function"

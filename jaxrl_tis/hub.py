@@ -10,6 +10,8 @@ or commit. Files go to the hub's own cache and are taken from there without a ne
 """
 
 import dataclasses
+import fnmatch
+import glob
 import os
 import pathlib
 import re
@@ -21,7 +23,8 @@ from jaxrl_tis import cli, storage
 SCHEME = "hf://"
 MODEL_FILES = ["*.json", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+DATA_ENDS = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -77,26 +80,46 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
 
 def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
     """Returns [(name that is the same on every machine, where it is)] of the files of a split; a
-    path that is not of the hub is a file, here or on a bucket.
+    path that is not of the hub is a file or a glob of files, here or on a bucket.
 
     Raises:
-      FileNotFoundError: the data set has no such split; and see `_fetch`.
+      FileNotFoundError: the data set has no such split, no file is like the glob; and see `_fetch`.
     """
     if not is_hub(path):
-        return [(f"{path}", storage.folder(path) if storage.is_remote(path) else pathlib.Path(path))]
+        return _matching(os.fspath(path))
     found = Reference.parse(path)
     inside = found.inside or "*"
     folder = _fetch(found, [inside, f"{inside}.*", f"{inside}-*", f"{inside}/*"])
     names = sorted(
-        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in DATA_SUFFIXES
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.name.endswith(DATA_ENDS)
     )
-    names = [n for n in names if inside == "*" or re.match(re.escape(inside) + r"([./-]|$)", n)]
+    begins = inside if glob.has_magic(inside) else glob.escape(inside)
+    ends = "", ".*", "-*", "/*"
+    names = [n for n in names if any(fnmatch.fnmatchcase(n, begins + end) for end in ends)]
     if not names:
         raise FileNotFoundError(
             f"{path}: the data set has no file {inside}.* or {inside}-* of "
             f"{', '.join(DATA_SUFFIXES)}"
         )
     return [(str(dataclasses.replace(found, inside=name)), folder / name) for name in names]
+
+
+def _matching(path: str) -> list[tuple[str, os.PathLike]]:
+    """Returns a file, or the files that are like a glob, sorted by name."""
+    is_remote = storage.is_remote(path)
+    found = storage.folder(path) if is_remote else pathlib.Path(path)
+    if not glob.has_magic(path) or found.exists():
+        return [(path, found)]
+    if is_remote:
+        *whole, _ = path[: re.search(r"[*?[]", path).start()].split("/")
+        folder = "/".join(whole)
+        names = [f"{p}" for p in storage.folder(folder).glob(path[len(folder) + 1 :])]
+    else:
+        names = glob.glob(path, recursive=True)
+    if not names:
+        raise FileNotFoundError(f"{path}: no file has a name like this")
+    place = storage.folder if is_remote else pathlib.Path
+    return [(name, place(name)) for name in sorted(names)]
 
 
 def pins(values: Mapping[str, Any], before: Mapping[str, str] = {}) -> dict[str, str]:

@@ -55,6 +55,12 @@ def folder(path: str | os.PathLike) -> epath.Path:
     return epath.Path(path)
 
 
+def cache(name: str) -> pathlib.Path:
+    """Returns this user's folder of this name for what can be made again."""
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(folder) / "jaxrl_tis" / name
+
+
 def children(path: epath.Path) -> list[epath.Path]:
     """Returns what is in a folder; on a bucket one that holds nothing does not exist."""
     try:
@@ -107,9 +113,8 @@ class Mirror:
                       "time": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
         self.folder = pathlib.Path(workdir)
         if self._is_remote:
-            cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
             name = re.sub(r"[^\w.-]+", "_", os.fspath(workdir).removeprefix("gs://").strip("/"))
-            self.folder = pathlib.Path(cache) / "jaxrl_tis" / "workdirs" / name
+            self.folder = cache("workdirs") / name
 
     def __enter__(self) -> "Mirror":
         return self

@@ -1,7 +1,10 @@
-"""Tasks: random-access sources of examples {"prompt", "answer", "id"}.
+"""Tasks: random-access sources of records {"prompt", "answer", "id", and all else of a row}.
 
 A task is a function of its parameters that returns a source with `len(source)` and `source[i]`.
 `source[i]` depends on the parameters and i alone, so a run can be resumed at any example.
+
+A prompt is text or a list of messages {"role", "content"}. A record without an answer has no key
+"answer".
 """
 
 import difflib
@@ -11,53 +14,52 @@ import json
 import os
 import random
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl_tis import hub
+from jaxrl_tis.data import files
+from jaxrl_tis.data.records import SCALAR, Bad, answer_of, find, made, prompt_of, wanted
 
 # Tenths of all problem texts that each split owns. "warmup" is for supervised steps before RL.
 SPLITS = {"train": range(0, 6), "warmup": range(6, 9), "eval": range(9, 10)}
 MAX_DRAWS = 512
 # reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
 SEED_STRIDE = 2**20
-
-
 class Source(Protocol):
+    """`bad` are records that could not be read; they are no examples."""
+
+    bad: Sequence[Bad]
+
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, str]: ...
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def digest(self) -> str:
         """Returns what tells these examples from others with the same parameters."""
+
+    def place(self, index: int) -> str:
+        """Returns where an example is from, for messages."""
+
+    def row(self, index: int) -> int:
+        """Returns where an example stands among the rows that were read, bad ones counted."""
 
 
 class Generated:
     """A source whose examples follow from its parameters and its code."""
 
+    bad = ()
+
+    def place(self, index: int) -> str:
+        return f"generated example {index}"
+
+    def row(self, index: int) -> int:
+        return index
+
     def digest(self) -> str:
         """Digests the first, middle and last example: the code may have changed."""
         probes = [self[index] for index in (0, len(self) // 2, len(self) - 1)]
         return _digest(json.dumps(probes, sort_keys=True).encode())
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Examples from files, with the digest of all bytes of these."""
-
-    examples: list[dict[str, str]]
-    of_files: str
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> dict[str, str]:
-        return self.examples[index]
-
-    def digest(self) -> str:
-        return self.of_files
 
 
 def _digest(data: bytes) -> str:
@@ -149,117 +151,51 @@ def arithmetic(
     return _Arithmetic(size, split, seed, digits, terms, ops)
 
 
-def _read_lines(
-    paths: str | os.PathLike | Sequence, example: dict
-) -> tuple[list[tuple[str, dict]], str]:
-    """(file:line, object) for every line that is not blank, and the digest of the files: JSON
-    lines or parquet, here, on a bucket or on the hub.
-
-    Raises:
-        FileNotFoundError: a file is not there.
-        ImportError: a file is parquet, and pyarrow is not installed.
-        ValueError: a line is not a JSON object, or a file has no line.
-    """
-    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
-    rows, digest = [], hashlib.blake2b(digest_size=8)
-    for name, path in [file for path in paths for file in hub.data_files(path)]:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path} is missing; put a file there with one JSON object a line, such as "
-                f"{json.dumps(example)}"
-            )
-        before = len(rows)
-        rows += _parquet(name, path, digest) if path.suffix == ".parquet" else _lines(
-            name, path, digest
-        )
-        if len(rows) == before:
-            raise ValueError(f"{name} is empty; one line looks like {json.dumps(example)}")
-    return rows, digest.hexdigest()
-
-
-def _lines(name: str, path: Path, digest) -> Iterator[tuple[str, dict]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            digest.update(line)
-            if line.strip():
-                yield f"{name}:{number}", _parse_object(line, f"{name}:{number}")
-
-
-def _parquet(name: str, path: Path, digest) -> Iterator[tuple[str, dict]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError(f"{name} needs the package pyarrow: pip install 'jaxrl_tis[hub]'") from error
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    try:
-        with path.open("rb") as file:
-            rows = parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{name} is no parquet file that can be read: {error}") from error
-    yield from ((f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _parse_object(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: the line is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: the line is a {type(row).__name__}, not a JSON object")
-    return row
-
-
-def _text(row: dict, name: str, place: str) -> str:
-    if name not in row:
-        raise ValueError(f"{place}: no field {name!r}; the line has {', '.join(row) or 'none'}")
-    if not isinstance(row[name], str | int | float):
-        raise ValueError(f"{place}: {name!r} is a {type(row[name]).__name__}, not text or a number")
-    return str(row[name])
-
-
 def jsonl(
     *,
     path: str | os.PathLike | Sequence[str],
     prompt_field: str = "prompt",
-    answer_field: str = "answer",
+    answer_field: str | None = None,
     id_field: str | None = "id",
 ) -> Source:
-    """Examples from files with one JSON object a line, or parquet; id_field=None uses "file:line"
-    as the id.
+    """Examples from files: JSON lines, a JSON array, CSV, parquet, each also as .gz; see files.py.
+
+    A record is the whole row with "prompt", "id" and, where there is one, "answer" over it. A field
+    is a column or a dotted path, "reward_model.ground_truth". A prompt is text or a list of
+    messages. Without `answer_field` the answer is the first of ANSWER_FIELDS that a row has; without
+    a column "id", and with id_field=None, "file:line" is the id. A row that cannot be used, and one
+    with the id of an earlier one, is in `bad`.
 
     Raises:
         FileNotFoundError: a file is not there.
-        ValueError: naming file and line, for a line that is not JSON, a missing field, an id
-            that came before (equal ids would share sampling noise), or a file with no lines.
+        ValueError: a file has no row, or cannot be read.
     """
-    examples, places = [], {}
-    rows, digest = _read_lines(path, {prompt_field: "2+3=", answer_field: "5", "id": "sum-1"})
-    for place, row in rows:
-        name = place if id_field is None else _text(row, id_field, place)
-        if name in places:
-            raise ValueError(f"{place}: the id {name!r} was already used at {places[name]}")
-        places[name] = place
-        prompt, answer = _text(row, prompt_field, place), _text(row, answer_field, place)
-        examples.append({"prompt": prompt, "answer": answer, "id": name})
-    return Examples(examples, digest)
+    def name_of(row):
+        if id_field is None or id_field == "id" and find(row.values, "id") is None:
+            return row.place
+        return str(wanted(row, id_field, SCALAR))
+
+    def fields_of(row):
+        found = {"prompt": prompt_of(wanted(row, prompt_field, SCALAR | list))}
+        answer = answer_of(row, answer_field)
+        return found if answer is None else found | {"answer": answer}
+
+    example = {prompt_field: "2+3=", answer_field or "answer": "5", "id": "sum-1"}
+    return made(*files.read(path, example), name_of, fields_of)
 
 
 def gsm8k_jsonl(*, path: str | os.PathLike | Sequence[str]) -> Source:
     """GSM8K's own files, {"question", "answer"}, whose final answer follows "####" (2110.14168),
-    as JSON lines or as the parquet files of the hub."""
-    examples = []
-    rows, digest = _read_lines(path, {"question": "2+3?", "answer": "2 plus 3 is 5.\n#### 5"})
-    for place, row in rows:
-        prompt, solution = _text(row, "question", place), _text(row, "answer", place)
+    in any format that `jsonl` reads."""
+    def fields_of(row):
+        prompt, solution = (str(wanted(row, n, SCALAR)) for n in ("question", "answer"))
         _, mark, answer = solution.rpartition("####")
         if not mark:
-            raise ValueError(f"{place}: 'answer' has no '####' before the final answer")
-        answer = answer.strip().replace(",", "")
-        examples.append({"prompt": prompt, "answer": answer, "id": place})
-    return Examples(examples, digest)
+            raise ValueError("'answer' has no '####' before the final answer")
+        return {"prompt": prompt, "answer": answer.strip().replace(",", "")}
+
+    example = {"question": "2+3?", "answer": "2 plus 3 is 5.\n#### 5"}
+    return made(*files.read(path, example), lambda row: row.place, fields_of)
 
 
 @dataclass(frozen=True)
@@ -285,10 +221,18 @@ class _ReasoningGym(Generated):
             )
         return self.datasets[draw]
 
+    def _entry(self, draw: int, index: int) -> dict[str, Any]:
+        try:
+            return self.dataset(draw)[index]
+        except Exception as error:
+            raise ValueError(
+                f"reasoning_gym {self.name} fails at example {index}: {type(error).__name__}: {error}"
+            ) from error
+
     def __getitem__(self, index: int) -> dict[str, str]:
         _check_index(index, self.size)
         for draw in range(MAX_DRAWS):
-            entry = self.dataset(draw)[index]
+            entry = self._entry(draw, index)
             if in_split(entry["question"], self.split):
                 break
         else:

@@ -4,10 +4,12 @@ Padding is never found by its id: the rest of the code carries masks. `pad_id` o
 write into cells that a mask hides, so it may not be an id that ends a sequence.
 """
 
+import dataclasses
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +34,9 @@ class Tokenizer(Protocol):
 
     `decode` leaves special tokens (end, start, padding) out of the text. `chat` renders messages,
     each {"role", "content"}, to the text of a prompt; encode that with add_special=False, since a
-    template writes its own special tokens. `vocab_size` is the largest id plus one.
+    template writes its own special tokens. `encodes` and `chats` do many at once, and return in the
+    place of a text that cannot be used the ValueError that says why. `digest` tells a tokenizer from
+    others. `vocab_size` is the largest id plus one.
     """
 
     vocab_size: int
@@ -45,6 +49,24 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str: ...
+
+    def encodes(
+        self, texts: Sequence[str], add_special: bool = False
+    ) -> list[list[int] | ValueError]: ...
+
+    def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]: ...
+
+    def digest(self) -> str: ...
+
+
+def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int] | ValueError]:
+    found = []
+    for text in texts:
+        try:
+            found.append(call(text))
+        except Exception as error:  # the tokenizers of a checkpoint raise bare ones
+            found.append(ValueError(f"the tokenizer cannot encode it: {error}"))
+    return found
 
 
 class CharTokenizer:
@@ -79,7 +101,18 @@ class CharTokenizer:
         return "".join(self._chars[index] for index in ids if index in self._chars)
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
-        return "".join(message["content"] for message in messages)
+        return "".join(message["content"] for message in messages if "content" in message)
+
+    def encodes(
+        self, texts: Sequence[str], add_special: bool = False
+    ) -> list[list[int] | ValueError]:
+        return _each(lambda text: self.encode(text, add_special), texts)
+
+    def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]:
+        return [self.chat(messages) for messages in conversations]
+
+    def digest(self) -> str:
+        return "".join(self._ids)
 
 
 @dataclass(frozen=True)
@@ -106,17 +139,46 @@ class HFTokenizer:
         Raises:
             ValueError: there is no template, or the template refuses these messages.
         """
+        [result] = self._rendered([messages], add_generation_prompt)
+        if isinstance(result, ValueError):
+            raise result
+        return result
+
+    def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]:
+        return self._rendered(conversations, add_generation_prompt=True)
+
+    def _rendered(
+        self, conversations: Sequence[Sequence[dict]], add_generation_prompt: bool
+    ) -> list[str | ValueError]:
         if self.template is None:
-            raise ValueError(f"{self.source} has no chat template; set task.chat to False")
+            raise ValueError(
+                f"{self.source} has no chat template; set task.chat to False, and use prompts that "
+                "are text and no messages"
+            )
         names = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
         tokens = {
             name: "" if index is None else self.backend.id_to_token(index)
             for name, index in names.items()
         }
-        [result] = self._template.calls([[list(messages), add_generation_prompt, tokens]])
-        if result["error"]:
-            raise ValueError(f"the chat template of {self.source} failed: {result['error']}")
-        return result["value"]
+        calls = [[list(messages), add_generation_prompt, tokens] for messages in conversations]
+        failed = f"the chat template of {self.source} failed"
+        return [
+            ValueError(f"{failed}: {result['error']}") if result["error"] else result["value"]
+            for result in self._template.calls(calls)
+        ]
+
+    def encodes(
+        self, texts: Sequence[str], add_special: bool = False
+    ) -> list[list[int] | ValueError]:
+        try:
+            found = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        except Exception:  # one of them is refused, by a bare exception
+            return _each(lambda text: self.encode(text, add_special), texts)
+        return [encoding.ids for encoding in found]
+
+    def digest(self) -> str:
+        fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "backend"]
+        return hashlib.blake2b(f"{fields} {self.backend.to_str()}".encode()).hexdigest()
 
     @functools.cached_property
     def _template(self) -> confined.Confined:

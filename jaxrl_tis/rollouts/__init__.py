@@ -3,8 +3,9 @@
 from jaxrl_tis.rollouts.asynchronous import Asynchronous
 from jaxrl_tis.rollouts.collector import Collector
 from jaxrl_tis.rollouts.groups import (
-    Groups, Prompter, Sample, components, kept_metrics, sampling_params,
+    Groups, Sample, components, kept_metrics, sampling_params,
 )
+from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.remote import Remote
 from jaxrl_tis.rollouts.source import RolloutSource, run
 from jaxrl_tis.rollouts.threads import Threads

@@ -7,11 +7,9 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
-from jaxrl_tis.data.tasks import Source
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
-
-CHECKED = 20_000  # a few seconds
+from jaxrl_tis.rollouts.prompts import Prompter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,35 +36,6 @@ def components(samples: list[Sample]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for s in samples for name in s.components)
     value = lambda sample, name: sample.components[name] if name in sample.components else 0.0
     return {name: np.array([value(s, name) for s in samples], np.float32) for name in names}
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompter:
-    """Turns examples into prompt ids: by a template and, where asked for, the model's chat
-    format."""
-
-    tokenizer: Tokenizer
-    task: ml_collections.ConfigDict
-
-    def ids(self, record: dict[str, str]) -> np.ndarray:
-        """Returns the prompt of a record; ValueError when it is longer than max_prompt_tokens."""
-        text = self.task.template.format(prompt=record["prompt"])
-        if self.task.chat:
-            system = [{"role": "system", "content": self.task.system}] if self.task.system else []
-            text = self.tokenizer.chat([*system, {"role": "user", "content": text}])
-        ids = self.tokenizer.encode(text, add_special=not self.task.chat)
-        if len(ids) > self.task.max_prompt_tokens:
-            raise ValueError(
-                f"example {record['id']}: {len(ids)} prompt tokens, config.task.max_prompt_tokens "
-                f"is {self.task.max_prompt_tokens}; raise it or shorten the prompt"
-            )
-        return np.array(ids, np.int32)
-
-    def check(self, source: Source) -> None:
-        """Raises now what `ids` would raise in the middle of a run; reads at most CHECKED
-        examples, as generated tasks can be endless."""
-        for index in range(min(len(source), CHECKED)):
-            self.ids(source[index])
 
 
 def sampling_params(

@@ -1,0 +1,91 @@
+"""What the check of all data before a run takes, and the start after it, which reads the cache.
+
+    python -m benchmarks.data [--lines=100000] [--tokenizer=models/smollm2-135m-instruct/X.gguf]
+
+Writes JSON lines as long as those of GSM8K (45 words in the mean), reads them, renders each with a chat
+template and tokenises it. Without --tokenizer the tokenizer is a byte-level BPE that is trained on
+some of the lines, with ChatML as its template. Use an empty XDG_CACHE_HOME.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import tempfile
+import time
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from configs import default
+from jaxrl_tis import rollouts
+from jaxrl_tis.data import tasks
+from jaxrl_tis.data.tokenizer import load_tokenizer
+
+MEAN_WORDS, WORDS = 45, 4000
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant."
+    "<|im_end|>\\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + "
+    "m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def write_lines(path: pathlib.Path, count: int) -> list[str]:
+    """Writes the data and returns its prompts."""
+    rng = random.Random(0)
+    letters = "etaoinshrdlucmfwypvbgk"
+    words = ["".join(rng.choices(letters, range(22, 0, -1), k=rng.randint(2, 9)))
+             for _ in range(WORDS)]
+    prompts = []
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            chosen = rng.choices(words, k=max(12, int(rng.gauss(MEAN_WORDS, 15))))
+            chosen[5], chosen[-1] = f"{rng.randint(2, 900)}", f"{rng.randint(2, 90)}?"
+            prompts.append(" ".join(chosen).capitalize())
+            answer = f"{rng.randint(0, 9999)}"
+            file.write(json.dumps({"id": f"{i}", "prompt": prompts[-1], "answer": answer}) + "\n")
+    return prompts
+
+
+def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> str:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=8000, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    ))
+    backend.save(f"{folder}/tokenizer.json")
+    about = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return f"{folder}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lines", type=int, default=100_000)
+    parser.add_argument("--tokenizer", default="")
+    args = parser.parse_args()
+    config = default.get_config()
+    config.task.chat, config.task.max_prompt_tokens = True, 1024
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "train.jsonl"
+        prompts = write_lines(path, args.lines)
+        spec = args.tokenizer or write_tokenizer(pathlib.Path(folder), prompts[:5000])
+        print("| start | read, s | checked, s | tokens a prompt |\n|---|---|---|---|")
+        for name in ("first", "next"):
+            prompter = rollouts.Prompter(load_tokenizer(spec), config.task)
+            start = time.monotonic()
+            source = tasks.make("jsonl", {"path": f"{path}"})
+            read = time.monotonic()
+            checked = prompter.checked(source, "training data")
+            seconds = time.monotonic() - read
+            lengths = [len(prompter.ids(checked[i])) for i in range(0, len(checked), 997)]
+            mean = sum(lengths) / len(lengths)
+            print(f"| {name} | {read - start:.1f} | {seconds:.1f} | {mean:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Rows of data files: JSON lines, a JSON array, CSV or parquet, each of them also as .gz.
+
+A row holds what JSON can hold, so that it can be sent to a reward and saved with a run. Values that
+JSON lacks become text or null, see `plain`. A row that cannot be used keeps its place and the reason.
+"""
+
+import base64
+import csv
+import datetime
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from jaxrl_tis import hub
+
+BROKEN = (EOFError, OSError, zlib.error)  # what reading a file that is damaged raises
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a file; with a `reason` it cannot be used, and its values are as they were read."""
+
+    place: str  # "file:line"; of parquet and of a JSON array the number of the row
+    values: dict[str, Any]
+    reason: str = ""
+
+
+class NotText(ValueError):
+    """A text that no encoding has."""
+
+
+def read(
+    paths: str | os.PathLike | Sequence[str], example: dict
+) -> tuple[list[Row], str]:
+    """Returns the rows of the files in order, and the digest of their bytes (without gzip's).
+
+    Args:
+      paths: files or globs, here, on a bucket or on the hub.
+      example: a row as it could be, for messages.
+
+    Raises:
+      FileNotFoundError: a file is not there.
+      ImportError: a file is parquet, and pyarrow is not installed.
+      ValueError: a file has no row, or cannot be read.
+    """
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    rows, digest = [], hashlib.blake2b(digest_size=8)
+    for name, path in [file for path in paths for file in hub.data_files(path)]:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing; put a file there with one JSON object a line, such as "
+                f"{json.dumps(example)}"
+            )
+        before = len(rows)
+        rows += _rows(name, path, digest)
+        if len(rows) == before:
+            raise ValueError(f"{name} is empty; one line looks like {json.dumps(example)}")
+    return rows, digest.hexdigest()
+
+
+def _rows(name: str, path: Any, digest) -> list[Row]:
+    unpacked = name.lower().removesuffix(".gz")
+    is_packed = len(unpacked) < len(name)
+    reader = next((r for end, r in READERS.items() if unpacked.endswith(end)), _lines)
+    with path.open("rb") as file:
+        try:
+            return list(reader(name, gzip.open(file) if is_packed else file, digest))
+        except BROKEN as error:
+            if not is_packed:
+                raise
+            raise ValueError(f"{name} is no gzip file that can be read: {error}") from error
+
+
+def _lines(name: str, file: BinaryIO, digest) -> Iterator[Row]:
+    for number, line in enumerate(file, start=1):
+        digest.update(line)
+        if line.strip():
+            yield _parsed(f"{name}:{number}", line)
+
+
+def _parsed(place: str, line: bytes) -> Row:
+    try:
+        return _row(place, json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return Row(place, {}, f"the line is not JSON: {error}")
+
+
+def _row(place: str, values: Any) -> Row:
+    if not isinstance(values, dict):
+        return Row(place, {}, f"the line is a {type(values).__name__}, not a JSON object")
+    try:
+        return Row(place, {plain(name, "name"): plain(x, name) for name, x in values.items()})
+    except NotText as error:
+        return Row(place, values, str(error))
+
+
+def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
+    """Rows of an array, or of lines, as some write them into a .json file."""
+    data = file.read()
+    if not data.removeprefix(BOM).lstrip().startswith(b"["):
+        yield from _lines(name, io.BytesIO(data), digest)
+        return
+    digest.update(data)
+    try:
+        rows = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
+    """Rows below a header. An empty cell is null; an object, or a list of some, is JSON."""
+    data = file.read()
+    digest.update(data)
+    # A byte that is not UTF-8 becomes a lone surrogate, which is reported with its line.
+    text = data.removeprefix(BOM).decode("utf-8", "surrogateescape")
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise ValueError(f"{name}:1: the header {','.join(header)} names a column twice")
+        line = reader.line_num + 1
+        for cells in reader:
+            place, line = f"{name}:{line}", reader.line_num + 1
+            if len(cells) == len(header):
+                yield _row(place, dict(zip(header, map(_cell, cells))))
+            elif cells:
+                yield Row(place, {}, f"{len(cells)} fields, and the header has {len(header)}")
+    except csv.Error as error:
+        raise ValueError(f"{name}:{reader.line_num}: the line is not CSV: {error}") from error
+
+
+def _cell(text: str) -> Any:
+    if not text.startswith(("{", "[{")):
+        return text or None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _parquet(name: str, file: BinaryIO, digest) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(f"{name} needs the package pyarrow: pip install 'jaxrl_tis[hub]'") from error
+    data = file.read()
+    digest.update(data)
+    try:
+        rows = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{name} is no parquet file that can be read: {error}") from error
+    yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
+
+
+# By the end of a name; another name is of JSON lines.
+READERS = {".parquet": _parquet, ".json": _json, ".csv": _csv}
+
+
+def plain(value: Any, column: str) -> Any:
+    """Returns a value as JSON can hold it, all of the values in it included.
+
+    A number that is not finite becomes null. Dates, times, decimals and all else become their text,
+    bytes their base64.
+
+    Raises:
+      NotText: a text in `column` holds a lone surrogate.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else _text(value, column)
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {plain(str(k), column): plain(x, f"{column}.{k}") for k, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x, f"{column}[{i}]") for i, x in enumerate(value)]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    is_time = isinstance(value, datetime.date | datetime.time)
+    return value.isoformat() if is_time else str(value)
+
+
+def _text(value: str, column: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise NotText(
+            f"{ascii(column)} is no text: the lone surrogate {value[error.start]!r} at character "
+            f"{error.start + 1}"
+        ) from error
+    return value

@@ -1,0 +1,140 @@
+"""Records of data: what a row of a file becomes, or why it cannot be used."""
+
+import json
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_tis.data.files import Row
+
+SCALAR = str | int | float
+# Where an answer is looked for: own files, verl, TRL.
+ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be used."""
+
+    place: str  # file and line, or the id of a generated one
+    id: str
+    reason: str
+    row: int  # of all files together, or the number of the example
+
+    def __str__(self) -> str:
+        name = "" if self.id == self.place else f" (id {self.id!r})"
+        return f"{self.place}{name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples from files with their places, and the digest of all bytes of the files."""
+
+    examples: list[dict[str, Any]]
+    rows: list[tuple[int, str]]  # the row of each in all files together, and its place
+    of_files: str
+    bad: list[Bad]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.examples[index]
+
+    def place(self, index: int) -> str:
+        return self.rows[index][1]
+
+    def row(self, index: int) -> int:
+        return self.rows[index][0]
+
+    def digest(self) -> str:
+        return self.of_files
+
+
+def find(values: dict, name: str) -> Any:
+    """Returns the value of a column, or of a dotted path into nested ones; None without one."""
+    if name in values:
+        return values[name]
+    outer, _, inner = name.partition(".")
+    return find(values[outer], inner) if inner and isinstance(values.get(outer), dict) else None
+
+
+def wanted(row: Row, name: str, kinds: type | types.UnionType) -> Any:
+    """Returns a field that every row needs; ValueError without it."""
+    value = find(row.values, name)
+    if value is None:
+        has = ", ".join(map(str, row.values)) or "none"
+        raise ValueError(f"no field {name!r}; the line has {has}")
+    if not isinstance(value, kinds):
+        allowed = "text or a number" if kinds is SCALAR else "text, a number or a list of messages"
+        raise ValueError(f"{name!r} is a {type(value).__name__}, not {allowed}")
+    return value
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Returns a message of a conversation with its content as one text, and without the null fields
+    that a table has for what a row lacks; ValueError for one that is none."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError("has no role and content")
+    found = {name: x for name, x in message.items() if x is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        if other := [p for p in parts if p.get("type") != "text" or not isinstance(p.get("text"), str)]:
+            raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text alone")
+        content = "".join(part["text"] for part in parts)
+    if not isinstance(content, str) and not (content is None and "tool_calls" in found):
+        raise ValueError(f"has content that is a {type(content).__name__}, not text")
+    return found if content is None else found | {"content": content}
+
+
+def prompt_of(value: Any) -> str | list[dict[str, Any]]:
+    if not isinstance(value, list):
+        return str(value)
+    if not value:
+        raise ValueError("the prompt is a list of no messages")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        try:
+            messages.append(_message(message))
+        except ValueError as error:
+            raise ValueError(f"message {number} of the prompt {error}") from error
+    return messages
+
+
+def answer_of(row: Row, name: str | None) -> str | None:
+    """Returns the answer as text, None where a row has none; a list or an object is JSON."""
+    if name is not None:
+        value = wanted(row, name, object)
+    else:
+        found = (find(row.values, field) for field in ANSWER_FIELDS)
+        value = next((x for x in found if x is not None), None)
+    return json.dumps(value) if isinstance(value, list | dict) else None if value is None else str(value)
+
+
+def made(
+    rows: Iterable[Row], digest: str, name_of: Callable[[Row], str],
+    fields_of: Callable[[Row], dict[str, Any]],
+) -> Examples:
+    """Makes records of rows: all of a row, and its id, prompt and answer over that."""
+    examples, bad, places = [], [], {}
+    for number, row in enumerate(rows):
+        name = row.place
+        try:
+            if row.reason and not row.values:
+                raise ValueError(row.reason)
+            name = name_of(row)
+            if row.reason:
+                raise ValueError(row.reason)
+            if name in places:
+                raise ValueError(
+                    f"the id was already used at {places[name][1]}; task.params.id_field=None takes "
+                    "the lines for ids"
+                )
+            record = {n: x for n, x in row.values.items() if n != "answer"}
+            examples.append(record | fields_of(row) | {"id": name})
+            places[name] = number, row.place
+        except ValueError as error:
+            bad.append(Bad(row.place, name, str(error), number))
+    return Examples(examples, list(places.values()), digest, bad)

@@ -1,0 +1,298 @@
+"""From a record to the token ids of its prompt, and the check of all data before the first step.
+
+Every record is rendered and tokenised once before a run begins, so nothing in the data can end it
+later. The ids are kept: in memory for the run, on disk for the next start on the same data.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from jaxrl_tis import processes, storage
+from jaxrl_tis.data import files, tasks
+from jaxrl_tis.data.records import Bad, Examples
+from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.progress import Progress
+
+SHOWN = 5  # bad records that an error names
+GENERATED = 20_000  # examples of a generated task that are checked: such a task can be endless
+CHUNK = 1000  # prompts that are rendered and tokenised together
+CACHED = 2000  # prompts; fewer take less than a second, and are not kept on disk
+KEPT_FILES = 16  # on disk
+PLAIN = "{prompt}"  # the template that adds nothing
+# What decides how a prompt is rendered, beside the tokenizer and the config.
+CODE = ("templates.py", "tokenizer.py", "../rollouts/prompts.py")
+PACKAGES = ("jinja2", "tokenizers")
+TORN = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # of a file that is not whole
+
+Prompt = str | list[dict[str, Any]]
+Outcome = np.ndarray | str  # token ids, or the reason why there are none
+
+
+def key_of(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompter:
+    """Turns records into prompt ids. A list of messages is rendered by the model's chat template; a
+    text is put into task.template first, and into the chat template with task.chat.
+
+    `known` holds the ids of the prompts that were checked.
+    """
+
+    tokenizer: Tokenizer
+    task: ml_collections.ConfigDict
+    known: dict[str, np.ndarray] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def ids(self, record: dict[str, Any]) -> np.ndarray:
+        """Returns the prompt ids of a record; ValueError where it has none, or too many."""
+        key = key_of(record["prompt"])
+        if key in self.known:
+            return self.known[key]
+        [found] = self._outcomes([record["prompt"]])
+        if reason := self._reason(found):
+            raise ValueError(f"example {record['id']}: {reason}")
+        return found
+
+    def checked(
+        self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda record: "",
+        limit: int = GENERATED, pulse: Callable[[], None] = lambda: None,
+    ) -> "Checked":
+        """Checks all records from files, and the first `limit` of a generated task.
+
+        Args:
+          what: the data, for messages.
+          reject: says of a record with a good prompt why it cannot be used; "" where it can.
+          pulse: called whenever a part is done.
+
+        Raises:
+          ValueError: a record is bad and task.on_bad_record is "error", or all are.
+        """
+        count = len(source) if isinstance(source, Examples) else min(len(source), limit)
+        records = [_record(source, i) for i in range(count)]
+        prompts = [record["prompt"] for record in records if not isinstance(record, str)]
+        outcomes = iter(self._tokenised(prompts, what, pulse))
+        good, bad = [], list(source.bad)
+        for i, record in enumerate(records):
+            found = record if isinstance(record, str) else next(outcomes)
+            reason = self._reason(found) or reject(record)
+            if reason:
+                name = source.place(i) if isinstance(record, str) else record["id"]
+                bad.append(Bad(source.place(i), name, reason, source.row(i)))
+            else:
+                good.append(i)
+                self.known[key_of(record["prompt"])] = found
+        bad.sort(key=lambda b: b.row)
+        self._tell(bad, count + len(source.bad), what, is_any_good=bool(good))
+        return Checked(source, good, bad, count, lambda r: self._why_bad(r) or reject(r))
+
+    def _why_bad(self, record: dict[str, Any]) -> str:
+        [found] = self._outcomes([record["prompt"]])
+        return self._reason(found)
+
+    def _tell(self, bad: list[Bad], total: int, what: str, is_any_good: bool) -> None:
+        if not bad:
+            return
+        shown = "".join(f"\n- {b}" for b in bad[:SHOWN])
+        more = f"\n- and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        if self.task.on_bad_record == "error" or not is_any_good:
+            rest = (
+                "\nMend or remove them, or leave them out with task.on_bad_record = 'skip'."
+                if is_any_good else ""
+            )
+            raise ValueError(
+                f"{what}: {len(bad)} of {total} records cannot be used:{shown}{more}{rest}"
+            )
+        processes.say(f"{what}: {len(bad)} of {total} records are left out:{shown}{more}")
+
+    def _reason(self, found: Outcome) -> str:
+        """Says why a prompt cannot be used; "" where it can."""
+        if isinstance(found, str):
+            return found
+        limit = self.task.max_prompt_tokens
+        if len(found) > limit:
+            return (
+                f"{len(found)} prompt tokens, config.task.max_prompt_tokens is {limit}; raise it or "
+                "shorten the prompt"
+            )
+        return "" if len(found) else "the prompt has 0 tokens"
+
+    # Rendering and tokenising
+
+    def _tokenised(self, prompts: list[Prompt], what: str, pulse) -> list[Outcome]:
+        is_large = len(prompts) >= CACHED
+        path = self._cache_path(prompts) if is_large else None
+        if path is not None and (found := _read(path, len(prompts))) is not None:
+            return found
+        if prompts:
+            self._try(prompts[0])
+        found, chunks = [], [prompts[i : i + CHUNK] for i in range(0, len(prompts), CHUNK)]
+        is_shown = is_large and processes.is_first()
+        # One chunk is tokenised while the template's process renders the next.
+        with (
+            Progress(len(prompts), f"checking {what}", is_shown=is_shown) as progress,
+            concurrent.futures.ThreadPoolExecutor(2) as pool,
+        ):
+            for part in pool.map(self._outcomes, chunks):
+                found += part
+                progress.update(len(part))
+                pulse()
+        if path is not None:
+            _write(path, found)
+        return found
+
+    def _try(self, prompt: Prompt) -> None:
+        """Raises ValueError where the template hangs: it would on all of them."""
+        [found] = self._outcomes([prompt])
+        if isinstance(found, str) and "TimeoutError" in found:
+            raise ValueError(found)
+
+    def _outcomes(self, prompts: Sequence[Prompt]) -> list[Outcome]:
+        inputs = [self._input(prompt) for prompt in prompts]
+        found: list[Outcome] = [""] * len(inputs)
+        for is_chat in (False, True):
+            places = [i for i, x in enumerate(inputs) if isinstance(x, list) == is_chat]
+            for i, outcome in zip(places, self._encoded([inputs[i] for i in places], is_chat)):
+                found[i] = outcome
+        return found
+
+    def _input(self, prompt: Prompt) -> Prompt:
+        """Returns what is encoded: a text, or messages that the chat template renders."""
+        template, system = self.task.template, self.task.system
+        if isinstance(prompt, str):
+            text = template.format(prompt=prompt)
+            if not self.task.chat:
+                return text
+            prompt = [{"role": "user", "content": text}]
+        elif template != PLAIN:
+            raise ValueError(
+                f"task.template is {template!r}, and a prompt is a list of messages, which are used as "
+                f"they are: set it to {PLAIN!r}"
+            )
+        has_system = any(message["role"] == "system" for message in prompt)
+        return [{"role": "system", "content": system}, *prompt] if system and not has_system else prompt
+
+    def _encoded(self, inputs: list[Prompt], is_chat: bool) -> list[Outcome]:
+        if not inputs:
+            return []
+        texts = self.tokenizer.chats(inputs) if is_chat else inputs
+        # The template of a chat writes its own special tokens.
+        encoded = iter(self.tokenizer.encodes([t for t in texts if isinstance(t, str)], not is_chat))
+        found = [next(encoded) if isinstance(text, str) else text for text in texts]
+        return [f"{x}" if isinstance(x, ValueError) else np.array(x, np.int32) for x in found]
+
+    def _cache_path(self, prompts: list[Prompt]) -> pathlib.Path:
+        """Returns where the outcomes are kept: a name for all that they depend on."""
+        here = pathlib.Path(files.__file__).parent
+        facts = [
+            self.tokenizer.digest(), self.task.template, self.task.chat, self.task.system,
+            *((here / name).read_text(encoding="utf-8") for name in CODE),
+            *(metadata.version(name) for name in PACKAGES),
+        ]
+        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+        for prompt in prompts:
+            digest.update(json.dumps(prompt).encode())
+        return storage.cache("prompts") / f"{digest.hexdigest()}.npz"
+
+
+def _record(source: tasks.Source, index: int) -> dict[str, Any] | str:
+    """Returns an example, or why there is none: a generator can fail."""
+    try:
+        record = source[index]
+        return record if isinstance(source, Examples) else files.plain(record, "example")
+    except ValueError as error:
+        return f"{error}"
+
+
+@dataclasses.dataclass
+class Checked:
+    """A source without its bad records.
+
+    All of it was checked: it is shorter by these. Or the first `count` examples of a generated task
+    were: it is as long as before, and a good one of these stands in for a bad one at its place.
+    """
+
+    source: tasks.Source
+    good: list[int]
+    bad: list[Bad]
+    count: int
+    why_bad: Callable[[dict[str, Any]], str]
+    replaced: int = 0  # examples that were bad when they were read
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.count == len(self.source)
+
+    @property
+    def left_out(self) -> int:
+        return len(self.bad) + self.replaced
+
+    def __len__(self) -> int:
+        return len(self.good) if self._is_whole else len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._is_whole:
+            return self.source[self.good[index]]
+        record = _record(self.source, index)
+        if not isinstance(record, str) and not self.why_bad(record):
+            return record
+        self.replaced += 1
+        return self.source[self.good[index % len(self.good)]]
+
+    def digest(self) -> str:
+        """Digests the examples, and which are left out."""
+        digest, rows = self.source.digest(), [b.row for b in self.bad]
+        return hashlib.blake2b(f"{digest} {rows}".encode(), digest_size=8).hexdigest() if rows else digest
+
+
+# The cache
+
+
+def _read(path: pathlib.Path, count: int) -> list[Outcome] | None:
+    """Returns `count` outcomes; None where the file is not there, or not whole."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            ids, lengths, reasons = file["ids"], file["lengths"], json.loads(file["reasons"].tobytes())
+        ends = np.cumsum(lengths)
+        if len(lengths) != count or ends[-1] != len(ids):
+            return None
+        os.utime(path)
+    except TORN:
+        return None
+    found: list[Outcome] = np.split(ids, ends[:-1])
+    for i, reason in reasons:
+        found[i] = reason
+    return found
+
+
+def _write(path: pathlib.Path, outcomes: list[Outcome]) -> None:
+    """Writes all or nothing, and keeps the KEPT_FILES that were used last. A disk that is full or
+    read-only costs no more than the time of the next start."""
+    reasons = [(i, x) for i, x in enumerate(outcomes) if isinstance(x, str)]
+    ids = [np.zeros(0, np.int32) if isinstance(x, str) else x for x in outcomes]
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=storage.NEW, delete=False) as file:
+            np.savez(
+                file, ids=np.concatenate(ids), lengths=np.array([len(x) for x in ids]),
+                reasons=np.frombuffer(json.dumps(reasons).encode(), np.uint8),
+            )
+        os.replace(file.name, path)
+        newest = sorted(path.parent.iterdir(), key=os.path.getmtime, reverse=True)
+        for old in newest[KEPT_FILES:]:
+            old.unlink()
