@@ -28,23 +28,30 @@ from jaxrl_tis.state import read_params
 
 class Evaluator:
     """Answers the first eval.prompts examples of the held-out split, each twice; `digest` tells
-    that split from another, `greedy` are the greedy answers of the last `run`.
+    that split from another, `left_out` is how many of its records cannot be used, `greedy` are the
+    greedy answers of the last `run`.
 
     Raises ValueError when the split has fewer examples.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, prompter: rollouts.Prompter):
+    def __init__(
+        self, config: ml_collections.ConfigDict, prompter: rollouts.Prompter,
+        pulse: Callable[[], None] = lambda: None,
+    ):
         self._config, self._prompter = config, prompter
         self.greedy: list[rollouts.Sample] = []
         params = {**config.task.params, **config.eval.params}
-        source = tasks.make(config.task.name, params)
-        if len(source) < config.eval.prompts:
+        reject = rollouts.lacks_answer(config.reward.name)
+        checked = prompter.checked(
+            tasks.make(config.task.name, params), "held-out data", reject, config.eval.prompts, pulse
+        )
+        if len(checked.good) < config.eval.prompts:
             raise ValueError(
-                f"the held-out split has {len(source)} examples, config.eval.prompts is "
+                f"the held-out split has {len(checked.good)} examples, config.eval.prompts is "
                 f"{config.eval.prompts}; lower that"
             )
-        self._records = [source[i] for i in range(config.eval.prompts)]
-        self.digest = source.digest()
+        self._records = [checked.source[i] for i in checked.good[: config.eval.prompts]]
+        self.digest, self.left_out = checked.digest(), checked.left_out
         self._prompts = [prompter.ids(record) for record in self._records]
 
     def run(

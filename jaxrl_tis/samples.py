@@ -2,10 +2,10 @@
 
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
-tokens of the response; `length` counts all. `weight` is null where the correction gives weights
-inside the update alone. An evaluation (phase "eval", greedy answers) has one program and thus one
-log-prob, that of the model at temperature 1, in `logp_old`; `logp_behav`, `weight` and `version` are
-null.
+tokens of the response; `length` counts all. `answer` is null where the data has none, `weight` where
+the correction gives weights inside the update alone. An evaluation (phase "eval", greedy answers) has
+one program and thus one log-prob, that of the model at temperature 1, in `logp_old`; `logp_behav`,
+`weight` and `version` are null.
 """
 
 import json
@@ -66,7 +66,7 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
     return {
         "step": step, "phase": phase, "id": sample.record["id"],
         "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
-        "answer": sample.record["answer"], "reward": round(float(reward), DIGITS),
+        "answer": sample.record["answer"] if "answer" in sample.record else None, "reward": round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in found.items()},
     }

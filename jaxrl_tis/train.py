@@ -18,6 +18,7 @@ from jaxrl_tis import (
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.cli import Interrupted
+from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.gate import probe
@@ -26,9 +27,10 @@ from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
 from jaxrl_tis.provenance import check_same_config, facts, saved, write_run_files
+from jaxrl_tis.rollouts.prompts import Checked
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
-from jaxrl_tis.warmup import warm_up
+from jaxrl_tis.warmup import examples, warm_up
 from jaxrl_tis.watchdog import Watchdog
 
 
@@ -63,7 +65,9 @@ class Run:
         self._watchdog, self._interrupt = watchdog, interrupt
         self._timer = Timer(goodput.compile_seconds)
         self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
-        self._evaluator = evaluate.Evaluator(config, self._prompter)
+        self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.beat)
+        is_new = checkpoints.latest() is None
+        self._taught = examples(setup, self._prompter, watchdog.beat) if is_new else None
         self.trainer = Trainer(setup)
         self._old = self.trainer.old_policies()
         self.source = self._make_source()
@@ -78,9 +82,9 @@ class Run:
         setup, config = self.setup, self.setup.config
         batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
-            seed=config.seed, **processes.shard(),
+            seed=config.seed, **processes.shard(), check=self._check,
         )
-        self._prompter.check(batches.source)
+        self._data = batches.source
         groups = rollouts.Groups(
             config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
         )
@@ -102,6 +106,10 @@ class Run:
         return rollouts.Asynchronous(
             *ahead, slots=setup.engine.slots, arrived=self._old.arrived, **made
         )
+
+    def _check(self, source: tasks.Source) -> Checked:
+        reject = rollouts.lacks_answer(self.setup.config.reward.name)
+        return self._prompter.checked(source, "training data", reject, pulse=self._watchdog.beat)
 
     def begin(self) -> None:
         """Makes the state at step 0, or reads that of the newest checkpoint, and evaluates it where
@@ -126,7 +134,10 @@ class Run:
         processes.first(self._describe)
         self._open_record()
         with self._phase("warm-up"):
-            params = warm_up(self.setup, initial_params(self.setup), self.writer, self.pulse)
+            params = warm_up(
+                self.setup, initial_params(self.setup), self.writer, self.pulse, self._prompter,
+                self._taught,
+            )
         self.state = initial_state(self.setup, params)
         if self.setup.config.gate.required:
             require(self.setup, self.state["policy"].params)
@@ -231,6 +242,7 @@ class Run:
         probed, too_far = self._probe(step, rows)
         values |= probed
         values |= measured | sample_metrics(drawn, rows, limits)
+        values["data/bad_records"] = self._data.left_out
         check_finite(step, values, self.saved)
         self._timer.add("step", time.monotonic() - start)
         times = self._timer.collect() | goodput.memory()
@@ -327,7 +339,8 @@ class Run:
         compiled = goodput.compile_seconds() - compiled
         self._timer.add("compile", compiled)
         seconds = time.monotonic() - start - compiled
-        self.writer.write(step, "eval", values | {"time/eval_s": seconds})
+        about = {"eval/bad_records": self._evaluator.left_out, "time/eval_s": seconds}
+        self.writer.write(step, "eval", values | about)
         self._write_samples(samples.of_evaluation(
             step, self._evaluator.greedy, self.setup.tokenizer.decode,
             self.setup.config.metrics.samples,

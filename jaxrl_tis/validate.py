@@ -168,6 +168,7 @@ def _names(config):
         "metrics.record": (config.metrics.record, ("full", "compact")),
         "rollout.old_logp": (config.rollout.old_logp, old_policies.WAYS),
         "task.name": (config.task.name, tasks.TASKS),
+        "task.on_bad_record": (config.task.on_bad_record, ("error", "skip")),
         "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
         "train.sum_dtype": (config.train.sum_dtype, DTYPES),
     }

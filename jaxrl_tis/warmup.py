@@ -18,22 +18,34 @@ from jaxrl_tis.rows import supervised_rows
 from jaxrl_tis.step import TrainState, make_supervised_step
 
 
-def warm_up(
-    setup: Setup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None]
-) -> Any:
-    """Takes supervised steps on (prompt, answer) pairs and returns the taught parameters; calls
-    `pulse` after each.
+def examples(
+    setup: Setup, prompter: rollouts.Prompter, pulse: Callable[[], None] = lambda: None
+) -> Batches | None:
+    """Returns the examples of the warm-up, each checked; None for a config without one.
 
-    Raises ValueError when an answer and its end token exceed rollout.max_new_tokens.
+    Raises ValueError, with task.on_bad_record "error", where an example has no answer, or one that
+    with its end token exceeds rollout.max_new_tokens.
     """
     config = setup.config
     if config.warmup.steps == 0:
-        return params
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    batches = Batches(
+        return None
+    reject = lambda record: _why_bad(setup, record)
+    return Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
         batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
+        check=lambda source: prompter.checked(source, "warm-up data", reject, pulse=pulse),
     )
+
+
+def warm_up(
+    setup: Setup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
+    prompter: rollouts.Prompter, batches: Batches | None,
+) -> Any:
+    """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
+    parameters; calls `pulse` after each."""
+    config = setup.config
+    if batches is None:
+        return params
     fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr})
     tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
     train_step = make_supervised_step(setup.learner, tx)
@@ -62,12 +74,22 @@ def warm_up(
     return state.params
 
 
-def _target(setup: Setup, record: dict[str, str]) -> list[int]:
-    ids = [*setup.tokenizer.encode(record["answer"]), setup.tokenizer.eos_ids[0]]
-    limit = setup.config.rollout.max_new_tokens
-    if len(ids) > limit:
-        raise ValueError(
-            f"example {record['id']}: the answer and its end are {len(ids)} tokens, "
-            f"config.rollout.max_new_tokens is {limit}; raise it"
+def _target(setup: Setup, record: dict[str, Any]) -> list[int]:
+    return [*setup.tokenizer.encode(record["answer"]), setup.tokenizer.eos_ids[0]]
+
+
+def _why_bad(setup: Setup, record: dict[str, Any]) -> str:
+    """Says why a record cannot be taught; "" where it can."""
+    if "answer" not in record:
+        return (
+            "it has no answer that the warm-up could teach; name the field with "
+            "task.params.answer_field, or set warmup.steps to 0"
         )
-    return ids
+    try:
+        count = len(_target(setup, record))
+    except ValueError as error:
+        return f"its answer: {error}"
+    limit = setup.config.rollout.max_new_tokens
+    return "" if count <= limit else (
+        f"the answer and its end are {count} tokens, config.rollout.max_new_tokens is {limit}; raise it"
+    )

@@ -44,8 +44,8 @@ MAY_IMPORT = {
     "models": ("hub", "kernels", "sharding"),
     "engine": ("data", "fields", "fingerprint", "kernels", "models", "sharding", "spelling"),
     "rollouts": (
-        "addresses", "data", "engine", "fields", "fingerprint", "metrics", "processes", "provenance", "spelling",
-        "storage",
+        "addresses", "data", "engine", "fields", "fingerprint", "metrics", "processes", "progress",
+        "provenance", "spelling", "storage",
     ),
     # The learner knows records of the engine, and none of its programs.
     "old_policies": ("engine",),

@@ -6,14 +6,22 @@ one endless sequence of shuffled epochs, and host s reads the s-th contiguous pi
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grain
 
+from jaxrl_tis.data.records import listed
 from jaxrl_tis.data.tasks import Source, make
 
 EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
+
+
+def sound(source: Source) -> Source:
+    """Raises ValueError for a source with records that could not be read."""
+    if source.bad:
+        raise ValueError(f"{len(source.bad)} records cannot be used:{listed(source.bad)}")
+    return source
 
 
 class Batches:
@@ -23,6 +31,8 @@ class Batches:
         task: a name in TASKS, with its parameters `params`.
         batch_size: examples per step over all hosts; every host gets batch_size / shard_count.
         seed: seed of the order (the task's own seed is in `params`).
+        check: returns the source without records that cannot be used, as Prompter.checked does; by
+            default such are an error.
 
     A batch that spans the end of an epoch can hold an example twice.
 
@@ -39,12 +49,13 @@ class Batches:
         seed: int,
         shard_index: int = 0,
         shard_count: int = 1,
+        check: Callable[[Source], Source] = sound,
     ):
         if batch_size < 1 or batch_size % shard_count:
             raise ValueError(f"{shard_count} hosts cannot share a batch of {batch_size} equally")
         if not 0 <= shard_index < shard_count:
             raise ValueError(f"shard_index {shard_index} is not below shard_count {shard_count}")
-        self.source = make(task, params)
+        self.source = check(make(task, params))
         if len(self.source) == 0:
             raise ValueError(f"task {task!r} with {dict(params)} has 0 examples; give at least 1")
         self.fingerprint = _fingerprint(task, params, self.source, batch_size, seed)
@@ -60,10 +71,10 @@ class Batches:
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._iterator = iter(batches.to_iter_dataset(options))
 
-    def __iter__(self) -> Iterator[list[dict[str, str]]]:
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         return self
 
-    def __next__(self) -> list[dict[str, str]]:
+    def __next__(self) -> list[dict[str, Any]]:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxrl_tis.data.files import Row
 SCALAR = str | int | float
 # Where an answer is looked for: own files, verl, TRL.
 ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
+SHOWN = 5  # bad records that an error names
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Examples:
 
     def digest(self) -> str:
         return self.of_files
+
+
+def listed(bad: Sequence[Bad]) -> str:
+    """Returns the first bad records, a line each, and how many more there are."""
+    more = f"\n- and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    return "".join(f"\n- {b}" for b in bad[:SHOWN]) + more
 
 
 def find(values: dict, name: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, cli_flags
+from jaxrl_tis import cli, cli_flags, rollouts
 from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
 from jaxrl_tis.experiments import figures
@@ -23,7 +23,7 @@ from jaxrl_tis.metrics import NoRecord
 from jaxrl_tis.models import quant
 from jaxrl_tis.report.plots import COLORS
 from jaxrl_tis.state import initial_params
-from jaxrl_tis.warmup import warm_up
+from jaxrl_tis.warmup import examples, warm_up
 
 CONFIG = "configs/fig_base.py"
 SEEDS = (0, 1, 2, 3, 4)
@@ -44,7 +44,10 @@ def gaps(seed: int) -> Gaps:
     """Measures every combination on one batch: the mean square of the log-ratio, its mean size and k3."""
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
-    params = warm_up(setup, initial_params(setup), NoRecord(), lambda: None)
+    prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
+    params = warm_up(
+        setup, initial_params(setup), NoRecord(), lambda: None, prompter, examples(setup, prompter)
+    )
     rows = setup.rows(report.sample(setup, params, config.rollout.prompts))
     micro, flat = setup.micro_batches(rows)
     plain = ladder.learner_settings(setup)

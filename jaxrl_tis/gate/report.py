@@ -36,7 +36,10 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
     config = setup.config
     prompter = rollouts.Prompter(setup.tokenizer, config.task)
     records = next(
-        Batches(config.task.name, config.task.params, batch_size=prompts, seed=config.seed)
+        Batches(
+            config.task.name, config.task.params, batch_size=prompts, seed=config.seed,
+            check=lambda source: prompter.checked(source, "training data"),
+        )
     )
     params_of = rollouts.sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True

@@ -5,12 +5,12 @@ from jaxrl_tis.rollouts.collector import Collector
 from jaxrl_tis.rollouts.groups import (
     Groups, Sample, components, kept_metrics, sampling_params,
 )
-from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.prompts import Prompter, lacks_answer
 from jaxrl_tis.rollouts.remote import Remote
 from jaxrl_tis.rollouts.source import RolloutSource, run
 from jaxrl_tis.rollouts.threads import Threads
 
 __all__ = [
     "Asynchronous", "Collector", "Groups", "Prompter", "Remote", "RolloutSource", "Sample", "Threads",
-    "components", "kept_metrics", "run", "sampling_params",
+    "components", "kept_metrics", "lacks_answer", "run", "sampling_params",
 ]

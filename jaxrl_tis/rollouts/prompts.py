@@ -22,11 +22,11 @@ import numpy as np
 
 from jaxrl_tis import processes, storage
 from jaxrl_tis.data import files, tasks
-from jaxrl_tis.data.records import Bad, Examples
+from jaxrl_tis.data.records import Bad, Examples, listed
+from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.progress import Progress
 
-SHOWN = 5  # bad records that an error names
 GENERATED = 20_000  # examples of a generated task that are checked: such a task can be endless
 CHUNK = 1000  # prompts that are rendered and tokenised together
 CACHED = 2000  # prompts; fewer take less than a second, and are not kept on disk
@@ -39,6 +39,16 @@ TORN = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # of a fil
 
 Prompt = str | list[dict[str, Any]]
 Outcome = np.ndarray | str  # token ids, or the reason why there are none
+
+
+def lacks_answer(reward: str) -> Callable[[dict[str, Any]], str]:
+    """Returns what says of a record that it has no answer, where the reward of this name compares
+    with one: all of ours do, and what others need is not known here."""
+    reason = (
+        f"it has no answer, which the reward {reward!r} compares with; name the field with "
+        "task.params.answer_field"
+    )
+    return lambda record: reason if reward in REWARDS and "answer" not in record else ""
 
 
 def key_of(prompt: Prompt) -> str:
@@ -108,17 +118,15 @@ class Prompter:
     def _tell(self, bad: list[Bad], total: int, what: str, is_any_good: bool) -> None:
         if not bad:
             return
-        shown = "".join(f"\n- {b}" for b in bad[:SHOWN])
-        more = f"\n- and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         if self.task.on_bad_record == "error" or not is_any_good:
             rest = (
                 "\nMend or remove them, or leave them out with task.on_bad_record = 'skip'."
                 if is_any_good else ""
             )
             raise ValueError(
-                f"{what}: {len(bad)} of {total} records cannot be used:{shown}{more}{rest}"
+                f"{what}: {len(bad)} of {total} records cannot be used:{listed(bad)}{rest}"
             )
-        processes.say(f"{what}: {len(bad)} of {total} records are left out:{shown}{more}")
+        processes.say(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
 
     def _reason(self, found: Outcome) -> str:
         """Says why a prompt cannot be used; "" where it can."""

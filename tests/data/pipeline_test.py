@@ -3,6 +3,7 @@ import json
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.data.records import Examples
 from jaxrl_tis.data.tasks import TASKS
 
 pytestmark = pytest.mark.by_jax("grain")
@@ -120,6 +121,16 @@ def test_setup_errors(path, monkeypatch):
         Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_count=3)
     with pytest.raises(ValueError, match="shard_index 2 is not below shard_count 2"):
         Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_index=2, shard_count=2)
-    monkeypatch.setitem(TASKS, "nothing", lambda: [])
+    monkeypatch.setitem(TASKS, "nothing", lambda: Examples([], [], "", []))
     with pytest.raises(ValueError, match="'nothing'.*has 0 examples"):
         Batches("nothing", {}, batch_size=1, seed=0)
+
+
+def test_records_that_could_not_be_read_are_refused_unless_they_are_checked(tmp_path):
+    path = write(tmp_path / "a.jsonl", 3)
+    with open(path, "a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(ValueError, match=r"1 records cannot be used:\n- .*a.jsonl:4: the line is not"):
+        Batches("jsonl", {"path": path}, batch_size=1, seed=0)
+    batches = Batches("jsonl", {"path": path}, batch_size=3, seed=0, check=lambda source: source)
+    assert sorted(flat(batches, 1)) == ["0", "1", "2"]

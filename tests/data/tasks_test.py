@@ -1,3 +1,5 @@
+import csv
+import gzip
 import json
 import re
 import sys
@@ -93,38 +95,138 @@ def test_jsonl_reads_several_files_in_order(tmp_path):
     ]
 
 
-def test_jsonl_field_names_and_missing_ids(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"q": "2+3=", "a": "5"}', '{"q": "1+1=", "a": "2"}')
-    source = TASKS["jsonl"](path=path, prompt_field="q", answer_field="a", id_field=None)
-    assert source[1] == {"prompt": "1+1=", "answer": "2", "id": f"{path}:2"}
+def test_the_whole_row_is_the_record_and_fields_are_dotted_paths(tmp_path):
+    row = {"q": {"text": "2+3="}, "a": 5, "answer": "five", "id": "x", "more": [{"a": None}]}
+    path = write(tmp_path / "a.jsonl", json.dumps(row))
+    names = dict(prompt_field="q.text", answer_field="a", id_field=None)
+    [record] = read_all(TASKS["jsonl"](path=path, **names))
+    assert record == row | {"prompt": "2+3=", "answer": "5", "id": f"{path}:1"}
+
+
+def test_without_a_column_id_the_line_is_the_id(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "2+3="}', "", '{"prompt": "1+1=", "id": 7}')
+    assert [r["id"] for r in read_all(TASKS["jsonl"](path=path))] == [f"{path}:1", "7"]
+
+
+# What verl's examples/data_preprocess/gsm8k.py writes, and TRL's examples/datasets/deepmath_103k.py.
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+3?"}], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+    "extra_info": {"split": "train", "index": 0, "answer": "2+3=5 #### 5", "question": "2+3?"},
+}
+TRL = {"prompt": [{"role": "user", "content": "2+3?"}], "solution": "$5$"}
+TRL_TEXT = {"prompt": "The sky is", "length": 20}
+
+
+def write_all(folder, rows):
+    """The same rows in every format; CSV has nested columns as JSON."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "lines.json").write_text(lines)
+    (folder / "array.json").write_text(json.dumps(rows, indent=1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+    with (folder / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        text = lambda x: json.dumps(x) if isinstance(x, list | dict) else x
+        writer.writerows({n: text(x) for n, x in row.items()} for row in rows)
+    for path in list(folder.iterdir()):
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("row, answer", [(VERL, "5"), (TRL, "$5$"), (TRL_TEXT, None)])
+def test_data_of_verl_and_trl_loads_as_it_is_from_every_format(tmp_path, row, answer):
+    paths = write_all(tmp_path, [row, row])
+    assert len(paths) == 10
+    for path in paths:
+        [first, _] = read_all(TASKS["jsonl"](path=str(path)))
+        expected = row | {"id": f"{path}:{2 if '.csv' in path.name else 1}"}
+        if ".csv" in path.name and "length" in row:
+            expected["length"] = "20"  # CSV knows text alone
+        assert first == (expected if answer is None else expected | {"answer": answer}), path
+
+
+def test_the_ids_of_verl_can_be_named(tmp_path):
+    path = write(tmp_path / "a.jsonl", json.dumps(VERL))
+    [record] = read_all(TASKS["jsonl"](path=path, id_field="extra_info.index"))
+    assert record["id"] == "0"
+
+
+def test_a_glob_and_several_files_in_order(tmp_path):
+    for name in ("b", "a", "c"):
+        write(tmp_path / f"part-{name}.jsonl", json.dumps({"prompt": name}))
+    write(tmp_path / "other.jsonl", '{"prompt": "x"}')
+    found = read_all(TASKS["jsonl"](path=f"{tmp_path}/part-*.jsonl"))
+    assert [r["prompt"] for r in found] == ["a", "b", "c"]
+    both = [f"{tmp_path}/other.jsonl", f"{tmp_path}/part-[bc].jsonl"]
+    assert [r["prompt"] for r in read_all(TASKS["jsonl"](path=both))] == ["x", "b", "c"]
+    with pytest.raises(FileNotFoundError, match=r"none-\*.jsonl: no file has a name like this"):
+        TASKS["jsonl"](path=f"{tmp_path}/none-*.jsonl")
+
+
+def test_the_digest_is_of_the_bytes_whatever_packs_them(tmp_path):
+    write_all(tmp_path, [TRL])
+    digest = lambda name: TASKS["jsonl"](path=str(tmp_path / name)).digest()
+    assert digest("a.jsonl") == digest("a.jsonl.gz") != digest("array.json")
+    write(tmp_path / "a.jsonl", json.dumps(TRL | {"solution": "6"}))
+    assert digest("a.jsonl") != digest("a.jsonl.gz")
 
 
 GOOD = '{"prompt": "2+3=", "answer": "5", "id": "x"}'
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("lines", "said"),
     [
         ([GOOD, "{prompt"], r"a\.jsonl:2: the line is not JSON"),
         ([GOOD, "[1]"], r"a\.jsonl:2: the line is a list, not a JSON object"),
-        ([GOOD, "", '{"prompt": "1", "id": "y"}'], r"a\.jsonl:3: no field 'answer'.*prompt, id"),
-        (['{"prompt": ["1"], "answer": "1", "id": "y"}'], r"a\.jsonl:1: 'prompt' is a list"),
-        ([GOOD, GOOD], r"a\.jsonl:2: the id 'x' was already used at .*a\.jsonl:1"),
-        ([], r"a\.jsonl is empty; one line looks like \{\"prompt\""),
-        (["", ""], r"a\.jsonl is empty"),
+        ([GOOD, "", '{"answer": "1", "id": "y"}'],
+         r"a\.jsonl:3 \(id 'y'\): no field 'prompt'; the line has answer, id"),
+        ([GOOD, '{"prompt": {"a": 1}, "id": "y"}'], r"a\.jsonl:2 \(id 'y'\): 'prompt' is a dict"),
+        ([GOOD, '{"prompt": "1", "id": [1]}'], r"a\.jsonl:2: 'id' is a list, not text or a number"),
+        ([GOOD, GOOD], r"a\.jsonl:2 \(id 'x'\): the id was already used at .*a\.jsonl:1"),
+        ([GOOD, r'{"prompt": "\ud800", "id": "y"}'],
+         r"a\.jsonl:2 \(id 'y'\): 'prompt' is no text: the lone surrogate '\\ud800' at character 1"),
+        ([GOOD, r'{"prompt": "1", "answer": "ab\udfff", "id": "y"}'],
+         r"a\.jsonl:2 \(id 'y'\): 'answer' is no text: .*'\\udfff' at character 3"),
+        ([GOOD, r'{"prompt": "1", "id": "\udc00y"}'],
+         r"a\.jsonl:2 \(id '\\udc00y'\): 'id' is no text"),
+        ([GOOD, r'{"prompt": "1", "id": "y", "extra": {"deep": ["\ud83d"]}}'],
+         r"a\.jsonl:2 \(id 'y'\): 'extra.deep\[0\]' is no text"),
+        ([GOOD, r'{"prompt": "1", "id": "y", "\ud800": 1}'], r"a\.jsonl:2 \(id 'y'\): 'name' is no text"),
+        ([GOOD, '{"prompt": [], "id": "y"}'], r"a\.jsonl:2 .*: the prompt is a list of no messages"),
+        ([GOOD, '{"prompt": ["hi"], "id": "y"}'], r"a\.jsonl:2 .*: message 1 of the prompt has no role"),
+        ([GOOD, '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "id": "y"}'],
+         r"message 1 of the prompt has a part of type 'image'; models here read text alone"),
     ],
 )
-def test_jsonl_errors_name_file_and_line(tmp_path, lines, message):
-    path = write(tmp_path / "a.jsonl", *lines)
-    with pytest.raises(ValueError, match=message):
-        TASKS["jsonl"](path=path)
+def test_a_bad_row_is_named_by_file_line_and_id_and_left_out(tmp_path, lines, said):
+    source = TASKS["jsonl"](path=write(tmp_path / "a.jsonl", *lines))
+    [bad] = source.bad
+    assert re.search(said, str(bad)), str(bad)
+    assert [r["id"] for r in read_all(source)] == ["x"]
+
+
+def test_a_field_that_was_named_has_to_be_there(tmp_path):
+    path = write(tmp_path / "a.jsonl", GOOD, '{"prompt": "1", "id": "y"}')
+    [bad] = TASKS["jsonl"](path=path, answer_field="answer").bad
+    assert "no field 'answer'; the line has prompt, id" in str(bad)
+    assert TASKS["jsonl"](path=path).bad == []
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_a_row_is_an_error(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.jsonl is empty; one line looks like \{\"prompt\""):
+        TASKS["jsonl"](path=str(tmp_path / "a.jsonl"))
 
 
 def test_jsonl_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: the line is not JSON"):
-        TASKS["jsonl"](path=path)
+    [bad] = TASKS["jsonl"](path=path).bad
+    assert "a.jsonl:2: the line is not JSON" in str(bad)
 
 
 def test_parquet_is_read_as_lines_are(tmp_path):
@@ -133,8 +235,8 @@ def test_parquet_is_read_as_lines_are(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     source = TASKS["gsm8k_jsonl"](path=str(path))
     assert read_all(source) == [
-        {"prompt": "2+3?", "answer": "5", "id": f"{path}:1"},
-        {"prompt": "1?", "answer": "1000", "id": f"{path}:2"},
+        {"prompt": "2+3?", "question": "2+3?", "answer": "5", "id": f"{path}:1"},
+        {"prompt": "1?", "question": "1?", "answer": "1000", "id": f"{path}:2"},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), path)
     assert TASKS["gsm8k_jsonl"](path=str(path)).digest() != source.digest()
@@ -158,11 +260,13 @@ def test_jsonl_missing_file_says_what_to_put_there(tmp_path):
 def test_gsm8k_answers_follow_the_mark(tmp_path):
     rows = [{"question": "How many?", "answer": "6 * 200 = <<6*200=1200>>1200\n#### 1,200"}]
     path = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
-    expected = {"prompt": "How many?", "answer": "1200", "id": f"{path}:1"}
+    expected = {
+        "prompt": "How many?", "question": "How many?", "answer": "1200", "id": f"{path}:1",
+    }
     assert read_all(TASKS["gsm8k_jsonl"](path=path)) == [expected]
-    bad = write(tmp_path / "b.jsonl", '{"question": "How many?", "answer": "12"}')
-    with pytest.raises(ValueError, match=r"b\.jsonl:1: 'answer' has no '####'"):
-        TASKS["gsm8k_jsonl"](path=bad)
+    path = write(tmp_path / "b.jsonl", '{"question": "How many?", "answer": "12"}')
+    [bad] = TASKS["gsm8k_jsonl"](path=path).bad
+    assert str(bad).endswith("b.jsonl:1: 'answer' has no '####' before the final answer")
 
 
 def chain_sum(**changes):
@@ -193,6 +297,13 @@ def test_reasoning_gym_splits_share_no_problem_and_seeds_no_stretch():
     first, second = ({example["prompt"] for example in read_all(source)} for source in sources)
     assert len(first) == len(second) == 60
     assert not first & second
+
+
+def test_reasoning_gym_whose_package_fails_at_an_example_says_which():
+    source = chain_sum()
+    source.datasets[0] = [None, {"question": 5}]
+    with pytest.raises(ValueError, match="chain_sum fails at example 2: IndexError: list index"):
+        source[2]
 
 
 def test_reasoning_gym_errors(monkeypatch):

@@ -1,4 +1,4 @@
-"""Prompts, sampling parameters, rewarded samples."""
+"""Sampling parameters, rewarded samples."""
 
 import dataclasses
 
@@ -6,36 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import rollouts
-from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams
-from tests.rollouts.collector_test import TOKENIZER, FakeScheduler, collector, fields, task
-
-
-def test_template_and_start_token():
-    ids = rollouts.Prompter(TOKENIZER, task(template="{prompt} 0")).ids(
-        {"prompt": "1+2=", "answer": "3", "id": "x"})
-    assert TOKENIZER.decode(ids) == "1+2= 0" and ids[0] == TOKENIZER.bos_id
-    assert ids.dtype == np.int32
-
-
-def test_chat_uses_the_template_of_the_tokenizer_and_no_second_start_token():
-    class Chat(CharTokenizer):
-        def chat(self, messages, add_generation_prompt=True):
-            return "+".join(m["role"][0].translate({ord("s"): "0", ord("u"): "1"}) + m["content"]
-                            for m in messages)
-
-    tokenizer = Chat("0123456789+= ")
-    record = {"prompt": "7", "answer": "", "id": "x"}
-    ids = rollouts.Prompter(tokenizer, task(chat=True)).ids(record)
-    assert list(ids) == tokenizer.encode("17")
-    ids = rollouts.Prompter(tokenizer, task(chat=True, system="9")).ids(record)
-    assert list(ids) == tokenizer.encode("09+17")
-
-
-def test_a_long_prompt_is_refused_by_name_with_both_numbers():
-    prompter = rollouts.Prompter(TOKENIZER, task(max_prompt_tokens=4))
-    with pytest.raises(ValueError, match="example sum-7: 5 prompt tokens.*max_prompt_tokens is 4"):
-        prompter.ids({"prompt": "1+2=", "answer": "3", "id": "sum-7"})
+from tests.rollouts.collector_test import TOKENIZER, FakeScheduler, collector, fields
 
 
 def test_sampling_parameters():

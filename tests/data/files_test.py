@@ -1,0 +1,99 @@
+"""Files that are odd, broken or hold what JSON cannot; tasks_test reads all formats as a run does."""
+
+import datetime
+import decimal
+import gzip
+import json
+import math
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrl_tis.data import files
+
+
+def read(path, content):
+    path.write_bytes(content)
+    return files.read(str(path), {"prompt": "1"})[0]
+
+
+def test_values_that_json_lacks():
+    value = {
+        "nan": math.nan, "inf": [-math.inf, 1.5], "decimal": decimal.Decimal("1.50"), "bytes": b"\xff",
+        "day": datetime.date(2026, 1, 2), "time": datetime.datetime(2026, 1, 2, 3, 4, 5),
+        "pair": (1, True), "text": "é\N{GRINNING FACE}", "none": None,
+    }
+    assert files.plain(value, "row") == {
+        "nan": None, "inf": [None, 1.5], "decimal": "1.50", "bytes": "/w==", "day": "2026-01-02",
+        "time": "2026-01-02T03:04:05", "pair": [1, True], "text": "é\N{GRINNING FACE}", "none": None,
+    }
+
+
+def test_values_of_parquet_can_be_saved_as_json(tmp_path):
+    rows = [{"prompt": "1", "score": math.nan, "when": datetime.datetime(2026, 1, 2), "image": b"ab",
+             "price": decimal.Decimal("2.5"), "nested": {"a": [1, 2], "b": None}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    [row], _ = files.read(str(tmp_path / "a.parquet"), {})
+    assert row.values == {
+        "prompt": "1", "score": None, "when": "2026-01-02T00:00:00", "image": "YWI=", "price": "2.5",
+        "nested": {"a": [1, 2], "b": None},
+    }
+    json.dumps(row.values, allow_nan=False)
+
+
+def test_csv_lines_are_counted_as_an_editor_does(tmp_path):
+    content = b'\xef\xbb\xbfprompt,answer\r\n"two\nlines",1\r\n\r\n"say ""a, b""",\r\n{"a": 1},[1]\r\n'
+    rows = read(tmp_path / "a.csv", content)
+    assert [(r.place.split(":")[-1], r.values) for r in rows] == [
+        ("2", {"prompt": "two\nlines", "answer": "1"}), ("5", {"prompt": 'say "a, b"', "answer": None}),
+        ("6", {"prompt": {"a": 1}, "answer": "[1]"}),
+    ]
+
+
+def test_csv_rows_that_cannot_be_used(tmp_path):
+    rows = read(tmp_path / "a.csv", b"prompt,answer\n1,2,3\n1\n\xe9,2\n1,2\n")
+    assert [r.reason for r in rows[:2]] == [
+        "3 fields, and the header has 2", "1 fields, and the header has 2",
+    ]
+    assert "'prompt' is no text: the lone surrogate '\\udce9' at character 1" == rows[2].reason
+    assert rows[3].reason == ""
+
+
+@pytest.mark.parametrize("content, message", [
+    (b'a,b\n1,"2\n3,4\n', r"a\.csv:\d: the line is not CSV: unexpected end of data"),
+    (b"a,a\n1,2\n", r"a\.csv:1: the header a,a names a column twice"),
+])
+def test_csv_files_that_are_refused(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "a.csv", content)
+
+
+def test_a_long_csv_cell(tmp_path):
+    [row] = read(tmp_path / "a.csv", b"prompt\n" + b"x" * 200_000 + b"\n")
+    assert len(row.values["prompt"]) == 200_000
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf [{}, 5]", b'[{"a": "\\ud800"}, 5]'])
+def test_a_json_array_with_rows_that_are_none(tmp_path, content):
+    first, second = read(tmp_path / "a.json", content)
+    assert second.place.endswith("a.json:2") and second.reason.startswith("the line is a int")
+    assert first.reason == ("" if first.values == {} else "'a' is no text: the lone surrogate "
+                            "'\\ud800' at character 1")
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.json", b"[1, 2", "a.json is not JSON"),
+    ("a.json.gz", gzip.compress(b"[1]" * 999)[:-12], "a.json.gz is no gzip file that can be read"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz is no gzip file that can be read"),
+    ("a.parquet", b"PAR1", "a.parquet is no parquet file that can be read"),
+    ("a.csv.gz", gzip.compress(b""), "a.csv.gz is empty"),
+])
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / name, content)
+
+
+def test_a_line_nested_too_deep_is_a_bad_row(tmp_path):
+    deep, good = read(tmp_path / "a.jsonl", b"[" * 100_000 + b"\n" + b"{}\n")
+    assert deep.reason.startswith("the line is not JSON") and good.reason == ""

@@ -1,0 +1,287 @@
+"""From records to prompt ids, and the check of all data before a run."""
+
+import json
+
+import ml_collections
+import numpy as np
+import pytest
+
+from jaxrl_tis import rollouts
+from jaxrl_tis.data import tasks
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.rollouts import prompts
+
+ALPHABET = "0123456789+= "
+
+
+def task(**changes):
+    base = dict(
+        template="{prompt}", chat=False, system="", max_prompt_tokens=8, on_bad_record="error"
+    )
+    return ml_collections.ConfigDict(base | changes)
+
+
+class Chat(CharTokenizer):
+    """Writes a 0 before a system message, a 1 before a user's and a 2 before the model's."""
+
+    digits = {"system": "0", "user": "1", "assistant": "2"}
+
+    def chats(self, conversations):
+        self.rendered = conversations
+        return ["+".join(self.digits[m["role"]] + m["content"] for m in c) for c in conversations]
+
+
+def prompter(tokenizer=CharTokenizer(ALPHABET), **changes):
+    return rollouts.Prompter(tokenizer, task(**changes))
+
+
+def record(prompt, name="x"):
+    return {"prompt": prompt, "id": name}
+
+
+def text_of(prompter, prompt):
+    return prompter.tokenizer.decode(prompter.ids(record(prompt)))
+
+
+def test_template_and_start_token():
+    ids = prompter(template="{prompt} 0").ids(record("1+2="))
+    assert CharTokenizer(ALPHABET).decode(ids) == "1+2= 0" and ids[0] == CharTokenizer.bos_id
+    assert ids.dtype == np.int32
+
+
+def test_chat_uses_the_template_of_the_tokenizer_and_no_second_start_token():
+    tokenizer = Chat(ALPHABET)
+    assert list(prompter(tokenizer, chat=True).ids(record("7"))) == tokenizer.encode("17")
+    found = prompter(tokenizer, chat=True, system="9", template="{prompt} 5").ids(record("7"))
+    assert list(found) == tokenizer.encode("09+17 5")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_list_of_messages_always_goes_through_the_chat_template(chat):
+    messages = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"},
+                {"role": "user", "content": "9"}]
+    tokenizer = Chat(ALPHABET)
+    assert text_of(prompter(tokenizer, chat=chat), messages) == "17+28+19"
+    long = prompter(tokenizer, chat=chat, system="6", max_prompt_tokens=20)
+    assert text_of(long, messages) == "06+17+28+19"
+    own = [{"role": "system", "content": "5"}, *messages[:1]]
+    assert text_of(long, own) == "05+17"
+    assert tokenizer.rendered == [own]  # as it is in the data
+
+
+def test_a_template_does_not_rewrite_messages():
+    with pytest.raises(ValueError, match="task.template is 'solve {prompt}', and a prompt is a list"):
+        prompter(template="solve {prompt}").ids(record([{"role": "user", "content": "7"}]))
+
+
+def test_a_long_prompt_is_refused_by_name_with_both_numbers():
+    with pytest.raises(ValueError, match="example sum-7: 5 prompt tokens.*max_prompt_tokens is 4"):
+        prompter(max_prompt_tokens=4).ids(record("1+2=", "sum-7"))
+
+
+# The check of all data
+
+
+def write(path, prompts, **more):
+    path.write_text("".join(json.dumps({"prompt": p} | more) + "\n" for p in prompts))
+    return tasks.make("jsonl", {"path": str(path)})
+
+
+def test_the_first_five_bad_records_are_named_before_a_run(tmp_path):
+    source = write(tmp_path / "a.jsonl", ["1", "12345678", "x", *["123456789"] * 5, "1"], id=None)
+    with pytest.raises(ValueError) as error:
+        prompter().checked(source, "training data")
+    assert str(error.value).splitlines() == [
+        "training data: 7 of 9 records cannot be used:",
+        f"- {tmp_path}/a.jsonl:2: 9 prompt tokens, config.task.max_prompt_tokens is 8; raise it or "
+        "shorten the prompt",
+        f"- {tmp_path}/a.jsonl:3: the tokenizer cannot encode it: the character 'x' of 'x' is not in "
+        f"the tokenizer's alphabet {ALPHABET!r}; add it there or change the task's text",
+        *(f"- {tmp_path}/a.jsonl:{i}: 10 prompt tokens, config.task.max_prompt_tokens is 8; raise it "
+          "or shorten the prompt" for i in (4, 5, 6)),
+        "- and 2 more",
+        "Mend or remove them, or leave them out with task.on_bad_record = 'skip'.",
+    ]
+
+
+def test_an_empty_prompt_at_the_last_of_many_places(tmp_path):
+    """A start token would make it one of a token; messages have none."""
+    source = write(tmp_path / "a.jsonl", ["1"] * 20_005 + [[{"role": "user", "content": ""}]])
+    with pytest.raises(ValueError, match=r"1 of 20006 .*\n- .*a.jsonl:20006: the prompt has 0 tokens"):
+        prompter().checked(source, "training data")
+
+
+def test_bad_rows_and_bad_prompts_are_left_out_counted_and_told(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    write(path, ["1", "123456789", "3"])
+    path.write_text(path.read_text() + "nonsense\n" + '{"prompt": "4"}\n')
+    source = tasks.make("jsonl", {"path": str(path)})
+    checked = prompter(on_bad_record="skip").checked(source, "training data")
+    assert [checked[i]["prompt"] for i in range(len(checked))] == ["1", "3", "4"]
+    assert checked.left_out == 2
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "training data: 2 of 5 records are left out:"
+    assert [line.split(":")[1] for line in told[1:]] == ["2", "4"]
+
+
+def test_the_digest_tells_which_records_are_left_out(tmp_path):
+    source = write(tmp_path / "a.jsonl", ["1", "12", "123"])
+    of_limit = lambda n: prompter(on_bad_record="skip", max_prompt_tokens=n).checked(source, "d").digest()
+    assert of_limit(4) == source.digest() != of_limit(3) != of_limit(2)
+
+
+def test_nothing_that_is_left_is_an_error_with_skip_too(tmp_path):
+    source = write(tmp_path / "a.jsonl", ["123456789"] * 2)
+    with pytest.raises(ValueError, match="2 of 2 records cannot be used"):
+        prompter(on_bad_record="skip").checked(source, "training data")
+
+
+def test_a_record_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp_path):
+    source = write(tmp_path / "a.jsonl", ["1"])
+    with pytest.raises(ValueError, match="no answer, which the reward 'exact' compares with"):
+        prompter().checked(source, "training data", prompts.lacks_answer("exact"))
+    assert len(prompter().checked(source, "training data", prompts.lacks_answer("mine:reward"))) == 1
+
+
+def test_every_process_sees_the_same_data(tmp_path):
+    write(tmp_path / "a.jsonl", ["1", "123456789", "2", "3", "4"])
+    params, found = {"path": f"{tmp_path}/a.jsonl"}, []
+    for shard in range(2):
+        check = lambda source: prompter(on_bad_record="skip").checked(source, "training data")
+        batches = Batches("jsonl", params, batch_size=4, seed=0, shard_index=shard, shard_count=2,
+                          check=check)
+        found += [r["prompt"] for r in next(batches)]
+    assert sorted(found) == ["1", "2", "3", "4"]
+
+
+def test_checked_prompts_are_not_rendered_again(tmp_path):
+    p = prompter()
+    source = write(tmp_path / "a.jsonl", ["1", "2"])
+    checked = p.checked(source, "training data")
+    object.__setattr__(p, "tokenizer", None)
+    assert p.ids(checked[1]).tolist() == CharTokenizer(ALPHABET).encode("2", add_special=True)
+
+
+# Generated tasks
+
+
+class Fives(tasks.Generated):
+    """Prompts 0, 1, 2, ... of which every fifth from 40 on is bad in one of four ways."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index >= 40 and index % 5 == 0:
+            if index % 4 == 0:
+                raise ValueError("cannot be made")
+            return record(["x", "123456789", "\ud800"][index % 3], f"{index}")
+        return record(f"{index}", f"{index}")
+
+
+def test_a_bad_example_of_a_long_generated_task_is_replaced_where_it_is_drawn():
+    source, p = Fives(), prompter()
+    checked = p.checked(source, "training data", limit=40)
+    assert len(checked) == 100 and checked.left_out == 0 and checked.digest() == source.digest()
+    found = [checked[i]["id"] for i in range(100)]
+    assert found == [f"{i % 40 if i >= 40 and i % 5 == 0 else i}" for i in range(100)]
+    assert checked.left_out == 12
+    assert all(len(p.ids(checked[i])) for i in range(100))
+
+
+def test_a_bad_example_that_is_checked_ends_the_start():
+    with pytest.raises(ValueError, match=r"12 of 100 .*\n- generated example 40: cannot be made"):
+        prompter().checked(Fives(), "training data")
+    with pytest.raises(ValueError, match=r"- generated example 45 \(id '45'\): the tokenizer cannot"):
+        prompter().checked(Fives(), "training data")
+    checked = prompter(on_bad_record="skip").checked(Fives(), "training data", limit=50)
+    assert len(checked) == 100 and [checked[i]["id"] for i in (39, 40, 45)] == ["39", "40", "45"][:1] + [
+        f"{[*range(40), 41, 42, 43, 44, 46, 47, 48, 49][i]}" for i in (40, 45)
+    ]
+
+
+def test_a_generated_task_of_a_million_is_checked_in_part():
+    source = tasks.make("arithmetic", {"size": 2**40, "digits": 1})
+    assert prompter().checked(source, "training data", limit=30).count == 30
+
+
+# The cache
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(prompts, "CACHED", 3)
+    return tmp_path / "cache" / "jaxrl_tis" / "prompts"
+
+
+class Counting(Chat):
+    """Counts the prompts that are encoded; the first of a check is tried by itself."""
+
+    count = 0
+
+    def encodes(self, texts, add_special=False):
+        Counting.count += len(texts)
+        return super().encodes(texts, add_special)
+
+
+def encoded(source, alphabet=ALPHABET, **changes):
+    """How many prompts the check of a source encodes, and what comes of it."""
+    Counting.count = 0
+    p = prompter(Counting(alphabet), on_bad_record="skip", **changes)
+    checked = p.checked(source, "training data")
+    return Counting.count, [p.ids(checked[i]).tolist() for i in range(len(checked))]
+
+
+def test_the_ids_are_kept_for_the_next_start(cache, tmp_path):
+    source = write(tmp_path / "a.jsonl", ["1", "x", "12345678", "", "34"])
+    count, first = encoded(source)
+    assert count == 6 and len(first) == 3
+    assert encoded(source) == (0, first)
+    # What is allowed is no part of it.
+    count, more = encoded(source, max_prompt_tokens=9)
+    assert count == 0 and len(more) == 4
+    moved = write(tmp_path / "b.jsonl", ["1", "x", "12345678", "", "34"], answer="5")
+    assert encoded(moved) == (0, first)
+
+
+@pytest.mark.parametrize("changes", [
+    {"alphabet": ALPHABET + "-"}, {"template": " {prompt}"}, {"chat": True},
+    {"chat": True, "system": "5", "max_prompt_tokens": 20},
+])
+def test_whatever_the_ids_depend_on_makes_new_ones(cache, tmp_path, changes):
+    source = write(tmp_path / "a.jsonl", ["1", "2", "34"])
+    first = encoded(source, chat="system" in changes)
+    assert encoded(source, **changes)[0] == 4
+    assert encoded(source, chat="system" in changes) == (0, first[1])
+    assert encoded(write(tmp_path / "b.jsonl", ["1", "2", "35"]))[0] == 4
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:100], lambda data: b"", lambda data: b"nonsense",
+    lambda data: data.replace(np.int32(4).tobytes(), np.int32(5).tobytes()),
+])
+def test_a_torn_file_does_no_harm(cache, tmp_path, damage):
+    source = write(tmp_path / "a.jsonl", ["1", "2", "34"])
+    _, first = encoded(source)
+    [path] = cache.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert encoded(source) == (4, first)
+    assert encoded(source) == (0, first)
+    assert [p for p in cache.iterdir()] == [path]
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(cache, tmp_path):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("no folder")
+    source = write(tmp_path / "a.jsonl", ["1", "2", "34"])
+    assert encoded(source) == encoded(source)
+
+
+def test_the_last_files_are_kept(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "KEPT_FILES", 2)
+    for i in range(4):
+        encoded(write(tmp_path / "a.jsonl", ["1", "2", f"{i}"]))
+    assert len(list(cache.iterdir())) == 2
+    assert encoded(write(tmp_path / "a.jsonl", ["1", "2", "3"]))[0] == 0
