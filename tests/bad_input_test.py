@@ -189,7 +189,7 @@ def test_one_long_training_prompt_stops_before_any_step(tmp_path):
     last = '{"prompt": "1+1+1=", "answer": "3", "id": "x"}'
     long.write_text("\n".join([*(GOOD % i for i in range(40)), last]))
     data["task__params"] = {"path": str(long)}
-    with pytest.raises(ValueError, match="example x: 7 prompt tokens.*max_prompt_tokens is 5"):
+    with pytest.raises(ValueError, match=r"long.jsonl:41 .id .x..: 7 prompt tokens.*max_prompt_tokens is 5"):
         tiny.run(tmp_path / "run", **data)
     assert not (tmp_path / "run" / "config.json").exists()
 

@@ -100,7 +100,7 @@ def test_own_model_and_reward_on_every_shipped_config(read, sums, tmp_path, monk
     setup = train.build(config)
     assert setup.model.embed_dim == 64 and setup.tokenizer.vocab_size == 259
     prompter = Prompter(setup.tokenizer, config.task)
-    prompter.check(tasks.make("jsonl", config.task.params))
+    prompter.checked(tasks.make("jsonl", config.task.params), "training data")
     if name == "quickstart.py":
         with RewardWorker(config.reward.name, timeout=60.0, on_error=0.0) as rewards:
             assert rewards.score(["three"], [{}]) == [5.0]

@@ -131,6 +131,21 @@ def test_the_files_of_a_split(served):
     assert none[0] == "FileNotFoundError" and "has no file dev.* or dev-*" in none[1]
 
 
+def test_a_glob_of_files_and_their_packed_ones(served):
+    server, client = served
+    server.put("datasets/o/d", "2", {
+        "data/train-0.csv.gz": b"a", "data/train-1.csv.gz": b"b", "data/test-0.csv.gz": b"c",
+    })
+    found, exact = client.ask(
+        ("data_files", ["hf://datasets/o/d/data/tr*.csv.gz"]),
+        ("data_files", ["hf://datasets/o/d/data/train-1"]),
+    )
+    assert [name for name, _ in found] == [
+        "hf://datasets/o/d/data/train-0.csv.gz", "hf://datasets/o/d/data/train-1.csv.gz",
+    ]
+    assert [name for name, _ in exact] == ["hf://datasets/o/d/data/train-1.csv.gz"]
+
+
 def test_the_cache_serves_without_a_network(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)

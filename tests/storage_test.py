@@ -186,6 +186,17 @@ def test_data_on_a_bucket(bucket):
         tasks.make("jsonl", {"path": "gs://bucket/data/none.jsonl"})
 
 
+def test_a_glob_on_a_bucket(bucket):
+    for name in ("b", "a"):
+        bucket.put(f"data/part-{name}.jsonl", b'{"prompt": "%s"}\n' % name.encode())
+    bucket.put("data/other.jsonl", b'{"prompt": "x"}\n')
+    source = tasks.make("jsonl", {"path": "gs://bucket/data/part-*.jsonl"})
+    assert [source[i]["prompt"] for i in range(len(source))] == ["a", "b"]
+    assert source[0]["id"] == "gs://bucket/data/part-a.jsonl:1"
+    with pytest.raises(FileNotFoundError, match="no file has a name like this"):
+        tasks.make("jsonl", {"path": "gs://bucket/data/none-*.jsonl"})
+
+
 def test_the_end_copies_once_more_and_hides_no_error(bucket):
     with storage.Mirror("gs://bucket/run") as mirror:
         mirror.fetch()

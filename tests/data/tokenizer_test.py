@@ -249,3 +249,40 @@ def test_check_tokenizer_gives_both_numbers():
     check_tokenizer(tokenizer, 128)
     with pytest.raises(ValueError, match="has 7 ids but the model's vocabulary has 6"):
         check_tokenizer(tokenizer, 6)
+
+
+def test_many_at_once_are_as_one_by_one(tmp_path):
+    template = "{% if messages|length > 1 %}{{ raise_exception('one, please') }}{% endif %}" + TEMPLATE
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=template)
+    tokenizer = load_tokenizer(tmp_path / "a")
+    texts = ["hello world", "", "12+3", "é" * 50]
+    assert tokenizer.encodes(texts) == [tokenizer.encode(text) for text in texts]
+    conversations = [USER, USER * 2, [{"role": "user", "content": "hello"}]]
+    first, refused, last = tokenizer.chats(conversations)
+    assert [first, last] == [tokenizer.chat(c) for c in conversations[::2]]
+    assert isinstance(refused, ValueError) and "one, please" in str(refused)
+    with pytest.raises(ValueError, match="one, please"):
+        tokenizer.chat(USER * 2)
+
+
+def test_a_text_that_the_tokenizer_refuses_leaves_the_others():
+    found = CharTokenizer("12").encodes(["1", "x", "12"], add_special=True)
+    assert found[::2] == [[1, 3], [1, 3, 4]] and "'x'" in str(found[1])
+
+
+def test_bare_exceptions_of_a_tokenizer_are_of_their_text(tmp_path):
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"})
+    model = tokenizers.models.WordLevel({"a": 0, "<|im_end|>": 1}, unk_token="?")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "a/tokenizer.json"))
+    first, refused = load_tokenizer(tmp_path / "a").encodes(["a", "b"])
+    assert first == [0] and isinstance(refused, ValueError) and "cannot encode" in str(refused)
+
+
+def test_the_digest_tells_tokenizers_and_templates_apart(tmp_path):
+    for name, jinja in (("a", "x"), ("b", "y"), ("c", "x")):
+        write_folder(tmp_path / name, config={"eos_token": "<|im_end|>"}, jinja=jinja)
+    text = (tmp_path / "c/tokenizer.json").read_text()
+    (tmp_path / "c/tokenizer.json").write_text(text.replace("<tool>", "<tools>"))
+    digests = [load_tokenizer(tmp_path / name).digest() for name in "aabc"]
+    assert digests[0] != digests[2] != digests[3] != digests[0]
+    assert CharTokenizer("12").digest() != CharTokenizer("21").digest()

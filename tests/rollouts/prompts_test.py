@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import rollouts
-from jaxrl_tis.data import tasks
+from jaxrl_tis.data import tasks, tokenizer
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxrl_tis.rollouts import prompts
+from tests.data import tokenizer_test
 
 ALPHABET = "0123456789+= "
 
@@ -32,8 +33,8 @@ class Chat(CharTokenizer):
         return ["+".join(self.digits[m["role"]] + m["content"] for m in c) for c in conversations]
 
 
-def prompter(tokenizer=CharTokenizer(ALPHABET), **changes):
-    return rollouts.Prompter(tokenizer, task(**changes))
+def prompter(own=CharTokenizer(ALPHABET), **changes):
+    return rollouts.Prompter(own, task(**changes))
 
 
 def record(prompt, name="x"):
@@ -51,23 +52,23 @@ def test_template_and_start_token():
 
 
 def test_chat_uses_the_template_of_the_tokenizer_and_no_second_start_token():
-    tokenizer = Chat(ALPHABET)
-    assert list(prompter(tokenizer, chat=True).ids(record("7"))) == tokenizer.encode("17")
-    found = prompter(tokenizer, chat=True, system="9", template="{prompt} 5").ids(record("7"))
-    assert list(found) == tokenizer.encode("09+17 5")
+    own = Chat(ALPHABET)
+    assert list(prompter(own, chat=True).ids(record("7"))) == own.encode("17")
+    found = prompter(own, chat=True, system="9", template="{prompt} 5").ids(record("7"))
+    assert list(found) == own.encode("09+17 5")
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_list_of_messages_always_goes_through_the_chat_template(chat):
     messages = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"},
                 {"role": "user", "content": "9"}]
-    tokenizer = Chat(ALPHABET)
-    assert text_of(prompter(tokenizer, chat=chat), messages) == "17+28+19"
-    long = prompter(tokenizer, chat=chat, system="6", max_prompt_tokens=20)
+    chatting = Chat(ALPHABET)
+    assert text_of(prompter(chatting, chat=chat), messages) == "17+28+19"
+    long = prompter(chatting, chat=chat, system="6", max_prompt_tokens=20)
     assert text_of(long, messages) == "06+17+28+19"
     own = [{"role": "system", "content": "5"}, *messages[:1]]
     assert text_of(long, own) == "05+17"
-    assert tokenizer.rendered == [own]  # as it is in the data
+    assert chatting.rendered == [own]  # as it is in the data
 
 
 def test_a_template_does_not_rewrite_messages():
@@ -110,6 +111,37 @@ def test_an_empty_prompt_at_the_last_of_many_places(tmp_path):
     source = write(tmp_path / "a.jsonl", ["1"] * 20_005 + [[{"role": "user", "content": ""}]])
     with pytest.raises(ValueError, match=r"1 of 20006 .*\n- .*a.jsonl:20006: the prompt has 0 tokens"):
         prompter().checked(source, "training data")
+
+
+def test_a_model_without_a_start_token(tmp_path):
+    tokenizer_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
+    p = prompter(load_tokenizer(tmp_path / "model"))
+    source = write(tmp_path / "a.jsonl", [f"{i}+1=" if i != 7 else "" for i in range(20)])
+    with pytest.raises(ValueError, match=r"1 of 20 .*\n- .*a.jsonl:8: the prompt has 0 tokens"):
+        p.checked(source, "training data")
+
+
+def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
+    source, loaded = write(tmp_path / "a.jsonl", ["1", "2", "3"]), []
+    hang = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for i, said in enumerate(["{{ raise_exception('no twos') }}", hang]):
+        jinja = "{% if messages[0].content in wrong %}" + said + "{% endif %}{{ messages[0].content }}"
+        jinja = "{% set wrong = '" + "21"[i] + "' %}" + jinja
+        folder = tmp_path / f"model{i}"
+        tokenizer_test.write_folder(folder, config={"eos_token": "<|im_end|>"}, jinja=jinja)
+        loaded.append(load_tokenizer(folder))
+    with pytest.raises(ValueError, match=r"1 of 3 .*\n- .*a.jsonl:2: the chat template.*no twos"):
+        prompter(loaded[0], chat=True).checked(source, "training data")
+    with pytest.raises(ValueError, match="^the chat template .* ran past its time limit"):
+        prompter(loaded[1], chat=True).checked(source, "training data")
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    tokenizer_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
+    source = write(tmp_path / "a.jsonl", [[{"role": "user", "content": "1"}]])
+    with pytest.raises(ValueError, match="no chat template; .*use prompts that are text"):
+        prompter(load_tokenizer(tmp_path / "model")).checked(source, "training data")
 
 
 def test_bad_rows_and_bad_prompts_are_left_out_counted_and_told(tmp_path, capsys):
