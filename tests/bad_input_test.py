@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from jaxrl_tis import checkpoint, metrics, models, rollouts, train
+from jaxrl_tis import checkpoint, evaluate, metrics, models, rollouts, train
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
@@ -192,6 +192,59 @@ def test_one_long_training_prompt_stops_before_any_step(tmp_path):
     with pytest.raises(ValueError, match=r"long.jsonl:41 .id .x..: 7 prompt tokens.*max_prompt_tokens is 5"):
         tiny.run(tmp_path / "run", **data)
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_bad_records_are_left_out_and_counted(tmp_path, capsys):
+    text = "\n".join([*(GOOD % i for i in range(8)), "nonsense", '{"prompt": "1+1+1=", "answer": "3"}'])
+    lines = [json.loads(x) for x in run_of(tmp_path, text, task__on_bad_record="skip")]
+    assert [r["data/bad_records"] for r in lines if r["phase"] == "train"] == [2]
+    assert {r["eval/bad_records"] for r in lines if r["phase"] == "eval"} == {2}
+    told = capsys.readouterr().out
+    for data in ("training data", "held-out data"):
+        assert f"{data}: 2 of 10 records are left out:\n- {tmp_path}/data.jsonl:9: the line is not" in told
+
+
+def run_of(tmp_path, text, **changes):
+    """The lines of metrics.jsonl after a step on this data."""
+    tiny.run(tmp_path / "run", steps=1, **(jsonl(tmp_path, text) | changes))
+    return (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+
+
+def test_the_whole_record_reaches_the_reward_and_needs_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "whole.py").write_text(
+        "def reward(text, record):\n"
+        "    assert record['reward_model'] == {'target': [1, None]} and 'answer' not in record\n"
+        "    return float(record['points']) if record['prompt'][0]['role'] == 'user' else 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"target": [1, None]},
+           "points": 0.25}
+    text = "\n".join([json.dumps(row)] * 8)
+    measured = {"eval/greedy_accuracy": 0.0, "eval/sampled_accuracy": 0.0}
+    with mock.patch.object(evaluate.Evaluator, "run", return_value=measured):
+        lines = run_of(tmp_path, text, reward__name="whole:reward", metrics__samples_every=1)
+    [values] = [json.loads(x) for x in lines if '"train"' in x]
+    assert values["reward/mean"] == 0.25
+    samples = [json.loads(x) for x in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert samples and all(line["answer"] is None for line in samples)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(reward__name="exact"), "held-out data: 8 of 8 .*no answer, which the reward 'exact' compares"),
+    (dict(warmup__steps=1, warmup__params={}), "warm-up data: 8 of 8 .*it has no answer that the warm-up could teach"),
+])
+def test_data_without_answers_where_they_are_needed(tmp_path, changes, message):
+    text = "\n".join(['{"prompt": "1+1="}'] * 8)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        tiny.run(tmp_path / "run", **(jsonl(tmp_path, text) | changes))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_starts_in_the_same_workdir_once_its_data_is_mended(tmp_path):
+    good = [GOOD % i for i in range(8)]
+    with pytest.raises(ValueError, match=r"data\.jsonl:8 \(id 'x'\): 7 prompt tokens"):
+        run_of(tmp_path, "\n".join([*good[:7], '{"prompt": "1+1+1=", "id": "x"}', good[7]]))
+    assert any('"train"' in line for line in run_of(tmp_path, "\n".join(good)))
 
 
 def test_a_character_outside_the_alphabet(tmp_path):

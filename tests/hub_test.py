@@ -131,6 +131,16 @@ def test_the_files_of_a_split(served):
     assert none[0] == "FileNotFoundError" and "has no file dev.* or dev-*" in none[1]
 
 
+def test_a_glob_on_this_machine_is_sorted_and_a_name_with_brackets_is_a_file(tmp_path):
+    for name in ("b.csv", "a.csv", "c[1].csv"):
+        (tmp_path / name).write_text("")
+    names = lambda pattern: [name for name, _ in hub.data_files(f"{tmp_path}/{pattern}")]
+    assert names("[ab].csv") == [f"{tmp_path}/a.csv", f"{tmp_path}/b.csv"]
+    assert names("c[1].csv") == [f"{tmp_path}/c[1].csv"]
+    with pytest.raises(FileNotFoundError, match="no file has a name like this"):
+        names("d*")
+
+
 def test_a_glob_of_files_and_their_packed_ones(served):
     server, client = served
     server.put("datasets/o/d", "2", {

@@ -106,3 +106,10 @@ def test_a_run_writes_them_and_a_resumed_one_the_same(tmp_path):
     tiny.run(tmp_path / "cut", **settings)
     own = [x for x in samples.read(tmp_path / "cut") if (x["step"], x["phase"]) != (3, "eval")]
     assert own == lines
+
+
+def test_a_record_without_an_answer_has_none_in_its_line():
+    drawn = sample(0, [3])
+    del drawn.record["answer"]
+    [line] = samples.of_evaluation(0, [drawn], decode, 1)
+    assert line["answer"] is None and line["id"] == "id0"

@@ -28,7 +28,7 @@ from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.progress import Progress
 
 GENERATED = 20_000  # examples of a generated task that are checked: such a task can be endless
-CHUNK = 1000  # prompts that are rendered and tokenised together
+CHUNK, CHUNK_CHARACTERS = 1000, 1 << 22  # of prompts that are rendered and tokenised together
 CACHED = 2000  # prompts; fewer take less than a second, and are not kept on disk
 KEPT_FILES = 16  # on disk
 PLAIN = "{prompt}"  # the template that adds nothing
@@ -53,6 +53,19 @@ def lacks_answer(reward: str) -> Callable[[dict[str, Any]], str]:
 
 def key_of(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def chunks_of(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """Cuts prompts into chunks; one of more than CHUNK_CHARACTERS holds a single prompt."""
+    chunks, room = [[]], CHUNK_CHARACTERS
+    for prompt in prompts:
+        size = len(key_of(prompt))
+        if chunks[-1] and (len(chunks[-1]) == CHUNK or size > room):
+            chunks.append([])
+            room = CHUNK_CHARACTERS
+        chunks[-1].append(prompt)
+        room -= size
+    return chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +162,14 @@ class Prompter:
             return found
         if prompts:
             self._try(prompts[0])
-        found, chunks = [], [prompts[i : i + CHUNK] for i in range(0, len(prompts), CHUNK)]
+        found = []
         is_shown = is_large and processes.is_first()
         # One chunk is tokenised while the template's process renders the next.
         with (
             Progress(len(prompts), f"checking {what}", is_shown=is_shown) as progress,
             concurrent.futures.ThreadPoolExecutor(2) as pool,
         ):
-            for part in pool.map(self._outcomes, chunks):
+            for part in pool.map(self._outcomes, chunks_of(prompts)):
                 found += part
                 progress.update(len(part))
                 pulse()

@@ -50,7 +50,9 @@ MUTANTS = [
          "if path in before:", "if path in before and False:"),
         ("a busy hub ends the run", "response.status_code == 429 or response.status_code >= 500",
          "False"),
-        ("a split is every name that begins like it", r"([./-]|$)", ""),
+        ("a split is every name that begins like it",
+         'ends = "", ".*", "-*", "/*"', 'ends = "*", ".*"'),
+        ("files of a glob come in any order", "for name in sorted(names)]", "for name in sorted(names)[::-1]]"),
         ("a revision is lost where a path is written", 'f"@{self.revision}"', '""'),
     ),
     *of(

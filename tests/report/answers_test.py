@@ -60,3 +60,8 @@ def test_the_colour_is_linear_and_bounded(gap, alpha):
     line = LINE | {"tokens": ["x"], "length": 1, "logp_behav": [math.log(0.3)],
                    "logp_old": [math.log(0.3 + gap)]}
     assert f"0,{alpha})" in answers.answer(line)
+
+
+def test_an_answer_is_expected_only_where_the_data_has_one():
+    assert "reward 0.5, expected 2&amp;</small>" in answers.answer(LINE)
+    assert "reward 0.5</small>" in answers.answer(LINE | {"answer": None})

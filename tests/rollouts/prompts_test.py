@@ -176,6 +176,15 @@ def test_a_record_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp
     assert len(prompter().checked(source, "training data", prompts.lacks_answer("mine:reward"))) == 1
 
 
+def test_chunks_are_bounded_in_number_and_in_size(monkeypatch):
+    monkeypatch.setattr(prompts, "CHUNK", 3)
+    monkeypatch.setattr(prompts, "CHUNK_CHARACTERS", 10)
+    texts = ["1", "22", "333", "4", "55555", "55555", "6", "x" * 99, "7"]
+    found = prompts.chunks_of(texts)
+    assert found == [["1", "22", "333"], ["4", "55555"], ["55555", "6"], ["x" * 99], ["7"]]
+    assert prompts.chunks_of([[{"role": "user"}]]) == [[[{"role": "user"}]]]
+
+
 def test_every_process_sees_the_same_data(tmp_path):
     write(tmp_path / "a.jsonl", ["1", "123456789", "2", "3", "4"])
     params, found = {"path": f"{tmp_path}/a.jsonl"}, []
