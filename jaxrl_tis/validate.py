@@ -136,6 +136,10 @@ def _task(config):
             "eval.params is empty, so that held-out examples would be those of the training: name "
             "others, as in --config.eval.params.path=heldout.jsonl"
         )
+    for field in ("template", "system"):
+        value = config.task[field]
+        if value.encode(errors="replace").decode() != value:
+            yield f"task.{field} is {value!r}, which is no text: it holds a lone surrogate"
     try:
         has_prompt = "\0" in config.task.template.format(prompt="\0")
     except (KeyError, IndexError, ValueError):

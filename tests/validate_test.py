@@ -34,13 +34,20 @@ def test_the_tiny_config_is_sound():
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
-    "reward.name", "train.sum_dtype",
+    "reward.name", "train.sum_dtype", "task.on_bad_record",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = {name.replace(".", "__"): "sequence"}
     [problem] = problems(**changes)
     assert problem.startswith(f"- {name} is 'sequence'; choose one of ")
     assert len(problem.split("choose one of ")[1].split(", ")) >= 2
+
+
+@pytest.mark.parametrize("field", ["template", "system"])
+def test_text_of_a_prompt_is_text(field):
+    changes = {f"task__{field}": "{prompt} \ud800"}
+    with pytest.raises(ValueError, match=rf"task.{field} is .*\\ud800', which is no text"):
+        validate(tiny.config(**changes))
 
 
 def test_a_reward_of_ones_own_needs_a_module():

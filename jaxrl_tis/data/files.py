@@ -4,7 +4,9 @@ A row holds what JSON can hold, so that it can be sent to a reward and saved wit
 JSON lacks become text or null, see `plain`. A row that cannot be used keeps its place and the reason.
 """
 
+import ast
 import base64
+import contextlib
 import csv
 import datetime
 import gzip
@@ -118,7 +120,7 @@ def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
 
 
 def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
-    """Rows below a header. An empty cell is null; an object, or a list of some, is JSON."""
+    """Rows below a header. An empty cell is null."""
     data = file.read()
     digest.update(data)
     # A byte that is not UTF-8 becomes a lone surrogate, which is reported with its line.
@@ -133,20 +135,30 @@ def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
         for cells in reader:
             place, line = f"{name}:{line}", reader.line_num + 1
             if len(cells) == len(header):
-                yield _row(place, dict(zip(header, map(_cell, cells))))
+                yield _cells(place, header, cells)
             elif cells:
                 yield Row(place, {}, f"{len(cells)} fields, and the header has {len(header)}")
     except csv.Error as error:
         raise ValueError(f"{name}:{reader.line_num}: the line is not CSV: {error}") from error
 
 
+def _cells(place: str, header: list[str], cells: list[str]) -> Row:
+    try:
+        return _row(place, dict(zip(header, map(_cell, cells))))
+    except ValueError as error:
+        return Row(place, dict(zip(header, cells)), str(error))
+
+
 def _cell(text: str) -> Any:
+    """Returns what a cell holds. An object, or a list of some, may be JSON, or as Python prints it."""
     if not text.startswith(("{", "[{")):
         return text or None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(text)
+    if text.startswith("[{") and "role" in text:
+        raise ValueError(f"a cell begins like messages, and is not JSON: {text[:60]!r}")
+    return text
 
 
 def _parquet(name: str, file: BinaryIO, digest) -> Iterator[Row]:

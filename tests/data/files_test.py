@@ -1,5 +1,6 @@
 """Files that are odd, broken or hold what JSON cannot; tasks_test reads all formats as a run does."""
 
+import csv
 import datetime
 import decimal
 import gzip
@@ -58,6 +59,18 @@ def test_csv_rows_that_cannot_be_used(tmp_path):
     ]
     assert "'prompt' is no text: the lone surrogate '\\udce9' at character 1" == rows[2].reason
     assert rows[3].reason == ""
+
+
+def test_messages_in_csv_are_json_or_as_python_prints_them(tmp_path):
+    messages = [{"role": "user", "content": "it's"}, {"role": "user", "content": "b"}]
+    cells = [json.dumps(messages), str(messages), str(messages).replace("}, {", "}\n {"), "{x} + [{"]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["prompt"], *([cell] for cell in cells)])
+    rows = files.read(str(tmp_path / "a.csv"), {})[0]
+    assert [r.values["prompt"] for r in rows[:2]] == [messages, messages]
+    # numpy prints a list without commas; a text would be trained on as it is.
+    assert rows[2].reason.startswith("a cell begins like messages, and is not JSON: ")
+    assert rows[3].values == {"prompt": "{x} + [{"} and rows[3].reason == ""
 
 
 @pytest.mark.parametrize("content, message", [
