@@ -4,14 +4,16 @@ Padding is never found by its id: the rest of the code carries masks. `pad_id` o
 write into cells that a mask hides, so it may not be an id that ends a sequence.
 """
 
+import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -24,18 +26,28 @@ TEMPLATE_MEMORY = 512 << 20  # bytes
 
 # Token types of the GGUF specification that mark added tokens.
 GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
-GGUF_EOS_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+GGUF_EOS_FIELDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+# The name that templates know a special token by -> its field in a GGUF file.
+GGUF_SPECIAL = {
+    f"{name}_token": f"tokenizer.ggml.{field}_token_id"
+    for name, field in {
+        "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
+        "cls": "cls", "mask": "mask",
+    }.items()
+}
 
 
 class Tokenizer(Protocol):
     """What the code asks of a tokenizer.
 
-    `decode` leaves special tokens (end, start, padding) out of the text. `chat` renders messages,
-    each {"role", "content"}, to the text of a prompt; encode that with add_special=False, since a
-    template writes its own special tokens. `vocab_size` is the largest id plus one.
+    `decode` leaves special tokens (end, start, padding) out of the text, and ids that the tokenizer
+    does not have. `chat` renders messages, each {"role", "content"}, to the text of a prompt; encode
+    that with add_special=False, since a template writes its own special tokens. `vocab_size` is the
+    largest id plus one; `ids` are those that it has, which may leave holes.
     """
 
     vocab_size: int
+    ids: np.ndarray
     pad_id: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -61,6 +73,7 @@ class CharTokenizer:
         self._chars = dict(enumerate(alphabet, start=3))
         self._ids = {char: index for index, char in self._chars.items()}
         self.vocab_size = 3 + len(alphabet)
+        self.ids = np.arange(self.vocab_size)
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         unknown = next((char for char in text if char not in self._ids), None)
@@ -72,11 +85,7 @@ class CharTokenizer:
         return [self.bos_id] * add_special + [self._ids[char] for char in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        ids = [int(index) for index in ids]
-        wrong = [index for index in ids if not 0 <= index < self.vocab_size]
-        if wrong:
-            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
-        return "".join(self._chars[index] for index in ids if index in self._chars)
+        return "".join(self._chars[index] for index in map(int, ids) if index in self._chars)
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
         return "".join(message["content"] for message in messages)
@@ -84,15 +93,24 @@ class CharTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A `tokenizers` tokenizer with the facts that its checkpoint keeps in other files."""
+    """A `tokenizers` tokenizer with the facts that its checkpoint keeps in other files.
+
+    Attributes:
+      special: {name that templates know a special token by: its text}.
+      template_kwargs: more variables of the template.
+      date: that its strftime_now gives, in ISO form; "" is the clock.
+    """
 
     backend: tokenizers.Tokenizer
     vocab_size: int
     pad_id: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    special: Mapping[str, str]
     template: str | None
     source: str
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    date: str = ""
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special).ids
@@ -108,36 +126,45 @@ class HFTokenizer:
         """
         if self.template is None:
             raise ValueError(f"{self.source} has no chat template; set task.chat to False")
-        names = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
-        tokens = {
-            name: "" if index is None else self.backend.id_to_token(index)
-            for name, index in names.items()
-        }
-        [result] = self._template.calls([[list(messages), add_generation_prompt, tokens]])
+        [result] = self._template.calls([[list(messages), add_generation_prompt]])
         if result["error"]:
             raise ValueError(f"the chat template of {self.source} failed: {result['error']}")
         return result["value"]
 
     @functools.cached_property
+    def ids(self) -> np.ndarray:
+        return np.array(sorted(self.backend.get_vocab(with_added_tokens=True).values()))
+
+    @functools.cached_property
     def _template(self) -> confined.Confined:
         """The template in its process: it came with a downloaded checkpoint."""
+        setting = {
+            "template": self.template, "tokens": dict(self.special),
+            "kwargs": dict(self.template_kwargs), "date": self.date,
+        }
         return confined.Confined(
-            "jaxrl_tis.data.templates:renderer", self.template,
+            "jaxrl_tis.data.templates:renderer", setting,
             what=f"the chat template of {self.source}", timeout=TEMPLATE_SECONDS,
             memory=TEMPLATE_MEMORY,
         )
 
 
-def _make(backend, eos_ids, pad_id, bos_id, template, source) -> HFTokenizer:
+def _make(backend, eos_ids, pad_id, bos_id, special, template, source) -> HFTokenizer:
     eos_ids = tuple(dict.fromkeys(index for index in eos_ids if index is not None))
     if not eos_ids:
         raise ValueError(f"{source} names no end-of-sequence token, so no sample could ever end")
+    # A saved file may truncate, pad, or merge at random: no prompt wants any of these.
+    backend.no_truncation()
+    backend.no_padding()
+    if isinstance(backend.model, models.BPE):
+        backend.model.dropout = None
     return HFTokenizer(
         backend=backend,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         pad_id=0 if pad_id is None or pad_id in eos_ids else pad_id,
         bos_id=bos_id,
         eos_ids=eos_ids,
+        special=special,
         template=template,
         source=source,
     )
@@ -158,11 +185,29 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Pat
     text}."""
     if token is None:
         return None
-    text = token["content"] if isinstance(token, dict) else token
+    text = _text(token)
     index = backend.token_to_id(text)
     if index is None:
         raise ValueError(f"{path} names the token {text!r}, which tokenizer.json does not hold")
     return index
+
+
+def _text(token: str | dict) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _special(config: dict[str, Any], of_ids: Mapping[str, str | None]) -> dict[str, str]:
+    """Returns the special tokens that transformers gives to a template: those that
+    tokenizer_config.json names, of a model's own kinds too; `of_ids` are {name: text} of tokens for
+    which it has no entry."""
+    named = {**of_ids, **config}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        named |= extra
+    is_token = lambda x: isinstance(x, str) or isinstance(x, dict) and "content" in x
+    return {
+        name: _text(token) for name, token in named.items()
+        if name.endswith("_token") and is_token(token)
+    }
 
 
 def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
@@ -173,8 +218,8 @@ def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
         return separate.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        template = {entry["name"]: entry["template"] for entry in template}
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def from_folder(folder: str | os.PathLike) -> HFTokenizer:
@@ -196,6 +241,8 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
     backend = tokenizers.Tokenizer.from_file(str(path))
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path)
+    if "added_tokens_decoder" not in config:  # written before transformers 4.34
+        config |= _read_json(folder / "special_tokens_map.json")
     model_configs = [_read_json(folder / f"{n}.json") for n in ("generation_config", "config")]
 
     eos_ids = [_token_id(backend, config.get("eos_token"), config_path)]
@@ -209,9 +256,16 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
         ids = [model_config.get(f"{name}_id") for model_config in model_configs]
         return next((index for index in ids if index is not None), None)
 
-    template = _folder_template(folder, config)
     pad_id, bos_id = special("pad_token"), special("bos_token")
-    return _make(backend, eos_ids, pad_id, bos_id, template, str(folder))
+    end = next((index for index in eos_ids if index is not None), None)
+    of_ids = {
+        name: None if index is None else backend.id_to_token(index)
+        for name, index in (("bos_token", bos_id), ("eos_token", end))
+    }
+    return _make(
+        backend, eos_ids, pad_id, bos_id, _special(config, of_ids),
+        _folder_template(folder, config), str(folder),
+    )
 
 
 def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
@@ -281,14 +335,39 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
         )
     eos_ids = [fields.get(name) for name in GGUF_EOS_FIELDS]
     pad_id = fields.get("tokenizer.ggml.padding_token_id")
+    special = {
+        name: backend.id_to_token(fields[field])
+        for name, field in GGUF_SPECIAL.items() if field in fields
+    }
     return _make(
-        backend, eos_ids, pad_id, bos_id, fields.get("tokenizer.chat_template"), str(path)
+        backend, eos_ids, pad_id, bos_id, special, fields.get("tokenizer.chat_template"), str(path)
     )
 
 
-def load_tokenizer(path_or_spec: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(
+    path_or_spec: str | os.PathLike, template_kwargs: Mapping[str, Any] = {}, date: str = ""
+) -> Tokenizer:
     """Loads the tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint
-    folder, also of the hub."""
+    folder, also of the hub.
+
+    Args:
+      template_kwargs, date: see HFTokenizer.
+
+    Raises:
+      ValueError: there are variables for a template, and no template; or see `from_folder`.
+    """
+    found = _load(path_or_spec)
+    if isinstance(found, HFTokenizer) and found.template is not None:
+        return dataclasses.replace(found, template_kwargs=template_kwargs, date=date)
+    if template_kwargs:
+        raise ValueError(
+            f"the tokenizer {path_or_spec} has no chat template that could read "
+            f"{', '.join(template_kwargs)}; leave task.template_kwargs empty"
+        )
+    return found
+
+
+def _load(path_or_spec: str | os.PathLike) -> Tokenizer:
     if path_or_spec == "char":
         return CharTokenizer(ARITHMETIC_CHARS)
     path = hub.local(path_or_spec, weights=False)
