@@ -200,7 +200,10 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     """
     chosen = validate(config)
     model = models.read_config(config.model.path) if config.model.path else None
-    tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
+    tokenizer = load_tokenizer(
+        config.task.tokenizer or config.model.path, config.task.template_kwargs.to_dict(),
+        config.task.date,
+    )
     model = model or small_model(config, tokenizer.vocab_size)
     check_tokenizer(tokenizer, model.vocab_size)
     return assemble(config, chosen, model, tokenizer, **sampler)

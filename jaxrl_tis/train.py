@@ -25,7 +25,7 @@ from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
-from jaxrl_tis.provenance import check_same_config, facts, saved, write_run_files
+from jaxrl_tis.provenance import check_same_config, date, facts, saved, write_run_files
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
 from jaxrl_tis.warmup import warm_up
@@ -379,8 +379,10 @@ def run(
         pins = processes.first(
             lambda: hub.pins(config.to_dict(), saved(workdir, "pins") or {})
         )
-        if pins:
-            config = ml_collections.ConfigDict(hub.replaced(config.to_dict(), pins))
+        values = hub.replaced(config.to_dict(), pins)
+        # Every process, and every start of this run, renders prompts of one date.
+        values["task"]["date"] = processes.first(lambda: date(values, workdir))
+        config = ml_collections.ConfigDict(values)
         setup = build(config)
         for doubt in validate.doubts(config, setup.correction):
             processes.say(f"warning: {doubt}", sys.stderr)

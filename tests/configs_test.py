@@ -82,7 +82,8 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     flat = lambda c, prefix="": {
         f"{prefix}{key}" for key, value in c.items() if not hasattr(value, "keys")
     } | {
-        leaf for key, value in c.items() if hasattr(value, "keys") and key != "params"
+        leaf for key, value in c.items()
+        if hasattr(value, "keys") and key not in ("params", "template_kwargs")
         for leaf in flat(value, f"{prefix}{key}.")
     }
     assert flat(config) == flat(get_config("default"))  # no field that no line reads

@@ -65,8 +65,8 @@ MAY_IMPORT = {
         "old_policies", "optimizer", "rollouts", "rows", "scoring", "sharding", "validate",
     ),
     "state": (
-        "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "step",
-        "storage",
+        "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "provenance",
+        "step", "storage",
     ),
     "warmup": (
         "build", "data", "metrics", "models", "optimizer", "processes", "progress", "rollouts",

@@ -43,14 +43,18 @@ class Tokenizer(Protocol):
     `decode` leaves special tokens (end, start, padding) out of the text, and ids that the tokenizer
     does not have. `chat` renders messages, each {"role", "content"}, to the text of a prompt; encode
     that with add_special=False, since a template writes its own special tokens. `vocab_size` is the
-    largest id plus one; `ids` are those that it has, which may leave holes.
+    largest id plus one; `ids` are those that it has, which may leave holes. `backend` is what
+    tokenizer.json holds, `special` {name of a special token: its text}, `template` that of chats.
     """
 
+    backend: tokenizers.Tokenizer
     vocab_size: int
     ids: np.ndarray
     pad_id: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    special: Mapping[str, str]
+    template: str | None
 
     def encode(self, text: str, add_special: bool = False) -> list[int]: ...
 
@@ -66,6 +70,8 @@ class CharTokenizer:
     """
 
     pad_id, bos_id, eos_ids = 0, 1, (2,)
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    template = None
 
     def __init__(self, alphabet: str):
         if len(set(alphabet)) != len(alphabet):
@@ -89,6 +95,18 @@ class CharTokenizer:
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
         return "".join(message["content"] for message in messages)
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The same ids as a tokenizer that tokenizer.json can hold."""
+        names = list(self.special.values())
+        vocab = {name: index for index, name in enumerate(names)} | self._ids
+        backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
+        backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        backend.decoder = decoders.Fuse()
+        backend.post_processor = _start(names[self.bos_id], self.bos_id)
+        return backend
 
 
 @dataclass(frozen=True)
@@ -310,6 +328,10 @@ def _byte_pair_backend(fields: dict[str, Any], path: Path) -> tokenizers.Tokeniz
     return backend
 
 
+def _start(bos: str, bos_id: int) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+
+
 def from_gguf(path: str | os.PathLike) -> HFTokenizer:
     """Reads the byte-level BPE tokenizer in a GGUF file's metadata, id for id as Hugging Face has
     it.
@@ -329,10 +351,7 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
     backend = _byte_pair_backend(fields, path)
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token"):
-        bos = backend.id_to_token(bos_id)
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
-        )
+        backend.post_processor = _start(backend.id_to_token(bos_id), bos_id)
     eos_ids = [fields.get(name) for name in GGUF_EOS_FIELDS]
     pad_id = fields.get("tokenizer.ggml.padding_token_id")
     special = {
@@ -357,7 +376,7 @@ def load_tokenizer(
       ValueError: there are variables for a template, and no template; or see `from_folder`.
     """
     found = _load(path_or_spec)
-    if isinstance(found, HFTokenizer) and found.template is not None:
+    if found.template is not None:
         return dataclasses.replace(found, template_kwargs=template_kwargs, date=date)
     if template_kwargs:
         raise ValueError(

@@ -79,25 +79,35 @@ ONLY_VALUE = {
 # implemented; HF's qwen2 always has it on q, k and v and never on o.
 ATTENTION_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
 
-# Fields that do not change the logits: names, token ids, training and generation defaults.
-# attention_dropout is among them: neither sampling nor this trainer drops anything.
-HARMLESS = frozenset({
-    "attention_dropout",
-    "_name_or_path", "name_or_path", "architectures", "transformers_version", "torch_dtype",
-    "dtype", "tokenizer_class", "transformers.js_config", "is_llama_config", "unsloth_fixed",
-    "unsloth_version", "_attn_implementation", "_attn_implementation_autoset", "use_cache",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "unk_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
-    "return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16",
-    "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "tie_encoder_decoder",
-    "cross_attention_hidden_size", "finetuning_task", "id2label", "label2id", "problem_type",
-    "prefix", "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping",
-    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+# What config.json says of the tokenizer and of generation, which an export takes along.
+GENERATION = frozenset({
+    "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "max_length", "min_length", "do_sample", "early_stopping",
+    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p",
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
     "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens",
+    "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
 })
+
+# Fields that do not change the logits: names, token ids, training and generation defaults, and what
+# the configuration classes of transformers 4 and 5 add of their own.
+# attention_dropout is among them: neither sampling nor this trainer drops anything.
+HARMLESS = GENERATION | {
+    "attention_dropout",
+    "_name_or_path", "name_or_path", "architectures", "transformers_version", "torch_dtype",
+    "dtype", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+    "_experts_implementation", "_experts_implementation_internal", "attn_implementation",
+    "use_cache", "initializer_range",
+    "auto_map", "_commit_hash", "_from_auto", "_output_attentions", "_original_object_hash",
+    "_from_model_config", "use_return_dict", "return_dict", "output_hidden_states",
+    "output_attentions", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "tie_encoder_decoder",
+    "cross_attention_hidden_size", "finetuning_task", "id2label", "label2id", "num_labels",
+    "problem_type", "prefix", "task_specific_params", "gradient_checkpointing",
+}
 
 
 @dataclasses.dataclass(frozen=True)
