@@ -231,6 +231,7 @@ class Run:
         probed, too_far = self._probe(step, rows)
         values |= probed
         values |= measured | sample_metrics(drawn, rows, limits)
+        values |= rollouts.unknown_ids([s.trajectory for s in drawn], self.setup.tokenizer)
         check_finite(step, values, self.saved)
         self._timer.add("step", time.monotonic() - start)
         times = self._timer.collect() | goodput.memory()

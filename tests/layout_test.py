@@ -62,7 +62,7 @@ MAY_IMPORT = {
     ),
     "build": (
         "correction", "data", "engine", "estimators", "fields", "fingerprint", "models",
-        "old_policies", "optimizer", "rollouts", "rows", "scoring", "sharding", "validate",
+        "old_policies", "optimizer", "processes", "rollouts", "rows", "scoring", "sharding", "validate",
     ),
     "state": (
         "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "provenance",

@@ -107,6 +107,7 @@ HARMLESS = GENERATION | {
     "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "tie_encoder_decoder",
     "cross_attention_hidden_size", "finetuning_task", "id2label", "label2id", "num_labels",
     "problem_type", "prefix", "task_specific_params", "gradient_checkpointing",
+    "max_sequence_length", "model_max_length",
 }
 
 
@@ -167,7 +168,7 @@ class ModelConfig:
     Attributes:
       family: "llama", "qwen2" or "qwen3"; names the checkpoint format, not the computation.
       head_dim: size of one head; `num_heads * head_dim` need not equal `embed_dim`.
-      max_position: context length the checkpoint claims, in tokens; not enforced by the model.
+      max_position: context length the checkpoint claims, in tokens; see `check_length`.
       qkv_bias: biases on the query, key and value projections (qwen2).
       qk_norm: RMSNorm over head_dim of queries and keys, before RoPE (qwen3).
       tie_embeddings: the output head is the transposed embedding.
@@ -236,6 +237,20 @@ class ModelConfig:
             qk_norm=family == "qwen3",
             tie_embeddings=_tie_embeddings(hf),
         )
+
+    def check_length(self, length: int) -> str:
+        """Returns "" where sequences of `length` tokens fit into `max_position`, and a sentence where
+        they do not and the rope type is one that extends it.
+
+        Raises:
+          ValueError: they do not, and nothing extends it.
+        """
+        if length <= self.max_position:
+            return ""
+        found = f"sequences of up to {length} tokens exceed max_position_embeddings = {self.max_position}"
+        if self.rope.kind == "default":
+            raise ValueError(f"{found} of the model, and its rope type extends nothing")
+        return f"{found} of the model; its rope type {self.rope.kind!r} extends the positions"
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` dict of this model, in the form transformers 4 and 5 both read.
@@ -401,6 +416,8 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
         del fields["rope_theta"]
     if "partial_rotary_factor" in fields and fields.pop("partial_rotary_factor") != 1:
         raise ValueError("partial_rotary_factor other than 1 is not implemented.")
+    if kind == "default":  # transformers computes nothing with the fields of the other types
+        fields = {k: v for k, v in fields.items() if all(k not in known for known in ROPE_FIELDS.values())}
     for key, value in fields.items():
         if key not in ROPE_FIELDS[kind]:
             raise ValueError(f"{key}={value!r} is not a field of rope_type={kind!r}.")
