@@ -215,17 +215,17 @@ def _text(token: str | dict) -> str:
 
 
 def _special(config: dict[str, Any], of_ids: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the special tokens that transformers gives to a template: those that
-    tokenizer_config.json names, of a model's own kinds too; `of_ids` are {name: text} of tokens for
-    which it has no entry."""
-    named = {**of_ids, **config}
+    """Returns {name: text} of the special tokens that transformers gives to a template.
+
+    Args:
+      config: tokenizer_config.json, which may name tokens of the model's own kinds, too.
+      of_ids: {name: text} of tokens that other files give by id, where `config` has no entry.
+    """
+    named = {name: x for name, x in {**of_ids, **config}.items() if name.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
     is_token = lambda x: isinstance(x, str) or isinstance(x, dict) and "content" in x
-    return {
-        name: _text(token) for name, token in named.items()
-        if name.endswith("_token") and is_token(token)
-    }
+    return {name: _text(token) for name, token in named.items() if is_token(token)}
 
 
 def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
@@ -354,9 +354,10 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
         backend.post_processor = _start(backend.id_to_token(bos_id), bos_id)
     eos_ids = [fields.get(name) for name in GGUF_EOS_FIELDS]
     pad_id = fields.get("tokenizer.ggml.padding_token_id")
+    tokens = fields["tokenizer.ggml.tokens"]
     special = {
-        name: backend.id_to_token(fields[field])
-        for name, field in GGUF_SPECIAL.items() if field in fields
+        name: tokens[fields[field]]
+        for name, field in GGUF_SPECIAL.items() if field in fields and fields[field] < len(tokens)
     }
     return _make(
         backend, eos_ids, pad_id, bos_id, special, fields.get("tokenizer.chat_template"), str(path)

@@ -227,8 +227,9 @@ def test_a_saved_dropout_of_merges_is_off(tmp_path):
 
 
 def test_special_tokens_for_a_template_are_those_of_transformers(tmp_path):
-    tokenizer = from_folder(write_folder(tmp_path / "a", config=chat_templates.TOKENS))
-    assert tokenizer.special == {
+    own = chat_templates.TOKENS | {"extra_special_tokens": {"image": "<image>"}}
+    tokenizer = from_folder(write_folder(tmp_path / "a", config=own))
+    assert tokenizer.special == {"image": "<image>",
         "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
         "boi_token": "<tool>",
     }
