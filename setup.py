@@ -30,7 +30,7 @@ setup(
         "safetensors>=0.6",
         "tokenizers>=0.21",
         "gguf>=0.17",
-        "jinja2>=3.1",
+        "jinja2>=3.1.6",  # older ones have ways out of the sandbox
         "tqdm>=4.66",
         "matplotlib>=3.9",
         "tensorboardX>=2.6.4",

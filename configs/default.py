@@ -43,6 +43,11 @@ def get_config() -> ConfigDict:
     c.task.template = "{prompt}"  # the user's text
     c.task.chat = False  # wrap it in the model's chat template
     c.task.system = ""  # system message of the chat, "" for the template's own
+    c.task.template_kwargs = ConfigDict()  # variables of the template, as enable_thinking=False
+    c.task.template_kwargs.unlock()
+    # What strftime_now gives in a template, as 2026-01-31; "" is the start of the run, which
+    # config.json then keeps
+    c.task.date = ""
     c.task.max_prompt_tokens = 32
     # error: a record that cannot be used ends the start, before step 1; skip: it is left out and counted
     c.task.on_bad_record = "error"

@@ -4,20 +4,21 @@ import dataclasses
 import functools
 import hashlib
 import math
+import sys
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import fingerprint, models, old_policies, sharding
+from jaxrl_tis import fingerprint, models, old_policies, processes, sharding
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.records import MAX_STOP_IDS, Trajectory
 from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import centering
@@ -200,9 +201,17 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     """
     chosen = validate(config)
     model = models.read_config(config.model.path) if config.model.path else None
-    tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
+    tokenizer = load_tokenizer(
+        config.task.tokenizer or config.model.path, config.task.template_kwargs.to_dict(),
+        config.task.date,
+    )
     model = model or small_model(config, tokenizer.vocab_size)
     check_tokenizer(tokenizer, model.vocab_size)
+    if (count := len(tokenizer.eos_ids)) > MAX_STOP_IDS:
+        raise ValueError(
+            f"the tokenizer and the model's files name {count} end tokens, and the engine stops at "
+            f"{MAX_STOP_IDS} at most: shorten eos_token_id in generation_config.json or config.json"
+        )
     return assemble(config, chosen, model, tokenizer, **sampler)
 
 
@@ -219,6 +228,7 @@ def assemble(
       sampler: further fields of the EngineConfig of the engine that samples.
     """
     _check_logits(config, chosen, model.vocab_size)
+    _check_positions(config, model)
     place = functools.partial(sharding.layout, devices=devices, vocab_size=model.vocab_size)
     layout = place(config.mesh.train, sharding.TRAIN_RULES, sum_dtype=config.train.sum_dtype)
     places = _serving_layouts(config, layout, devices, model.vocab_size)
@@ -330,6 +340,22 @@ def _check_logits(config, chosen: Correction, vocab_size: int) -> None:
             f"{users} needs {', '.join(needs)} of every token: {count:,} numbers a batch, where "
             f"{MAX_LOGITS:,} are allowed; it is for small vocabularies and short responses"
         )
+
+
+def _check_positions(config, model: ModelConfig) -> None:
+    """Refuses with ValueError sequences that the model has no positions for, and says where it has
+    them by extension alone."""
+    length = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    try:
+        doubt = model.check_length(length)
+    except ValueError as error:
+        field = "" if config.model.path else ", or raise model.max_position"
+        raise ValueError(
+            f"{error}: lower task.max_prompt_tokens = {config.task.max_prompt_tokens} or "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}{field}"
+        ) from error
+    if doubt:
+        processes.say(f"warning: {doubt}", sys.stderr)
 
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:

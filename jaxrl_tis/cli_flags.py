@@ -4,7 +4,8 @@ What a command line names in place of the config's own choice replaces all that 
 
 - another `task.name` drops the parameters of the config's task; a split stays where the new task
   has one. Any parameter can be given, `--config.task.params.path=data.jsonl`.
-- another `model.path` drops `task.tokenizer`: the model brings its own.
+- another `model.path` drops `task.tokenizer` and `task.template_kwargs`: the model brings its own
+  tokenizer and template.
 """
 
 import difflib
@@ -23,7 +24,8 @@ from ml_collections.config_dict import placeholder
 from jaxrl_tis import cli
 from jaxrl_tis.data import tasks
 
-FREE = ("task.params", "warmup.params", "eval.params")  # arguments of a task
+OF_TASK = ("task.params", "warmup.params", "eval.params")  # arguments of a task
+FREE = (*OF_TASK, "task.template_kwargs")  # groups of fields that a command line may add to
 
 
 def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
@@ -140,17 +142,19 @@ def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
     """
     task = given["task.name"] if "task.name" in given else config.task.name
     if task != config.task.name:
-        for field in FREE:
+        for field in OF_TASK:
             section = field.partition(".")[0]
             has_split = task in tasks.TASKS and "split" in tasks.parameters(task)
             own = {"split": section} if has_split and section in tasks.SPLITS else {}
             _replace(config[section].params, own)
     if "model.path" in given and given["model.path"] != config.model.path:
         config.task.tokenizer = ""
+        _replace(config.task.template_kwargs, {})
     for field in given:
         group, _, name = field.rpartition(".")
         if group in FREE and name.isidentifier():
-            params = config[group.partition(".")[0]].params
+            section, key = group.split(".")
+            params = config[section][key]
             if name not in params:
                 _replace(params, {**params, name: placeholder(object)})
         else:

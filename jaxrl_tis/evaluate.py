@@ -23,7 +23,7 @@ from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.progress import Progress
-from jaxrl_tis.state import read_params
+from jaxrl_tis.state import as_begun, read_params
 
 
 class Evaluator:
@@ -157,7 +157,8 @@ def main() -> None:
 
     def run(model: str) -> None:
         cli.check_folder("json", path.value)
-        measured = measure(build(config.value), model, samples.value, step.value)
+        setup = build(as_begun(config.value, model))
+        measured = measure(setup, model, samples.value, step.value)
         print(f"{model}: {measured['n']} prompts, {samples.value} draws each")
         for name in list(measured)[2:]:
             mean, low, high = (100 * measured[name][key] for key in ("mean", "low", "high"))

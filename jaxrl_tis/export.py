@@ -2,8 +2,8 @@
 
     python -m jaxrl_tis.export WORKDIR OUT [--step N] [--dtype bfloat16]
 
-The tokenizer's files come along, the chat template among them. Before the command ends it reads the
-folder back and compares parameters and logits.
+The tokenizer's files come along, with its chat template, its end tokens and the defaults that the
+checkpoint gives for sampling. Before the command ends it reads the folder back and compares all of it.
 """
 
 import argparse
@@ -21,8 +21,9 @@ import numpy as np
 from jaxrl_tis import cli, hub, models
 from jaxrl_tis.build import small_model
 from jaxrl_tis.checkpoint import Checkpoints
-from jaxrl_tis.data.tokenizer import HFTokenizer, load_tokenizer
+from jaxrl_tis.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import GENERATION
 from jaxrl_tis.provenance import saved_config
 
 TOKENIZER_FILES = (
@@ -63,45 +64,81 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
         state, meta = checkpoints.restore({"policy": {"params": abstract}}, step, is_part=True)
     params = jax.tree.map(lambda x: x.astype(dtype), state["policy"]["params"])
     with tempfile.TemporaryDirectory() as folder:
-        files = _tokenizer_files(config, tokenizer, pathlib.Path(folder))
+        source = hub.local(config.task.tokenizer or config.model.path, weights=False)
+        if not source.is_dir():  # a .gguf file, or "char"
+            source = _described(tokenizer, pathlib.Path(folder))
+        fields = _generation_fields(source, tokenizer)
+        files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
         about = {"run": config.name, "step": f"{meta['step']}", "made_by": "jaxrl_tis"}
-        models.save(out, model, params, files, about)
-    _check(out, model, params, dtype)
+        models.save(out, model, params, files, about, fields)
+        expected = _facts(tokenizer) | {"generation config": _generation(source, fields)}
+    _check(out, model, params, dtype, expected)
     return meta["step"]
 
 
-def _tokenizer_files(
-    config: ml_collections.ConfigDict, tokenizer: Any, folder: pathlib.Path
-) -> list[pathlib.Path]:
-    """Returns the files of the run's tokenizer; those of a .gguf file are made in `folder`, and a
-    tokenizer without files has none."""
-    if not isinstance(tokenizer, HFTokenizer):
-        return []
-    source = hub.local(config.task.tokenizer or config.model.path, weights=False)
-    if source.is_dir():
-        return [source / name for name in TOKENIZER_FILES if (source / name).exists()]
-    token = tokenizer.backend.id_to_token
+def _described(tokenizer: Tokenizer, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the files of a tokenizer that has none into `folder`, which it returns."""
     described = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token(tokenizer.eos_ids[0]),
-        "pad_token": token(tokenizer.pad_id),
-        "bos_token": None if tokenizer.bos_id is None else token(tokenizer.bos_id),
-        "chat_template": tokenizer.template,
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "bos_token": None, **tokenizer.special, "chat_template": tokenizer.template,
     }
+    ids = {name: tokenizer.backend.token_to_id(text) for name, text in tokenizer.special.items()}
+    ids = {f"{name}_id": index for name, index in ids.items()}
+    ids |= {"eos_token_id": list(tokenizer.eos_ids)}
+    files = {"tokenizer_config": described, "generation_config": ids, "config": ids}
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
-    ends = {"eos_token_id": list(tokenizer.eos_ids)}
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
-    return sorted(folder.iterdir())
+    for name, values in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n")
+    return folder
 
 
-def _check(out: str, model: models.ModelConfig, params: Any, dtype: str) -> None:
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _generation_fields(source: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns what config.json says of generation: all that the source's says, and the end tokens
+    that samples of the run ended at where neither file of the source names any."""
+    fields = {name: x for name, x in _read(source / "config.json").items() if name in GENERATION}
+    named = [_read(source / f"{name}.json") for name in ("config", "generation_config")]
+    if all(values.get("eos_token_id") is None for values in named):
+        fields["eos_token_id"] = list(tokenizer.eos_ids)
+    return fields
+
+
+def _generation(folder: pathlib.Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the generation config as transformers reads it in `folder`: generation_config.json,
+    or without that `fields` of config.json."""
+    return _read(folder / "generation_config.json") or fields
+
+
+def _facts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns what a server needs to know of a tokenizer beside its ids."""
+    return {
+        "end tokens": tokenizer.eos_ids, "start token": tokenizer.bos_id,
+        "padding": tokenizer.pad_id, "special tokens": dict(tokenizer.special),
+        "chat template": tokenizer.template, "ids": tokenizer.ids.tolist(),
+    }
+
+
+def _check(
+    out: str, model: models.ModelConfig, params: Any, dtype: str, expected: dict[str, Any]
+) -> None:
+    """Reads the folder `out` and compares it with what it was to hold; another one is set aside."""
     found, read = models.load(out, dtype=dtype)
     tokens = jnp.arange(16)[None] % model.vocab_size
     logits = jax.jit(lambda p: transformer.logits(p, model, tokens))
     same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(read))]
+    wrong = []
     if found != model or not all(same) or not np.array_equal(logits(params), logits(read)):
+        wrong.append("model")
+    folder = pathlib.Path(out)
+    fields = {n: x for n, x in _read(folder / "config.json").items() if n in GENERATION}
+    written = _facts(load_tokenizer(out)) | {"generation config": _generation(folder, fields)}
+    wrong += [name for name, value in expected.items() if written[name] != value]
+    if wrong:
         shutil.move(out, f"{out}.wrong")
-        raise RuntimeError(f"{out} reads back as another model; it is now {out}.wrong")
+        raise RuntimeError(f"{out} reads back with another {', '.join(wrong)}; it is now {out}.wrong")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The file that describes a run: the configuration, versions and code that it started with."""
 
+import datetime
 import json
 import math
 import os
@@ -74,6 +75,17 @@ def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any]
     if changes:
         raise ValueError(f"{workdir} holds a run with another configuration: {'; '.join(changes)}. "
                          "Use a new workdir, or the old values to resume.")
+
+
+def date(config_dict: Mapping[str, Any], workdir: str | os.PathLike) -> str:
+    """Returns the date that the prompts of a run are rendered with: `task.date` of the
+    configuration, else that of the run in the folder, else now."""
+    if config_dict["task"]["date"]:
+        return config_dict["task"]["date"]
+    before = saved_config(workdir)
+    if before is not None and "date" in before["task"]:
+        return before["task"]["date"]
+    return datetime.datetime.now().isoformat(timespec="seconds")
 
 
 def saved_config(workdir: str | os.PathLike) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 
 from jaxrl_tis import control, hub, models, storage
 from jaxrl_tis.build import Setup
@@ -13,6 +14,7 @@ from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.models import placement, transformer, transforms
 from jaxrl_tis.old_policies import Average
 from jaxrl_tis.optimizer import optimizer_shardings
+from jaxrl_tis.provenance import date
 from jaxrl_tis.step import TrainState
 
 
@@ -91,13 +93,28 @@ def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
     return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)
 
 
+def is_run(path: str) -> bool:
+    """Whether a path is the folder of a run with checkpoints, and not a model."""
+    return not hub.is_hub(path) and (storage.folder(path) / "checkpoints").is_dir()
+
+
+def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.ConfigDict:
+    """Returns the config with the date of the run at `path`, so that its prompts are rendered as
+    they were there; as it is where that is a model."""
+    if not is_run(path):
+        return config
+    values = config.to_dict()
+    values["task"]["date"] = date(values, path)
+    return ml_collections.ConfigDict(values)
+
+
 def read_params(setup: Setup, path: str, step: int | None = None) -> Any:
     """Reads the policy's parameters in a run's newest checkpoint, or that of `step`, or those of a
     model folder or .gguf file, in the training layout.
 
     Raises FileNotFoundError or ValueError where there are none, or not those of this model.
     """
-    if not hub.is_hub(path) and (storage.folder(path) / "checkpoints").is_dir():
+    if is_run(path):
         with Checkpoints(path, keep=1) as checkpoints:
             wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
             return checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]

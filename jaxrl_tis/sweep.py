@@ -35,7 +35,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_tis import cli, cli_flags, hub, intervals, metrics, storage
-from jaxrl_tis.provenance import check_same_config, saved
+from jaxrl_tis.provenance import check_same_config, date, saved
 from jaxrl_tis.report import page
 from jaxrl_tis.validate import validate
 
@@ -174,7 +174,9 @@ def _check_same(workdir: str, values: dict[str, Any]) -> None:
     """Raises ValueError where the folder holds a run of another configuration."""
     if storage.is_remote(workdir) or saved(workdir, "config") is None:
         return  # the run itself looks at what is on a bucket
-    check_same_config(workdir, hub.replaced(values, saved(workdir, "pins")), ignore=("steps",))
+    values = hub.replaced(values, saved(workdir, "pins"))
+    values["task"]["date"] = date(values, workdir)
+    check_same_config(workdir, values, ignore=("steps",))
 
 
 def arms_of(config: str) -> Arms:

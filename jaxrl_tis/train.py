@@ -26,7 +26,7 @@ from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
-from jaxrl_tis.provenance import check_same_config, facts, saved, write_run_files
+from jaxrl_tis.provenance import check_same_config, date, facts, saved, write_run_files
 from jaxrl_tis.rollouts.prompts import Checked
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
@@ -243,6 +243,7 @@ class Run:
         values |= probed
         values |= measured | sample_metrics(drawn, rows, limits)
         values["data/bad_records"] = self._data.left_out
+        values |= rollouts.unknown_ids([s.trajectory for s in drawn], self.setup.tokenizer)
         check_finite(step, values, self.saved)
         self._timer.add("step", time.monotonic() - start)
         times = self._timer.collect() | goodput.memory()
@@ -392,8 +393,10 @@ def run(
         pins = processes.first(
             lambda: hub.pins(config.to_dict(), saved(workdir, "pins") or {})
         )
-        if pins:
-            config = ml_collections.ConfigDict(hub.replaced(config.to_dict(), pins))
+        values = hub.replaced(config.to_dict(), pins)
+        # Every process, and every start of this run, renders prompts of one date.
+        values["task"]["date"] = processes.first(lambda: date(values, workdir))
+        config = ml_collections.ConfigDict(values)
         setup = build(config)
         for doubt in validate.doubts(config, setup.correction):
             processes.say(f"warning: {doubt}", sys.stderr)

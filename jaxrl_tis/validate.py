@@ -1,6 +1,8 @@
 """All contradictions of a config at once, before anything is compiled."""
 
+import datetime
 import functools
+import json
 import math
 
 import jax
@@ -149,6 +151,18 @@ def _task(config):
             f"task.template is {config.task.template!r}; it must hold {{prompt}}, and other braces "
             "doubled"
         )
+
+
+    if wrong := {"messages", "add_generation_prompt"} & set(config.task.template_kwargs):
+        yield f"task.template_kwargs names {' and '.join(wrong)}, which each prompt has of its own"
+    try:
+        json.dumps(config.task.template_kwargs.to_dict())
+    except TypeError as error:
+        yield f"task.template_kwargs must hold what JSON can hold: {error}"
+    try:
+        datetime.datetime.fromisoformat(config.task.date or "2026-01-31")
+    except ValueError:
+        yield f"task.date is {config.task.date!r}; it must be a date such as 2026-01-31, or empty"
 
 
 def _names(config):

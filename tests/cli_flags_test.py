@@ -114,6 +114,16 @@ def test_a_tokenizer_that_is_given_beside_a_model_is_taken(read):
     assert read(path, "model.num_layers=2").task.tokenizer == "char"
 
 
+def test_variables_of_a_chat_template(read):
+    path, group = ROOT / "configs/quickstart.py", "task.template_kwargs"
+    config = read(path, f"{group}.enable_thinking=False", f"{group}.effort=high", f"{group}.depth=3")
+    expected = {"enable_thinking": False, "effort": "high", "depth": 3}
+    assert config.task.template_kwargs.to_dict() == expected
+    assert config.is_locked and config.task.template_kwargs.is_locked
+    assert read(path, f"{group}.a=1", "task.name=jsonl").task.template_kwargs.to_dict() == {"a": 1}
+    assert read(path, f"{group}.a=1", "model.path=m").task.template_kwargs.to_dict() == {"a": 1}
+
+
 @pytest.mark.parametrize("fields, message", [
     (["task.name=jsonl"], "task 'jsonl' needs the parameters path; it has path, prompt_field"),
     (["task.name=jsonl", "task.params.path=a"], "eval.params is empty, .*config.eval.params.path"),

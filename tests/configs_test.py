@@ -82,7 +82,8 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     flat = lambda c, prefix="": {
         f"{prefix}{key}" for key, value in c.items() if not hasattr(value, "keys")
     } | {
-        leaf for key, value in c.items() if hasattr(value, "keys") and key != "params"
+        leaf for key, value in c.items()
+        if hasattr(value, "keys") and key not in ("params", "template_kwargs")
         for leaf in flat(value, f"{prefix}{key}.")
     }
     assert flat(config) == flat(get_config("default"))  # no field that no line reads
@@ -110,6 +111,36 @@ def test_the_quickstart_builds_on_a_machine_with_several_devices():
     """It runs unchanged on a laptop and on a TPU VM, where JAX sees four or eight chips."""
     assert jax.device_count() == 8
     train.build(get_config("quickstart"))
+
+
+def test_more_positions_than_the_model_has_are_refused_before_anything_is_made(tmp_path, capsys):
+    with pytest.raises(ValueError, match="5 or rollout.max_new_tokens = 3, or raise model.max_position"):
+        train.build(tiny.config(model__max_position=7))
+    train.build(tiny.config(model__max_position=8))
+    hf = QWEN_0P5B | {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+                      "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 7,
+                      "eos_token_id": 258, "vocab_size": 264}
+    write_checkpoint(tmp_path / "a", hf)
+    own = dict(task__tokenizer="", model__path=str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="8 tokens exceed max_position_embeddings = 7 of .*tokens = 3$"):
+        train.build(tiny.config(**own))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(hf | {"rope_scaling": yarn}))
+    assert not capsys.readouterr().err
+    train.build(tiny.config(**own))
+    assert "warning: sequences of up to 8 tokens exceed" in capsys.readouterr().err
+
+
+def test_more_end_tokens_than_the_engine_stops_at_are_refused_at_the_start(tmp_path):
+    hf = QWEN_0P5B | {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+                      "num_key_value_heads": 1, "intermediate_size": 16, "vocab_size": 264,
+                      "eos_token_id": [258, *range(31)]}
+    write_checkpoint(tmp_path / "a", hf)
+    own = dict(task__tokenizer="", model__path=str(tmp_path / "a"))
+    assert len(train.build(tiny.config(**own)).tokenizer.eos_ids) == 32
+    write_checkpoint(tmp_path / "b", hf | {"eos_token_id": [258, *range(32)]})
+    with pytest.raises(ValueError, match="33 end tokens, and the engine stops at 32 at most"):
+        train.build(tiny.config(**own | {"model__path": str(tmp_path / "b")}))
 
 
 def test_what_the_variants_change():

@@ -84,22 +84,113 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     assert tokenizer.chat([{"role": "user", "content": "2+3"}]) == "2+3!"
 
 
-def test_the_tokenizer_of_a_gguf_file_becomes_files(tmp_path, monkeypatch):
+def by_transformers(folder):
+    """The special ids that AutoTokenizer has, and those of GenerationConfig.from_pretrained, or
+    where it finds no file of its own, of GenerationConfig.from_model_config."""
+    read = lambda name: json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    vocab = {t["content"]: t["id"] for t in read("tokenizer.json")["added_tokens"]}
+    named = read("tokenizer_config.json")
+    special = {n: vocab[x] for n, x in named.items() if n.endswith("_token") and isinstance(x, str)}
+    defaults = {"llama": {"bos_token_id": 1, "eos_token_id": 2}, "qwen2": {}}
+    config = read("config.json")
+    of_model = defaults[config["model_type"]] | config
+    generation = read("generation_config.json") or of_model
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k")
+    return special, *({n: x[n] for n in names if n in x} for x in (generation, of_model))
+
+
+def exported(tmp_path, hf, edit=lambda source: None):
+    """The source and the export of a checkpoint with this config.json."""
+    source = tmp_path / "model"
+    configs_test.write_checkpoint(source, hf)
+    edit(source)
+    config = models.read_config(source)
+    models.save(tmp_path / "weights", config, transformer.init(config, jax.random.key(0)))
+    (tmp_path / "weights" / "model.safetensors").rename(source / "model.safetensors")
+    workdir_of(tmp_path / "run", source)
+    export.export(str(tmp_path / "run"), str(tmp_path / "out"), dtype="float32")
+    return source, tmp_path / "out"
+
+
+def test_end_tokens_of_config_json_alone_are_kept(tmp_path):
+    hf = HF | {"eos_token_id": [258, 7, 9], "bos_token_id": 5, "pad_token_id": 6, "temperature": 0.6}
+    source, out = exported(
+        tmp_path, hf, lambda source: (source / "generation_config.json").unlink()
+    )
+    assert by_transformers(out) == by_transformers(source)
+    assert by_transformers(out)[1] == {
+        "eos_token_id": [258, 7, 9], "bos_token_id": 5, "pad_token_id": 6, "temperature": 0.6,
+    }
+    assert load_tokenizer(out).eos_ids == load_tokenizer(source).eos_ids == (258, 7, 9)
+
+
+def test_end_tokens_of_either_file_stay_where_they_are(tmp_path):
+    def edit(source):
+        (source / "generation_config.json").write_text('{"top_k": 3, "eos_token_id": [258, 3]}')
+
+    source, out = exported(tmp_path, HF | {"eos_token_id": 7}, edit)
+    assert by_transformers(out) == by_transformers(source)
+    assert load_tokenizer(out).eos_ids == (258, 3, 7)
+
+
+def test_end_tokens_that_no_model_file_names_are_written(tmp_path):
+    def edit(source):
+        (source / "generation_config.json").write_text('{"top_k": 3}')
+        (source / "config.json").write_text(json.dumps(HF | {"eos_token_id": None}))
+
+    _, out = exported(tmp_path, HF, edit)
+    assert by_transformers(out)[2] == {"eos_token_id": [258]}
+
+
+def test_the_tokenizer_of_a_gguf_file_becomes_files(tmp_path):
     from tests.data import tokenizer_test
 
-    path = tmp_path / "model.gguf"
-    tokenizer_test.write_gguf(path)
+    path = tokenizer_test.write_gguf(tmp_path / "model.gguf", pad=2, add_bos=True)
     tokenizer = load_tokenizer(path)
-    config = tiny.config(model__path=str(path), task__tokenizer="")
-    (tmp_path / "made").mkdir()
     (tmp_path / "folder").mkdir()
-    for file in export._tokenizer_files(config, tokenizer, tmp_path / "made"):
-        file.rename(tmp_path / "folder" / file.name)
-    again = load_tokenizer(tmp_path / "folder")
-    assert again.eos_ids == tokenizer.eos_ids and again.template == tokenizer.template
-    assert (again.pad_id, again.bos_id) == (tokenizer.pad_id, tokenizer.bos_id)
+    folder = export._described(tokenizer, tmp_path / "folder")
+    again = load_tokenizer(folder)
+    assert export._facts(again) == export._facts(tokenizer)
+    read = lambda name: json.loads((folder / name).read_text())
+    # Its padding is its end token, which stays so; ids as written by write_gguf.
+    ids = {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 2}
+    assert read("generation_config.json") == read("config.json") == ids
+    named = read("tokenizer_config.json")
+    assert (named["bos_token"], named["eos_token"], named["pad_token"]) == (
+        "<|im_start|>", "<|im_end|>", "<|im_end|>"
+    )
+    assert named["chat_template"] == tokenizer_test.TEMPLATE
     text = "ab a"
-    assert again.encode(text) == tokenizer.encode(text)
+    assert again.encode(text, add_special=True) == tokenizer.encode(text, add_special=True)
+
+
+def test_the_tokenizer_of_characters_becomes_files(run, tmp_path):
+    export.export(str(run), str(tmp_path / "out"))
+    assert by_transformers(tmp_path / "out") == (
+        {"pad_token": 0, "bos_token": 1, "eos_token": 2},
+        *[{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": [2]}] * 2,
+    )
+    own, read = load_tokenizer("char"), load_tokenizer(tmp_path / "out")
+    text = "12 + 3*4-5/6=7890"
+    assert read.encode(text) == own.encode(text)
+    assert read.encode(text, add_special=True) == own.encode(text, add_special=True)
+    assert read.decode(own.encode(text)) == text
+
+
+@pytest.mark.parametrize("lost, named", [
+    ("generation_config.json", "end tokens, generation config"), ("chat_template.jinja", "chat template"),
+])
+def test_a_lost_file_is_noticed(tmp_path, monkeypatch, lost, named):
+    def edit(source):
+        (source / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+        (source / "generation_config.json").write_text('{"eos_token_id": [258, 3]}')
+
+    monkeypatch.setattr(
+        export, "TOKENIZER_FILES", [name for name in export.TOKENIZER_FILES if name != lost]
+    )
+    with pytest.raises(RuntimeError, match=f"reads back with another {named}; it is now"):
+        exported(tmp_path, HF, edit)
+    assert (tmp_path / "out.wrong").is_dir()
 
 
 def test_what_reads_back_wrong_is_set_aside(run, tmp_path, monkeypatch):
@@ -110,7 +201,7 @@ def test_what_reads_back_wrong_is_set_aside(run, tmp_path, monkeypatch):
         return config, params | {"embed": params["embed"] + 1}
 
     monkeypatch.setattr(export.models, "load", damaged)
-    with pytest.raises(RuntimeError, match="reads back as another model"):
+    with pytest.raises(RuntimeError, match="reads back with another model; it"):
         export.export(str(run), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists() and (tmp_path / "out.wrong").is_dir()
 

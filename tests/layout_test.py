@@ -62,11 +62,11 @@ MAY_IMPORT = {
     ),
     "build": (
         "correction", "data", "engine", "estimators", "fields", "fingerprint", "models",
-        "old_policies", "optimizer", "rollouts", "rows", "scoring", "sharding", "validate",
+        "old_policies", "optimizer", "processes", "rollouts", "rows", "scoring", "sharding", "validate",
     ),
     "state": (
-        "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "step",
-        "storage",
+        "build", "checkpoint", "control", "hub", "models", "old_policies", "optimizer", "provenance",
+        "step", "storage",
     ),
     "warmup": (
         "build", "data", "metrics", "models", "optimizer", "processes", "progress", "rollouts",

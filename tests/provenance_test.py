@@ -1,5 +1,6 @@
 """What a run writes about itself, and what it refuses to go on with."""
 
+import datetime
 import json
 import sys
 
@@ -36,6 +37,18 @@ def test_other_config_is_refused_field_by_field(tmp_path):
     assert "steps" not in str(refusal.value) and "seed" not in str(refusal.value)
     config["optimizer"]["lr"] = 2e-6
     check_same_config(tmp_path, config, ignore=("optimizer.lr",))
+
+
+def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
+    config = {"task": {"date": ""}}
+    now = datetime.datetime.now().replace(microsecond=0)
+    begun = datetime.datetime.fromisoformat(provenance.date(config, tmp_path))
+    assert now <= begun <= datetime.datetime.now()
+    write_run_files(tmp_path, {"task": {"date": "2020-01-02T03:04:05"}})
+    assert provenance.date(config, tmp_path) == "2020-01-02T03:04:05"
+    assert provenance.date({"task": {"date": "1999-01-01"}}, tmp_path) == "1999-01-01"
+    write_run_files(tmp_path, {"task": {}})  # of a version without the field
+    assert datetime.datetime.fromisoformat(provenance.date(config, tmp_path)) >= now
 
 
 def test_git_revision_outside_a_repository(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """An interrupted run ends with the bits of the uninterrupted one, wherever it was cut."""
 
 import contextlib
+import datetime
 import json
 import os
 import pathlib
@@ -13,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import checkpoint, rollouts, train
+from jaxrl_tis import checkpoint, export, provenance, rollouts, train
 from jaxrl_tis.cli import Interrupted
+from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.state import abstract_state
 from jaxrl_tis.trainer import Trainer
@@ -224,6 +226,33 @@ def test_a_second_ctrl_c_stops_at_once():
         assert interrupt.is_set
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@contextlib.contextmanager
+def clock_at(date):
+    clock = mock.Mock(datetime=mock.Mock(now=lambda: datetime.datetime.fromisoformat(date)))
+    with mock.patch.object(provenance, "datetime", clock):
+        yield
+
+
+def test_a_template_that_reads_the_clock_gives_the_same_prompts_on_another_day(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    path = export._described(load_tokenizer("char"), tmp_path / "tokenizer")
+    (path / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d')[1] }}{{ messages[0].content }}"
+    )
+    own = dict(task__tokenizer=str(path), task__chat=True, task__date="", warmup__steps=2)
+    with clock_at("2026-03-04T05:06:07"):
+        tiny.run(tmp_path / "whole", steps=2, **own)
+        tiny.run(tmp_path / "cut", steps=1, **own)
+    with clock_at("2026-03-09"):
+        tiny.run(tmp_path / "cut", steps=2, **own)
+        tiny.run(tmp_path / "later", steps=2, **own)
+    record = lambda name: without_counts(tiny.lines(tmp_path / name))
+    of_step = lambda name, step: [r for r in record(name) if r["step"] == step and r["phase"] == "train"]
+    assert of_step("cut", 2) == of_step("whole", 2) != of_step("later", 2)
+    config = json.loads((tmp_path / "cut" / "config.json").read_text())["config"]
+    assert config["task"]["date"] == "2026-03-04T05:06:07"
 
 
 def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_path):

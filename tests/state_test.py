@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.state import initial_params, initial_state
+from jaxrl_tis.provenance import write_run_files
+from jaxrl_tis.state import as_begun, initial_params, initial_state
 from tests import tiny
 from tests.trainer_test import fake_samples, one_update
 
@@ -39,3 +40,14 @@ def test_a_reference_in_the_dtype_of_the_policy_survives_the_donation_of_the_pol
     rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
     assert np.isfinite(rows["logp_ref"]).all()
     assert math.isfinite(metrics["actor/kl_loss"])
+
+
+def test_the_date_of_a_run_goes_along_where_its_policy_is_measured_or_served(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    write_run_files(tmp_path / "run", {"task": {"date": "2020-01-02"}})
+    undated = tiny.config(task__date="")
+    assert as_begun(undated, str(tmp_path / "run")).task.date == "2020-01-02"
+    assert as_begun(tiny.config(task__date="1999-01-01"), str(tmp_path / "run")).task.date == "1999-01-01"
+    (tmp_path / "config.json").write_text("{}")  # of a model
+    assert as_begun(undated, str(tmp_path)) is undated
+    assert as_begun(undated, "hf://owner/model") is undated

@@ -50,6 +50,16 @@ def test_text_of_a_prompt_is_text(field):
         validate(tiny.config(**changes))
 
 
+def test_variables_and_date_of_a_chat_template():
+    validate(tiny.config(task__template_kwargs={"tools": [{"a": 1}]}, task__date="2026-01-31T10:00:00"))
+    [problem] = problems(task__template_kwargs={"messages": []})
+    assert "task.template_kwargs names messages" in problem
+    [problem] = problems(task__template_kwargs={"x": b""})
+    assert "what JSON can hold" in problem
+    [problem] = problems(task__date="31 Jan")
+    assert "task.date is '31 Jan'" in problem
+
+
 def test_a_reward_of_ones_own_needs_a_module():
     validate(tiny.config(reward__name="my.module:function"))
 

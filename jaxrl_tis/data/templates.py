@@ -1,4 +1,4 @@
-"""Chat templates: Jinja with the settings that they are written for, in a sandbox.
+"""Chat templates, rendered as transformers renders them (compared with 5.24), in a sandbox.
 
 A template comes with a downloaded checkpoint: it must not reach Python objects, and it runs in a
 process of its own (confined.py), as Jinja bounds neither its time nor its memory.
@@ -7,31 +7,87 @@ process of its own (confined.py), as Jinja bounds neither its time nor its memor
 import datetime
 import json
 from collections.abc import Callable
+from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import meta
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message
 
-def renderer(template: str) -> Callable[[list[dict], bool, dict[str, str]], str]:
-    """Returns f(messages, add_generation_prompt, {name of a special token: its text}) -> text."""
-    compiled = _environment().from_string(template)
-    return lambda messages, add_generation_prompt, tokens: compiled.render(
-        messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-    )
+Messages = list[dict[str, Any]]
 
 
-def _environment() -> jinja2.Environment:
+def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
+    """Returns f(messages, add_generation_prompt) -> text.
+
+    Args:
+      setting: {"template": its text, "tokens": {name of a special token: its text}, "kwargs": more
+        variables, "date": an ISO date for strftime_now, "" for the clock}.
+
+    Raises:
+      ValueError: "kwargs" names a variable that the template does not read.
+    """
+    environment = _environment(setting["date"])
+    read = meta.find_undeclared_variables(environment.parse(setting["template"]))
+    read -= environment.globals.keys()
+    if unread := sorted(setting["kwargs"].keys() - read):
+        raise ValueError(f"it does not read {', '.join(unread)}; it reads {', '.join(sorted(read))}")
+    template = environment.from_string(setting["template"])
+    variables = {"tools": None, "documents": None} | setting["tokens"] | setting["kwargs"]
+
+    def render(messages: Messages, add_generation_prompt: bool) -> str:
+        if not messages:
+            raise ValueError("there is no message")
+        return template.render(
+            variables, messages=list(map(_message, messages)),
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    return render
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out fields that are None; gives reasoning the two names that templates read."""
+    message = {name: value for name, value in message.items() if value is not None}
+    given = [message[name] for name in REASONING if name in message]
+    return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
+
+
+class _Generation(Extension):
+    """{% generation %} marks what an assistant writes, for masks of training; it renders its
+    body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: jinja2.runtime.Macro) -> str:
+        return caller()
+
+
+def _environment(date: str) -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+    def strftime_now(form: str) -> str:
+        now = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now()
+        return now.strftime(form)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.filters["tojson"] = tojson  # Jinja's own escapes HTML
     return environment

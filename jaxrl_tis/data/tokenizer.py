@@ -9,11 +9,12 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -26,23 +27,37 @@ TEMPLATE_MEMORY = 512 << 20  # bytes
 
 # Token types of the GGUF specification that mark added tokens.
 GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
-GGUF_EOS_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+GGUF_EOS_FIELDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+# The name that templates know a special token by -> its field in a GGUF file.
+GGUF_SPECIAL = {
+    f"{name}_token": f"tokenizer.ggml.{field}_token_id"
+    for name, field in {
+        "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
+        "cls": "cls", "mask": "mask",
+    }.items()
+}
 
 
 class Tokenizer(Protocol):
     """What the code asks of a tokenizer.
 
-    `decode` leaves special tokens (end, start, padding) out of the text. `chat` renders messages,
-    each {"role", "content"}, to the text of a prompt; encode that with add_special=False, since a
-    template writes its own special tokens. `encodes` and `chats` do many at once, and return in the
-    place of a text that cannot be used the ValueError that says why. `digest` tells a tokenizer from
-    others. `vocab_size` is the largest id plus one.
+    `decode` leaves special tokens (end, start, padding) out of the text, and ids that the tokenizer
+    does not have. `chat` renders messages, each {"role", "content"}, to the text of a prompt; encode
+    that with add_special=False, since a template writes its own special tokens. `encodes` and `chats`
+    do many at once, and return in the place of a text that cannot be used the ValueError that says
+    why. `digest` tells a tokenizer from others. `vocab_size` is the largest id plus one; `ids` are
+    those that it has, which may leave holes. `backend` is what tokenizer.json holds, `special` {name
+    of a special token: its text}, `template` that of chats.
     """
 
+    backend: tokenizers.Tokenizer
     vocab_size: int
+    ids: np.ndarray
     pad_id: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    special: Mapping[str, str]
+    template: str | None
 
     def encode(self, text: str, add_special: bool = False) -> list[int]: ...
 
@@ -76,6 +91,8 @@ class CharTokenizer:
     """
 
     pad_id, bos_id, eos_ids = 0, 1, (2,)
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    template = None
 
     def __init__(self, alphabet: str):
         if len(set(alphabet)) != len(alphabet):
@@ -83,6 +100,7 @@ class CharTokenizer:
         self._chars = dict(enumerate(alphabet, start=3))
         self._ids = {char: index for index, char in self._chars.items()}
         self.vocab_size = 3 + len(alphabet)
+        self.ids = np.arange(self.vocab_size)
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         unknown = next((char for char in text if char not in self._ids), None)
@@ -94,11 +112,7 @@ class CharTokenizer:
         return [self.bos_id] * add_special + [self._ids[char] for char in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        ids = [int(index) for index in ids]
-        wrong = [index for index in ids if not 0 <= index < self.vocab_size]
-        if wrong:
-            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
-        return "".join(self._chars[index] for index in ids if index in self._chars)
+        return "".join(self._chars[index] for index in map(int, ids) if index in self._chars)
 
     def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
         return "".join(message["content"] for message in messages if "content" in message)
@@ -114,18 +128,39 @@ class CharTokenizer:
     def digest(self) -> str:
         return "".join(self._ids)
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The same ids as a tokenizer that tokenizer.json can hold."""
+        names = list(self.special.values())
+        vocab = {name: index for index, name in enumerate(names)} | self._ids
+        backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
+        backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        backend.decoder = decoders.Fuse()
+        backend.post_processor = _start(names[self.bos_id], self.bos_id)
+        return backend
+
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A `tokenizers` tokenizer with the facts that its checkpoint keeps in other files."""
+    """A `tokenizers` tokenizer with the facts that its checkpoint keeps in other files.
+
+    Attributes:
+      special: {name that templates know a special token by: its text}.
+      template_kwargs: more variables of the template.
+      date: that its strftime_now gives, in ISO form; "" is the clock.
+    """
 
     backend: tokenizers.Tokenizer
     vocab_size: int
     pad_id: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    special: Mapping[str, str]
     template: str | None
     source: str
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    date: str = ""
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special).ids
@@ -155,12 +190,7 @@ class HFTokenizer:
                 f"{self.source} has no chat template; set task.chat to False, and use prompts that "
                 "are text and no messages"
             )
-        names = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0]}
-        tokens = {
-            name: "" if index is None else self.backend.id_to_token(index)
-            for name, index in names.items()
-        }
-        calls = [[list(messages), add_generation_prompt, tokens] for messages in conversations]
+        calls = [[list(messages), add_generation_prompt] for messages in conversations]
         failed = f"the chat template of {self.source} failed"
         return [
             ValueError(f"{failed}: {result['error']}") if result["error"] else result["value"]
@@ -177,29 +207,46 @@ class HFTokenizer:
         return [encoding.ids for encoding in found]
 
     def digest(self) -> str:
-        fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "backend"]
+        reads_date = self.template is not None and "strftime_now" in self.template
+        left_out = {"backend"} if reads_date else {"backend", "date"}
+        names = (f.name for f in dataclasses.fields(self) if f.name not in left_out)
+        fields = [getattr(self, name) for name in names]
         return hashlib.blake2b(f"{fields} {self.backend.to_str()}".encode()).hexdigest()
+
+    @functools.cached_property
+    def ids(self) -> np.ndarray:
+        return np.array(sorted(self.backend.get_vocab(with_added_tokens=True).values()))
 
     @functools.cached_property
     def _template(self) -> confined.Confined:
         """The template in its process: it came with a downloaded checkpoint."""
+        setting = {
+            "template": self.template, "tokens": dict(self.special),
+            "kwargs": dict(self.template_kwargs), "date": self.date,
+        }
         return confined.Confined(
-            "jaxrl_tis.data.templates:renderer", self.template,
+            "jaxrl_tis.data.templates:renderer", setting,
             what=f"the chat template of {self.source}", timeout=TEMPLATE_SECONDS,
             memory=TEMPLATE_MEMORY,
         )
 
 
-def _make(backend, eos_ids, pad_id, bos_id, template, source) -> HFTokenizer:
+def _make(backend, eos_ids, pad_id, bos_id, special, template, source) -> HFTokenizer:
     eos_ids = tuple(dict.fromkeys(index for index in eos_ids if index is not None))
     if not eos_ids:
         raise ValueError(f"{source} names no end-of-sequence token, so no sample could ever end")
+    # A saved file may truncate, pad, or merge at random: no prompt wants any of these.
+    backend.no_truncation()
+    backend.no_padding()
+    if isinstance(backend.model, models.BPE):
+        backend.model.dropout = None
     return HFTokenizer(
         backend=backend,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         pad_id=0 if pad_id is None or pad_id in eos_ids else pad_id,
         bos_id=bos_id,
         eos_ids=eos_ids,
+        special=special,
         template=template,
         source=source,
     )
@@ -220,11 +267,29 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Pat
     text}."""
     if token is None:
         return None
-    text = token["content"] if isinstance(token, dict) else token
+    text = _text(token)
     index = backend.token_to_id(text)
     if index is None:
         raise ValueError(f"{path} names the token {text!r}, which tokenizer.json does not hold")
     return index
+
+
+def _text(token: str | dict) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _special(config: dict[str, Any], of_ids: Mapping[str, str | None]) -> dict[str, str]:
+    """Returns {name: text} of the special tokens that transformers gives to a template.
+
+    Args:
+      config: tokenizer_config.json, which may name tokens of the model's own kinds, too.
+      of_ids: {name: text} of tokens that other files give by id, where `config` has no entry.
+    """
+    named = {name: x for name, x in {**of_ids, **config}.items() if name.endswith("_token")}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        named |= extra
+    is_token = lambda x: isinstance(x, str) or isinstance(x, dict) and "content" in x
+    return {name: _text(token) for name, token in named.items() if is_token(token)}
 
 
 def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
@@ -235,8 +300,8 @@ def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
         return separate.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        template = {entry["name"]: entry["template"] for entry in template}
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def from_folder(folder: str | os.PathLike) -> HFTokenizer:
@@ -258,6 +323,8 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
     backend = tokenizers.Tokenizer.from_file(str(path))
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path)
+    if "added_tokens_decoder" not in config:  # written before transformers 4.34
+        config |= _read_json(folder / "special_tokens_map.json")
     model_configs = [_read_json(folder / f"{n}.json") for n in ("generation_config", "config")]
 
     eos_ids = [_token_id(backend, config.get("eos_token"), config_path)]
@@ -271,9 +338,16 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
         ids = [model_config.get(f"{name}_id") for model_config in model_configs]
         return next((index for index in ids if index is not None), None)
 
-    template = _folder_template(folder, config)
     pad_id, bos_id = special("pad_token"), special("bos_token")
-    return _make(backend, eos_ids, pad_id, bos_id, template, str(folder))
+    end = next((index for index in eos_ids if index is not None), None)
+    of_ids = {
+        name: None if index is None else backend.id_to_token(index)
+        for name, index in (("bos_token", bos_id), ("eos_token", end))
+    }
+    return _make(
+        backend, eos_ids, pad_id, bos_id, _special(config, of_ids),
+        _folder_template(folder, config), str(folder),
+    )
 
 
 def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
@@ -318,6 +392,10 @@ def _byte_pair_backend(fields: dict[str, Any], path: Path) -> tokenizers.Tokeniz
     return backend
 
 
+def _start(bos: str, bos_id: int) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+
+
 def from_gguf(path: str | os.PathLike) -> HFTokenizer:
     """Reads the byte-level BPE tokenizer in a GGUF file's metadata, id for id as Hugging Face has
     it.
@@ -337,20 +415,43 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
     backend = _byte_pair_backend(fields, path)
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token"):
-        bos = backend.id_to_token(bos_id)
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
-        )
+        backend.post_processor = _start(backend.id_to_token(bos_id), bos_id)
     eos_ids = [fields.get(name) for name in GGUF_EOS_FIELDS]
     pad_id = fields.get("tokenizer.ggml.padding_token_id")
+    tokens = fields["tokenizer.ggml.tokens"]
+    special = {
+        name: tokens[fields[field]]
+        for name, field in GGUF_SPECIAL.items() if field in fields and fields[field] < len(tokens)
+    }
     return _make(
-        backend, eos_ids, pad_id, bos_id, fields.get("tokenizer.chat_template"), str(path)
+        backend, eos_ids, pad_id, bos_id, special, fields.get("tokenizer.chat_template"), str(path)
     )
 
 
-def load_tokenizer(path_or_spec: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(
+    path_or_spec: str | os.PathLike, template_kwargs: Mapping[str, Any] = {}, date: str = ""
+) -> Tokenizer:
     """Loads the tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint
-    folder, also of the hub."""
+    folder, also of the hub.
+
+    Args:
+      template_kwargs, date: see HFTokenizer.
+
+    Raises:
+      ValueError: there are variables for a template, and no template; or see `from_folder`.
+    """
+    found = _load(path_or_spec)
+    if found.template is not None:
+        return dataclasses.replace(found, template_kwargs=template_kwargs, date=date)
+    if template_kwargs:
+        raise ValueError(
+            f"the tokenizer {path_or_spec} has no chat template that could read "
+            f"{', '.join(template_kwargs)}; leave task.template_kwargs empty"
+        )
+    return found
+
+
+def _load(path_or_spec: str | os.PathLike) -> Tokenizer:
     if path_or_spec == "char":
         return CharTokenizer(ARITHMETIC_CHARS)
     path = hub.local(path_or_spec, weights=False)

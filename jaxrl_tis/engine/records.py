@@ -7,7 +7,7 @@ import numbers
 import numpy as np
 
 MAX_BIAS = 16  # tokens that a request may add something to
-MAX_STOP_IDS = 8
+MAX_STOP_IDS = 32
 NEVER = 2**31 - 1  # evict_step of a key that stayed
 MAX_INT = 2**31 - 1
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.

@@ -79,25 +79,36 @@ ONLY_VALUE = {
 # implemented; HF's qwen2 always has it on q, k and v and never on o.
 ATTENTION_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
 
-# Fields that do not change the logits: names, token ids, training and generation defaults.
-# attention_dropout is among them: neither sampling nor this trainer drops anything.
-HARMLESS = frozenset({
-    "attention_dropout",
-    "_name_or_path", "name_or_path", "architectures", "transformers_version", "torch_dtype",
-    "dtype", "tokenizer_class", "transformers.js_config", "is_llama_config", "unsloth_fixed",
-    "unsloth_version", "_attn_implementation", "_attn_implementation_autoset", "use_cache",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "unk_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
-    "return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16",
-    "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "tie_encoder_decoder",
-    "cross_attention_hidden_size", "finetuning_task", "id2label", "label2id", "problem_type",
-    "prefix", "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping",
-    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+# What config.json says of the tokenizer and of generation, which an export takes along.
+GENERATION = frozenset({
+    "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "max_length", "min_length", "do_sample", "early_stopping",
+    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p",
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
     "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens",
+    "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
 })
+
+# Fields that do not change the logits: names, token ids, training and generation defaults, and what
+# the configuration classes of transformers 4 and 5 add of their own.
+# attention_dropout is among them: neither sampling nor this trainer drops anything.
+HARMLESS = GENERATION | {
+    "attention_dropout",
+    "_name_or_path", "name_or_path", "architectures", "transformers_version", "torch_dtype",
+    "dtype", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+    "_experts_implementation", "_experts_implementation_internal", "attn_implementation",
+    "use_cache", "initializer_range",
+    "auto_map", "_commit_hash", "_from_auto", "_output_attentions", "_original_object_hash",
+    "_from_model_config", "use_return_dict", "return_dict", "output_hidden_states",
+    "output_attentions", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "tie_encoder_decoder",
+    "cross_attention_hidden_size", "finetuning_task", "id2label", "label2id", "num_labels",
+    "problem_type", "prefix", "task_specific_params", "gradient_checkpointing",
+    "max_sequence_length", "model_max_length",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +168,7 @@ class ModelConfig:
     Attributes:
       family: "llama", "qwen2" or "qwen3"; names the checkpoint format, not the computation.
       head_dim: size of one head; `num_heads * head_dim` need not equal `embed_dim`.
-      max_position: context length the checkpoint claims, in tokens; not enforced by the model.
+      max_position: context length the checkpoint claims, in tokens; see `check_length`.
       qkv_bias: biases on the query, key and value projections (qwen2).
       qk_norm: RMSNorm over head_dim of queries and keys, before RoPE (qwen3).
       tie_embeddings: the output head is the transposed embedding.
@@ -226,6 +237,20 @@ class ModelConfig:
             qk_norm=family == "qwen3",
             tie_embeddings=_tie_embeddings(hf),
         )
+
+    def check_length(self, length: int) -> str:
+        """Returns "" where sequences of `length` tokens fit into `max_position`, and a sentence where
+        they do not and the rope type is one that extends it.
+
+        Raises:
+          ValueError: they do not, and nothing extends it.
+        """
+        if length <= self.max_position:
+            return ""
+        found = f"sequences of up to {length} tokens exceed max_position_embeddings = {self.max_position}"
+        if self.rope.kind == "default":
+            raise ValueError(f"{found} of the model, and its rope type extends nothing")
+        return f"{found} of the model; its rope type {self.rope.kind!r} extends the positions"
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` dict of this model, in the form transformers 4 and 5 both read.
@@ -391,6 +416,8 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
         del fields["rope_theta"]
     if "partial_rotary_factor" in fields and fields.pop("partial_rotary_factor") != 1:
         raise ValueError("partial_rotary_factor other than 1 is not implemented.")
+    if kind == "default":  # transformers computes nothing with the fields of the other types
+        fields = {k: v for k, v in fields.items() if all(k not in known for known in ROPE_FIELDS.values())}
     for key, value in fields.items():
         if key not in ROPE_FIELDS[kind]:
             raise ValueError(f"{key}={value!r} is not a field of rope_type={kind!r}.")

@@ -88,6 +88,7 @@ def save(
     params: dict[str, Any],
     tokenizer_files: Iterable[str | os.PathLike] | None = None,
     metadata: Mapping[str, str] | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder that `load` and transformers read, under a temporary name until complete.
 
@@ -96,6 +97,7 @@ def save(
       params: as `load` returns them, in the dtype to be written.
       tokenizer_files: files to copy beside the weights (tokenizer.json, ...).
       metadata: strings for the header of every weight file, e.g. the training step.
+      fields: more entries of config.json, such as the ids of special tokens.
 
     Raises:
       FileExistsError: the folder exists.
@@ -104,7 +106,7 @@ def save(
     folder = pathlib.Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder} exists; give the export a folder of its own.")
-    hf = config.to_hf() | {"torch_dtype": str(params["embed"].dtype)}
+    hf = dict(fields or {}) | config.to_hf() | {"torch_dtype": str(params["embed"].dtype)}
     stored = _stored_tensors(config, params)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)

@@ -3,7 +3,7 @@
 from jaxrl_tis.rollouts.asynchronous import Asynchronous
 from jaxrl_tis.rollouts.collector import Collector
 from jaxrl_tis.rollouts.groups import (
-    Groups, Sample, components, kept_metrics, sampling_params,
+    Groups, Sample, components, kept_metrics, sampling_params, unknown_ids,
 )
 from jaxrl_tis.rollouts.prompts import Prompter, lacks_answer
 from jaxrl_tis.rollouts.remote import Remote
@@ -12,5 +12,5 @@ from jaxrl_tis.rollouts.threads import Threads
 
 __all__ = [
     "Asynchronous", "Collector", "Groups", "Prompter", "Remote", "RolloutSource", "Sample", "Threads",
-    "components", "kept_metrics", "lacks_answer", "run", "sampling_params",
+    "components", "kept_metrics", "lacks_answer", "run", "sampling_params", "unknown_ids",
 ]

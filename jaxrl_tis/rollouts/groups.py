@@ -66,6 +66,14 @@ def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
+def unknown_ids(trajectories: list[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:
+    """Counts the sampled ids that the tokenizer does not have, as the padding of an embedding gives:
+    they are tokens of the answer like others, and no part of its text."""
+    drawn = [t.tokens for t in trajectories if len(t.tokens)]
+    known = np.isin(np.concatenate(drawn), tokenizer.ids) if drawn else np.ones(0)
+    return {"rollout/unknown_ids": float(known.size - known.sum())}
+
+
 class Groups:
     """Makes the requests of a group and its rewarded samples.
 

@@ -15,6 +15,7 @@ from jaxrl_tis.build import build
 from jaxrl_tis.serve import connection
 from jaxrl_tis.serve.request import Limits
 from jaxrl_tis.serve.setup import load, make_app, read_token
+from jaxrl_tis.state import as_begun
 
 CONFIG = cli_flags.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -40,7 +41,8 @@ def main() -> None:
     token = read_token(TOKEN_FILE.value)
     if token is None and not is_loopback(HOST.value):
         raise ValueError(f"--host={HOST.value} is reached from elsewhere: give --token_file")
-    setup = build(CONFIG.value, penalties=True, top_n=LOGPROBS)
+    config = as_begun(CONFIG.value, WORKDIR.value) if WORKDIR.value else CONFIG.value
+    setup = build(config, penalties=True, top_n=LOGPROBS)
     limits = Limits(
         MAX_BODY_BYTES.value, setup.config.task.max_prompt_tokens,
         setup.config.rollout.max_new_tokens, MAX_CHOICES.value, LOGPROBS, MAX_SECONDS.value,

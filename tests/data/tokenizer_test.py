@@ -12,6 +12,7 @@ from jaxrl_tis.data.tokenizer import (
     from_gguf,
     load_tokenizer,
 )
+from tests.data import chat_templates
 
 TEMPLATE = (
     "{% for message in messages %}\n"
@@ -96,12 +97,24 @@ def test_char_tokenizer_names_what_it_does_not_know():
     tokenizer = CharTokenizer("01+=")
     with pytest.raises(ValueError, match="'7' of '1\\+7=' is not in the tokenizer's alphabet '01"):
         tokenizer.encode("1+7=")
-    with pytest.raises(ValueError, match="token id 7 is outside the vocabulary of 7"):
-        tokenizer.decode([3, 7])
-    with pytest.raises(ValueError, match="token id -1 is outside"):
-        tokenizer.decode([-1])
     with pytest.raises(ValueError, match="'00' repeats a character"):
         CharTokenizer("00")
+
+
+def test_ids_that_a_tokenizer_lacks_have_no_text(tmp_path):
+    tokenizer = CharTokenizer("01+=")
+    assert tokenizer.decode([3, 7, 99, 4]) == "01"
+    assert tokenizer.ids.tolist() == list(range(7))
+    folder = write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"})
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["added_tokens"].append(saved["added_tokens"][3] | {"content": "<far>", "id": 99})
+    saved["model"]["vocab"]["<far>"] = 99
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = from_folder(folder)
+    assert tokenizer.vocab_size == 100
+    assert tokenizer.ids.tolist() == [*range(len(TOKENS)), 99]  # between them is a hole
+    a = TOKENS.index("a")
+    assert tokenizer.decode([a, len(TOKENS), 98, 99, 100, 5000, a]) == "a<far>a"
 
 
 def test_the_char_spec_covers_arithmetic():
@@ -186,6 +199,67 @@ def test_folder_ids_come_from_every_file(tmp_path):
     ))
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id) == ((2,), 0, 1)
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+
+
+@pytest.mark.parametrize("saved", [
+    {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}},
+    {"padding": {"strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None,
+                 "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
+    {"padding": {"strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": 8,
+                 "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
+])
+def test_a_saved_truncation_or_padding_is_off(tmp_path, saved):
+    folder = write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"})
+    text = json.loads((folder / "tokenizer.json").read_text()) | saved
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    ids = [TOKENS.index(c) for c in "1+2+3"]
+    assert tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode("1+2+3").ids != ids
+    assert from_folder(folder).encode("1+2+3") == ids
+
+
+def test_a_saved_dropout_of_merges_is_off(tmp_path):
+    folder = write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"})
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["model"]["dropout"] = 0.9
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    tokenizer = from_folder(folder)
+    assert all(tokenizer.encode("hello") == [TOKENS.index("hello")] for _ in range(9))
+
+
+def test_special_tokens_for_a_template_are_those_of_transformers(tmp_path):
+    own = chat_templates.TOKENS | {"extra_special_tokens": {"image": "<image>"}}
+    tokenizer = from_folder(write_folder(tmp_path / "a", config=own))
+    assert tokenizer.special == {"image": "<image>",
+        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "boi_token": "<tool>",
+    }
+    config = {"eos_token": "<|im_end|>", "bos_token": None}
+    tokenizer = from_folder(write_folder(tmp_path / "b", config=config, model={"bos_token_id": 1}))
+    assert tokenizer.special == {"eos_token": "<|im_end|>"}  # it has none, and says so
+    tokenizer = from_folder(write_folder(tmp_path / "c", model={"bos_token_id": 1, "eos_token_id": 2}))
+    assert tokenizer.special == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    old = write_folder(tmp_path / "d", config={"eos_token": "<|im_start|>"})
+    (old / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert from_folder(old).eos_ids == (2,)
+    gguf_file = write_gguf(tmp_path / "tiny.gguf", pad=3)
+    assert from_gguf(gguf_file).special == {
+        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<tool>",
+    }
+
+
+def test_arguments_and_date_reach_the_template(tmp_path):
+    text = "{{ strftime_now('%Y') }}{% if deep %} deep{% endif %}"
+    folder = write_folder(
+        tmp_path / "a", config={"eos_token": "<|im_end|>", "chat_template": text}
+    )
+    assert load_tokenizer(folder, {"deep": True}, "1999-01-02").chat(USER) == "1999 deep"
+    assert load_tokenizer(folder, {}, "1999-01-02").chat(USER) == "1999"
+    with pytest.raises(ValueError, match="does not read depe; it reads deep$"):
+        load_tokenizer(folder, {"depe": True}).chat(USER)
+    bare = write_folder(tmp_path / "b", config={"eos_token": "<|im_end|>"})
+    for path in ("char", bare):
+        with pytest.raises(ValueError, match="no chat template that could read deep"):
+            load_tokenizer(path, {"deep": True})
 
 
 def test_folder_template_in_each_of_its_places(tmp_path):

@@ -170,3 +170,13 @@ def test_a_character_in_parts_is_known_once_it_ends():
     assert [text.add([byte]) for byte in (0x61, 0xE2, 0x82, 0xAC, 0x62)] == [
         "a", "a\ufffd", "a\ufffd", "a\u20ac", "a\u20acb"
     ]
+
+
+def test_ids_that_the_tokenizer_lacks_stand_in_the_way_of_no_stop_string():
+    tokenizer = CharTokenizer(ARITHMETIC_CHARS)
+    beyond, (one, two) = tokenizer.vocab_size + 7, tokenizer.encode("12")
+    search = StopSearch(("12",), tokenizer.decode)
+    assert search([beyond, one]) is None
+    assert search([beyond, beyond]) is None
+    assert search([two, one]) == 5
+    assert Text(tokenizer.decode).add([one, beyond, two]) == "12"

@@ -157,6 +157,53 @@ def test_settings_that_are_refused_by_name_and_value(family, field, value):
     assert field in str(error.value) and repr(value) in str(error.value)
 
 
+@pytest.mark.parametrize("fields", [
+    {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "_commit_hash": "0" * 40},
+    {"use_return_dict": True, "num_labels": 2, "_output_attentions": False, "min_p": 0.1},
+    {"rope_scaling": {"rope_type": "default"}},
+    {"rope_scaling": {"type": "default", "factor": 1.0}},
+    {"rope_scaling": {"rope_type": "default", "factor": 8.0, "original_max_position_embeddings": 64}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 100000, "factor": None}},
+])
+def test_fields_that_compute_nothing_are_no_error(fields):
+    assert ModelConfig.from_hf(SMOLLM2 | fields) == ModelConfig.from_hf(SMOLLM2)
+
+
+# What LlamaConfig, Qwen2Config and Qwen3Config of transformers 4.46.3, 4.57.6 and 5.24.0 have of their
+# own beside the fields of the model (to_dict() and vars()); fields that are null are left out.
+OF_TRANSFORMERS = {
+    "_attn_implementation_autoset": False, "_name_or_path": "", "_output_attentions": False,
+    "add_cross_attention": False, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0,
+    "do_sample": False, "early_stopping": False, "encoder_no_repeat_ngram_size": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "is_decoder": False, "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "length_penalty": 1.0, "max_length": 20,
+    "min_length": 0, "name_or_path": "", "no_repeat_ngram_size": 0, "num_beam_groups": 1,
+    "num_beams": 1, "num_labels": 2, "num_return_sequences": 1, "output_attentions": False,
+    "output_hidden_states": False, "output_scores": False, "pruned_heads": {},
+    "remove_invalid_values": False, "repetition_penalty": 1.0, "return_dict": True,
+    "return_dict_in_generate": False, "temperature": 1.0, "tf_legacy_loss": False,
+    "tie_encoder_decoder": False, "top_k": 50, "top_p": 1.0, "torchscript": False, "typical_p": 1.0,
+    "use_bfloat16": False, "use_return_dict": True,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_all_that_transformers_writes_of_its_own_is_known(family):
+    published = PUBLISHED[family]
+    assert ModelConfig.from_hf(OF_TRANSFORMERS | published) == ModelConfig.from_hf(published)
+
+
+def test_positions():
+    config = ModelConfig.from_hf(SMOLLM2)  # 8192 positions
+    assert config.check_length(8192) == ""
+    with pytest.raises(ValueError, match="8193 tokens exceed max_position_embeddings = 8192"):
+        config.check_length(8193)
+    extended = ModelConfig.from_hf(SMOLLM2 | {"rope_scaling": {"type": "linear", "factor": 2}})
+    assert extended.check_length(8192) == ""
+    assert "8193 tokens exceed" in extended.check_length(8193)
+    assert "'linear' extends" in extended.check_length(8193)
+
+
 def test_sliding_window_in_use():
     used = QWEN25 | {"use_sliding_window": True}
     with pytest.raises(ValueError, match="sliding_window=32768"):

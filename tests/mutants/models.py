@@ -137,5 +137,17 @@ MUTANTS = [
          "if key in merged and merged[key] != value:", "if key in merged and False:"),
         ("missing RoPE fields are taken",
          "if key not in fields:\n            raise", "if False:\n            raise"),
+        ("one position more than there are", "if length <= self.max_position:",
+         "if length <= self.max_position + 1:"),
+        ("positions are extended by nothing", 'if self.rope.kind == "default":\n            raise',
+         "if False:\n            raise"),
+    ),
+    *of(
+        "build.py",
+        ("lengths are not compared with positions", "    _check_positions(config, model)\n", "",
+         "test_more_positions_than_the_model_has_are_refused_before_anything_is_made"),
+        ("too many end tokens are found later", ") > MAX_STOP_IDS:", ") > MAX_STOP_IDS + 9:",
+         "test_more_end_tokens_than_the_engine_stops_at_are_refused_at_the_start"),
+        tests="configs_test.py",
     ),
 ]

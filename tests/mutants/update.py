@@ -172,6 +172,7 @@ MUTANTS = [
         ("the greedy answer is one of the group", "for s in samples[:-1]]", "for s in samples]"),
         ("the mass of a wide set counts where a set was kept",
          "np.where(is_wide, dropped, 0.0)", "np.where(is_wide, 0.0, dropped)"),
+        ("known ids are counted", "known.size - known.sum()", "known.sum()"),
     ),
     *of(
         "rollouts/prompts.py",

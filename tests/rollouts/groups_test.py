@@ -19,6 +19,17 @@ def test_sampling_parameters():
     assert plain == SamplingParams(0.0, 0, 1.0, 0.0, stop_ids=(2,), max_tokens=3)
 
 
+def test_ids_that_the_tokenizer_lacks_are_counted():
+    request = Request("3", np.array([3]), 0, SamplingParams())
+    drawn = lambda *ids: dataclasses.replace(
+        FakeScheduler()._trajectory(request), tokens=np.array(ids, np.int32)
+    )
+    size = TOKENIZER.vocab_size
+    found = rollouts.unknown_ids([drawn(3, size, 2), drawn(size + 40, size - 1), drawn()], TOKENIZER)
+    assert found == {"rollout/unknown_ids": 2.0}
+    assert rollouts.unknown_ids([drawn()], TOKENIZER) == {"rollout/unknown_ids": 0.0}
+
+
 def test_the_mass_that_sets_too_wide_to_record_have_dropped():
     # Two draws: a set of one token that kept 0.9 of the mass, and one too wide that kept 0.6.
     request = Request("3", np.array([3]), 0, SamplingParams())
