@@ -107,6 +107,9 @@ MUTANTS = [
          "if status is None:\n            return 0"),
         ("a run under way is started again", "if status.is_running:\n        _check",
          "if False:\n        _check"),
+        ("an expired request is made again", "and self.is_bounded and", "and False and"),
+        ("internal hosts are reached from outside", '*["--internal-ip"] * given.internal_ips', ""),
+        ("spot machines of a reservation", "if given.spot and given.reserved:", "if False:"),
         tests="launch/tpu_vm_test.py",
     ),
     *of(
@@ -118,6 +121,8 @@ MUTANTS = [
         "../launch/gke/jobset.py",
         ("a config error starts again", "FINAL_CODES = [1, 2]", "FINAL_CODES = [1]"),
         ("secrets stand in an annotation", '"--server-side", ', ""),
+        ("xpk gives another time to save", "-seconds={grace(plan)}", "-seconds=30"),
+        ("a long step is killed", "given[-1] if given else STEP_GRACE", "STEP_GRACE"),
         tests="launch/jobset_test.py",
     ),
 ]
