@@ -33,8 +33,8 @@ MAX_CHOICES = flags.DEFINE_integer(
     "max_choices", 64, "Choices of a request: its prompts times n; at most --max_pending.",
     lower_bound=1,
 )
-MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 2**20, "Of a request.", lower_bound=1)
-MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Of a request.", lower_bound=0.0)
+MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 2**20, "Size of a request.", lower_bound=1)
+MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Time of a request.", lower_bound=0.0)
 
 LOGPROBS = 5  # likeliest tokens that are recorded of each draw
 
