@@ -91,6 +91,13 @@ MUTANTS = [
         ("a KiB is a byte", "ru_maxrss * 1024", "ru_maxrss"),
     ),
     *of(
+        "cli_flags.py",
+        ("help is an error", "flags.FLAGS, required))\n        sys.exit(0)",
+         "flags.FLAGS, required))\n        sys.exit(1)"),
+        ("help hides --config", 'found.append(values["config"])', "pass"),
+        ("a flag that is needed may be missing", "if flags.FLAGS[name].value is None]", "if False]"),
+    ),
+    *of(
         "../launch/supervise.py",
         ("a mistake is repeated", "code == RESTART or", "code in (RESTART, 1, 2) or"),
         ("restarts have no bound", " or self.attempt > self.max_restarts", ""),
