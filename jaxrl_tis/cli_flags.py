@@ -94,9 +94,7 @@ def help_text(about: str, values: flags.FlagValues, required: Sequence[str]) -> 
     by_module = values.flags_by_module_dict()
     ours = [module for module in by_module if module.partition(".")[0] == PACKAGE]
     found = [flag for module in (*ours, sys.argv[0]) for flag in by_module.get(module, [])]
-    if "config" in values:  # ml_collections defines it
-        found.append(values["config"])
-    order = sorted(set(found), key=lambda flag: (flag.name not in required, flag.name))
+    order = sorted(found, key=lambda flag: (flag.name not in required, flag.name))
     return "\n".join([about.strip(), "", "flags:", *[_described(f, required) for f in order]])
 
 

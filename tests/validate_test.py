@@ -69,7 +69,7 @@ def test_measures_are_positive(name):
 
 @pytest.mark.parametrize("name", ["optimizer.lr", "critic.lr"])
 def test_a_run_may_measure_and_not_train(name):
-    assert problems(**{name.replace(".", "__"): 0.0}) == []
+    validate(tiny.config(**{name.replace(".", "__"): 0.0}))
     assert problems(**{name.replace(".", "__"): -0.1}) == [f"- {name} is -0.1; it must not be below 0"]
 
 
