@@ -6,6 +6,8 @@ The compiler's own figures for the compiled update on this backend. Logits of al
 take rows * tokens * vocabulary * 4 bytes; that product is printed beside them.
 """
 
+import argparse
+
 import jax
 
 from benchmarks import model
@@ -32,6 +34,7 @@ def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__).parse_args()
     print("vocabulary  new tokens  temporaries  minus 4 x parameters  all logits would be")
     for vocab_size in (49_152, 98_304):
         for new_tokens in (64, 256, 1024):

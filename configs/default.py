@@ -223,7 +223,7 @@ def get_config() -> ConfigDict:
 
 def _optimizer(lr: float) -> ConfigDict:
     c = ConfigDict()
-    c.lr = lr
+    c.lr = lr  # 0 trains nothing: the run measures a fixed policy
     c.schedule = "constant"  # constant, linear or cosine (to 0 at the last update)
     c.warmup = 0  # updates with a rising rate
     c.b1 = 0.9

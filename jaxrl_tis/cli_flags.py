@@ -10,9 +10,11 @@ What a command line names in place of the config's own choice replaces all that 
 
 import difflib
 import functools
+import itertools
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,6 +28,8 @@ from jaxrl_tis.data import tasks
 
 OF_TASK = ("task.params", "warmup.params", "eval.params")  # arguments of a task
 FREE = (*OF_TASK, "task.template_kwargs")  # groups of fields that a command line may add to
+PACKAGE = __name__.partition(".")[0]
+HELP = ("--help", "-help", "--helpshort", "-h", "-?")
 
 
 def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
@@ -47,8 +51,7 @@ def run(
       required: names of flags.
       words: what the arguments without a flag are, each of which must be given; `main` takes them.
     """
-    flags.mark_flags_as_required(required)
-    parse = functools.partial(_parse, words)
+    parse = functools.partial(_parse, required, words)
     app.run(lambda argv: cli.run(lambda: main(*argv[1:])), flags_parser=parse)
 
 
@@ -68,11 +71,16 @@ def parsed(arguments: Sequence[str]) -> ml_collections.ConfigDict:
         sys.argv = before
 
 
-def _parse(words: Sequence[str], argv: list[str]) -> list[str]:
+def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> list[str]:
+    if any(word in HELP for word in itertools.takewhile(lambda word: word != "--", argv[1:])):
+        print(help_text(sys.modules["__main__"].__doc__ or "", flags.FLAGS, required))
+        sys.exit(0)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(_refused(str(error)))
+    if unset := [f"--{name}" for name in required if flags.FLAGS[name].value is None]:
+        sys.exit(_refused(f"{', '.join(unset)} not given; --help shows every flag"))
     if missing := words[len(rest) - 1 :]:
         sys.exit(_refused(f"{' '.join(missing)} is missing"))
     if len(rest) > 1 + len(words):
@@ -81,6 +89,24 @@ def _parse(words: Sequence[str], argv: list[str]) -> list[str]:
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING  # Orbax and JAX tell much on INFO
     return rest
+
+
+def help_text(about: str, values: flags.FlagValues, required: Sequence[str]) -> str:
+    """Returns what --help prints: the command's docstring and the flags of this package."""
+    by_module = values.flags_by_module_dict()
+    ours = [module for module in by_module if module.partition(".")[0] == PACKAGE]
+    found = [flag for module in (*ours, sys.argv[0]) for flag in by_module.get(module, [])]
+    order = sorted(found, key=lambda flag: (flag.name not in required, flag.name))
+    return "\n".join([about.strip(), "", "flags:", *[_described(f, required) for f in order]])
+
+
+def _described(flag: flags.Flag, required: Sequence[str]) -> str:
+    has_default = flag.default not in (None, False, "", [])
+    default = f" Default: {flag.default_as_str.strip(chr(39))}." if has_default else ""
+    needed = " Required." if flag.name in required else ""
+    name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}=..."
+    text = f"{flag.help.rstrip('.')}.{default}{needed}"
+    return f"  {name}\n{textwrap.indent(textwrap.fill(text, 90), ' ' * 6)}"
 
 
 def _refused(message: str) -> int:

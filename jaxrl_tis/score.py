@@ -13,9 +13,9 @@ from absl import flags
 from jaxrl_tis import cli_flags, models
 from jaxrl_tis.models import transformer
 
-MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.", required=True)
-TOKENS = flags.DEFINE_string("tokens", None, ".npy file with tokens [B,T].", required=True)
-OUT = flags.DEFINE_string("out", None, ".npy file to write logits [B,T,V] to.", required=True)
+MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.")
+TOKENS = flags.DEFINE_string("tokens", None, ".npy file with tokens [B,T].")
+OUT = flags.DEFINE_string("out", None, ".npy file to write logits [B,T,V] to.")
 
 
 def score(model: str, tokens_bt: np.ndarray, out: str) -> None:
@@ -62,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli_flags.run(main)
+    cli_flags.run(main, required=["model", "tokens", "out"])

@@ -221,8 +221,7 @@ def _counts(config):
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
         "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
         "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "rollout.snapshot_gib",
-        "optimizer.lr",
-        "optimizer.clip_norm", "critic.lr", "critic.clip_norm", "warmup.lr",
+        "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     ]
     for field in positive:
         if _read(config, field) <= 0:
@@ -239,7 +238,7 @@ def _counts(config):
         "train.pack_length", "rollout.top_k",
         "rollout.kept_set", "rollout.overlong_buffer", "rollout.snapshots", "rollout.ewma_centre",
         "correction.kl_coeff",
-        "correction.scale", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
+        "correction.scale", "optimizer.lr", "critic.lr", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
         "critic.weight_decay", "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max",
         "gate.max_dp_max", "gate.max_k3",
     ]

@@ -61,6 +61,7 @@ def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
     made.add_argument("--workdir", help="gs://BUCKET/FOLDER outlives the machine; default runs/NAME")
     made.add_argument("--name", help="of what is made; default: from the config")
     made.add_argument("--spot", action="store_true", help="cheaper, and taken away at any time")
+    made.add_argument("--reservation", help="name of the reservation to take the chips from")
     made.add_argument("--dry-run", action="store_true", help="show the commands and run none")
     made.add_argument("--price_per_chip_hour", type=float, help="for --dry-run to show a cost")
     made.add_argument("--hours", type=float, default=1.0, help="for the same")
@@ -75,6 +76,11 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
         raise ValueError(f"--config={given.config}: there is no file {path!r} in {ROOT}")
     if wrong := [word for word in overrides if not word.startswith("--config.")]:
         raise ValueError(f"unknown arguments {' '.join(wrong)}; fields are --config.NAME=VALUE")
+    if given.spot and given.reservation is not None:
+        raise ValueError(f"--spot and --reservation={given.reservation}: spot machines are of no "
+                         "reservation; give one of the two")
+    if given.reservation == "":
+        raise ValueError("--reservation is empty; give a name, or leave it out")
     if given.num_slices < 1:
         raise ValueError(f"--num_slices={given.num_slices}: there is at least 1")
     accelerator = given.accelerator

@@ -1,7 +1,7 @@
 """Runs a config on Cloud TPU VMs, which queued resources hand out:
 
     python launch/tpu_vm.py run --config=configs/gsm8k_qwen25_0p5b.py:grpo --accelerator=v5litepod-8 \\
-      --workdir=gs://BUCKET/gsm8k [--spot] [--config.field=value ...]
+      --workdir=gs://BUCKET/gsm8k [--spot | --reserved] [--config.field=value ...]
     python launch/tpu_vm.py create | status | logs | stop | delete --config=...
 
 `run` does all there is to do: asks for the machines and waits, copies this clone's commit to every
@@ -17,6 +17,7 @@ It needs gcloud, logged in; project and zone are gcloud's own unless --project a
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import re
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ LOST = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED")
 UNKNOWN = "UNKNOWN"  # the state of machines, where gcloud cannot say it for now
 LOST_TOUCH, MISUSED = 255, 2  # of ssh, of gcloud
 SECRETS_FILE = ".jaxrl_tis_env"
+DURATION = r"(?=.*\d)P?(\d+[wd])*(T?(\d+[hms])+)?"  # as gcloud reads it: 2h, 1d12h, PT90M
 # What gcloud says where asking again is of no use.
 REFUSALS = (
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT", "active account",
@@ -75,6 +77,7 @@ class Machines:
     Attributes:
       max_creations: how often machines that are lost are asked for anew.
       max_lost_touch: how long nothing is heard, in POLL_SECONDS: an hour.
+      is_bounded: whether a request that brought no machines is the last one (--valid-until).
       creations: how often they were asked for.
       has_run: whether the run was started on those that are there.
       lost_touch: how often in a row nothing was heard of machines that should run it, or they had
@@ -83,13 +86,14 @@ class Machines:
 
     max_creations: int = 20
     max_lost_touch: int = 120
+    is_bounded: bool = False
     creations: int = 0
     has_run: bool = False
     lost_touch: int = 0
 
     def next(self, state: str | None) -> str:
-        """Returns "create", "delete", "wait", "start", "follow" or "give up"; `state` is that of
-        the queued resource, None if there is none, UNKNOWN if it could not be had."""
+        """Returns "create", "delete", "wait", "start", "follow", "expire" or "give up"; `state` is
+        that of the queued resource, None if there is none, UNKNOWN if it could not be had."""
         if state is None:
             if self.creations >= self.max_creations:
                 return "give up"
@@ -99,6 +103,8 @@ class Machines:
             return "create"
         if self.lost_touch >= self.max_lost_touch:
             return "give up"
+        if state == "FAILED" and self.is_bounded and self.creations:
+            return "expire"
         if state in LOST:
             return "delete"
         if state == UNKNOWN:
@@ -141,10 +147,11 @@ class Gcloud:
         self.nodes = [plan.name] if count == 1 else [f"{plan.name}-{i}" for i in range(count)]
         where = {"project": given.project, "zone": given.zone}
         self._where = [f"--{name}={value}" for name, value in where.items() if value]
+        self._within = [*self._where, *["--internal-ip"] * given.internal_ips]
 
-    def _queued(self, verb: str, *rest: str) -> list[str]:
-        return ["gcloud", "compute", "tpus", "queued-resources", verb, self.plan.name, *self._where,
-                *rest]
+    def _queued(self, verb: str, *rest: str, track: tuple[str, ...] = ()) -> list[str]:
+        return ["gcloud", *track, "compute", "tpus", "queued-resources", verb, self.plan.name,
+                *self._where, *rest]
 
     def create(self) -> list[str]:
         topology = self.plan.topology
@@ -154,8 +161,29 @@ class Gcloud:
         return self._queued(
             "create", *nodes, f"--accelerator-type={topology.accelerator}",
             f"--runtime-version={self.given.runtime or topology.offer.runtime}",
-            *["--spot"] * self.given.spot,
+            *self._capacity(), *self._network(),
+            track=("alpha",) * (self.given.reservation is not None),
         )
+
+    def _capacity(self) -> list[str]:
+        """Says which machines may be taken, and until when. Only gcloud alpha takes a reservation
+        by its name."""
+        given, flags = self.given, []
+        if given.reservation is not None:
+            flags = [f"--reservation={given.reservation}"]
+        elif given.reserved or given.spot:
+            flags = ["--reserved" if given.reserved else "--spot"]
+        if given.valid_until is not None:
+            kind = "duration" if re.fullmatch(DURATION, given.valid_until, re.I) else "time"
+            flags.append(f"--valid-until-{kind}={given.valid_until}")
+        return flags
+
+    def _network(self) -> list[str]:
+        """Says where the machines are, and as whom they read and write buckets."""
+        values = {"network": self.given.network, "subnetwork": self.given.subnetwork,
+                  "service-account": self.given.service_account}
+        flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        return [*flags, *["--internal-ips"] * self.given.internal_ips]
 
     def state(self) -> list[str]:
         return self._queued("describe", "--format=value(state.state)")
@@ -168,12 +196,12 @@ class Gcloud:
         return self._queued("delete", "--force", "--quiet")
 
     def ssh(self, node: str, script: str, worker: str = "all") -> list[str]:
-        return ["gcloud", "compute", "tpus", "tpu-vm", "ssh", node, *self._where,
+        return ["gcloud", "compute", "tpus", "tpu-vm", "ssh", node, *self._within,
                 f"--worker={worker}", f"--command={script}"]
 
     def scp(self, source: str, node: str, target: str) -> list[str]:
         return ["gcloud", "compute", "tpus", "tpu-vm", "scp", source, f"{node}:{target}",
-                *self._where, "--worker=all"]
+                *self._within, "--worker=all"]
 
     def on_vm(self, node: str, verb: str, worker: str = "all") -> list[str]:
         return self.ssh(node, f"bash {self.plan.name}/launch/on_vm.sh {verb}", worker)
@@ -195,6 +223,7 @@ class Gcloud:
         if self.given.num_slices > 1:
             words["num_slices"] = self.given.num_slices
         flags = [f"--{name}={value}" for name, value in words.items() if value]
+        flags += ["--internal-ips"] * self.given.internal_ips
         return shlex.join(["python", "launch/tpu_vm.py", command, *flags])
 
 
@@ -209,7 +238,7 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
     if shell.is_dry:
         return _show_run(shell, gcloud, is_whole)
     _look_at_clone(shell, gcloud)
-    machines = Machines()
+    machines = Machines(is_bounded=gcloud.given.valid_until is not None)
     while True:
         state = _state_or_unknown(shell, gcloud)
         action = machines.next(state)
@@ -221,10 +250,16 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
         if action == "create":
             shell.say(f"asking for {plan.topology.product_name} as {plan.name}")
             shell.run(gcloud.create())
+        elif action == "expire":
+            shell.say(f"{plan.name} is {state}, and --valid-until={gcloud.given.valid_until}: it is "
+                      "deleted, and not asked for anew")
+            _say_why(shell, gcloud)
+            shell.code(gcloud.delete())
+            return 1
         elif action == "delete":
             shell.say(f"{plan.name} is {state}: deleting it, to ask for it anew")
-            if state == "FAILED" and (reason := shell.read(gcloud.reason())[1]):
-                shell.say(reason)
+            if state == "FAILED":
+                _say_why(shell, gcloud)
             if shell.code(gcloud.delete()):
                 machines.missed()
             time.sleep(POLL_SECONDS)
@@ -250,6 +285,11 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
             time.sleep(POLL_SECONDS)
 
 
+def _say_why(shell: plans.Shell, gcloud: Gcloud) -> None:
+    if reason := shell.read(gcloud.reason())[1]:
+        shell.say(reason)
+
+
 def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
     plan = gcloud.plan
     print("set -euo pipefail")
@@ -268,7 +308,8 @@ def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
         shell.say("3. the run on every host under launch/supervise.py, and the log of host 0")
         _start(shell, gcloud)
         shell.run(gcloud.follow())
-        shell.say(f"then: whenever the state is one of {', '.join(LOST)}, delete --force and again "
+        lost = [s for s in LOST if s != "FAILED" or gcloud.given.valid_until is None]
+        shell.say(f"then: whenever the state is one of {', '.join(lost)}, delete --force and again "
                   "from 1; the run continues from its workdir")
     return 0
 
@@ -411,13 +452,40 @@ COMMANDS = {
 }
 
 
+def _check(given: argparse.Namespace) -> None:
+    """Raises ValueError for what gcloud would refuse, or would read as something else."""
+    if given.spot and given.reserved:
+        raise ValueError("--spot and --reserved: spot machines are of no reservation; give one of "
+                         "the two")
+    for name in ("network", "subnetwork", "service_account", "valid_until"):
+        if getattr(given, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')} is empty; give a value, or leave it out")
+    if given.service_account is not None and "@" not in given.service_account:
+        raise ValueError(f"--service-account={given.service_account}: give its email address")
+    until = given.valid_until
+    if until is not None and not re.fullmatch(DURATION, until, re.IGNORECASE):
+        try:
+            datetime.datetime.fromisoformat(until)
+        except ValueError:
+            raise ValueError(f"--valid-until={until}: give a duration such as 2h or 1d12h, or a time "
+                             "such as 2030-01-31T08:00:00Z") from None
+
+
 def main() -> int:
     parser = plans.parser(__doc__, COMMANDS)
     parser.add_argument("--project")
     parser.add_argument("--zone")
     parser.add_argument("--runtime", help="image of the machines; default: that of the chip")
+    parser.add_argument("--reserved", action="store_true", help="from any reservation of the project")
+    parser.add_argument("--valid-until", help="duration or time after which no machines are wanted")
+    parser.add_argument("--network", help="of the machines; default: gcloud's own, 'default'")
+    parser.add_argument("--subnetwork", help="of the machines")
+    parser.add_argument("--internal-ips", action="store_true",
+                        help="no external addresses; needed again for status, logs and stop")
+    parser.add_argument("--service-account", help="email of the account that the machines act as")
     parser.add_argument("--git", help="URL[#REVISION] to clone there instead of copying this clone")
     given, overrides = parser.parse_known_args()
+    _check(given)
     needs_slice = given.command in ("create", "run")
     gcloud = Gcloud(plans.make(given, overrides, needs_slice), given)
     return COMMANDS[given.command](plans.Shell(given.dry_run), gcloud)

@@ -12,6 +12,7 @@ from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.rollouts import Prompter
 from jaxrl_tis.validate import validate
+from tests import forked
 from tests.configs_test import QWEN, write_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -185,3 +186,77 @@ def test_a_config_file_with_a_mistake_is_named_with_its_line(read, tmp_path, tex
 def test_fields_of_a_command_line():
     argv = ["main", "--config=a.py", "--config.a.b=1=2", "-config.c", "x", "--noconfig.d", "--e=1"]
     assert cli_flags.overrides(argv) == {"a.b": "1=2", "c": "x", "d": "--e=1"}
+
+
+# Whole commands
+
+COMMANDS = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for path in (ROOT / "jaxrl_tis").rglob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+# Runs commands, one after the other: [[exit code, stdout, stderr], ...].
+ALL = """
+import contextlib, io, json, runpy, sys
+from absl import flags
+told = []
+for argv in json.loads(sys.argv[1]):
+    out, err, before, code = io.StringIO(), io.StringIO(), set(flags.FLAGS), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.argv = argv
+        sys.modules.pop(argv[0], None)
+        try:
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+    flags.FLAGS.remove_flag_values(set(flags.FLAGS) - before)
+    told.append((code, out.getvalue(), err.getvalue()))
+print("told", json.dumps(told))
+"""
+
+
+# Words of the command line -> what is said of them.
+REFUSED = {
+    ("jaxrl_tis.score", "--model=m"): "--tokens, --out not given; --help shows every flag",
+    ("jaxrl_tis.main", "--workdir=w"): "--config not given; --help shows every flag",
+    ("jaxrl_tis.main", "--wrkdir=w"): "Unknown command line flag 'wrkdir'. Did you mean: workdir ?",
+    ("jaxrl_tis.main", "--config", "none.py"): "--config=none.py: there is no file 'none.py'",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """{words of a command: (exit code, stdout, stderr)}, all in one process."""
+    log = tmp_path_factory.mktemp("commands") / "log"
+    words = [*((command, "--help") for command in COMMANDS), *REFUSED]
+    code, text = forked.run(["-c", ALL, json.dumps(words)], log)
+    assert code == 0, text
+    return dict(zip(words, json.loads(text.partition("told ")[2]), strict=True))
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_a_command_line_that_lacks_something_is_refused_in_one_line(ended, words):
+    assert ended[words] == [2, "", f"{REFUSED[words]}\n"]
+
+
+def test_the_commands_are_found():
+    assert {"jaxrl_tis.main", "jaxrl_tis.gate", "jaxrl_tis.experiments.oracle"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_0_and_names_the_command_s_own_flags(ended, command):
+    code, out, err = ended[command, "--help"]
+    assert code == 0 and not err and 3 < len(out.splitlines()) < 80
+    assert "flags:" in out or "usage: " in out
+    for foreign in ("alsologtostderr", "--pdb", "--logtostderr", "absl"):
+        assert foreign not in out
+
+
+def test_help_of_a_command_with_flags_of_several_modules(ended):
+    _, out, _ = ended["jaxrl_tis.main", "--help"]
+    assert out.startswith("Runs one config: python -m jaxrl_tis.main --config=")
+    assert "  --config=...\n      Config file; fields are overridden by --config.field=value. Required.\n" in out
+    assert "  --workdir=...\n      Folder of the run" in out and "--profile_steps=..." in out
+    assert "  --heartbeat_timeout=...\n      Seconds after which a silent process counts as dead. Default: 100.\n" in out
+    _, out, _ = ended["jaxrl_tis.sweep", "--help"]
+    assert "  --[no]dry_run\n      Show the commands and run none.\n" in out

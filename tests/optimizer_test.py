@@ -51,6 +51,21 @@ PARAMS = {
 }
 
 
+@pytest.mark.parametrize("changes", [{}, {"schedule": "cosine", "warmup": 2}, {"schedule": "linear"}])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_at_a_rate_of_0_the_parameters_stay_bit_by_bit_under_decay_too(changes, dtype):
+    tx = make_optimizer(fields(lr=0.0, weight_decay=0.5, **changes), 10)
+    params = jax.tree.map(lambda x: (x / 3).astype(dtype), PARAMS)
+    grads, state = jax.tree.map(lambda x: x - 2.5, params), tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for now, start in zip(jax.tree.leaves(params), jax.tree.leaves(PARAMS), strict=True):
+        assert np.asarray(now).tobytes() == np.asarray((start / 3).astype(dtype)).tobytes()
+    moments = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert moments and all(jnp.isfinite(x).all() and jnp.any(x != 0) for x in moments)
+
+
 def test_decay_reaches_matrices_only():
     tx = make_optimizer(fields(weight_decay=0.5), 10)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)

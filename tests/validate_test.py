@@ -78,10 +78,16 @@ def test_counts_are_positive(name, value):
 
 
 @pytest.mark.parametrize("name", [
-    "reward.timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale",
+    "reward.timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale", "warmup.lr",
 ])
 def test_measures_are_positive(name):
     assert problems(**{name.replace(".", "__"): 0.0}) == [f"- {name} is 0.0; it must be above 0"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.lr", "critic.lr"])
+def test_a_run_may_measure_and_not_train(name):
+    validate(tiny.config(**{name.replace(".", "__"): 0.0}))
+    assert problems(**{name.replace(".", "__"): -0.1}) == [f"- {name} is -0.1; it must not be below 0"]
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -7,6 +7,7 @@ A figure is a file with `table`, from its runs to Markdown, and `draw`, which fi
 
 import argparse
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,7 +119,10 @@ def write(folder: pathlib.Path, name: str, text: str, pictures: Pictures, drawn:
 
 def folder_of(name: str) -> pathlib.Path:
     """Reads the command line of a figure: its folder."""
-    parser = argparse.ArgumentParser(prog=f"python -m jaxrl_tis.experiments.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m jaxrl_tis.experiments.{name}",
+        description=(sys.modules["__main__"].__doc__ or "").partition("\n")[0],
+    )
     parser.add_argument("folder", nargs="?", default=FOLDER, help=f"default: {FOLDER}")
     return pathlib.Path(parser.parse_args().folder)
 

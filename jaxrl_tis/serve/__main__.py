@@ -30,9 +30,12 @@ HOSTS = flags.DEFINE_list(
 )
 TOKEN_FILE = flags.DEFINE_string("token_file", None, "File that holds the bearer token.")
 MAX_PENDING = flags.DEFINE_integer("max_pending", 64, "Choices in work or queued.", lower_bound=1)
-MAX_CHOICES = flags.DEFINE_integer("max_choices", 16, "Largest n of a request.", lower_bound=1)
-MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 2**20, "Of a request.", lower_bound=1)
-MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Of a request.", lower_bound=0.0)
+MAX_CHOICES = flags.DEFINE_integer(
+    "max_choices", 64, "Choices of a request: its prompts times n; at most --max_pending.",
+    lower_bound=1,
+)
+MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 2**20, "Size of a request.", lower_bound=1)
+MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Time of a request.", lower_bound=0.0)
 
 LOGPROBS = 5  # likeliest tokens that are recorded of each draw
 
@@ -45,7 +48,8 @@ def main() -> None:
     setup = build(config, penalties=True, top_n=LOGPROBS)
     limits = Limits(
         MAX_BODY_BYTES.value, setup.config.task.max_prompt_tokens,
-        setup.config.rollout.max_new_tokens, MAX_CHOICES.value, LOGPROBS, MAX_SECONDS.value,
+        setup.config.rollout.max_new_tokens, min(MAX_CHOICES.value, MAX_PENDING.value), LOGPROBS,
+        MAX_SECONDS.value,
     )
     params = load(setup, WORKDIR.value)
     application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value, HOSTS.value)

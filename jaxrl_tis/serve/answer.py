@@ -61,7 +61,7 @@ class Answer:
         return self._envelope("chat.completion.chunk", [{"index": index} | content | end]) | usage
 
     def _usage(self, sampled: int) -> Json:
-        prompt = len(self._completion.prompt)
+        prompt = sum(map(len, self._completion.prompts))
         return {
             "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled
         }
@@ -137,4 +137,4 @@ def _finite(value: float) -> float | None:
 def described(status: int, message: str) -> Json:
     """Says what is wrong as the API says it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -1,9 +1,9 @@
 """The JSON of a completion request -> checked requests for the scheduler.
 
 Every field is that of the OpenAI API, but for those that it lacks and vLLM's servers have: top_k,
-min_p, repetition_penalty, min_tokens, ignore_eos and prompt_logprobs.
-What is not served here, a field or one of its values, is refused: ignoring it would give another
-answer than asked for.
+min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids and prompt_logprobs.
+A field is absent if it is null. A field or value that is not served here is refused, because the
+answer without it would be another one; fields that no answer depends on are ignored.
 """
 
 import dataclasses
@@ -15,25 +15,50 @@ import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.serve import prompts
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 MAX_SEED = 2**32 - 1
 MAX_NUMBER = 100.0  # of a temperature, penalty or bias
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # two names of one field
+WITHOUT = -1  # of a seed or top_k, as vLLM has it: as if it were absent
 
-# What a field may be, and its value when it is absent or null; see `_field`.
+# No answer depends on them: they label a request, or say how to bill, keep and schedule it.
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "request_id",
+    "session_id", "cache_salt", "priority", "spaces_between_special_tokens",
+}
+# Fields with the only values that are served.
+ONLY = {
+    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]],
+    "function_call": ["none", "auto"], "response_format": [{"type": "text"}],
+    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
+    "moderation": [], "reasoning_effort": ["none"], "verbosity": ["medium"], "echo": [False],
+    "suffix": [""], "use_beam_search": [False], "length_penalty": [1.0, 1],
+    "include_stop_str_in_output": [False], "skip_special_tokens": [True], "truncate_prompt_tokens": [], "allowed_token_ids": [],
+    "bad_words": [[]], "structured_outputs": [], "logits_processors": [[]], "documents": [[]],
+    "return_token_ids": [False], "return_tokens_as_token_ids": [False], "prompt_logprobs": [0],
+}
+ONLY_TEXT = ONLY | {"add_special_tokens": [True]}
+ONLY_CHAT = ONLY | {
+    "add_special_tokens": [False], "add_generation_prompt": [True],
+    "continue_final_message": [False], "chat_template": [], "chat_template_kwargs": [{}],
+}
+WHERE = "; give --config.task.template_kwargs at the server's start"
+
+# What a field may be, and its value when it is absent; see `_field`.
 COMMON = {
-    "model": (str, None), "user": (str, None), "stream": (bool, False), "n": (int, 1),
+    "model": (str, None), "stream": (bool, False), "n": (int, 1),
     "seed": (int, None), "max_tokens": (int, None), "temperature": (float, 1.0),
     "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0), "stop": ((str, list), []),
     "logit_bias": (dict, {}), "presence_penalty": (float, 0.0), "frequency_penalty": (float, 0.0),
     "repetition_penalty": (float, 1.0), "stream_options": (dict, {}), "min_tokens": (int, 0),
-    "ignore_eos": (bool, False), "prompt_logprobs": (int, None),
+    "ignore_eos": (bool, False), "prompt_logprobs": (int, None), "stop_token_ids": (list, []),
 }
 TEXT = COMMON | {
-    "prompt": ((str, list), None), "logprobs": (int, None), "echo": (bool, False),
-    "best_of": (int, None), "suffix": (str, None),
+    "prompt": ((str, list), None), "logprobs": (int, None), "best_of": (int, None),
 }
 CHAT = COMMON | {
     "messages": (list, None), "logprobs": (bool, False), "top_logprobs": (int, 0),
@@ -48,7 +73,7 @@ class Limits:
     Attributes:
       body_bytes: of a request's body.
       prompt_tokens, max_tokens: of a prompt, and to be sampled for it.
-      choices: samples of a prompt.
+      choices: samples of all prompts of a request.
       logprobs: likeliest tokens that are returned of each draw.
       seconds: time from the arrival of a request to its end; what it has then is returned.
     """
@@ -75,11 +100,12 @@ class Choice(Request):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A request as it came in; `logprobs` None asks for none, and `includes_usage` for a last chunk
-    that counts the tokens."""
+    """A request as it came in; `choices` are those of the first prompt, then of the next. `logprobs`
+    None asks for none, and `includes_usage` for a last chunk that counts the tokens."""
 
     id: str
     choices: list[Choice]
+    num_prompts: int
     is_chat: bool
     is_streamed: bool
     includes_usage: bool
@@ -90,8 +116,8 @@ class Completion:
         return self.choices[0].seed
 
     @property
-    def prompt(self) -> np.ndarray:
-        return self.choices[0].prompt
+    def prompts(self) -> list[np.ndarray]:
+        return [choice.prompt for choice in self.choices[:: len(self.choices) // self.num_prompts]]
 
     @property
     def min_tokens(self) -> int:
@@ -114,35 +140,21 @@ def parse(
     body: bytes, is_chat: bool, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits
 ) -> Completion:
     """Reads a body; ValueError says what is wrong with it."""
-    values = _values(object_of(body), CHAT if is_chat else TEXT)
+    values = _values(object_of(body), is_chat)
     if values["model"] not in (None, model):
         raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
-    _check_unserved(values)
-    prompt = _prompt(values, is_chat, tokenizer)
-    if not 1 <= len(prompt) <= limits.prompt_tokens:
-        raise ValueError(
-            f"{len(prompt)} prompt tokens; give 1 to {limits.prompt_tokens} "
-            "(config.task.max_prompt_tokens)"
-        )
-    if not all(0 <= token < vocab_size for token in prompt):
-        raise ValueError(f"the prompt has tokens outside the vocabulary, 0 to {vocab_size - 1}")
-    for name, low, high in (
-        ("n", 1, limits.choices), ("seed", 0, MAX_SEED),
-        *[(name, 1, limits.max_tokens) for name in MAX_TOKENS],
-        ("top_k", 0, vocab_size), ("temperature", 0, MAX_NUMBER),
-        *[(name, -MAX_NUMBER, MAX_NUMBER) for name in PENALTIES],
-    ):
-        value = values.get(name)
-        if value is not None and not low <= value <= high:
-            where = " (config.rollout.max_new_tokens)" if name in MAX_TOKENS else ""
-            raise ValueError(f"{name} is {value!r}; give {low} to {high}{where}")
-    sampling = _sampling(values, tokenizer, limits)
-    seed = secrets.randbelow(MAX_SEED + 1) if values["seed"] is None else values["seed"]
+    _check_values(values, limits)
+    ids = _prompts(values, is_chat, tokenizer, limits)
+    for place, prompt in enumerate(ids):
+        _check_prompt(prompt, f"prompt {place}: " if len(ids) > 1 else "", vocab_size, limits)
+    sampling = _sampling(values, vocab_size, tokenizer, limits)
+    has_seed = values["seed"] not in (None, WITHOUT)
+    seed = values["seed"] % (MAX_SEED + 1) if has_seed else secrets.randbelow(MAX_SEED + 1)
     id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-    prompt = np.array(prompt, np.int32)
+    rows = [np.array(prompt, np.int32) for prompt in ids for _ in range(values["n"])]
     return Completion(
-        id, [Choice(f"{id}/{i}", prompt, seed, sampling, index=i) for i in range(values["n"])],
-        is_chat, values["stream"], bool(values["stream_options"].get("include_usage")),
+        id, [Choice(f"{id}/{i}", row, seed, sampling, index=i) for i, row in enumerate(rows)],
+        len(ids), is_chat, values["stream"], bool(values["stream_options"].get("include_usage")),
         _logprobs(values, is_chat, limits),
     )
 
@@ -163,22 +175,36 @@ def object_of(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _values(given: dict[str, Any], fields: dict[str, tuple]) -> dict[str, Any]:
-    """Returns every field, checked for its type."""
-    unknown = [name for name in given if name not in fields]
+def _values(given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """Returns every served field, checked for its type."""
+    fields, only = (CHAT, ONLY_CHAT) if is_chat else (TEXT, ONLY_TEXT)
+    given = {name: value for name, value in given.items() if value is not None}
+    unknown = [name for name in given if name not in {*fields, *only, *IGNORED}]
     if unknown:
         raise ValueError(
             f"unknown field {', '.join(map(repr, unknown))}; known are {', '.join(fields)}"
         )
+    for name in given.keys() & only.keys():
+        _check_served(name, given[name], only[name])
     return {
-        name: default if name not in given or given[name] is None
-        else _field(name, given[name], kind)
+        name: _field(name, given[name], kind) if name in given else default
         for name, (kind, default) in fields.items()
     }
 
 
+def _check_served(name: str, value: Any, served: list) -> None:
+    """Raises ValueError for a value that the API has, but not this server."""
+    texts = list(map(json.dumps, served))  # JSON tells 1 and true apart
+    if json.dumps(value) not in texts:
+        other = f", or give {' or '.join(texts)}" if texts else ""
+        where = WHERE if name == "chat_template_kwargs" else ""
+        raise ValueError(f"{name} is {value!r:.80}, which is not served here: leave it out{other}{where}")
+
+
 def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
     kinds = kind if isinstance(kind, tuple) else (kind,)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     if float in kinds:
         kinds = (int, float)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -187,43 +213,57 @@ def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _check_unserved(values: dict[str, Any]) -> None:
-    """Raises ValueError for values that the API has, but not this server."""
-    if values.get("echo"):
-        raise ValueError("echo is True; the prompt is not repeated here")
-    if values.get("suffix") is not None:
-        raise ValueError(f"suffix is {values['suffix']!r}; nothing is inserted before a text here")
+def _check_values(values: dict[str, Any], limits: Limits) -> None:
+    """Raises ValueError for values out of range, and for those that contradict each other."""
+    for name, low, high in (
+        ("n", 1, limits.choices), ("seed", -(2**63), 2**63 - 1),
+        *[(name, 1, limits.max_tokens) for name in MAX_TOKENS],
+        ("top_k", WITHOUT, 2**63 - 1), ("temperature", 0, MAX_NUMBER),
+        *[(name, -MAX_NUMBER, MAX_NUMBER) for name in PENALTIES],
+    ):
+        value = values.get(name)
+        if value is not None and not low <= value <= high:
+            where = " (config.rollout.max_new_tokens)" if name in MAX_TOKENS else ""
+            raise ValueError(f"{name} is {value!r}; give {low} to {high}{where}")
     if values.get("best_of") not in (None, 1, values["n"]):
         raise ValueError(f"best_of is {values['best_of']}; all choices are returned: give 1 or n")
-    if values["prompt_logprobs"] not in (None, 0):
-        raise ValueError(
-            f"prompt_logprobs is {values['prompt_logprobs']}; those of the prompt's own tokens are "
-            "returned, and of no likelier ones: give 0"
-        )
-    options = values["stream_options"]
-    is_flag = isinstance(options.get("include_usage"), bool | None)
-    if not options.keys() <= {"include_usage"} or not is_flag:
+    options = {name: flag for name, flag in values["stream_options"].items() if flag is not None}
+    known = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
+    is_flags = all(isinstance(flag, bool) for flag in options.values())
+    if not options.keys() <= known or not is_flags or options.get("continuous_usage_stats"):
         raise ValueError(f"stream_options is {options}; give {{'include_usage': True or False}}")
 
 
-def _prompt(values: dict[str, Any], is_chat: bool, tokenizer: Tokenizer) -> list[int]:
+def _prompts(
+    values: dict[str, Any], is_chat: bool, tokenizer: Tokenizer, limits: Limits
+) -> list[list[int]]:
+    """Returns the ids of each prompt."""
     if is_chat:
-        messages = values["messages"] or []
-        of_text = lambda m: isinstance(m, dict) and m.keys() == {"role", "content"} and all(
-            isinstance(text, str) for text in m.values()
+        return [prompts.of_chat(values["messages"], tokenizer)]
+    given, n = prompts.split(values["prompt"]), values["n"]
+    if len(given) * n > limits.choices:
+        raise ValueError(
+            f"{len(given)} prompts with {n} choices each; give at most {limits.choices} choices in "
+            "all (--max_choices, --max_pending)"
         )
-        if not messages or not all(map(of_text, messages)):
-            raise ValueError("messages must be a list of {'role': text, 'content': text}")
-        return tokenizer.encode(tokenizer.chat(messages))
-    prompt = values["prompt"]
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special=True)
-    if prompt is None or not all(type(token) is int for token in prompt):
-        raise ValueError("prompt must be a text or a list of token ids")
-    return prompt
+    return [prompts.of_text(prompt, tokenizer) for prompt in given]
 
 
-def _sampling(values: dict[str, Any], tokenizer: Tokenizer, limits: Limits) -> SamplingParams:
+def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits) -> None:
+    if not 1 <= len(prompt) <= limits.prompt_tokens:
+        raise ValueError(
+            f"{which}{len(prompt)} prompt tokens; give 1 to {limits.prompt_tokens} "
+            "(config.task.max_prompt_tokens)"
+        )
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise ValueError(
+            f"{which}the prompt has tokens outside the vocabulary, 0 to {vocab_size - 1}"
+        )
+
+
+def _sampling(
+    values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer, limits: Limits
+) -> SamplingParams:
     stops = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
     is_stop = lambda stop: isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_LENGTH
     if len(stops) > MAX_STOPS or not all(map(is_stop, stops)):
@@ -234,9 +274,13 @@ def _sampling(values: dict[str, Any], tokenizer: Tokenizer, limits: Limits) -> S
     asked = {values[name] for name in MAX_TOKENS if values.get(name) is not None}
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(MAX_TOKENS)} are one field by two names: give one")
-    names = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
+    if not all(type(token) is int for token in values["stop_token_ids"]):
+        raise ValueError(f"stop_token_ids is {values['stop_token_ids']}; give a list of token ids")
+    ends = () if values["ignore_eos"] else tokenizer.eos_ids
+    names = ("temperature", "top_p", "min_p", *PENALTIES)
     return SamplingParams(
-        stop_ids=() if values["ignore_eos"] else tuple(tokenizer.eos_ids),
+        top_k=0 if values["top_k"] == WITHOUT else min(values["top_k"], vocab_size),
+        stop_ids=tuple(dict.fromkeys([*ends, *values["stop_token_ids"]])),
         stop_strings=tuple(stops), max_tokens=max(asked, default=limits.max_tokens),
         min_tokens=values["min_tokens"], prompt_logprobs=values["prompt_logprobs"] is not None,
         logit_bias=tuple(_bias(*item) for item in values["logit_bias"].items()),

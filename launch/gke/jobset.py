@@ -14,6 +14,7 @@ With --dry-run everything is shown, and nothing happens.
 
 import argparse
 import json
+import math
 import pathlib
 import shlex
 import subprocess
@@ -25,7 +26,9 @@ import plan as plans  # noqa: E402
 
 from jaxrl_tis.aot.flags import init_args  # noqa: E402
 
-GRACE_SECONDS = 60  # for the last checkpoint, after config.checkpoint.grace
+# From the signal to the kill: config.checkpoint.grace, and 50 s to reach a place to stop and to save.
+STEP_GRACE, SAVE_SECONDS = 10.0, 50
+GRACE_FLAG = "--config.checkpoint.grace="
 FINAL_CODES = [1, 2]
 
 MANIFEST = """\
@@ -67,7 +70,7 @@ spec:
               nodeSelector:
                 cloud.google.com/gke-tpu-accelerator: {label}
                 cloud.google.com/gke-tpu-topology: {shape}
-{spot}\
+{capacity}\
               tolerations:
                 - key: google.com/tpu
                   operator: Exists
@@ -101,15 +104,28 @@ spec:
                     medium: Memory
 """
 SPOT = '                cloud.google.com/gke-spot: "true"\n'
+RESERVATION = "                cloud.google.com/reservation-name: {}\n"
+
+
+def grace(plan: plans.Plan) -> int:
+    """Returns the seconds from the signal that asks a Pod to stop until it is killed."""
+    given = [word.removeprefix(GRACE_FLAG) for word in plan.overrides if word.startswith(GRACE_FLAG)]
+    try:
+        return math.ceil(float(given[-1] if given else STEP_GRACE)) + SAVE_SECONDS
+    except (ValueError, OverflowError):
+        raise ValueError(f"{GRACE_FLAG}{given[-1]} is no number of seconds") from None
 
 
 def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
     """Returns the JobSet of a plan."""
     topology, quoted = plan.topology, json.dumps
+    capacity = SPOT if given.spot else ""
+    if given.reservation is not None:
+        capacity = RESERVATION.format(quoted(given.reservation))
     return MANIFEST.format(
         name=plan.name, max_restarts=given.max_restarts, slices=topology.num_slices,
-        hosts=topology.hosts_per_slice, final=FINAL_CODES, grace=GRACE_SECONDS,
-        label=topology.offer.label, shape=topology.shape, spot=SPOT if given.spot else "",
+        hosts=topology.hosts_per_slice, final=FINAL_CODES, grace=grace(plan),
+        label=topology.offer.label, shape=topology.shape, capacity=capacity,
         image=quoted(given.image), flags=quoted(init_args(topology.kind)),
         args="\n".join(f"                    - {quoted(word)}" for word in plan.arguments),
         chips=topology.chips_per_host,
@@ -124,8 +140,10 @@ def xpk(plan: plans.Plan, given: argparse.Namespace) -> list[str]:
         "xpk", "workload", "create", f"--cluster={given.cluster}", f"--workload={plan.name}",
         f"--tpu-type={plan.topology.accelerator}", f"--num-slices={plan.topology.num_slices}",
         f"--docker-image={given.image}", f"--max-restarts={given.max_restarts}",
+        f"--termination-grace-period-seconds={grace(plan)}",
         *[f"--env=LIBTPU_INIT_ARGS={flags}"] * bool(flags), *["--spot"] * given.spot,
-        *[f"--{name}={value}" for name in ("project", "zone") if (value := getattr(given, name))],
+        *[f"--{name}={value}" for name in ("reservation", "project", "zone")
+          if (value := getattr(given, name))],
         f"--command=cd /jaxrl_tis && python -m jaxrl_tis.main {shlex.join(plan.arguments)}",
     ]
 

@@ -113,10 +113,7 @@ def test_what_the_manifests_ask_for(name, slices, hosts, chips, label, shape):
     assert selector["cloud.google.com/gke-tpu-accelerator"] == label
     assert selector["cloud.google.com/gke-tpu-topology"] == shape
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
-    grace = pod["terminationGracePeriodSeconds"]
-    from configs import default
-
-    assert grace > 2 * default.get_config().checkpoint.grace
+    assert pod["terminationGracePeriodSeconds"] == 60
     assert container["args"][1].startswith("--workdir=gs://")
 
 
@@ -171,10 +168,53 @@ def test_xpk_gets_the_same_run(cloud):
     assert words == [
         "xpk", "workload", "create", "--cluster=c", "--workload=gsm8k-qwen25-0p5b-ppo",
         "--tpu-type=v5litepod-8", "--num-slices=1", "--docker-image=i", "--max-restarts=3",
+        "--termination-grace-period-seconds=60",
         "--env=LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000", "--spot",
         "--zone=z", "--command=cd /jaxrl_tis && python -m jaxrl_tis.main "
         "--config=configs/gsm8k_qwen25_0p5b.py:ppo --workdir=gs://b/x --config.steps=7",
     ]
+
+
+@pytest.fixture
+def written(scripts):
+    """(arguments) -> the Pod of the manifest, and the words for xpk."""
+    jobset, plans = scripts("jobset"), scripts("plan")
+
+    def read(*arguments):
+        parser = plans.parser(jobset.__doc__, jobset.COMMANDS)
+        given, overrides = parser.parse_known_args(["run", DAPO, "--workdir=gs://b/x", *arguments])
+        vars(given).update(image="i", max_restarts=1, cluster="c", project=None, zone=None)
+        plan = plans.make(given, overrides, True)
+        [replicated] = yaml.safe_load(jobset.manifest(plan, given))["spec"]["replicatedJobs"]
+        return replicated["template"]["spec"]["template"]["spec"], jobset.xpk(plan, given)
+    return read
+
+
+def test_the_grace_period_is_that_of_the_config(scripts):
+    from configs import default
+
+    assert scripts("jobset").STEP_GRACE == default.get_config().checkpoint.grace
+
+
+@pytest.mark.parametrize("arguments, seconds", [
+    ([], 60), (["--config.checkpoint.grace=0"], 50), (["--config.checkpoint.grace=120.5"], 171),
+    (["--config.checkpoint.grace=5", "--config.checkpoint.grace=30"], 80),
+])
+def test_the_manifest_and_xpk_give_the_same_time_to_save(written, arguments, seconds):
+    pod, words = written(*arguments)
+    assert pod["terminationGracePeriodSeconds"] == seconds
+    assert f"--termination-grace-period-seconds={seconds}" in words
+
+
+@pytest.mark.parametrize("flag, label, value, word", [
+    ("--spot", "cloud.google.com/gke-spot", "true", "--spot"),
+    ("--reservation=r", "cloud.google.com/reservation-name", "r", "--reservation=r"),
+])
+def test_which_nodes_are_taken(written, flag, label, value, word):
+    pod, words = written(flag)
+    assert pod["nodeSelector"][label] == value and word in words
+    plain, words = written()
+    assert label not in plain["nodeSelector"] and word not in words
 
 
 @pytest.mark.parametrize("command, verbs", [
@@ -209,6 +249,9 @@ def test_the_large_manifests_find_model_and_data_outside_the_image():
 @pytest.mark.parametrize("arguments, said", [
     (["run", DAPO, "--workdir=gs://b/x"], "--image is missing"),
     (["run", DAPO, "--image=i"], "would go with the Pod"),
+    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--spot", "--reservation=r"], "one of the two"),
+    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--config.checkpoint.grace=x"],
+     "--config.checkpoint.grace=x is no number of seconds"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--xpk"], "--xpk takes --cluster"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--sopt"], "unknown arguments --sopt"),
 ])

@@ -50,6 +50,14 @@ def test_creations_are_bounded(scripts):
         "create", "delete", "create", "delete", "give up"]
 
 
+def test_a_bounded_request_that_brings_nothing_is_the_last(scripts):
+    machines = scripts("tpu_vm").Machines(is_bounded=True)
+    # One that failed before is of an earlier start; machines that were there are asked for anew.
+    states = ["FAILED", None, "ACTIVE", "SUSPENDED", None, "WAITING_FOR_RESOURCES", "FAILED"]
+    assert [machines.next(state) for state in states] == [
+        "delete", "create", "start", "delete", "create", "wait", "expire"]
+
+
 def test_what_is_heard_of_the_run(scripts):
     tpu_vm = scripts("tpu_vm")
     machines = tpu_vm.Machines(has_run=True)
@@ -122,6 +130,7 @@ def play(call, scripts, cloud, monkeypatch):
 
 
 def verb_of(words):
+    words = [word for word in words if word != "alpha"]
     if "failedData" in words[-1]:
         return "reason"
     if words[4] != "ssh":
@@ -208,6 +217,15 @@ def test_machines_that_never_come_up_are_given_up(play, scripts, monkeypatch, ca
     assert verbs.count("reason") == 3 == verbs.count("delete")
     out = capfd.readouterr().out
     assert "given up: 3 times created" in out and out.count("\nno quota for this chip\n") == 3
+
+
+def test_a_request_that_expires_is_deleted_and_told(play, capfd):
+    code, verbs = play("run", GSM8K, BUCKET, "--valid-until=2h", failedData=[(0, "no chips in time")],
+                       describe=[NOT_FOUND, (0, "WAITING_FOR_RESOURCES"), (0, "FAILED")])
+    assert code == 1 and verbs.count("create") == 1 and verbs[-2:] == ["reason", "delete"]
+    out = capfd.readouterr().out
+    assert "--valid-until=2h: it is deleted, and not asked for anew" in out
+    assert "no chips in time" in out
 
 
 def test_a_deletion_that_fails_is_tried_again(play):
@@ -300,6 +318,44 @@ def test_several_slices_are_several_nodes(play, cloud):
     assert started == ["dapo-qwen25-32b-0", "dapo-qwen25-32b-1"]
 
 
+PLAIN = ["gcloud", "compute", "tpus", "queued-resources", "create"]
+ALPHA = ["gcloud", "alpha", *PLAIN[1:]]
+
+
+@pytest.mark.parametrize("options, start, flags", [
+    ([], PLAIN, []),
+    (["--spot"], PLAIN, ["--spot"]),
+    (["--reserved"], PLAIN, ["--reserved"]),
+    (["--reservation=chips-7"], ALPHA, ["--reservation=chips-7"]),
+    (["--reservation=projects/p/reservations/r", "--reserved"], ALPHA,
+     ["--reservation=projects/p/reservations/r"]),
+    (["--network=research", "--subnetwork=research-us", "--service-account=me@p.iam"], PLAIN,
+     ["--network=research", "--subnetwork=research-us", "--service-account=me@p.iam"]),
+    (["--internal-ips"], PLAIN, ["--internal-ips"]),
+    *[([f"--valid-until={text}"], PLAIN, [f"--valid-until-duration={text}"])
+      for text in ("2h", "90m", "1d12h", "1w", "PT1H30M", "P1DT2H", "30s")],
+    *[([f"--valid-until={text}"], PLAIN, [f"--valid-until-time={text}"])
+      for text in ("2030-01-31T08:00:00Z", "2030-01-31", "2030-01-31 08:00:00+01:00")],
+])
+def test_how_machines_are_asked_for(play, cloud, options, start, flags):
+    play("create", GSM8K, *options, describe=[NOT_FOUND, (0, "ACTIVE")])
+    [create] = [words for words in cloud.calls() if "create" in words]
+    assert create == [
+        *start, NAME, f"--node-id={NAME}", "--accelerator-type=v5litepod-8",
+        "--runtime-version=v2-alpha-tpuv5-lite", *flags]
+
+
+@pytest.mark.parametrize("command", ["run", "status", "logs", "stop"])
+def test_hosts_without_external_addresses_are_reached_by_their_internal_ones(play, cloud, command, capfd):
+    play(command, GSM8K, BUCKET, "--internal-ips", describe=[(0, "ACTIVE")],
+         status=[NO_CODE, ended(0)])
+    reached = [words for words in cloud.calls() if words[3] == "tpu-vm"]
+    assert reached and all("--internal-ip" in words for words in reached)
+    assert not any("--internal-ip" in words for words in cloud.calls() if words[3] != "tpu-vm")
+    if command == "run":
+        assert "delete --config=configs/gsm8k_qwen25_0p5b.py:grpo --internal-ips" in capfd.readouterr().out
+
+
 def test_secrets_go_by_a_file_and_show_nowhere(play, cloud, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     play("run", GSM8K, BUCKET, describe=[(0, "ACTIVE")], status=[NO_CODE, ended(0)])
@@ -328,6 +384,7 @@ def test_what_is_copied_is_not_where_others_expect_it(play, cloud):
     [GSM8K, "--zone=us-x", "--project=p", "--accelerator=v5litepod-4"],
     [DAPO, "--name=mine", "--num_slices=2", BUCKET],
     ["--config=configs/default.py", "--accelerator=v5litepod-8"],
+    [GSM8K, "--internal-ips"],
 ])
 def test_the_command_that_ends_the_bill_works(play, cloud, capfd, arguments):
     play("run", *arguments, "--config.steps=7", describe=[(0, "ACTIVE")], status=[NO_CODE, ended(0)])
@@ -406,6 +463,15 @@ def test_every_command_has_a_dry_run(call, cloud, capfd, command):
     (["run", GSM8K, "--workdri=x"], "unknown arguments --workdri=x"),
     (["run", "--config=configs/default.py"], "--accelerator is not given"),
     (["run", DAPO], "v5p-128 has 16 hosts, which share one folder"),
+    (["run", GSM8K, "--spot", "--reserved"], "--spot and --reserved: spot machines"),
+    (["run", GSM8K, "--spot", "--reservation=r"], "--spot and --reservation=r: spot machines"),
+    (["run", GSM8K, "--reservation="], "--reservation is empty"),
+    (["run", GSM8K, "--network="], "--network is empty"),
+    (["run", GSM8K, "--subnetwork="], "--subnetwork is empty"),
+    (["run", GSM8K, "--valid-until="], "--valid-until is empty"),
+    (["run", GSM8K, "--valid-until=soon"], "--valid-until=soon: give a duration such as 2h"),
+    (["run", GSM8K, "--valid-until=P"], "--valid-until=P: give a duration"),
+    (["run", GSM8K, "--service-account=me"], "--service-account=me: give its email address"),
 ])
 def test_refusals_are_one_line(call, capfd, arguments, said):
     code = call("tpu_vm", *arguments, "--dry-run")

@@ -101,6 +101,16 @@ MUTANTS = [
         ("a KiB is a byte", "ru_maxrss * 1024", "ru_maxrss"),
     ),
     *of(
+        "cli_flags.py",
+        ("help is an error", "flags.FLAGS, required))\n        sys.exit(0)",
+         "flags.FLAGS, required))\n        sys.exit(1)",
+         "test_help_ends_with_0_and_names_the_command_s_own_flags"),
+        ("help hides the flags of processes and --config", "for module in (*ours, sys.argv[0])",
+         "for module in (sys.argv[0],)", "test_help_of_a_command_with_flags_of_several_modules"),
+        ("a flag that is needed may be missing", "if flags.FLAGS[name].value is None]", "if False]",
+         "test_a_command_line_that_lacks_something_is_refused_in_one_line"),
+    ),
+    *of(
         "../launch/supervise.py",
         ("a mistake is repeated", "code == RESTART or", "code in (RESTART, 1, 2) or"),
         ("restarts have no bound", " or self.attempt > self.max_restarts", ""),
@@ -117,6 +127,9 @@ MUTANTS = [
          "if status is None:\n            return 0"),
         ("a run under way is started again", "if status.is_running:\n        _check",
          "if False:\n        _check"),
+        ("an expired request is made again", "and self.is_bounded and", "and False and"),
+        ("internal hosts are reached from outside", '*["--internal-ip"] * given.internal_ips', ""),
+        ("spot machines of a reservation", "if given.spot and given.reserved:", "if False:"),
         tests="launch/tpu_vm_test.py",
     ),
     *of(
@@ -128,6 +141,8 @@ MUTANTS = [
         "../launch/gke/jobset.py",
         ("a config error starts again", "FINAL_CODES = [1, 2]", "FINAL_CODES = [1]"),
         ("secrets stand in an annotation", '"--server-side", ', ""),
+        ("xpk gives another time to save", "-seconds={grace(plan)}", "-seconds=30"),
+        ("a long step is killed", "given[-1] if given else STEP_GRACE", "STEP_GRACE"),
         tests="launch/jobset_test.py",
     ),
 ]

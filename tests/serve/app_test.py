@@ -84,6 +84,27 @@ def test_a_completion():
     assert (body["object"], body["model"], body["seed"]) == ("text_completion", "m", SEED)
 
 
+def test_a_list_of_prompts_is_answered_in_its_order():
+    first, second = PROMPT, [5, 6]
+    body = {"prompt": [first, second], "seed": 0, "n": 2, "max_tokens": 4}
+    reply, stream = run(application(), lambda app: asyncio.gather(
+        call(app, TEXT, body), call(app, TEXT, body | {"stream": True})))
+    texts = [expected(p, seed=0, max_tokens=4)[0] for p in (first, first, second, second)]
+    assert texts[0] != texts[2]
+    assert [(c["index"], c["text"]) for c in reply.json["choices"]] == list(enumerate(texts))
+    sampled = sum(len(alone(arithmetic.request("", p, 0, max_tokens=4, stop_ids=(2,)), 0)[0])
+                  for p in (first, second))
+    assert reply.json["usage"] == {
+        "prompt_tokens": 4 + 2, "completion_tokens": 2 * sampled, "total_tokens": 6 + 2 * sampled}
+    assert joined(stream.events, "text")[0] == dict(enumerate(texts))
+
+
+def test_an_error_has_the_form_of_the_api():
+    reply = ask({"prompt": "a", "n": 9})
+    assert reply.json == {"error": {
+        "message": "n is 9; give 1 to 4", "type": "invalid_request_error", "param": None, "code": 400}}
+
+
 def test_a_body_may_be_as_large_as_the_limit():
     assert ask(json.dumps({"prompt": "abc", "max_tokens": 1}).ljust(500).encode()).status == 200
 

@@ -1,0 +1,65 @@
+"""The prompts and messages of a request -> token ids."""
+
+from typing import Any
+
+from jaxrl_tis.data.tokenizer import Tokenizer
+
+SAME_ROLE = {"developer": "system"}  # the newer name, which chat templates do not know
+# Texts of a message beside its role and content, for chat templates that use them.
+OTHERS = ("name", "reasoning_content")
+FORM = "messages must be a list of {'role': text, 'content': text}"
+
+
+def split(given: Any) -> list[str | list[int]]:
+    """Returns the prompts of a `prompt`: a text, the ids of one, or a list of either."""
+    is_list = isinstance(given, list) and any(isinstance(each, (str, list)) for each in given)
+    prompts = given if is_list else [given]
+    is_ids = lambda ids: isinstance(ids, list) and all(type(token) is int for token in ids)
+    if not all(isinstance(each, str) or is_ids(each) for each in prompts):
+        raise ValueError("prompt must be a text or a list of token ids, or a list of such prompts")
+    return prompts
+
+
+def of_text(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
+
+def of_chat(messages: list | None, tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids of a conversation, as the chat template writes it."""
+    if not messages:
+        raise ValueError(FORM)
+    read = [message(f"messages[{i}]", each) for i, each in enumerate(messages)]
+    return tokenizer.encode(tokenizer.chat(read))
+
+
+def message(where: str, given: Any) -> dict[str, str]:
+    """Returns a message for the chat template; `where` names it in errors.
+
+    Fields that are null or empty are absent, and so is a content that is null. Parts of a content
+    are joined by newlines, as vLLM joins them.
+    """
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str) or "content" not in given:
+        raise ValueError(f"{where} is {given!r:.80}; {FORM}")
+    content = given["content"] or ""
+    if isinstance(content, list):
+        content = "\n".join(_part(where, part) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: the content is a {type(content).__name__}; {FORM}")
+    others = {
+        name: value for name, value in given.items()
+        if name not in ("role", "content") and value not in (None, [], {})
+    }
+    for name, value in others.items():
+        if name not in OTHERS or not isinstance(value, str):
+            raise ValueError(f"{where} has {name}: {value!r:.80}; this server takes messages of text")
+    role = SAME_ROLE[given["role"]] if given["role"] in SAME_ROLE else given["role"]
+    return {"role": role, "content": content} | others
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise ValueError(
+        f"{where} has a part of type {kind!r:.80}; this server takes {{'type': 'text', 'text': text}}"
+    )
