@@ -47,7 +47,8 @@ def run(
     """
     flags.mark_flags_as_required(required)
     parse = functools.partial(_parse, words)
-    app.run(lambda argv: cli.run(lambda: main(*argv[1:])), flags_parser=parse)
+    with cli.piped():  # --help prints before `main` is called
+        app.run(lambda argv: cli.run(lambda: main(*argv[1:])), flags_parser=parse)
 
 
 def parsed(arguments: Sequence[str]) -> ml_collections.ConfigDict:

@@ -9,7 +9,8 @@
 hand or with `grid`, `zipped` and `product`, or a dict of them by names of their own. Every arm is
 checked before the first one runs. The same command continues a sweep: what is finished is not run
 again, and what was interrupted goes on. At the end there are table.md and report.html in the folder of
-the sweep; arms that failed are named, and the command then ends with 1.
+the sweep; arms that failed are named, and the command then ends with 1. Without --seeds each arm runs
+once, with the seed that it, the command line or the config sets.
 """
 
 import collections
@@ -140,14 +141,26 @@ def jobs_of(
 ) -> list[Job]:
     """Checks all arms and returns their jobs.
 
+    Args:
+      overrides: fields that the command line sets for every arm, as --config.field=value.
+      seeds: of every arm; none: each arm has the seed of its own configuration.
+
     Raises:
-      ValueError: an arm has a field that does not exist, or is refused; two are the same; a folder
-        holds a run of another configuration. All such problems are in the message.
+      ValueError: an arm has a field that does not exist, or is refused; it sets one that the command
+        line sets; two are the same; a folder holds a run of another configuration. All such problems
+        are in the message.
     """
     names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    given = set(cli_flags.overrides(overrides))
+    if seeds and "seed" in given:
+        problems.append("--seeds and --config.seed both set the seed: give one of them")
+    given |= {"seed"} if seeds else set()
     jobs = []
     for name, arm in zip(names, _listed(arms)):
+        if twice := sorted(given & arm.keys()):
+            problems.append(f"{name}: the arm sets {', '.join(twice)}, and so does the command line")
+            continue
         fields = [f"--config.{field}={value}" for field, value in arm.items()]
         arguments = [f"--config={config}", *overrides, *fields]
         try:
@@ -156,7 +169,7 @@ def jobs_of(
         except (flags.Error, ValueError) as error:
             problems.append(f"{name}: {error}")
             continue
-        for seed in seeds:
+        for seed in seeds or [found.seed]:
             workdir = f"{out}/{name}-seed{seed}"
             own = (*arguments, f"--config.seed={seed}")
             jobs.append(Job(name, seed, workdir, own, found.steps))
@@ -307,7 +320,7 @@ def default_folder(config: str) -> str:
 def main() -> None:
     """Command line: see the top of the file."""
     cli_flags.define_config()
-    seeds = flags.DEFINE_list("seeds", ["0"], "Seeds of every arm.")
+    seeds = flags.DEFINE_list("seeds", [], "Seeds of every arm; default: its config's.")
     count = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1)
     out = flags.DEFINE_string("out", None, "Folder of the sweep; default runs/sweep-NAME[-VARIANT].")
     dry_run = flags.DEFINE_boolean("dry_run", False, "Show the commands and run none.")

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import signal
+import time
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from jaxrl_tis import checkpoint, processes
 from jaxrl_tis.build import build
 from jaxrl_tis.state import abstract_state
-from tests import hosts, small_run, tiny
+from tests import forked, hosts, small_run, tiny
 
 pytestmark = pytest.mark.compiles
 BY_JAX = pytest.mark.by_jax("jax.distributed, gloo and orbax connect the processes")
@@ -100,6 +101,31 @@ def test_one_process_has_nobody_to_ask():
 def test_half_a_connection_is_refused(flags):
     with pytest.raises(ValueError, match="give all three"), processes.connected(*flags, 10):
         pass
+
+
+@BY_JAX
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_whose_others_do_not_come_ends_with_42_and_a_line(tmp_path, index):
+    """The coordinator waits for a late host; the late host comes when the coordinator has left."""
+    connection = [f"--coordinator=127.0.0.1:{hosts.free_port()}", "--num_processes=2",
+                  f"--process_id={index}", "--connect_seconds=1.5"]
+    command = [*MAIN, f"--workdir={tmp_path / 'run'}", *connection]
+    assert forked.run(command, tmp_path / "log") == (
+        42, "the processes did not all come within 1.5 s (--connect_seconds); the same command on all "
+        "hosts continues\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_time_to_connect_ends_once_all_came(monkeypatch):
+    codes = []
+    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    with processes._in_time(0.05):
+        pass
+    time.sleep(0.2)
+    assert codes == []
+    with processes._in_time(0.05):
+        time.sleep(0.2)
+    assert codes == [42]
 
 
 # Runs
