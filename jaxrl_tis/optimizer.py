@@ -35,13 +35,21 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Makes AdamW with global-norm clipping; matrices are decayed, norms and biases are not.
     Gradients and moments are float32 whatever the parameters are."""
+    scaled = optax.inject_hyperparams(optax.scale_by_learning_rate, hyperparam_dtype=jnp.float32)
     return _in_float32(optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule(config, total_updates), b1=config.b1, b2=config.b2, eps=config.eps,
-            weight_decay=config.weight_decay, mask=_is_matrix,
-        ),
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+        scaled(schedule(config, total_updates)),  # keeps the rate in its state, see `rate`
     ))
+
+
+def rate(opt_state: Any) -> jax.Array | None:
+    """Returns the learning rate of the last update that was not skipped (before the first one, of
+    that one); None of an optimizer that is not of `make_optimizer`."""
+    return optax.tree.get(
+        opt_state, "learning_rate", filtering=lambda _, value: isinstance(value, jax.Array)
+    )
 
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -195,9 +203,10 @@ def loss_scale(opt_state: Any) -> jax.Array | None:
 
 
 def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
-    """Returns what an optimizer tells of its last update: gac/{cosine,is_skipped} from `align`,
-    alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
-    metrics = {}
+    """Returns what an optimizer tells of its last update: PREFIX/lr, gac/{cosine,is_skipped} from
+    `align`, alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
+    lr = rate(opt_state)
+    metrics = {} if lr is None else {f"{prefix}/lr": lr}
     if isinstance(opt_state, Scaled):
         metrics[f"{prefix}/loss_scale"] = opt_state.loss_scale
         metrics[f"{prefix}/is_skipped"] = opt_state.is_skipped
