@@ -30,6 +30,16 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
     return optax.join_schedules([ramp, decay], [config.warmup])
 
 
+def total_updates(config: ml_collections.ConfigDict) -> int:
+    """Returns the updates of a whole run."""
+    return config.steps * config.train.epochs * config.train.minibatches
+
+
+def rate_at(config: ml_collections.ConfigDict, section: str, count: int) -> chex.Numeric:
+    """Returns the learning rate of the update after `count` of them; `section` is optimizer or critic."""
+    return schedule(config[section], total_updates(config))(count)
+
+
 def make_optimizer(
     config: ml_collections.ConfigDict, total_updates: int
 ) -> optax.GradientTransformation:
@@ -59,6 +69,12 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         lambda params: tx.init(cast(params)),
         lambda grads, state, params: tx.update(cast(grads), state, cast(params)),
     )
+
+
+def num_updates(opt_state: Any) -> int:
+    """Returns how many updates an optimizer of `make_optimizer` has made; skipped ones do not count."""
+    is_its = lambda path, _: getattr(path[-1], "tuple_name", "") == "InjectStatefulHyperparamsState"
+    return int(optax.tree.get(opt_state, "count", filtering=is_its))
 
 
 class Aligned(NamedTuple):

@@ -35,8 +35,8 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_tis import cli, cli_flags, hub, intervals, metrics, storage
-from jaxrl_tis.provenance import check_same_config, saved
+from jaxrl_tis import changes, cli, cli_flags, hub, intervals, metrics, storage
+from jaxrl_tis.provenance import saved
 from jaxrl_tis.report import page
 from jaxrl_tis.validate import validate
 
@@ -137,12 +137,14 @@ def _settings(arms: Sequence[Arm]) -> list[str]:
 
 
 def jobs_of(
-    config: str, overrides: Sequence[str], arms: Arms, seeds: Sequence[int], out: str
+    config: str, overrides: Sequence[str], arms: Arms, seeds: Sequence[int], out: str,
+    change: Sequence[str] = (),
 ) -> list[Job]:
     """Checks all arms and returns their jobs.
 
     Args:
       overrides: fields that the command line sets for every arm, as --config.field=value.
+      change: fields that runs which go on may change, as --change of jaxrl_tis.main has them.
       seeds: of every arm; none: each arm has the seed of its own configuration.
 
     Raises:
@@ -171,11 +173,11 @@ def jobs_of(
             continue
         for seed in seeds or [found.seed]:
             workdir = f"{out}/{name}-seed{seed}"
-            own = (*arguments, f"--config.seed={seed}")
+            own = (*arguments, f"--config.seed={seed}", *[f"--change={','.join(change)}"] * bool(change))
             jobs.append(Job(name, seed, workdir, own, found.steps))
             try:
                 found.seed = seed
-                _check_same(workdir, found.to_dict())
+                _check_same(workdir, found.to_dict(), change)
             except ValueError as error:
                 problems.append(f"{name}: {error}")
     if problems:
@@ -183,11 +185,11 @@ def jobs_of(
     return jobs
 
 
-def _check_same(workdir: str, values: dict[str, Any]) -> None:
+def _check_same(workdir: str, values: dict[str, Any], change: Sequence[str]) -> None:
     """Raises ValueError where the folder holds a run of another configuration."""
     if storage.is_remote(workdir) or saved(workdir, "config") is None:
         return  # the run itself looks at what is on a bucket
-    check_same_config(workdir, hub.replaced(values, saved(workdir, "pins")), ignore=("steps",))
+    changes.find(workdir, hub.replaced(values, saved(workdir, "pins")), change)
 
 
 def arms_of(config: str) -> Arms:
@@ -325,6 +327,7 @@ def main() -> None:
     out = flags.DEFINE_string("out", None, "Folder of the sweep; default runs/sweep-NAME[-VARIANT].")
     dry_run = flags.DEFINE_boolean("dry_run", False, "Show the commands and run none.")
     launcher = flags.DEFINE_enum("launch", None, ["tpu_vm", "gke"], "Show commands that launch them.")
+    change = flags.DEFINE_list("change", [], "Fields that runs which go on may change; see main.")
     more = flags.DEFINE_string("launch_flags", "", "Further flags of the launcher.")
 
     def run() -> None:
@@ -335,7 +338,7 @@ def main() -> None:
         if not all(re.fullmatch(r"\d+", seed) for seed in seeds.value):
             raise ValueError(f"--seeds={','.join(seeds.value)}: give whole numbers, as in 0,1,2")
         numbers = list(dict.fromkeys(map(int, seeds.value)))
-        jobs = jobs_of(config, overrides, arms_of(config), numbers, folder)
+        jobs = jobs_of(config, overrides, arms_of(config), numbers, folder, change.value)
         if launcher.value:
             for i, job in enumerate(jobs):
                 print(shlex.join(launch_command(job, i, launcher.value, shlex.split(more.value))))

@@ -220,6 +220,8 @@ def test_the_gate_of_two_processes_is_that_of_one(tmp_path):
 @pytest.mark.parametrize("case, arguments, per_host, code, told", [
     ("another seed", [], {1: ["--config.seed=1"]}, 2,
      "config.seed is not the same everywhere: 0 on process 0, 1 on process 1"),
+    ("another change", ["--change=seed"], {1: ["--change=optimizer.lr"]}, 2,
+     "--change is not the same everywhere: ('seed',) on process 0, ('optimizer.lr',) on process 1"),
     ("too few devices", ["--config.mesh.serve=(3,1,5)"], {}, 2, "does not fit 8 devices"),
     ("an idle process", ["--config.mesh.train=(1,4,1)"], {}, 2, "leaves the devices of process 1 out"),
     ("no such reward", ["--config.reward.name=none:f"], {}, 2, "'none:f' cannot be loaded"),
