@@ -25,7 +25,7 @@ from jaxrl_tis.estimators import centering
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import align, make_optimizer, perturb, scaled_for
+from jaxrl_tis.optimizer import align, make_optimizer, perturb, scaled_for, total_updates
 from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.scoring import Learner
@@ -250,7 +250,7 @@ def assemble(
     learner = Learner(
         model, program, config.rollout.max_new_tokens, config.train.logprob_chunk
     )
-    updates = config.steps * config.train.epochs * config.train.minibatches
+    updates = total_updates(config)
     policy_optimizer = make_optimizer(config.optimizer, updates)
     controllers = dict(chosen.controllers)
     if "gradient_alignment" in controllers:

@@ -33,6 +33,10 @@ STREAMS = 16  # files that are read at a time to be hashed
 COMMIT_SECONDS = 3600  # for process 0 to hash a checkpoint
 
 
+class Misfit(ValueError):
+    """A checkpoint has other arrays than the program."""
+
+
 class Checkpoints:
     """The newest `keep` steps of a run, saved in the background.
 
@@ -273,11 +277,11 @@ def describe_leaves(tree: Any) -> dict[str, str]:
 
 
 def check_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], path: epath.Path) -> None:
-    """Raises ValueError naming every leaf that the checkpoint and the program do not share."""
+    """Raises Misfit naming every leaf that the checkpoint and the program do not share."""
     different = [f"{name}: {old} in the checkpoint, {new} in this program"
                  for name, old, new in differences(saved, wanted)]
     if different:
-        raise ValueError(f"{path} does not fit this program, {len(different)} leaves differ: "
+        raise Misfit(f"{path} does not fit this program, {len(different)} leaves differ: "
                          + "; ".join(different[:8]) + ("; ..." if len(different) > 8 else ""))
 
 

@@ -5,7 +5,8 @@ that does not exist, a config that is refused, a file that is missing, broken or
 It ends with the message alone and 1 where a run cannot go on: a loss is not finite, the gate fails.
 A mistake in the code keeps its traceback, and exits with 1. A run that was interrupted from outside
 ends with 42: the same command continues it, and what started it should start it again. What Ctrl-C
-stops at once, a run at the second one, ends with 130.
+stops at once, a run at the second one, ends with 130. Where nobody reads what is printed any more, as
+in `COMMAND | head -1`, it ends with 141 and without a word.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import glob
 import importlib.util
 import os
 import pathlib
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 TPU_VARIABLES = ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
 RESTART = 42
 STOPPED, STOPPED_TEXT = 130, "\nstopped at once by Ctrl-C"  # the code as shells have it
+UNREAD = 141  # as shells have it: 128 + SIGPIPE
 
 
 class Unwritable(RuntimeError):
@@ -58,6 +61,40 @@ def exit_code(error: BaseException) -> int | None:
 
 
 @contextlib.contextmanager
+def piped() -> Iterator[None]:
+    """Ends a command with UNREAD, and without a traceback, if nobody reads its output any more. An exit
+    code that says that the command failed stays."""
+    try:
+        try:
+            yield
+        except SystemExit as end:
+            if end.code:
+                _drop_unread()
+            else:
+                sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _drop_unread():  # another pipe, or a socket
+            raise
+        sys.exit(UNREAD)
+
+
+def _drop_unread() -> bool:
+    """Returns whether nobody reads stdout or stderr. What is printed there from now on goes nowhere:
+    Python would else fail to write the rest at its end."""
+    lost, poll = select.POLLERR | select.POLLHUP, select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    unread = [number for number, event in poll.poll(0) if event & lost]
+    for number in unread:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    return bool(unread)
+
+
+@contextlib.contextmanager
 def messages() -> Iterator[None]:
     """Turns errors whose message says it all into that message and an exit."""
     try:
@@ -69,7 +106,8 @@ def messages() -> Iterator[None]:
         code = exit_code(error)
         if code is None:
             raise
-        print(error, file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):
+            print(error, file=sys.stderr)
         sys.exit(code)
 
 
@@ -104,5 +142,5 @@ def leave_out_missing_tpu() -> None:
 def run(main: Callable[[], object]) -> None:
     """Runs a command; see the top of the file. `main` parses its own arguments."""
     leave_out_missing_tpu()
-    with messages():
+    with piped(), messages():
         main()

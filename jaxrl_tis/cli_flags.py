@@ -52,7 +52,8 @@ def run(
       words: what the arguments without a flag are, each of which must be given; `main` takes them.
     """
     parse = functools.partial(_parse, required, words)
-    app.run(lambda argv: cli.run(lambda: main(*argv[1:])), flags_parser=parse)
+    with cli.piped():  # --help prints before `main` is called
+        app.run(lambda argv: cli.run(lambda: main(*argv[1:])), flags_parser=parse)
 
 
 def parsed(arguments: Sequence[str]) -> ml_collections.ConfigDict:

@@ -11,6 +11,10 @@ WORKDIR = flags.DEFINE_string(
 PROFILE_STEPS = flags.DEFINE_list(
     "profile_steps", [], "Steps whose traces go to WORKDIR/profile, for XProf or TensorBoard."
 )
+CHANGE = flags.DEFINE_list(
+    "change", [],
+    "Fields that a continued run may change, or groups of fields, as in optimizer.lr,task.params.",
+)
 CONNECTED = processes.define_flags()
 
 
@@ -18,7 +22,8 @@ def main() -> None:
     if wrong := [step for step in PROFILE_STEPS.value if not step.isdigit()]:
         raise ValueError(f"--profile_steps: {', '.join(wrong)} is no number of a step")
     with CONNECTED():
-        train.run(CONFIG.value, WORKDIR.value, {int(step) for step in PROFILE_STEPS.value})
+        profile_steps = {int(step) for step in PROFILE_STEPS.value}
+        train.run(CONFIG.value, WORKDIR.value, profile_steps, CHANGE.value)
 
 
 if __name__ == "__main__":

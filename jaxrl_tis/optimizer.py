@@ -30,18 +30,36 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
     return optax.join_schedules([ramp, decay], [config.warmup])
 
 
+def total_updates(config: ml_collections.ConfigDict) -> int:
+    """Returns the updates of a whole run."""
+    return config.steps * config.train.epochs * config.train.minibatches
+
+
+def rate_at(config: ml_collections.ConfigDict, section: str, count: int) -> chex.Numeric:
+    """Returns the learning rate of the update after `count` of them; `section` is optimizer or critic."""
+    return schedule(config[section], total_updates(config))(count)
+
+
 def make_optimizer(
     config: ml_collections.ConfigDict, total_updates: int
 ) -> optax.GradientTransformation:
     """Makes AdamW with global-norm clipping; matrices are decayed, norms and biases are not.
     Gradients and moments are float32 whatever the parameters are."""
+    scaled = optax.inject_hyperparams(optax.scale_by_learning_rate, hyperparam_dtype=jnp.float32)
     return _in_float32(optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule(config, total_updates), b1=config.b1, b2=config.b2, eps=config.eps,
-            weight_decay=config.weight_decay, mask=_is_matrix,
-        ),
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+        scaled(schedule(config, total_updates)),  # keeps the rate in its state, see `rate`
     ))
+
+
+def rate(opt_state: Any) -> jax.Array | None:
+    """Returns the learning rate of the last update that was not skipped (before the first one, of
+    that one); None of an optimizer that is not of `make_optimizer`."""
+    return optax.tree.get(
+        opt_state, "learning_rate", filtering=lambda _, value: isinstance(value, jax.Array)
+    )
 
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -51,6 +69,12 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         lambda params: tx.init(cast(params)),
         lambda grads, state, params: tx.update(cast(grads), state, cast(params)),
     )
+
+
+def num_updates(opt_state: Any) -> int:
+    """Returns how many updates an optimizer of `make_optimizer` has made; skipped ones do not count."""
+    is_its = lambda path, _: getattr(path[-1], "tuple_name", "") == "InjectStatefulHyperparamsState"
+    return int(optax.tree.get(opt_state, "count", filtering=is_its))
 
 
 class Aligned(NamedTuple):
@@ -195,9 +219,10 @@ def loss_scale(opt_state: Any) -> jax.Array | None:
 
 
 def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
-    """Returns what an optimizer tells of its last update: gac/{cosine,is_skipped} from `align`,
-    alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
-    metrics = {}
+    """Returns what an optimizer tells of its last update: PREFIX/lr, gac/{cosine,is_skipped} from
+    `align`, alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
+    lr = rate(opt_state)
+    metrics = {} if lr is None else {f"{prefix}/lr": lr}
     if isinstance(opt_state, Scaled):
         metrics[f"{prefix}/loss_scale"] = opt_state.loss_scale
         metrics[f"{prefix}/is_skipped"] = opt_state.is_skipped

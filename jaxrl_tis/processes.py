@@ -6,9 +6,11 @@ read, rewarded or been told is exchanged here before anything is decided from it
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -39,11 +41,18 @@ def define_flags() -> Callable:
     heartbeat = flags.DEFINE_integer(
         "heartbeat_timeout", 100, "Seconds after which a silent process counts as dead."
     )
-    return lambda: connected(coordinator.value, count.value, index.value, heartbeat.value)
+    seconds = flags.DEFINE_float(
+        "connect_seconds", 300.0, "Seconds to wait for all processes at the start.", lower_bound=1.0,
+    )
+    return lambda: connected(
+        coordinator.value, count.value, index.value, heartbeat.value, seconds.value
+    )
 
 
 @contextlib.contextmanager
-def connected(coordinator: str, count: int, index: int, heartbeat_timeout: int) -> Iterator[None]:
+def connected(
+    coordinator: str, count: int, index: int, heartbeat_timeout: int, seconds: float = 300.0
+) -> Iterator[None]:
     """Connects the processes, and ends them together: see `_leave`.
 
     Args:
@@ -51,6 +60,7 @@ def connected(coordinator: str, count: int, index: int, heartbeat_timeout: int) 
         elsewhere there is one process.
       count, index: of the processes and of this one, with a coordinator.
       heartbeat_timeout: seconds after which a silent process counts as dead, and all end.
+      seconds: to wait for all of them; then this process ends with RESTART.
 
     Raises:
       ValueError: the three are not given together.
@@ -65,13 +75,16 @@ def connected(coordinator: str, count: int, index: int, heartbeat_timeout: int) 
     timeouts = dict(
         heartbeat_timeout_seconds=heartbeat_timeout,
         shutdown_timeout_seconds=max(3 * heartbeat_timeout, END_SECONDS),
+        initialization_timeout=math.ceil(seconds) + END_SECONDS,
     )
     try:
         if coordinator:
             _use_as_many_threads(count)
-            jax.distributed.initialize(coordinator, count, index, **timeouts)
+            with _in_time(seconds):
+                jax.distributed.initialize(coordinator, count, index, **timeouts)
         elif cli.has_tpu() and "tpu" in (jax.config.jax_platforms or "tpu"):
-            _find_each_other(timeouts)
+            with _in_time(seconds):
+                _find_each_other(timeouts)
     except jax.errors.JaxRuntimeError as error:
         raise cli.Interrupted(f"the processes did not find each other: {error}") from error
     try:
@@ -94,6 +107,26 @@ def _use_as_many_threads(count: int) -> None:
     devices = max(int(found[1]) if found else 1, jax.config.jax_num_cpu_devices)
     threads = max(count * devices, len(os.sched_getaffinity(0)))
     os.environ.setdefault("PJRT_NPROC", f"{threads}")
+
+
+@contextlib.contextmanager
+def _in_time(seconds: float) -> Iterator[None]:
+    """Ends this process with RESTART if the block takes longer. JAX aborts the process when its own
+    timeout is reached, so that one is longer."""
+    def give_up():
+        print(
+            f"the processes did not all come within {seconds:g} s (--connect_seconds); the same "
+            "command on all hosts continues", file=sys.stderr, flush=True,
+        )
+        os._exit(cli.RESTART)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _find_each_other(timeouts: dict[str, int]) -> None:

@@ -8,7 +8,7 @@ import pathlib
 import platform
 import subprocess
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -19,14 +19,16 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def write_run_files(
-    workdir: str | os.PathLike, config_dict: Mapping[str, Any], pins: Mapping[str, str] = {}
+    workdir: str | os.PathLike, config_dict: Mapping[str, Any], pins: Mapping[str, str] = {},
+    changes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Writes WORKDIR/config.json: {"config", "versions", "git_revision", "pins", "run_id"}.
+    """Writes WORKDIR/config.json: {"config", "versions", "git_revision", "pins", "run_id", "changes"}.
 
     "config" is the resolved configuration, "versions" those of Python and the packages that decide
     numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git,
     "pins" the paths of the hub as they were given and as they stand in "config". "run_id" is drawn
-    once and stays with the folder.
+    once and stays with the folder. "changes" has what changed while the run went on, each as {"step":
+    after which it holds, "fields": {field: [old, new]}}.
 
     Raises:
       TypeError: a value of the configuration is not JSON.
@@ -40,7 +42,7 @@ def write_run_files(
         storage.write_json(path, {"config": _plain(config_dict),
                                   "versions": {"python": platform.python_version(), **versions},
                                   "git_revision": git_revision(), "pins": dict(pins),
-                                  "run_id": run_id})
+                                  "run_id": run_id, "changes": list(changes)})
     except OSError as error:
         raise Unwritable(f"cannot write {path}: {error}") from error
 
@@ -49,32 +51,8 @@ def facts(config_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns by name what decides the numbers of a run beside its data: the fields of the
     configuration, the versions of packages, the code."""
     versions = {f"version of {name}": metadata.version(name) for name in PACKAGES}
-    fields = _flat(_plain(config_dict), "config")
+    fields = flat(config_dict, "config")
     return fields | versions | {"git revision": git_revision()}
-
-
-def check_same_config(workdir: str | os.PathLike, config_dict: Mapping[str, Any],
-                      ignore: tuple[str, ...] = ()) -> None:
-    """Refuses to continue a run under another configuration; a folder without config.json passes.
-
-    Args:
-      workdir: folder of the run.
-      config_dict: the resolved configuration of this start.
-      ignore: dotted names of fields that may differ, such as "train.steps".
-
-    Raises:
-      ValueError: fields differ, each is listed as "name: old -> new"; or the file is broken.
-    """
-    old = saved_config(workdir)
-    if old is None:
-        return
-    old = _flat(old)
-    new = _flat(json.loads(json.dumps(_plain(config_dict))))
-    changes = [f"{name}: {before} -> {after}" for name, before, after in differences(old, new)
-               if name not in ignore]
-    if changes:
-        raise ValueError(f"{workdir} holds a run with another configuration: {'; '.join(changes)}. "
-                         "Use a new workdir, or the old values to resume.")
 
 
 def date(config_dict: Mapping[str, Any], workdir: str | os.PathLike) -> str:
@@ -147,7 +125,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(config_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a configuration as {"group.field": value}, with values as config.json has them."""
+    return _flat(json.loads(json.dumps(_plain(config_dict))), prefix)
+
+
+def _flat(value: Any, prefix: str) -> dict[str, Any]:
     """Returns {"a.b": leaf} of nested dicts; an empty dict is a leaf."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}

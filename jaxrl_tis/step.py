@@ -154,9 +154,10 @@ def _apply(
     grads = learner.on_every_device(grads)
     norm = optax.global_norm(without_perturbation(grads))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    metrics = update_metrics(opt_state, prefix)
     if factor is not None:
         updates = jax.tree.map(lambda u: u * factor, updates)
-    metrics = update_metrics(opt_state, prefix)
+        metrics |= {name: x * factor for name, x in metrics.items() if name == f"{prefix}/lr"}
     if f"{prefix}/is_skipped" in metrics:
         # What the next scale may mend is told there; what overflows at the smallest is told here.
         is_mended = (metrics[f"{prefix}/is_skipped"] > 0) & (loss_scale(state.opt_state) > 1)

@@ -9,7 +9,8 @@
 hand or with `grid`, `zipped` and `product`, or a dict of them by names of their own. Every arm is
 checked before the first one runs. The same command continues a sweep: what is finished is not run
 again, and what was interrupted goes on. At the end there are table.md and report.html in the folder of
-the sweep; arms that failed are named, and the command then ends with 1.
+the sweep; arms that failed are named, and the command then ends with 1. Without --seeds each arm runs
+once, with the seed that it, the command line or the config sets.
 """
 
 import collections
@@ -34,8 +35,8 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_tis import cli, cli_flags, hub, intervals, metrics, storage
-from jaxrl_tis.provenance import check_same_config, date, saved
+from jaxrl_tis import changes, cli, cli_flags, hub, intervals, metrics, storage
+from jaxrl_tis.provenance import date, saved
 from jaxrl_tis.report import page
 from jaxrl_tis.validate import validate
 
@@ -136,18 +137,32 @@ def _settings(arms: Sequence[Arm]) -> list[str]:
 
 
 def jobs_of(
-    config: str, overrides: Sequence[str], arms: Arms, seeds: Sequence[int], out: str
+    config: str, overrides: Sequence[str], arms: Arms, seeds: Sequence[int], out: str,
+    change: Sequence[str] = (),
 ) -> list[Job]:
     """Checks all arms and returns their jobs.
 
+    Args:
+      overrides: fields that the command line sets for every arm, as --config.field=value.
+      change: fields that runs which go on may change, as --change of jaxrl_tis.main has them.
+      seeds: of every arm; none: each arm has the seed of its own configuration.
+
     Raises:
-      ValueError: an arm has a field that does not exist, or is refused; two are the same; a folder
-        holds a run of another configuration. All such problems are in the message.
+      ValueError: an arm has a field that does not exist, or is refused; it sets one that the command
+        line sets; two are the same; a folder holds a run of another configuration. All such problems
+        are in the message.
     """
     names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    given = set(cli_flags.overrides(overrides))
+    if seeds and "seed" in given:
+        problems.append("--seeds and --config.seed both set the seed: give one of them")
+    given |= {"seed"} if seeds else set()
     jobs = []
     for name, arm in zip(names, _listed(arms)):
+        if twice := sorted(given & arm.keys()):
+            problems.append(f"{name}: the arm sets {', '.join(twice)}, and so does the command line")
+            continue
         fields = [f"--config.{field}={value}" for field, value in arm.items()]
         arguments = [f"--config={config}", *overrides, *fields]
         try:
@@ -156,13 +171,13 @@ def jobs_of(
         except (flags.Error, ValueError) as error:
             problems.append(f"{name}: {error}")
             continue
-        for seed in seeds:
+        for seed in seeds or [found.seed]:
             workdir = f"{out}/{name}-seed{seed}"
-            own = (*arguments, f"--config.seed={seed}")
+            own = (*arguments, f"--config.seed={seed}", *[f"--change={','.join(change)}"] * bool(change))
             jobs.append(Job(name, seed, workdir, own, found.steps))
             try:
                 found.seed = seed
-                _check_same(workdir, found.to_dict())
+                _check_same(workdir, found.to_dict(), change)
             except ValueError as error:
                 problems.append(f"{name}: {error}")
     if problems:
@@ -170,13 +185,13 @@ def jobs_of(
     return jobs
 
 
-def _check_same(workdir: str, values: dict[str, Any]) -> None:
+def _check_same(workdir: str, values: dict[str, Any], change: Sequence[str]) -> None:
     """Raises ValueError where the folder holds a run of another configuration."""
     if storage.is_remote(workdir) or saved(workdir, "config") is None:
         return  # the run itself looks at what is on a bucket
     values = hub.replaced(values, saved(workdir, "pins"))
     values["task"]["date"] = date(values, workdir)
-    check_same_config(workdir, values, ignore=("steps",))
+    changes.find(workdir, values, change)
 
 
 def arms_of(config: str) -> Arms:
@@ -309,11 +324,12 @@ def default_folder(config: str) -> str:
 def main() -> None:
     """Command line: see the top of the file."""
     cli_flags.define_config()
-    seeds = flags.DEFINE_list("seeds", ["0"], "Seeds of every arm.")
+    seeds = flags.DEFINE_list("seeds", [], "Seeds of every arm; default: its config's.")
     count = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1)
     out = flags.DEFINE_string("out", None, "Folder of the sweep; default runs/sweep-NAME[-VARIANT].")
     dry_run = flags.DEFINE_boolean("dry_run", False, "Show the commands and run none.")
     launcher = flags.DEFINE_enum("launch", None, ["tpu_vm", "gke"], "Show commands that launch them.")
+    change = flags.DEFINE_list("change", [], "Fields that runs which go on may change; see main.")
     more = flags.DEFINE_string("launch_flags", "", "Further flags of the launcher.")
 
     def run() -> None:
@@ -324,7 +340,7 @@ def main() -> None:
         if not all(re.fullmatch(r"\d+", seed) for seed in seeds.value):
             raise ValueError(f"--seeds={','.join(seeds.value)}: give whole numbers, as in 0,1,2")
         numbers = list(dict.fromkeys(map(int, seeds.value)))
-        jobs = jobs_of(config, overrides, arms_of(config), numbers, folder)
+        jobs = jobs_of(config, overrides, arms_of(config), numbers, folder, change.value)
         if launcher.value:
             for i, job in enumerate(jobs):
                 print(shlex.join(launch_command(job, i, launcher.value, shlex.split(more.value))))

@@ -7,18 +7,20 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 import ml_collections
 
 from jaxrl_tis import (
-    evaluate, goodput, hub, lock, processes, rollouts, samples, sinks, storage, validate,
+    changes, evaluate, goodput, hub, lock, optimizer, processes, rollouts, samples, sinks, storage,
+    validate,
 )
 from jaxrl_tis.build import Setup, build
-from jaxrl_tis.checkpoint import Checkpoints
+from jaxrl_tis.changes import Changes
+from jaxrl_tis.checkpoint import Checkpoints, Misfit
 from jaxrl_tis.cli import Interrupted
-from jaxrl_tis.data import tasks
+from jaxrl_tis.data import pipeline, tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.gate import probe
@@ -26,12 +28,14 @@ from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.interrupt import Interrupt
 from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.progress import Progress
-from jaxrl_tis.provenance import check_same_config, date, facts, saved, write_run_files
+from jaxrl_tis.provenance import date, facts, saved, saved_config, write_run_files
 from jaxrl_tis.rollouts.prompts import Checked
 from jaxrl_tis.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.trainer import Trainer, sample_metrics
 from jaxrl_tis.warmup import examples, warm_up
 from jaxrl_tis.watchdog import Watchdog
+
+OF_EXAMPLES = ("examples", "length")  # parts of a position's fingerprint that no field of the config says
 
 
 def check_finite(step: int, values: dict[str, float], saved: int | None) -> None:
@@ -57,7 +61,7 @@ class Run:
     def __init__(
         self, setup: Setup, mirror: storage.Mirror, checkpoints: Checkpoints, rewards: RewardWorker,
         watchdog: Watchdog, interrupt: Interrupt, profile_steps: Collection[int] = (),
-        pins: Mapping[str, str] = {},
+        pins: Mapping[str, str] = {}, changed: Changes = Changes(),
     ):
         config = setup.config
         self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints
@@ -75,12 +79,12 @@ class Run:
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
-        self._profile_steps, self._pins = profile_steps, pins
+        self._profile_steps, self._pins, self._changed = profile_steps, pins, changed
         self.last_eval: dict[str, float] = {}
 
     def _make_source(self) -> rollouts.RolloutSource:
         setup, config = self.setup, self.setup.config
-        batches = Batches(
+        self._batches = batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
             seed=config.seed, **processes.shard(), check=self._check,
         )
@@ -117,6 +121,7 @@ class Run:
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
             agreed = facts(self.setup.config.to_dict()) | self.source.facts()
+            agreed |= {"--change": self._changed.named, "held-out examples": self._evaluator.digest}
             if difference := processes.difference(agreed):
                 raise ValueError(difference)
         if self._checkpoints.latest() is None:
@@ -131,7 +136,7 @@ class Run:
 
     def _start(self) -> None:
         # From here on nothing is refused for its config.
-        processes.first(self._describe)
+        processes.first(lambda: self._describe(self._changed.fields))
         self._open_record()
         with self._phase("warm-up"):
             params = warm_up(
@@ -144,25 +149,64 @@ class Run:
 
     def _continue(self) -> None:
         with self._phase("restore"):
-            self.state, meta = self._checkpoints.restore(self._abstract_state)
+            try:
+                self.state, meta = self._checkpoints.restore(self._abstract_state)
+            except Misfit as error:
+                if not self._changed.fields:
+                    raise
+                raise ValueError(
+                    f"a run cannot go on with this change ({self._changed}), which its checkpoints do "
+                    f"not carry: {error}. Use the old values, or a new workdir"
+                ) from error
         needed = "step", "version", "source", "held_out", "old_policies"
         if missing := [name for name in needed if name not in meta]:
             raise ValueError(
                 f"the checkpoints in {self._mirror.workdir} say nothing of {' and '.join(missing)}: they "
                 "are of another version of jaxrl_tis; use that one, or a new workdir"
             )
-        if meta["held_out"] != self._evaluator.digest:
-            raise ValueError(
-                f"the held-out examples are others than those that the run in {self._mirror.workdir} was "
-                "measured on; use those, or a new workdir"
-            )
+        fields = dict(self._changed.fields) | self._of_other_data(meta)
         self.source.set_state(meta["source"])
         self._old.restore(self.state.pop("old", {}), meta["old_policies"])
-        processes.first(self._describe)
         self.done = self.saved = meta["step"]
         self.version = meta["version"]
+        rates = processes.first(self._rates)
+        processes.first(lambda: self._describe(fields))
         self._open_record(self.done)
         processes.say(f"continuing {self._mirror.workdir} after step {self.done}")
+        for line in changes.told(fields, self.setup.config.model.numerics) + rates:
+            processes.say(line)
+
+    def _of_other_data(self, meta: dict) -> dict[str, list]:
+        """Moves the position that `meta` holds to other data, where --change names them, and returns
+        what is other about the data, as `Changes.fields` has it.
+
+        Raises ValueError for held-out examples that --change does not name; the source does so for
+        those of training.
+        """
+        fields, state = {}, meta["source"]["batches"]
+        differing = self._batches.differing(state)
+        if differing and all(self._changed.names(pipeline.FIELDS[name]) for name in differing):
+            meta["source"]["batches"] = self._batches.moved(state)
+            fields |= {f"data.{name}": pair for name, pair in differing.items() if name in OF_EXAMPLES}
+        held_out, mine = meta["held_out"], self._evaluator.digest
+        if held_out != mine and not any(map(self._changed.names, ("eval.params", "task.params"))):
+            raise ValueError(
+                f"the held-out examples are others than those that the run in {self._mirror.workdir} was "
+                "measured on. Use those, a new workdir, or --change=eval.params to go on with these"
+            )
+        return fields | ({"data.held_out": [held_out, mine]} if held_out != mine else {})
+
+    def _rates(self) -> list[str]:
+        """Says which learning rates the next update has, where the configuration before this start
+        gives another."""
+        new, old, lines = self.setup.config, ml_collections.ConfigDict(saved_config(self._workdir)), []
+        for section, network in (("optimizer", "policy"), ("critic", "critic")):
+            if network in self.state:
+                count = optimizer.num_updates(self.state[network].opt_state)
+                before, now = (float(optimizer.rate_at(c, section, count)) for c in (old, new))
+                if before != now:
+                    lines.append(f"the learning rate of the {network} is {now:.4g} now, and was {before:.4g}")
+        return lines
 
     def _abstract_state(self, meta: dict) -> dict:
         """Returns the shapes of what a checkpoint with this meta holds."""
@@ -172,8 +216,12 @@ class Run:
         old = self._old.abstract(meta["old_policies"], abstract["policy"].params)
         return abstract | ({"old": old} if old else {})
 
-    def _describe(self) -> None:
-        write_run_files(self._workdir, self.setup.config.to_dict(), self._pins)
+    def _describe(self, fields: Mapping[str, list]) -> None:
+        before = saved(self._workdir, "changes") or []
+        write_run_files(
+            self._workdir, self.setup.config.to_dict(), self._pins,
+            changes.record(before, self.done, fields),
+        )
 
     def _open_record(self, resume_step: int | None = None) -> None:
         if not processes.is_first():
@@ -374,11 +422,13 @@ class Run:
 
 
 def run(
-    config: ml_collections.ConfigDict, workdir: str, profile_steps: Collection[int] = ()
+    config: ml_collections.ConfigDict, workdir: str, profile_steps: Collection[int] = (),
+    change: Sequence[str] = (),
 ) -> dict[str, float]:
     """Trains to config.steps, or continues the run that `workdir` holds; returns the last eval.
 
-    `profile_steps` are traced, each into WORKDIR/profile/step<N>, with its phases by name.
+    `profile_steps` are traced, each into WORKDIR/profile/step<N>, with its phases by name. `change`
+    names fields, and groups of them, that may differ from those that the run had before.
 
     Raises:
       ValueError, FileNotFoundError: the config, data or model cannot be used, or another process
@@ -406,7 +456,7 @@ def run(
         folder = mirror.folder
         processes.first(lambda: stack.enter_context(lock.locked(folder)))
         _check_shared(workdir, folder)
-        processes.first(lambda: check_same_config(workdir, config.to_dict(), ignore=("steps",)))
+        fields = processes.first(lambda: changes.find(workdir, config.to_dict(), change))
         processes.first(lambda: stack.enter_context(mirror).fetch())
         watchdog = stack.enter_context(Watchdog(folder, config.watchdog.timeout))
         checkpoints = stack.enter_context(
@@ -416,7 +466,8 @@ def run(
             config.reward.name, timeout=config.reward.timeout, on_error=config.reward.on_error,
             share=processes.share, pulse=watchdog.beat,
         ))
-        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins)
+        changed = Changes(tuple(change), fields)
+        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)
         if setup.mode.on_arrival and (why := r.trainer.why_waits):
             processes.say(f"the learner waits for whole batches: {why}")
         try:

@@ -286,8 +286,7 @@ class Trainer:
         rows |= {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         collected = jax.device_get(collected)
-        over = lambda name: np.sum if counts.is_count(name) else np.mean
-        means = {name: over(name)([v[name] for v in collected]) for name in collected[0]}
+        means = {name: _of_step(name, [v[name] for v in collected]) for name in collected[0]}
         measured = jax.device_get(measured) | means | attribution.shares(means)
         is_skipped = collected[0].get("actor/is_skipped", 0.0) > 0
         if collisions is not None and not is_skipped:
@@ -300,6 +299,14 @@ class Trainer:
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}
         return state, rows, measured
+
+
+def _of_step(name: str, values: list) -> np.floating:
+    """Joins a metric's values of the updates of a step: the sum of a count, the last of a rate, the
+    mean of anything else."""
+    if name.endswith("/lr"):
+        return values[-1]
+    return np.sum(values) if counts.is_count(name) else np.mean(values)
 
 
 def at_versions(

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from jaxrl_tis import cli  # noqa: E402
 from jaxrl_tis.chips import TOPOLOGIES, Topology  # noqa: E402
 
+OF_MAIN = ("--config.", "--change=", "--connect_seconds=")  # what is passed on to jaxrl_tis.main
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # taken from the environment, never shown
 
 
@@ -52,7 +54,8 @@ def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
     """Returns the parser of a launcher with what all of them take; `about` is its docstring."""
     made = argparse.ArgumentParser(
         description=about.partition("\n")[0], allow_abbrev=False,
-        epilog="Other arguments are fields of the config: --config.NAME=VALUE.",
+        epilog="Other arguments are fields of the config, --config.NAME=VALUE, and --change and "
+        "--connect_seconds of jaxrl_tis.main.",
     )
     made.add_argument("command", choices=commands)
     made.add_argument("--config", required=True, help="as of jaxrl_tis.main, a path in the clone")
@@ -74,7 +77,7 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
     stem = pathlib.Path(path).stem
     if not (ROOT / path).is_file():
         raise ValueError(f"--config={given.config}: there is no file {path!r} in {ROOT}")
-    if wrong := [word for word in overrides if not word.startswith("--config.")]:
+    if wrong := [word for word in overrides if not word.startswith(OF_MAIN)]:
         raise ValueError(f"unknown arguments {' '.join(wrong)}; fields are --config.NAME=VALUE")
     if given.spot and given.reservation is not None:
         raise ValueError(f"--spot and --reservation={given.reservation}: spot machines are of no "
@@ -162,7 +165,8 @@ def show(command: Sequence[str]) -> str:
 def main(run) -> None:
     """Runs a launcher: what its user can mend is told in a line, and exits with 2."""
     try:
-        sys.exit(run() or 0)
+        with cli.piped():
+            sys.exit(run() or 0)
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -16,7 +16,7 @@ from jaxrl_tis.experiments import oracle
 from jaxrl_tis.gate import report
 from jaxrl_tis.report.__main__ import main as report_main
 from jaxrl_tis.serve import setup as serving
-from tests import tiny
+from tests import forked, tiny
 
 
 def ended(capsys, function, *arguments, **options):
@@ -142,3 +142,34 @@ def test_ctrl_c_ends_with_a_line_and_130(capsys):
         raise KeyboardInterrupt
 
     assert ended(capsys, stopped) == (130, "\nstopped at once by Ctrl-C\n")
+
+
+# A pipe that nobody reads
+
+
+READER_GONE = """
+import os, runpy, sys
+for number in {numbers}:
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, number)
+sys.argv = {argv}
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("argv, numbers, code", [
+    (["jaxrl_tis.sweep", "--config=tests/small_sweep.py", "--dry_run"], [1], 141),
+    (["jaxrl_tis.report", "none"], [1, 2], 2),
+])
+def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path, argv, numbers, code):
+    command = ["-c", READER_GONE.format(numbers=numbers, argv=argv)]
+    assert forked.run(command, tmp_path / "log") == (code, "")
+
+
+def test_a_lost_connection_is_no_unread_output(capsys):
+    def lost():
+        raise BrokenPipeError("a socket")
+
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        cli.run(lost)

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "interrupt": ("cli", "processes"),
     "progress": (),
     "provenance": ("cli", "storage"),
+    "changes": ("provenance",),
     "checkpoint": ("cli", "processes", "provenance", "storage"),
     "watchdog": ("cli", "processes", "storage"),
     "cli_flags": ("cli", "data"),
@@ -98,14 +99,14 @@ MAY_IMPORT = {
     ),
     "serve": ("addresses", "build", "cli_flags", "data", "engine", "state"),
     "sweep": (
-        "cli", "cli_flags", "hub", "intervals", "metrics", "provenance", "report", "storage",
+        "changes", "cli", "cli_flags", "hub", "intervals", "metrics", "provenance", "report", "storage",
         "validate",
     ),
     "audit": ("cli", "doctor", "estimators", "kernels", "report"),
     # The run knows everything.
     "train": (
-        "build", "checkpoint", "cli", "data", "evaluate", "gate", "goodput", "hub", "interrupt",
-        "lock", "metrics", "processes", "progress", "provenance", "report", "rollouts", "samples",
+        "build", "changes", "checkpoint", "cli", "data", "evaluate", "gate", "goodput", "hub",
+        "interrupt", "lock", "metrics", "optimizer", "processes", "progress", "provenance", "report", "rollouts", "samples",
         "sinks", "state", "storage", "trainer", "validate", "warmup", "watchdog",
     ),
     "worker": ("addresses", "build", "cli", "cli_flags", "rollouts"),

@@ -39,6 +39,18 @@ def test_schedule(name, warmup, expected):
         assert float(rate(update)) == pytest.approx(value, abs=1e-7), update
 
 
+def test_the_rate_of_the_last_update_is_told():
+    """Of 6 updates at 0.1, two of which are the ramp; one that is skipped in between has none."""
+    tx = scale_loss(make_optimizer(fields(schedule="linear", warmup=2), 6))
+    params = {"a": jnp.zeros((1, 2))}
+    state, told, step = tx.init(params), [], jax.jit(tx.update)
+    for gradient in (1.0, 1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
+        _, state = step({"a": jnp.full((1, 2), gradient)}, state, params)
+        told.append(float(update_metrics(state, "critic")["critic/lr"]))
+    np.testing.assert_allclose(told, [0, 0.05, 0.1, 0.1, 0.075, 0.05, 0.025], rtol=1e-6)
+    assert update_metrics(optax.adam(0.1).init(params), "critic") == {}
+
+
 def test_a_ramp_longer_than_the_run_is_legal():
     rate = schedule(fields(schedule="cosine", warmup=10), total_updates=4)
     assert float(rate(3)) == pytest.approx(0.03)
@@ -144,7 +156,8 @@ def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
     expected, plain_state = plain.update(first, plain.init(params), params)
     updates, state = tx.update(first, tx.init(params), params)
     np.testing.assert_array_equal(updates["a"], expected["a"])
-    assert update_metrics(state, "actor") == {"gac/cosine": 0.0, "gac/is_skipped": 0.0}
+    found = update_metrics(state, "actor")
+    assert found == {"actor/lr": np.float32(0.1), "gac/cosine": 0.0, "gac/is_skipped": 0.0}
     updates, state = tx.update(second, state, params)
     np.testing.assert_array_equal(updates["a"], [[0.0, 0.0]])
     jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
@@ -155,7 +168,7 @@ def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
     updates, state = tx.update(third, state, params)
     np.testing.assert_allclose(updates["a"], expected["a"], rtol=1e-6)
     assert update_metrics(state, "actor")["gac/cosine"] == pytest.approx(0.0499, abs=1e-3)
-    assert update_metrics(plain_state, "actor") == {}
+    assert update_metrics(plain_state, "actor") == {"actor/lr": np.float32(0.1)}
 
 
 def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_many_finite_gradients():
@@ -167,13 +180,15 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_many_finite_gradie
     expected, plain_state = plain.update(fine, plain.init(params), params)
     updates, state = tx.update(fine, state, params)
     np.testing.assert_array_equal(updates["a"], expected["a"])
-    assert update_metrics(state, "actor") == {"actor/loss_scale": 65536, "actor/is_skipped": 0}
+    lr = {"actor/lr": np.float32(0.1)}
+    assert update_metrics(state, "actor") == lr | {"actor/loss_scale": 65536, "actor/is_skipped": 0}
     for count in range(1, 18):
         updates, state = tx.update(bad, state, params)
         np.testing.assert_array_equal(updates["a"], [[0.0, 0.0]])
         jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
         found = update_metrics(state, "actor")
-        assert found == {"actor/loss_scale": max(2.0 ** (16 - count), 1), "actor/is_skipped": 1}
+        scale = max(2.0 ** (16 - count), 1)
+        assert found == lr | {"actor/loss_scale": scale, "actor/is_skipped": 1}
     step = jax.jit(tx.update)
     for count in range(1, 801):
         _, state = step(fine, state, params)

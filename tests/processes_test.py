@@ -3,6 +3,7 @@
 import json
 import pathlib
 import signal
+import time
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from jaxrl_tis import checkpoint, processes
 from jaxrl_tis.build import build
 from jaxrl_tis.state import abstract_state
-from tests import hosts, small_run, tiny
+from tests import forked, hosts, small_run, tiny
 
 pytestmark = pytest.mark.compiles
 BY_JAX = pytest.mark.by_jax("jax.distributed, gloo and orbax connect the processes")
@@ -100,6 +101,31 @@ def test_one_process_has_nobody_to_ask():
 def test_half_a_connection_is_refused(flags):
     with pytest.raises(ValueError, match="give all three"), processes.connected(*flags, 10):
         pass
+
+
+@BY_JAX
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_whose_others_do_not_come_ends_with_42_and_a_line(tmp_path, index):
+    """The coordinator waits for a late host; the late host comes when the coordinator has left."""
+    connection = [f"--coordinator=127.0.0.1:{hosts.free_port()}", "--num_processes=2",
+                  f"--process_id={index}", "--connect_seconds=1.5"]
+    command = [*MAIN, f"--workdir={tmp_path / 'run'}", *connection]
+    assert forked.run(command, tmp_path / "log") == (
+        42, "the processes did not all come within 1.5 s (--connect_seconds); the same command on all "
+        "hosts continues\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_time_to_connect_ends_once_all_came(monkeypatch):
+    codes = []
+    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    with processes._in_time(0.05):
+        pass
+    time.sleep(0.2)
+    assert codes == []
+    with processes._in_time(0.05):
+        time.sleep(0.2)
+    assert codes == [42]
 
 
 # Runs
@@ -194,6 +220,8 @@ def test_the_gate_of_two_processes_is_that_of_one(tmp_path):
 @pytest.mark.parametrize("case, arguments, per_host, code, told", [
     ("another seed", [], {1: ["--config.seed=1"]}, 2,
      "config.seed is not the same everywhere: 0 on process 0, 1 on process 1"),
+    ("another change", ["--change=seed"], {1: ["--change=optimizer.lr"]}, 2,
+     "--change is not the same everywhere: ('seed',) on process 0, ('optimizer.lr',) on process 1"),
     ("too few devices", ["--config.mesh.serve=(3,1,5)"], {}, 2, "does not fit 8 devices"),
     ("an idle process", ["--config.mesh.train=(1,4,1)"], {}, 2, "leaves the devices of process 1 out"),
     ("no such reward", ["--config.reward.name=none:f"], {}, 2, "'none:f' cannot be loaded"),

@@ -12,6 +12,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import optax
 import pytest
@@ -22,7 +23,7 @@ from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import noise_seeds, perturb, scale_loss
+from jaxrl_tis.optimizer import make_optimizer, noise_seeds, perturb, scale_loss
 from jaxrl_tis.scoring import (
     Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
@@ -350,6 +351,20 @@ def test_a_controller_scales_the_update_and_not_the_gradient():
     expected = jax.tree.map(lambda p, q: p + 0.5 * (q - p), params(), whole)
     assert_trees_close(half, expected, atol=1e-6)
     assert half_metrics["actor/grad_norm"] == metrics["actor/grad_norm"] > 0
+
+
+def test_the_rate_that_is_told_is_that_of_the_update():
+    """Of 6 updates from 0.1 to 0 the second has 0.1 * 5 / 6; a controller halves it."""
+    fields_ = dict(lr=0.1, schedule="linear", warmup=0, b1=0.9, b2=0.9, eps=1.0, weight_decay=0.0,
+                   clip_norm=1.0)
+    tx = make_optimizer(ml_collections.ConfigDict(fields_), 6)
+    take = make_train_step(LEARNER, correction.parse(fields()), tx)
+    data = cut(batch() | {"lr_scale": np.full(B, 0.5, np.float32)}, 2)
+    state, told = start(params(), tx), []
+    for _ in range(2):
+        state, metrics = take(state, data)
+        told.append(float(metrics["actor/lr"]))
+    assert told == pytest.approx([0.05, 0.05 * 5 / 6])
 
 
 # Layerwise perturbation

@@ -57,6 +57,32 @@ def test_fields_of_one_last_word_keep_their_groups():
     assert sweep.names_of(arms) == ["optimizer.lr=1", "critic.lr=1,epochs=2"]
 
 
+def test_each_arm_runs_with_the_seed_that_it_sets(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = jobs([{"seed": 5}, {"seed": 6}, {}], seeds=())
+    assert [job.seed for job in found] == [5, 6, 0]
+    assert [job.workdir for job in found[:2]] == ["out/seed=5-seed5", "out/seed=6-seed6"]
+    assert [cli_flags.parsed(job.arguments).seed for job in found] == [5, 6, 0]
+
+
+def test_the_seed_of_the_command_line_is_that_of_every_arm(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [job] = jobs([{}], seeds=(), overrides=["--config.seed=5"])
+    assert job.seed == 5 and job.workdir == "out/base-seed5"
+    assert cli_flags.parsed(job.arguments).seed == 5
+
+
+@pytest.mark.parametrize("arm, seeds, overrides, told", [
+    ({"seed": 5}, (0,), (), "seed=5: the arm sets seed, and so does the command line"),
+    ({}, (0,), ["--config.seed=5"], "--seeds and --config.seed both set the seed"),
+    ({"optimizer.lr": 0.1}, (), ["--config.optimizer.lr=0.2"], "lr=0.1: the arm sets optimizer.lr, and"),
+])
+def test_a_field_that_is_set_twice_is_refused(monkeypatch, arm, seeds, overrides, told):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=told):
+        jobs([arm], seeds, overrides)
+
+
 def test_a_folder_with_a_run_of_another_configuration_is_refused(tmp_path, monkeypatch):
     """Its results would stand in the table as those of this sweep."""
     monkeypatch.chdir(ROOT)

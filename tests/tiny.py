@@ -104,10 +104,10 @@ def one_device():
         yield
 
 
-def run(workdir, **overrides) -> dict:
+def run(workdir, change=(), **overrides) -> dict:
     """`train.run` of the tiny config."""
     with one_device():
-        return train.run(config(**overrides), str(workdir))
+        return train.run(config(**overrides), str(workdir), change=change)
 
 
 def setup(**overrides):

@@ -15,6 +15,11 @@ from jaxrl_tis.data.records import listed
 from jaxrl_tis.data.tasks import Source, make
 
 EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
+# The field of the configuration that each part of a fingerprint belongs to.
+FIELDS = {
+    "task": "task.name", "params": "task.params", "length": "task.params", "examples": "task.params",
+    "seed": "seed", "batch_size": "rollout.prompts",
+}
 
 
 def sound(source: Source) -> Source:
@@ -88,15 +93,28 @@ class Batches:
         Raises:
             ValueError: the position was saved for other data, another order or another batch.
         """
-        saved = state["fingerprint"]
-        if saved != self.fingerprint:
-            names = sorted(self.fingerprint.keys() | saved.keys())
-            changed = [n for n in names if saved.get(n) != self.fingerprint.get(n)]
+        if changed := self.differing(state):
+            fields = dict.fromkeys(FIELDS[name] for name in changed)
             raise ValueError(
                 f"the saved position is in another data set ({', '.join(changed)} differ): saved "
-                f"{json.dumps(saved)}, this run {json.dumps(self.fingerprint)}"
+                f"{json.dumps(state['fingerprint'])}, this run {json.dumps(self.fingerprint)}. Use the "
+                f"old data to resume, a new workdir, or --change={','.join(fields)} to go on with these"
             )
         self._iterator.set_state(dict(state["position"]))
+
+    def differing(self, state: Mapping[str, Any]) -> dict[str, list]:
+        """Returns {part of the fingerprint: [saved, here]} where a state is of other data, of another
+        order or of another batch."""
+        saved, here = state["fingerprint"], self.fingerprint
+        names = sorted(here.keys() | saved.keys())
+        return {n: [saved.get(n), here.get(n)] for n in names if saved.get(n) != here.get(n)}
+
+    def moved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state that goes on here after as many examples as were read there, or up to a
+        batch more where the batches have another size."""
+        read = state["position"]["next_index"] * state["fingerprint"]["batch_size"]
+        position = {"next_index": -(-read // self.fingerprint["batch_size"])}
+        return {"fingerprint": self.fingerprint, "position": position}
 
 
 def _fingerprint(

@@ -88,6 +88,17 @@ def summary_row(run: Run) -> dict[str, str]:
     }
 
 
+def changed(run: Run) -> str:
+    """Returns the list of what changed while a run went on, "" where nothing did."""
+    items = "".join(
+        f"<li>after step {change['step']}: {html.escape(name)} "
+        f"{html.escape(json.dumps(old))} → {html.escape(json.dumps(new))}</li>"
+        for change in (run.config["changes"] if "changes" in run.config else [])
+        for name, (old, new) in change["fields"].items()
+    )
+    return f"<p>{html.escape(run.label)} went on with changes:</p><ul>{items}</ul>" if items else ""
+
+
 CSS = """
 :root { color-scheme: light;
         --sans: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -138,7 +149,7 @@ difference between the probabilities that the sampler and the learner give to th
 same weights.</p>
 <div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>
 {sections or "<p>No metric to plot yet.</p>"}
-<h2>Configuration</h2>{configs or "<p>No config.json beside the records.</p>"}
+<h2>Configuration</h2>{"".join(map(changed, runs))}{configs or "<p>No config.json beside the records.</p>"}
 <h2>What did it write, and where did the two disagree</h2>
 <p class="lead">The colour of a token is |Δp|, full at {answers.FULL_COLOR}; the pointer on it tells
 more. An evaluation has the learner's program alone.</p>

@@ -107,6 +107,21 @@ def test_other_data_is_refused(path, tmp_path):
     Batches("jsonl", {"path": path}, batch_size=4, seed=0).set_state(saved)
 
 
+@pytest.mark.parametrize("batch_size, index", [(4, 3), (6, 2), (5, 3), (12, 1), (13, 1)])
+def test_a_position_in_other_data_is_the_number_of_examples_read(path, tmp_path, batch_size, index):
+    """After 3 batches of 4; a batch that is begun is not read again."""
+    old = Batches("jsonl", {"path": path}, batch_size=4, seed=0)
+    ids(old, 3)
+    write(tmp_path / "a.jsonl", 20)
+    new, other = (
+        Batches("jsonl", {"path": path}, batch_size=batch_size, seed=0) for _ in range(2)
+    )
+    assert set(new.differing(old.get_state())) == {"length", "examples"} | (
+        {"batch_size"} if batch_size != 4 else set())
+    new.set_state(new.moved(old.get_state()))
+    assert ids(new, 2) == ids(other, index + 2)[index:]
+
+
 def test_the_order_of_parameters_does_not_matter():
     a = Batches("arithmetic", {"size": 10, "digits": 1}, batch_size=2, seed=0)
     b = Batches("arithmetic", {"digits": 1, "size": 10}, batch_size=2, seed=0)

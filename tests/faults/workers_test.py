@@ -98,6 +98,16 @@ def test_a_worker_without_patience_finds_a_learner_that_is_there():
         worker._wait_for(address, 0.0)
 
 
+def test_a_worker_whose_learner_does_not_come_ends_with_42_and_a_line(tmp_path):
+    port = free_port()
+    worker = start(
+        tmp_path / "worker", "worker", port, f"--learner=127.0.0.1:{port}", "--patience=0.1"
+    )
+    assert worker.wait(forked.SECONDS) == 42
+    [line] = worker.text().splitlines()
+    assert line.startswith(f"no learner at 127.0.0.1:{port}: ")
+
+
 def test_a_worker_that_is_interrupted_says_so_alone(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -86,7 +86,8 @@ MUTANTS = [
         "sweep.py",
         ("finished runs run again", "if not job.is_finished()]", "]"),
         ("a failed run is not told", "if codes[job]]:", "if codes[job] is None]:"),
-        ("the first mistake hides the others", "            continue\n", "            break\n"),
+        ("the first mistake hides the others",
+         "{error}\")\n            continue\n", "{error}\")\n            break\n"),
     ),
     *of(
         "samples.py",

@@ -95,6 +95,19 @@ def test_every_plot_with_data_and_no_other(page):
     assert page.open_tags == []
 
 
+def test_changes_of_a_run_that_went_on_are_listed(workdirs, tmp_path):
+    fields = {"optimizer.lr": [1e-4, 1e-5], "task.params.path": ["a.jsonl", "<b>"]}
+    workdir = make_run(tmp_path / "changed", 2, 0.0)
+    write_run_files(workdir, {"name": "x"}, changes=[{"step": 40, "fields": fields}])
+    out = tmp_path / "report.html"
+    write([workdirs[0], workdir], out)
+    text = out.read_text(encoding="utf-8")
+    assert "<p>changed went on with changes:</p>" in text and text.count("went on with changes") == 1
+    assert "<li>after step 40: optimizer.lr 0.0001 → 1e-05</li>" in text
+    assert "<li>after step 40: task.params.path &quot;a.jsonl&quot; → &quot;&lt;b&gt;&quot;</li>" in text
+    assert "<p>" + "int8" not in text  # the other run had none
+
+
 TITLES = {plot.title for plot in plots.PLOTS} | {"Where the time went"}
 
 
