@@ -23,7 +23,8 @@ from ml_collections.config_dict import placeholder
 from jaxrl_tis import cli
 from jaxrl_tis.data import tasks
 
-FREE = ("task.params", "warmup.params", "eval.params")  # arguments of a task
+PARAMS = ("task.params", "warmup.params", "eval.params")  # arguments of a task
+FREE = (*PARAMS, "reward.weights")  # groups whose names are free
 
 
 def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
@@ -140,7 +141,7 @@ def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
     """
     task = given["task.name"] if "task.name" in given else config.task.name
     if task != config.task.name:
-        for field in FREE:
+        for field in PARAMS:
             section = field.partition(".")[0]
             has_split = task in tasks.TASKS and "split" in tasks.parameters(task)
             own = {"split": section} if has_split and section in tasks.SPLITS else {}
@@ -150,7 +151,8 @@ def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
     for field in given:
         group, _, name = field.rpartition(".")
         if group in FREE and name.isidentifier():
-            params = config[group.partition(".")[0]].params
+            section, _, inner = group.partition(".")
+            params = config[section][inner]
             if name not in params:
                 _replace(params, {**params, name: placeholder(object)})
         else:

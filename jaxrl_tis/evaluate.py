@@ -19,7 +19,7 @@ from absl import flags
 from jaxrl_tis import cli, cli_flags, intervals, rollouts
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
-from jaxrl_tis.data.rewards import RewardWorker
+from jaxrl_tis.data.rewards import RewardWorker, worker
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.progress import Progress
@@ -128,9 +128,8 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
     scheduler = setup.scheduler(engine, engine.load(read_params(setup, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
-    reward = config.reward
     with (
-        RewardWorker(reward.name, timeout=reward.timeout, on_error=reward.on_error) as rewards,
+        worker(config.reward) as rewards,
         Progress(total, "answers") as progress,
     ):
         greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)
