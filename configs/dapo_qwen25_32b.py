@@ -12,7 +12,7 @@ started on the 16 hosts of this slice as it is.
 
 Put the model's Hugging Face folder at models/Qwen2.5-32B and the problems at
 data/dapo/train.jsonl and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt
-asks for a last line "Answer: ...".
+asks for a last line "Answer: ...". The reward needs math-verify: pip install 'jaxrl_tis[math]'.
 """
 
 from configs import default

@@ -32,6 +32,7 @@ def config(**overrides):
     c.task.params = {"size": 256, "digits": 1, "terms": 2, "ops": "+"}
     c.task.max_prompt_tokens = 5
     c.reward.name = "tests.tiny_rewards:closeness"
+    c.reward.on_error = "0"
     c.warmup.steps = 12
     c.warmup.rows = 32
     c.warmup.lr = 1e-2

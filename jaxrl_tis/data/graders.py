@@ -23,9 +23,18 @@ _NUMBER = re.compile(
 )
 
 
+def _answer(record: Record) -> str:
+    if "answer" not in record:
+        raise ValueError(
+            f"example {record['id']} has no answer to compare with; name the column that holds it, or "
+            "use a reward that needs none"
+        )
+    return record["answer"]
+
+
 def exact(text: str, record: Record) -> float:
     """1 if the text is the answer but for white space around it, else 0."""
-    return float(text.strip() == record["answer"].strip())
+    return float(text.strip() == _answer(record).strip())
 
 
 def find_last_number(text: str) -> Decimal | None:
@@ -44,7 +53,7 @@ def last_number(text: str, record: Record) -> float:
     Raises:
         ValueError: the answer holds no number.
     """
-    answer = find_last_number(record["answer"])
+    answer = find_last_number(_answer(record))
     if answer is None:
         raise ValueError(f"the answer {record['answer']!r} of {record['id']} has no number")
     return float(find_last_number(text) == answer)
@@ -120,7 +129,7 @@ def math(text: str, record: Record) -> float:
     """
     from math_verify.errors import TimeoutException
 
-    answer = record["answer"]
+    answer = _answer(record)
     try:
         boxed = last_boxed(answer)
         reference = _parsed(_in_box(answer if boxed is None else boxed), is_reference=True)

@@ -138,11 +138,11 @@ class RewardWorker:
     def _outcomes(self, items: list) -> list[Outcome]:
         """The outcome of each item, in order."""
         facts = self._confined[0].facts
+        if not facts["batched"] and not facts["async"] and len(self._confined) == 1:
+            results = self._confined[0].calls([[[item]] for item in items], self._pulse)
+            return [_outcome(result) for result in results]
         size = BATCH if facts["batched"] else max(1, len(items)) if facts["async"] else 1
         units = [items[i : i + size] for i in range(0, len(items), size)]
-        if size == 1 and len(self._confined) == 1:
-            results = self._confined[0].calls([[unit] for unit in units], self._pulse)
-            return [_outcome(result) for result in results]
         processes = list(self._confined)  # a thread takes one, and gives it back
         pool = concurrent.futures.ThreadPoolExecutor(len(processes))
         try:

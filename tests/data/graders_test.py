@@ -163,3 +163,9 @@ def test_reasoning_gym_uses_the_score_of_the_package():
     assert REWARDS["reasoning_gym"]("999", record) == 0.0
     # A text that only holds the answer gets len("1000") / len("it is 1000") = 4 / 10.
     assert REWARDS["reasoning_gym"]("it is 1000", record) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("name", ["exact", "last_number", "math"])
+def test_a_record_without_an_answer(name):
+    with pytest.raises(ValueError, match="example x has no answer to compare with"):
+        REWARDS[name]("5", {"id": "x", "prompt": "2+3="})
