@@ -56,8 +56,8 @@ class Evaluator:
         commonest = answers.most_common(1)[0][0]
         constant = rewards.score([commonest] * len(self._records), self._records)
         trajectories = self._answers(scheduler, step, 1, progress, pulse)
-        texts = self._texts(trajectories)
-        scores = rewards.score(texts[0::2], self._records)
+        texts, tokens = self._texts(trajectories), [t.tokens for t in trajectories]
+        scores = rewards.score(texts[0::2], self._records, tokens[0::2])
         self.greedy = [
             rollouts.Sample(trajectory, record, text, score, score, group=i)
             for i, (trajectory, record, text, score) in enumerate(
@@ -66,7 +66,9 @@ class Evaluator:
         ]
         return {
             "eval/greedy_accuracy": _share(scores),
-            "eval/sampled_accuracy": _share(rewards.score(texts[1::2], self._records)),
+            "eval/sampled_accuracy": _share(
+                rewards.score(texts[1::2], self._records, tokens[1::2])
+            ),
             "eval/constant_accuracy": _share(constant),
             "eval/n": len(self._records),
         }
@@ -75,9 +77,12 @@ class Evaluator:
         self, scheduler: Scheduler, rewards: RewardWorker, samples: int, progress
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns which answers are right: greedy [N], and of `samples` draws [N,samples]."""
-        texts = self._texts(self._answers(scheduler, 0, samples, progress, lambda: None))
+        trajectories = self._answers(scheduler, 0, samples, progress, lambda: None)
         records = [record for record in self._records for _ in range(1 + samples)]
-        scores = np.array(rewards.score(texts, records)).reshape(len(self._records), 1 + samples)
+        scores = rewards.score(
+            self._texts(trajectories), records, [t.tokens for t in trajectories]
+        )
+        scores = np.array(scores).reshape(len(self._records), 1 + samples)
         return scores[:, 0] >= 1, scores[:, 1:] >= 1
 
     def _answers(self, scheduler, step: int, samples: int, progress, pulse) -> list[Trajectory]:

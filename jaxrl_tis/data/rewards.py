@@ -101,24 +101,29 @@ class RewardWorker:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def score(self, texts: Sequence[str], records: Sequence[dict[str, Any]]) -> list[float]:
+    def score(
+        self, texts: Sequence[str], records: Sequence[dict[str, Any]],
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> list[float]:
         """One score for each text, in order; blocks until all are scored or given up."""
-        return [scored.score for scored in self.results(texts, records)]
+        return [scored.score for scored in self.results(texts, records, tokens)]
 
     def results(
         self, texts: Sequence[str], records: Sequence[dict[str, Any]],
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> list[Scored]:
         """What each text is worth, in order; `tokens` are those of the texts, for functions that
-        ask for them.
+        ask for them. Bytes stand in for those of a text that no model wrote.
 
         A number is the reward. Of several by name "score" is the reward where there is one, and
         otherwise their weighted sum is; one that is None is left out. Where there is only a number,
         the components are {"reward": it}. An answer that failed has the components of the others,
         each NaN or an equal part of `on_error`.
         """
-        takes_tokens = tokens is not None and self._confined[0].facts["tokens"]
-        ids = [list(map(int, t)) for t in tokens] if takes_tokens else [None] * len(texts)
+        ids: list = [None] * len(texts)
+        if self._confined[0].facts["tokens"]:
+            written = [text.encode(errors="replace") for text in texts] if tokens is None else tokens
+            ids = [list(map(int, t)) for t in written]
         items = [[t, dict(r), i] for t, r, i in zip(texts, records, ids, strict=True)]
         outcomes = self._share(items, self._outcomes)
         scored = [self._scored(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
