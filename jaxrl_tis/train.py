@@ -319,6 +319,11 @@ class Run:
                 f"the reward returned a {SCORE!r} beside its parts, and this advantage takes the "
                 "parts alone: return them without it"
             )
+        if not self._is_rewarded and (unused := self.rewards.unused_weights()):
+            processes.say(
+                f"warning: reward.weights names {', '.join(unused)}, which no result has had so far",
+                sys.stderr,
+            )
         self._is_rewarded = True
 
     def _write_samples(self, lines: list[dict]) -> None:

@@ -133,6 +133,10 @@ class RewardWorker:
         failed = Scored(self.on_error, dict.fromkeys(names, self.on_error / len(names)), True)
         return [failed if s is None else s for s in scored]
 
+    def unused_weights(self) -> list[str]:
+        """Names with a weight that no result has had."""
+        return [name for name in self._weights if name not in self._names]
+
     def close(self) -> None:
         """Ends the processes and all that they started; a later `score` starts new ones."""
         for process in self._confined:

@@ -217,14 +217,23 @@ class _Scorer:
         self._seen: set[str] = set()  # kinds whose traceback was sent
 
     def __call__(self, items: list[Item]) -> list[dict[str, Any]]:
+        outcomes = self._all(items)
+        for outcome in outcomes:
+            if "kind" in outcome and outcome["kind"] in self._seen:
+                outcome["traceback"] = ""
+            elif "kind" in outcome:
+                self._seen.add(outcome["kind"])
+        return outcomes
+
+    def _all(self, items: list[Item]) -> list[dict[str, Any]]:
         if self._is_async:
             return self._loop.run_until_complete(self._at_once(items))
         try:
             columns = [self._column(reward, items) for reward in self._rewards.values()]
         except BaseException as error:
             if len(items) == 1:
-                return [self._failed(error)]
-            return [outcome for item in items for outcome in self([item])]
+                return [_failed(error)]
+            return [outcome for item in items for outcome in self._all([item])]
         return self._outcomes(columns)
 
     def _column(self, reward: Called, items: list[Item]) -> list[Any]:
@@ -257,17 +266,16 @@ class _Scorer:
                     text = f"TimeoutError: no result within {self._timeout:g} s"
                     return {"fault": "timeouts", "kind": "TimeoutError", "error": text, "traceback": ""}
                 except BaseException as error:
-                    return self._failed(error)
+                    return _failed(error)
                 return self._outcomes([[value] for value in values])[0]
 
         return await asyncio.gather(*map(score, items))
 
-    def _failed(self, error: BaseException) -> dict[str, Any]:
-        kind, text = describe(error)
-        shown = "" if kind in self._seen else text
-        self._seen.add(kind)
-        message = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
-        return {"fault": "errors", "kind": kind, "error": message, "traceback": shown}
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    kind, text = describe(error)
+    message = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+    return {"fault": "errors", "kind": kind, "error": message, "traceback": text}
 
 
 async def _awaited(value: Any) -> Any:

@@ -171,8 +171,10 @@ def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module
 
 
 def test_components_without_a_score_are_summed_by_their_weights(user_module):
-    with RewardWorker(f"{user_module}:parts", timeout=10, weights={"format": 0.1}) as worker:
+    weights = {"format": 0.1, "formt": 1.0}
+    with RewardWorker(f"{user_module}:parts", timeout=10, weights=weights) as worker:
         assert worker.score(["ab"], [RECORD]) == [2.05]
+        assert worker.unused_weights() == ["formt"]
     with RewardWorker(f"{user_module}:parts", timeout=10) as worker:
         # The second text has another name: each has the parts that it has.
         texts = ["ab", "other", "turned", "nothing given", "nan"]

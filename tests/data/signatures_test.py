@@ -119,6 +119,16 @@ def test_calls_of_an_async_function_run_at_once_and_each_has_its_time(score):
     assert found[1]["error"] == "TimeoutError: no result within 0.5 s"
 
 
+def test_the_first_text_of_a_kind_has_the_traceback_in_whatever_order_they_failed(score):
+    async def judge(text, record):
+        await asyncio.sleep(float(text))
+        raise LookupError(text)
+
+    found = score(judge, ["0.2", "0.1", "0"], workers=3, raw=True)
+    assert [o["error"] for o in found] == [f"LookupError: {t}" for t in ("0.2", "0.1", "0")]
+    assert [bool(o["traceback"]) for o in found] == [True, False, False]
+
+
 def test_a_function_may_run_a_loop_of_its_own(score):
     async def one(text):
         return len(text)
