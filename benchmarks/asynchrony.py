@@ -54,6 +54,7 @@ def long_tailed(setup):
     import numpy as np
 
     from jaxrl_tis import rollouts
+    from jaxrl_tis.data.rewards import Scored
 
     class LongTailed(rollouts.Groups):
         def requests(self, record, name, redundant=0):
@@ -66,10 +67,10 @@ def long_tailed(setup):
             return dataclasses.replace(request, sampling=sampling)
 
     class Nothing:
-        counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
+        counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
 
-        def components(self, texts, records):
-            return [{"reward": float(len(text) % 7)} for text in texts]
+        def results(self, texts, records, tokens):
+            return [Scored(float(len(text) % 7), {}) for text in texts]
 
     prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
     return LongTailed(setup.config, prompter, Nothing(), with_greedy=False)

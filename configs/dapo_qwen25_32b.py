@@ -12,7 +12,7 @@ started on the 16 hosts of this slice as it is.
 
 Put the model's Hugging Face folder at models/Qwen2.5-32B and the problems at
 data/dapo/train.jsonl and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt
-asks for a last line "Answer: ...".
+asks for a last line "Answer: ...". The reward needs math-verify: pip install 'jaxrl_tis[math]'.
 """
 
 from configs import default
@@ -32,7 +32,7 @@ def get_config(variant: str = "sync"):
     c.task.params = {"path": "data/dapo/train.jsonl"}
     c.task.chat = True
     c.task.max_prompt_tokens = 2048
-    c.reward.name = "boxed"
+    c.reward.name = "math"
     c.warmup.params = {}
     c.eval.params = {"path": "data/dapo/aime2024.jsonl"}
     c.eval.prompts = 30

@@ -53,9 +53,17 @@ def get_config() -> ConfigDict:
     c.task.on_bad_record = "error"
 
     c.reward = ConfigDict()
-    c.reward.name = "exact"  # a name in jaxrl_tis.data.rewards.REWARDS or "module:function"
+    # A name in jaxrl_tis.data.graders.REWARDS or "module:function"; several separated by commas
+    c.reward.name = "exact"
     c.reward.timeout = 5.0  # seconds per response
-    c.reward.on_error = 0.0  # score when the function raises, hangs or returns no finite number
+    # Of an answer whose function raises, hangs or returns no finite number: "drop" leaves it out of
+    # the loss and of its group, a number as text is its score
+    c.reward.on_error = "drop"
+    c.reward.signature = "auto"  # one of jaxrl_tis.data.signatures.SIGNATURES; auto: by parameters
+    c.reward.weights = ConfigDict()  # of components by name: 1, or 0 beside a "score", if not here
+    c.reward.weights.unlock()
+    c.reward.network = False  # whether the function may use it
+    c.reward.workers = 1  # processes that score at once; for an async function, calls at once
 
     c.warmup = ConfigDict()  # supervised steps before reinforcement learning
     c.warmup.steps = 0

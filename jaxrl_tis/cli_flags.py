@@ -27,7 +27,7 @@ from jaxrl_tis import cli
 from jaxrl_tis.data import tasks
 
 OF_TASK = ("task.params", "warmup.params", "eval.params")  # arguments of a task
-FREE = (*OF_TASK, "task.template_kwargs")  # groups of fields that a command line may add to
+FREE = (*OF_TASK, "task.template_kwargs", "reward.weights")  # groups whose names are free
 PACKAGE = __name__.partition(".")[0]
 HELP = ("--help", "-help", "--helpshort", "-h", "-?")
 

@@ -19,7 +19,7 @@ from absl import flags
 from jaxrl_tis import cli, cli_flags, intervals, rollouts
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
-from jaxrl_tis.data.rewards import RewardWorker
+from jaxrl_tis.data.rewards import RewardWorker, worker
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.progress import Progress
@@ -63,8 +63,8 @@ class Evaluator:
         commonest = answers.most_common(1)[0][0]
         constant = rewards.score([commonest] * len(self._records), self._records)
         trajectories = self._answers(scheduler, step, 1, progress, pulse)
-        texts = self._texts(trajectories)
-        scores = rewards.score(texts[0::2], self._records)
+        texts, tokens = self._texts(trajectories), [t.tokens for t in trajectories]
+        scores = rewards.score(texts[0::2], self._records, tokens[0::2])
         self.greedy = [
             rollouts.Sample(trajectory, record, text, score, score, group=i)
             for i, (trajectory, record, text, score) in enumerate(
@@ -73,7 +73,9 @@ class Evaluator:
         ]
         return {
             "eval/greedy_accuracy": _share(scores),
-            "eval/sampled_accuracy": _share(rewards.score(texts[1::2], self._records)),
+            "eval/sampled_accuracy": _share(
+                rewards.score(texts[1::2], self._records, tokens[1::2])
+            ),
             "eval/constant_accuracy": _share(constant),
             "eval/n": len(self._records),
         }
@@ -82,9 +84,12 @@ class Evaluator:
         self, scheduler: Scheduler, rewards: RewardWorker, samples: int, progress
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns which answers are right: greedy [N], and of `samples` draws [N,samples]."""
-        texts = self._texts(self._answers(scheduler, 0, samples, progress, lambda: None))
+        trajectories = self._answers(scheduler, 0, samples, progress, lambda: None)
         records = [record for record in self._records for _ in range(1 + samples)]
-        scores = np.array(rewards.score(texts, records)).reshape(len(self._records), 1 + samples)
+        scores = rewards.score(
+            self._texts(trajectories), records, [t.tokens for t in trajectories]
+        )
+        scores = np.array(scores).reshape(len(self._records), 1 + samples)
         return scores[:, 0] >= 1, scores[:, 1:] >= 1
 
     def _answers(self, scheduler, step: int, samples: int, progress, pulse) -> list[Trajectory]:
@@ -135,9 +140,8 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
     scheduler = setup.scheduler(engine, engine.load(read_params(setup, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
-    reward = config.reward
     with (
-        RewardWorker(reward.name, timeout=reward.timeout, on_error=reward.on_error) as rewards,
+        worker(config.reward) as rewards,
         Progress(total, "answers") as progress,
     ):
         greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)

@@ -13,16 +13,17 @@ import jax
 import ml_collections
 
 from jaxrl_tis import (
-    changes, evaluate, goodput, hub, lock, optimizer, processes, rollouts, samples, sinks, storage,
-    validate,
+    changes, evaluate, failures, goodput, hub, lock, optimizer, processes, rollouts, samples, sinks,
+    storage, validate,
 )
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.changes import Changes
 from jaxrl_tis.checkpoint import Checkpoints, Misfit
 from jaxrl_tis.cli import Interrupted
-from jaxrl_tis.data import pipeline, tasks
+from jaxrl_tis.data import confined, pipeline, tasks
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.data.rewards import RewardWorker
+from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
+from jaxrl_tis.failures import Failures
 from jaxrl_tis.gate import probe
 from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.interrupt import Interrupt
@@ -47,6 +48,21 @@ def check_finite(step: int, values: dict[str, float], saved: int | None) -> None
         named = ", ".join(f"{n} is {v}" for n, v in terms.items())
         rest = f" and the checkpoint of step {saved} is intact" if saved is not None else ""
         raise FloatingPointError(f"step {step}: {named}; the run stops here{rest}")
+
+
+def check_rewards(
+    step: int, drawn: list[rollouts.Sample], last_error: str, is_first: bool
+) -> None:
+    """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
+    if not all(sample.is_failed for sample in drawn):
+        return
+    found = f"step {step}: all {len(drawn)} rewards failed, the last by {last_error}"
+    if is_first:
+        raise ValueError(
+            f"{found}; mend the function that reward.name names, WORKDIR/{failures.FILE_NAME} has "
+            "the tracebacks"
+        )
+    processes.say(found, sys.stderr)
 
 
 class Run:
@@ -81,6 +97,7 @@ class Run:
         self._samples: LineFile | None = None
         self._profile_steps, self._pins, self._changed = profile_steps, pins, changed
         self.last_eval: dict[str, float] = {}
+        self._is_rewarded = False  # a batch was, since this process began
 
     def _make_source(self) -> rollouts.RolloutSource:
         setup, config = self.setup, self.setup.config
@@ -335,6 +352,7 @@ class Run:
         about, rows, metrics of the update)."""
         with self._named("rollout"):
             drawn, values = self.source.next(step)
+        self._check_rewards(step, drawn)
         with self._phase("score"):
             known = self._old.taken([s.trajectory for s in drawn])
             rows = self.trainer.score(self.state, drawn, self._old, known)
@@ -349,8 +367,24 @@ class Run:
             self.state, drawn, rows, measured = self.trainer.update_arriving(
                 self.state, self.source.parts(step), self._old, step, self.version
             )
+        self._check_rewards(step, drawn)
         self._compare(step, rows)
         return drawn, self.source.metrics(), rows, measured
+
+    def _check_rewards(self, step: int, drawn: list[rollouts.Sample]) -> None:
+        check_rewards(step, drawn, self.rewards.last_error, is_first=not self._is_rewarded)
+        takes_parts = "reward_components" in self.setup.correction.needs
+        if takes_parts and any(SCORE in s.components for s in drawn):
+            raise ValueError(
+                f"the reward returned a {SCORE!r} beside its parts, and this advantage takes the "
+                "parts alone: return them without it"
+            )
+        if not self._is_rewarded and (unused := self.rewards.unused_weights()):
+            processes.say(
+                f"warning: reward.weights names {', '.join(unused)}, which no result has had so far",
+                sys.stderr,
+            )
+        self._is_rewarded = True
 
     def _write_samples(self, lines: list[dict]) -> None:
         for line in lines if self._samples is not None else ():
@@ -462,9 +496,17 @@ def run(
         checkpoints = stack.enter_context(
             Checkpoints(workdir, config.checkpoint.keep, before_commit=mirror.upload)
         )
-        rewards = stack.enter_context(RewardWorker(
-            config.reward.name, timeout=config.reward.timeout, on_error=config.reward.on_error,
-            share=processes.share, pulse=watchdog.beat,
+        if not confined.namespaces():
+            processes.say(
+                "no namespaces on this system: Python's sockets are closed to rewards without "
+                "reward.network, those of other programs are not", sys.stderr,
+            )
+        rewards = stack.enter_context(worker(
+            config.reward, share=processes.share, pulse=watchdog.beat,
+            failures=Failures(
+                folder / failures.FILE_NAME if processes.is_first() else None,
+                lambda text: processes.say(text, sys.stderr),
+            ),
         ))
         changed = Changes(tuple(change), fields)
         r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)

@@ -11,7 +11,9 @@ import ml_collections
 from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import tasks
-from jaxrl_tis.data.rewards import REWARDS
+from jaxrl_tis.data.graders import REWARDS
+from jaxrl_tis.data.rewards import DROP
+from jaxrl_tis.data.signatures import SIGNATURES
 from jaxrl_tis.engine import injection
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import centering, loss, methods, presets, reduce
@@ -189,6 +191,7 @@ def _names(config):
         "task.on_bad_record": (config.task.on_bad_record, ("error", "skip")),
         "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
         "train.sum_dtype": (config.train.sum_dtype, DTYPES),
+        "reward.signature": (config.reward.signature, SIGNATURES),
     }
     for field, (value, allowed) in allowed_values.items():
         if value not in allowed:
@@ -201,13 +204,30 @@ def _names(config):
     for name in _read(config, "metrics.sinks"):
         if name not in SINKS:
             yield f"metrics.sinks names {name!r}; choose of {', '.join(SINKS)}"
-    if config.reward.name not in REWARDS and ":" not in config.reward.name:
-        yield (
-            f"reward.name is {config.reward.name!r}; choose one of {', '.join(REWARDS)} or give "
-            "'module:function'"
-        )
+    yield from _reward(config.reward)
     if not config.model.path and not config.task.tokenizer:
         yield "task.tokenizer is empty and there is no model.path to take it from"
+
+
+def _reward(reward):
+    for name in reward.name.split(","):
+        if name.strip() not in REWARDS and ":" not in name:
+            yield (
+                f"reward.name is {reward.name!r}; choose one of {', '.join(REWARDS)} or give "
+                "'module:function'"
+            )
+    if reward.on_error != DROP and not _is_number(reward.on_error):
+        yield f"reward.on_error is {reward.on_error!r}; it must be {DROP!r} or a number"
+    for name, weight in reward.weights.items():
+        if type(weight) not in (int, float):
+            yield f"reward.weights.{name} is {weight!r}; it must be a number"
+
+
+def _is_number(text):
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _counts(config):
@@ -220,8 +240,8 @@ def _counts(config):
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
         "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
-        "task.max_prompt_tokens", "reward.timeout", "rollout.temperature", "rollout.snapshot_gib",
-        "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
+        "task.max_prompt_tokens", "reward.timeout", "reward.workers", "rollout.temperature",
+        "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     ]
     for field in positive:
         if _read(config, field) <= 0:

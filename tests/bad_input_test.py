@@ -301,7 +301,7 @@ def test_hanging_and_raising_rewards_get_their_score_and_never_stop_the_run(tmp_
 
     with mock.patch.object(rollouts.Collector, "next", record):
         tiny.run(tmp_path, steps=1, reward__name="tests.tiny_rewards:hangs_or_raises",
-                 reward__timeout=0.3, reward__on_error=-2.0, eval__prompts=1)
+                 reward__timeout=0.3, reward__on_error="-2.0", eval__prompts=1)
     [line] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
     hung = [s for s in collected if s.text.startswith("1")]
     raised = [s for s in collected if s.text.startswith(("2", "3", "4"))]

@@ -107,6 +107,14 @@ def test_own_model_and_reward_on_every_shipped_config(read, sums, tmp_path, monk
             assert rewards.score(["three"], [{}]) == [5.0]
 
 
+def test_weights_of_a_reward_have_any_name(read):
+    path = ROOT / "configs/quickstart.py"
+    config = read(path, "reward.weights.format=0.1", "reward.weights.score=2", "task.name=jsonl",
+                  "task.params.path=x", "reward.on_error=-1", "reward.network=true")
+    assert config.reward.weights.to_dict() == {"format": 0.1, "score": 2}
+    assert config.reward.on_error == "-1" and config.reward.network is True
+
+
 def test_a_tokenizer_that_is_given_beside_a_model_is_taken(read):
     path = ROOT / "configs/quickstart.py"
     assert read(path, "model.path=m").task.tokenizer == ""

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "spelling": (),
     "storage": ("cli",),
     "hub": ("cli", "storage"),
-    "data": ("hub",),
+    "failures": (),
+    "data": ("failures", "hub"),
     "lock": ("cli",),
     "metrics": ("cli", "storage"),
     "samples": ("metrics", "storage"),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "checkpoint": ("cli", "processes", "provenance", "storage"),
     "watchdog": ("cli", "processes", "storage"),
     "cli_flags": ("cli", "data"),
-    "report": ("cli", "intervals", "metrics", "progress", "samples", "storage"),
+    "report": ("cli", "failures", "intervals", "metrics", "progress", "samples", "storage"),
     "sharding": ("fields",),
     "kernels": ("sharding",),
     # Estimators know no model, models no engine, the engine no learner.
@@ -87,7 +88,7 @@ MAY_IMPORT = {
         "rows", "scoring", "sharding", "state", "step", "validate",
     ),
     "libtpu_flags": ("aot", "cli"),
-    "doctor": ("cli", "estimators", "metrics", "old_policies", "rollouts", "storage"),
+    "doctor": ("cli", "estimators", "failures", "metrics", "old_policies", "rollouts", "storage"),
     "gate": (
         "build", "cli", "cli_flags", "data", "engine", "estimators", "models", "processes",
         "rollouts", "scoring", "sharding", "state",
@@ -105,7 +106,7 @@ MAY_IMPORT = {
     "audit": ("cli", "doctor", "estimators", "kernels", "report"),
     # The run knows everything.
     "train": (
-        "build", "changes", "checkpoint", "cli", "data", "evaluate", "gate", "goodput", "hub",
+        "build", "changes", "checkpoint", "cli", "data", "evaluate", "failures", "gate", "goodput", "hub",
         "interrupt", "lock", "metrics", "optimizer", "processes", "progress", "provenance", "report", "rollouts", "samples",
         "sinks", "state", "storage", "trainer", "validate", "warmup", "watchdog",
     ),

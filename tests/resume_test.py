@@ -37,7 +37,7 @@ CRITIC = dict(
         "& layerwise_perturbation(perturb_std=0.01, perturb_lr=0.05)"
     ),
 )
-COUNTS = ("reward/errors", "reward/non_finite", "reward/timeouts")
+COUNTS = ("reward/dropped", "reward/errors", "reward/non_finite", "reward/timeouts")
 _next, _update = rollouts.Collector.next, Trainer.update
 
 

@@ -33,6 +33,7 @@ def config(**overrides):
     c.task.max_prompt_tokens = 5
     c.task.date = "2026-01-31"  # of the clock, two runs would share no Setup
     c.reward.name = "tests.tiny_rewards:closeness"
+    c.reward.on_error = "0"
     c.warmup.steps = 12
     c.warmup.rows = 32
     c.warmup.lr = 1e-2

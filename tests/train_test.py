@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import train
+from jaxrl_tis import cli, failures, train
 from jaxrl_tis.models import transformer
 from jaxrl_tis.report import page
 from jaxrl_tis.trainer import Trainer
@@ -111,7 +111,7 @@ def test_every_metric_that_the_report_and_the_readers_need():
     first = next(r for r in map(json.loads, text) if r["phase"] == "train")
     needed = {
         "reward/mean", "reward/learner_snis", "reward/learner_snis_ess", "reward/timeouts",
-        "reward/errors", "reward/non_finite", "actor/entropy", "actor/grad_norm", "actor/pg_loss",
+        "reward/errors", "reward/non_finite", "reward/dropped", "actor/entropy", "actor/grad_norm", "actor/pg_loss",
         "actor/pg_clipfrac", "actor/ppo_kl", "response_length/mean", "response_length/max",
         "training/rollout_probs_diff_max", "training/rollout_probs_diff_mean",
         "training/rollout_actor_probs_pearson_corr", "rollout_corr/kl", "rollout_corr/k3_kl",
@@ -161,6 +161,30 @@ def test_a_jsonl_task_needs_no_warm_up_split(tmp_path):
 
 
 # What stops a run
+
+
+def test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told(capsys):
+    failed, scored = mock.Mock(is_failed=True), mock.Mock(is_failed=False)
+    train.check_rewards(1, [failed, scored], "KeyError: 'x'", is_first=True)
+    with pytest.raises(ValueError, match="step 1: all 2 rewards failed, the last by KeyError: 'x'"):
+        train.check_rewards(1, [failed] * 2, "KeyError: 'x'", is_first=True)
+    assert capsys.readouterr().err == ""
+    train.check_rewards(2, [failed] * 2, "KeyError: 'x'", is_first=False)
+    assert capsys.readouterr().err.startswith("step 2: all 2 rewards failed")
+
+
+@pytest.mark.parametrize("source", [
+    {}, {"rollout__mode": "areal(staleness=1)"}, {"rollout__mode": "periodic"},
+])
+def test_a_reward_that_always_fails_ends_the_run_with_its_error(tmp_path, capfd, source):
+    """Whatever a failure is worth, and with every source: a run on zeros would learn nothing."""
+    with pytest.raises(ValueError, match="all 16 rewards failed, the last by KeyError: 'gold'") as e:
+        tiny.run(tmp_path, reward__name="tests.tiny_rewards:always_raises", **source)
+    assert cli.exit_code(e.value) == 2
+    [kind] = failures.read(tmp_path / failures.FILE_NAME)
+    assert kind.kind.startswith("KeyError at ") and kind.count >= 16
+    printed = capfd.readouterr().err
+    assert printed.count("Traceback") == 1 and 'record["gold"]' in printed
 
 
 @pytest.mark.parametrize("name", ["actor/pg_loss", "critic/vf_loss", "actor/grad_norm",

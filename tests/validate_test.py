@@ -34,7 +34,7 @@ def test_the_tiny_config_is_sound():
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
-    "reward.name", "train.sum_dtype", "task.on_bad_record",
+    "reward.name", "reward.signature", "train.sum_dtype", "task.on_bad_record",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = {name.replace(".", "__"): "sequence"}
@@ -62,6 +62,29 @@ def test_variables_and_date_of_a_chat_template():
 
 def test_a_reward_of_ones_own_needs_a_module():
     validate(tiny.config(reward__name="my.module:function"))
+    validate(tiny.config(reward__name="my.module:function, exact"))
+    [problem] = problems(reward__name="my.module:function,exactly")
+    assert "choose one of exact, last_number, math" in problem
+
+
+@pytest.mark.parametrize("text", ["drop", "0", "-1.5"])
+def test_what_a_failed_reward_is_worth(text):
+    validate(tiny.config(reward__on_error=text))
+
+
+@pytest.mark.parametrize("text", ["", "dropped", "nan", "inf", "0,5"])
+def test_what_a_failed_reward_cannot_be_worth(text):
+    assert problems(reward__on_error=text) == [
+        f"- reward.on_error is {text!r}; it must be 'drop' or a number"
+    ]
+
+
+@pytest.mark.parametrize("weight", ["0.1", None, True])
+def test_weights_of_components_are_numbers(weight):
+    config = tiny.config()
+    config.reward.weights = {"format": weight}
+    with pytest.raises(ValueError, match="reward.weights.format is .*; it must be a number"):
+        validate(config)
 
 
 @pytest.mark.parametrize("name", [
@@ -69,7 +92,7 @@ def test_a_reward_of_ones_own_needs_a_module():
     "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
-    "rollout.max_rounds", "metrics.percentile_every", "engine.noise_stages",
+    "rollout.max_rounds", "metrics.percentile_every", "engine.noise_stages", "reward.workers",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -278,7 +301,7 @@ def test_values_that_no_run_can_mean(changes, word):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", [
     "rollout.temperature", "model.uaq_scale", "engine.noise_start", "optimizer.lr",
-    "reward.on_error", "correction.entropy_coeff", "warmup.params.scale",
+    "correction.entropy_coeff", "warmup.params.scale",
 ])
 def test_numbers_are_finite(name, value):
     changes = {name.replace(".", "__"): value, "warmup__steps": 0}

@@ -5,6 +5,7 @@ holds an accelerator.
 """
 
 import contextlib
+import errno
 import functools
 import glob
 import importlib
@@ -14,6 +15,7 @@ import queue
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +33,10 @@ LIMITS = {
 }
 SHOWN_BYTES = 64 << 10  # of what the process prints
 RESULT_BYTES = 4 << 20
-NAMESPACES = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+NAMESPACES = ("--pid", "--fork", "--kill-child", "--mount-proc")
+# Audit events of what reaches out by a socket, and of those that ask for addresses.
+SENDS = ("socket.connect", "socket.sendto", "socket.sendmsg")
+ASKS = ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr")
 
 
 class Confined:
@@ -44,8 +49,9 @@ class Confined:
 
     The process is a new interpreter rather than a multiprocessing child, because the latter
     imports the main module again, and with it JAX. It leads its own process group, and where
-    `unshare` works it has no network and process numbers of its own: killing it also kills what
-    the function started, whatever that has made of itself. LIMITS and `memory` bound it, and the
+    `unshare` works it has process numbers of its own: killing it also kills what the function
+    started, whatever that has made of itself. Without `network` Python's sockets are refused
+    everywhere, and where `unshare` works there is no network at all. LIMITS and `memory` bound it, and the
     first SHOWN_BYTES of what it prints go to stderr. If this process dies, it ends by itself (a
     function that hangs inside C code without releasing the interpreter lock is the exception).
 
@@ -56,36 +62,45 @@ class Confined:
         what: the function's name for messages.
         timeout: seconds that one call may take.
         memory: bytes of the process.
+        network: whether the function may use the network.
+
+    Attributes:
+        facts: those of the function, where it has that attribute.
 
     Raises:
         ValueError: `make` failed.
     """
 
     def __init__(
-        self, make: str, argument: Any, *, what: str, timeout: float, memory: int = MEMORY
+        self, make: str, argument: Any, *, what: str, timeout: float, memory: int = MEMORY,
+        network: bool = False,
     ):
-        self._setup = {"make": make, "argument": argument, "memory": memory}
-        self._what, self._timeout = what, timeout
+        self._setup = {
+            "make": make, "argument": argument, "memory": memory, "network": network,
+        }
+        self._what, self._timeout, self._network = what, timeout, network
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
         self._start()
 
     def calls(
-        self, items: Sequence[Sequence[Any]], pulse: Callable[[], None] = lambda: None
+        self, items: Sequence[Sequence[Any]], pulse: Callable[[], None] = lambda: None,
+        timeout: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Calls the function with the arguments of each item, in order.
+        """Calls the function with the arguments of each item, in order; `timeout` replaces that of
+        a call.
 
         Returns {"value": what it returned, "error": ""} for each, or what went wrong and how:
         {"value": None, "error": text, "fault": "errors" or "timeouts"}. `pulse` is called whenever
         results come.
         """
-        results = []
+        results, timeout = [], self._timeout if timeout is None else timeout
         with self._lock:
             while len(results) < len(items):
                 try:
                     if self._process is None:
                         self._start()
-                    self._call_in_process(items[len(results) :], results, pulse)
+                    self._call_in_process(items[len(results) :], results, pulse, timeout)
                 except (TimeoutError, EOFError, OSError, ValueError) as fault:
                     self.close()
                     name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
@@ -112,7 +127,7 @@ class Confined:
         )
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         self._process = subprocess.Popen(
-            [*namespaces(), sys.executable, "-c", code, path],
+            [*namespaces(self._network), sys.executable, "-c", code, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -134,13 +149,16 @@ class Confined:
         if made["error"]:
             self.close()
             raise ValueError(f"{self._what} cannot be loaded: {made['error']}")
+        self.facts = made["value"]
 
-    def _call_in_process(self, items: Sequence, results: list, pulse: Callable) -> None:
+    def _call_in_process(
+        self, items: Sequence, results: list, pulse: Callable, timeout: float
+    ) -> None:
         """Appends to `results` until all items are done; raises at the first that stops this."""
-        self._write(items, time.monotonic() + self._timeout)
+        self._write(items, time.monotonic() + timeout)
         end = len(results) + len(items)
         while len(results) < end:
-            for result in self._read_lines(time.monotonic() + self._timeout):
+            for result in self._read_lines(time.monotonic() + timeout):
                 if len(results) == end:
                     raise EOFError("more results than texts")
                 results.append(result | {"fault": "errors" if result["error"] else None})
@@ -174,17 +192,27 @@ class Confined:
 
 
 @functools.cache
-def namespaces() -> tuple[str, ...]:
-    """Returns the command that runs another one without network and with process numbers of its
-    own; none where the system does not allow it."""
+def namespaces(network: bool = False) -> tuple[str, ...]:
+    """Returns the command that runs another one with process numbers of its own and, unless asked
+    for, without network; none where the system does not allow it."""
+    wanted = NAMESPACES if network else ("--net", *NAMESPACES)
     for user in ((), ("--user", "--map-current-user")):
-        command = ("unshare", *user, *NAMESPACES)
+        command = ("unshare", *user, *wanted)
         try:
             if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
                 return command
         except OSError:
             break  # there is no unshare
     return ()
+
+
+def _refuse_network(event: str, arguments: tuple) -> None:
+    """An audit hook under which Python's sockets reach nothing beyond this machine's files."""
+    is_local = event in SENDS and arguments[0].family not in (socket.AF_INET, socket.AF_INET6)
+    if event in SENDS + ASKS and not is_local:
+        raise OSError(
+            errno.ENETUNREACH, "no network here; reward.network=True lets a reward use it"
+        )
 
 
 def _show(stream, what: str) -> None:
@@ -235,7 +263,14 @@ def serve() -> None:
         results.write(line.encode() + b"\n")
 
     made = []
-    send(lambda: made.append(function(setup["make"])(setup["argument"])))
+
+    def make():
+        made.append(function(setup["make"])(setup["argument"]))
+        return getattr(made[0], "facts", None)
+
+    if not setup["network"]:
+        sys.addaudithook(_refuse_network)
+    send(make)
     if not made:
         return
     while True:

@@ -1,112 +1,35 @@
-"""Rewards: plain functions of the sampled text and the task's record, scored in their own process.
+"""Rewards: functions of the sampled text and the task's record, scored in processes of their own.
 
-A function returns a number, or several by name: their sum is the score, and an advantage such as
-"gdpo" sees them one by one. It returns the same names for every text.
-
-This file imports the standard library only: see confined.py, whose process it runs in.
+A function returns a number, or several by name, its components: see `RewardWorker.results`. The
+signatures that it may have are in signatures.py, those that come with the package in graders.py.
 """
 
-import functools
-import importlib
-import json
+import concurrent.futures
+import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
+import ml_collections
+
 from jaxrl_tis.data import confined
+from jaxrl_tis.failures import Failures
 
-Reward = Callable[[str, dict[str, str]], float | Mapping[str, float]]
+DROP = "drop"  # of reward.on_error
+SCORE = "score"  # the component that is the reward where there is one
+BATCH = 16  # texts for one call of a function that takes several
+PULSE_SECONDS = 0.5
 
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9)])[-+])?(?:\$(?P<sign2>[-+])?)?"
-    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-)
-
-
-def exact(text: str, record: dict[str, str]) -> float:
-    """1 if the text is the answer but for white space around it, else 0."""
-    return float(text.strip() == record["answer"].strip())
+Outcome = dict[str, Any]  # see signatures.make
 
 
-def find_last_number(text: str) -> Decimal | None:
-    """The last number of a text: "-$1,234.50" is -1234.5, and "7-4" ends in 4, not in -4."""
-    matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
-    if not matches:
-        return None
-    sign, sign2, digits = matches[-1].group("sign", "sign2", "digits")
-    value = Decimal(digits.replace(",", ""))
-    return value.copy_negate() if "-" in (sign, sign2) else value
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The reward of an answer: NaN where there is none. A void component is NaN, too."""
 
-
-def last_number(text: str, record: dict[str, str]) -> float:
-    """1 if the last number of the text equals the answer's last number, else 0.
-
-    Raises:
-        ValueError: the answer holds no number.
-    """
-    answer = find_last_number(record["answer"])
-    if answer is None:
-        raise ValueError(f"the answer {record['answer']!r} of {record['id']} has no number")
-    return float(find_last_number(text) == answer)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, braces matched; None without one, or if it never closes."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    start, depth = start + len(r"\boxed{"), 1
-    for brace in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[start : start + brace.start()]
-    return None
-
-
-def normalise_math(text: str) -> str:
-    r"""A LaTeX answer without what does not change its value.
-
-    Removes spacing, dollar and per cent signs, \left and \right, the names of text boxes, commas
-    between thousands and a full stop at the end; \dfrac and \tfrac become \frac.
-    """
-    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;: ]|\\?[$%]|\s|~", "", text)
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    return text.rstrip(".")
-
-
-def boxed(text: str, record: dict[str, str]) -> float:
-    r"""1 if the text's final answer equals the record's after `normalise_math`, else 0.
-
-    The final answer is the last \boxed{...}, or where there is none the rest of the line after
-    the last "Answer:", the format that DAPO's prompt asks for (2503.14476).
-    """
-    found = last_boxed(text)
-    if found is None:
-        lines = re.findall(r"(?i)answer[ \t]*:[ \t]*([^\n]+)", text)
-        found = lines[-1] if lines else None
-    answer = last_boxed(record["answer"])
-    answer = record["answer"] if answer is None else answer
-    return float(found is not None and normalise_math(found) == normalise_math(answer))
-
-
-@functools.cache
-def _reasoning_gym_scorer(name: str) -> Callable:
-    return importlib.import_module("reasoning_gym").get_score_answer_fn(name)
-
-
-def reasoning_gym(text: str, record: dict[str, str]) -> float:
-    """The package's own score, in [0, 1], of the stripped text as the answer to its problem.
-
-    The metadata went through JSON, which has no tuples: arc_agi and rearc compare with tuples,
-    so there a right answer scores as a wrong one.
-    """
-    metadata = json.loads(record["meta"])
-    entry = {"question": record["prompt"], "answer": record["answer"], "metadata": metadata}
-    return float(_reasoning_gym_scorer(metadata["source_dataset"])(text.strip(), entry))
+    score: float
+    components: dict[str, float]
+    is_failed: bool = False
 
 
 def soft_overlong_penalty(length_tokens: int, max_length: int, buffer: int) -> float:
@@ -120,63 +43,57 @@ def soft_overlong_penalty(length_tokens: int, max_length: int, buffer: int) -> f
     return max(-1.0, min(0.0, (max_length - buffer - length_tokens) / buffer))
 
 
-REWARDS: dict[str, Reward] = {
-    "boxed": boxed,
-    "exact": exact,
-    "last_number": last_number,
-    "reasoning_gym": reasoning_gym,
-}
-
-
-def resolve(name: str) -> Reward:
-    """The reward of a name in REWARDS, or of "module:function".
-
-    Raises:
-        ImportError, AttributeError: the module or its function cannot be had.
-        ValueError: the name is neither.
-    """
-    if name == "reasoning_gym":
-        importlib.import_module(name)  # Seconds, which must not count against the first item.
-    if name in REWARDS:
-        return REWARDS[name]
-    if ":" not in name:
-        raise ValueError(
-            f"unknown reward {name!r}; use one of {', '.join(REWARDS)} or 'module:function'"
-        )
-    return confined.function(name)
+def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> dict[str, float]:
+    """The weight of each part in the reward: the given one; else 1, or 0 beside a "score"."""
+    default = lambda name: 1.0 if name == SCORE or SCORE not in parts else 0.0
+    return {name: float(weights[name]) if name in weights else default(name) for name in parts}
 
 
 class RewardWorker:
-    """Scores texts with one reward function in one process of its own: see confined.Confined.
+    """Scores texts with a reward function in processes of its own: see confined.Confined.
 
-    The function may hang, crash, raise or return NaN: the item then scores `on_error` and is
-    counted in `counts`, the process is replaced where it has to be, and scoring goes on.
+    The function may hang, crash, raise or return NaN: the item has then failed, is counted in
+    `counts` and `failures`, the process is replaced where it has to be, and scoring goes on.
 
     Args:
-        function: a name in REWARDS, or "module:function" importable along this process's sys.path.
+        function: a name in graders.REWARDS, or "module:function" importable along this process's
+            sys.path; or several of them, separated by commas.
         timeout: seconds that one item may take.
-        on_error: the score of an item that could not be scored.
+        on_error: the score of an item that failed; "drop" for none.
+        signature: one of signatures.SIGNATURES.
+        weights: of components, by name; see `weighted`.
+        network: whether the function may use it.
+        workers: processes that score at once; for an async function, calls at once.
         share: (items, f: items -> results) -> results; where several processes have the same texts,
             each calls f with its part and gets the results of all.
         pulse: called whenever results come.
 
     Raises:
-        ValueError: the function cannot be loaded.
+        ValueError: the function cannot be loaded, or has no known signature.
     """
 
     def __init__(
-        self, function: str, *, timeout: float, on_error: float,
-        share: Callable[[list, Callable], list] = lambda items, f: f(items),
-        pulse: Callable[[], None] = lambda: None,
+        self, function: str, *, timeout: float, on_error: str | float = DROP,
+        signature: str = "auto", weights: Mapping[str, float] = {}, network: bool = False,
+        workers: int = 1, share: Callable[[list, Callable], list] = lambda items, f: f(items),
+        pulse: Callable[[], None] = lambda: None, failures: Failures | None = None,
     ):
-        self.on_error, self._share, self._pulse = on_error, share, pulse
-        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
-        self._names: list[str] = []  # of the components, from the first result
+        self.on_error = math.nan if on_error == DROP else float(on_error)
+        self._weights, self._timeout, self._workers = weights, timeout, workers
+        self._share, self._pulse = share, pulse
+        self.failures = Failures() if failures is None else failures
+        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
+        self._names: dict[str, None] = {}  # of the components that were seen
         self.last_error = ""
-        self._confined = confined.Confined(
-            "jaxrl_tis.data.rewards:scorer", function, what=f"the reward {function!r}",
-            timeout=timeout,
+        setup = {"name": function, "signature": signature, "timeout": timeout, "workers": workers}
+        make = lambda _: confined.Confined(
+            "jaxrl_tis.data.signatures:make", setup, what=f"the reward {function!r}",
+            timeout=timeout, network=network,
         )
+        self._confined = [make(0)]
+        if workers > 1 and not self._confined[0].facts["async"]:
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                self._confined += pool.map(make, range(1, workers))
 
     def __enter__(self) -> "RewardWorker":
         return self
@@ -184,47 +101,134 @@ class RewardWorker:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def score(self, texts: Sequence[str], records: Sequence[dict[str, str]]) -> list[float]:
+    def score(
+        self, texts: Sequence[str], records: Sequence[dict[str, Any]],
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> list[float]:
         """One score for each text, in order; blocks until all are scored or given up."""
-        return [sum(parts.values()) for parts in self.components(texts, records)]
+        return [scored.score for scored in self.results(texts, records, tokens)]
 
-    def components(
-        self, texts: Sequence[str], records: Sequence[dict[str, str]]
-    ) -> list[dict[str, float]]:
-        """The components of each score by name, {"reward": score} where there is only a number."""
-        items = [[text, dict(record)] for text, record in zip(texts, records, strict=True)]
-        call = lambda items: self._confined.calls(items, self._pulse)
-        scores = [self._checked(result) for result in self._share(items, call)]
-        names = self._names or ["reward"]
-        failed = {name: self.on_error / len(names) for name in names}
-        return [failed if parts is None else parts for parts in scores]
+    def results(
+        self, texts: Sequence[str], records: Sequence[dict[str, Any]],
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> list[Scored]:
+        """What each text is worth, in order; `tokens` are those of the texts, for functions that
+        ask for them. Bytes stand in for those of a text that no model wrote.
+
+        A number is the reward. Of several by name "score" is the reward where there is one, and
+        otherwise their weighted sum is; one that is None is left out. Where there is only a number,
+        the components are {"reward": it}. An answer that failed has the components of the others,
+        each NaN or an equal part of `on_error`.
+        """
+        ids: list = [None] * len(texts)
+        if self._confined[0].facts["tokens"]:
+            written = [text.encode(errors="replace") for text in texts] if tokens is None else tokens
+            ids = [list(map(int, t)) for t in written]
+        items = [[t, dict(r), i] for t, r, i in zip(texts, records, ids, strict=True)]
+        outcomes = self._share(items, self._outcomes)
+        scored = [self._scored(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
+        if any(s is None for s in scored):
+            self.failures.write()
+        names = self._names or {"reward": None}
+        failed = Scored(self.on_error, dict.fromkeys(names, self.on_error / len(names)), True)
+        return [failed if s is None else s for s in scored]
+
+    def unused_weights(self) -> list[str]:
+        """Names with a weight that no result has had."""
+        return [name for name in self._weights if name not in self._names]
 
     def close(self) -> None:
-        """Ends the process and all that it started; a later `score` starts a new one."""
-        self._confined.close()
+        """Ends the processes and all that they started; a later `score` starts new ones."""
+        for process in self._confined:
+            process.close()
 
-    def _checked(self, result: dict[str, Any]) -> dict[str, float] | None:
-        if result["fault"]:
-            return self._failed(result["fault"], result["error"])
-        parts = result["value"]
-        if not all(map(math.isfinite, parts.values())):
-            return self._failed("non_finite", f"the score is {parts}")
-        self._names = self._names or list(parts)
-        if not parts or parts.keys() != set(self._names):
-            return self._failed("errors", f"components {list(parts)}, before {self._names}")
-        return {name: parts[name] for name in self._names}
+    # Calls
 
-    def _failed(self, name: str, error: str) -> None:
-        self.counts[name] += 1
+    def _outcomes(self, items: list) -> list[Outcome]:
+        """The outcome of each item, in order."""
+        facts = self._confined[0].facts
+        if not facts["batched"] and not facts["async"] and len(self._confined) == 1:
+            results = self._confined[0].calls([[[item]] for item in items], self._pulse)
+            return [_outcome(result) for result in results]
+        size = BATCH if facts["batched"] else max(1, len(items)) if facts["async"] else 1
+        units = [items[i : i + size] for i in range(0, len(items), size)]
+        processes = list(self._confined)  # a thread takes one, and gives it back
+        pool = concurrent.futures.ThreadPoolExecutor(len(processes))
+        try:
+            calls = [pool.submit(self._called, processes, unit) for unit in units]
+            waiting = set(calls)
+            while waiting:
+                _, waiting = concurrent.futures.wait(
+                    waiting, PULSE_SECONDS, concurrent.futures.FIRST_COMPLETED
+                )
+                self._pulse()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return [outcome for call in calls for outcome in call.result()]
+
+    def _called(self, processes: list[confined.Confined], unit: list) -> list[Outcome]:
+        """The outcomes of a unit, whose items are called one by one after a fault of all."""
+        process = processes.pop()
+        try:
+            [result] = process.calls([[unit]], timeout=self._limit(len(unit)))
+            if result["fault"] and len(unit) > 1:
+                results = process.calls([[[item]] for item in unit])
+                return [_outcome(result) for result in results]
+            return [_outcome(result)] if result["fault"] else result["value"]
+        finally:
+            processes.append(process)
+
+    def _limit(self, count: int) -> float:
+        """Seconds for a unit of so many items."""
+        if not self._confined[0].facts["async"]:
+            return count * self._timeout
+        return self._timeout * (math.ceil(count / self._workers) + 1)
+
+    # Results
+
+    def _scored(self, item: list, outcome: Outcome) -> Scored | None:
+        """The result of an item, None where it failed."""
+        if "value" not in outcome:
+            return self._failed(item, **outcome)
+        value = outcome["value"]
+        if "bad" in value:
+            error = f"the reward returned {value['bad']}"
+            return self._failed(item, "errors", error, error)
+        return self._summed(item, value["parts"])
+
+    def _summed(self, item: list, parts: dict[str, float | None]) -> Scored | None:
+        weights = weighted(parts, self._weights)
+        summed = {name: parts[name] for name, weight in weights.items() if weight}
+        if summed.get(SCORE, 0.0) is None or all(x is None for x in summed.values()):
+            error = f"the reward returned None for {SCORE if SCORE in summed else 'every part'}"
+            return self._failed(item, "errors", error, error)
+        if any(x is not None and not math.isfinite(x) for x in summed.values()):
+            error = f"the score is {summed}"
+            return self._failed(item, "non_finite", "a score that is not finite", error)
+        self._names |= dict.fromkeys(parts)
+        total = sum(weights[name] * x for name, x in summed.items() if x is not None)
+        is_known = lambda x: x is not None and math.isfinite(x)
+        return Scored(total, {name: x if is_known(x) else math.nan for name, x in parts.items()})
+
+    def _failed(self, item: list, fault: str, kind: str, error: str, traceback: str = "") -> None:
+        text, record, _ = item
+        self.counts[fault] += 1
+        self.counts["dropped"] += math.isnan(self.on_error)
         self.last_error = error
+        id = str(record["id"]) if "id" in record else "?"
+        self.failures.add(kind, error, traceback, id, text)
 
 
-def scorer(name: str) -> Callable[[str, dict[str, str]], dict[str, float]]:
-    """The reward of this name, which gives its components: what runs in the process."""
-    reward = resolve(name)
-    return lambda text, record: _named(reward(text, record))
+def _outcome(result: dict[str, Any]) -> Outcome:
+    """The outcome of a single item from what its process says."""
+    if not result["fault"]:
+        [outcome] = result["value"]
+        return outcome
+    kind = result["error"].partition(":")[0]
+    return {"fault": result["fault"], "kind": kind, "error": result["error"], "traceback": ""}
 
 
-def _named(reward: float | Mapping[str, float]) -> dict[str, float]:
-    parts = reward if isinstance(reward, Mapping) else {"reward": reward}
-    return {str(name): float(value) for name, value in parts.items()}
+def worker(reward: ml_collections.ConfigDict, **more: Any) -> RewardWorker:
+    """The worker that a config's group `reward` names; see RewardWorker."""
+    fields = {name: reward[name] for name in ("timeout", "on_error", "signature", "network", "workers")}
+    return RewardWorker(reward.name, weights=reward.weights.to_dict(), **fields, **more)

@@ -28,6 +28,7 @@ cause is looked for.
   undecided   list of {name, title, reason}
   setup       like findings, from the tree of configurations
   thresholds  name -> value used
+  reward_errors  list of {kind, count, error, traceback, last_at, last}: WORKDIR/reward_errors.jsonl
 Numbers that are not finite are the strings "inf" and "-inf".
 
 FILE is a log of another framework: JSONL, CSV, an event file of TensorBoard or a folder of them, a

@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxrl_tis import metrics, storage
+from jaxrl_tis import failures, metrics, storage
 from jaxrl_tis.doctor import asynchrony, corrections, effects
 from jaxrl_tis.doctor.case import (
     FLIPS, IS_VALID, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding,
@@ -263,7 +263,10 @@ def diagnose(
       FileNotFoundError: the folder has no metrics.jsonl.
       ValueError: that file or config.json is broken, or a threshold has an unknown name.
     """
-    return diagnosis_of(load(workdir, thresholds or {}), str(workdir))
+    failed = failures.read(storage.folder(workdir) / failures.FILE_NAME)
+    return diagnosis_of(load(workdir, thresholds or {}), str(workdir)) | {
+        "reward_errors": [dataclasses.asdict(failure) for failure in failed]
+    }
 
 
 def diagnosis_of(
@@ -343,6 +346,9 @@ def describe(diagnosis: dict[str, Any]) -> str:
             lines += ["", title]
         for finding in diagnosis[key]:
             lines += lines_of(finding)
+    if diagnosis["reward_errors"]:
+        failed = [failures.Failure(**failure) for failure in diagnosis["reward_errors"]]
+        lines += ["", "rewards that failed", *(f"  {line}" for line in failures.described(failed))]
     reasons = {}
     for finding in diagnosis["undecided"]:
         reasons.setdefault(finding["reason"], []).append(finding["name"])

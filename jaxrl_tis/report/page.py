@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from matplotlib import colors
 
-from jaxrl_tis import intervals, metrics, samples, storage
+from jaxrl_tis import failures, intervals, metrics, samples, storage
 from jaxrl_tis.progress import clock
 from jaxrl_tis.report import answers, plots
 from jaxrl_tis.report.plots import Run
@@ -35,7 +35,8 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
         label = path.name if names.count(path.name) == 1 else str(path)
         records = metrics.read(path)
         config = _read_config(path / "config.json")
-        runs.append(Run(label, color, records, config, samples.read(path)))
+        failed = failures.read(path / failures.FILE_NAME)
+        runs.append(Run(label, color, records, config, samples.read(path), failed))
     return runs
 
 
@@ -99,6 +100,20 @@ def changed(run: Run) -> str:
     return f"<p>{html.escape(run.label)} went on with changes:</p><ul>{items}</ul>" if items else ""
 
 
+def failed_rewards(runs: Sequence[Run]) -> str:
+    """Returns the section of the rewards that failed; "" where none did."""
+    rows = "".join(
+        f"<tr><td>{html.escape(run.label)}</td><td>{f.count}</td><td>{html.escape(f.error)}"
+        f"<details><summary><small>{html.escape(f.kind)}</small></summary><pre>{html.escape(f.traceback)}"
+        f"</pre></details></td><td>{html.escape(f.last[-1]['id'])}<br><small>{f.last_at}</small></td>"
+        f"<td><pre>{html.escape(f.last[-1]['text'])}</pre></td></tr>"
+        for run in runs for f in run.failures
+    )
+    head = "".join(f"<th>{name}</th>" for name in ("Run", "Count", "First error", "Last", "Its text"))
+    table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    return f"<h2>Rewards that failed</h2>{table}" if rows else ""
+
+
 CSS = """
 :root { color-scheme: light;
         --sans: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -148,6 +163,7 @@ def page(runs: Sequence[Run]) -> str:
 difference between the probabilities that the sampler and the learner give to the same token at the
 same weights.</p>
 <div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>
+{failed_rewards(runs)}
 {sections or "<p>No metric to plot yet.</p>"}
 <h2>Configuration</h2>{"".join(map(changed, runs))}{configs or "<p>No config.json beside the records.</p>"}
 <h2>What did it write, and where did the two disagree</h2>

@@ -16,6 +16,7 @@ from matplotlib import figure, lines, ticker
 from matplotlib.axes import Axes
 
 from jaxrl_tis import intervals
+from jaxrl_tis.failures import Failure
 
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -52,6 +53,7 @@ class Run:
     records: list[dict[str, Any]]
     config: dict[str, Any]  # config.json, {} when there is none
     samples: Sequence[dict[str, Any]] = ()  # samples.jsonl
+    failures: Sequence[Failure] = ()  # reward_errors.jsonl
 
     def curve(self, phase: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns (steps [n], values [n]) of a metric."""

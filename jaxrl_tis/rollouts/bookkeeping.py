@@ -339,7 +339,8 @@ class Bookkeeping:
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
         self._records = state["records"]
-        counts, drawn, self._failed = state["counts"]
+        counts, drawn, failed = state["counts"]
+        self._failed |= failed
         self._counts = Counts(**counts)
         # What was counted before the break is counted to the next batch, too.
         self._before = Stats(**{name: -x for name, x in drawn.items()})

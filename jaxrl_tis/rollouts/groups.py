@@ -6,7 +6,7 @@ import math
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.data.rewards import RewardWorker, soft_overlong_penalty
+from jaxrl_tis.data.rewards import RewardWorker, Scored, soft_overlong_penalty
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -16,8 +16,9 @@ from jaxrl_tis.rollouts.prompts import Prompter
 class Sample:
     """A finished trajectory with the example it answers, its reward and its group in the batch.
 
-    `score` is the reward function's value; `reward` adds the overlong penalty; `components` are
-    what it is the sum of; `greedy_reward` is the reward of the greedy answer to the same prompt,
+    `score` is the reward function's value; `reward` adds the overlong penalty; both are NaN where
+    there is none. `components` are parts of it by name, NaN where one is void; `is_failed` says that
+    the reward could not be had, whatever `score` then is. `greedy_reward` is the reward of the greedy answer to the same prompt,
     where an advantage asks for it.
     """
 
@@ -29,12 +30,13 @@ class Sample:
     group: int
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     greedy_reward: float = math.nan
+    is_failed: bool = False
 
 
 def components(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Returns each component of the rewards, [N]; 0 where a reward that failed has other names."""
+    """Returns each component of the rewards, [N]; NaN where a sample has none of this name."""
     names = dict.fromkeys(name for s in samples for name in s.components)
-    value = lambda sample, name: sample.components[name] if name in sample.components else 0.0
+    value = lambda sample, name: sample.components[name] if name in sample.components else math.nan
     return {name: np.array([value(s, name) for s in samples], np.float32) for name in names}
 
 
@@ -123,7 +125,7 @@ class Groups:
         """Returns a rewarded sample for each trajectory and the example that it answers; the reward
         is called once for all."""
         texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
-        scored = self._rewards.components(texts, records)
+        scored = self._rewards.results(texts, records, [t.tokens for t in trajectories])
         return [
             self._sample(*sample)
             for sample in zip(trajectories, records, texts, scored, strict=True)
@@ -140,18 +142,19 @@ class Groups:
         """How many rewards have failed, by the reason."""
         return self._rewards.counts
 
-    def _sample(self, trajectory, record, text, components) -> Sample:
-        rollout, score = self._config.rollout, sum(components.values())
+    def _sample(self, trajectory, record, text, scored: Scored) -> Sample:
+        rollout, components, reward = self._config.rollout, scored.components, scored.score
         if rollout.overlong_buffer:
             if "overlong" in components:
                 raise ValueError(
                     "the reward has a component 'overlong', which is the name of the penalty that "
                     "rollout.overlong_buffer adds; give it another one"
                 )
-            components = components | {"overlong": soft_overlong_penalty(
+            penalty = soft_overlong_penalty(
                 len(trajectory.tokens), rollout.max_new_tokens, rollout.overlong_buffer
-            )}
+            )
+            reward, components = reward + penalty, components | {"overlong": penalty}
         return Sample(
-            trajectory, record, text, score, sum(components.values()), group=0,
-            components=components,
+            trajectory, record, text, scored.score, reward, group=0, components=components,
+            is_failed=scored.is_failed,
         )

@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxrl_tis import processes, storage
 from jaxrl_tis.data import files, tasks
+from jaxrl_tis.data.graders import REWARDS
 from jaxrl_tis.data.records import Bad, Examples, listed
-from jaxrl_tis.data.rewards import REWARDS
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.progress import Progress
 
@@ -41,14 +41,15 @@ Prompt = str | list[dict[str, Any]]
 Outcome = np.ndarray | str  # token ids, or the reason why there are none
 
 
-def lacks_answer(reward: str) -> Callable[[dict[str, Any]], str]:
-    """Returns what says of a record that it has no answer, where the reward of this name compares
-    with one: all of ours do, and what others need is not known here."""
+def lacks_answer(rewards: str) -> Callable[[dict[str, Any]], str]:
+    """Returns what says of a record that it has no answer, where one of the rewards of these names,
+    separated by commas, compares with one: all of ours do, and what others need is not known here."""
+    reward = next((name for name in map(str.strip, rewards.split(",")) if name in REWARDS), None)
     reason = (
         f"it has no answer, which the reward {reward!r} compares with; name the field with "
         "task.params.answer_field"
     )
-    return lambda record: reason if reward in REWARDS and "answer" not in record else ""
+    return lambda record: reason if reward and "answer" not in record else ""
 
 
 def key_of(prompt: Prompt) -> str:

@@ -8,11 +8,13 @@ import time
 
 import pytest
 
-from jaxrl_tis.data import confined
-from jaxrl_tis.data.rewards import REWARDS, RewardWorker, soft_overlong_penalty
+from configs import default
+from jaxrl_tis import failures
+from jaxrl_tis.data import confined, rewards
+from jaxrl_tis.data.rewards import RewardWorker, Scored, soft_overlong_penalty
 
 USER_REWARDS = '''
-import os, random, subprocess, sys, time
+import asyncio, os, random, subprocess, sys, time
 
 IDENTITY = random.SystemRandom().random()  # process numbers may be of a namespace
 
@@ -21,12 +23,36 @@ def length(text, record):
 
 def parts(text, record):
     if text == "other":
-        return {"length": 1}
+        return {"size": 1}
     if text == "nothing":
         return {}
+    if text == "nothing given":
+        return {"length": None, "format": 0.5}
+    if text == "all void":
+        return {"length": None, "format": None}
     if text == "turned":
         return {"format": 0.5, "length": 6}
     return {"length": float("nan") if text == "nan" else len(text), "format": 0.5}
+
+def scored(text, record):
+    return {"score": None if text == "no score" else 0.5, "pred": "7",
+            "acc": {"void": None, "endless": float("inf")}.get(text, True)}
+
+async def slow_async(text, record):
+    await asyncio.sleep(60 if text == "hang" else 0.02)
+    return float(text)
+
+def slow(text, record):
+    time.sleep(60 if text == "hang" else 0.02)
+    return float(text)
+
+async def slow_trl(prompts, completions, **columns):
+    if "crash" in completions:
+        os._exit(3)
+    return await asyncio.gather(*(slow_async(text, None) for text in completions))
+
+def tokens(completions, completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
 
 def faulty(text, record):
     print("not a message", flush=True)
@@ -74,7 +100,7 @@ def is_running(pid):
 
 def scorer(worker):
     """The process that runs the function: the first child of `unshare`, if there is that."""
-    pid = worker._confined._process.pid
+    pid = worker._confined[0]._process.pid
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return int((file.read().split() or [pid])[0])
 
@@ -98,81 +124,6 @@ def wait_until_ended(pid):
     while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still running"
         time.sleep(0.01)
-
-
-def answer(text):
-    return {"answer": text, "id": "x"}
-
-
-def test_exact():
-    assert REWARDS["exact"](" 85\n", answer("85 ")) == 1.0
-    assert REWARDS["exact"]("085", answer("85")) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "number", "expected"),
-    [
-        ("the sum is 85.", "85", 1.0),
-        ("it is 84, no, 85", "85", 1.0),
-        ("85 or 84", "85", 0.0),
-        ("$1,234.50 in total", "1234.5", 1.0),
-        ("-$5", "-5", 1.0),
-        ("$-5", "-5", 1.0),
-        ("= -7", "7", 0.0),
-        ("= \N{MINUS SIGN}7", "-7", 1.0),
-        ("+7", "7", 1.0),
-        ("7-4", "4", 1.0),
-        ("7-4", "-4", 0.0),
-        ("(1+2)-4", "4", 1.0),
-        (".50", "0.5", 1.0),
-        ("x=12", "12", 1.0),
-        ("1, 2", "2", 1.0),
-        ("1,2345", "2345", 1.0),
-        ("1,234,567", "1234567", 1.0),
-        ("0.1", "0.10000000000000001", 0.0),
-        ("**5**", "#### 5", 1.0),
-        ("no number", "5", 0.0),
-        ("", "5", 0.0),
-    ],
-)
-def test_last_number(text, number, expected):
-    assert REWARDS["last_number"](text, answer(number)) == expected
-
-
-def test_last_number_of_an_answer_without_one():
-    with pytest.raises(ValueError, match="the answer 'five' of x has no number"):
-        REWARDS["last_number"]("5", answer("five"))
-
-
-@pytest.mark.parametrize(
-    ("text", "reference", "expected"),
-    [
-        (r"so \boxed{4}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1.0),
-        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{5} and Answer: 6", "5", 1.0),
-        (r"\boxed{5", "5", 0.0),
-        ("Answer: 4\nAnswer: $\\left( 1, 2 \\right)$", "(1,2)", 1.0),
-        ("answer :1,000.", "1000", 1.0),
-        ("Answer: (1,200)", "(1200)", 1.0),
-        (r"\boxed{5\text{ cm}}", "5cm", 1.0),
-        (r"\boxed{50\%}", "50", 1.0),
-        (r"\boxed{\leftarrow}", "arrow", 0.0),
-        (r"\boxed{3}", r"we get \boxed{3}", 1.0),
-        ("it is 5", "5", 0.0),
-        ("Answer:\n5", "5", 0.0),
-    ],
-)
-def test_boxed(text, reference, expected):
-    assert REWARDS["boxed"](text, answer(reference)) == expected
-
-
-def test_reasoning_gym_uses_the_score_of_the_package():
-    meta = '{"source_dataset": "chain_sum", "expression": "500 + 500"}'
-    record = {"prompt": "500 + 500 =", "answer": "1000", "id": "x", "meta": meta}
-    assert REWARDS["reasoning_gym"](" 1,000.0\n", record) == 1.0  # the package allows both
-    assert REWARDS["reasoning_gym"]("999", record) == 0.0
-    # A text that only holds the answer gets len("1000") / len("it is 1000") = 4 / 10.
-    assert REWARDS["reasoning_gym"]("it is 1000", record) == pytest.approx(0.4)
 
 
 def test_soft_overlong_penalty():
@@ -201,27 +152,117 @@ def test_worker_scores_in_order(user_module):
         assert worker.score(["é\ud800\n"], [RECORD]) == [4.0]
         with pytest.raises(ValueError, match="shorter"):
             worker.score(["a", "b"], [RECORD])
-        assert worker.counts == {"timeouts": 0, "errors": 0, "non_finite": 0}
+        assert sum(worker.counts.values()) == 0
 
 
-def test_worker_returns_the_components_of_a_score(user_module):
-    with RewardWorker(f"{user_module}:parts", timeout=10, on_error=-1.0) as worker:
-        wanted = [{"length": 2.0, "format": 0.5}, {"length": -0.5, "format": -0.5},
-                  {"length": 1.0, "format": 0.5}]
-        # The second text has other names than the first: an error, shared by the components.
-        assert worker.components(["ab", "other", "c"], [RECORD] * 3) == wanted
-        assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0}
-        assert "['length'], before ['length', 'format']" in worker.last_error
-        assert worker.score(["ab", "nan"], [RECORD] * 2) == [2.5, -1.0]
-        assert worker.counts["non_finite"] == 1
-        # The order of the names is that of the first result, as they become columns.
-        [turned] = worker.components(["turned"], [RECORD])
-        assert list(turned.items()) == [("length", 6.0), ("format", 0.5)]
-    with RewardWorker(f"{user_module}:parts", timeout=10, on_error=-1.0) as worker:
-        assert worker.components(["nothing"], [RECORD]) == [{"reward": -1.0}]
+def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module):
+    with RewardWorker(f"{user_module}:scored", timeout=10) as worker:
+        texts = ["plain", "void", "endless"]
+        plain, void, endless = worker.results(texts, [RECORD] * 3)
+        assert plain == Scored(0.5, {"score": 0.5, "acc": 1.0})  # and no number of the text "7"
+        assert void.score == 0.5 and math.isnan(void.components["acc"])
+        assert endless.score == 0.5 and math.isnan(endless.components["acc"])
+        assert sum(worker.counts.values()) == 0
+        [failed] = worker.results(["no score"], [RECORD])
+        assert failed.is_failed and math.isnan(failed.score)
+        assert worker.last_error == "the reward returned None for score"
+    with RewardWorker(f"{user_module}:scored", timeout=10, weights={"acc": 0.1}) as worker:
+        assert worker.score(["plain", "void"], [RECORD] * 2) == [0.6, 0.5]
+
+
+def test_components_without_a_score_are_summed_by_their_weights(user_module):
+    weights = {"format": 0.1, "formt": 1.0}
+    with RewardWorker(f"{user_module}:parts", timeout=10, weights=weights) as worker:
+        assert worker.score(["ab"], [RECORD]) == [2.05]
+        assert worker.unused_weights() == ["formt"]
+    with RewardWorker(f"{user_module}:parts", timeout=10) as worker:
+        # The second text has another name: each has the parts that it has.
+        texts = ["ab", "other", "turned", "nothing given", "nan"]
+        found = worker.results(texts, [RECORD] * 5)
+        assert found[:3] == [
+            Scored(2.5, {"length": 2.0, "format": 0.5}), Scored(1.0, {"size": 1.0}),
+            Scored(6.5, {"format": 0.5, "length": 6.0}),
+        ]
+        assert found[3].score == 0.5 and math.isnan(found[3].components["length"])
+        assert found[4].is_failed and set(found[4].components) == {"length", "format", "size"}
+        assert all(map(math.isnan, found[4].components.values()))
+        assert worker.counts == {"timeouts": 0, "errors": 0, "non_finite": 1, "dropped": 1}
+        assert "'length': nan" in worker.last_error
+        assert worker.results(["nothing"], [RECORD])[0].is_failed
+        assert worker.last_error == "the reward returned a mapping without any number"
+        assert worker.results(["all void"], [RECORD])[0].is_failed
+        assert worker.last_error == "the reward returned None for every part"
+
+
+def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module):
+    with RewardWorker(f"{user_module}:faulty", timeout=10) as worker:
+        assert [math.isnan(x) for x in worker.score(["a", "raise"], [RECORD] * 2)] == [False, True]
+        assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0, "dropped": 1}
+    with RewardWorker(f"{user_module}:parts", timeout=10, on_error="-1.0") as worker:
+        failed = worker.results(["ab", "nan"], [RECORD] * 2)[1]
+        # An equal part of it in every component.
+        assert failed == Scored(-1.0, {"length": -0.5, "format": -0.5}, is_failed=True)
+        assert worker.counts["dropped"] == 0
+    with RewardWorker(f"{user_module}:length", timeout=10, on_error="-1.0") as worker:
+        assert worker.results(["a"], [RECORD]) == [Scored(2.0, {"reward": 2.0})]
+
+
+def test_failures_are_told_once_a_kind_and_kept(user_module, tmp_path, capfd):
+    path, told = tmp_path / failures.FILE_NAME, []
+    with RewardWorker(
+        f"{user_module}:faulty", timeout=10, failures=failures.Failures(path, told.append)
+    ) as worker:
+        worker.score(["raise", "none", "raise", "exit", "a"], [RECORD] * 5)
+    assert len([text for text in told if "a reward failed, example x" in text]) == 3
+    assert any('raise KeyError("no such key")' in text for text in told)
+    raised, none, exited = failures.read(path)
+    assert raised.kind.startswith("KeyError at ") and "user_rewards.py:" in raised.kind
+    assert (raised.count, none.count, exited.count) == (2, 1, 1)
+    assert none.kind == none.error == "the reward returned None"
+    assert raised.last[-1] == {"id": "x", "text": "raise", "error": "KeyError: 'no such key'"}
+    assert 'raise KeyError("no such key")' in raised.traceback
+
+
+def test_workers_score_at_once_and_in_order(user_module):
+    """200 answers of 20 ms each take 4 s, one after the other."""
+    texts, records = [str(i) for i in range(200)], [RECORD] * 200
+    for name in ("slow", "slow_async", "slow_trl"):
+        with RewardWorker(f"{user_module}:{name}", timeout=10, workers=8) as worker:
+            start = time.monotonic()
+            assert worker.score(texts, records) == [float(text) for text in texts]
+            assert time.monotonic() - start < 2.0  # 0.5 s on an idle machine
+
+
+def test_one_that_hangs_costs_its_own_time_alone(user_module):
+    texts = [str(i) for i in range(40)]
+    texts[7] = "hang"
+    for name in ("slow", "slow_async", "slow_trl"):
+        with RewardWorker(
+            f"{user_module}:{name}", timeout=0.5, workers=4, on_error="-1"
+        ) as worker:
+            found = worker.score(texts, [RECORD] * 40)
+            assert found == [-1.0 if text == "hang" else float(text) for text in texts]
+            assert worker.counts["timeouts"] == 1
+
+
+def test_a_crash_in_a_batch_costs_one_text(user_module):
+    with RewardWorker(f"{user_module}:slow_trl", timeout=10, on_error="-1") as worker:
+        assert worker.score(["1", "crash", "3"], [RECORD] * 3) == [1.0, -1.0, 3.0]
         assert worker.counts["errors"] == 1
-    with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
-        assert worker.components(["a"], [RECORD]) == [{"reward": 2.0}]
+
+
+def test_tokens_reach_a_function_that_asks_for_them(user_module):
+    with RewardWorker(f"{user_module}:tokens", timeout=10) as worker:
+        assert worker.results(["a", "b"], [RECORD] * 2, [[1, 2], [3]])[0].score == 2.0
+        assert worker.score(["abc"], [RECORD]) == [3.0]  # the text of no model
+
+
+def test_a_config_makes_a_worker(user_module):
+    config = default.get_config().reward
+    config.name, config.on_error = f"{user_module}:scored", "-2"
+    config.weights.acc = 0.1
+    with rewards.worker(config) as worker:
+        assert worker.score(["plain", "no score"], [RECORD] * 2) == [0.6, -2.0]
 
 
 def test_worker_runs_without_jax_in_one_other_process(user_module):
@@ -251,8 +292,8 @@ def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
         scores = worker.score(texts, [RECORD] * len(texts))
         assert scores == [1.0 if len(text) == 1 else -0.25 for text in texts]
         # errors: two crashes, KeyError, SystemExit, and None that is no number
-        assert worker.counts == {"timeouts": 1, "errors": 5, "non_finite": 2}
-        assert "TypeError" in worker.last_error
+        assert worker.counts == {"timeouts": 1, "errors": 5, "non_finite": 2, "dropped": 0}
+        assert worker.last_error == "the reward returned None"
         assert worker.score(["read", "a"], [RECORD] * 2) == [0.0, 1.0]
     assert time.monotonic() - start < 20
 
@@ -326,7 +367,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from jaxrl_tis.data.rewards import RewardWorker\n"
         "worker = RewardWorker('user_rewards:which', timeout=10, on_error=0.0)\n"
-        "pid = worker._confined._process.pid\n"
+        "pid = worker._confined[0]._process.pid\n"
         "children = open(f'/proc/{pid}/task/{pid}/children').read().split()\n"
         f"open({str(note)!r}, 'w').write(str((children or [pid])[0]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -338,7 +379,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("guess", "unknown reward 'guess'; use one of boxed, exact"),
+        ("guess", "unknown reward 'guess'; use one of exact, last_number, math"),
         ("no_such_module:f", "'no_such_module:f' cannot be loaded: ModuleNotFoundError"),
         ("math:no_such_function", "AttributeError"),
         ("dying:f", "EOFError: its process ended"),

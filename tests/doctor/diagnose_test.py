@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxrl_tis import failures
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
     CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
@@ -224,7 +225,8 @@ def test_the_command_prints_and_writes_the_same(tmp_path, capsys):
 
     written = json.loads(out.read_text(), parse_constant=refuse)
     assert list(written) == [
-        "workdir", "steps", "window", "verdict", "findings", "undecided", "setup", "thresholds"
+        "workdir", "steps", "window", "verdict", "findings", "undecided", "setup", "thresholds",
+        "reward_errors",
     ]
     assert written["verdict"] == ["A", "escalate.system", "D"]
     assert all(
@@ -249,3 +251,17 @@ def test_thresholds_are_set_by_name(tmp_path, capsys):
 def test_the_command_ends_with_the_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="metrics.jsonl not found"):
         main([str(tmp_path)])
+
+
+def test_rewards_that_failed_are_shown(tmp_path):
+    write_run(tmp_path, {KL: 0.06})
+    assert diagnose(tmp_path)["reward_errors"] == []
+    assert "rewards that failed" not in describe(diagnose(tmp_path))
+    failed = failures.Failures(tmp_path / failures.FILE_NAME, lambda text: None)
+    failed.add("KeyError at f.py:3", "KeyError: 'gold'", "Traceback", "sum-1", "5")
+    failed.write()
+    diagnosis = diagnose(tmp_path)
+    assert [(f["kind"], f["count"]) for f in diagnosis["reward_errors"]] == [("KeyError at f.py:3", 1)]
+    printed = describe(diagnosis)
+    assert "rewards that failed\n  1 x KeyError at f.py:3, the last at 2" in printed
+    assert "example sum-1: KeyError: 'gold'" in printed

@@ -259,5 +259,7 @@ MUTANTS = [
         ("a divergence stops the run",
          'if n.endswith(("_loss", "grad_norm", "reward/mean"))', "if n",
          "test_an_infinite_divergence_does_not_stop_a_run"),
+        ("a reward that always fails trains", "if not all(sample.is_failed for", "if all(True for",
+         "test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told"),
     ),
 ]

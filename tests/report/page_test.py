@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl_tis import metrics
+from jaxrl_tis import failures, metrics
 from jaxrl_tis.provenance import write_run_files
 from jaxrl_tis.report import plots
 from jaxrl_tis.report.__main__ import main
@@ -179,3 +179,17 @@ def test_command_line_and_png(tmp_path, capsys):
     (tmp_path / "run" / "report.html").unlink()
     main([str(workdir), "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").exists() and not (workdir / "report.html").exists()
+
+
+def test_rewards_that_failed_are_a_table(tmp_path):
+    make_run(tmp_path, 3, 0.1)
+    assert "Rewards that failed" not in Page(write([tmp_path], tmp_path / "a.html").read_text()).headings
+    failed = failures.Failures(tmp_path / failures.FILE_NAME, lambda text: None)
+    for i in range(2):
+        failed.add("KeyError at f.py:3", "KeyError: '<gold>'", "Traceback of it", f"sum-{i}", "5 < 6")
+    failed.write()
+    page = Page(write([tmp_path], tmp_path / "b.html").read_text())
+    assert "Rewards that failed" in page.headings
+    [row] = [row for row in page.rows if row[2:3] and "<gold>" in row[2]]
+    assert row[1] == "2" and row[3].startswith("sum-1")
+    assert "Traceback of it" in page.detail_words and "KeyError at f.py:3" in page.detail_words

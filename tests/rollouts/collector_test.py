@@ -8,6 +8,7 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis import rollouts
+from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.stats import Stats
@@ -65,14 +66,14 @@ class FakeRewards:
 
     def __init__(self, function):
         self._function = function
-        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0}
+        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
 
-    def components(self, texts, records):
-        return [{"reward": self._function(text, record)}
-                for text, record in zip(texts, records, strict=True)]
+    def results(self, texts, records, tokens=None):
+        values = [self._function(text, record) for text, record in zip(texts, records, strict=True)]
+        return [Scored(value, {"reward": value}) for value in values]
 
     def score(self, texts, records):
-        return [parts["reward"] for parts in self.components(texts, records)]
+        return [scored.score for scored in self.results(texts, records)]
 
 
 def batches():
@@ -130,7 +131,7 @@ def test_groups_share_a_prompt_and_no_noise():
     assert [s.text for s in samples] == ["0", "1", "2"] * 2
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
     assert values == {"rollout/discarded_groups": 0, "reward/timeouts": 0, "reward/errors": 0,
-                      "reward/non_finite": 0,
+                      "reward/non_finite": 0, "reward/dropped": 0,
                       "rollout/occupancy": 0.75, "rollout/preempted": 0,
                       "rollout/shared_prompt_ratio": 0.5, "rollout/cached_prompt_tokens": 6}
     for group in (samples[:3], samples[3:]):

@@ -1,11 +1,13 @@
 """Sampling parameters, rewarded samples."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from jaxrl_tis import rollouts
+from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
 from tests.rollouts.collector_test import TOKENIZER, FakeScheduler, collector, fields
 
@@ -51,6 +53,27 @@ def test_overlong_penalty_counts_tokens_and_leaves_the_score():
     np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])
 
 
+def test_a_sample_has_what_its_reward_says():
+    """The penalty of 1 token of 3 with a buffer of 3 is -1/3; a reward that is none stays none."""
+    c = collector(fields(rollout__overlong_buffer=3), lambda text, record: 1.0)
+    given, tokens = [Scored(0.5, {"score": 0.5, "acc": 1.0}),
+                     Scored(math.nan, {"score": math.nan, "acc": math.nan}, is_failed=True)], []
+
+    def results(texts, records, of_texts):
+        tokens.extend(of_texts)
+        return [given[i % 2] for i in range(len(texts))]
+
+    c._groups._rewards.results = results
+    [scored, failed, *rest], _ = c.next(1)
+    assert scored.score == 0.5 and scored.reward == pytest.approx(0.5 - 1 / 3)
+    assert scored.components == {"score": 0.5, "acc": 1.0, "overlong": pytest.approx(-1 / 3)}
+    assert not scored.is_failed and failed.is_failed
+    assert math.isnan(failed.score) and math.isnan(failed.reward)
+    assert math.isnan(failed.components["acc"])
+    for sample, ids in zip([scored, failed, *rest], tokens, strict=True):
+        np.testing.assert_array_equal(sample.trajectory.tokens, ids)
+
+
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     c = collector(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
     samples, _ = c.next(1)
@@ -60,7 +83,9 @@ def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     mixed = [dataclasses.replace(samples[0], components={"a": 2.0, "b": 1.0}),
              dataclasses.replace(samples[1], components={"reward": -1.0})]
     found = {name: x.tolist() for name, x in rollouts.components(mixed).items()}
-    assert found == {"a": [2.0, 0.0], "b": [1.0, 0.0], "reward": [0.0, -1.0]}
-    c._groups._rewards.components = lambda texts, records: [{"overlong": 1.0}] * len(texts)
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert found == {"a": [2.0, nan], "b": [1.0, nan], "reward": [nan, -1.0]}
+    parts = Scored(1.0, {"overlong": 1.0})
+    c._groups._rewards.results = lambda texts, records, tokens: [parts] * len(texts)
     with pytest.raises(ValueError, match="component 'overlong'"):
         c.next(2)

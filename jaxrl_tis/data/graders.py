@@ -1,0 +1,187 @@
+"""The rewards that come with the package: plain functions of the text and its record.
+
+This file imports the standard library only: see confined.py, whose process it runs in.
+"""
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from jaxrl_tis.data import confined
+
+Record = Mapping[str, Any]
+
+PARSE_SECONDS, COMPARE_SECONDS = 1, 2  # of one expression, of a pair; math-verify takes whole ones
+
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![0-9)])[-+])?(?:\$(?P<sign2>[-+])?)?"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+
+def _answer(record: Record) -> str:
+    if "answer" not in record:
+        raise ValueError(
+            f"example {record['id']} has no answer to compare with; name the column that holds it, or "
+            "use a reward that needs none"
+        )
+    return record["answer"]
+
+
+def exact(text: str, record: Record) -> float:
+    """1 if the text is the answer but for white space around it, else 0."""
+    return float(text.strip() == _answer(record).strip())
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """The last number of a text: "-$1,234.50" is -1234.5, and "7-4" ends in 4, not in -4."""
+    matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
+    if not matches:
+        return None
+    sign, sign2, digits = matches[-1].group("sign", "sign2", "digits")
+    value = Decimal(digits.replace(",", ""))
+    return value.copy_negate() if "-" in (sign, sign2) else value
+
+
+def last_number(text: str, record: Record) -> float:
+    """1 if the last number of the text equals the answer's last number, else 0.
+
+    Raises:
+        ValueError: the answer holds no number.
+    """
+    answer = find_last_number(_answer(record))
+    if answer is None:
+        raise ValueError(f"the answer {record['answer']!r} of {record['id']} has no number")
+    return float(find_last_number(text) == answer)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{...} holds, braces matched; None without one, or if it never closes."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start, depth = start + len(r"\boxed{"), 1
+    for brace in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[start : start + brace.start()]
+    return None
+
+
+def _in_box(expression: str) -> str:
+    r"""An expression as math-verify reads it best: in a box, without dollars around it."""
+    return rf"\boxed{{{expression.strip(' *$')}}}"
+
+
+def final_answer(text: str) -> str:
+    r"""The part of a text that math-verify is to read.
+
+    The last \boxed{...}, or where there is none the rest of the line after the last "Answer:",
+    the format that DAPO's prompt asks for (2503.14476); else the whole text.
+    """
+    if r"\boxed{" in text:
+        found = last_boxed(text)
+        return "" if found is None else _in_box(found)
+    lines = re.findall(r"(?i)answer[ \t]*:[ \t]*([^\n]+)", text)
+    return _in_box(lines[-1].rstrip(" .*")) if lines else text
+
+
+def _parsed(text: str, is_reference: bool) -> list:
+    import math_verify
+    from math_verify.errors import TimeoutException
+
+    text = re.sub(r"(?<=[0-9])\\[,;:! ](?=[0-9]{3}(?![0-9]))", "", text)  # 1\,000
+    read = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+    read += [] if is_reference else [math_verify.ExprExtractionConfig()]
+    try:
+        return math_verify.parse(text, read, parsing_timeout=PARSE_SECONDS, raise_on_error=True)
+    except TimeoutException:
+        raise
+    except Exception:
+        return []
+
+
+def _is_equal(reference: list, found: list) -> bool:
+    import math_verify
+    from math_verify.errors import TimeoutException
+
+    compared = functools.partial(
+        math_verify.verify, reference, found, timeout_seconds=COMPARE_SECONDS
+    )
+    try:
+        return compared(raise_on_error=True)
+    except TimeoutException:
+        raise
+    except Exception:  # of one pair, which ends the comparison of all
+        return compared()
+
+
+def math(text: str, record: Record) -> float:
+    """1 if math-verify finds the final answer of the text equal to the record's answer, else 0.
+
+    Raises:
+        ValueError: the record's answer cannot be read.
+        TimeoutError: reading or comparing takes too long.
+    """
+    from math_verify.errors import TimeoutException
+
+    answer = _answer(record)
+    try:
+        boxed = last_boxed(answer)
+        reference = _parsed(_in_box(answer if boxed is None else boxed), is_reference=True)
+        if not reference:
+            raise ValueError(f"math-verify cannot read the answer {answer!r} of {record['id']}")
+        return float(_is_equal(reference, _parsed(final_answer(text), is_reference=False)))
+    except TimeoutException:
+        raise TimeoutError(f"math-verify took too long over an answer to {answer!r}") from None
+
+
+@functools.cache
+def _reasoning_gym_scorer(name: str) -> Callable:
+    return importlib.import_module("reasoning_gym").get_score_answer_fn(name)
+
+
+def reasoning_gym(text: str, record: Record) -> float:
+    """The package's own score, in [0, 1], of the stripped text as the answer to its problem.
+
+    The metadata went through JSON, which has no tuples: arc_agi and rearc compare with tuples,
+    so there a right answer scores as a wrong one.
+    """
+    metadata = json.loads(record["meta"])
+    entry = {"question": record["prompt"], "answer": record["answer"], "metadata": metadata}
+    return float(_reasoning_gym_scorer(metadata["source_dataset"])(text.strip(), entry))
+
+
+REWARDS: dict[str, Callable[[str, Record], float]] = {
+    "exact": exact,
+    "last_number": last_number,
+    "math": math,
+    "reasoning_gym": reasoning_gym,
+}
+NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "tasks")}
+
+
+def resolve(name: str) -> Callable:
+    """The reward of a name in REWARDS, or of "module:function".
+
+    Raises:
+        ImportError, AttributeError: the module or its function cannot be had.
+        ValueError: the name is neither.
+    """
+    if name in NEEDS:
+        package, extra = NEEDS[name]
+        try:  # Takes seconds, which must not count against the first item.
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ImportError(f"{error}: pip install 'jaxrl_tis[{extra}]'") from error
+    if name in REWARDS:
+        return REWARDS[name]
+    if ":" not in name:
+        raise ValueError(
+            f"unknown reward {name!r}; use one of {', '.join(REWARDS)} or 'module:function'"
+        )
+    return confined.function(name)

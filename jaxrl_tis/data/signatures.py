@@ -1,0 +1,324 @@
+"""How reward functions are called, and how their results are read: what runs in the process of the
+rewards.
+
+    record      score(text, record)
+    records     score(texts, records)
+    verl        compute_score(data_source, solution_str, ground_truth, extra_info)
+    verl_batch  compute_score(data_sources, solution_strs, ground_truths, extra_infos)
+    trl         reward(prompts, completions, **columns)
+
+This file imports the standard library only: see confined.py.
+"""
+
+import asyncio
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_tis.data import graders
+
+# Parameters that tell a signature; those of the first that has one of the function's decide.
+MARKS = {
+    "trl": {"prompts", "completions", "completion_ids"},
+    "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
+    "verl": {"data_source", "solution_str", "extra_info"},
+    "records": {"texts", "records"},
+}
+BATCHED = ("records", "verl_batch", "trl")
+SIGNATURES = ("auto", "record", *MARKS)
+# The second parameter of a function that wants the answer itself, where ours passes the record.
+NO_RECORDS = {"answer", "ground_truth", "gold", "label", "reference", "solution", "target"}
+TEXTS = (str, bytes, bytearray)
+ERROR_CHARACTERS, TRACEBACK_CHARACTERS = 1000, 4000
+OURS = os.path.dirname(__file__)
+
+Item = tuple[str, dict[str, Any], list[int] | None]  # text, record, tokens of the text
+
+
+def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]]]:
+    """Returns the function that scores a list of items with {"name", "signature", "timeout",
+    "workers"}.
+
+    It never raises, and returns for each item {"value": see `reading`} or {"fault", "kind",
+    "error", "traceback"}. Its attribute `facts` says whether it is to be given several items at
+    once: "batched" ones go to one call of the function, "async" ones to calls at once.
+
+    Raises:
+        ImportError, AttributeError, ValueError: a function cannot be had, or has no signature that
+            is known.
+    """
+    names = [name.strip() for name in setup["name"].split(",")]
+    rewards = {}
+    for name in names:
+        function = graders.resolve(name)
+        function = function() if inspect.isclass(function) else function
+        short = name.rpartition(":")[2]
+        rewards[name if short in rewards else short] = called(function, name, setup["signature"])
+    is_batched = any(reward.is_batched for reward in rewards.values())
+    is_async = not is_batched and all(reward.is_async for reward in rewards.values())
+    scorer = _Scorer(rewards, is_async, setup["timeout"], setup["workers"])
+    scorer.facts = {
+        "batched": is_batched, "async": is_async,
+        "tokens": any(reward.takes("completion_ids") for reward in rewards.values()),
+    }
+    return scorer
+
+
+def called(function: Callable, name: str, signature: str = "auto") -> "Called":
+    """Returns the function with its signature, which is told from its parameters for "auto".
+
+    Raises:
+        ValueError: it has none that is known.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        parameters = {} if signature == "auto" else None
+    if parameters is not None:
+        signature = _told(parameters) if signature == "auto" else signature
+        if signature is None or not _fits(signature, parameters):
+            shown = "?" if not parameters else ", ".join(str(p) for p in parameters.values())
+            raise ValueError(
+                f"{name} takes ({shown}); a reward is one of score(text, record), "
+                "score(texts, records), compute_score(data_source, solution_str, ground_truth, "
+                "extra_info), compute_score(data_sources, solution_strs, ground_truths, "
+                "extra_infos) and reward(prompts, completions, **columns), or reward.signature "
+                f"says how to call it: one of {', '.join(SIGNATURES)}"
+            )
+    return Called(function, signature, parameters)
+
+
+def _told(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+    """The signature that a function's parameters tell, if they do."""
+    for signature, marks in MARKS.items():
+        if marks & parameters.keys():
+            return signature
+    first_two = list(parameters.values())[:2]
+    is_plain = len(first_two) == 2 and all(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first_two
+    )
+    return "record" if is_plain and first_two[1].name not in NO_RECORDS else None
+
+
+def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function with these parameters can be called so."""
+    if signature in ("record", "records"):
+        try:
+            inspect.Signature(list(parameters.values())).bind("", {})
+        except TypeError:
+            return False
+        return True
+    given = set(_verl("", {})) if signature == "verl" else set(_verl_batch([]))
+    needed = {
+        p.name for p in parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    # The columns of TRL's functions are those of the data, which is not known here.
+    by_name = all(p.kind != p.POSITIONAL_ONLY for p in parameters.values())
+    return by_name and (signature == "trl" or needed <= given)
+
+
+class Called:
+    """A function and how it is called; `parameters` None means that they are unknown."""
+
+    def __init__(self, function: Callable, signature: str, parameters: Mapping | None):
+        self._function, self._signature, self._parameters = function, signature, parameters
+        self.is_batched = signature in BATCHED
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+    def takes(self, name: str) -> bool:
+        """Whether it can be given an argument of this name."""
+        kinds = [p.kind for p in (self._parameters or {}).values()]
+        takes_any = self._parameters is None or inspect.Parameter.VAR_KEYWORD in kinds
+        return self._signature == "trl" and takes_any or name in (self._parameters or {})
+
+    def __call__(self, items: Sequence[Item]) -> Any:
+        """Returns the value of one item, or those of all for a batched function; perhaps to be
+        awaited."""
+        if self._signature == "record":
+            [(text, record, _)] = items
+            return self._function(text, record)
+        if self._signature == "records":
+            return self._function([i[0] for i in items], [i[1] for i in items])
+        if self._signature == "verl":
+            [(text, record, _)] = items
+            return self._by_name(_verl(text, record))
+        return self._by_name(_verl_batch(items) if self._signature == "verl_batch" else _trl(items))
+
+    def _by_name(self, arguments: dict[str, Any]) -> Any:
+        if self._parameters is None:
+            return self._function(**arguments)
+        if not any(p.kind == p.VAR_KEYWORD for p in self._parameters.values()):
+            arguments = {n: x for n, x in arguments.items() if n in self._parameters}
+        missing = [
+            p.name for p in self._parameters.values() if p.default is p.empty
+            and p.name not in arguments and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if missing:
+            raise TypeError(
+                f"the reward takes {', '.join(missing)}; what there is: {', '.join(arguments)}"
+            )
+        return self._function(**arguments)
+
+
+def _verl(text: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that verl's reward managers pass; a record of another layout has its answer as
+    the ground truth."""
+    model = record.get("reward_model")
+    has_truth = isinstance(model, dict) and "ground_truth" in model
+    extra = record.get("extra_info")
+    return {
+        "data_source": record.get("data_source"), "solution_str": text,
+        "ground_truth": model["ground_truth"] if has_truth else record.get("answer"),
+        "extra_info": {**(extra if isinstance(extra, dict) else {}), "num_turns": None,
+                       "rollout_reward_scores": {}},
+    }
+
+
+def _verl_batch(items: Sequence[Item]) -> dict[str, Any]:
+    every = [_verl(text, record) for text, record, _ in items]
+    names = "data_source", "solution_str", "ground_truth", "extra_info"
+    return {f"{name}s": [arguments[name] for arguments in every] for name in names}
+
+
+def _trl(items: Sequence[Item]) -> dict[str, Any]:
+    """The arguments that TRL's trainers pass, but for the state of the trainer. A completion is a
+    list of one message where the prompt is a list of messages."""
+    is_chat = lambda record: isinstance(record["prompt"], list)
+    completions = [
+        [{"role": "assistant", "content": text}] if is_chat(record) else text
+        for text, record, _ in items
+    ]
+    records = [record for _, record, _ in items]
+    columns = dict.fromkeys(name for record in records for name in record)
+    for name in ("prompt", "completion", "completion_ids"):
+        columns.pop(name, None)
+    found = {name: [record.get(name) for record in records] for name in columns}
+    if all(tokens is not None for _, _, tokens in items):
+        found["completion_ids"] = [tokens for _, _, tokens in items]
+    ignore = lambda *_, **__: None
+    return found | {
+        "prompts": [record["prompt"] for record in records], "completions": completions,
+        "log_extra": ignore, "log_metric": ignore,
+    }
+
+
+class _Scorer:
+    """What `make` returns."""
+
+    def __init__(
+        self, rewards: dict[str, Called], is_async: bool, timeout: float, workers: int
+    ):
+        self._rewards, self._is_async = rewards, is_async
+        self._timeout, self._workers = timeout, workers
+        self._loop = asyncio.new_event_loop()
+        self._seen: set[str] = set()  # kinds whose traceback was sent
+
+    def __call__(self, items: list[Item]) -> list[dict[str, Any]]:
+        outcomes = self._all(items)
+        for outcome in outcomes:
+            if "kind" in outcome and outcome["kind"] in self._seen:
+                outcome["traceback"] = ""
+            elif "kind" in outcome:
+                self._seen.add(outcome["kind"])
+        return outcomes
+
+    def _all(self, items: list[Item]) -> list[dict[str, Any]]:
+        if self._is_async:
+            return self._loop.run_until_complete(self._at_once(items))
+        try:
+            columns = [self._column(reward, items) for reward in self._rewards.values()]
+        except BaseException as error:
+            if len(items) == 1:
+                return [_failed(error)]
+            return [outcome for item in items for outcome in self._all([item])]
+        return self._outcomes(columns)
+
+    def _column(self, reward: Called, items: list[Item]) -> list[Any]:
+        """The values of one reward for all items."""
+        if not reward.is_batched:
+            return [self._finished(reward([item])) for item in items]
+        values = list(self._finished(reward(items)))
+        if len(values) != len(items):
+            raise ValueError(f"the reward returned {len(values)} values for {len(items)} texts")
+        return values
+
+    def _finished(self, value: Any) -> Any:
+        # Outside the loop until here, as a function may run one of its own.
+        return self._loop.run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
+
+    def _outcomes(self, columns: list[list[Any]]) -> list[dict[str, Any]]:
+        if len(columns) == 1:
+            return [{"value": reading(value)} for value in columns[0]]
+        return [{"value": reading(dict(zip(self._rewards, row)))} for row in zip(*columns)]
+
+    async def _at_once(self, items: list[Item]) -> list[dict[str, Any]]:
+        room = asyncio.Semaphore(self._workers)
+
+        async def score(item):
+            async with room:
+                calls = asyncio.gather(*(_awaited(f([item])) for f in self._rewards.values()))
+                try:
+                    values = await asyncio.wait_for(calls, self._timeout)
+                except TimeoutError:
+                    text = f"TimeoutError: no result within {self._timeout:g} s"
+                    return {"fault": "timeouts", "kind": "TimeoutError", "error": text, "traceback": ""}
+                except BaseException as error:
+                    return _failed(error)
+                return self._outcomes([[value] for value in values])[0]
+
+        return await asyncio.gather(*map(score, items))
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    kind, text = describe(error)
+    message = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+    return {"fault": "errors", "kind": kind, "error": message, "traceback": text}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """Returns the kind of an exception, its type and place, and its traceback without the frames
+    that called the user's code."""
+    trace = error.__traceback__
+    while trace.tb_next and os.path.dirname(trace.tb_frame.f_code.co_filename) in (
+        OURS, os.path.dirname(asyncio.__file__)
+    ):
+        trace = trace.tb_next
+    frames = traceback.extract_tb(trace)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    kind = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+    return kind, text[-TRACEBACK_CHARACTERS:]
+
+
+def reading(value: Any) -> dict[str, Any]:
+    """Reads what a reward returned: {"parts": {name: number or None}}, or {"bad": what it is}.
+
+    A number is called "reward". Of a mapping, numbers and booleans are parts and None is a void
+    part; texts and all else are left out.
+    """
+    if not isinstance(value, Mapping):
+        number = _number(value)
+        return {"bad": _named(value)} if number is None else {"parts": {"reward": number}}
+    parts = {str(n): x if x is None else _number(x) for n, x in value.items()
+             if x is None or _number(x) is not None}
+    return {"parts": parts} if parts else {"bad": "a mapping without any number"}
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _number(value: Any) -> float | None:
+    """The value as a number; None where it is none, as a text always is."""
+    if value is None or isinstance(value, TEXTS):
+        return None
+    try:
+        return float(value)
+    except Exception:  # whatever it is, it says so in its own way
+        return None

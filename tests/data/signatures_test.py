@@ -1,0 +1,256 @@
+"""Reward functions with the signatures that people have, called in this process.
+
+What verl and TRL pass is what their own managers and trainers pass: the keywords of verl's
+`NaiveRewardManager` and `BatchRewardManager`, and those of TRL's `GRPOTrainer._calculate_rewards`.
+"""
+
+import asyncio
+import functools
+import json
+import sys
+import time
+import types
+
+import pytest
+
+from jaxrl_tis.data import signatures
+
+RECORD = {
+    "prompt": "2+3=", "answer": "5", "id": "a", "data_source": "sums", "level": 2,
+    "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"index": 7},
+}
+CHAT = [{"role": "user", "content": "2+3="}]
+
+
+def test_ours(score):
+    assert score(lambda text, record: float(text == record["answer"]), ["5", "6"]) == [1.0, 0.0]
+    assert score(lambda t, r, scale=3: scale * len(t), ["ab"]) == [6.0]
+    assert score(lambda texts, records: [len(t) + r["level"] for t, r in zip(texts, records)],
+                 ["a", "ab"]) == [3.0, 4.0]
+
+
+def test_verl_is_called_by_its_four_names(score):
+    seen = {}
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        seen.update(kwargs, source=data_source, text=solution_str, truth=ground_truth, extra=extra_info)
+        return {"score": float(solution_str == ground_truth), "acc": True}
+
+    assert score(compute_score, ["5"]) == [{"score": 1.0, "acc": 1.0}]
+    assert seen == {
+        "source": "sums", "text": "5", "truth": "5",
+        "extra": {"index": 7, "num_turns": None, "rollout_reward_scores": {}},
+    }
+    # A record of another layout: its answer is the ground truth.
+    plain = {"prompt": "", "answer": "9", "id": "b"}
+    assert score(lambda solution_str, ground_truth: int(ground_truth), ["5"], plain) == [9.0]
+    nothing = {"prompt": "", "id": "b", "reward_model": {"ground_truth": None}}
+    assert score(lambda solution_str, ground_truth: ground_truth is None, [""], nothing) == [1.0]
+
+
+def test_verl_in_batches(score):
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+        rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        return [len(d) + len(s) + int(g) + e["index"] for d, s, g, e in rows]
+
+    assert score(compute_score, ["a", "ab"]) == [4 + 1 + 5 + 7, 4 + 2 + 5 + 7]
+
+
+def test_trl_gets_columns_and_messages_where_the_prompt_has_them(score):
+    seen = []
+
+    def reward(prompts, completions, completion_ids, level, **kwargs):
+        seen.append((prompts, completions, completion_ids, level, sorted(kwargs)))
+        return [None if c == "none" else float(len(c)) for c in completions]
+
+    assert score(reward, ["abc", "none"], tokens=[[1, 2], [3]]) == [3.0, None]
+    columns = ["answer", "data_source", "extra_info", "id", "log_extra", "log_metric", "reward_model"]
+    assert seen == [(["2+3="] * 2, ["abc", "none"], [[1, 2], [3]], [2, 2], columns)]
+
+    def content(completions, **kwargs):
+        kwargs["log_metric"]("length", 1.0)
+        return [len(completion[0]["content"]) for completion in completions]
+
+    assert score(content, ["abc"], RECORD | {"prompt": CHAT}) == [3.0]
+
+
+def test_trl_without_a_column_that_it_takes(score):
+    [failed] = score(lambda completions, solution, **_: [0.0], ["a"], raw=True)
+    assert failed["error"].startswith("TypeError: the reward takes solution; what there is: answer, ")
+
+
+@pytest.mark.parametrize("signature", ["record", "records", "verl", "verl_batch", "trl"])
+def test_a_function_may_be_async(score, signature):
+    async def record(text, record):
+        await asyncio.sleep(0)
+        return len(text)
+
+    async def texts(texts, records):
+        return await asyncio.gather(*(record(text, {}) for text in texts))
+
+    async def verl(data_source, solution_str, ground_truth, extra_info):
+        return await record(solution_str, {})
+
+    async def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
+        return await texts(solution_strs, [])
+
+    async def trl(prompts, completions, **columns):
+        return await texts(completions, [])
+
+    function = {"record": record, "records": texts, "verl": verl, "verl_batch": verl_batch,
+                "trl": trl}[signature]
+    assert score(function, ["a", "abc"]) == [1.0, 3.0]
+    assert score(function, ["a", "abc"], signature=signature) == [1.0, 3.0]
+
+
+def test_calls_of_an_async_function_run_at_once_and_each_has_its_time(score):
+    async def judge(text, record):
+        if text == "raises":
+            raise LookupError("no judge")
+        await asyncio.sleep(60 if text == "hangs" else 0.1)
+        return 1.0
+
+    start = time.monotonic()
+    texts = ["ok", "hangs", "raises", *["ok"] * 13]
+    found = score(judge, texts, workers=8, timeout=0.5, raw=True)
+    assert time.monotonic() - start < 1.5  # one after the other would be 2.0
+    assert [o["fault"] if "fault" in o else "" for o in found] == [
+        "", "timeouts", "errors", *[""] * 13]
+    assert found[1]["error"] == "TimeoutError: no result within 0.5 s"
+
+
+def test_the_first_text_of_a_kind_has_the_traceback_in_whatever_order_they_failed(score):
+    async def judge(text, record):
+        await asyncio.sleep(float(text))
+        raise LookupError(text)
+
+    found = score(judge, ["0.2", "0.1", "0"], workers=3, raw=True)
+    assert [o["error"] for o in found] == [f"LookupError: {t}" for t in ("0.2", "0.1", "0")]
+    assert [bool(o["traceback"]) for o in found] == [True, False, False]
+
+
+def test_a_function_may_run_a_loop_of_its_own(score):
+    async def one(text):
+        return len(text)
+
+    assert score(lambda text, record: asyncio.run(one(text)), ["ab"]) == [2.0]
+
+
+def test_other_callables(score):
+    class Judge:
+        def __call__(self, text, record):
+            return len(text)
+
+    class AsyncJudge:
+        async def __call__(self, text, record):
+            return len(text)
+
+    assert score(Judge, ["ab"]) == score(Judge(), ["ab"]) == score(AsyncJudge(), ["ab"]) == [2.0]
+    scaled = functools.partial(lambda scale, text, record: scale * len(text), 3)
+    assert score(scaled, ["ab"]) == [6.0]
+    verl = functools.partial(lambda data_source, solution_str, ground_truth, extra_info, k: k, k=4)
+    assert score(verl, ["ab"]) == [4.0]
+
+
+@pytest.mark.parametrize("function", [
+    lambda text: 0.0, lambda: 0.0, lambda text, answer: 0.0, lambda a, b, c: 0.0,
+    lambda *args, **kwargs: 0.0, lambda **kwargs: 0.0, lambda *, text, record: 0.0,
+    lambda data_source, solution_str, ground_truth, tokenizer: 0.0,
+    lambda completions, /: [0.0],
+])
+def test_a_signature_that_nobody_calls_is_refused(score, function):
+    with pytest.raises(ValueError, match=r"takes \(.*a reward is one of score\(text, record\), "):
+        score(function, ["a"])
+
+
+def test_a_signature_that_is_named(score):
+    assert score(lambda **kwargs: len(kwargs), ["a"], signature="verl") == [4.0]
+    assert score(lambda *rows: [float(len(rows))], ["a"], signature="records") == [2.0]
+    with pytest.raises(ValueError, match="takes"):
+        score(lambda text, record: 0.0, ["a"], signature="verl")
+
+
+def test_several_functions_are_the_parts_of_one_reward(score, module):
+    module.right = lambda text, record: float(text == record["answer"])
+    module.short = lambda completions, **_: [None if c == "none" else -len(c) for c in completions]
+    found = score("given:right, given:short", ["5", "none"])
+    assert found == [{"right": 1.0, "short": -1.0}, {"right": 0.0, "short": None}]
+    assert score("exact,given:right", ["5"]) == [{"exact": 1.0, "right": 1.0}]
+
+
+def test_a_text_that_breaks_a_batch_fails_alone(score):
+    def reward(completions, **_):
+        return [1 / len(c) for c in completions]
+
+    found = score(reward, ["a", "", "ab"], raw=True)
+    assert [o["fault"] if "fault" in o else o["value"] for o in found] == [
+        {"parts": {"reward": 1.0}}, "errors", {"parts": {"reward": 0.5}}]
+    [one, two] = score(lambda completions, **_: [1.0] * 3, ["a", "b"], raw=True)
+    assert one["error"] == "ValueError: the reward returned 3 values for 1 texts"
+    assert one["traceback"] and not two["traceback"]  # the first of a kind
+
+
+def test_a_failure_says_where(score):
+    def helper(record):
+        return record["missing"]
+
+    [failed] = score(lambda text, record: helper(record), ["a"], raw=True)
+    line = helper.__code__.co_firstlineno + 1
+    assert failed["kind"] == f"KeyError at {__file__}:{line}"
+    assert failed["error"] == "KeyError: 'missing'"
+    assert 'return record["missing"]' in failed["traceback"]
+    assert "signatures.py" not in failed["traceback"]
+
+
+class Number:
+    def __float__(self):
+        return 2.0
+
+
+@pytest.mark.parametrize("value, expected", [
+    (0.5, {"reward": 0.5}), (True, {"reward": 1.0}), (Number(), {"reward": 2.0}),
+    ({"score": 0.5, "acc": True, "pred": "7"}, {"score": 0.5, "acc": 1.0}),
+    ({"a": None, "b": 1, "c": [1], "d": b"1"}, {"a": None, "b": 1.0}),
+])
+def test_what_is_a_number(value, expected):
+    assert signatures.reading(value) == {"parts": expected}
+
+
+@pytest.mark.parametrize("value, bad", [
+    (None, "None"), ("1.0", "a str"), ([1.0], "a list"), ((1.0, "x"), "a tuple"),
+    ({}, "a mapping without any number"), ({"pred": "7"}, "a mapping without any number"),
+])
+def test_what_is_none(value, bad):
+    assert signatures.reading(value) == {"bad": bad}
+
+
+@pytest.fixture
+def module(monkeypatch):
+    given = types.ModuleType("given")
+    monkeypatch.setitem(sys.modules, "given", given)
+    return given
+
+
+@pytest.fixture
+def score(module):
+    """Scores texts by a function, or by the name of one: a number, or the parts, of each."""
+
+    def score(function, texts, record=RECORD, signature="auto", tokens=None, workers=1, timeout=5.0,
+              raw=False):
+        if not isinstance(function, str):
+            module.function = function
+        name = function if isinstance(function, str) else "given:function"
+        call = signatures.make({"name": name, "signature": signature, "timeout": timeout,
+                                "workers": workers})
+        items = [[text, json.loads(json.dumps(record)), tokens and tokens[i]]
+                 for i, text in enumerate(texts)]
+        if call.facts["batched"] or call.facts["async"]:
+            found = call(items)
+        else:
+            found = [outcome for item in items for outcome in call([item])]
+        if raw:
+            return found
+        parts = [o["value"]["parts"] if "parts" in o["value"] else {"reward": None} for o in found]
+        return [p["reward"] if list(p) == ["reward"] else p for p in parts]
+
+    return score
