@@ -32,10 +32,11 @@ def answer(line: dict[str, Any]) -> str:
     tokens = "".join(_token(line, i) for i in range(len(line["tokens"])))
     rest = line["length"] - len(line["tokens"])
     more = f" <small>and {rest} more tokens</small>" if rest else ""
+    reward = "unknown" if line["reward"] is None else f'{line["reward"]:g}'
     return (
         f'<div class="card answer"><p><small>prompt</small> {html.escape(line["prompt"])}</p>'
         f"<p><small>answer</small> {tokens}{more}</p>"
-        f'<p><small>reward {line["reward"]:g}, expected {html.escape(line["answer"])}</small></p></div>'
+        f'<p><small>reward {reward}, expected {html.escape(line["answer"])}</small></p></div>'
     )
 
 
