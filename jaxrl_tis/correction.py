@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis.estimators import advantages, attribution, batch_metrics, diagnostics, divergences
-from jaxrl_tis.estimators import factor_weights, loss, methods, presets, rank_masks, ratios
+from jaxrl_tis.estimators import factor_weights, loss, methods, presets, rank_masks, ratios, returns
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
 from jaxrl_tis.fields import FIELDS, SCORED, shape
@@ -166,7 +166,7 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """Returns the jitted function that computes, once for a whole rollout batch [N,T], the
     advantages, the accepted tokens, the weights and the measured gap.
 
-    The batch holds mask, logp_behav, logp_old (recomputed at the weights that sampled), logp_prox
+    The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled), logp_prox
     (at those that the update starts from), rewards [N], group [N], version, current_version, and
     what the methods need. Both modes measure the gap; in bypass mode masks and weights are left to
     the loss. So are, in decoupled mode, the masks that judge the policy of each update.
@@ -210,7 +210,8 @@ def _judge(c: Correction, batch: Batch) -> _Judged:
 def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
     name, parameters = c.advantage
     needed = loss.needed("advantage", name, batch)
-    return advantages.ADVANTAGES[name](rewards, batch["mask"], batch["group"], **needed, **parameters)
+    function = advantages.ADVANTAGES[name]
+    return function(rewards, batch["sampled"], batch["group"], **needed, **parameters)
 
 
 def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch) -> Batch:
@@ -218,7 +219,7 @@ def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch
     if name != "gae":
         return fields
     return fields | {"returns": advantages.gae_returns(
-        rewards, batch["mask"], values=batch["values"],
+        rewards, batch["sampled"], values=batch["values"],
         gamma=parameters["gamma"], lam=parameters["lam"],
     )}
 
@@ -260,7 +261,7 @@ def judged_alone(c: Correction, logp: jax.Array, entropy: jax.Array, batch: Batc
 
 
 def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, prepared: Batch) -> Metrics:
-    mask, rewards = batch["mask"], judged.rewards
+    mask, sampled, rewards = batch["mask"], batch["sampled"], judged.rewards
     metrics = gap_metrics(c, judged.w * judged.factor, judged.log_ratio, batch)
     metrics |= rejection_metrics(c, judged.log_ratio, mask, judged.is_accepted)
     metrics |= judged.counts
@@ -270,11 +271,11 @@ def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, prepared: Bat
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = judged.factor
     if c.kl is not None:
         metrics["actor/kl_to_reference"] = sequence_kl(_kl(c, batch), mask)
-    total = jnp.sum(ratios.zero_padding(rewards, mask), 1) if rewards.ndim == 2 else rewards
-    metrics |= batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(mask, axis=1))
-    returns = prepared["returns"] if "returns" in prepared else judged.adv
+    total = returns.sequence_rewards(rewards, sampled)
+    metrics |= batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(sampled, axis=1))
+    targets = prepared["returns"] if "returns" in prepared else judged.adv
     values = batch["values"] if "values" in batch else None
-    return metrics | batch_metrics.advantage_metrics(judged.adv, returns, mask, values)
+    return metrics | batch_metrics.advantage_metrics(judged.adv, targets, mask, values)
 
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
@@ -287,7 +288,7 @@ def _rewards(c: Correction, batch: Batch) -> jax.Array:
     to the reward."""
     if c.kl is None or c.kl_placement == "loss":
         return batch["rewards"]
-    kl_coeff = controlled(c, batch).kl_coeff
+    kl_coeff, batch = controlled(c, batch).kl_coeff, batch | {"mask": batch["sampled"]}
     return penalized_rewards(batch["rewards"], batch["mask"], _kl(c, batch), kl_coeff)
 
 
@@ -359,12 +360,15 @@ def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
 
 
 def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch) -> Metrics:
-    """Measures the sampler's gap: divergences, |dp|, weights, and what the learner's reward would
-    be."""
+    """Measures the sampler's gap: divergences, |dp|, weights, and what the learner's reward would be.
+
+    That estimate is of all answers with a reward; those that are not trained on have weight 1.
+    """
     mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
     parameters = c.weight[1]
     upper = parameters.get("cap", parameters.get("upper", 2.0))
-    snis, ess = diagnostics.snis_reward(batch["rewards"], log_ratio, mask)
+    rewarded = returns.known(batch["rewards"], batch["sampled"])
+    snis, ess = diagnostics.snis_reward(rewarded[0], log_ratio, rewarded[1])
     return _capped_fractions(c, learner, learner, learner, behav, mask) | (
         diagnostics.offpolicy_metrics(learner, behav, mask)
         | diagnostics.probability_metrics(learner, behav, mask)

@@ -80,6 +80,8 @@ FIELDS = {
     "tokens": Field("token", "int32", "record", "forward"),
     "mask": Field("token", "bool", "record", "forward", record="mask"),
     "temperature": Field("token", "float32", "record", "forward", padding=1),
+    # The mask holds the tokens that are trained on, `sampled` all that the sampler drew.
+    "sampled": Field("token", "bool", "record", "batch", record="mask"),
     "positions": Field("token", "int32", "rows", "forward"),
     "segment_ids": Field("token", "int32", "rows", "forward"),
     "kept": Field(

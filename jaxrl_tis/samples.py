@@ -2,13 +2,15 @@
 
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
-tokens of the response; `length` counts all. `answer` is null where the data has none, `weight` where
-the correction gives weights inside the update alone. An evaluation (phase "eval", greedy answers) has
-one program and thus one log-prob, that of the model at temperature 1, in `logp_old`; `logp_behav`,
-`weight` and `version` are null.
+tokens of the response; `length` counts all. `answer` is null where the data has none, `reward` where
+the reward function failed, `logp_old` and `weight` where the answer is not trained on. `weight` is also
+null where the correction gives weights inside the update alone. An evaluation (phase "eval", greedy
+answers) has one program and thus one log-prob, that of the model at temperature 1, in `logp_old`;
+`logp_behav`, `weight` and `version` are null.
 """
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -35,15 +37,18 @@ def of_step(
 
     Args:
       samples: of the batch, as rollouts.Sample.
-      rows: of the batch, [N,T], in the order of the samples: mask, logp_behav, logp_old, version.
+      rows: of the batch, [N,T], in the order of the samples: mask, sampled, logp_behav, logp_old,
+        version.
       weights: [N,T] or None.
     """
     groups = [s.group for s in samples]
     lines = []
     for i in [groups.index(g) for g in dict.fromkeys(groups)][:count]:
-        mask = rows["mask"][i]
-        of_tokens = {name: rows[name][i][mask] for name in ("logp_behav", "logp_old", "version")}
-        of_tokens["weight"] = None if weights is None else weights[i][mask]
+        sampled, is_trained_on = rows["sampled"][i], rows["mask"][i].any()
+        of_tokens = {name: rows[name][i][sampled] for name in ("logp_behav", "version")}
+        if is_trained_on:
+            of_tokens["logp_old"] = rows["logp_old"][i][sampled]
+            of_tokens["weight"] = None if weights is None else weights[i][sampled]
         sample = samples[i]
         lines.append(_line(step, "train", sample, sample.reward, of_tokens, decode))
     return lines
@@ -66,7 +71,8 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
     return {
         "step": step, "phase": phase, "id": sample.record["id"],
         "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
-        "answer": sample.record["answer"] if "answer" in sample.record else None, "reward": round(float(reward), DIGITS),
+        "answer": sample.record["answer"] if "answer" in sample.record else None,
+        "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in found.items()},
     }

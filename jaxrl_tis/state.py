@@ -41,9 +41,9 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
             setup.critic_optimizer,
         )
     if setup.correction.kl is not None:
-        bf16 = transformer.abstract_params(setup.model, "bfloat16")
+        frozen = jax.eval_shape(lambda params: _frozen(setup, params), params)
         kind = "pinned_host" if setup.config.correction.offload_reference else "device"
-        state["reference"] = place(bf16, placement.shardings(setup.layout, setup.model, kind))
+        state["reference"] = place(frozen, placement.shardings(setup.layout, setup.model, kind))
     if setup.averages_policy:
         average = jax.eval_shape(Average.of, params)
         state["ewma"] = place(average, Average(shardings, replicated))
@@ -65,6 +65,28 @@ def initial_params(setup: Setup) -> Any:
     return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
 
 
+def _frozen(setup: Setup, params: Any) -> Any:
+    """Returns the reference: the policy in the dtypes that the learner's products take, so that the
+    KL between the two starts at exactly 0.
+
+    Products in bfloat16 round a matrix to it, so a reference for them holds half the bytes. All
+    other numbers keep the dtype of the policy: norms, an output head at full precision, matrices
+    that are quantised.
+    """
+    program, heads = setup.learner.program, ("embed", "head")
+    is_quantized = program.quantization.scheme != "none"
+
+    def frozen(path, x):
+        name = path[-1].key
+        is_matrix = name in heads or x.ndim == 3
+        is_rounded = not (program.highest_head if name in heads else is_quantized)
+        is_rounded &= is_matrix and program.dtype == "bfloat16"
+        # A copy in any case, as the updates donate the policy's buffers.
+        return jnp.copy(x.astype(program.dtype) if is_rounded else x)
+
+    return jax.tree_util.tree_map_with_path(frozen, params)
+
+
 def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
     """Makes the state at step 0: the critic and the reference start as copies of the policy, which
     is folded by `model.uaq_scale`."""
@@ -83,7 +105,7 @@ def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
             }
             state["critic"] = TrainState(critic, setup.critic_optimizer.init(critic))
         if setup.correction.kl is not None:
-            state["reference"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+            state["reference"] = _frozen(setup, params)
         if setup.averages_policy:
             state["ewma"] = Average.of(params)
         if states := control.init(setup.correction):

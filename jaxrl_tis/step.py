@@ -202,7 +202,7 @@ def make_arriving_step(
 
     def finish(state, sums, num_tokens, num_seqs):
         grads, metrics = sums
-        count = num_tokens if c.aggregation == "token-mean" else num_seqs
+        count = reduce.denominator(c.aggregation, num_tokens, num_seqs)
         divisor = lambda name: count if name.endswith("_loss") else num_tokens
         mean = lambda name, x: x if counts.is_count(name) else x / divisor(name)
         metrics = {name: mean(name, x) for name, x in metrics.items()}

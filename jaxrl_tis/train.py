@@ -303,16 +303,17 @@ class Run:
                 drawn, values, rows, measured = self._draw_and_update(step)
             self.version += 1
 
-        limits = config.task.max_prompt_tokens, config.rollout.max_new_tokens
         probed, too_far = self._probe(step, rows)
         values |= probed
-        values |= measured | sample_metrics(drawn, rows, limits)
+        values |= measured | sample_metrics(drawn, rows, config)
         values["data/bad_records"] = self._data.left_out
         values |= rollouts.unknown_ids([s.trajectory for s in drawn], self.setup.tokenizer)
         check_finite(step, values, self.saved)
+        if not rows["mask"].any():
+            processes.say(f"step {step}: nothing to train on; the weights stay as they were", sys.stderr)
         self._timer.add("step", time.monotonic() - start)
         times = self._timer.collect() | goodput.memory()
-        times["time/rollout_tokens_per_s"] = rows["mask"].sum() / times["time/rollout_s"]
+        times["time/rollout_tokens_per_s"] = rows["sampled"].sum() / times["time/rollout_s"]
         self.writer.write(step, "train", values | times)
         if config.metrics.samples_every and step % config.metrics.samples_every == 0:
             self._write_samples(samples.of_step(
@@ -549,6 +550,7 @@ def _train(r: Run) -> None:
     with Progress(total - r.done, "training", is_shown=processes.is_first()) as progress:
         for step in range(r.done + 1, total + 1):
             values = r.take(step)
+            reward = values["reward/mean"] if "reward/mean" in values else math.nan
             progress.update(
-                1, reward=values["reward/mean"], dp_max=values["training/rollout_probs_diff_max"]
+                1, reward=reward, dp_max=values["training/rollout_probs_diff_max"]
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 
 from jaxrl_tis import control, correction, old_policies
@@ -58,7 +59,7 @@ class Trainer:
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
         update; without the policy's log-probs where the update itself computes them, see
-        `Setup.why_scored`.
+        `Setup.why_scored`. Its mask is that of the answers of `are_trained_on`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy, or at the average
@@ -119,10 +120,12 @@ class Trainer:
             "sum_pi_squared": self._collisions, "logits": self._logits,
             "grad_norms": self._score_norms,
         }
-        return rows | {
+        rows |= {
             name: measured(measure, policy) for name, measure in by_learner.items()
             if name in needs
         }
+        trained = are_trained_on(samples, rows, self.setup.config.train.mask_truncated)
+        return rows | {"mask": rows["mask"] & trained[:, None]}
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
         """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
@@ -210,12 +213,15 @@ class Trainer:
         samples = [samples[i] for i in order]
         rows = {name: np.concatenate([r[name] for r in made])[order] for name in made[0]}
         count, num_tokens = num_sequences(rows), rows["mask"].sum()
-        policy, values = finish(state["policy"], sums, np.float32(num_tokens), np.float32(count))
+        policy, values = state["policy"], {}
+        if num_tokens:
+            policy, values = finish(policy, sums, np.float32(num_tokens), np.float32(count))
         prepared, measured = self._prepare(rows)
         rows |= {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         values = jax.device_get(values)
-        measured = jax.device_get(measured) | self._scored | values | attribution.shares(values)
+        shares = attribution.shares(values) if values else {}
+        measured = jax.device_get(measured) | self._scored | values | shares
         return state | {"policy": policy}, samples, rows, measured
 
     def _of_update(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
@@ -248,7 +254,7 @@ class Trainer:
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
         """Runs all epochs and minibatches and returns (new state, rows, metrics): the rows with all
         that `score` or the update has computed of them. `version` is that of the state's policy;
-        the state is donated."""
+        the state is donated. A minibatch without a token to train on is no update."""
         config, count = self.setup.config, len(rows["mask"])
         rows = rows | update_fields(count, version, step, config.seed)
         controllers = state["controllers"] if "controllers" in state else {}
@@ -265,6 +271,8 @@ class Trainer:
         collected, num_seqs = [], []
         for epoch in range(config.train.epochs):
             for minibatch, packing, flat in self._minibatches(updated, (config.seed, step, epoch)):
+                if not minibatch["mask"].any():
+                    continue
                 num_seqs.append(num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)
                 policy, values, *scored = self._train_step(state["policy"], minibatch)
@@ -277,7 +285,9 @@ class Trainer:
                     state, values = state | {"critic": critic}, values | critic_values
                 collected.append(values | packing)
         if not is_scored:
-            logp, entropy = (flat(scored[0][name]) for name in ("logp", "entropy"))
+            logp = entropy = np.zeros_like(rows["logp_behav"])
+            if collected:
+                logp, entropy = (flat(scored[0][name]) for name in ("logp", "entropy"))
             rows |= {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
             prepared, measured = self._prepare(rows)
         if is_profiled:
@@ -285,9 +295,11 @@ class Trainer:
         measured |= self._scored | {f"control/{name}": x for name, x in settings.items()}
         rows |= {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
-        collected = jax.device_get(collected)
+        measured, collected = jax.device_get((measured, collected))
+        if not collected:
+            return state, rows, measured
         means = {name: _of_step(name, [v[name] for v in collected]) for name in collected[0]}
-        measured = jax.device_get(measured) | means | attribution.shares(means)
+        measured |= means | attribution.shares(means)
         is_skipped = collected[0].get("actor/is_skipped", 0.0) > 0
         if collisions is not None and not is_skipped:
             # Only the first update has its gradient at the weights that sampled.
@@ -371,6 +383,20 @@ def _laid_out(
     return rows
 
 
+def are_trained_on(samples: list[Sample], rows: Rows, without_truncated: bool) -> np.ndarray:
+    """Returns whether each sample is in the loss, [N]: its reward is known, and so is that of the
+    greedy answer where an advantage compares with it. `without_truncated` leaves out those that
+    ended at the length limit."""
+    are_known = ~np.isnan(rows["rewards"])
+    if "greedy_rewards" in rows:
+        are_known &= ~np.isnan(rows["greedy_rewards"])
+    return are_known & ~(without_truncated & _are_truncated(samples))
+
+
+def _are_truncated(samples: list[Sample]) -> np.ndarray:
+    return np.array([s.trajectory.stop_reason == "length" for s in samples])
+
+
 def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
     """Returns the fields [N] of the samples' rewards and groups, and what methods need beside
     them."""
@@ -387,30 +413,35 @@ _length_metrics = jax.jit(batch_metrics.length_metrics)
 
 
 def sample_metrics(
-    samples: list[Sample], rows: Rows, limits: tuple[int, int]
+    samples: list[Sample], rows: Rows, config: ml_collections.ConfigDict
 ) -> dict[str, float]:
-    """Measures rewards, lengths and the learner's entropy of a rollout batch; `limits` are the most
-    tokens of a prompt and of a response."""
+    """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards are of
+    those that are known; there is none where no reward is."""
     prompts, lengths = (
         np.array([len(getattr(s.trajectory, field)) for s in samples])
         for field in ("prompt", "tokens")
     )
     turns = np.array([s.trajectory.turn.max(initial=0) + 1 for s in samples])
     rewards, groups = rows["rewards"], rows["group"]
-    by_group = [rewards[groups == g] for g in np.unique(groups)]
+    by_group = [_known(rewards[groups == g]) for g in np.unique(groups)]
     parts = components(samples)
-    means = {f"reward/component/{name}": x.mean() for name, x in parts.items() if len(parts) > 1}
+    named = {"mean": rewards, "score_mean": np.array([s.score for s in samples])}
+    named |= {f"component/{name}": x for name, x in parts.items() if len(parts) > 1}
+    means = {f"reward/{name}": known.mean() for name, x in named.items() if len(known := _known(x))}
+    if len(known := _known(rewards)):
+        means["reward/std"] = known.std()
+    if rows["mask"].any():
+        means["actor/entropy"] = rows["entropy"][rows["mask"]].mean()
     kept = kept_metrics([s.trajectory for s in samples])
     return means | kept | _length_metrics(
-        prompts, lengths, max_prompt_length=limits[0], max_response_length=limits[1],
-        num_turns=turns,
+        prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
+        max_response_length=config.rollout.max_new_tokens, num_turns=turns,
     ) | {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        "reward/score_mean": np.mean([s.score for s in samples]),
-        "reward/equal_groups_ratio": np.mean([np.ptp(r) == 0 for r in by_group]),
-        "response_length/truncated_ratio": np.mean(
-            [s.trajectory.stop_reason == "length" for s in samples]
-        ),
-        "actor/entropy": rows["entropy"][rows["mask"]].mean(),
+        "reward/equal_groups_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
+        "response_length/truncated_ratio": _are_truncated(samples).mean(),
+        "actor/left_out_ratio": np.mean(~are_trained_on(samples, rows, config.train.mask_truncated)),
     }
+
+
+def _known(rewards: np.ndarray) -> np.ndarray:
+    return rewards[~np.isnan(rewards)]

@@ -233,7 +233,7 @@ def rows_of(setup, leading, names):
     return fields
 
 
-ROWS = ("tokens", "positions", "segment_ids", "mask", "logp_behav", "version",
+ROWS = ("tokens", "positions", "segment_ids", "mask", "sampled", "logp_behav", "version",
         "temperature")
 
 

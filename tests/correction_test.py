@@ -30,7 +30,8 @@ def rollout():
     """A rollout batch: 8 rows in 3 groups, logp_old - logp_behav of every size."""
     data = batch()
     return {
-        "mask": data["mask"], "logp_behav": data["logp_behav"], "logp_old": data["logp_old"],
+        "mask": data["mask"], "sampled": data["mask"],
+        "logp_behav": data["logp_behav"], "logp_old": data["logp_old"],
         "logp_prox": data["logp_old"],
         "rewards": np.array([1, 0, 0.5, 2, 2, -1, 0, 3], np.float32),
         "group": np.array([4, 4, 4, 1, 1, 9, 9, 9], np.int32),

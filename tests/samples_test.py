@@ -25,7 +25,7 @@ def rows():
     """Two prompt tokens, then up to three of the response."""
     mask = np.array([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0]], bool)
     numbers = np.arange(15).reshape(3, 5) / 8
-    return {"mask": mask, "logp_behav": -numbers, "logp_old": -numbers - 1,
+    return {"mask": mask, "sampled": mask, "logp_behav": -numbers, "logp_old": -numbers - 1,
             "version": np.full((3, 5), 7)}
 
 

@@ -150,11 +150,12 @@ def test_metrics_of_the_samples_by_hand():
                for i, (s, r) in enumerate(zip(samples, rewards))]
     rows = {"rewards": np.array(rewards), "group": np.array([0, 0, 1, 1]),
             "entropy": np.array([[9.0, 1.0], [9.0, 2.0]]), "mask": np.array([[0, 1], [0, 1]], bool)}
-    values = sample_metrics(samples, rows, limits=(5, 3))
+    config = tiny.config()  # at most 5 and 3 tokens
+    values = sample_metrics(samples, rows, config)
     assert values["reward/mean"] == 1.0 and values["reward/score_mean"] == 0.5
     assert values["reward/std"] == pytest.approx(0.5**0.5)  # deviations 0, 0, -1, 1
     assert values["reward/equal_groups_ratio"] == 0.5
-    alike = sample_metrics(samples, rows | {"rewards": np.ones(4)}, limits=(5, 3))
+    alike = sample_metrics(samples, rows | {"rewards": np.ones(4)}, config)
     assert alike["reward/equal_groups_ratio"] == 1.0
     assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1
     assert values["response_length/truncated_ratio"] == 0.0

@@ -8,7 +8,9 @@ Trust region: none. Gradient: none; advantages are detached.
 Args of every entry:
   rewards: [B], one reward per sequence, or [B, T], rewards per token of which those at valid tokens
     count. A reward per sequence cannot be lost to a mask: with [B, T], pass the mask as sampled,
-    before any token was rejected from it.
+    before any token was rejected from it. NaN is a reward that is not known: every statistic leaves
+    the sequence out, as if it had not been sampled, and its advantage is 0. So is that of the only
+    known sequence of several in a group, where the entry compares within groups.
   mask: [B, T] valid tokens. A fully masked row gets advantage 0; its reward still counts in its
     group.
   group: [B] int, equal for the samples of one prompt; any integers, any order, groups of any size.
@@ -59,6 +61,7 @@ def grpo(
     scores_b = returns.sequence_rewards(rewards, mask)
     count, mean, std, is_constant = returns.group_moments(scores_b, group)
     adv_b = jnp.where(is_constant, 0.0, (scores_b - mean) / (std + eps))
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
 
 
@@ -79,6 +82,7 @@ def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Ar
     scores_b = returns.sequence_rewards(rewards, mask)
     count, mean, _, is_constant = returns.group_moments(scores_b, group)
     adv_b = jnp.where(is_constant, 0.0, scores_b - mean)
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
@@ -100,6 +104,7 @@ def maxrl(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Arra
     scores_b = returns.sequence_rewards(rewards, mask)
     _, mean, _, is_constant = returns.group_moments(scores_b, group)
     adv_b = ratios.safe_divide(scores_b - mean, mean)
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(is_constant, 0.0, adv_b), mask)
 
 
@@ -130,11 +135,13 @@ def grpo_passk(
     scores_b = returns.sequence_rewards(rewards, mask)
     ids = returns.group_ids(group)
     count, _, std, _ = returns.group_moments(scores_b, group)
-    best_b = returns.group_max(scores_b, ids)
+    known_b = jnp.where(jnp.isnan(scores_b), -jnp.inf, scores_b)
+    best_b = returns.group_max(known_b, ids)
     is_best_b = scores_b == best_b
-    second_b = returns.group_max(jnp.where(is_best_b, -jnp.inf, scores_b), ids)
+    second_b = returns.group_max(jnp.where(is_best_b, -jnp.inf, known_b), ids)
     num_best_b = returns.group_sum(is_best_b.astype(scores_b.dtype), ids)
     adv_b = jnp.where(is_best_b & (num_best_b == 1) & (count > 1), best_b - second_b, 0.0)
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(adv_b / (std + eps) if passk_is_normalized else adv_b, mask)
 
 
@@ -155,6 +162,7 @@ def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array
     scores_b = returns.sequence_rewards(rewards, mask)
     count, mean, _, is_constant = returns.group_moments(scores_b, group)
     leave_one_out = ratios.safe_divide(count * (scores_b - mean), count - 1.0)
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
 
 
@@ -175,7 +183,9 @@ def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
     Returns adv [B, T].
     """
     scores_b = returns.sequence_rewards(rewards, mask)
-    alpha = scores_b.shape[0] / jnp.maximum(jnp.count_nonzero(scores_b), 1)
+    is_known_b = ~jnp.isnan(scores_b)
+    num_rewarded = jnp.count_nonzero(is_known_b & (scores_b != 0))
+    alpha = jnp.count_nonzero(is_known_b) / jnp.maximum(num_rewarded, 1)
     return alpha.astype(scores_b.dtype) * dr_grpo(scores_b, mask, group)
 
 
@@ -191,7 +201,8 @@ def gdpo(
     """GDPO (arXiv:2601.05242), A = whiten(sum_k weight_k grpo(component k)) over the batch.
 
     Each component is normalised within its group before they are added; one that is constant in a
-    group adds exactly 0 there. Groups of one as in `grpo`. The whitening shifts every advantage,
+    group adds exactly 0 there. A component of NaN is void: it is left out of its own statistics and
+    adds 0, and the sequence's other components count. Groups of one as in `grpo`. The whitening shifts every advantage,
     also those of a group that is constant in all components; where all advantages of the batch are
     equal, they are exactly 0.
 
@@ -200,7 +211,7 @@ def gdpo(
     (docs/oracle.md).
 
     Args:
-      rewards: not used.
+      rewards: not used, but for which are unknown.
       mask, group: see the module; the whole rollout batch must be in the call.
       reward_components: [B, C] the rewards of each sequence.
       gdpo_weights: C weights of the components; None is 1 for each, as in verl.
@@ -208,7 +219,6 @@ def gdpo(
 
     Returns adv [B, T].
     """
-    del rewards
     reward_components = jnp.asarray(reward_components)
     chex.assert_rank(reward_components, 2)
     if gdpo_weights is None:
@@ -218,11 +228,14 @@ def gdpo(
             f"gdpo_weights has {len(gdpo_weights)} weights for {reward_components.shape[1]} reward "
             "components; give one for each."
         )
+    is_unknown_b = jnp.isnan(returns.sequence_rewards(rewards, mask))
+    components_cb = jnp.where(is_unknown_b, jnp.nan, ratios.as_float(reward_components).T)
     parts = [
         weight * grpo(scores_b, mask, group, eps=eps)
-        for weight, scores_b in zip(gdpo_weights, reward_components.T, strict=True)
+        for weight, scores_b in zip(gdpo_weights, components_cb, strict=True)
     ]
-    return whiten(sum(parts), mask)
+    is_compared = [returns.compared(scores_b, mask, group) for scores_b in components_cb]
+    return whiten(sum(parts), functools.reduce(jnp.logical_or, is_compared))
 
 
 def oapl(
@@ -248,9 +261,12 @@ def oapl(
     scores_b = returns.sequence_rewards(rewards, mask)
     ids = returns.group_ids(group)
     count, _, _, is_constant = returns.group_moments(scores_b, group)
-    best_b = returns.group_max(scores_b, ids)
-    excess_b = jnp.expm1((scores_b - best_b) / oapl_beta_value)
-    value_b = best_b + oapl_beta_value * jnp.log1p(returns.group_sum(excess_b, ids) / count)
+    is_known_b = ~jnp.isnan(scores_b)
+    best_b = returns.group_max(jnp.where(is_known_b, scores_b, -jnp.inf), ids)
+    excess_b = jnp.expm1(jnp.where(is_known_b, scores_b - best_b, 0.0) / oapl_beta_value)
+    mean_b = ratios.safe_divide(returns.group_sum(excess_b, ids), count)
+    value_b = best_b + oapl_beta_value * jnp.log1p(mean_b)
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(is_constant, 0.0, scores_b - value_b), mask)
 
 
@@ -304,6 +320,7 @@ def gae(
     Returns adv [B, T].
     """
     del group
+    rewards, mask = returns.known(rewards, mask)
     adv_bt, _ = _gae_recursion(rewards, mask, values, gamma, lam)
     return whiten(adv_bt, mask) if is_whitened else adv_bt
 
@@ -317,6 +334,7 @@ def gae_returns(
     lam: float = 1.0,
 ) -> chex.Array:
     """Targets of the critic, unwhitened A_t + V_t [B, T], 0 at padding; arguments as `gae`."""
+    rewards, mask = returns.known(rewards, mask)
     adv_bt, values_bt = _gae_recursion(rewards, mask, values, gamma, lam)
     return adv_bt + jax.lax.stop_gradient(values_bt)
 
@@ -341,6 +359,7 @@ def reinforce_plus_plus(
     Returns adv [B, T].
     """
     del group
+    rewards, mask = returns.known(rewards, mask)
     no_values_bt = jnp.zeros_like(returns.token_rewards(rewards, mask))
     returns_bt, _ = _gae_recursion(rewards, mask, no_values_bt, gamma, 1.0)
     return whiten(returns_bt, mask)
@@ -362,7 +381,8 @@ def reinforce_plus_plus_baseline(
 
     Returns adv [B, T].
     """
-    return whiten(dr_grpo(rewards, mask, group), mask)
+    scores_b = returns.sequence_rewards(rewards, mask)
+    return whiten(dr_grpo(rewards, mask, group), returns.compared(scores_b, mask, group))
 
 
 ADVANTAGES = {

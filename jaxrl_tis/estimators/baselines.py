@@ -16,8 +16,9 @@ OTB_EPS = 1e-8  # in the denominator of the token baselines, as in verl
 def _minus_weighted_mean(scores_b, power_b, group):
     """Scores minus their mean within the group under the weights power_b [B] >= 0; exactly 0 where
     a group's scores are all equal, and the score itself where all its weights are 0."""
-    ids = returns.group_ids(group)
-    total_b = returns.group_sum(power_b * scores_b, ids)
+    ids, is_known_b = returns.group_ids(group), ~jnp.isnan(scores_b)
+    power_b = jnp.where(is_known_b, power_b, 0.0)
+    total_b = returns.group_sum(power_b * jnp.where(is_known_b, scores_b, 0.0), ids)
     baseline_b = ratios.safe_divide(total_b, returns.group_sum(power_b, ids))
     _, _, _, is_constant = returns.group_moments(scores_b, group)
     return jnp.where(is_constant, 0.0, scores_b - baseline_b)
@@ -37,11 +38,14 @@ def remax(
       rewards: [B] (put on the last valid token) or [B, T].
       mask: [B, T] valid tokens.
       group: not used.
-      greedy_rewards: [B] reward of the greedy response to the row's prompt.
+      greedy_rewards: [B] reward of the greedy response to the row's prompt; NaN, as in rewards, is
+        unknown and gives 0.
 
     Returns adv [B, T].
     """
     del group
+    rewards, mask = returns.known(rewards, mask)
+    mask &= ~jnp.isnan(greedy_rewards)[:, None]
     returns_bt = returns.rewards_to_go(rewards, mask)
     chex.assert_shape(greedy_rewards, (returns_bt.shape[0],))
     adv_bt = returns_bt - ratios.as_float(greedy_rewards)[:, None]
@@ -66,7 +70,9 @@ def batch_mean(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex
     Returns adv [B, T].
     """
     scores_b = returns.sequence_rewards(rewards, mask)
-    _, mean, _, is_constant = returns.group_moments(scores_b, jnp.zeros_like(group))
+    one = jnp.zeros_like(group)
+    _, mean, _, is_constant = returns.group_moments(scores_b, one)
+    mask = returns.compared(scores_b, mask, one)
     return returns.on_tokens(jnp.where(is_constant, 0.0, scores_b - mean), mask)
 
 
@@ -89,6 +95,7 @@ def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
     length_b = ratios.masked_count(scores_b, mask, axis=1)
     count, _, _, _ = returns.group_moments(scores_b, group)
     adv_b = _minus_weighted_mean(scores_b, length_b, group)
+    mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
@@ -126,12 +133,13 @@ def opob(
     chex.assert_equal_shape([grad_norms, scores_b])
     log_w_b = jnp.sum(ratios.safe_log_ratio(logp_prox, logp_behav, mask), axis=1)
     norm_b = ratios.zero_padding(grad_norms, jnp.any(ratios.as_bool(mask), axis=1))
-    is_weighted_b = norm_b > 0
+    is_weighted_b = (norm_b > 0) & ~jnp.isnan(scores_b)
     log_power_b = 2.0 * log_w_b + jnp.log(jnp.where(is_weighted_b, norm_b, 1.0))
     log_power_b = jnp.where(is_weighted_b, log_power_b, -jnp.inf)
     largest_b = returns.group_max(log_power_b, returns.group_ids(group))
     power_b = jnp.where(is_weighted_b, jnp.exp(log_power_b - largest_b), 0.0)
-    return returns.on_tokens(_minus_weighted_mean(scores_b, power_b, group), mask)
+    adv_b = _minus_weighted_mean(scores_b, power_b, group)
+    return returns.on_tokens(adv_b, returns.compared(scores_b, mask, group))
 
 
 def _path_power(mask, logp_old, sum_pi_squared, weights, form):
@@ -221,6 +229,7 @@ def otb(
 
     Returns adv [B, T].
     """
+    mask = returns.compared(returns.sequence_rewards(rewards, mask), mask, group)
     returns_bt = returns.rewards_to_go(rewards, mask)
     power_bt = _path_power(mask, logp_old, sum_pi_squared, weights, form)
     return _minus_token_baseline(returns_bt, power_bt, mask, group, otb_zero_tail)

@@ -27,13 +27,13 @@ def reward_metrics(
     """critic/{score,rewards}/{mean,max,min} over the samples that have a response.
 
     Args:
-      scores: [N] reward of each sample as the task gave it.
+      scores: [N] reward of each sample as the task gave it; NaN, an unknown one, is left out.
       rewards: [N] the same after a KL or length penalty.
       response_length: [N] tokens of the response; a sample of length 0 was aborted and is left out.
     """
     chex.assert_rank(scores, 1)
     chex.assert_equal_shape([scores, rewards, response_length])
-    is_answered_n = response_length > 0
+    is_answered_n = (response_length > 0) & ~jnp.isnan(scores)
     return diagnostics.detached(
         _summary("critic/score", scores, is_answered_n)
         | _summary("critic/rewards", rewards, is_answered_n)

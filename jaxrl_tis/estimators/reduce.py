@@ -20,6 +20,15 @@ MODES = (
 )
 
 
+def denominator(
+    mode: str, num_tokens: chex.Numeric, num_seqs: chex.Numeric
+) -> chex.Numeric:
+    """Returns the count of the full batch that a mode divides the sum over all tokens by."""
+    if mode == "token-sum":
+        return 1.0
+    return num_tokens if mode == "token-mean" else num_seqs
+
+
 def aggregate(
     loss_bt: chex.Array,
     mask: chex.Array,

@@ -1,6 +1,7 @@
 """Returns of a rollout batch, and their reductions over a prompt's group.
 
-Rows are unpacked, one sequence each. Nothing here carries a gradient.
+Rows are unpacked, one sequence each. Nothing here carries a gradient. A reward of NaN is unknown: the
+reward function failed. Reductions over a group leave it out.
 """
 
 import chex
@@ -11,7 +12,8 @@ from jaxrl_tis.estimators import ratios
 
 
 def sequence_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
-    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]."""
+    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]; NaN where it
+    is unknown."""
     rewards = jnp.asarray(rewards)
     chex.assert_rank(rewards, {1, 2})
     chex.assert_equal_shape_prefix([rewards, mask], 1)
@@ -31,6 +33,25 @@ def token_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
     position = jnp.arange(mask.shape[1])[None, :]
     last = jnp.max(jnp.where(mask, position, -1), axis=1, keepdims=True)
     return jnp.where(position == last, ratios.as_float(rewards)[:, None], 0.0)
+
+
+def known(rewards: chex.Array, mask: chex.Array) -> tuple[chex.Array, chex.Array]:
+    """(rewards, mask [B, T]) with reward 0 and no valid token where a sequence's reward is NaN."""
+    is_known_b = ~jnp.isnan(sequence_rewards(rewards, mask))
+    is_known = is_known_b[:, None] if jnp.ndim(rewards) == 2 else is_known_b
+    return jnp.where(is_known, rewards, 0), ratios.as_bool(mask) & is_known_b[:, None]
+
+
+def compared(scores_b: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+    """The mask [B, T] of the sequences that their group says something of.
+
+    A sequence of unknown reward has no valid token. Neither has one that is the only known sequence
+    of several in its group. A group of one is as it is.
+    """
+    is_known_b, ids = ~jnp.isnan(scores_b), group_ids(group)
+    size_b, known_b = (group_sum(x.astype(jnp.int32), ids) for x in (ids >= 0, is_known_b))
+    is_compared_b = is_known_b & ((known_b > 1) | (size_b == 1))
+    return ratios.as_bool(mask) & is_compared_b[:, None]
 
 
 def rewards_to_go(rewards: chex.Array, mask: chex.Array) -> chex.Array:
@@ -61,15 +82,17 @@ def group_max(x: chex.Array, ids: chex.Array) -> chex.Array:
 def group_moments(
     scores_b: chex.Array, group: chex.Array
 ) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
-    """Of each row's group, [B] each: size, mean, std (ddof 1, 0 if alone), whether all are
-    equal."""
+    """Of the known rewards of each row's group, [B] each: number, mean, std (ddof 1, 0 if alone),
+    whether all are equal."""
     chex.assert_equal_shape([scores_b, group])
-    ids = group_ids(group)
-    count = group_sum(jnp.ones_like(scores_b), ids)
-    mean = group_sum(scores_b, ids) / count
-    variance = ratios.safe_divide(group_sum(jnp.square(scores_b - mean), ids), count - 1.0)
-    is_constant = group_max(scores_b, ids) == -group_max(-scores_b, ids)
-    return count, mean, jnp.sqrt(variance), is_constant
+    ids, is_known_b = group_ids(group), ~jnp.isnan(scores_b)
+    of_known = lambda x_b, other=0.0: jnp.where(is_known_b, x_b, other)
+    count = group_sum(of_known(jnp.ones_like(scores_b)), ids)
+    mean = ratios.safe_divide(group_sum(of_known(scores_b), ids), count)
+    squares_b = of_known(jnp.square(scores_b - mean))
+    variance = ratios.safe_divide(group_sum(squares_b, ids), count - 1.0)
+    highest, lowest = (group_max(of_known(x_b, -jnp.inf), ids) for x_b in (scores_b, -scores_b))
+    return count, mean, jnp.sqrt(variance), highest == -lowest
 
 
 def on_tokens(adv_b: chex.Array, mask: chex.Array) -> chex.Array:

@@ -34,10 +34,11 @@ def answer(line: dict[str, Any]) -> str:
     more = f" <small>and {rest} more tokens</small>" if rest else ""
     right = line["answer"]
     expected = "" if right is None else f", expected {html.escape(right)}"
+    reward = "unknown" if line["reward"] is None else f'{line["reward"]:g}'
     return (
         f'<div class="card answer"><p><small>prompt</small> {html.escape(line["prompt"])}</p>'
         f"<p><small>answer</small> {tokens}{more}</p>"
-        f'<p><small>reward {line["reward"]:g}{expected}</small></p></div>'
+        f'<p><small>reward {reward}{expected}</small></p></div>'
     )
 
 

@@ -6,6 +6,7 @@ a source with threads calls it from one at a time.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.metrics import Timer
 from jaxrl_tis.rollouts import replay, saved
 from jaxrl_tis.rollouts.controller import LEARNER, Begin, Controller, Discard, Interrupt
-from jaxrl_tis.rollouts.groups import Groups, Sample
+from jaxrl_tis.rollouts.groups import Groups, Sample, is_equal
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, Order
@@ -195,7 +196,7 @@ class Bookkeeping:
         """Whether a group is complete and its rewards are all equal."""
         if not self._queue.is_ready(group, LEARNER):
             return False
-        return len({s.reward for s in self._group(self._queue.entries[group])}) == 1
+        return is_equal(self._group(self._queue.entries[group]))
 
     # Batches
 
@@ -223,7 +224,8 @@ class Bookkeeping:
         self._replay_before = buffer.copy()
         stored = []
         for entry in sorted(entries, key=lambda e: e.number):
-            size = float(np.mean([abs(sample.reward) for sample in self._group(entry)]))
+            sizes = [abs(s.reward) for s in self._group(entry) if not math.isnan(s.reward)]
+            size = float(np.mean(sizes)) if sizes else 0.0
             stored.append(buffer.add(entry.number, entry, _oldest(entry, version), version, size))
         count = self._config.rollout.prompts - len(entries)
         drawn = buffer.sample(count, version, [entry.number for entry in entries])

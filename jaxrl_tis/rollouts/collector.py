@@ -11,7 +11,7 @@ from jaxrl_tis import processes
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.metrics import Timer
-from jaxrl_tis.rollouts.groups import Groups, Sample
+from jaxrl_tis.rollouts.groups import Groups, Sample, is_equal
 from jaxrl_tis.rollouts.source import engine_metrics, run
 
 
@@ -64,7 +64,7 @@ class Collector:
         others: list[list[Sample]] = []
         for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
             groups = self._sample_groups((step, round_index))
-            is_useful = lambda g: not rollout.dynamic_sampling or len({s.reward for s in g}) > 1
+            is_useful = lambda g: not (rollout.dynamic_sampling and is_equal(g))
             useful += [g for g in groups if is_useful(g)]
             others += [g for g in groups if not is_useful(g)]
             if len(useful) >= rollout.prompts:

@@ -18,8 +18,8 @@ class Sample:
 
     `score` is the reward function's value; `reward` adds the overlong penalty; both are NaN where
     there is none. `components` are parts of it by name, NaN where one is void; `is_failed` says that
-    the reward could not be had, whatever `score` then is. `greedy_reward` is the reward of the greedy answer to the same prompt,
-    where an advantage asks for it.
+    the reward could not be had, whatever `score` then is. `greedy_reward` is the reward of the greedy
+    answer to the same prompt, where an advantage asks for it.
     """
 
     trajectory: Trajectory
@@ -34,10 +34,17 @@ class Sample:
 
 
 def components(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Returns each component of the rewards, [N]; NaN where a sample has none of this name."""
+    """Returns each component of the rewards, [N]; NaN where it is void, or its reward unknown."""
     names = dict.fromkeys(name for s in samples for name in s.components)
-    value = lambda sample, name: sample.components[name] if name in sample.components else math.nan
+    is_there = lambda sample, name: name in sample.components and not math.isnan(sample.reward)
+    value = lambda sample, name: sample.components[name] if is_there(sample, name) else math.nan
     return {name: np.array([value(s, name) for s in samples], np.float32) for name in names}
+
+
+def is_equal(samples: list[Sample]) -> bool:
+    """Whether a group teaches nothing: its known rewards are all equal, or there are fewer than
+    two."""
+    return len({s.reward for s in samples if not math.isnan(s.reward)}) < 2
 
 
 def sampling_params(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages
+from jaxrl_tis.estimators import advantages, baselines, returns
 
 pytestmark = pytest.mark.compiles  # hundreds of small programs
 
@@ -401,3 +401,80 @@ def test_whitening_of_one_token_or_none_is_zero():
     white = advantages.whiten(jnp.array([[1.0, NAN, 3.0]]), jnp.array([[1, 0, 1]]))
     np.testing.assert_allclose(white, [[-(2**-0.5), 0, 2**-0.5]], rtol=1e-6)
     assert advantages.gae(x, jnp.zeros((1, 2)), None, values=x).sum() == 0.0
+
+
+# Rewards that are not known
+
+
+def _dropped_batch():
+    """Groups 0 and 1 of three with one unknown reward each, 2 of two with one, 3 of one, and 4 of two
+    with none; `kept` are the rows of known rewards."""
+    rng = np.random.default_rng(0)
+    group = np.array([0, 1, 0, 1, 0, 1, 2, 2, 3, 4, 4])
+    rewards = rng.uniform(1, 3, 11).astype(np.float32)
+    rewards[0], rewards[[2, 5, 6, 9, 10]] = 0, np.nan
+    mask = np.arange(5) < rng.integers(2, 6, 11)[:, None]
+    normal = lambda: rng.normal(size=(11, 5)).astype(np.float32)
+    fields = {
+        "values": normal(), "logp_old": -np.abs(normal()), "logp_prox": -np.abs(normal()),
+        "logp_behav": -np.abs(normal()), "weights": np.exp(normal()),
+        "sum_pi_squared": rng.uniform(0.1, 0.9, (11, 5)).astype(np.float32),
+        "greedy_rewards": normal()[:, 0], "grad_norms": np.exp(normal()[:, 0]),
+        "reward_components": np.stack([rewards, normal()[:, 0]], axis=1),
+    }
+    return rewards, mask, group, fields, ~np.isnan(rewards)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_an_unknown_reward_is_a_row_that_was_not_sampled(name, by_token):
+    """The row that is left alone in group 2 has nothing to be compared with; to entries that compare
+    within no group, it is like any other."""
+    rewards, mask, group, fields, is_kept = _dropped_batch()
+    parameters = {"oapl_beta_value": 0.5} if name == "oapl" else {}
+    advantage = functools.partial(advantages.ADVANTAGES[name], **parameters)
+    needed = {n: fields[n] for n in advantages.NEEDS[name]} if name in advantages.NEEDS else {}
+    if by_token:
+        rewards = np.array(returns.token_rewards(rewards, mask)) - 0.1 * mask
+    found = np.array(advantage(rewards, mask, group, **needed))
+    is_by_group = name not in ("gae", "remax", "batch_mean", "reinforce_plus_plus")
+    if is_by_group:
+        is_kept = is_kept & (group != 2)
+    alone = lambda x: x[is_kept]
+    expected = advantage(
+        alone(rewards), alone(mask), alone(group), **{n: alone(x) for n, x in needed.items()}
+    )
+    if name == "gpg" and not by_token:  # it counts the lone row, too, and row 0 as without reward
+        expected = expected * (6 / 5) / (5 / 4)
+    np.testing.assert_allclose(found[is_kept], expected, rtol=2e-5, atol=1e-6)
+    assert not found[~is_kept].any() and np.abs(found[is_kept]).max() > 0.1
+
+
+def test_statistics_of_a_group_are_of_the_known_rewards_by_hand():
+    """-1 and -0.5: mean -0.75, deviations 0.25 each, std sqrt(2 * 0.0625 / 1) = 0.353553."""
+    rewards = np.array([-1, -0.5, np.nan, np.nan], np.float32)
+    found = advantages.grpo(rewards, np.ones((4, 2)), np.zeros(4, int))[:, 0]
+    np.testing.assert_allclose(found, [-0.25 / 0.353554, 0.25 / 0.353554, 0, 0], rtol=1e-5)
+    for rest in ([1, np.nan], [np.nan, np.nan]):
+        lone = advantages.grpo(np.array(rest, np.float32), np.ones((2, 2)), np.zeros(2, int))
+        assert not np.any(lone)
+
+
+def test_a_void_component_voids_itself_alone():
+    """Component 0 is void in row 3: the other three have its mean and std; component 1 has all."""
+    parts = np.array([[1, 0], [2, 1], [3, 0], [np.nan, 3]], np.float32)
+    rewards, mask, group = np.array([1, 3, 3, 3.0]), np.ones((4, 1), bool), np.zeros(4, int)
+    found = advantages.gdpo(rewards, mask, group, reward_components=parts)[:, 0]
+    first = np.array([-1, 0, 1, 0.0])  # std 1
+    second = (parts[:, 1] - 1) / np.sqrt(6 / 3)  # deviations -1, 0, -1, 2
+    total = first + second
+    white = (total - total.mean()) / total.std(ddof=1)
+    np.testing.assert_allclose(found, white, rtol=1e-4, atol=1e-6)
+
+
+def test_a_failed_greedy_answer_leaves_its_prompt_without_an_advantage():
+    greedy = np.array([np.nan, np.nan, 0.25], np.float32)
+    found = baselines.remax(
+        np.ones(3, np.float32), np.ones((3, 1)), np.array([0, 0, 1]), greedy_rewards=greedy
+    )
+    np.testing.assert_array_equal(found[:, 0], [0, 0, 0.75])
