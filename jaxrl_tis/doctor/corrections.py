@@ -42,7 +42,8 @@ def _enough(case, number, what):
 
 def _gaps(case):
     _enough(case, case.last_step, "steps")
-    return float(sum(metric in case.series for metric in (*GAPS, PEARSON, PPL, CHI2)))
+    known = case.series.keys() | case.unlogged  # what is logged as NaN compares them, too
+    return float(sum(metric in known for metric in (*GAPS, PEARSON, PPL, CHI2)))
 
 
 def _weight_spread(case):
