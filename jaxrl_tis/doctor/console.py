@@ -24,7 +24,7 @@ LINE = re.compile(r"(?<![\w/])step:(\d+) - ")
 # Dicts
 HEAD = re.compile(r"(?<!\w)(step|rollout|perf|Step|[Gg]lobal step) (\d+): *(\{.*)?$")
 BARE = re.compile(r"\{['\"].*\}$")
-ENTRY = re.compile(r"""(['"])((?:(?!\1).)+)\1: *('[^']*'|"[^"]*"|None|[-+\w.(]+)""")
+ENTRY = re.compile(r"""['\"]([^'\"]+)['\"]: *('[^']*'|"[^"]*"|None|[-+\w.(]+)""")
 COUNTERS = {"step": "train/step", "rollout": "rollout/step", "perf": "rollout/step"}  # slime's
 # prime-rl and NeMo-RL print labels, for these names
 PRIME = re.compile(r"(?<!Micro )\bStep (\d+) \| (.*)")
@@ -148,7 +148,7 @@ def _of_pairs(number, step, text):
 
 def _of_dict(number, text, head, step):
     row = Printed(number, {}, is_counted=head is None)
-    for _, name, value in ENTRY.findall(text):
+    for name, value in ENTRY.findall(text):
         row.put(name, value)
     if head is not None:
         row.values.setdefault("step", step)

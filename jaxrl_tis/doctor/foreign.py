@@ -15,7 +15,7 @@ from etils import epath
 from jaxrl_tis import storage
 from jaxrl_tis.doctor import corrections, readers
 from jaxrl_tis.doctor.case import FALLBACKS, FLIPS, IS_VALID, LAG, TURNS, WEIGHTS_ESS, Case
-from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of
+from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of, nans_of
 from jaxrl_tis.doctor.frameworks import ABS_GAP, CORRECTED, FRAMEWORKS, RATIO, VARIANTS, Framework
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
@@ -171,13 +171,14 @@ def _translated(values, framework):
     return {metric: found for metric, found in series.items() if found}, theirs
 
 
-def _path(path):
+def path_of(path: str) -> epath.Path:
+    """Returns the path of a file or folder, "-" for standard input."""
     return epath.Path(path) if path == readers.STDIN else storage.folder(path)
 
 
 def load(paths: Sequence[str], wanted: str) -> Record:
     """Reads files as one log; see `readers.read`, `recognise` and `_step_of` for the errors."""
-    logs = [log for path in paths for log in readers.read(_path(path))]
+    logs = [log for path in paths for log in readers.read(path_of(path))]
     names = {name for log in logs for row in log.rows for name in row.values}
     texts = {name for log in logs for name in log.texts}
     if "phase" in texts and any(name.startswith(OURS) for name in names):
@@ -323,15 +324,16 @@ def _heads(diagnosis):
     told = f"it has {', '.join(diagnosis['marks'][:3])}" if diagnosis["marks"] else "as it was asked to be"
     yield f"read as {diagnosis['framework']}: {told}"
     yield f"by its names in {diagnosis['source'].split(': ')[0]}"
+    fewest = diagnosis["thresholds"]["min_steps"]
+    if diagnosis["rows"] < fewest:
+        yield f"too little to judge: {diagnosis['rows']} logged steps, a verdict needs {fewest:g}"
     for text in diagnosis["assumed"]:
         yield f"assumed: {text}"
     if diagnosis["updates"] > 1:
         yield f"means over the {diagnosis['updates']} updates of a batch, where each is logged"
     if diagnosis["repeated"]:
         yield f"{diagnosis['repeated']} values were logged again for the same step: the last one counts"
-    for name, steps in sorted(diagnosis["nans"].items()):
-        where = f"steps {steps[0]}-{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-        yield f"null, NaN or infinite: {name}, {len(steps)} times, {where}"
+    yield from nans_of(diagnosis)
 
 
 def _reasons(diagnosis):

@@ -203,7 +203,7 @@ def test_what_is_not_a_number_is_counted_and_not_judged(written, tmp_path):
     rows = [(s, row | {KL: written if s % 2 else 0.06}) for s, row in logs.rows(logs.VERL)]
     found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
     assert found["verdict"] == ["A"] and found["nans"] == {KL: list(range(1, 120, 2))}
-    assert f"null, NaN or infinite: {KL}, 60 times, steps 1-119" in foreign.describe(found, False)
+    assert f"no finite number: {KL}, 60 times, steps 1-119" in foreign.describe(found, False)
 
 
 def write_nan_state(path, rows):
@@ -311,6 +311,16 @@ def test_names_that_nobody_reads_may_have_no_step(tmp_path):
     assert "names that were not read: reward, system/gpu" in foreign.describe(found, True)
 
 
+@pytest.mark.parametrize("wanted", [{}, {"min_steps": 1.0}])
+def test_a_step_makes_no_verdict_unless_it_is_asked_to(wanted, tmp_path):
+    found = foreign.diagnose([verl(tmp_path, {KL: 0.06}, range(1, 2))], "auto", wanted)
+    is_asked = bool(wanted)
+    assert found["verdict"] == (["A"] if is_asked else ["not enough data"])
+    assert "mass" not in names(found["corrections"])  # a mean has no error without a second value
+    said = "too little to judge: 1 logged steps, a verdict needs 10"
+    assert (said in foreign.describe(found, False)) != is_asked
+
+
 # What is missing
 
 
@@ -366,6 +376,21 @@ def test_the_command(tmp_path, capsys):
     main([path, "--from=verl", "--threshold", "kl_bug=0.1", "--verbose"])
     out = capsys.readouterr().out
     assert ": watch" in out and "names that were not read: critic/score/mean, timing_s/step" in out
+
+
+def test_standard_input(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(verl(tmp_path, {KL: 0.06})))
+    main(["-"])
+    assert "- (JSONL; steps 101-120 of 1-120): A" in capsys.readouterr().out
+
+
+def test_an_output_dir_of_trl_needs_no_flag(tmp_path, capsys):
+    for number in (60, 120):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        logs.write_state(folder / "trainer_state.json", logs.rows(logs.TRL, steps=range(1, number + 1)))
+    main([str(tmp_path)])
+    assert "(trainer_state.json; steps 101-120 of 1-120)" in capsys.readouterr().out
 
 
 def test_a_folder_of_events_needs_no_flag(tmp_path, capsys):
