@@ -27,7 +27,7 @@ BARE = re.compile(r"\{['\"].*\}$")
 ENTRY = re.compile(r"""['\"]([^'\"]+)['\"]: *('[^']*'|"[^"]*"|None|[-+\w.(]+)""")
 COUNTERS = {"step": "train/step", "rollout": "rollout/step", "perf": "rollout/step"}  # slime's
 # prime-rl and NeMo-RL print labels, for these names
-PRIME = re.compile(r"(?<!Micro )\bStep (\d+) \| (.*)")
+PRIME = re.compile(r"\bStep (\d+) \| (.*)")
 LABEL = re.compile(rf"([A-Za-z][\w.-]*(?: [A-Za-z][\w.-]*)*):? +({NUMBER}|nan|inf)", re.IGNORECASE)
 NEMO, EPOCH = re.compile(r"={5,} Step (\d+)/(\d+) ={5,}"), re.compile(r"={5,} Epoch (\d+)/\d+ ={5,}")
 BULLET = re.compile(rf"• ([^:]+): ({NUMBER})", re.IGNORECASE)

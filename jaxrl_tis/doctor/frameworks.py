@@ -1,7 +1,8 @@
 """What other frameworks call the metrics that the doctor reads, and what exactly each of them is.
 
-A row is there only if the line that computes the value was read, in the files that `source` names. Where a
-name has changed, each version's has a row; tests/doctor/names.json has what each version writes. Left out, among others: OpenRLHF's, TRL's, NeMo-RL's and SkyRL's KL to the reference policy, which is not the
+A row is there only if the line that computes the value was read, in the files that `source` names. Where
+a name has changed, each version's has a row; tests/doctor/names.json has what each version writes. Left
+out, among others: OpenRLHF's, TRL's, NeMo-RL's and SkyRL's KL to the reference policy, which is not the
 sampler's gap; SkyRL's is_ratio_min and is_ratio_std, in which padding counts as a ratio of 0; NeMo-RL's
 policy_kl_error, which is of the other direction; slime's rs_mask fractions, whose level is a setting.
 """

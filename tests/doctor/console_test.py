@@ -74,7 +74,7 @@ def test_slimes_dicts_count_rollouts_and_updates_apart():
     assert perf["rollout/step"] == 7
 
 
-@pytest.mark.parametrize("head", ["✨ Global step 5: ", "INFO 08-01 10:00:00 ppo_trainer.py:547] Global step 5: "])
+@pytest.mark.parametrize("head", ["✨ Global step 5: ", "INFO 08-01 10:00:00 a.py:547] Global step 5: "])
 def test_openrlhfs_dicts(head):
     [row] = values(RAY + head + "{'vllm_kl': 0.001, 'ppo_kl': None, 'timing/generation': 3.5}\n")
     assert math.isnan(row.pop("ppo_kl"))
@@ -83,7 +83,7 @@ def test_openrlhfs_dicts(head):
 
 def test_skyrls_dicts_go_over_lines():
     prefix = "\x1b[36m(skyrl_entrypoint pid=12)\x1b[0m "
-    lines = ["2026-08-01 10:00:00.000 | INFO     | skyrl.train.utils.tracking:log:190 - Step 4: ",
+    lines = ["2026-08-01 10:00:00.000 | INFO | skyrl.train.utils.tracking:log:190 - Step 4: ",
              "{'async/staleness_mean': '1.5000',", " 'policy/final_loss': '-0.1250',",
              " 'trainer/epoch': 0}", "next"]
     assert values("".join(prefix + line + "\n" for line in lines)) == [
@@ -107,6 +107,16 @@ def test_a_continued_run_of_trl_prints_its_rows_again():
         (1, 0.01), (2, 0.02), (3, 0.03), (4, 0.04), (5, 0.03), (6, 0.04), (7, 0.05)))
     assert [(r["step"], r["kl"]) for r in values(text)] == [
         (1, 1), (2, 2), (3, 3), (4, 4), (3, 5), (4, 6), (5, 7)]
+
+
+@pytest.mark.parametrize("line", [
+    "\x1b[33m{'kl': 0.5, 'epoch': 0.1}\x1b[0m", "\x1b[1mstep:1\x1b[0m - kl:\x1b[32m0.5\x1b[0m",
+    "\x1b[1mGlobal step 1:\x1b[22m \x1b[3m{'kl': 0.5}\x1b[0m", "Step \x1b[1m1\x1b[0m | Mismatch KL \x1b[1m0.5\x1b[0m",
+])
+def test_colours_are_cut_off(line):
+    [row] = values(line + "\n")
+    assert row.pop("epoch", 0.1) == 0.1
+    assert set(row.values()) == {1, 0.5}
 
 
 # Labels

@@ -4,8 +4,8 @@
 
 FOLDER has a git clone of each repository under the last part of its name, and unpacked wheels of the
 versions that PyPI alone has, as verl-0.9.1. Read are keys of dict literals, of assignments and of *_metrics,
-names that functions are given, and f-strings of these, whose fields become <>; and put around them is what
-the framework puts there.
+names that functions are given, and f-strings of these, whose fields become <>; around them is put what the
+framework puts there.
 """
 
 import ast
@@ -16,14 +16,14 @@ import subprocess
 import sys
 
 NAME = re.compile(r"[\w<>@-]+(/[\w<>@-]+)*")
-# What compares sampler and learner, tells how old samples are, how long, how often clipped, and whose log it is.
+# What compares sampler and learner, tells how old samples are, how long, how often clipped, and whose.
 WANTED = re.compile(
-    r"kl(_|$|/)|ratio|clip|diff|pearson|ppl|chi2|/[to]is$|/tis|is_m|is_eff|is_oob|weight_|mask|stale|off_policy/"
-    r"|_age$|len/|lengths?($|/|_mean)|num_tokens|_tokens|turns/|truncated|log_probs$|score/mean|reward_zero"
+    r"kl(_|$|/)|ratio|clip|diff|pearson|ppl|chi2|/[to]is$|/tis|is_m|is_eff|is_oob|weight_|mask|stale"
+    r"|off_policy/|_age$|len/|lengths?($|/|_mean)|num_tokens|_tokens|turns/|truncated|log_probs$|score/mean|reward_zero"
     r"|entropy|grad_norm|/step$|global_step|prob_error|kl_error|divergence|policy_lr|final_loss|timing/make"
 )
 NOISE = re.compile(r"attention_mask|prompt_mask|_mask$|^generation$|/mean/mean$|sequence_|^max_|^logp")
-# framework -> (repository, {file pattern: forms of the names in it}, {version: git revision, or folder of a wheel}).
+# framework -> (repository, {file: forms of the names in it}, {version: git revision, or folder of a wheel}).
 # Forms: {0} the name, {1} its part before the first /, {2} the rest.
 PPO, SLIME, SKY = "verl/trainer/ppo/", "slime/backends/megatron_utils/", "skyrl/backends/skyrl_train/"
 SKY_OLD = "skyrl-train/skyrl_train/"
@@ -186,7 +186,9 @@ def main(folder, out):
         }
         for framework, (repository, files, versions) in FRAMEWORKS.items()
     }
-    text = json.dumps(made, separators=(",", ":")).replace('"source":', '\n"source":').replace('"names":', '\n"names":')
+    text = json.dumps(made, separators=(",", ":"))
+    for key in ("source", "names"):
+        text = text.replace(f'"{key}":', f'\n"{key}":')
     pathlib.Path(out).write_text(text + "\n", encoding="utf-8")
 
 
