@@ -3,7 +3,7 @@
     python -m jaxrl_tis.audit DUMP [--columns OURS=THEIRS,...] [--current_version N]
                                    [--json FILE] [--html FILE]
 
-DUMP is a .jsonl or .npz file of token log-probs; docs/audit.md has its columns, recipes that write
+DUMP is a .jsonl, .jsonl.gz or .npz file of token log-probs; docs/audit.md has its columns, recipes that write
 it from other frameworks, and the meaning of every number. Needs no model and no accelerator. A dump
 with a malformed line is refused, with the line and the column, and exit code 2.
 """
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m jaxrl_tis.audit",
         description="The gap of sampler and learner in a dump of log-probs, and what corrections do.",
     )
-    parser.add_argument("dump", metavar="DUMP", help=".jsonl or .npz file")
+    parser.add_argument("dump", metavar="DUMP", help=".jsonl, .jsonl.gz or .npz file")
     parser.add_argument("--columns", metavar="OURS=THEIRS,...", type=_renamed, default={},
                         help="names that columns have in the file")
     parser.add_argument("--current_version", metavar="N", type=int,

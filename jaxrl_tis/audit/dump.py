@@ -10,9 +10,11 @@ as a whole, with the number of bad lines and the first few of them.
 """
 
 import dataclasses
+import gzip
 import json
 import pathlib
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,12 +60,11 @@ def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     ours = {theirs: column for column, theirs in renamed.items()}
-    suffix = pathlib.Path(path).suffix
-    if suffix == ".jsonl":
+    if path.endswith((".jsonl", ".jsonl.gz")):
         return _collect(path, "line", _lines(path, ours))
-    if suffix == ".npz":
+    if path.endswith(".npz"):
         return _collect(path, "row", enumerate(_rows(path, ours)))
-    raise ValueError(f"{path}: a dump is a .jsonl or a .npz file")
+    raise ValueError(f"{path}: a dump is a .jsonl, .jsonl.gz or .npz file")
 
 
 # JSONL
@@ -71,8 +72,8 @@ def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
 
 def _lines(path: str, ours: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yields (line number, its object, or what is wrong with it)."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        for number, line in enumerate(_whole(path, file), start=1):
             try:
                 record = json.loads(line)
             except ValueError as error:  # bytes that are no text, too
@@ -82,6 +83,14 @@ def _lines(path: str, ours: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
                 yield number, "not a JSON object"
                 continue
             yield number, {ours[k] if k in ours else k: x for k, x in record.items()}
+
+
+def _whole(path, file):
+    """Yields the lines; ValueError where a gzip file ends early or is none."""
+    try:
+        yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error})") from error
 
 
 # NPZ

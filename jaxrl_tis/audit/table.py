@@ -100,6 +100,9 @@ def _gap(report) -> Iterator[str]:
 def _verdict(report) -> Iterator[str]:
     doctor = report["doctor"]
     yield f"Verdict: {', '.join(doctor['verdict'])}"
+    for entry in doctor["undecided"]:
+        if entry["name"] in doctor["verdict"]:
+            yield from _wrapped(entry["reason"])
     for finding in doctor["findings"]:
         seen = [f"{e['metric']} {e['value']:.3g} {e['op']} {e['threshold']:g}"
                 for e in finding["evidence"] if e["op"] != "=="]

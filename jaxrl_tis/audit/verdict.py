@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jaxrl_tis.doctor.case import ENGINE_SHARE, ESS, THRESHOLDS, Case
+from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, ESS, THRESHOLDS, Case
+from jaxrl_tis.doctor.frameworks import RATIO
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
 
 # Each batch is used once, and nothing is weighed or rejected. All else about the run is unknown.
@@ -14,11 +15,33 @@ CONFIG = {
     "train": {"epochs": 1, "minibatches": 1},
 }
 ONE_STEP = {"window": 1.0, "min_steps": 1.0}
+TOO_LITTLE = "too little to judge"
+FEWEST = 10  # tokens; of two, any correlation is 1 or -1 (ours)
+LEAST_WORTH = 2.0  # effective number of tokens; below it one outweighs all others together (ours)
+
+
+def _too_little(report):
+    """Says why a verdict would rest on a token or two, or returns None."""
+    tokens, values = report["tokens"], report["metrics"]
+    if tokens < FEWEST:
+        return f"{tokens} valid tokens, a verdict needs {FEWEST}"
+    square = 1.0 + values[CHI2]  # mean of the squared ratio
+    worth = tokens * values[RATIO] ** 2 / square if square > 0 else 0.0
+    if worth >= LEAST_WORTH:
+        return None
+    return (
+        f"by the ratios of learner and sampler the {tokens} valid tokens are worth {worth:.3g}, a verdict "
+        f"needs {LEAST_WORTH:g}: look at the token with the largest log ratio"
+    )
 
 
 def verdict(report: dict[str, Any]) -> dict[str, Any]:
     """{verdict, findings, undecided} of the doctor, see `doctor.__main__`, whose findings have no
-    changes: there is no config to change."""
+    changes: there is no config to change. Without findings where a token or two would make them."""
+    reason = _too_little(report)
+    if reason:
+        undecided = [{"name": TOO_LITTLE, "title": TOO_LITTLE, "reason": reason}]
+        return {"verdict": [TOO_LITTLE], "findings": [], "undecided": undecided}
     unweighted = next(row for row in report["rules"] if row["name"] == "none")
     values = report["metrics"] | {ESS: unweighted["ess"]}
     values.setdefault(ENGINE_SHARE, 1.0)  # of what is known: logp_old is of the weights that sampled

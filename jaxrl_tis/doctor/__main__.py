@@ -27,12 +27,14 @@ cause is looked for.
                 ask for two values of one field, the first in the order of the trees is heard
   undecided   list of {name, title, reason}
   setup       like findings, from the tree of configurations
+  nans        metric that is judged -> the steps in which it is NaN
   thresholds  name -> value used
   reward_errors  list of {kind, count, error, traceback, last_at, last}: WORKDIR/reward_errors.jsonl
 Numbers that are not finite are the strings "inf" and "-inf".
 
-FILE is a log of another framework: JSONL, CSV, an event file of TensorBoard or a folder of them, a
-trainer_state.json. Several are read as one. Without a config, what hangs on it is not decided. The
+FILE is a log of another framework: what it printed, JSONL, CSV, a trainer_state.json or the output_dir with
+its checkpoints, an event file of TensorBoard, a folder of these, "-" for standard input; text may be .gz.
+Several are read as one. Without a config, what hangs on it is not decided. The
 object has besides, and `steps` are theirs:
   framework, source, marks    whose it was taken for, whose files the names are from, and what told it
   kinds, rows, updates        kinds of files, steps with a value, updates of a batch that were averaged
@@ -40,7 +42,8 @@ object has besides, and `steps` are theirs:
   assumed, notes              where the record is silent, and what to know of its values
   missing                     list of {metric, serves: [names of findings], switch: their setting}
   unread, texts               names that were not read, and those whose values are no numbers
-  nans, repeated              name -> values that are NaN; values that were logged again for a step
+  nans                        their name -> the steps in which it is null, NaN or infinite
+  repeated                    values that were logged again for a step
 and evidence has `theirs`, the names that a metric was made of.
 """
 
@@ -49,7 +52,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from jaxrl_tis import cli, storage
+from jaxrl_tis import cli
 from jaxrl_tis.doctor import foreign, readers
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.doctor.diagnose import describe, diagnose, strict
@@ -82,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"replaces one of {', '.join(THRESHOLDS)}",
     )
     args = parser.parse_args(argv)
-    is_foreign = args.source or len(args.paths) > 1 or readers.is_log(storage.folder(args.paths[0]))
+    is_foreign = args.source or len(args.paths) > 1 or readers.is_log(foreign.path_of(args.paths[0]))
     if is_foreign:
         diagnosis = foreign.diagnose(args.paths, args.source or "auto", dict(args.threshold))
     else:

@@ -98,6 +98,7 @@ class Case:
       thresholds: those of `THRESHOLDS`, as they apply to this run.
       last_step: the last training step, 0 without any.
       unlogged: metrics whose absence from the series tells nothing; none of a run of ours.
+      nans: metric -> the steps of its values that are NaN.
     """
 
     series: dict[str, dict[int, float]]
@@ -105,6 +106,7 @@ class Case:
     thresholds: dict[str, float]
     last_step: int
     unlogged: frozenset[str] = frozenset()
+    nans: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
     def window(self, metric: str, length: float, before: float = 0) -> dict[int, float]:
         """Returns the values of the `length` steps that end `before` steps ahead of the last

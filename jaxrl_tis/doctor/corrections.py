@@ -42,7 +42,8 @@ def _enough(case, number, what):
 
 def _gaps(case):
     _enough(case, case.last_step, "steps")
-    return float(sum(metric in case.series for metric in (*GAPS, PEARSON, PPL, CHI2)))
+    known = case.series.keys() | case.unlogged  # what is logged as NaN compares them, too
+    return float(sum(metric in known for metric in (*GAPS, PEARSON, PPL, CHI2)))
 
 
 def _weight_spread(case):
@@ -114,7 +115,9 @@ def _lost_mass(case):
 
 def _mass_sigma(case):
     """Returns by how many standard errors the mean ratio is below 1."""
-    ratios, _ = _ratios(case)
+    ratios, metric = _ratios(case)
+    if len(ratios) < 2:
+        raise KeyError(f"2 values of {metric}, there are {len(ratios)}")
     mean = math.fsum(ratios) / len(ratios)
     variance = math.fsum((x - mean) * (x - mean) for x in ratios) / (len(ratios) - 1)
     error = math.sqrt(variance / len(ratios))

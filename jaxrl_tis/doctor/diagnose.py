@@ -80,16 +80,21 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
     """Reads a run; `thresholds` replaces some of `THRESHOLDS`, see `diagnose` for the errors."""
     limits = limits_of(thresholds)
     workdir = storage.folder(workdir)
-    series, last_step = {}, 0
+    series, nans, last_step = {}, {}, 0
     for record in read_records(workdir / metrics.FILE_NAME):
         # Without a valid token the metrics of a batch are 0 and mean nothing.
         if record["phase"] != "train" or (IS_VALID in record and record[IS_VALID] == 0):
             continue
         last_step = max(last_step, record["step"])
         for name, value in record.items():
-            if name not in ("step", "phase") and not math.isnan(value):
+            if name in ("step", "phase"):
+                continue
+            if math.isnan(value):
+                nans.setdefault(name, []).append(record["step"])
+            else:
                 series.setdefault(name, {})[record["step"]] = value
-    return adapted(Case(series, read_config(workdir / "config.json"), limits, last_step))
+    config = read_config(workdir / "config.json")
+    return adapted(Case(series, config, limits, last_step, nans=nans))
 
 
 def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
@@ -276,6 +281,7 @@ def diagnosis_of(
     groups = {"findings": CAUSES, "setup": SETUP} | dict(others or {})
     every = [finding for group in groups.values() for finding in group]
     results, asked = walk(case, every), {}
+    read = {clause.metric for finding in every for clause in (*finding.all_of, *finding.any_of)}
 
     def holding(findings):
         return [
@@ -305,6 +311,7 @@ def diagnosis_of(
             for f in every if results[f.name].status is None
         ],
         **{key: found for key, found in held.items() if key != "findings"},
+        "nans": {metric: steps for metric, steps in case.nans.items() if metric in read},
         "thresholds": case.thresholds,
     }
 
@@ -336,11 +343,19 @@ def lines_of(finding: dict[str, Any]) -> Iterator[str]:
         yield f"{indent}  c.{change['field']} = {change['value']!r}  # now {change['now']!r}"
 
 
+def nans_of(diagnosis: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each metric of which a value is no number."""
+    for name, steps in sorted(diagnosis["nans"].items()):
+        where = f"steps {steps[0]}-{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        yield f"no finite number: {name}, {len(steps)} times, {where}"
+
+
 def describe(diagnosis: dict[str, Any]) -> str:
     """Writes the diagnosis for a reader."""
     steps, window = diagnosis["steps"], diagnosis["window"]
     judged = f"steps {window[0]}-{window[1]} of {steps[0]}-{steps[1]}" if steps else "no steps"
     lines = [f"{diagnosis['workdir']} ({judged}): {', '.join(diagnosis['verdict'])}"]
+    lines += nans_of(diagnosis)
     for title, key in (("from the symptoms", "findings"), ("from the set-up", "setup")):
         if diagnosis[key]:
             lines += ["", title]

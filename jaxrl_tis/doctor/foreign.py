@@ -10,16 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epath
+
 from jaxrl_tis import storage
 from jaxrl_tis.doctor import corrections, readers
 from jaxrl_tis.doctor.case import FALLBACKS, FLIPS, IS_VALID, LAG, TURNS, WEIGHTS_ESS, Case
-from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of
+from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of, nans_of
 from jaxrl_tis.doctor.frameworks import ABS_GAP, CORRECTED, FRAMEWORKS, RATIO, VARIANTS, Framework
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
 STEPS = (readers.STEP, "global_step", "_step", "Step")
 UNTOLD = frozenset((FLIPS, TURNS))  # of ours; their absence from another's record says nothing
 OURS = ("mismatch/", "correction/")  # beginnings of names that only this program writes
+ROUNDED = 1e-6  # stands for a difference that is printed as 0.0000
+NO_NUMBER = "logged, and in no step a number that can be judged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Record:
       marks: the names that tell the framework.
       unread: their names that no row of the table reads.
       texts: names whose values are no numbers.
-      nans: their name -> number of values that are NaN.
+      nans: their name -> the steps of its values that are null, NaN or infinite.
       repeated: values that a later one of the same step replaced.
       updates: of a batch, over which values that are logged for each are averaged.
       is_ahead: whether its names say that samplers run ahead.
+      rounded: our metrics that are 0 throughout, and were printed as 0.00: too coarse to tell.
+      is_counted: whether it prints no step, so that rows are counted.
     """
 
     name: str
@@ -48,10 +54,12 @@ class Record:
     marks: tuple[str, ...]
     unread: tuple[str, ...]
     texts: tuple[str, ...]
-    nans: dict[str, int]
+    nans: dict[str, tuple[int, ...]]
     repeated: int
     updates: int
     is_ahead: bool
+    rounded: tuple[str, ...]
+    is_counted: bool
 
 
 # Whose it is
@@ -106,7 +114,8 @@ def _step_of(row, name, framework, path):
 
 
 def _read_values(logs, framework):
-    """(their name -> {step: value}, name -> number of NaN, values replaced), of what is mapped."""
+    """(their name -> {step: value}, name -> {step: what is no finite number}, values replaced), of what is
+    mapped. A name of which no value is a number is there, without any."""
     wanted = {name for row in framework.names for name in row.theirs}
     values, nans, repeated = {}, {}, 0
     for log in logs:
@@ -115,13 +124,19 @@ def _read_values(logs, framework):
                 name = logged if logged in wanted else logged.removeprefix(framework.prefix)
                 if name not in wanted:
                     continue
+                step, known = _step_of(row, name, framework, log.path), values.setdefault(name, {})
+                repeated += step in known
+                nans.setdefault(name, {}).pop(step, None)  # of a continued run the last counts
+                if not math.isfinite(value):
+                    nans[name][step] = value
                 if math.isnan(value):
-                    nans[name] = nans.get(name, 0) + 1
-                    continue
-                step = _step_of(row, name, framework, log.path)
-                repeated += step in values.setdefault(name, {})
-                values[name][step] = value
-    return values, nans, repeated
+                    known.pop(step, None)
+                else:
+                    known[step] = value
+    for name, found in nans.items():
+        if {math.inf, -math.inf} <= set(found.values()):  # there is no mean of the two
+            values[name] = {step: x for step, x in values[name].items() if math.isfinite(x)}
+    return values, {name: tuple(sorted(found)) for name, found in nans.items() if found}, repeated
 
 
 def _per_batch(values, framework):
@@ -156,9 +171,14 @@ def _translated(values, framework):
     return {metric: found for metric, found in series.items() if found}, theirs
 
 
+def path_of(path: str) -> epath.Path:
+    """Returns the path of a file or folder, "-" for standard input."""
+    return epath.Path(path) if path == readers.STDIN else storage.folder(path)
+
+
 def load(paths: Sequence[str], wanted: str) -> Record:
     """Reads files as one log; see `readers.read`, `recognise` and `_step_of` for the errors."""
-    logs = [readers.read(storage.folder(path)) for path in paths]
+    logs = [log for path in paths for log in readers.read(path_of(path))]
     names = {name for log in logs for row in log.rows for name in row.values}
     texts = {name for log in logs for name in log.texts}
     if "phase" in texts and any(name.startswith(OURS) for name in names):
@@ -179,6 +199,16 @@ def load(paths: Sequence[str], wanted: str) -> Record:
         theirs, tuple(steps), marks,
         tuple(sorted(n for n in names if not {n, n.removeprefix(framework.prefix)} & known)),
         tuple(sorted(texts)), nans, repeated, updates, _is_ahead(names, framework),
+        _rounded(logs, series, theirs), any(log.is_counted for log in logs),
+    )
+
+
+def _rounded(logs, series, theirs):
+    """Lists metrics of the gap that are 0 in every step, of names whose values are printed as 0.00."""
+    printed = {name for log in logs for name in log.rounded}
+    return tuple(
+        metric for metric in corrections.GAPS
+        if metric in series and printed & set(theirs[metric]) and not any(series[metric].values())
     )
 
 
@@ -188,7 +218,15 @@ def _is_ahead(names, framework):
 
 def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
     """Returns the case of a record, and what is assumed where the record is silent."""
-    series, assumed, unlogged = dict(record.series), [], UNTOLD | set(record.framework.silent)
+    series = dict(record.series)
+    # Logged, but never as a number: that it is absent tells nothing.
+    empty = record.theirs.keys() - series.keys()
+    assumed, unlogged = [], UNTOLD | set(record.framework.silent) | empty
+    if record.is_counted:
+        assumed.append("no step is printed: rows are counted, and named by their place")
+    if record.rounded:
+        series |= {m: dict.fromkeys(series[m], ROUNDED) for m in record.rounded}
+        assumed.append(f"printed as 0, which rounding may have made of it: {', '.join(record.rounded)}")
     if LAG not in series and record.is_ahead:
         unlogged |= {LAG}
         assumed.append("samplers run ahead, and no lag is logged: A and B.lag are not told apart")
@@ -198,7 +236,7 @@ def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
             "A may be B.lag"
         )
     gaps = [metric for metric in corrections.GAPS if metric in series]
-    is_told = CORRECTED in series or CORRECTED in unlogged or WEIGHTS_ESS in series
+    is_told = CORRECTED in series or CORRECTED in unlogged or WEIGHTS_ESS in {*series, *unlogged}
     if gaps and not is_told:
         series[WEIGHTS_ESS] = dict.fromkeys(series[gaps[0]], 1.0)
         assumed.append("no weight is logged, so the sample size is that of weights of 1")
@@ -208,9 +246,10 @@ def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
 # The report
 
 
-def _missing(case, framework, name, undecided):
+def _missing(case, record, undecided):
     """Lists {metric, serves, switch} of what is not logged and leaves findings undecided; and of the lag
     and the correction, whose absence is taken for an answer."""
+    framework, name = record.framework, record.name
     mapped = {row.ours for f in (*FRAMEWORKS.values(), *VARIANTS.values()) for row in f.names}
     always = {LAG: ["A", "B.lag", "weights.lag"]}
     always |= {metric: ["inactive"] for metric in (ABS_GAP, CORRECTED) if metric in framework.switches}
@@ -225,7 +264,8 @@ def _missing(case, framework, name, undecided):
     return [
         {
             "metric": metric, "serves": list(dict.fromkeys(names)),
-            "switch": framework.switches.get(metric, f"not logged by {name}"),
+            "switch": NO_NUMBER if metric in record.theirs else
+                framework.switches.get(metric, f"not logged by {name}"),
         }
         for metric, names in serves.items() if metric not in case.series
     ]
@@ -265,12 +305,13 @@ def diagnose(
     for key in ("steps", "window"):
         diagnosis[key] = _their_steps(diagnosis[key], record)
     undecided = {finding["name"] for finding in diagnosis["undecided"]}
-    missing = _missing(case, record.framework, record.name, undecided)
+    missing = _missing(case, record, undecided)
     return diagnosis | {
         "framework": record.name, "source": record.framework.source, "marks": list(record.marks),
         "kinds": list(record.kinds), "rows": len(record.steps), "assumed": assumed,
         "notes": list(record.framework.notes), "missing": missing,
-        "unread": list(record.unread), "texts": list(record.texts), "nans": record.nans,
+        "unread": list(record.unread), "texts": list(record.texts),
+        "nans": {name: list(steps) for name, steps in record.nans.items()},
         "repeated": record.repeated, "updates": record.updates,
     }
 
@@ -283,15 +324,16 @@ def _heads(diagnosis):
     told = f"it has {', '.join(diagnosis['marks'][:3])}" if diagnosis["marks"] else "as it was asked to be"
     yield f"read as {diagnosis['framework']}: {told}"
     yield f"by its names in {diagnosis['source'].split(': ')[0]}"
+    fewest = diagnosis["thresholds"]["min_steps"]
+    if diagnosis["rows"] < fewest:
+        yield f"too little to judge: {diagnosis['rows']} logged steps, a verdict needs {fewest:g}"
     for text in diagnosis["assumed"]:
         yield f"assumed: {text}"
     if diagnosis["updates"] > 1:
         yield f"means over the {diagnosis['updates']} updates of a batch, where each is logged"
     if diagnosis["repeated"]:
         yield f"{diagnosis['repeated']} values were logged again for the same step: the last one counts"
-    if diagnosis["nans"]:
-        counts = ", ".join(f"{name} ({n})" for name, n in sorted(diagnosis["nans"].items()))
-        yield f"not a number: {counts}"
+    yield from nans_of(diagnosis)
 
 
 def _reasons(diagnosis):

@@ -1,6 +1,7 @@
 """What other frameworks call the metrics that the doctor reads, and what exactly each of them is.
 
-A row is there only if the line that computes the value was read, in the files that `source` names. Left
+A row is there only if the line that computes the value was read, in the files that `source` names. Where
+a name has changed, each version's has a row; tests/doctor/names.json has what each version writes. Left
 out, among others: OpenRLHF's, TRL's, NeMo-RL's and SkyRL's KL to the reference policy, which is not the
 sampler's gap; SkyRL's is_ratio_min and is_ratio_std, in which padding counts as a ratio of 0; NeMo-RL's
 policy_kl_error, which is of the other direction; slime's rs_mask fractions, whose level is a setting.
@@ -76,6 +77,11 @@ def _same(*names):
     return _rows({name: name for name in names})
 
 
+def _turns(messages: float) -> float:
+    """Returns the turns of the policy in a conversation: every message that it answers has an answer."""
+    return messages / 2
+
+
 def _ratio_of(k1: float, k3: float) -> float:
     """Returns the mean ratio: k3 is mean(ratio - 1 - log ratio), k1 is mean(-log ratio)."""
     return 1.0 + k3 - k1
@@ -84,22 +90,41 @@ def _ratio_of(k1: float, k3: float) -> float:
 # verl
 
 CALCULATE = "actor_rollout_ref.rollout.calculate_log_probs=True"
+GAP_NAMES = (
+    KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED,
+    OUT_OF_BAND,
+)
+BYPASS = "actor/"  # in bypass mode the actor computes them, and 0.8 and later put this before its metrics
+V06 = "mismatch/"
 VERL = Framework(
-    source="volcengine/verl, PyPI 0.9.1 and main b178a3cd5 (2026-01-29): "
-    "verl/trainer/ppo/rollout_corr_helper.py, core_algos.py, metric_utils.py, v1/trainer_base.py, "
-    "verl/utils/debug/metrics.py, verl/utils/tracking.py",
+    source="volcengine/verl, 0.5.0 to PyPI 0.9.1 and main b178a3cd5 (2026-01-29): "
+    "verl/trainer/ppo/rollout_corr_helper.py, mismatch_helper.py (0.6.0), core_algos.py, "
+    "metric_utils.py, ray_trainer.py, v1/trainer_base.py, verl/utils/debug/metrics.py, "
+    "verl/utils/py_functional.py, verl/utils/tracking.py, verl/experimental/agent_loop",
     names=(
-        *_same(
-            PEARSON, DP_MAX, DP_MEAN, IS_VALID, KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS,
-            WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED, OUT_OF_BAND, CLIPPED, PPO_KL, LENGTH,
-            TURNS, LAG, MEAN_LAG,
+        *_same(PEARSON, DP_MAX, DP_MEAN, IS_VALID, CLIPPED, PPO_KL, LENGTH, LAG, MEAN_LAG),
+        *_same(*GAP_NAMES),
+        *_rows({name: BYPASS + name for name in GAP_NAMES}),
+        *_rows({
+            KL: V06 + "mismatch_kl", K3: V06 + "mismatch_k3_kl", PPL: V06 + "mismatch_ppl_ratio",
+            MEAN_GAP: V06 + "mismatch_log_ppl_abs_diff",
+            WEIGHTS_ESS: V06 + "rollout_is_eff_sample_size",
+            REJECTED: V06 + "rollout_is_masked_fraction",
+        }),
+        *(
+            Named(RATIO, (k1, k3), _ratio_of) for k1, k3 in (
+                (KL, K3), (BYPASS + KL, BYPASS + K3), (V06 + "mismatch_kl", V06 + "mismatch_k3_kl"),
+            )
         ),
-        Named(RATIO, (KL, K3), _ratio_of),
-        *_alternatives(CORRECTED, WEIGHT_MEAN, REJECTED),
+        *_alternatives(
+            CORRECTED, WEIGHT_MEAN, REJECTED, BYPASS + WEIGHT_MEAN, BYPASS + REJECTED,
+            V06 + "rollout_is_mean",
+        ),
+        *(Named(TURNS, (name,), _turns) for name in ("num_turns/mean", "training/num_turns/mean")),
     ),
     marks=(
         "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/score/mean", PEARSON,
-        "response_length/clip_ratio", "timing_s/step", KL,
+        "response_length/clip_ratio", "timing_s/step", KL, BYPASS + KL, V06 + "mismatch_kl",
     ),
     steps=("training/global_step",), ahead=("fully_async/",),
     switches={
@@ -110,8 +135,11 @@ VERL = Framework(
         LAG: "logged by verl/trainer/ppo/v1 of 0.9.1, not by the trainers before",
     },
     notes=(
-        "main b178a3cd5: dp_actor.py logs rollout_corr/* again, of the learner as it moves, over the "
-        "values of the old policy; with several updates per batch they hold the update too",
+        "0.6.1 to 0.7.1, and main b178a3cd5: dp_actor.py logs rollout_corr/* again, of the learner as it "
+        "moves, over the values of the old policy; with several updates per batch they hold the update "
+        "too, as do those of bypass mode in every version",
+        "0.6.0 logs mismatch/* with rollout_is=False, too: the record does not tell whether weights are "
+        "used",
     ),
 )
 
@@ -129,10 +157,10 @@ TRL = Framework(
             WEIGHT_MIN: "sampling/importance_sampling_ratio/min",
             WEIGHT_MAX: "sampling/importance_sampling_ratio/max",
             CORRECTED: "sampling/importance_sampling_ratio/mean",
-            CLIPPED: "clip_ratio/region_mean",
-            LENGTH: "completions/mean_length",
             TRUNCATED: "completions/clipped_ratio",
         }),
+        *_alternatives(CLIPPED, "clip_ratio/region_mean", "clip_ratio"),
+        *_alternatives(LENGTH, "completions/mean_length", "completion_length"),
     ),
     marks=(
         "completions/mean_length", "completions/mean_terminated_length", "frac_reward_zero_std",
@@ -153,9 +181,11 @@ TRL_ASYNC = Framework(
     "trl/experimental/async_grpo/async_grpo_trainer.py",
     names=(
         *_rows({
-            RATIO: "ratio", K3: "kl", KL: "kl", CLIPPED: "clip_ratio/region_mean",
-            LENGTH: "completions/mean_length", CORRECTED: "ratio",
+            RATIO: "ratio", K3: "kl", KL: "kl", CORRECTED: "ratio",
+            LAG: "sample/staleness_mean", MEAN_LAG: "sample/staleness_mean",
         }),
+        *_alternatives(LENGTH, "completions/mean_length", "sample/trained_tokens_mean"),
+        *_alternatives(CLIPPED, "clip_ratio/region_mean", "clip_ratio"),
     ),
     marks=("ratio",), steps=("global_step",), prefix="train/", ahead=("ratio",), silent=(REJECTED,),
     notes=(
@@ -241,10 +271,11 @@ SKYRL = Framework(
             ABS_GAP: "policy/rollout_train_logprobs_abs_diff_mean",
             ABS_GAP_MAX: "policy/rollout_train_logprobs_abs_diff_max",
             RATIO: LOSS + "is_ratio_mean", CORRECTED: LOSS + "is_ratio_mean",
-            REJECTED: LOSS + "token_mask_ratio", CLIPPED: LOSS + "clip_ratio",
+            REJECTED: LOSS + "token_mask_ratio",
             LAG: "async/staleness_mean", MEAN_LAG: "async/staleness_mean",
             LENGTH: "generate/avg_num_tokens",
         }),
+        *_alternatives(CLIPPED, LOSS + "clip_ratio", "policy/ppo_clip_ratio"),
     ),
     marks=(
         LOSS + "clip_ratio", LOSS + "is_ratio_mean", "policy/policy_entropy", "policy/final_loss",
@@ -272,14 +303,20 @@ PRIME_RL = Framework(
     "train.py, src/prime_rl/trainer/utils.py, src/prime_rl/orchestrator/orchestrator.py, metrics.py, "
     "src/prime_rl/monitors/file.py",
     names=(
-        *_rows({
-            K3: "mismatch_kl/all/mean", KL: "mismatch_kl/all/mean", CORRECTED: "mismatch_kl/all/mean",
-            LAG: "off_policy/mean", MEAN_LAG: "off_policy/mean",
-            LENGTH: COHORT + "num_output_tokens/mean", TURNS: COHORT + "num_turns/mean",
-        }),
+        *_rows({LAG: "off_policy/mean", MEAN_LAG: "off_policy/mean"}),
+        *(
+            Named(ours, (name,)) for ours in (K3, KL, CORRECTED)
+            for name in ("mismatch_kl/all/mean", "mismatch_kl/mean")
+        ),
+        *_alternatives(
+            LENGTH, COHORT + "num_output_tokens/mean", "decode_len/all/mean", "completion_len/mean"
+        ),
+        *_alternatives(TURNS, COHORT + "num_turns/mean", "num_turns/all/mean", "num_turns/mean"),
     ),
-    marks=("mismatch_kl/all/mean", "kl_ent_ratio/mean", "off_policy/in_queue/mean", "off_policy/mean",
-           COHORT + "num_output_tokens/mean"),
+    marks=("mismatch_kl/all/mean", "mismatch_kl/mean", "kl_ent_ratio/mean", "off_policy/in_queue/mean",
+           "off_policy/mean", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
+           "completion_len/mean"),
+    ahead=("off_policy/", "off_policy_level/", "batch/off_policy_level/", "dispatcher/off_policy"),
     switches={LAG: "logged by the orchestrator: name its metrics.jsonl beside the trainer's"},
     notes=(
         "two policies: mismatch_kl is k3 of the learner as it is against the sampler, staleness "

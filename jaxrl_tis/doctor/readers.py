@@ -1,17 +1,21 @@
-"""Logs of metrics that others write, as rows of numbers: JSONL, CSV, TensorBoard, trainer_state.json.
+"""Logs of metrics that others write, as rows of numbers: JSONL, CSV, TensorBoard, trainer_state.json, and
+what a run prints (`console`); each but TensorBoard's perhaps as .gz.
 
 A row that cannot be read is named by its place, and ends the reading. Left out is a last line, or
 record, that is still being written. What is no number, a text, a histogram, a table, is not a metric:
-its name is kept apart.
+its name is kept apart. null is a number that JSON cannot write: verl's logger `file` writes NaN so.
 """
 
 import csv
 import dataclasses
+import gzip
 import io
 import json
 import math
 import re
 import struct
+import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +25,13 @@ from google.protobuf.message import DecodeError
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
+from jaxrl_tis.doctor import console
+
 STEP = "step"  # the name of the step of TensorBoard's events
 STATE, EVENTS = "trainer_state.json", "tfevents"
+STDIN, GZIP = "-", ".gz"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # a folder of a Trainer of transformers in its output_dir
+OURS = "metrics.jsonl"  # in the --workdir of a run of ours
 # A column of a chart that was exported from Weights & Biases: "RUN - METRIC", perhaps "Name: RUN -
 # METRIC", and the same with __MIN and __MAX for the points that were thinned out around it.
 COLUMN = re.compile(r"(?:[\w ]+: )?(?P<run>.*\S) - (?P<metric>\S.*)")
@@ -42,67 +51,112 @@ class Row:
 
 @dataclasses.dataclass
 class Log:
-    """Rows in the order written, and names whose values are no numbers."""
+    """Rows in the order written, and names whose values are no numbers.
+
+    Attributes:
+      rounded: names of which a value was printed as 0.00, so that it may be anything near 0.
+      is_counted: whether no step is printed, and rows are counted instead.
+    """
 
     path: str
     kind: str
     rows: list[Row]
     texts: set[str] = dataclasses.field(default_factory=set)
+    rounded: set[str] = dataclasses.field(default_factory=set)
+    is_counted: bool = False
 
     def add(self, place: str, values: dict[str, Any]) -> None:
-        """Adds a row; null is a value that was not logged."""
+        """Adds a row; null is NaN, but a step that is null is none."""
         numbers = {}
         for name, value in values.items():
             number = _number(value)
+            if value is None and name.lower().endswith("step"):
+                continue
             if number is not None:
                 numbers[name] = number
-            elif value is not None:
+            else:
                 self.texts.add(name)
         self.rows.append(Row(place, numbers))
 
 
-def read(path: epath.Path) -> Log:
-    """Reads one file, or the folder of a trainer_state.json or of event files.
+def read(path: epath.Path) -> list[Log]:
+    """Reads one file, standard input, or a folder: of a trainer_state.json, or of checkpoints that have
+    one, of which the newest is read, or of event files, or of files of the other kinds.
 
     Raises:
       FileNotFoundError: there is nothing of the kind.
       ValueError: it is broken; names the file and the line, entry or record.
     """
+    if str(path) == STDIN:
+        return [_read_any("standard input", sys.stdin.buffer.read())]
     if path.is_dir():
         return _read_folder(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: name a log of metrics")
     if EVENTS in path.name:
-        return _read_events([path], path)
+        return [_read_events([path], path)]
+    return [_read_any(path, path.read_bytes())]
+
+
+def _read_any(path, data):
+    """Reads the content of a file by its ending, of any other ending by how it begins."""
+    name = str(path)
+    if name.endswith(GZIP) or data.startswith(b"\x1f\x8b"):
+        name = name.removesuffix(GZIP)
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a whole gzip file ({error})") from error
+    text = data.decode(errors="replace").removeprefix("\ufeff")
     for ending, reader in READERS.items():
-        if path.name.endswith(ending):
-            return reader(path, path.read_bytes().decode(errors="replace"))
-    raise ValueError(
-        f"{path}: of no known kind; a log is a {', '.join(READERS)} file or one of TensorBoard's, "
-        f"whose name has {EVENTS} in it"
-    )
+        if name.endswith(ending):
+            return reader(path, text)
+    return (_read_jsonl if _is_json(text) else _read_console)(path, text)
+
+
+def _is_json(text):
+    """Whether the first line is an object."""
+    try:
+        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def is_log(path: epath.Path) -> bool:
     """Whether `read` takes this file, or the folder holds what it looks for."""
-    return path.is_file() or path.is_dir() and ((path / STATE).exists() or bool(_events_in(path)))
+    if str(path) == STDIN or path.is_file():
+        return True
+    return path.is_dir() and not (path / OURS).exists() and bool(_logs_in(path))
 
 
-def _events_in(path):
-    return sorted(p for p in path.iterdir() if EVENTS in p.name)
+def _logs_in(path):
+    """Returns the files of a folder that are read: a state, event files, or all logs."""
+    files = sorted(path.iterdir())
+    checkpoints = {int(found[1]): p for p in files if (found := CHECKPOINT.fullmatch(p.name))}
+    states = [path / STATE, *(checkpoints[step] / STATE for step in sorted(checkpoints, reverse=True))]
+    for state in states:  # of checkpoints the newest has the whole history
+        if state.exists():
+            return [state]
+    events = [p for p in files if EVENTS in p.name]
+    return events or [p for p in files if p.is_file() and p.name.removesuffix(GZIP).endswith(LOGS)]
 
 
 def _read_folder(path):
-    if (path / STATE).exists():
-        return read(path / STATE)
-    events = _events_in(path)
-    if not events:
-        raise FileNotFoundError(f"{path}: no {STATE} and no event file of TensorBoard in this folder")
-    return _read_events(events, path)
+    found = _logs_in(path)
+    if not found:
+        raise FileNotFoundError(
+            f"{path}: no {STATE}, no checkpoint-N with one, no event file of TensorBoard and no "
+            f"{', '.join(LOGS)} file in this folder"
+        )
+    if EVENTS in found[0].name:
+        return [_read_events(found, path)]
+    return [_read_any(file, file.read_bytes()) for file in found]
 
 
 def _number(value):
     """Returns a float, or None for what is no number."""
+    if value is None:
+        return math.nan
     if type(value) in (int, float):
         return float(value)
     is_word = isinstance(value, str) and value.lower().lstrip("+-") in WORDS
@@ -130,6 +184,21 @@ def _read_jsonl(path, text):
         if isinstance(record.get("data"), dict):  # verl's: {"step": 1, "data": {...}}
             record = record["data"] | {name: x for name, x in record.items() if name != "data"}
         log.add(f"line {number}", record)
+    return log
+
+
+def _read_console(path, text):
+    rows = console.rows(text)
+    if not any(row.values for row in rows):
+        raise ValueError(
+            f"{path}: of no known kind: it is not JSONL, CSV or TensorBoard's, and no line in it is one that "
+            "verl, TRL, OpenRLHF, slime, SkyRL, prime-rl or NeMo-RL print metrics in"
+        )
+    log = Log(str(path), "console", [], is_counted=any(row.is_counted for row in rows))
+    for row in rows:
+        log.rows.append(Row(f"line {row.line}", row.values))
+        log.texts |= row.texts
+        log.rounded |= row.rounded
     return log
 
 
@@ -206,6 +275,7 @@ def _texts(path, numbers, cells):
 
 
 READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".csv": _read_csv, ".json": _read_state}
+LOGS = (".jsonl", ".ndjson", ".csv", ".log", ".txt", ".out", ".err")  # that a folder is searched for
 
 # TensorBoard
 

@@ -1,5 +1,6 @@
 """Reading: what is accepted is as it was written, and what is not is named by line and column."""
 
+import gzip
 import json
 
 import numpy as np
@@ -35,6 +36,16 @@ def test_masked_tokens_may_hold_anything(tmp_path):
     found = dump.read(dumps.write(tmp_path / "d.jsonl", [line]))
     assert found.tokens["logp_old"].tolist() == [-1.0, 0.0, -2.0]
     assert found.tokens["turn"].tolist() == [0, 0, 1]
+
+
+def test_a_dump_may_be_compressed(tmp_path):
+    plain, packed = tmp_path / "d.jsonl", tmp_path / "d.jsonl.gz"
+    wanted = dump.read(dumps.write(plain, dumps.records()))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    found = dump.read(str(packed))
+    np.testing.assert_array_equal(found.tokens["logp_behav"], wanted.tokens["logp_behav"])
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert "d.jsonl.gz: not a whole gzip file" in refusal(packed)
 
 
 def padded(lines, width=8, start=0):
@@ -175,7 +186,7 @@ def test_files_of_other_kinds(tmp_path):
     (tmp_path / "d.csv").touch()
     assert "is no .npz file" in refusal(tmp_path / "d.npz")
     assert "holds no sequence" in refusal(tmp_path / "d.jsonl")
-    assert "a .jsonl or a .npz file" in refusal(tmp_path / "d.csv")
+    assert "a .jsonl, .jsonl.gz or .npz file" in refusal(tmp_path / "d.csv")
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         dump.read(str(tmp_path / "none.jsonl"))
 

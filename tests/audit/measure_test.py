@@ -118,6 +118,29 @@ def test_the_doctor_judges_by_these_metrics(report, tmp_path):
     assert judged(same, tmp_path)["verdict"] == ["healthy"]
 
 
+OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
+
+
+@pytest.mark.parametrize("behav, old, reason", [
+    ([-1.0], [-1.7], "1 valid tokens, a verdict needs 10"),
+    ([-1.0] * 9, [-1.7] * 9, "9 valid tokens"),
+    # Worth (199 + 442413)^2 / (199 + 442413^2) = 1.0009 tokens.
+    (OUTLIER, [-1.0] * 200, "the 200 valid tokens are worth 1, a verdict needs 2"),
+])
+def test_a_token_makes_no_verdict(behav, old, reason, tmp_path):
+    found = measure.measure(dump.read(dumps.write(
+        tmp_path / "d.jsonl", [{"logp_behav": behav, "logp_old": old}])))
+    found["doctor"] = verdict.verdict(found)
+    assert found["doctor"]["verdict"] == ["too little to judge"] and found["doctor"]["findings"] == []
+    assert reason in " ".join(table.text(found).split())
+
+
+def test_a_few_tokens_that_weigh_alike_have_a_verdict(tmp_path):
+    behav = [-1.0 - t / 10 for t in range(10)]
+    lines = [{"logp_behav": behav, "logp_old": [x - 0.7 for x in behav]}]
+    assert "A" in judged(lines, tmp_path)["verdict"]
+
+
 def test_the_table_says_all_of_it(report):
     text = table.text(report)
     assert text.startswith(f"{report['dump']}: 16 sequences, ")

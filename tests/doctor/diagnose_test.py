@@ -111,8 +111,9 @@ def test_a_short_run_leaves_the_surge_open(tmp_path):
 def test_an_unrecorded_metric_leaves_open_what_hangs_on_it(metric, lost, tmp_path):
     undecided = names(diagnose(write_run(tmp_path, {metric: None}))["undecided"])
     assert lost <= undecided
-    nan = names(diagnose(write_run(tmp_path, {metric: float("nan")}))["undecided"])
-    assert nan == undecided
+    found = diagnose(write_run(tmp_path, {metric: float("nan"), "reward/x": float("nan")}))
+    assert names(found["undecided"]) == undecided and found["nans"] == {metric: list(range(1, 121))}
+    assert f"no finite number: {metric}, 120 times, steps 1-120" in describe(found)
 
 
 def test_a_stale_gap_that_was_not_split_is_not_blamed_on_either(tmp_path):
@@ -225,7 +226,7 @@ def test_the_command_prints_and_writes_the_same(tmp_path, capsys):
 
     written = json.loads(out.read_text(), parse_constant=refuse)
     assert list(written) == [
-        "workdir", "steps", "window", "verdict", "findings", "undecided", "setup", "thresholds",
+        "workdir", "steps", "window", "verdict", "findings", "undecided", "setup", "nans", "thresholds",
         "reward_errors",
     ]
     assert written["verdict"] == ["A", "escalate.system", "D"]

@@ -7,7 +7,7 @@ import pytest
 from jaxrl_tis.doctor import foreign
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
-    CHI2, CLIPPED, DP_MAX, ESS, KL, LAG, LENGTH, PEARSON, PPL, PPO_KL, WEIGHTS_ESS,
+    CHI2, CLIPPED, DP_MAX, ESS, K3, KL, LAG, LENGTH, PEARSON, PPL, PPO_KL, WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.diagnose import diagnose
 from jaxrl_tis.doctor.frameworks import ABS_GAP, CORRECTED, FRAMEWORKS, RATIO
@@ -197,11 +197,78 @@ def test_steps_are_counted_as_they_are_logged(tmp_path):
     assert evidence["value"] == pytest.approx(0.06)
 
 
-def test_what_is_not_a_number_is_counted_and_not_judged(tmp_path):
-    found = foreign.diagnose(
-        [verl(tmp_path, {KL: lambda s: float("nan") if s % 2 else 0.06})], "auto")
-    assert found["verdict"] == ["A"] and found["nans"] == {KL: 60}
-    assert f"not a number: {KL} (60)" in foreign.describe(found, False)
+@pytest.mark.parametrize("written", [None, float("nan"), "nan", "NaN"])
+def test_what_is_not_a_number_is_counted_and_not_judged(written, tmp_path):
+    """verl's logger `file` writes NaN as null, by orjson."""
+    rows = [(s, row | {KL: written if s % 2 else 0.06}) for s, row in logs.rows(logs.VERL)]
+    found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert found["verdict"] == ["A"] and found["nans"] == {KL: list(range(1, 120, 2))}
+    assert f"no finite number: {KL}, 60 times, steps 1-119" in foreign.describe(found, False)
+
+
+def write_nan_state(path, rows):
+    return logs.write_state(path.with_name("trainer_state.json"), rows)
+
+
+def test_trl_without_a_finite_value(tmp_path):
+    """TRL 1.16.0 logs None where no value of a step is a number."""
+    changes = {name: lambda s: float("nan") for name in logs.TRL if name.startswith("sampling/")}
+    rows = logs.rows(logs.TRL, changes)
+    for path in (write_nan_state(tmp_path / "a", rows), logs.write_csv(tmp_path / "a.csv", rows),
+                 logs.write_events(tmp_path / "tb", rows)):
+        found = foreign.diagnose([path], "auto")
+        assert len(found["nans"]["sampling/sampling_logp_difference/mean"]) == 120
+        assert "inactive.unrecorded" not in names(found["corrections"])
+
+
+def test_log_probs_that_are_nan_are_logged_and_no_number(tmp_path):
+    """Every measure of the gap is null: it is recorded, and nothing can be said of it."""
+    rows = [(s, {n: None if n.startswith(("rollout_corr/", "training/rollout")) else x
+                 for n, x in row.items()}) for s, row in logs.rows(logs.VERL)]
+    found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert found["verdict"] == ["not enough data"]
+    assert not names(found["corrections"]) & {"inactive.unrecorded", "inactive.uncorrected"}
+    [switch] = {entry["switch"] for entry in found["missing"] if entry["metric"] in (KL, PEARSON, CHI2)}
+    assert switch == "logged, and in no step a number that can be judged"
+    assert not any("no weight is logged" in text for text in found["assumed"])
+
+
+@pytest.mark.parametrize("value, verdict", [(float("inf"), ["A"]), ("both", ["healthy"])])
+def test_infinite_values_are_named(value, verdict, tmp_path):
+    """Of both signs there is no mean: they are left out."""
+    at = lambda s: float("-inf") if value == "both" and s == 119 else float("inf")
+    found = foreign.diagnose([verl(tmp_path, {KL: lambda s: at(s) if s > 118 else 0.01})], "auto")
+    assert found["nans"] == {KL: [119, 120]} and found["verdict"] == verdict
+
+
+def test_a_number_that_is_logged_again_replaces_one_that_was_not(tmp_path):
+    rows = [*logs.rows(logs.VERL, {KL: float("nan")}), *logs.rows(logs.VERL, {}, range(1, 121))]
+    found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert found["nans"] == {} and found["verdict"] == ["healthy"]
+
+
+# Versions of verl
+
+
+@pytest.mark.parametrize("rename", [
+    lambda name: name.replace("rollout_corr/", "actor/rollout_corr/"),  # 0.8 and later, in bypass mode
+    lambda name: name.replace("rollout_corr/rollout_is", "mismatch/rollout_is").replace(
+        "rollout_corr/", "mismatch/mismatch_"),  # 0.6.0
+])
+def test_verls_other_names_of_its_correction(rename, tmp_path):
+    rows = [(s, {rename(n): x for n, x in row.items() if "chi2" not in n})
+            for s, row in logs.rows(logs.VERL, {KL: 0.06, K3: 0.06})]
+    found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert found["verdict"] == ["A"] and "inactive.uncorrected" not in names(found["corrections"])
+    [kl] = [e for e in found["findings"][0]["evidence"] if e["metric"] == KL]
+    assert kl["theirs"] == [rename(KL)]
+
+
+def test_two_messages_are_one_turn(tmp_path):
+    turns = lambda messages: names(foreign.diagnose(
+        [verl(tmp_path, {"num_turns/mean": messages})], "auto")["setup"])
+    assert "trajectory.single" in turns(2) and "trajectory.agentic" not in turns(2)
+    assert "trajectory.agentic" in turns(4) and "trajectory.single" not in turns(4)
 
 
 def test_a_batch_without_a_valid_token_says_nothing(tmp_path):
@@ -242,6 +309,16 @@ def test_names_that_nobody_reads_may_have_no_step(tmp_path):
     assert found["unread"] == ["reward", "system/gpu"] and found["texts"] == ["text"]
     assert "names that were not read: 2 (--verbose)" in foreign.describe(found, False)
     assert "names that were not read: reward, system/gpu" in foreign.describe(found, True)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"min_steps": 1.0}])
+def test_a_step_makes_no_verdict_unless_it_is_asked_to(wanted, tmp_path):
+    found = foreign.diagnose([verl(tmp_path, {KL: 0.06}, range(1, 2))], "auto", wanted)
+    is_asked = bool(wanted)
+    assert found["verdict"] == (["A"] if is_asked else ["not enough data"])
+    assert "mass" not in names(found["corrections"])  # a mean has no error without a second value
+    said = "too little to judge: 1 logged steps, a verdict needs 10"
+    assert (said in foreign.describe(found, False)) != is_asked
 
 
 # What is missing
@@ -299,6 +376,21 @@ def test_the_command(tmp_path, capsys):
     main([path, "--from=verl", "--threshold", "kl_bug=0.1", "--verbose"])
     out = capsys.readouterr().out
     assert ": watch" in out and "names that were not read: critic/score/mean, timing_s/step" in out
+
+
+def test_standard_input(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(verl(tmp_path, {KL: 0.06})))
+    main(["-"])
+    assert "- (JSONL; steps 101-120 of 1-120): A" in capsys.readouterr().out
+
+
+def test_an_output_dir_of_trl_needs_no_flag(tmp_path, capsys):
+    for number in (60, 120):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        logs.write_state(folder / "trainer_state.json", logs.rows(logs.TRL, steps=range(1, number + 1)))
+    main([str(tmp_path)])
+    assert "(trainer_state.json; steps 101-120 of 1-120)" in capsys.readouterr().out
 
 
 def test_a_folder_of_events_needs_no_flag(tmp_path, capsys):

@@ -1,17 +1,25 @@
 """The tables of other frameworks' names: what is mapped is ours, and conversions are right."""
 
 import itertools
+import json
 import math
+import pathlib
 import re
 
 import pytest
 
-from jaxrl_tis.doctor import frameworks
-from jaxrl_tis.doctor.case import K3, KL
-from jaxrl_tis.doctor.frameworks import FRAMEWORKS, RATIO, VARIANTS, WEIGHT_MEAN
+from jaxrl_tis.doctor import foreign, frameworks
+from jaxrl_tis.doctor.case import (
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, K3, KL, LAG, LENGTH, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
+    WEIGHTS_ESS,
+)
+from jaxrl_tis.doctor.frameworks import (
+    ABS_GAP, CORRECTED, DP_MEAN, FRAMEWORKS, RATIO, VARIANTS, WEIGHT_MEAN,
+)
 from tests.metrics_page_test import as_regex
 from tests.metrics_page_test import rows as documented
 
+NAMES = json.loads(pathlib.Path(__file__).with_name("names.json").read_text())  # by make_names.py
 ALL = FRAMEWORKS | {f"{name} (variant)": f for name, f in VARIANTS.items()}
 
 
@@ -55,9 +63,85 @@ def test_a_mark_is_of_one_framework():
         assert not marks[a] & marks[b], (a, b)
 
 
-def test_verls_names_are_ours():
-    assert all(row.theirs == (row.ours,) for row in frameworks.VERL.names
-               if not row.ours.startswith("theirs/") and row.ours != RATIO)
+def test_verls_names_are_ours_behind_what_a_version_puts_before_them():
+    for row in frameworks.VERL.names:
+        if row.ours.startswith(("rollout_corr/", "training/", "actor/", "response_length/")):
+            [name] = row.theirs
+            assert name in (row.ours, "actor/" + row.ours) or name.startswith("mismatch/"), name
+
+
+@pytest.mark.parametrize("messages, turns", [(2, 1), (4, 2), (3, 1.5)])
+def test_verls_turns_are_messages(messages, turns):
+    """A question and an answer are 2; a call of a tool and its result are 2 more."""
+    assert value(frameworks.VERL, TURNS, num_turns__mean=messages) == turns
+
+
+# Names that each version writes
+
+
+def written(framework, version):
+    """Names, and the names behind what its loggers put before them."""
+    names = set(NAMES[framework][version]["names"])
+    prefix = table(framework).prefix
+    return names | {name.removeprefix(prefix) for name in names}
+
+
+def table(framework):
+    return FRAMEWORKS.get(framework) or VARIANTS["trl"]
+
+
+VERSIONS = [(framework, version) for framework, found in NAMES.items() for version in found]
+# Ours that a log of this version has; the gap that it does not log cannot be read.
+READ = {
+    "verl": {
+        "0.5.0": {DP_MEAN}, "0.6.0": {KL, K3, PPL, RATIO, WEIGHTS_ESS, REJECTED, CORRECTED, PEARSON},
+        "": {KL, K3, PPL, CHI2, CHI2_SEQ, RATIO, WEIGHT_MEAN, WEIGHTS_ESS, REJECTED, CORRECTED, PEARSON, TURNS},
+    },
+    "trl": {"0.16.0": {CLIPPED}, "0.19.1": {CLIPPED, LENGTH}, "": {ABS_GAP, CORRECTED, CLIPPED, LENGTH}},
+    "trl, asynchronous": {"1.16.0": {K3, RATIO, LAG, LENGTH}, "": {K3, RATIO, CLIPPED}},
+    "openrlhf": {"0.8.0": {LENGTH}, "": {KL, CORRECTED, CLIPPED, PPO_KL, LENGTH}},
+    "slime": {"0.1.0": {KL, RATIO, CLIPPED}, "": {ABS_GAP, KL, CHI2, RATIO, CORRECTED, CLIPPED}},
+    "skyrl": {"train-0.2.0": {CLIPPED}, "": {ABS_GAP, RATIO, CORRECTED, CLIPPED, LAG, LENGTH}},
+    "prime_rl": {"main": {KL, CORRECTED, LAG, LENGTH, TURNS}, "": {KL, K3, CORRECTED, LENGTH, TURNS}},
+    "nemo_rl": {"0.3.1": {RATIO}, "": {KL, K3, RATIO, LENGTH}},
+    "tunix": {
+        "0.1.5": {CLIPPED}, "0.1.6": {CLIPPED, PPO_KL},
+        "": {PEARSON, DP_MAX, ABS_GAP, CORRECTED, RATIO, CLIPPED},
+    },
+}
+
+
+@pytest.mark.parametrize("framework, version", VERSIONS)
+def test_what_each_version_writes_is_read(framework, version):
+    names, expected = written(framework, version), READ[framework]
+    found = {row.ours for row in table(framework).names if set(row.theirs) <= names}
+    assert expected.get(version, expected[""]) <= found
+
+
+@pytest.mark.parametrize("framework, version", VERSIONS)
+def test_each_version_is_told_by_its_names(framework, version):
+    names = set(NAMES[framework][version]["names"])
+    if (framework, version) in (("trl", "0.16.0"), ("openrlhf", "0.8.0")):  # they log no gap
+        return
+    name, marks = foreign.recognise(names, "auto")
+    assert name == framework.removesuffix(", asynchronous") and marks
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_every_name_of_a_table_is_written_by_a_version(framework):
+    names = set().union(*(written(framework, version) for version in NAMES[framework]))
+    for row in table(framework).names:
+        assert set(row.theirs) <= names, row.theirs
+    marks = set(table(framework).marks)
+    assert marks - names <= {"timing_s/step"}  # f"timing_s/{name}"
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.9.1"])
+def test_verls_bypass_mode_writes_actor_before_its_names(version):
+    """The trainer does not compute them there: the actor's are the only ones."""
+    names = {name for name in written("verl", version) if not name.startswith("rollout_corr/")}
+    found = {row.ours for row in frameworks.VERL.names if set(row.theirs) <= names}
+    assert {KL, K3, CHI2, CHI2_SEQ, WEIGHT_MEAN, WEIGHTS_ESS, REJECTED, RATIO, CORRECTED} <= found
 
 
 def test_the_mean_ratio_of_k1_and_k3():

@@ -1,5 +1,7 @@
 """Logs of every kind are read whole, or the place that is broken is named."""
 
+import gzip
+import io
 import json
 import math
 import struct
@@ -15,7 +17,8 @@ from tests.doctor import logs
 def read(path, text=None):
     if text is not None:
         path.write_text(text)
-    return readers.read(epath.Path(path))
+    [log] = readers.read(epath.Path(path))
+    return log
 
 
 def values(log):
@@ -28,6 +31,7 @@ def values(log):
 def test_jsonl(tmp_path):
     log = read(tmp_path / "a.jsonl", '{"step": 1, "kl": 0.5, "text": "x", "none": null, "ok": true}\n\n'
                '{"step": 2, "kl": NaN, "ratio": "Infinity", "low": "-inf"}\n')
+    assert math.isnan(log.rows[0].values.pop("none"))  # as verl's logger writes NaN
     assert values(log)[0] == {"step": 1, "kl": 0.5}
     assert math.isnan(log.rows[1].values["kl"])
     assert (log.rows[1].values["ratio"], log.rows[1].values["low"]) == (math.inf, -math.inf)
@@ -89,10 +93,10 @@ def test_a_bad_table_is_named(text, message, tmp_path):
 
 def test_trainer_state(tmp_path):
     state = {"log_history": [{"step": 1, "kl": 0.5}, {"step": 2, "kl": None}]}
-    assert values(read(tmp_path / readers.STATE, json.dumps(state))) == [
-        {"step": 1, "kl": 0.5}, {"step": 2}
-    ]
-    assert values(read(tmp_path)) == values(read(tmp_path / readers.STATE))
+    log = read(tmp_path / readers.STATE, json.dumps(state))
+    assert values(log)[0] == {"step": 1, "kl": 0.5}
+    assert log.rows[1].values["step"] == 2 and math.isnan(log.rows[1].values["kl"])
+    assert len(read(tmp_path).rows) == 2
 
 
 @pytest.mark.parametrize("text, message", [
@@ -202,9 +206,58 @@ def test_a_continued_run_hides_what_it_writes_again(tmp_path):
 def test_what_is_no_log(tmp_path):
     with pytest.raises(FileNotFoundError, match="not found: name a log"):
         read(tmp_path / "a.jsonl")
-    with pytest.raises(FileNotFoundError, match="no trainer_state.json and no event file"):
+    with pytest.raises(FileNotFoundError, match="no trainer_state.json, no checkpoint-N with one, no event"):
         read(tmp_path)
-    with pytest.raises(ValueError, match="of no known kind"):
-        read(tmp_path / "a.log", "loss: 1")
     assert not readers.is_log(epath.Path(tmp_path)) and not readers.is_log(epath.Path(tmp_path / "x"))
-    assert readers.is_log(epath.Path(tmp_path / "a.log"))
+    with pytest.raises(ValueError, match="a.log: of no known kind: it is not JSONL.*no line in it"):
+        read(tmp_path / "a.log", "loss: 1")
+    assert readers.is_log(epath.Path(tmp_path / "a.log")) and readers.is_log(epath.Path("-"))
+
+
+# Compressed files, folders, standard input
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.jsonl", '{"step": 1, "kl": 0.5}\n'), ("a.csv", "step,kl\n1,0.5\n"), ("a.log", "step:1 - kl:0.5\n"),
+    (readers.STATE, '{"log_history": [{"step": 1, "kl": 0.5}]}'), ("a", '{"step": 1, "kl": 0.5}\n'),
+    ("slurm-1.out", "hello\nstep:1 - kl:0.5\n"),
+])
+def test_files_may_be_compressed(name, text, tmp_path):
+    packed = tmp_path / (name + ".gz")
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert values(read(packed)) == values(read(tmp_path / name, text)) == [{"step": 1, "kl": 0.5}]
+    packed.write_bytes(gzip.compress(text.encode())[:-5])
+    with pytest.raises(ValueError, match="gz: not a whole gzip file"):
+        read(packed)
+
+
+def state(folder, kl):
+    folder.mkdir(parents=True)
+    (folder / readers.STATE).write_text(json.dumps({"log_history": [{"step": 1, "kl": kl}]}))
+
+
+def test_of_checkpoints_the_newest_is_read(tmp_path):
+    for number, kl in ((500, 0.1), (1000, 0.2), (1500, 0.3)):
+        state(tmp_path / f"checkpoint-{number}", kl)
+    (tmp_path / "checkpoint-2000").mkdir()  # begun, and without a state
+    (tmp_path / "checkpoint-last").mkdir()
+    assert readers.is_log(epath.Path(tmp_path))
+    assert values(read(tmp_path)) == [{"step": 1, "kl": 0.3}]
+    (tmp_path / readers.STATE).write_text(json.dumps({"log_history": [{"step": 1, "kl": 0.4}]}))
+    assert values(read(tmp_path)) == [{"step": 1, "kl": 0.4}]
+
+
+def test_a_folder_of_several_logs(tmp_path):
+    (tmp_path / "a.log").write_text("step:1 - kl:0.5\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"step": 2, "kl": 0.25}\n'))
+    (tmp_path / "model.bin").write_bytes(b"x")
+    assert [values(log) for log in readers.read(epath.Path(tmp_path))] == [
+        [{"step": 1, "kl": 0.5}], [{"step": 2, "kl": 0.25}]]
+    (tmp_path / "metrics.jsonl").write_text("")  # of a run of ours
+    assert not readers.is_log(epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize("text", ['{"step": 1, "kl": 0.5}\n', "step:1 - kl:0.5\n"])
+def test_standard_input(text, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert values(read("-")) == [{"step": 1, "kl": 0.5}]

@@ -1,0 +1,166 @@
+"""Rows of metrics in what a training run prints, by any framework: colours, prefixes and bars are cut off.
+
+Read are verl's lines `step:1 - name:0.5`, dicts after `step 0:`, `rollout 0:` (slime), `Global step 1:`
+(OpenRLHF) or `Step 1:` (SkyRL, over several lines), the bare dicts of transformers' Trainer (TRL),
+prime-rl's `Step 1 | Loss 0.5 | ...` and the list under NeMo-RL's `=== Step 1/100 ===`. Values are matched by
+patterns; nothing is evaluated.
+"""
+
+import bisect
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from jaxrl_tis.doctor.frameworks import COHORT
+
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\) ?")  # before each line of a process of Ray
+NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
+WRAPPED = re.compile(rf"(?:[\w.]+\()*({NUMBER})", re.IGNORECASE)  # np.float64(0.5), tensor(0.5, device=...)
+ZERO = re.compile(r"[-+]?0\.0{2,}")  # as "0.0000" a number that is rounded to 0 is printed
+# verl
+LINE = re.compile(r"(?<![\w/])step:(\d+) - ")
+# Dicts
+HEAD = re.compile(r"(?<!\w)(step|rollout|perf|Step|[Gg]lobal step) (\d+): *(\{.*)?$")
+BARE = re.compile(r"\{['\"].*\}$")
+ENTRY = re.compile(r"""['\"]([^'\"]+)['\"]: *('[^']*'|"[^"]*"|None|[-+\w.(]+)""")
+COUNTERS = {"step": "train/step", "rollout": "rollout/step", "perf": "rollout/step"}  # slime's
+# prime-rl and NeMo-RL print labels, for these names
+PRIME = re.compile(r"\bStep (\d+) \| (.*)")
+LABEL = re.compile(rf"([A-Za-z][\w.-]*(?: [A-Za-z][\w.-]*)*):? +({NUMBER}|nan|inf)", re.IGNORECASE)
+NEMO, EPOCH = re.compile(r"={5,} Step (\d+)/(\d+) ={5,}"), re.compile(r"={5,} Epoch (\d+)/\d+ ={5,}")
+BULLET = re.compile(rf"• ([^:]+): ({NUMBER})", re.IGNORECASE)
+LABELS = {
+    "Mismatch KL": "mismatch_kl/all/mean", "Turns": COHORT + "num_turns/mean",
+    "Max Off-Policy": "off_policy/max", "Max. Off-Policy Level": "off_policy/max",
+    "Generation KL Error": "train/gen_kl_error", "Avg Trajectory Age": "train/avg_trajectory_age",
+    "Mean Generation Length": "train/mean_gen_tokens_per_sample",
+}
+
+
+@dataclasses.dataclass
+class Printed:
+    """A row as it was printed.
+
+    Attributes:
+      line: number of the line that it begins on.
+      values: name -> number; None is NaN.
+      texts: names whose values are no numbers.
+      rounded: names whose value was printed as 0.00.
+      is_counted: whether its step is not printed, but is its place among the rows.
+    """
+
+    line: int
+    values: dict[str, float]
+    texts: set[str] = dataclasses.field(default_factory=set)
+    rounded: set[str] = dataclasses.field(default_factory=set)
+    is_counted: bool = False
+
+    def put(self, name: str, text: str) -> None:
+        """Adds what is printed for a name."""
+        found = WRAPPED.match(text.strip("'\""))
+        if found:
+            self.values[name] = float(found[1])
+            self.rounded |= {name} if ZERO.fullmatch(found[1]) else set()
+        elif text == "None":
+            self.values[name] = math.nan
+        else:
+            self.texts.add(name)
+
+
+def rows(text: str) -> list[Printed]:
+    """Returns the rows in the order in which they were printed; a torn last value is left out."""
+    lines = [part for line in text.split("\n") for part in line.split("\r")]
+    if lines and LINE.search(lines[-1]):  # still being written, as no end of line follows
+        lines[-1] = lines[-1].rpartition(" - ")[0]
+    found, counted = [], []
+    for row in _rows(enumerate(map(_cleaned, lines), start=1)):
+        found.append(row)
+        if row.is_counted:
+            counted.append(row)
+    for row, step in zip(counted, _counts([row.values.get("epoch", math.inf) for row in counted])):
+        row.values["step"] = step
+    return found
+
+
+def _cleaned(line):
+    if "\x1b" in line:
+        line = COLOUR.sub("", line)
+    return RAY.sub("", line, count=1).rstrip() if line.startswith("(") else line.rstrip()
+
+
+def _counts(epochs):
+    """Yields places among the rows; where epochs fall, a continued run prints its rows again."""
+    before = []
+    for epoch in epochs:
+        if before and epoch < before[-1]:
+            del before[bisect.bisect_left(before, epoch):]
+        before.append(epoch)
+        yield len(before)
+
+
+def _rows(lines: Iterator[tuple[int, str]]) -> Iterator[Printed]:
+    epoch, listed = 1, None  # of NeMo-RL
+    for number, line in lines:
+        if "step:" in line and (found := LINE.search(line)):
+            yield _of_pairs(number, found[1], line[found.end():])
+        elif "{" in line or "tep " in line or "rollout " in line:
+            if found := HEAD.search(line):
+                yield _of_dict(number, found[3] or _block(lines), found[1], float(found[2]))
+            elif found := PRIME.search(line):
+                yield _of_labels(number, found[1], found[2])
+            elif found := NEMO.search(line):
+                if listed:
+                    yield listed
+                step = int(found[1]) + (epoch - 1) * int(found[2])  # counted anew in every epoch
+                listed = Printed(number, {"step": float(step)})
+            elif (found := BARE.search(line)) and "epoch" in line:
+                row = _of_dict(number, found[0], None, None)
+                if not any(name.startswith(("eval_", "train_runtime")) for name in row.values):
+                    yield row
+        elif "= Epoch " in line and (found := EPOCH.search(line)):
+            epoch = int(found[1])
+        elif listed and "•" in line and (found := BULLET.search(line)) and found[1] in LABELS:
+            listed.put(LABELS[found[1]], found[2])
+    if listed:
+        yield listed
+
+
+def _block(lines):
+    """Returns a dict that is printed over the next lines, to the end of one in }."""
+    parts = []
+    for _, line in lines:
+        parts.append(line.strip())
+        if line.endswith("}"):
+            break
+    return " ".join(parts)
+
+
+def _of_pairs(number, step, text):
+    row = Printed(number, {"step": float(step)})
+    for pair in text.split(" - "):
+        name, _, value = pair.rpartition(":")
+        if name:
+            row.put(name, value)
+    return row
+
+
+def _of_dict(number, text, head, step):
+    row = Printed(number, {}, is_counted=head is None)
+    for name, value in ENTRY.findall(text):
+        row.put(name, value)
+    if head is not None:
+        row.values.setdefault("step", step)
+        if head in COUNTERS:
+            row.values.setdefault(COUNTERS[head], step)
+    return row
+
+
+def _of_labels(number, step, text):
+    row = Printed(number, {"step": float(step)})
+    for part in text.split(" | "):
+        found = LABEL.match(part)
+        if found and found[1] in LABELS:
+            row.put(LABELS[found[1]], found[2])
+    return row
