@@ -49,7 +49,7 @@ def test_what_cannot_change_a_number_is_free(found, field, value):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("optimizer.lr", 1e-5), ("reward.on_error", -1.0), ("eval.params.split", "other"), ("seed", 1),
+    ("optimizer.lr", 1e-5), ("reward.on_error", "-1"), ("eval.params.split", "other"), ("seed", 1),
     ("task.max_prompt_tokens", 64), ("engine.page_size", 32), ("rollout.prompts", 8),
 ])
 def test_all_else_is_free_by_its_name_or_that_of_its_group_alone(found, field, value):
