@@ -314,7 +314,7 @@ PRIME_RL = Framework(
         *_alternatives(TURNS, COHORT + "num_turns/mean", "num_turns/all/mean", "num_turns/mean"),
     ),
     marks=("mismatch_kl/all/mean", "mismatch_kl/mean", "kl_ent_ratio/mean", "off_policy/in_queue/mean",
-           "off_policy/mean", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
+           "off_policy/mean", "off_policy/max", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
            "completion_len/mean"),
     ahead=("off_policy/", "off_policy_level/", "batch/off_policy_level/", "dispatcher/off_policy"),
     switches={LAG: "logged by the orchestrator: name its metrics.jsonl beside the trainer's"},
