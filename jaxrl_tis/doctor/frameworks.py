@@ -94,7 +94,8 @@ GAP_NAMES = (
     KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED,
     OUT_OF_BAND,
 )
-BYPASS = "actor/"  # in bypass mode the actor computes them, and 0.8 and later put this before its metrics
+# In bypass mode the actor computes them; 0.7's engine workers, and all later ones, put this before its metrics.
+BYPASS = "actor/"
 V06 = "mismatch/"
 VERL = Framework(
     source="volcengine/verl, 0.5.0 to PyPI 0.9.1 and main b178a3cd5 (2026-01-29): "
