@@ -139,6 +139,8 @@ VERL = Framework(
         "0.6.1 to 0.7.1, and main b178a3cd5: dp_actor.py logs rollout_corr/* again, of the learner as it "
         "moves, over the values of the old policy; with several updates per batch they hold the update "
         "too, as do those of bypass mode in every version",
+        "rollout_is_mean, _min and _max are of the weights before their bound up to 0.7.1, and after it from "
+        "0.8.0 on; _max and _min of a sequence before it in every version",
         "0.6.0 logs mismatch/* with rollout_is=False, too: the record does not tell whether weights are "
         "used",
     ),
