@@ -18,7 +18,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\) ?")  # before each line of a process of Ray
 NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
 WRAPPED = re.compile(rf"(?:[\w.]+\()*({NUMBER})", re.IGNORECASE)  # np.float64(0.5), tensor(0.5, device=...)
-ZERO = re.compile(r"[-+]?0\.0{2,}")  # as "0.0000" a number that is rounded to 0 is printed
+COARSE = re.compile(r"[-+]?[01]\.0{2,}|'1'")  # a number that is rounded to 0 or 1, to 4 digits each time
 # verl
 LINE = re.compile(r"(?<![\w/])step:(\d+) - ")
 # Dicts
@@ -47,7 +47,7 @@ class Printed:
       line: number of the line that it begins on.
       values: name -> number; None is NaN.
       texts: names whose values are no numbers.
-      rounded: names whose value was printed as 0.00.
+      rounded: names whose value was printed as 0.0000 or 1.0000, so that it may be anything near.
       is_counted: whether its step is not printed, but is its place among the rows.
     """
 
@@ -62,7 +62,8 @@ class Printed:
         found = WRAPPED.match(text.strip("'\""))
         if found:
             self.values[name] = float(found[1])
-            self.rounded |= {name} if ZERO.fullmatch(found[1]) else set()
+            is_coarse = COARSE.fullmatch(found[1]) or COARSE.fullmatch(text)
+            self.rounded |= {name} if is_coarse else set()
         elif text == "None":
             self.values[name] = math.nan
         else:

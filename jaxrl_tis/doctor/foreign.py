@@ -16,13 +16,16 @@ from jaxrl_tis import storage
 from jaxrl_tis.doctor import corrections, readers
 from jaxrl_tis.doctor.case import FALLBACKS, FLIPS, IS_VALID, LAG, TURNS, WEIGHTS_ESS, Case
 from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of, nans_of
-from jaxrl_tis.doctor.frameworks import ABS_GAP, CORRECTED, FRAMEWORKS, RATIO, VARIANTS, Framework
+from jaxrl_tis.doctor.frameworks import (
+    ABS_GAP, CORRECTED, FRAMEWORKS, RATIO, VARIANTS, WEIGHT_MAX, WEIGHT_MEAN, WEIGHT_MIN, Framework,
+)
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
 STEPS = (readers.STEP, "global_step", "_step", "Step")
 UNTOLD = frozenset((FLIPS, TURNS))  # of ours; their absence from another's record says nothing
 OURS = ("mismatch/", "correction/")  # beginnings of names that only this program writes
-ROUNDED = 1e-6  # stands for a difference that is printed as 0.0000
+ROUNDED = 1e-5  # stands for a difference that is printed as 0.0000
+WEIGHTS = (RATIO, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX)
 NO_NUMBER = "logged, and in no step a number that can be judged"
 
 
@@ -41,7 +44,7 @@ class Record:
       repeated: values that a later one of the same step replaced.
       updates: of a batch, over which values that are logged for each are averaged.
       is_ahead: whether its names say that samplers run ahead.
-      rounded: our metrics that are 0 throughout, and were printed as 0.00: too coarse to tell.
+      rounded: gaps that were printed as 0.0000 throughout, and weights as 1.0000: too coarse to tell.
       is_counted: whether it prints no step, so that rows are counted.
     """
 
@@ -204,11 +207,12 @@ def load(paths: Sequence[str], wanted: str) -> Record:
 
 
 def _rounded(logs, series, theirs):
-    """Lists metrics of the gap that are 0 in every step, of names whose values are printed as 0.00."""
+    """Lists gaps that are 0, and weights that are 1, in every step, of names whose values are rounded."""
     printed = {name for log in logs for name in log.rounded}
+    same = dict.fromkeys(corrections.GAPS, {0.0}) | dict.fromkeys(WEIGHTS, {1.0})
     return tuple(
-        metric for metric in corrections.GAPS
-        if metric in series and printed & set(theirs[metric]) and not any(series[metric].values())
+        metric for metric, values in same.items()
+        if metric in series and printed & set(theirs[metric]) and set(series[metric].values()) == values
     )
 
 
@@ -225,8 +229,8 @@ def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
     if record.is_counted:
         assumed.append("no step is printed: rows are counted, and named by their place")
     if record.rounded:
-        series |= {m: dict.fromkeys(series[m], ROUNDED) for m in record.rounded}
-        assumed.append(f"printed as 0, which rounding may have made of it: {', '.join(record.rounded)}")
+        series |= {m: {s: x + ROUNDED for s, x in series[m].items()} for m in record.rounded}
+        assumed.append(f"printed as 0 or 1, which rounding may have made: {', '.join(record.rounded)}")
     if LAG not in series and record.is_ahead:
         unlogged |= {LAG}
         assumed.append("samplers run ahead, and no lag is logged: A and B.lag are not told apart")

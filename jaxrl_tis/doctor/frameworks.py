@@ -94,7 +94,8 @@ GAP_NAMES = (
     KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED,
     OUT_OF_BAND,
 )
-BYPASS = "actor/"  # in bypass mode the actor computes them, and 0.8 and later put this before its metrics
+# In bypass mode the actor computes them; 0.7's engine workers, and all later ones, put this before its metrics.
+BYPASS = "actor/"
 V06 = "mismatch/"
 VERL = Framework(
     source="volcengine/verl, 0.5.0 to PyPI 0.9.1 and main b178a3cd5 (2026-01-29): "
@@ -138,6 +139,8 @@ VERL = Framework(
         "0.6.1 to 0.7.1, and main b178a3cd5: dp_actor.py logs rollout_corr/* again, of the learner as it "
         "moves, over the values of the old policy; with several updates per batch they hold the update "
         "too, as do those of bypass mode in every version",
+        "rollout_is_mean, _min and _max are of the weights before their bound up to 0.7.1, and after it from "
+        "0.8.0 on; _max and _min of a sequence before it in every version",
         "0.6.0 logs mismatch/* with rollout_is=False, too: the record does not tell whether weights are "
         "used",
     ),
@@ -314,7 +317,7 @@ PRIME_RL = Framework(
         *_alternatives(TURNS, COHORT + "num_turns/mean", "num_turns/all/mean", "num_turns/mean"),
     ),
     marks=("mismatch_kl/all/mean", "mismatch_kl/mean", "kl_ent_ratio/mean", "off_policy/in_queue/mean",
-           "off_policy/mean", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
+           "off_policy/mean", "off_policy/max", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
            "completion_len/mean"),
     ahead=("off_policy/", "off_policy_level/", "batch/off_policy_level/", "dispatcher/off_policy"),
     switches={LAG: "logged by the orchestrator: name its metrics.jsonl beside the trainer's"},

@@ -54,7 +54,7 @@ class Log:
     """Rows in the order written, and names whose values are no numbers.
 
     Attributes:
-      rounded: names of which a value was printed as 0.00, so that it may be anything near 0.
+      rounded: names of which a value was printed as 0.0000 or 1.0000: it may be anything near.
       is_counted: whether no step is printed, and rows are counted instead.
     """
 

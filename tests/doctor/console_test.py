@@ -209,9 +209,17 @@ def test_what_is_rounded_to_0_is_not_the_same_in_every_bit(tmp_path):
     path.write_text(PRINTED["prime_rl"](0.00001))
     found = foreign.diagnose([str(path)], "auto")
     assert "inactive.copied" not in names(found["corrections"])
-    assert f"printed as 0, which rounding may have made of it: {K3}, {KL}" in found["assumed"]
+    assert f"printed as 0 or 1, which rounding may have made: {K3}, {KL}" in found["assumed"]
     path.write_text(PRINTED["prime_rl"](0).replace("0.0000", "0"))
     assert "inactive.copied" in names(foreign.diagnose([str(path)], "auto")["corrections"])
+
+
+def test_what_is_rounded_to_1_is_not_a_weight_that_does_nothing(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text(printed(logs.SKYRL, sky_lines, {"policy/loss_metrics/is_ratio_mean": 1.00004}))
+    assert "inactive.ones" not in names(foreign.diagnose([str(path)], "auto")["corrections"])
+    path.write_text(path.read_text().replace("'1.0000'", "1.0"))
+    assert "inactive.ones" in names(foreign.diagnose([str(path)], "auto")["corrections"])
 
 
 def test_steps_that_are_printed_again_after_a_resume(tmp_path):

@@ -20,7 +20,7 @@ NAME = re.compile(r"[\w<>@-]+(/[\w<>@-]+)*")
 WANTED = re.compile(
     r"kl(_|$|/)|ratio|clip|diff|pearson|ppl|chi2|/[to]is$|/tis|is_m|is_eff|is_oob|weight_|mask|stale"
     r"|off_policy/|_age$|len/|lengths?($|/|_mean)|num_tokens|_tokens|turns/|truncated|log_probs$|score/mean|reward_zero"
-    r"|entropy|grad_norm|/step$|global_step|prob_error|kl_error|divergence|policy_lr|final_loss|timing/make"
+    r"|entropy|grad_norm|/step$|global_step|prob_error|kl_error|divergence|policy_lr|final_loss|norm_factor|timing/make"
 )
 NOISE = re.compile(r"attention_mask|prompt_mask|_mask$|^generation$|/mean/mean$|sequence_|^max_|^logp")
 # framework -> (repository, {file: forms of the names in it}, {version: git revision, or folder of a wheel}).
