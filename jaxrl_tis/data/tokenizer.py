@@ -442,6 +442,8 @@ def load_tokenizer(
     """
     found = _load(path_or_spec)
     if found.template is not None:
+        # Without the clock, runs of different days have equal tokenizers.
+        date = date if "strftime_now" in found.template else ""
         return dataclasses.replace(found, template_kwargs=template_kwargs, date=date)
     if template_kwargs:
         raise ValueError(

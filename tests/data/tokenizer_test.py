@@ -254,6 +254,10 @@ def test_arguments_and_date_reach_the_template(tmp_path):
     )
     assert load_tokenizer(folder, {"deep": True}, "1999-01-02").chat(USER) == "1999 deep"
     assert load_tokenizer(folder, {}, "1999-01-02").chat(USER) == "1999"
+    timeless = write_folder(
+        tmp_path / "c", config={"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}
+    )
+    assert load_tokenizer(timeless, {}, "1999-01-02").date == ""
     with pytest.raises(ValueError, match="does not read depe; it reads deep$"):
         load_tokenizer(folder, {"depe": True}).chat(USER)
     bare = write_folder(tmp_path / "b", config={"eos_token": "<|im_end|>"})
