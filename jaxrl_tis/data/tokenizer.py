@@ -23,6 +23,7 @@ from jaxrl_tis.data import confined
 ARITHMETIC_CHARS = "0123456789+-*/= "
 TEMPLATE_SECONDS = 5.0  # for one prompt
 TEMPLATE_MEMORY = 512 << 20  # bytes
+END = "<|end of the message that is continued|>"
 
 # Token types of the GGUF specification that mark added tokens.
 GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
@@ -35,8 +36,9 @@ class Tokenizer(Protocol):
     `decode` leaves special tokens (end, start, padding) out of the text. `chat` renders messages,
     each {"role", "content"}, to the text of a prompt; encode that with add_special=False, since a
     template writes its own special tokens. `encodes` and `chats` do many at once, and return in the
-    place of a text that cannot be used the ValueError that says why. `digest` tells a tokenizer from
-    others. `vocab_size` is the largest id plus one.
+    place of a text that cannot be used the ValueError that says why; of a conversation that ends with
+    an assistant's message, `chats` leaves that message open. `digest` tells a tokenizer from others.
+    `vocab_size` is the largest id plus one.
     """
 
     vocab_size: int
@@ -67,6 +69,20 @@ def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[i
         except Exception as error:  # the tokenizers of a checkpoint raise bare ones
             found.append(ValueError(f"the tokenizer cannot encode it: {error}"))
     return found
+
+
+def _marked(messages: Sequence[dict]) -> list[dict]:
+    """Returns a conversation with END behind its last message."""
+    *earlier, last = messages
+    said = last["content"] if "content" in last else ""
+    return [*earlier, {**last, "content": said + END}]
+
+
+def _cut(text: str) -> str | ValueError:
+    """Cuts a rendered conversation at END: a sample continues the last message."""
+    begin, mark, _ = text.rpartition(END)
+    refusal = "the chat template does not write the assistant's last message as it is"
+    return begin if mark else ValueError(refusal)
 
 
 class CharTokenizer:
@@ -139,16 +155,21 @@ class HFTokenizer:
         Raises:
             ValueError: there is no template, or the template refuses these messages.
         """
-        [result] = self._rendered([messages], add_generation_prompt)
+        [result] = self._rendered([messages], [add_generation_prompt])
         if isinstance(result, ValueError):
             raise result
         return result
 
     def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]:
-        return self._rendered(conversations, add_generation_prompt=True)
+        is_open = [messages[-1]["role"] == "assistant" for messages in conversations]
+        marked = [_marked(c) if x else c for c, x in zip(conversations, is_open, strict=True)]
+        texts = self._rendered(marked, [not x for x in is_open])
+        return [
+            _cut(text) if x and isinstance(text, str) else text for text, x in zip(texts, is_open)
+        ]
 
     def _rendered(
-        self, conversations: Sequence[Sequence[dict]], add_generation_prompt: bool
+        self, conversations: Sequence[Sequence[dict]], adds_generation_prompt: Sequence[bool]
     ) -> list[str | ValueError]:
         if self.template is None:
             raise ValueError(
@@ -160,7 +181,10 @@ class HFTokenizer:
             name: "" if index is None else self.backend.id_to_token(index)
             for name, index in names.items()
         }
-        calls = [[list(messages), add_generation_prompt, tokens] for messages in conversations]
+        calls = [
+            [list(messages), adds, tokens]
+            for messages, adds in zip(conversations, adds_generation_prompt, strict=True)
+        ]
         failed = f"the chat template of {self.source} failed"
         return [
             ValueError(f"{failed}: {result['error']}") if result["error"] else result["value"]
