@@ -148,7 +148,8 @@ MUTANTS = [
         ("the reward is put on the last column",
          "jnp.max(jnp.where(mask, position, -1)", "jnp.max(jnp.where(mask | True, position, -1)"),
         ("a group's variance is the biased one",
-         "group_sum(squares_b, ids), count - 1.0)", "group_sum(squares_b, ids), count)"),
+         "group_sum(jnp.square(scores_b - mean), ids), count - 1.0)",
+         "group_sum(jnp.square(scores_b - mean), ids), count)"),
         ("rewards so far instead of to go", "axis=1, reverse=True)", "axis=1, reverse=False)"),
     ),
     *of(

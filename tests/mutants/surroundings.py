@@ -87,7 +87,9 @@ MUTANTS = [
         ("a quote that never closes swallows the file", "newline=\"\"), strict=True)", 'newline=""))'),
         ("rows of CSV are counted, not lines", "line = f\"{name}:{line}\", reader.line_num + 1",
          "line = f\"{name}:{line}\", line + 1"),
-        ("the digest is of what is packed", "        digest.update(line)\n", ""),
+        ("changed lines are the same data", "        digest.update(line)\n", "",
+         "data/tasks_test.py::test_the_digest_is_of_the_bytes_whatever_packs_them"),
+        tests="data/files_test.py data/tasks_test.py",
     ),
     *of(
         "data/tokenizer.py",
@@ -98,6 +100,7 @@ MUTANTS = [
         ("one of several ends of sequence counts",
          "eos_ids += eos if isinstance(eos, list) else [eos]",
          "eos_ids += eos[:1] if isinstance(eos, list) else [eos]"),
+        ("the model's own message gets a new turn", "[not x for x in is_open])", "[True for x in is_open])"),
         ("padding is an end of sequence",
          "0 if pad_id is None or pad_id in eos_ids else pad_id", "0 if pad_id is None else pad_id"),
         ("a start token is added that the file does not ask for",
