@@ -74,17 +74,18 @@ def main() -> None:
         path = pathlib.Path(folder) / "train.jsonl"
         prompts = write_lines(path, args.lines)
         spec = args.tokenizer or write_tokenizer(pathlib.Path(folder), prompts[:5000])
-        print("| start | read, s | checked, s | tokens a prompt |\n|---|---|---|---|")
+        print("| start | read, s | checked, s | of this process, CPU s | tokens a prompt |")
+        print("|---|---|---|---|---|")
         for name in ("first", "next"):
             prompter = rollouts.Prompter(load_tokenizer(spec), config.task)
-            start = time.monotonic()
+            start, busy = time.monotonic(), time.process_time()
             source = tasks.make("jsonl", {"path": f"{path}"})
             read = time.monotonic()
             checked = prompter.checked(source, "training data")
-            seconds = time.monotonic() - read
+            seconds, busy = time.monotonic() - read, time.process_time() - busy
             lengths = [len(prompter.ids(checked[i])) for i in range(0, len(checked), 997)]
             mean = sum(lengths) / len(lengths)
-            print(f"| {name} | {read - start:.1f} | {seconds:.1f} | {mean:.0f} |")
+            print(f"| {name} | {read - start:.1f} | {seconds:.1f} | {busy:.1f} | {mean:.0f} |")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,8 @@ def _cell(text: str) -> Any:
         return text or None
     for parse in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return parse(text)
+            if isinstance(value := parse(text), dict | list):
+                return value
     if text.startswith("[{") and "role" in text:
         raise ValueError(f"a cell begins like messages, and is not JSON: {text[:60]!r}")
     return text

@@ -24,6 +24,7 @@ from jaxrl_tis.data import confined
 ARITHMETIC_CHARS = "0123456789+-*/= "
 TEMPLATE_SECONDS = 5.0  # for one prompt
 TEMPLATE_MEMORY = 512 << 20  # bytes
+END = "<|end of the message that is continued|>"
 
 # Token types of the GGUF specification that mark added tokens.
 GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
@@ -45,9 +46,10 @@ class Tokenizer(Protocol):
     does not have. `chat` renders messages, each {"role", "content"}, to the text of a prompt; encode
     that with add_special=False, since a template writes its own special tokens. `encodes` and `chats`
     do many at once, and return in the place of a text that cannot be used the ValueError that says
-    why. `digest` tells a tokenizer from others. `vocab_size` is the largest id plus one; `ids` are
-    those that it has, which may leave holes. `backend` is what tokenizer.json holds, `special` {name
-    of a special token: its text}, `template` that of chats.
+    why; of a conversation that ends with an assistant's message, `chats` leaves that message open.
+    `digest` tells a tokenizer from others. `vocab_size` is the largest id plus one; `ids` are those
+    that it has, which may leave holes. `backend` is what tokenizer.json holds, `special` {name of a
+    special token: its text}, `template` that of chats.
     """
 
     backend: tokenizers.Tokenizer
@@ -82,6 +84,20 @@ def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[i
         except Exception as error:  # the tokenizers of a checkpoint raise bare ones
             found.append(ValueError(f"the tokenizer cannot encode it: {error}"))
     return found
+
+
+def _marked(messages: Sequence[dict]) -> list[dict]:
+    """Returns a conversation with END behind its last message."""
+    *earlier, last = messages
+    said = last["content"] if "content" in last else ""
+    return [*earlier, {**last, "content": said + END}]
+
+
+def _cut(text: str) -> str | ValueError:
+    """Cuts a rendered conversation at END: a sample continues the last message."""
+    begin, mark, _ = text.rpartition(END)
+    refusal = "the chat template does not write the assistant's last message as it is"
+    return begin if mark else ValueError(refusal)
 
 
 class CharTokenizer:
@@ -174,23 +190,31 @@ class HFTokenizer:
         Raises:
             ValueError: there is no template, or the template refuses these messages.
         """
-        [result] = self._rendered([messages], add_generation_prompt)
+        [result] = self._rendered([messages], [add_generation_prompt])
         if isinstance(result, ValueError):
             raise result
         return result
 
     def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]:
-        return self._rendered(conversations, add_generation_prompt=True)
+        is_open = [messages[-1]["role"] == "assistant" for messages in conversations]
+        marked = [_marked(c) if x else c for c, x in zip(conversations, is_open, strict=True)]
+        texts = self._rendered(marked, [not x for x in is_open])
+        return [
+            _cut(text) if x and isinstance(text, str) else text for text, x in zip(texts, is_open)
+        ]
 
     def _rendered(
-        self, conversations: Sequence[Sequence[dict]], add_generation_prompt: bool
+        self, conversations: Sequence[Sequence[dict]], adds_generation_prompt: Sequence[bool]
     ) -> list[str | ValueError]:
         if self.template is None:
             raise ValueError(
                 f"{self.source} has no chat template; set task.chat to False, and use prompts that "
                 "are text and no messages"
             )
-        calls = [[list(messages), add_generation_prompt] for messages in conversations]
+        calls = [
+            [list(messages), adds]
+            for messages, adds in zip(conversations, adds_generation_prompt, strict=True)
+        ]
         failed = f"the chat template of {self.source} failed"
         return [
             ValueError(f"{failed}: {result['error']}") if result["error"] else result["value"]
@@ -207,10 +231,7 @@ class HFTokenizer:
         return [encoding.ids for encoding in found]
 
     def digest(self) -> str:
-        reads_date = self.template is not None and "strftime_now" in self.template
-        left_out = {"backend"} if reads_date else {"backend", "date"}
-        names = (f.name for f in dataclasses.fields(self) if f.name not in left_out)
-        fields = [getattr(self, name) for name in names]
+        fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "backend"]
         return hashlib.blake2b(f"{fields} {self.backend.to_str()}".encode()).hexdigest()
 
     @functools.cached_property

@@ -42,14 +42,14 @@ Outcome = np.ndarray | str  # token ids, or the reason why there are none
 
 
 def lacks_answer(rewards: str) -> Callable[[dict[str, Any]], str]:
-    """Returns what says of a record that it has no answer, where one of the rewards of these names,
-    separated by commas, compares with one: all of ours do, and what others need is not known here."""
-    reward = next((name for name in map(str.strip, rewards.split(",")) if name in REWARDS), None)
+    """Returns what says of a record that it lacks the answer that one of the rewards (names joined by
+    commas) compares with. All built-in rewards do; what a user's function needs is not known."""
+    comparing = [name for name in map(str.strip, rewards.split(",")) if name in REWARDS]
     reason = (
-        f"it has no answer, which the reward {reward!r} compares with; name the field with "
+        f"it has no answer, which the reward {comparing[0]!r} compares with; name the field with "
         "task.params.answer_field"
-    )
-    return lambda record: reason if reward and "answer" not in record else ""
+    ) if comparing else ""
+    return lambda record: "" if "answer" in record else reason
 
 
 def key_of(prompt: Prompt) -> str:

@@ -63,14 +63,14 @@ def test_csv_rows_that_cannot_be_used(tmp_path):
 
 def test_messages_in_csv_are_json_or_as_python_prints_them(tmp_path):
     messages = [{"role": "user", "content": "it's"}, {"role": "user", "content": "b"}]
-    cells = [json.dumps(messages), str(messages), str(messages).replace("}, {", "}\n {"), "{x} + [{"]
+    cells = [json.dumps(messages), str(messages), str(messages).replace("}, {", "}\n {"), "{x} + [{", "{2, 1}"]
     with open(tmp_path / "a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["prompt"], *([cell] for cell in cells)])
     rows = files.read(str(tmp_path / "a.csv"), {})[0]
     assert [r.values["prompt"] for r in rows[:2]] == [messages, messages]
     # numpy prints a list without commas; a text would be trained on as it is.
     assert rows[2].reason.startswith("a cell begins like messages, and is not JSON: ")
-    assert rows[3].values == {"prompt": "{x} + [{"} and rows[3].reason == ""
+    assert [(r.values["prompt"], r.reason) for r in rows[3:]] == [("{x} + [{", ""), ("{2, 1}", "")]
 
 
 @pytest.mark.parametrize("content, message", [

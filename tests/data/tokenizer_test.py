@@ -364,3 +364,22 @@ def test_the_digest_tells_tokenizers_and_templates_apart(tmp_path):
     digests = [load_tokenizer(tmp_path / name).digest() for name in "aabc"]
     assert digests[0] != digests[2] != digests[3] != digests[0]
     assert CharTokenizer("12").digest() != CharTokenizer("21").digest()
+
+
+@pytest.mark.parametrize("said", ["hello", " hello  ", "2+3?", "e", ""])
+def test_the_last_message_of_an_assistant_is_left_open(tmp_path, said):
+    """As transformers' continue_final_message has it: the text ends with the message."""
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=TEMPLATE)
+    tokenizer = load_tokenizer(tmp_path / "a")
+    [text, other] = tokenizer.chats([[*USER, {"role": "assistant", "content": said}], USER])
+    assert "<|im_start|>user\n2+3?<|im_end|>\n" in text
+    assert text.endswith(f"<|im_start|>assistant\n{said}") and text.count("<|im_end|>") == 1
+    assert other == tokenizer.chat(USER)
+
+
+def test_a_last_message_that_the_template_does_not_write_is_refused(tmp_path):
+    jinja = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=jinja)
+    tokenizer = load_tokenizer(tmp_path / "a")
+    found = tokenizer.chats([[{"role": "assistant", "content": c}] for c in ("abc", "", "ABC")])
+    assert all("does not write the assistant's last message" in str(x) for x in found)

@@ -78,3 +78,17 @@ def test_another_token_on_one_process_stops_both_and_is_named(tmp_path):
             assert "the run stops, as it would diverge" in told and "Traceback" not in told
     assert max(r["step"] for r in tiny.lines(workdir) if r["phase"] == "train") == 1
     assert sorted(p.name for p in pathlib.Path(workdir, "checkpoints").iterdir()) == ["0", "1"]
+
+
+def test_a_bad_record_ends_both_with_2(tmp_path):
+    lines = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(9)] + ["nonsense"]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    command = [
+        *hosts.MAIN, *ARGUMENTS, f"--workdir={tmp_path}/run", "--config.task.name=jsonl",
+        f"--config.task.params.path={tmp_path}/data.jsonl",
+        f"--config.eval.params.path={tmp_path}/data.jsonl",
+    ]
+    with hosts.Hosts(tmp_path / "logs", command) as pair:
+        assert pair.codes() == [2, 2], pair.text(0) + pair.text(1)
+        for i in range(2):
+            assert "held-out data: 1 of 10 records cannot be used:" in pair.text(i)

@@ -202,7 +202,7 @@ MUTANTS = [
         ("another template's ids are taken", "self.tokenizer.digest(), self.task.template,", "self.tokenizer.digest(),"),
         ("a torn file ends the start", "KeyError, EOFError, zipfile.BadZipFile)", "KeyError, EOFError)"),
         ("the oldest files are kept", "key=os.path.getmtime, reverse=True)", "key=os.path.getmtime)"),
-        ("a reward without an answer trains", 'if reward in REWARDS and "answer" not in record', "if False"),
+        ("a reward without an answer trains", "if name.strip() in REWARDS]", "if not name]"),
         ("a template that hangs is tried on all", "            self._try(prompts[0])\n", "            pass\n"),
     ),
     *of(

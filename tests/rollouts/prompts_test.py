@@ -174,6 +174,8 @@ def test_a_record_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp
     with pytest.raises(ValueError, match="no answer, which the reward 'exact' compares with"):
         prompter().checked(source, "training data", prompts.lacks_answer("exact"))
     assert len(prompter().checked(source, "training data", prompts.lacks_answer("mine:reward"))) == 1
+    assert "reward 'exact' compares" in prompts.lacks_answer("mine:reward,exact")({})
+    assert prompts.lacks_answer("exact")({"answer": ""}) == ""
 
 
 def test_chunks_are_bounded_in_number_and_in_size(monkeypatch):
