@@ -84,6 +84,7 @@ class RewardWorker:
         self.failures = Failures() if failures is None else failures
         self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
         self._names: dict[str, None] = {}  # of the components that were seen
+        self._is_closed = False
         self.last_error = ""
         setup = {"name": function, "signature": signature, "timeout": timeout, "workers": workers}
         make = lambda _: confined.Confined(
@@ -124,6 +125,7 @@ class RewardWorker:
         if self._confined[0].facts["tokens"]:
             written = [text.encode(errors="replace") for text in texts] if tokens is None else tokens
             ids = [list(map(int, t)) for t in written]
+        self._is_closed = False
         items = [[t, dict(r), i] for t, r, i in zip(texts, records, ids, strict=True)]
         outcomes = self._share(items, self._outcomes)
         scored = [self._scored(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
@@ -139,6 +141,7 @@ class RewardWorker:
 
     def close(self) -> None:
         """Ends the processes and all that they started; a later `score` starts new ones."""
+        self._is_closed = True
         for process in self._confined:
             process.close()
 
@@ -171,10 +174,10 @@ class RewardWorker:
         process = processes.pop()
         try:
             [result] = process.calls([[unit]], timeout=self._limit(len(unit)))
-            if result["fault"] and len(unit) > 1:
+            if result["fault"] and len(unit) > 1 and not self._is_closed:
                 results = process.calls([[[item]] for item in unit])
                 return [_outcome(result) for result in results]
-            return [_outcome(result)] if result["fault"] else result["value"]
+            return [_outcome(result)] * len(unit) if result["fault"] else result["value"]
         finally:
             processes.append(process)
 

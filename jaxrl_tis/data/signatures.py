@@ -252,16 +252,16 @@ class _Scorer:
     def _outcomes(self, columns: list[list[Any]]) -> list[dict[str, Any]]:
         if len(columns) == 1:
             return [{"value": reading(value)} for value in columns[0]]
-        return [{"value": reading(dict(zip(self._rewards, row)))} for row in zip(*columns)]
+        return [{"value": together(dict(zip(self._rewards, row)))} for row in zip(*columns)]
 
     async def _at_once(self, items: list[Item]) -> list[dict[str, Any]]:
         room = asyncio.Semaphore(self._workers)
 
         async def score(item):
             async with room:
-                calls = asyncio.gather(*(_awaited(f([item])) for f in self._rewards.values()))
                 try:
-                    values = await asyncio.wait_for(calls, self._timeout)
+                    calls = [_awaited(reward([item])) for reward in self._rewards.values()]
+                    values = await asyncio.wait_for(asyncio.gather(*calls), self._timeout)
                 except TimeoutError:
                     text = f"TimeoutError: no result within {self._timeout:g} s"
                     return {"fault": "timeouts", "kind": "TimeoutError", "error": text, "traceback": ""}
@@ -300,14 +300,25 @@ def reading(value: Any) -> dict[str, Any]:
     """Reads what a reward returned: {"parts": {name: number or None}}, or {"bad": what it is}.
 
     A number is called "reward". Of a mapping, numbers and booleans are parts and None is a void
-    part; texts and all else are left out.
+    part; texts and all else are left out, but for a "score".
     """
     if not isinstance(value, Mapping):
         number = _number(value)
         return {"bad": _named(value)} if number is None else {"parts": {"reward": number}}
+    score = value["score"] if "score" in value else None
+    if score is not None and _number(score) is None:
+        return {"bad": f"{_named(score)} as the score"}
     parts = {str(n): x if x is None else _number(x) for n, x in value.items()
              if x is None or _number(x) is not None}
     return {"parts": parts} if parts else {"bad": "a mapping without any number"}
+
+
+def together(values: dict[str, Any]) -> dict[str, Any]:
+    """Reads what several functions returned, each a number or None; see `reading`."""
+    for name, value in values.items():
+        if value is not None and _number(value) is None:
+            return {"bad": f"{_named(value)} from {name}, one of several functions"}
+    return reading(values)
 
 
 def _named(value: Any) -> str:

@@ -251,6 +251,20 @@ def test_a_crash_in_a_batch_costs_one_text(user_module):
         assert worker.counts["errors"] == 1
 
 
+def test_a_batch_that_hangs_ends_with_its_worker(user_module):
+    worker = RewardWorker(f"{user_module}:slow_trl", timeout=60)
+    scoring = threading.Thread(target=worker.score, args=(["hang"] * 2, [RECORD] * 2), daemon=True)
+    scoring.start()
+    pid = scorer(worker)
+    time.sleep(0.5)
+    worker.close()
+    scoring.join(10)
+    assert not scoring.is_alive()
+    wait_until_ended(pid)
+    assert worker.score(["1"], [RECORD]) == [1.0]
+    worker.close()
+
+
 def test_tokens_reach_a_function_that_asks_for_them(user_module):
     with RewardWorker(f"{user_module}:tokens", timeout=10) as worker:
         assert worker.results(["a", "b"], [RECORD] * 2, [[1, 2], [3]])[0].score == 2.0

@@ -129,6 +129,15 @@ def test_the_first_text_of_a_kind_has_the_traceback_in_whatever_order_they_faile
     assert [bool(o["traceback"]) for o in found] == [True, False, False]
 
 
+def test_an_async_function_fails_for_its_own_text(score):
+    async def verl(solution_str, ground_truth, **_):
+        return 1 / len(solution_str)
+
+    found = score(verl, ["ab", ""], raw=True)
+    assert found[0] == {"value": {"parts": {"reward": 0.5}}}
+    assert found[1]["error"] == "ZeroDivisionError: division by zero"
+
+
 def test_a_function_may_run_a_loop_of_its_own(score):
     async def one(text):
         return len(text)
@@ -176,6 +185,9 @@ def test_several_functions_are_the_parts_of_one_reward(score, module):
     found = score("given:right, given:short", ["5", "none"])
     assert found == [{"right": 1.0, "short": -1.0}, {"right": 0.0, "short": None}]
     assert score("exact,given:right", ["5"]) == [{"exact": 1.0, "right": 1.0}]
+    module.parts = lambda text, record: {"score": 1.0}
+    [found] = score("exact,given:parts", ["5"], raw=True)
+    assert found == {"value": {"bad": "a dict from parts, one of several functions"}}
 
 
 def test_a_text_that_breaks_a_batch_fails_alone(score):
@@ -218,6 +230,7 @@ def test_what_is_a_number(value, expected):
 
 @pytest.mark.parametrize("value, bad", [
     (None, "None"), ("1.0", "a str"), ([1.0], "a list"), ((1.0, "x"), "a tuple"),
+    ({"score": "1.0", "acc": 1}, "a str as the score"),
     ({}, "a mapping without any number"), ({"pred": "7"}, "a mapping without any number"),
 ])
 def test_what_is_none(value, bad):

@@ -72,7 +72,7 @@ class FakeRewards:
         values = [self._function(text, record) for text, record in zip(texts, records, strict=True)]
         return [Scored(value, {"reward": value}) for value in values]
 
-    def score(self, texts, records):
+    def score(self, texts, records, tokens=None):
         return [scored.score for scored in self.results(texts, records)]
 
 
