@@ -228,7 +228,7 @@ def test_the_table(tmp_path):
     found = [scripted(tmp_path, "a", 0, 0.4), scripted(tmp_path, "a", 1, 0.6), scripted(tmp_path, "b")]
     assert set(sweep.Runner(1).run(found).values()) == {0}
     header, _, a, b = sweep.table(found).splitlines()
-    assert header == "| arm | seeds | greedy accuracy | sampled accuracy | reward | max abs dp |"
+    assert header == "| arm | seeds | greedy accuracy | sampled accuracy | held-out reward | reward | max abs dp |"
     assert a == "| a | 2 | 0.5 [-0.7706, 1.771] | – | 0.5 [-0.7706, 1.771] | – |"
     assert b == "| b | 1 | 0.5 [0.4038, 0.5962] | – | 0.5 | – |"
 

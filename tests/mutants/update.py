@@ -183,7 +183,7 @@ MUTANTS = [
         "evaluate.py",
         ("greedy and sampled are exchanged",
          "scores = rewards.score(texts[0::2]", "scores = rewards.score(texts[1::2]"),
-        ("partial credit is accuracy", "score >= 1 for", "score > 0 for"),
+        ("partial credit is accuracy", "np.mean(known >= threshold)", "np.mean(known > 0)"),
         ("the constant answer is the rarest",
          "answers.most_common(1)[0][0]", "answers.most_common()[-1][0]"),
     ),
