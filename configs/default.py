@@ -212,6 +212,7 @@ def get_config() -> ConfigDict:
     c.eval = ConfigDict()
     c.eval.every = 25  # steps; also before the first and after the last
     c.eval.prompts = 512
+    c.eval.threshold = 1.0  # reward from which on an answer counts as right in accuracies
     c.eval.params = ConfigDict({"split": "eval"})  # replace fields of task.params, at least one
     c.eval.params.unlock()
 

@@ -80,6 +80,15 @@ that judge the policy of the update and not the sampler's gap ({at_update}). Con
 the update, without a gradient; `correction.controllers` names them, joined by `&`, and their state
 is part of the checkpoint.
 
+**Answers that are left out.** An answer whose reward failed has an unknown reward. It is in neither
+the loss nor its denominators, and in no statistic of its group or batch. One known answer left of a
+group has advantage 0. A batch without a known reward leaves the weights as they are.
+`train.mask_truncated` takes answers that end at `rollout.max_new_tokens` out of the loss and its
+denominators, as DAPO's overlong filtering does (2503.14476, section 3.4); their rewards, with the
+penalty of `rollout.overlong_buffer`, stay in the statistics of their groups. The critic does not
+train on either. `actor/left_out_ratio` counts both; the metrics of sampler against learner are of the
+answers in the loss.
+
 **Sources** without an arXiv id: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning
 from Mixed Rollouts"; Schulman 2020, "Approximating KL Divergence"; Ionides 2008, "Truncated

@@ -1,4 +1,7 @@
-"""Held-out accuracy: greedy, sampled, and what the commonest answer alone would score.
+"""Held-out reward and accuracy: greedy, sampled, and what the commonest answer alone would score.
+
+An answer is right from a reward of eval.threshold on. An answer whose reward failed is left out of
+every mean, and counted.
 
 As a command it measures a checkpoint of a run, the newest by default, a Hugging Face folder, a .gguf
 file or a model of the hub on a config's held-out task, with the learner's numerics:
@@ -58,10 +61,10 @@ class Evaluator:
         self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress,
         pulse: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Returns accuracies (the share of answers with score >= 1) and the number of prompts."""
-        answers = collections.Counter(record["answer"] for record in self._records)
-        commonest = answers.most_common(1)[0][0]
-        constant = rewards.score([commonest] * len(self._records), self._records)
+        """Returns mean rewards, accuracies, the number of prompts and how many of the answers have
+        no reward. A mean of no reward is left out, and so is the accuracy of the commonest answer
+        where the data have none."""
+        constant = self._constant(rewards)
         trajectories = self._answers(scheduler, step, 1, progress, pulse)
         texts, tokens = self._texts(trajectories), [t.tokens for t in trajectories]
         scores = rewards.score(texts[0::2], self._records, tokens[0::2])
@@ -71,26 +74,37 @@ class Evaluator:
                 zip(trajectories[0::2], self._records, texts[0::2], scores, strict=True)
             )
         ]
-        return {
-            "eval/greedy_accuracy": _share(scores),
-            "eval/sampled_accuracy": _share(
-                rewards.score(texts[1::2], self._records, tokens[1::2])
-            ),
-            "eval/constant_accuracy": _share(constant),
-            "eval/n": len(self._records),
-        }
+        sampled = rewards.score(texts[1::2], self._records, tokens[1::2])
+        threshold, means = self._config.eval.threshold, {}
+        for name, found in {"greedy": scores, "sampled": sampled, "constant": constant}.items():
+            known = np.array([score for score in found if not math.isnan(score)])
+            if len(known) and name != "constant":
+                means[f"eval/{name}_reward"] = known.mean()
+            if len(known):
+                means[f"eval/{name}_accuracy"] = np.mean(known >= threshold)
+        failed = int(np.isnan([*scores, *sampled]).sum())
+        return means | {"eval/failed_rewards": failed, "eval/n": len(self._records)}
+
+    def _constant(self, rewards: RewardWorker) -> list[float]:
+        """Returns the scores of the commonest answer in the place of each; [] where the data have no
+        answers."""
+        if not all("answer" in record for record in self._records):
+            return []
+        answers = collections.Counter(record["answer"] for record in self._records)
+        commonest = answers.most_common(1)[0][0]
+        return rewards.score([commonest] * len(self._records), self._records)
 
     def scores(
         self, scheduler: Scheduler, rewards: RewardWorker, samples: int, progress
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which answers are right: greedy [N], and of `samples` draws [N,samples]."""
+        """Returns the rewards of the answers: greedy [N], and of `samples` draws [N,samples]."""
         trajectories = self._answers(scheduler, 0, samples, progress, lambda: None)
         records = [record for record in self._records for _ in range(1 + samples)]
         scores = rewards.score(
             self._texts(trajectories), records, [t.tokens for t in trajectories]
         )
         scores = np.array(scores).reshape(len(self._records), 1 + samples)
-        return scores[:, 0] >= 1, scores[:, 1:] >= 1
+        return scores[:, 0], scores[:, 1:]
 
     def _answers(self, scheduler, step: int, samples: int, progress, pulse) -> list[Trajectory]:
         """Draws a greedy and sampled answers to each prompt; those of a prompt share one
@@ -113,10 +127,6 @@ class Evaluator:
         return [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
 
 
-def _share(scores: list[float]) -> float:
-    return sum(score >= 1 for score in scores) / len(scores)
-
-
 def pass_at(k: int, right: np.ndarray) -> np.ndarray:
     """Returns, for each prompt [N], the chance that one of k of its draws is right.
 
@@ -130,11 +140,14 @@ def pass_at(k: int, right: np.ndarray) -> np.ndarray:
 
 
 def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> dict[str, Any]:
-    """Returns {"n", "samples", "greedy", "sampled", "pass_at_<k>", ...}, each accuracy as {"mean",
-    "low", "high"} with its 95 % Wilson interval over prompts; k are the powers of 2 up to
-    `samples`.
+    """Returns {"n", "samples", "failed", "greedy", "sampled", "pass_at_<k>", ..., "greedy_reward",
+    "sampled_reward"}; k are the powers of 2 up to `samples`.
 
-    Raises: see `state.read_params` and `Evaluator`.
+    Each accuracy is {"mean", "low", "high"} with its 95 % Wilson interval over prompts, each mean
+    reward with Student's. The `failed` prompts are left out: of one of their answers the reward
+    failed.
+
+    Raises ValueError where no prompt is left; further see `state.read_params` and `Evaluator`.
     """
     config, engine = setup.config, setup.learner_engine
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
@@ -145,11 +158,20 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
         Progress(total, "answers") as progress,
     ):
         greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)
-    shares = {"greedy": greedy, "sampled": sampled.mean(axis=1)}
-    shares |= {f"pass_at_{2**i}": pass_at(2**i, sampled) for i in range(samples.bit_length())}
-    names = "mean", "low", "high"
-    measured = {name: dict(zip(names, intervals.of_shares(x))) for name, x in shares.items()}
-    return {"n": len(greedy), "samples": samples, **measured}
+    is_known = ~np.isnan(np.column_stack([greedy, sampled])).any(axis=1)
+    if not is_known.any():
+        raise ValueError(f"the reward {reward.name!r} failed on an answer to every prompt")
+    greedy, sampled = greedy[is_known], sampled[is_known]
+    threshold = config.eval.threshold
+    right = sampled >= threshold
+    shares = {"greedy": greedy >= threshold, "sampled": right.mean(axis=1)}
+    shares |= {f"pass_at_{2**i}": pass_at(2**i, right) for i in range(samples.bit_length())}
+    means = {"greedy_reward": greedy, "sampled_reward": sampled.mean(axis=1)}
+    named = lambda interval: dict(zip(("mean", "low", "high"), interval))
+    measured = {name: named(intervals.of_shares(x)) for name, x in shares.items()}
+    measured |= {name: named(intervals.of_mean(x)) for name, x in means.items()}
+    failed = int((~is_known).sum())
+    return {"n": len(greedy), "samples": samples, "failed": failed, **measured}
 
 
 def main() -> None:
@@ -163,10 +185,14 @@ def main() -> None:
         cli.check_folder("json", path.value)
         setup = build(as_begun(config.value, model))
         measured = measure(setup, model, samples.value, step.value)
-        print(f"{model}: {measured['n']} prompts, {samples.value} draws each")
-        for name in list(measured)[2:]:
-            mean, low, high = (100 * measured[name][key] for key in ("mean", "low", "high"))
-            print(f"{name:10} {mean:5.1f} %  [{low:.1f}, {high:.1f}]")
+        failed = f", {measured['failed']} others without a reward" if measured["failed"] else ""
+        print(f"{model}: {measured['n']} prompts, {samples.value} draws each{failed}")
+        for name in list(measured)[3:]:
+            mean, low, high = measured[name].values()
+            if name.endswith("_reward"):
+                print(f"{name:14} {mean:.4g}  [{low:.4g}, {high:.4g}]")
+            else:
+                print(f"{name:14} {100 * mean:5.1f} %  [{100 * low:.1f}, {100 * high:.1f}]")
         if path.value:
             with open(path.value, "w", encoding="utf-8") as file:
                 json.dump(measured, file, indent=2)

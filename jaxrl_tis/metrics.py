@@ -29,7 +29,8 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # What metrics.record="compact" keeps, beside all of an evaluation: names, or their beginnings.
 COMPACT = (
-    "actor/entropy", "actor/grad_norm", "actor/is_skipped", "actor/loss_scale", "actor/lr",
+    "actor/entropy", "actor/grad_norm", "actor/is_skipped", "actor/left_out_ratio",
+    "actor/loss_scale", "actor/lr",
     "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "centering/drift", "centering/learner_mass",
     "centering/sampler_mass", "correction/", "critic/is_skipped", "critic/loss_scale",
     "critic/vf_loss", "data/", "eval/", "grpo/", "reward/", "response_length/mean",

@@ -47,6 +47,7 @@ Arms = Sequence[Arm] | Mapping[str, Arm]
 COLUMNS = {
     "greedy accuracy": ("eval", "eval/greedy_accuracy"),
     "sampled accuracy": ("eval", "eval/sampled_accuracy"),
+    "held-out reward": ("eval", "eval/sampled_reward"),
     "reward": ("train", "reward/mean"),
     "max abs dp": ("train", "training/rollout_probs_diff_max"),
 }
@@ -306,7 +307,7 @@ def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
             return "–"
         first = int((1 - LAST_SHARE) * len(records)) if phase == "train" else -1
         values.append(np.mean([r[metric] for r in records[first:]]))
-        trials = records[-1].get("eval/n")
+        trials = records[-1].get("eval/n") if metric.endswith("_accuracy") else None
     mean, low, high = intervals.of_mean(values)
     if len(values) == 1:
         if trials is None:

@@ -408,8 +408,8 @@ class Run:
         return step % self.setup.config.eval.every == 0 or step == self.setup.config.steps
 
     def evaluate(self) -> None:
-        """Measures the held-out accuracy of the learner itself: of its weights and numerics, not
-        the sampler's."""
+        """Measures the held-out reward and accuracy of the learner itself: of its weights and
+        numerics, not the sampler's."""
         start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
         self._watchdog.beat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
@@ -430,10 +430,12 @@ class Run:
             self.setup.config.metrics.samples,
         ))
         self.last_eval = values
-        processes.say(
-            f"step {step}: held-out accuracy {values['eval/greedy_accuracy']:.3f} greedy, "
-            f"{values['eval/sampled_accuracy']:.3f} sampled"
+        shown = lambda name: f"{values[name]:.3f}" if name in values else "unknown"
+        accuracy, reward = (
+            f"{shown(f'eval/greedy_{of}')} greedy, {shown(f'eval/sampled_{of}')} sampled"
+            for of in ("accuracy", "reward")
         )
+        processes.say(f"step {step}: held-out accuracy {accuracy}; reward {reward}")
 
     def save(self) -> None:
         """Saves in the background; the time of the blocking part counts to the next step."""

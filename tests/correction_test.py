@@ -200,6 +200,34 @@ def test_gap_metrics_have_verls_names_and_values():
     assert others <= set(metrics)
 
 
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_rewards_of_answers_that_are_left_out_stay_in_their_group(placement):
+    """Row 0 is left out by the mask alone, as a truncated answer is. The others of its group have the
+    advantages that they had, with the KL in the loss or in the reward; so has the batch its rewards."""
+    changes = dict(advantage="dr_grpo", kl="k1", kl_coeff=0.1, kl_placement=placement)
+    data = rollout() | {"logp_ref": rollout()["logp_old"] - 0.5}
+    whole, measured = prepared(data, **changes)
+    left_out = np.arange(B) == 0
+    part, again = prepared(data | {"mask": data["mask"] & ~left_out[:, None]}, **changes)
+    np.testing.assert_array_equal(part["adv"][1:], whole["adv"][1:])
+    assert np.abs(whole["adv"][1:3]).max() > 0.1
+    for name in ("critic/score/mean", "critic/rewards/mean", "critic/score/max"):
+        assert again[name] == measured[name]
+    assert again["rollout_corr/kl"] != measured["rollout_corr/kl"]  # of what is trained on
+    assert again["reward/learner_snis"] != 0
+
+
+def test_the_learners_reward_counts_an_answer_that_is_left_out_with_weight_one():
+    data, z = rollout(), log_ratio()
+    known = data["rewards"].copy()
+    known[1] = np.nan
+    mask = data["mask"] & ~np.isin(np.arange(B), (0, 1))[:, None]
+    found = prepared(data | {"mask": mask, "rewards": known})[1]["reward/learner_snis"]
+    w = np.exp(z.sum(1)) * data["mask"].any(1)
+    w[0], w[1] = 1, 0
+    assert found == pytest.approx((w * data["rewards"]).sum() / w.sum(), rel=1e-5)
+
+
 def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     z, mask = log_ratio(), rollout()["mask"]
     keep = mask & (np.abs(z) <= np.log(1.3))  # a band symmetric in the logarithm

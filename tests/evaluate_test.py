@@ -1,4 +1,4 @@
-"""Held-out accuracy with a sampler that answers by rule."""
+"""Held-out reward and accuracy with a sampler that answers by rule."""
 
 import itertools
 import json
@@ -14,6 +14,7 @@ from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from tests import tiny
 from tests.rollouts.collector_test import FakeRewards, FakeScheduler
 
+NAN = float("nan")
 TOKENIZER = CharTokenizer(ARITHMETIC_CHARS)
 
 
@@ -51,6 +52,7 @@ def test_accuracies():
                for r in scheduler.requests[::2]]
     assert values == {
         "eval/greedy_accuracy": 1.0, "eval/sampled_accuracy": 0.5, "eval/n": 8,
+        "eval/greedy_reward": 1.0, "eval/sampled_reward": 0.5, "eval/failed_rewards": 0,
         "eval/constant_accuracy": max(answers.count(a) for a in answers) / 8,
     }
     assert progress.done == 16
@@ -66,6 +68,35 @@ def test_accuracies():
 def test_partial_credit_is_not_accuracy():
     values = evaluator()[0].run(Answers(), FakeRewards(lambda *_: 0.99), 0, Progress())
     assert values["eval/greedy_accuracy"] == values["eval/constant_accuracy"] == 0.0
+
+
+@pytest.mark.parametrize("threshold, greedy, sampled", [(1.0, 0, 0), (0.9, 1, 0.5), (0.3, 1, 1)])
+def test_graded_rewards_have_a_mean_and_a_threshold(threshold, greedy, sampled):
+    """0.98 for the answer and 0.3 for others: greedy answers are right, and half of the sampled."""
+    graded = FakeRewards(lambda text, record: 0.98 if text == record["answer"] else 0.3)
+    values = evaluator(eval__threshold=threshold)[0].run(Answers(), graded, 0, Progress())
+    assert values["eval/greedy_reward"] == pytest.approx(0.98)
+    assert values["eval/sampled_reward"] == pytest.approx((0.98 + 0.3) / 2)
+    assert (values["eval/greedy_accuracy"], values["eval/sampled_accuracy"]) == (greedy, sampled)
+
+
+def test_failed_rewards_are_in_no_mean_and_are_counted():
+    """Of eight sampled answers, four are "-" and fail; the constant answer fails nowhere."""
+    failing = FakeRewards(lambda text, record: NAN if text == "-" else float(text == record["answer"]))
+    values = evaluator()[0].run(Answers(), failing, 0, Progress())
+    assert values["eval/sampled_accuracy"] == values["eval/sampled_reward"] == 1.0
+    assert (values["eval/failed_rewards"], values["eval/n"]) == (4, 8)
+    values = evaluator()[0].run(Answers(), FakeRewards(lambda *_: NAN), 0, Progress())
+    assert values == {"eval/failed_rewards": 16, "eval/n": 8}
+
+
+def test_data_without_answers_have_no_constant_answer():
+    held_out, _ = evaluator()
+    held_out._records = [
+        {name: x for name, x in record.items() if name != "answer"} for record in held_out._records
+    ]
+    values = held_out.run(Answers(), FakeRewards(lambda *_: 0.5), 0, Progress())
+    assert "eval/constant_accuracy" not in values and values["eval/greedy_reward"] == 0.5
 
 
 def test_the_same_prompts_at_every_step():
@@ -122,7 +153,7 @@ def test_several_draws_of_each_prompt():
     scheduler = Answers()
     rewards = FakeRewards(lambda text, record: float(text == record["answer"]))
     greedy, sampled = held_out.scores(scheduler, rewards, 3, Progress())
-    assert greedy.tolist() == [True] * 8
+    assert greedy.tolist() == [1.0] * 8
     assert sampled.tolist() == [[i % 2 == 0] * 3 for i in range(8)]
     assert len({r.hash for r in scheduler.requests}) == 8 * 4  # no two draws share their noise
 
@@ -136,14 +167,38 @@ def test_the_command_measures_a_run_and_a_model(path, tmp_path):
     target = str(run if path == "run" else tmp_path / "model")
     with tiny.one_device():
         measured = evaluate.measure(tiny.setup(), target, samples=4)
-    assert list(measured) == ["n", "samples", "greedy", "sampled", "pass_at_1", "pass_at_2", "pass_at_4"]
+    assert list(measured) == [
+        "n", "samples", "failed", "greedy", "sampled", "pass_at_1", "pass_at_2", "pass_at_4",
+        "greedy_reward", "sampled_reward",
+    ]
     last = [r for r in tiny.lines(run) if r["phase"] == "eval"][-1]
     assert measured["n"] == 8
     assert measured["greedy"]["mean"] == last["eval/greedy_accuracy"]
+    assert measured["greedy_reward"]["mean"] == pytest.approx(last["eval/greedy_reward"])
+    low, high = measured["greedy_reward"]["low"], measured["greedy_reward"]["high"]
+    assert low < measured["greedy_reward"]["mean"] < high and measured["failed"] == 0
     assert measured["pass_at_1"] == pytest.approx(measured["sampled"])
     assert measured["pass_at_4"]["mean"] >= measured["pass_at_2"]["mean"] >= measured["sampled"]["mean"]
     low, high = measured["greedy"]["low"], measured["greedy"]["high"]
     assert 0 <= low <= measured["greedy"]["mean"] <= high <= 1
+
+
+def test_the_command_leaves_prompts_out_whose_reward_failed(monkeypatch):
+    """Of eight prompts the first has a failed draw: seven are left, of which the greedy answers of
+    rewards 0 to 6 are right from 5 on."""
+    def scores(self, scheduler, rewards, samples, progress):
+        sampled = np.full((8, samples), 2.0)
+        sampled[0, 1] = NAN
+        return np.arange(8) - 1.0, sampled
+
+    monkeypatch.setattr(evaluate.Evaluator, "scores", scores)
+    with tiny.one_device():
+        measured = evaluate.measure(tiny.setup(eval__threshold=5.0), str(tiny.finished()), samples=2)
+    assert (measured["n"], measured["failed"]) == (7, 1)
+    assert measured["greedy"]["mean"] == pytest.approx(2 / 7) and measured["pass_at_2"]["mean"] == 0
+    assert measured["greedy_reward"]["mean"] == 3.0 and measured["sampled_reward"]["mean"] == 2.0
+    # Student's t of 6 degrees of freedom, 2.447, times sqrt(28 / 6 / 7), the error of the mean.
+    assert measured["greedy_reward"]["high"] == pytest.approx(3 + 2.4469 * (28 / 42) ** 0.5, rel=1e-4)
 
 
 def test_an_older_checkpoint_is_measured_where_it_is_asked_for():

@@ -44,6 +44,17 @@ def test_the_first_answer_of_each_group_with_its_tokens():
     assert samples.of_step(4, drawn, rows(), None, decode, 1)[0]["weight"] is None
 
 
+def test_answers_and_tokens_that_are_not_trained_on():
+    """The first answer has a token that masks rejected; the second failed, and has no log-prob."""
+    drawn, kept = [sample(0, [3, 4, 5]), sample(1, [3, 4], score=np.nan)], rows()["mask"].copy()
+    kept[0, 3], kept[1] = False, False
+    weights = np.where(kept, 2.0, 0.0)
+    first, second = samples.of_step(4, drawn, rows() | {"mask": kept}, weights, decode, 2)
+    assert first["logp_old"] == [-1.25, -1.375, -1.5] and first["weight"] == [2.0, 0.0, 2.0]
+    assert second["logp_behav"] == [-0.875, -1.0] and second["version"] == [7, 7]
+    assert second["reward"] is second["logp_old"] is second["weight"] is None
+
+
 def test_long_answers_are_cut_and_say_so(monkeypatch):
     monkeypatch.setattr(samples, "MAX_TOKENS", 2)
     [line] = samples.of_step(1, [sample(0, [3, 4, 5])], rows(), None, decode, 1)

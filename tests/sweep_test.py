@@ -254,18 +254,19 @@ def test_the_table(tmp_path):
     found = [scripted(tmp_path, "a", 0, 0.4), scripted(tmp_path, "a", 1, 0.6), scripted(tmp_path, "b")]
     assert set(sweep.Runner(1).run(found).values()) == {0}
     header, _, a, b = sweep.table(found).splitlines()
-    assert header == "| arm | seeds | greedy accuracy | sampled accuracy | reward | max abs dp |"
-    assert a == "| a | 2 | 0.5 [-0.7706, 1.771] | – | 0.5 [-0.7706, 1.771] | – |"
-    assert b == "| b | 1 | 0.5 [0.4038, 0.5962] | – | 0.5 | – |"
+    assert header == "| arm | seeds | greedy accuracy | sampled accuracy | held-out reward | reward | max abs dp |"
+    assert a == "| a | 2 | 0.5 [-0.7706, 1.771] | – | – | 0.5 [-0.7706, 1.771] | – |"
+    assert b == "| b | 1 | 0.5 [0.4038, 0.5962] | – | – | 0.5 | – |"
 
 
 def test_metrics_of_training_are_averaged_over_the_last_tenth(tmp_path):
     lines = [json.dumps({"step": i, "phase": "train", "reward/mean": float(i)}) for i in range(1, 21)]
-    lines.append(json.dumps({"step": 20, "phase": "eval", "eval/greedy_accuracy": 1.0, "eval/n": 4}))
+    last = {"eval/greedy_accuracy": 1.0, "eval/sampled_reward": 0.75, "eval/n": 4}
+    lines.append(json.dumps({"step": 20, "phase": "eval", **last}))
     (tmp_path / "a-seed0").mkdir()
     (tmp_path / "a-seed0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     job = sweep.Job("a", 0, str(tmp_path / "a-seed0"), (), 20)
-    assert "| 19.5 |" in sweep.table([job])
+    assert "| 0.75 | 19.5 |" in sweep.table([job])  # Wilson's interval is of shares alone
 
 
 # The command

@@ -61,6 +61,12 @@ def _percent(run: Run, key: str, index: int) -> str:
     return f"{100 * record[key]:.1f} % <small>[{100 * low:.1f}, {100 * high:.1f}]</small>"
 
 
+def _change(run: Run, key: str) -> str:
+    """Returns the first and the last value of an evaluation."""
+    values = run.curve("eval", key)[1]
+    return f"{values[0]:.3g} → {values[-1]:.3g}" if values.size else "–"
+
+
 def _number(run: Run, key: str, reduce: Callable) -> str:
     values = run.curve("train", key)[1]
     return f"{reduce(values):.3g}" if values.size else "–"
@@ -81,6 +87,7 @@ def summary_row(run: Run) -> dict[str, str]:
         "Config": html.escape(str(config["name"])) if "name" in config else "–",
         "Steps": f"{int(steps[-1])}" if steps.size else "–",
         **accuracy,
+        "Held-out reward<br>before → after": _change(run, "eval/sampled_reward"),
         "Largest |Δp|": _number(run, difference + "max", np.nanmax),
         "Mean |Δp|": _number(run, difference + "mean", np.nanmean),
         "Final ESS": _number(run, "rollout_corr/rollout_is_eff_sample_size", lambda ess: ess[-1]),

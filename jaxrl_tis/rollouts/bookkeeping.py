@@ -6,7 +6,6 @@ a source with threads calls it from one at a time.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,8 +223,7 @@ class Bookkeeping:
         self._replay_before = buffer.copy()
         stored = []
         for entry in sorted(entries, key=lambda e: e.number):
-            sizes = [abs(s.reward) for s in self._group(entry) if not math.isnan(s.reward)]
-            size = float(np.mean(sizes)) if sizes else 0.0
+            size = replay.priority(sample.reward for sample in self._group(entry))
             stored.append(buffer.add(entry.number, entry, _oldest(entry, version), version, size))
         count = self._config.rollout.prompts - len(entries)
         drawn = buffer.sample(count, version, [entry.number for entry in entries])

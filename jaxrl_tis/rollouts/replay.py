@@ -103,6 +103,12 @@ def oldest(rollout: ml_collections.ConfigDict) -> float:
     return max_age(modes.parse(rollout.mode), parse(rollout.replay), rollout.max_age)
 
 
+def priority(rewards: Iterable[float]) -> float:
+    """Returns the mean size of the known rewards of a group, 0 where none is known."""
+    sizes = [abs(reward) for reward in rewards if not math.isnan(reward)]
+    return float(np.mean(sizes)) if sizes else 0.0
+
+
 @dataclasses.dataclass
 class Stored:
     """A group in the buffer.

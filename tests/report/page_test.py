@@ -156,7 +156,7 @@ def test_run_without_training_yet(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     page = Page(write([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.figures == []
-    assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "–", "0s"]
+    assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "–", "–", "0s"]
 
 
 def test_missing_workdir_is_named(tmp_path):

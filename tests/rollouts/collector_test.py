@@ -182,6 +182,17 @@ def test_equal_groups_are_replaced_by_fresh_prompts():
     assert values["rollout/discarded_groups"] == 4  # 0, 1, 3, and 5, which was one too many
 
 
+def test_a_group_without_two_different_known_rewards_is_replaced():
+    """Answers are "0", "1", "2": groups 0 and 1 have one or equal known rewards; 2 has 1 and 2."""
+    nan = math.nan
+    known = {"0": (nan, nan, 5.0), "1": (1.0, nan, 1.0), "2": (nan, 1.0, 2.0), "3": (nan, nan, nan)}
+    reward = lambda text, record: known.get(record["id"], (0.0, 1.0, nan))[int(text)]
+    samples, values = collector(fields(rollout__dynamic_sampling=True), reward).next(3)
+    assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
+    assert math.isnan(samples[0].reward) and math.isnan(samples[0].score)
+    assert values["rollout/discarded_groups"] == 4
+
+
 def test_equal_groups_are_kept_when_the_rounds_are_used_up():
     config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
     reward = lambda text, record: float(text) if record["id"] == "3" else 1.0

@@ -31,6 +31,12 @@ def frequencies(way, ages, priorities, draws=4000):
     return counts
 
 
+def test_unknown_rewards_are_in_no_priority():
+    nan = float("nan")
+    assert replay.priority([1.0, -0.5, nan, nan]) == 0.75
+    assert replay.priority([nan, nan]) == 0.0
+
+
 def test_fresh_groups_are_drawn_in_proportion_to_priority_and_age():
     """Against (|r| + 1e-6) exp(-age / tau), which no static key appears in."""
     ages, rewards = np.array([0, 3, 3, 10, 20]), np.array([1.0, 1.0, -0.25, 2.0, 0.5])

@@ -39,5 +39,13 @@ def test_an_entry_comes_back_with_what_was_rewarded_and_claimed():
     np.testing.assert_array_equal(again.trajectory.version, [0, 1])
 
 
+def test_a_reward_that_failed_is_still_unknown_afterwards():
+    entry, drawn = Entry(3, math.inf, RECORD), trajectory([4, 5])
+    sample = Sample(drawn, RECORD, "ab", math.nan, math.nan, group=0, components={"a": math.nan})
+    entry.columns = {0: {"tokens": drawn, "reward": sample}}
+    again = saved.read(json.loads(json.dumps(saved.written(entry)))).columns[0]["reward"]
+    assert all(map(math.isnan, (again.score, again.reward, again.components["a"])))
+
+
 def test_a_deadline_is_a_number():
     assert saved.read(saved.written(Entry(1, 4.0))).deadline == 4.0
