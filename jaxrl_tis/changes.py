@@ -48,7 +48,8 @@ class Changes:
     fields: Mapping[str, list] = dataclasses.field(default_factory=dict)
 
     def names(self, field: str) -> bool:
-        return is_within(field, self.named)
+        """Whether a field, its group or a part of it is named."""
+        return is_within(field, self.named) or any(is_within(name, [field]) for name in self.named)
 
     def __str__(self) -> str:
         return "; ".join(f"{name}: {before} -> {after}" for name, (before, after) in self.fields.items())

@@ -33,7 +33,7 @@ COMPACT = (
     "actor/loss_scale", "actor/lr",
     "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "centering/drift", "centering/learner_mass",
     "centering/sampler_mass", "correction/", "critic/is_skipped", "critic/loss_scale",
-    "critic/vf_loss", "data/", "eval/", "grpo/", "reward/", "response_length/mean",
+    "critic/vf_loss", "data/", "eval/", "reward/", "response_length/mean",
     "response_length/truncated_ratio", "rollout_corr/kl", "rollout_corr/k3_kl",
     "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max",
     "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction",

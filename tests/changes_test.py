@@ -99,6 +99,12 @@ def test_a_name_that_is_no_field_is_refused(found):
     assert found({}, ["task.params.path"]) == {}  # a task may have it
 
 
+def test_data_are_named_by_their_group_and_by_any_parameter():
+    for named in ("task", "task.params", "task.params.path"):
+        assert changes.Changes((named,)).names("task.params")
+    assert not changes.Changes(("task.param", "eval")).names("task.params")
+
+
 def test_the_record_goes_back_with_the_run():
     """What changed after step 40 holds from step 20 on, when the run goes on from there."""
     first = changes.record([], 40, {"a": [1, 2]})
@@ -140,17 +146,17 @@ def test_another_rate_takes_over_the_state_of_the_optimizer(tmp_path, capsys):
         tiny.run(tmp_path, steps=2, optimizer__lr=1e-3)
     assert described(tmp_path) == before and tiny.lines(tmp_path) == lines
     capsys.readouterr()
-    changed = dict(steps=2, optimizer__lr=1e-3)
-    tiny.run(tmp_path, change=["optimizer.lr"], **changed)
+    changed = dict(steps=2, optimizer__lr=1e-3, task__max_prompt_tokens=6)
+    tiny.run(tmp_path, change=["optimizer.lr", "task.max_prompt_tokens"], **changed)
     told = capsys.readouterr().out
-    assert "changed: optimizer.lr: 0.003 -> 0.001; steps: 1 -> 2" in told
+    assert "changed: optimizer.lr: 0.003 -> 0.001; steps: 1 -> 2; task.max_prompt_tokens: 5 -> 6" in told
     assert "the learning rate of the policy is 0.001 now, and was 0.003" in told
     assert rates(tmp_path) == pytest.approx([3e-3, 1e-3])
-    fields = {"optimizer.lr": [0.003, 0.001], "steps": [1, 2]}
+    fields = {"optimizer.lr": [0.003, 0.001], "steps": [1, 2], "task.max_prompt_tokens": [5, 6]}
     assert described(tmp_path)["changes"] == [{"step": 1, "fields": fields}]
     assert described(tmp_path)["config"]["optimizer"]["lr"] == 1e-3
     assert optimizer.num_updates(final(tmp_path, **changed).opt_state) == 8  # 4 of each step
-    tiny.run(tmp_path, steps=3, optimizer__lr=1e-3)  # no word of it any more
+    tiny.run(tmp_path, **changed | {"steps": 3})  # no word of it any more
     assert [change["step"] for change in described(tmp_path)["changes"]] == [1, 2]
 
 

@@ -95,11 +95,23 @@ def test_a_folder_with_a_run_of_another_configuration_is_refused(tmp_path, monke
         jobs(arms, out=str(tmp_path), overrides=["--config.train.epochs=3"])
 
 
+def test_a_change_that_is_named_goes_to_every_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = cli_flags.parsed(["--config=tests/small_run.py"])
+    provenance.write_run_files(tmp_path / "base-seed0", config.to_dict())
+    given = dict(out=str(tmp_path), overrides=["--config.train.epochs=3"])
+    with pytest.raises(ValueError, match="base: .*--change=train.epochs"):
+        jobs([{}], **given)
+    [job] = jobs([{}], **given, change=["train.epochs", "seed"])
+    assert "--change=train.epochs,seed" in job.command
+    assert not any("--change" in word for word in jobs([{}], out=str(tmp_path))[0].command)
+
+
 # Checks before anything runs
 
 
-def jobs(arms, seeds=(0,), overrides=(), config="tests/small_run.py", out="out"):
-    return sweep.jobs_of(config, overrides, arms, seeds, out)
+def jobs(arms, seeds=(0,), overrides=(), config="tests/small_run.py", out="out", change=()):
+    return sweep.jobs_of(config, overrides, arms, seeds, out, change)
 
 
 def test_jobs_of_arms_and_seeds(monkeypatch):
@@ -144,7 +156,8 @@ def test_a_file_without_a_sweep_is_refused(tmp_path):
 
 def test_commands_for_launchers():
     job = sweep.Job("lr=0.1", 3, "gs://b/lr=0.1-seed3",
-                    ("--config=configs/sweeps/staleness.py", "--config.optimizer.lr=0.1"), 5)
+                    ("--config=configs/sweeps/staleness.py", "--config.optimizer.lr=0.1",
+                     "--change=optimizer.lr"), 5)
     for launcher, script in (("tpu_vm", "launch/tpu_vm.py"), ("gke", "launch/gke/jobset.py")):
         words = sweep.launch_command(job, 4, launcher, ["--spot", "--image=i", "--accelerator=v5litepod-4"])
         assert words[1:3] == [script, "run"] and "--name=staleness-4-s3" in words
@@ -153,7 +166,7 @@ def test_commands_for_launchers():
         done = subprocess.run([sys.executable, *words[1:], "--dry-run"], cwd=ROOT,
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "--config.optimizer.lr=0.1" in done.stdout
+        assert "--config.optimizer.lr=0.1" in done.stdout and "--change=optimizer.lr" in done.stdout
 
 
 # Running
