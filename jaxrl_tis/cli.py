@@ -116,6 +116,8 @@ def check_folder(flag: str, path: str | None) -> None:
     made."""
     if path and not pathlib.Path(path).absolute().parent.is_dir():
         raise FileNotFoundError(f"--{flag}={path}: there is no such folder")
+    if path and pathlib.Path(path).is_dir():
+        raise IsADirectoryError(f"--{flag}={path} is a folder; give a file in it")
 
 
 def has_tpu() -> bool:

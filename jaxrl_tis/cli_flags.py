@@ -34,10 +34,13 @@ HELP = ("--help", "-help", "--helpshort", "-h", "-?")
 
 def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     """Defines --config; its value is the locked ConfigDict with all that the command line sets."""
-    holder = config_flags.DEFINE_config_file(
-        "config", None, "Config file; fields are overridden by --config.field=value.", values,
-        lock_config=True,
-    )
+    try:
+        holder = config_flags.DEFINE_config_file(
+            "config", None, "Config file; fields are overridden by --config.field=value.", values,
+            lock_config=True,
+        )
+    except flags.CantOpenFlagFileError as error:  # it looks at the command line
+        sys.exit(_refused(str(error).removeprefix("ERROR:: ")))
     values["config"].parser = _ConfigParser(values["config"].parser)
     return holder
 
@@ -80,7 +83,7 @@ def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> li
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(_refused(str(error)))
-    if unset := [f"--{name}" for name in required if flags.FLAGS[name].value is None]:
+    if unset := [f"--{name}" for name in required if flags.FLAGS[name].value in (None, "")]:
         sys.exit(_refused(f"{', '.join(unset)} not given; --help shows every flag"))
     if missing := words[len(rest) - 1 :]:
         sys.exit(_refused(f"{' '.join(missing)} is missing"))
@@ -130,8 +133,11 @@ class _ConfigParser(flags.ArgumentParser):
             raise flags.Error(f"--config={argument}: there is no file {path!r}")
         try:
             config = self._inner.parse(argument)
-        except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+        except Exception as error:  # the file is the user's code
             raise flags.Error(_told(error, path)) from error
+        if not isinstance(config, ml_collections.ConfigDict):
+            kind = type(config).__name__
+            raise flags.Error(f"{path}: get_config() returns a value of type {kind}, not a ConfigDict")
         adapt(config, overrides(flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)))
         return config
 

@@ -38,10 +38,13 @@ def folder(path: str | os.PathLike) -> epath.Path:
 
     Raises:
       ImportError: it is on a bucket, and the package that reads such is not installed.
+      ValueError: the path is empty, or names no bucket.
     """
+    if not os.fspath(path):
+        raise ValueError("the path of a folder is empty; the folder you are in is .")
     if not is_remote(path):
         return epath.Path(os.path.abspath(path))
-    if not os.fspath(path).startswith("gs://"):
+    if not re.match(r"gs://[^/]", os.fspath(path)):
         raise ValueError(f"{os.fspath(path)}: a folder is on this machine or on gs://BUCKET/FOLDER")
     try:
         import fsspec

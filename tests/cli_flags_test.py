@@ -179,6 +179,9 @@ def test_a_mistyped_field_is_named_with_the_nearest(read, field, message):
     ("from configs import default\ndef get_config():\n    c = default.get_config().lock()\n"
      "    c.step = 3\n    return c",
      '{path}:4: Key "step" does not exist and cannot be added since the config is locked.'),
+    ("x", "{path}:1: name 'x' is not defined"),
+    ("def get_config():\n    return 1 / 0", "{path}:2: division by zero"),
+    ("def get_config():\n    return 3", "{path}: get_config() returns a value of type int, not a ConfigDict"),
     ("from configs import default\ndef get_config():\n    return default.get_config().optimiser",
      '{path}:3: \'optimiser\'\nDid you mean "optimizer" instead of "optimiser"?'),
 ])
@@ -228,6 +231,10 @@ REFUSED = {
     ("jaxrl_tis.score", "--model=m"): "--tokens, --out not given; --help shows every flag",
     ("jaxrl_tis.main", "--workdir=w"): "--config not given; --help shows every flag",
     ("jaxrl_tis.main", "--wrkdir=w"): "Unknown command line flag 'wrkdir'. Did you mean: workdir ?",
+    ("jaxrl_tis.main", "--config=configs/quickstart.py", "--workdir="): "--workdir not given; --help shows "
+    "every flag",
+    ("jaxrl_tis.main", "--flagfile=none"): "Unable to open flagfile: [Errno 2] No such file or directory: "
+    "'none'",
     ("jaxrl_tis.main", "--config", "none.py"): "--config=none.py: there is no file 'none.py'",
 }
 

@@ -50,6 +50,9 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: state.read_params(tiny.setup(), folder / "none"), "No model folder"),
     (lambda folder: chips.Topology.parse("v9:2x2"), "topology 'v9:2x2' is not a chip of v4, v5e"),
     (lambda folder: cli.check_folder("json", folder / "none" / "x"), "there is no such folder"),
+    (lambda folder: cli.check_folder("json", folder / "broken"), "broken is a folder; give a file in it"),
+    (lambda folder: report_main([""]), "the path of a folder is empty"),
+    (lambda folder: doctor_main([""]), "the path of a folder is empty"),
 ])
 def test_what_the_user_can_mend_ends_with_its_message_and_2(tmp_path, capsys, command, message):
     (tmp_path / "file").touch()

@@ -39,7 +39,12 @@ def test_a_folder_of_this_machine_does_not_depend_on_where_one_is(tmp_path, monk
     assert mirror.folder == pathlib.Path("a/b") and not storage.is_remote("a/b")
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x", "hf://a/b"])
+def test_an_empty_path_is_not_the_folder_one_is_in():
+    with pytest.raises(ValueError, match="is empty; the folder you are in is ."):
+        storage.folder("")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "hf://a/b", "gs://", "gs:///x"])
 def test_other_buckets_are_refused(path):
     with pytest.raises(ValueError, match="is on this machine or on gs://BUCKET/FOLDER"):
         storage.folder(path)

@@ -20,7 +20,7 @@ def read_token(path: str | None) -> str | None:
     """Reads the token in a file; None without a file."""
     if path is None:
         return None
-    token = pathlib.Path(path).read_text(encoding="utf-8").strip()
+    token = pathlib.Path(path).read_text(encoding="utf-8", errors="replace").strip()
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(f"{path} must hold a token: printable ASCII characters without spaces")
     return token

@@ -108,7 +108,7 @@ MUTANTS = [
          "test_help_ends_with_0_and_names_the_command_s_own_flags"),
         ("help hides the flags of processes and --config", "for module in (*ours, sys.argv[0])",
          "for module in (sys.argv[0],)", "test_help_of_a_command_with_flags_of_several_modules"),
-        ("a flag that is needed may be missing", "if flags.FLAGS[name].value is None]", "if False]",
+        ("a flag that is needed may be missing", "if flags.FLAGS[name].value in (None, \"\")]", "if False]",
          "test_a_command_line_that_lacks_something_is_refused_in_one_line"),
     ),
     *of(

@@ -65,6 +65,9 @@ def test_token(tmp_path):
         file.write_text(bad)
         with pytest.raises(ValueError, match="must hold a token"):
             serving.read_token(str(file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="must hold a token"):
+        serving.read_token(str(file))
 
 
 @functools.cache
