@@ -44,11 +44,15 @@ class Policies:
       sampled: what tokens are drawn from.
       recorded: what the sampler says that it drew from.
       learner: the learner's.
+      noisy: the sampler's before its filter.
+      top_p: that filter.
     """
 
     sampled: np.ndarray
     recorded: np.ndarray
     learner: np.ndarray
+    noisy: np.ndarray
+    top_p: float
 
     @property
     def gap(self):
@@ -66,6 +70,13 @@ class Policies:
     @property
     def chi2(self):
         return self.mean(np.exp(2 * self.gap)) - 1.0
+
+    @property
+    def pearson(self):
+        """Correlation of the two probabilities over the tokens that are drawn."""
+        x, y = np.exp(self.recorded), np.exp(self.learner)
+        x, y = x - self.mean(x), y - self.mean(y)
+        return self.mean(x * y) / math.sqrt(self.mean(x * x) * self.mean(y * y))
 
     @property
     def kept(self):
@@ -329,7 +340,7 @@ MEANS = ("sampling/importance_sampling_ratio/mean", "rollout_corr/rollout_is_mea
 # Causes that are put in, and the logs that can show them.
 BROKEN = {
     "mass": ("verl", "trl", "slime", "skyrl", "nemo_rl", "tunix"),
-    "shrunk": ("verl", "trl", "slime", "nemo_rl", OURS),
+    "shrunk": ("verl", "trl", "slime", OURS),
     "weights.lag": tuple(LAGS),
     "weights.sync": ("trl", "slime", "openrlhf", "skyrl", "prime_rl", "nemo_rl", "tunix"),
     "inactive.unrecorded": tuple(SAMPLER), "inactive.copied": tuple(name for name in LAYOUTS if name != OURS),
@@ -352,7 +363,7 @@ class Log:
     holds: frozenset[str]
 
 
-RANGES = {"A": (0.08, 0.3), "C": (0.1, 0.4), "D": (0.3, 1.0), "blind.cap": (0.1, 0.6)}  # of KL
+RANGES = {"A": (0.08, 0.3), "C": (0.1, 0.4), "D": (0.4, 1.2), "blind.cap": (0.1, 0.6)}  # of KL
 SAME = ("inactive.ones", "inactive.copied")
 CYCLES = ("weights.lag", "weights.sync")
 
@@ -366,15 +377,15 @@ def policies(rng, cause, length) -> Policies:
         kl = math.exp(rng.uniform(math.log(low), math.log(high)))
         if cause not in RANGES and rng.random() < 0.5:  # products of sequences spread by about 1
             kl = min(rng.uniform(0.1, 2.0) / length, high)
-        sampled = log_softmax(logits + gap_of(rng, logits, kind, kl))
-        learner, recorded = log_softmax(logits), sampled
-        if cause == "mass":
-            sampled = recorded = nucleus(sampled, float(rng.choice((0.8, 0.9, 0.95))))
+        noisy = log_softmax(logits + gap_of(rng, logits, kind, kl))
+        top_p = float(rng.choice((0.8, 0.9, 0.95))) if cause == "mass" else 1.0
+        sampled = recorded = nucleus(noisy, top_p) if top_p < 1 else noisy
+        learner = log_softmax(logits)
         if cause == "A.record":
             recorded = log_softmax(float(rng.choice((0.5, 0.7))) * sampled)
         if cause in SAME:
             learner = recorded
-        found = Policies(sampled, recorded, learner)
+        found = Policies(sampled, recorded, learner, noisy, top_p)
         if _is_wanted(found, cause):
             return found
 
@@ -384,13 +395,13 @@ def _is_wanted(found, cause):
     if cause == "mass":
         return found.kept < 0.98
     if cause == "A":
-        return 0.07 < found.kl < 0.4
+        return 0.07 < found.kl < 0.4 and found.pearson < 0.9
     if cause == "A.record":
         return found.kl < -0.04
     if cause == "C":
         return 0.4 < found.chi2 < 0.8
     if cause == "D":
-        return 1.3 < found.chi2 < 4.0
+        return 3.0 < found.chi2 < 8.0
     return cause == "blind.cap" or found.kl < 0.012 and found.chi2 < 0.15
 
 
@@ -406,16 +417,17 @@ def autocorrelated(rng, level, steps):
 def _by_step(rng, at, size, cause, lags):
     """Returns the policies of each step: their gap swells and shrinks, or has the lag in it."""
     if cause in CYCLES:
-        drift = gap_of(rng, at.learner, "normal", max(3e-4, at.kl))
+        drift = gap_of(rng, at.learner, "normal", max(2e-3, at.kl))
         moved = [dataclasses.replace(at, learner=log_softmax(at.learner + k * drift))
                  for k in range(max(lags) + 1)]
         return [moved[lag] for lag in lags]
-    if cause is not None:
+    if cause not in (None, "mass"):
         return [at] * size.steps
-    gap = at.sampled - at.learner
+    gap = at.noisy - at.learner
     sizes = autocorrelated(rng, 1.0, size.steps)
     noisy = [log_softmax(at.learner + min(x, 1.5) * gap) for x in sizes]
-    return [dataclasses.replace(at, sampled=x, recorded=x) for x in noisy]
+    sampled = [nucleus(x, at.top_p) for x in noisy] if at.top_p < 1 else noisy
+    return [dataclasses.replace(at, sampled=x, recorded=x) for x in sampled]
 
 
 def simulate(rng, framework: str, cause: str | None = None) -> Log:
@@ -428,7 +440,10 @@ def simulate(rng, framework: str, cause: str | None = None) -> Log:
         size, variant, at = _long(rng, framework, variant)
     if cause == "blind.cap" and framework == "trl":
         variant = "token_truncate"
-    every = 10 if framework == "trl" and rng.random() < 0.5 and cause not in NEEDS_STEPS else 1
+    if cause == "D" and framework == "slime":
+        variant = "mis"
+    is_averaged = framework == "trl" and cause not in (*NEEDS_STEPS, "blind.cap")
+    every = 10 if is_averaged and rng.random() < 0.5 else 1
     period = int(rng.choice((3, 4, 5, 8)))
     lags = [i % period if cause in CYCLES else int(rng.integers(4)) for i in range(size.steps)]
     is_lagging = cause == "weights.lag" or cause is None and rng.random() < 0.5
@@ -456,10 +471,12 @@ def _sized(rng, cause):
     if cause in NEEDS_STEPS:
         length = min(size.length, 100.0)
         size = dataclasses.replace(size, steps=NEEDS_STEPS[cause], length=length)
-    if cause in CYCLES:
+    if cause in (*CYCLES, "blind.cap"):
         size = dataclasses.replace(size, sequences=math.ceil(1500 / size.length))
     if cause in ("C", "D"):
-        size = dataclasses.replace(size, sequences=64, length=min(size.length, 3.0), spread=0.3)
+        size = dataclasses.replace(size, sequences=512, length=min(size.length, 3.0), spread=0.3)
+    if cause in ("A", "A.record"):
+        size = dataclasses.replace(size, sequences=max(size.sequences, math.ceil(300 / size.length)))
     if cause in ("F", "E"):
         size = dataclasses.replace(size, sequences=max(size.sequences, 16), spread=0.3)
     return size
@@ -495,6 +512,8 @@ def _holding(at, size, rows):
     lengths = size.lengths(np.linspace(-2.5, 2.5, 41))
     if np.mean(np.exp(lengths * math.log1p(2 * max(at.chi2, 0.0)))) > 50:  # the gap swells
         held |= {"D", "D.length", "D.product", "D.tokens"}
+    if np.abs(np.exp(at.learner) - np.exp(at.recorded)).max() > THRESHOLDS["dp_max"]:
+        held |= {"A", "A.spike", "A.kernels"}  # there is such a token
     weights = [row[name] for _, row in rows for name in MEANS if name in row]
     if weights and np.mean(weights) < 0.6:
         held |= {"shrunk", "shrunk.product", "shrunk.masked", "shrunk.bound"}

@@ -160,7 +160,7 @@ FACTS = {
 # Findings
 
 STALE = Clause(LAG, ">", 0, absent=False)
-GAP = (Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate"))
+GAP = (Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"))
 GROWS = Clause("run/lag_correlation", ">", "lag_correlation")
 
 CAUSES = (
@@ -290,7 +290,10 @@ SETUP = (
     Finding(
         "async.shorter", "the run chooses among what ends first, and responses get shorter",
         "Set redundant to 0, or rollout.dynamic_sampling to False, and see whether they still do.",
-        all_of=(Clause(LENGTH, "<", "shorter", "growth"), is_so("config/is_ahead")),
+        all_of=(
+            Clause(LENGTH, "<", "shorter", "growth"), Clause(LENGTH, "<", "shorter_sigma", "sigma"),
+            is_so("config/is_ahead"),
+        ),
         any_of=(
             is_so("config/is_redundant"), Clause("run/replaced", ">", "selected"),
         ),

@@ -22,6 +22,7 @@ WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX = (f"rollout_corr/rollout_is_{x}" for x in (
 TRUNCATED = "response_length/truncated_ratio"
 # Not ours: whether their correction is on, and their clipped ratio of learner and old policy.
 CORRECTED, PPO_MIN, PPO_MAX = "theirs/corrected", "theirs/ppo_ratio_min", "theirs/ppo_ratio_max"
+NORMALIZED = "rollout_corr/rollout_is_batch_norm_factor"  # mean that the weights are divided by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,7 @@ VERL = Framework(
         ),
         Named(RATIO, (KL, K3), _ratio_of),
         *_alternatives(CORRECTED, WEIGHT_MEAN, REJECTED),
+        *_same(NORMALIZED),
     ),
     marks=(
         "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/score/mean", PEARSON,
@@ -210,6 +212,7 @@ SLIME = Framework(
         Named(RATIO, ("train/tis",)),
         Named(RATIO, ("train/mis_kl", "train/mis_k3_kl"), _ratio_of),
         *_alternatives(CORRECTED, "train/tis", "train/mis_tis_weight_after_bound"),
+        Named(NORMALIZED, ("train/mis_batch_norm_factor",)),
     ),
     marks=(
         "train/train_rollout_logprob_abs_diff", "train/ois", "train/tis", "train/pg_clipfrac",
