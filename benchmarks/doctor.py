@@ -15,7 +15,7 @@ import json
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -574,11 +574,57 @@ def measure(logs: int, broken: int, frameworks=tuple(LAYOUTS), causes=tuple(BROK
     return counts
 
 
+def table(counts: Counts, frameworks=tuple(LAYOUTS)) -> list[str]:
+    """Rows of the page: finding, wrong and right by framework."""
+    heads = ["finding", "", *frameworks]
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    wrong = {name for name, _ in counts.wrong}
+    for name in (*BROKEN, *sorted(wrong - set(BROKEN))):
+        cells = [_share(counts.wrong[name, f], counts.logs) for f in frameworks]
+        rows.append(f"| `{name}` | wrong | {' | '.join(cells)} |")
+        if name in BROKEN:
+            cells = [_share(counts.right[name, f], counts.broken) if f in BROKEN[name] else "-"
+                     for f in frameworks]
+            rows.append(f"| | found | {' | '.join(cells)} |")
+    return rows
+
+
+def _share(number, of):
+    return f"{100 * number / of:.3g} %" if of else "-"
+
+
+def text(counts: Counts) -> str:
+    """Returns what stands in the page."""
+    head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
+            "the clean ones in which a finding holds, \"found\": of those with its cause.")
+    return "\n".join([BEGIN, head, "", *table(counts), END])
+
+
+def write(content: str) -> None:
+    """Puts the table into the page, in place of the last one."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + content + rest.split(END)[1], encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--logs", type=int, default=200, help="clean logs of each framework")
+    parser.add_argument("--broken", type=int, default=50, help="logs of each cause and framework")
+    parser.add_argument("--only", help="frameworks, with commas between")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
+    args = parser.parse_args()
+    if args.only and args.write:
+        raise ValueError(f"--write needs every framework, and --only={args.only} leaves some out")
+    frameworks = tuple(args.only.split(",")) if args.only else tuple(LAYOUTS)
+    for framework in frameworks:
+        if framework not in LAYOUTS:
+            raise ValueError(f"--only={framework}: choose one of {', '.join(LAYOUTS)}")
+    counts = measure(args.logs, args.broken, frameworks)
+    print("\n".join(table(counts, frameworks)))
+    if args.write:
+        write(text(counts))
+
+
 if __name__ == "__main__":
-    import sys, time
-    for fw in LAYOUTS:
-        t = time.time()
-        n = int(sys.argv[1])
-        c = measure(n, int(sys.argv[2]), (fw,))
-        print(fw, f"{(time.time()-t):.1f} s", "WRONG", {k[0]: v for k, v in c.wrong.items()},
-              "POWER", {k: f"{c.right[k, fw]}/{c.broken}" for k in BROKEN if fw in BROKEN[k]}, flush=True)
+    cli.run(main)

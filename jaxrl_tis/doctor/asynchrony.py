@@ -65,7 +65,8 @@ def _over_budget(case, part):
 
 def lag_correlation(case: Case, gap: str, lag: str) -> float:
     """Returns the correlation of the steps' changes of a gap with those of the lag: a trend that both
-    have does not count."""
+    have does not count. 0 for what chance makes of so few steps: less than lag_sigma standard errors of
+    Fisher's z."""
     steps = case.thresholds["surge_steps"]
     gaps, lags = case.window(gap, steps), case.window(lag, steps)
     common = sorted(gaps.keys() & lags.keys())
@@ -80,7 +81,9 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
         )
     xs, ys = zip(*pairs)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))
-    return math.fsum(x * y for x, y in pairs) / size if size else 0.0
+    found = math.fsum(x * y for x, y in pairs) / size if size else 0.0
+    z = math.atanh(max(min(found, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)
+    return found if abs(z) >= case.thresholds["lag_sigma"] else 0.0
 
 
 def corrects_staleness(case: Case) -> bool:

@@ -187,18 +187,20 @@ def _judge(case, clause):
     }
     is_met = passes(value, limit)
     if clause.statistic == "steady" and not is_fact:
-        is_met = is_met and passes(_nearest(list(steps.values()), value, clause.op, case), limit)
+        is_met = is_met and _is_steady(case, list(steps.values()), value, clause.op, limit)
     return Result(bool(is_met), (evidence,))
 
 
-def _nearest(values, mean, op, case):
-    """Returns the mean less steady_sigma standard errors, towards the threshold; of values of which some
-    are infinite, the median."""
+def _is_steady(case, values, mean, op, limit):
+    """Whether no few steps alone bring the mean beyond its threshold: it is there by steady_sigma standard
+    errors, or so are steady_share of the steps by themselves."""
+    passes = OPS[op]
+    if sum(passes(x, limit) for x in values) >= case.thresholds["steady_share"] * len(values):
+        return True
     if not all(map(math.isfinite, values)):
-        return statistics.median_low(values) if op in (">", ">=") else statistics.median_high(values)
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    error = case.thresholds["steady_sigma"] * spread / math.sqrt(len(values))
-    return mean - error if op in (">", ">=") else mean + error
+        return False
+    error = case.thresholds["steady_sigma"] * statistics.stdev(values) / math.sqrt(len(values))
+    return passes(mean - error if op in (">", ">=") else mean + error, limit)
 
 
 def _fact(case, clause):

@@ -60,6 +60,14 @@ def test_a_surge_compares_with_a_hundred_steps_ago(tmp_path):
     assert diagnose(write_run(tmp_path, lengths))["verdict"] == ["healthy"]
 
 
+@pytest.mark.parametrize("share, is_found", [(15, True), (14, False)])
+def test_or_three_quarters_of_the_steps_are_beyond(share, is_found, tmp_path):
+    """Of 20 steps, one of which spreads the mean."""
+    values = {CHI2: lambda s: 50.0 if s == 101 else 0.31 if s < 101 + share else 0.2}
+    verdict = diagnose(write_run(tmp_path, values))["verdict"]
+    assert ("C" in verdict or "D" in verdict) == is_found
+
+
 @pytest.mark.parametrize("spread, is_found", [(0.06, True), (0.07, False)])
 def test_a_mean_counts_beyond_two_standard_errors(spread, is_found, tmp_path):
     """chi2 is 0.33 +- spread in turns: its standard error is spread / sqrt(19), so that of 0.3 the mean is
