@@ -160,7 +160,7 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
         greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)
     is_known = ~np.isnan(np.column_stack([greedy, sampled])).any(axis=1)
     if not is_known.any():
-        raise ValueError(f"the reward {reward.name!r} failed on an answer to every prompt")
+        raise ValueError(f"the reward {config.reward.name!r} failed on an answer to every prompt")
     greedy, sampled = greedy[is_known], sampled[is_known]
     threshold = config.eval.threshold
     right = sampled >= threshold

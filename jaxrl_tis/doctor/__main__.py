@@ -19,8 +19,8 @@ cause is looked for.
     parent      name of the finding that it makes precise, or null
     evidence    list of {metric, statistic, value, op, threshold, steps: [first, last], crossed,
                 extreme_step}: crossed counts the steps that pass the threshold alone, extreme_step
-                is the one farthest in the direction of op; both null for growth, sigma and surge,
-                which compare two windows. Facts are named config/... or run/..., or by the metric
+                is the one farthest in the direction of op; both null for growth, surge and
+                sigmas, which compare two windows. Facts are named config/... or run/..., or by the metric
                 that they sum up over the window, or the run; their steps are null.
     changes     list of {field, value, now}: fields of configs/default.py, their new and present
                 value, a preset's where the config leaves the field to it; no two findings

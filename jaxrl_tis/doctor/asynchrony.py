@@ -65,7 +65,8 @@ def _over_budget(case, part):
 
 def lag_correlation(case: Case, gap: str, lag: str) -> float:
     """Returns the correlation of the steps' changes of a gap with those of the lag: a trend that both
-    have does not count."""
+    have does not count. 0 for what chance makes of so few steps: less than lag_sigma standard errors of
+    Fisher's z."""
     steps = case.thresholds["surge_steps"]
     gaps, lags = case.window(gap, steps), case.window(lag, steps)
     common = sorted(gaps.keys() & lags.keys())
@@ -80,7 +81,9 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
         )
     xs, ys = zip(*pairs)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))
-    return math.fsum(x * y for x, y in pairs) / size if size else 0.0
+    found = math.fsum(x * y for x, y in pairs) / size if size else 0.0
+    z = math.atanh(max(min(found, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)
+    return found if abs(z) >= case.thresholds["lag_sigma"] else 0.0
 
 
 def corrects_staleness(case: Case) -> bool:
@@ -160,7 +163,7 @@ FACTS = {
 # Findings
 
 STALE = Clause(LAG, ">", 0, absent=False)
-GAP = (Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate"))
+GAP = (Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"))
 GROWS = Clause("run/lag_correlation", ">", "lag_correlation")
 
 CAUSES = (
@@ -290,7 +293,10 @@ SETUP = (
     Finding(
         "async.shorter", "the run chooses among what ends first, and responses get shorter",
         "Set redundant to 0, or rollout.dynamic_sampling to False, and see whether they still do.",
-        all_of=(Clause(LENGTH, "<", "shorter", "growth"), is_so("config/is_ahead")),
+        all_of=(
+            Clause(LENGTH, "<", "shorter", "growth"), Clause(LENGTH, "<", "shorter_sigma", "sigma"),
+            is_so("config/is_ahead"),
+        ),
         any_of=(
             is_so("config/is_redundant"), Clause("run/replaced", ">", "selected"),
         ),

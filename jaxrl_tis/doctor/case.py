@@ -53,6 +53,7 @@ THRESHOLDS = {
     "lag": 8.0,  # versions; with decoupled PPO as good as synchronous (arXiv:2505.24298)
     "lag_naive": 1.0,  # versions; what PPO around the sampler's policy bears (arXiv:2505.24298)
     "lag_correlation": 0.7,  # of steps' changes; of 20 that are independent 1 in 2,000 is there (ours)
+    "lag_sigma": 3.5,  # of that correlation; of changes of 10 to 20 steps of noise 1 in 300 (ours)
     "taken_most": 0.5,  # of the tokens, by the bound of one weight or mask (ours)
     "idle": 0.3,  # of the samplers' turns, with a learner that waits (ours)
     "idle_little": 0.05,  # a learner that does not wait (ours)
@@ -61,6 +62,13 @@ THRESHOLDS = {
     "read_again": 1.0,  # tokens per token that is drawn (ours)
     "selected": 0.25,  # discarded candidates or groups per one that is trained on (ours)
     "shorter": 0.9,  # of a mean length, from one window to the next (ours)
+    "steady_sigma": 2.0,  # standard errors by which a mean has to be beyond its threshold (ours)
+    "steady_share": 0.75,  # of the steps beyond it by themselves, if the mean is not (ours)
+    "surge_sigma": 3.0,  # of the difference of two means, in standard errors (ours)
+    "mean_usable": 10.0,  # a mean ratio, in standard errors: else a few steps make it (ours)
+    "weight_low": 0.5,  # a mean weight (ours)
+    "cap_usual": 3.0,  # bound of weights where none is seen to act: TRL's (ours)
+    "shorter_sigma": -3.0,  # of the difference of those two means, in standard errors (ours)
     "mass_lost": 0.005,  # of a distribution, by which a mean ratio is below 1 (ours)
     "mass_sigma": 5.0,  # of that difference, in standard errors, steps taken as independent (ours)
     "sync_share": 0.9,  # of steps; 20 steps without a period have it once in 250 (ours)
@@ -164,9 +172,12 @@ class Clause:
       metric: a key of metrics.jsonl, or a fact of diagnose.FACTS.
       op: a key of `OPS`.
       threshold: a key of `THRESHOLDS`, or a number.
-      statistic: mean or max over the window; growth, the mean over that of the window before;
-        sigma, the difference of those two means in standard errors, steps taken as independent; or
-        surge, the mean of the last min_steps steps over that of surge_steps earlier.
+      statistic: mean or max over the window; steady, the mean, which counts only if it is beyond the
+        threshold by steady_sigma standard errors, or steady_share of the steps are beyond it
+        themselves, so that a few steps do not decide; growth, the mean
+        over that of the window before; sigma, the difference of those two means in standard errors,
+        steps taken as independent; surge, the mean of the last min_steps steps over that of
+        surge_steps earlier; or surge_sigma, the difference of those two.
       absent: the answer where the run does not record the metric; None leaves it open.
     """
 

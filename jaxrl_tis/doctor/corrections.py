@@ -7,12 +7,14 @@ weights than those that sampled.
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 from jaxrl_tis.doctor.asynchrony import MEAN_LAG, lag_correlation
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, IS_VALID, K3, KL, LAG, PEARSON, PPL, Clause, Finding, is_so,
+    CHI2, CHI2_SEQ, DP_MAX, K3, KL, LAG, LENGTH, PEARSON, PPL, Clause, Finding, is_so,
 )
+from jaxrl_tis.doctor.effects import is_bypass
 from jaxrl_tis.doctor.frameworks import (
     ABS_GAP, ABS_GAP_MAX, CORRECTED, DP_MEAN, PPO_MAX, PPO_MIN, RATIO, WEIGHT_MAX, WEIGHT_MEAN,
     WEIGHT_MIN,
@@ -20,6 +22,7 @@ from jaxrl_tis.doctor.frameworks import (
 
 GAPS = (ABS_GAP, ABS_GAP_MAX, K3, DP_MEAN, DP_MAX, KL)  # all 0 where two programs agree in every bit
 MOVES = (ABS_GAP, K3, DP_MEAN, KL)  # in this order: what grows with the distance of two policies
+NEAR = 1.05  # of means over steps, that of logarithms may be this much off (ours)
 SAME = 1e-6  # what float32 leaves of a difference of 0 (ours)
 PERIODS = 4  # fewest that show one (ours)
 
@@ -59,13 +62,6 @@ def _is_uncorrected(case):
     return CORRECTED not in case.series
 
 
-def _is_bypass(case):
-    """Whether weights are logged beside a clipped objective, and no old policy's probabilities are."""
-    decoupled = {DP_MEAN, DP_MAX, PEARSON, IS_VALID}
-    has_weights = {WEIGHT_MEAN, KL, CLIPPED} <= case.series.keys()
-    return has_weights and not decoupled & case.series.keys()
-
-
 def _at_cap(case):
     """(share of the steps whose largest weight is the largest of the record, the metric); 0 if no two
     of them are the same."""
@@ -79,49 +75,96 @@ def _is_same(a, b):
     return abs(a - b) <= SAME * max(abs(a), abs(b))
 
 
-def _bounds(case):
-    """Returns the (lowest, highest) weights where several steps share them, else (0, inf)."""
-    lows, highs = (list(case.series[m].values()) for m in (WEIGHT_MIN, WEIGHT_MAX))
-    low, high = min(lows), max(highs)
-    return (
-        low if sum(_is_same(x, low) for x in lows) > 1 else 0.0,
-        high if sum(_is_same(x, high) for x in highs) > 1 else math.inf,
-    )
+def _recent(case, metric):
+    return list(case.window(metric, case.thresholds["surge_steps"]).values())
 
 
-def _ratios(case):
-    """(mean ratios of the last surge_steps steps, their metric), without steps in which a bound has
-    changed a weight."""
-    length = case.thresholds["surge_steps"]
-    found, metric = list(case.window(RATIO, length).values()), RATIO
-    if RATIO not in case.series and {WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX} <= case.series.keys():
-        metric = f"{WEIGHT_MEAN}, of steps without a weight at a bound"
-        low, high = _bounds(case)
-        lows, highs = case.series[WEIGHT_MIN], case.series[WEIGHT_MAX]
-        for step, value in case.window(WEIGHT_MEAN, length).items():
-            inside = step in lows and step in highs and 0 < lows[step] and highs[step] < high
-            if inside and not (low and _is_same(lows[step], low)):
-                found.append(value)
+def _mean_ratio(case):
+    """(mean ratio of each of the last surge_steps steps, the mean of all that is due without a filter,
+    their metric).
+
+    A ratio that is recorded for a part of the steps alone, those without a weight at a bound, is not
+    used: of ratios that spread widely, such steps have the smaller ones."""
+    found, weights = _recent(case, RATIO), _recent(case, WEIGHT_MEAN)
+    due, metric = 1.0, RATIO
+    if len(found) < len(weights):
+        found, due, metric = weights, _due_of_bounded(case), f"{WEIGHT_MEAN}, after bounds"
     if not found:
         raise KeyError(f"{RATIO}, before any bound")
     _enough(case, len(found), f"values of {metric}")
-    return found, metric
+    return found, due, metric
+
+
+def _due_of_bounded(case):
+    """Returns the least mean that bounded weights have without a filter.
+
+    It is of the log-normal ratio of mean 1 with the widest spread that the record allows, and what the
+    learner draws of it between the bounds: a mask drops the rest, a cap takes less."""
+    variance, cap = _log_variance(case), math.log(_cap(case))
+    if variance == 0:
+        return 1.0
+    ratio = statistics.NormalDist(variance / 2, math.sqrt(variance))  # its logarithm, of the learner
+    lows = _recent(case, WEIGHT_MIN)
+    may_drop_low = not lows or min(lows) == 0
+    return ratio.cdf(cap) - (ratio.cdf(-cap) if may_drop_low else 0.0)
+
+
+def _cap(case):
+    """Returns the largest weight of the record; cap_usual, if that is larger and no bound is seen."""
+    lows, highs = (_recent(case, metric) for metric in (WEIGHT_MIN, WEIGHT_MAX))
+    cap = max(highs, default=0.0)
+    is_seen = 0.0 in lows or sum(_is_same(high, cap) for high in highs) > 1
+    return cap if is_seen and cap >= 1 else max(cap, case.thresholds["cap_usual"])
+
+
+def _log_variance(case):
+    """Returns a bound on the variance of a weight's log-ratio. Of a token it is at most the mean
+    |log-ratio| times the largest, and half of that unless the two are of the same tokens; or twice as
+    much as k3 says. Of a product of independent tokens it is that times the length."""
+    gaps, largest = _recent(case, ABS_GAP), _recent(case, ABS_GAP_MAX)
+    if gaps and largest:
+        of_token = statistics.fmean(gaps) * statistics.fmean(largest) / 2
+        return of_token if _is_of_tokens(case) else of_token * case.mean(LENGTH)
+    if K3 in case.series:
+        return 4 * case.mean(K3)
+    raise KeyError(f"{ABS_GAP} and {ABS_GAP_MAX}, or {K3}, to tell a filter from a bound")
+
+
+def _is_of_tokens(case):
+    """Whether weights are those of single tokens, by what they differ from 1 at most, and on average."""
+    if WEIGHT_MIN not in case.series or WEIGHT_MAX not in case.series:
+        return True
+    lows, highs, means, gaps, largest = (
+        case.window(metric, case.thresholds["surge_steps"])
+        for metric in (WEIGHT_MIN, WEIGHT_MAX, WEIGHT_MEAN, ABS_GAP, ABS_GAP_MAX)
+    )
+    steps = [step for step in lows if lows[step] > 0 and step in largest]
+    if len(steps) < case.thresholds["min_steps"]:
+        return False
+    is_within = all(
+        -NEAR * largest[step] <= math.log(lows[step]) and math.log(highs[step]) <= NEAR * largest[step]
+        for step in steps
+    )
+    return is_within and 1.0 - statistics.fmean(means.values()) <= statistics.fmean(gaps.values())
 
 
 def _lost_mass(case):
-    ratios, metric = _ratios(case)
-    return 1.0 - math.fsum(ratios) / len(ratios), f"1 - {metric}"
+    found, due, metric = _mean_ratio(case)
+    return due - statistics.fmean(found), f"{due:.4g} - {metric}"
 
 
 def _mass_sigma(case):
-    """Returns by how many standard errors the mean ratio is below 1."""
-    ratios, metric = _ratios(case)
-    if len(ratios) < 2:
-        raise KeyError(f"2 values of {metric}, there are {len(ratios)}")
-    mean = math.fsum(ratios) / len(ratios)
-    variance = math.fsum((x - mean) * (x - mean) for x in ratios) / (len(ratios) - 1)
-    error = math.sqrt(variance / len(ratios))
-    return (1.0 - mean) / error if error else math.copysign(math.inf, 1.0 - mean)
+    """Returns by how many standard errors the mean ratio is below what is due."""
+    found, due, _ = _mean_ratio(case)
+    lost, error = due - statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found))
+    return lost / error if error else math.copysign(math.inf, lost)
+
+
+def _mass_usable(case):
+    """Returns the mean ratio in standard errors. Bounded weights are usable as they are."""
+    found, due, metric = _mean_ratio(case)
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    return statistics.fmean(found) / error if error and due == 1.0 else math.inf
 
 
 def _moving(case):
@@ -165,13 +208,14 @@ FACTS = {
     "record/largest_gap": lambda case: max(map(abs, _all(case, GAPS))),
     "record/weight_spread": _weight_spread,
     "record/is_uncorrected": _is_uncorrected,
-    "record/is_bypass": _is_bypass,
+    "record/is_bypass": is_bypass,
     "record/ppo_spread": lambda case: max(abs(x - 1) for x in _all(case, (PPO_MIN, PPO_MAX))),
     "record/weights": lambda case: float(any(m in case.series for m in (WEIGHT_MEAN, WEIGHT_MAX))),
     "record/tails": lambda case: float(sum(m in case.series for m in (CHI2, CHI2_SEQ))),
     "record/at_cap": _at_cap,
     "record/lost_mass": _lost_mass,
     "record/mass_sigma": _mass_sigma,
+    "record/mass_usable": _mass_usable,
     "record/gap_by_lag": _gap_by_lag,
     "record/gap_by_period": _gap_by_period,
 }
@@ -225,13 +269,14 @@ FINDINGS = (
         all_of=(Clause("record/at_cap", ">", "taken_most"),), parent="blind",
     ),
     Finding(
-        "mass", "the mean ratio is below 1, always in one direction: kept mass is inside it",
+        "mass", "the mean ratio is below what is due without a filter: kept mass is inside it",
         "Under the sampler's own distribution the ratio's mean is the mass that the sampler could draw "
         "from: 1, but for top-p, top-k or min-p whose log-probs are renormalised while the learner's "
         "are not, or log-probs that are not those of the draw. Sample without filters, or let the learner "
         "renormalise over the same tokens.",
         all_of=(
             Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
+            Clause("record/mass_usable", ">", "mean_usable"),
         ),
         mistake="correcting for it with the weight, which is smaller than 1 for every token alike",
     ),
@@ -261,6 +306,28 @@ OWN = {
             "In bypass mode the clipped ratio holds the whole gap, and with loss_type=ppo_clip the "
             "weights are for the log alone. Decoupled mode, or loss_type=reinforce, uses them.",
             all_of=(is_so("record/is_bypass"),),
+        ),
+        Finding(
+            "shrunk.verl", "in verl's terms",
+            "algorithm.rollout_correction.rollout_is=token, or rollout_is_batch_normalize=True beside "
+            "it; rollout_rs=seq_mean_k1 rejects answers by their geometric mean.",
+            parent="shrunk",
+        ),
+    ),
+    "trl": (
+        Finding(
+            "shrunk.trl", "in TRL's terms",
+            'GRPOConfig(vllm_importance_sampling_mode="token_truncate"); the default, sequence_mask, is '
+            "the product over an answer, and 0 above vllm_importance_sampling_clip_max=3.0.",
+            parent="shrunk",
+        ),
+    ),
+    "slime": (
+        Finding(
+            "shrunk.slime", "in slime's terms",
+            "In the yaml of examples/train_infer_mismatch_helper: tis_level: token, or geometric, and "
+            "tis_batch_normalize: true.",
+            parent="shrunk",
         ),
     ),
 }

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxrl_tis.doctor.case import (
 )
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 
+SINGLE = ("mean", "max", "steady")  # statistics of one window
 FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS
 
 # Reading
@@ -179,7 +181,7 @@ def _judge(case, clause):
     except KeyError as error:
         return Result(None, missing=(error.args[0],))
     passes = OPS[clause.op]
-    is_single = bool(steps) and clause.statistic in ("mean", "max")
+    is_single = bool(steps) and clause.statistic in SINGLE
     extreme = min if clause.op in ("<", "<=") else max
     evidence = {
         "metric": metric, "statistic": None if is_fact else clause.statistic,
@@ -188,7 +190,22 @@ def _judge(case, clause):
         "crossed": sum(passes(v, limit) for v in steps.values()) if is_single else None,
         "extreme_step": extreme(steps, key=steps.get) if is_single else None,
     }
-    return Result(bool(passes(value, limit)), (evidence,))
+    is_met = passes(value, limit)
+    if clause.statistic == "steady" and not is_fact:
+        is_met = is_met and _is_steady(case, list(steps.values()), value, clause.op, limit)
+    return Result(bool(is_met), (evidence,))
+
+
+def _is_steady(case, values, mean, op, limit):
+    """Whether no few steps alone bring the mean beyond its threshold: it is there by steady_sigma standard
+    errors, or so are steady_share of the steps by themselves."""
+    passes = OPS[op]
+    if sum(passes(x, limit) for x in values) >= case.thresholds["steady_share"] * len(values):
+        return True
+    if not all(map(math.isfinite, values)):
+        return False
+    error = case.thresholds["steady_sigma"] * statistics.stdev(values) / math.sqrt(len(values))
+    return passes(mean - error if op in (">", ">=") else mean + error, limit)
 
 
 def _fact(case, clause):
@@ -201,7 +218,7 @@ def _statistic(case, clause):
     """(metric, value, {step: value} of the last steps); KeyError naming the values that are
     missing."""
     limits, metric = case.thresholds, clause.metric
-    is_surge, compares = clause.statistic == "surge", clause.statistic not in ("mean", "max")
+    is_surge, compares = clause.statistic.startswith("surge"), clause.statistic not in SINGLE
     width = limits["min_steps"] if is_surge else limits["window"]
     before = limits["surge_steps"] if is_surge else limits["window"]
     values = case.window(metric, width)
@@ -219,7 +236,7 @@ def _statistic(case, clause):
     mean, reference = (math.fsum(x.values()) / len(x) for x in (values, earlier))
     if not compares:
         return metric, mean, values
-    if clause.statistic == "sigma":
+    if clause.statistic.endswith("sigma"):
         return metric, _sigma(values, earlier), values
     if 0 < reference < math.inf:
         return metric, mean / reference, values
@@ -316,6 +333,9 @@ def diagnosis_of(
     }
 
 
+STATISTICS = {"steady": "mean"}  # what a reader is told
+
+
 def _evidence_text(e):
     """`theirs`: another framework's names for the metric, see foreign.py."""
     theirs = [name for name in e.get("theirs", ()) if name != e["metric"]]
@@ -323,7 +343,7 @@ def _evidence_text(e):
     text += f" {e['value']:.4g} {e['op']} {e['threshold']:g}"
     if e["steps"] is None:
         return text
-    text += f"  ({e['statistic']}, steps {e['steps'][0]}-{e['steps'][1]}"
+    text += f"  ({STATISTICS.get(e['statistic'], e['statistic'])}, steps {e['steps'][0]}-{e['steps'][1]}"
     if e["crossed"] is not None:
         text += f"; {e['crossed']} of them by themselves, extreme at step {e['extreme_step']}"
     return text + ")"

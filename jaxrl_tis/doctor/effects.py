@@ -1,8 +1,11 @@
-"""What the configured corrections do: facts and findings from the counts of `estimators.counts`."""
+"""What corrections do: facts and findings from the counts of `estimators.counts`, and from the weights."""
 
 import math
 
-from jaxrl_tis.doctor.case import CHI2, KL, Case, Clause, Finding
+from jaxrl_tis.doctor.case import CHI2, CLIPPED, DP_MAX, IS_VALID, KL, PEARSON, Case, Clause, Finding, is_so
+from jaxrl_tis.doctor.frameworks import (
+    ABS_GAP, CORRECTED, DP_MEAN, NORMALIZED, RATIO, WEIGHT_MEAN, WEIGHT_MIN,
+)
 from jaxrl_tis.estimators import counts, methods
 
 WITHOUT_GAP = ("clip_cov", "top_entropy")  # masks that choose tokens, whatever the gap
@@ -53,7 +56,47 @@ def _most_active(case):
     )
 
 
-FACTS = {"run/least_active": _least_active, "run/most_active": _most_active}
+def is_bypass(case: Case) -> bool:
+    """Whether weights are logged beside a clipped objective, and no old policy's probabilities are: in
+    verl's bypass mode they are for the log alone."""
+    decoupled = {DP_MEAN, DP_MAX, PEARSON, IS_VALID}
+    has_weights = {WEIGHT_MEAN, WEIGHT_MIN, KL, CLIPPED} <= case.series.keys()
+    return not case.config and has_weights and not decoupled & case.series.keys()
+
+
+def _shrinks(case):
+    """(by how much the mean weight makes a step smaller, that in words); 1 where the weights are divided
+    by their mean, or not used."""
+    if CORRECTED in case.unlogged and CORRECTED not in case.series:
+        raise KeyError("whether its correction is on, which its record does not tell")
+    if NORMALIZED in case.series or is_bypass(case):
+        return 1.0, NORMALIZED
+    mean = case.mean(WEIGHT_MEAN)
+    return 1.0 / mean if mean > 0 else math.inf, "times by which the weights make a step smaller"
+
+
+def _over_weights(case):
+    """(how many times the mean weight of single tokens is that of the record, what it is of). A token's
+    ratio differs from 1 by at most as much as its logarithm from 0, or little more, if it is dropped."""
+    if RATIO in case.series:
+        tokens, metric = case.mean(RATIO), RATIO
+    else:
+        tokens, metric = 1.0 - 1.5 * case.mean(ABS_GAP), f"1 - 1.5 {ABS_GAP}"
+    mean = case.mean(WEIGHT_MEAN)
+    return tokens / mean if mean > 0 else math.inf, f"{metric} by {WEIGHT_MEAN}"
+
+
+def _zeros(case):
+    lows = case.recent(WEIGHT_MIN)
+    if len(lows) < case.thresholds["min_steps"]:
+        raise KeyError(WEIGHT_MIN)
+    return lows.count(0.0) / len(lows), f"steps with a {WEIGHT_MIN} of 0"
+
+
+FACTS = {
+    "run/least_active": _least_active, "run/most_active": _most_active, "run/shrinks": _shrinks,
+    "run/over_weights": _over_weights, "run/zeros": _zeros,
+}
 
 CAUSES = (
     Finding(
@@ -62,8 +105,35 @@ CAUSES = (
         "its bound is too wide for this gap, or what it judges by is not what differs. Tighten it or "
         "take it out, so that the config says what is done.",
         all_of=(Clause("run/least_active", "<=", 0),),
-        any_of=(Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate")),
+        any_of=(
+            Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"),
+        ),
         mistake="taking a correction that is configured for one that acts",
+    ),
+    Finding(
+        "shrunk", "the weights make every step much smaller: their mean is far below 1",
+        "A gradient is a mean of weighted terms, so a mean weight of 0.04 is a step of a 25th, made by "
+        "the few answers whose weights are near 1. Weigh single tokens or geometric means, which stay "
+        "near 1; or divide the weights by their mean over the batch, which mends the size and not the "
+        "sample size.",
+        all_of=(
+            Clause(WEIGHT_MEAN, "<", "weight_low", "steady", absent=False),
+            Clause("run/shrinks", ">", 1),
+        ),
+        changes={"correction.batch_normalize": True},
+        mistake="raising the learning rate, which the first batch with weights of 1 then takes whole",
+    ),
+    Finding(
+        "shrunk.product", "the weight is a product over the whole answer",
+        "Half a percent per token is a factor of 12 after 500 tokens: long answers have no weight. "
+        "Weigh tokens by a truncated ratio.",
+        any_of=(is_so("config/is_product"), Clause("run/over_weights", ">", 1.5)), parent="shrunk",
+    ),
+    Finding(
+        "shrunk.masked", "a mask sets weights to 0 in most steps",
+        "It drops answers whose weight is above its bound, so those that count most. Truncate "
+        "at the bound in place of it.",
+        all_of=(Clause("run/zeros", ">", "taken_most"),), parent="shrunk",
     ),
     Finding(
         "correction.most", "a bound takes more than half of the tokens",

@@ -23,6 +23,7 @@ WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX = (f"rollout_corr/rollout_is_{x}" for x in (
 TRUNCATED = "response_length/truncated_ratio"
 # Not ours: whether their correction is on, and their clipped ratio of learner and old policy.
 CORRECTED, PPO_MIN, PPO_MAX = "theirs/corrected", "theirs/ppo_ratio_min", "theirs/ppo_ratio_max"
+NORMALIZED = "rollout_corr/rollout_is_batch_norm_factor"  # mean that the weights are divided by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _ratio_of(k1: float, k3: float) -> float:
 CALCULATE = "actor_rollout_ref.rollout.calculate_log_probs=True"
 GAP_NAMES = (
     KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED,
-    OUT_OF_BAND,
+    OUT_OF_BAND, NORMALIZED,
 )
 # In bypass mode the actor computes them; 0.7's engine workers, and all later ones, put this before its metrics.
 BYPASS = "actor/"
@@ -243,6 +244,7 @@ SLIME = Framework(
         Named(RATIO, ("train/tis",)),
         Named(RATIO, ("train/mis_kl", "train/mis_k3_kl"), _ratio_of),
         *_alternatives(CORRECTED, "train/tis", "train/mis_tis_weight_after_bound"),
+        Named(NORMALIZED, ("train/mis_batch_norm_factor",)),
     ),
     marks=(
         "train/train_rollout_logprob_abs_diff", "train/ois", "train/tis", "train/pg_clipfrac",

@@ -124,12 +124,14 @@ def _rejected(threshold: str) -> tuple[Clause, ...]:
 
 
 GAP = (
-    Clause(PEARSON, "<", "pearson_broken"),
-    Clause(KL, ">", "kl_bug"), Clause(KL, "<", "kl_negative"),
-    Clause(PPL, ">", "ppl_high"), Clause(PPL, "<", "ppl_low"),
+    Clause(PEARSON, "<", "pearson_broken", "steady"),
+    Clause(KL, ">", "kl_bug", "steady"), Clause(KL, "<", "kl_negative", "steady"),
+    Clause(PPL, ">", "ppl_high", "steady"), Clause(PPL, "<", "ppl_low", "steady"),
     Clause(DP_MAX, ">", "dp_max", "max"),
 )
-HEAVY_TOKENS = (Clause(ESS, "<", "ess_low"), Clause(CHI2, ">", "chi2_high"))
+HEAVY_TOKENS = (
+    Clause(ESS, "<", "ess_low", "steady"), Clause(CHI2, ">", "chi2_high", "steady"),
+)
 CLIPPING = (
     Clause(CLIPPED, ">", "clipped", absent=False), Clause("config/clip_width", ">=", "clip_width"),
 )
@@ -157,7 +159,9 @@ CAUSES = (
         "A.record", "the recorded log-probs are not those that were sampled from",
         "No policy finds its own samples less likely, on average, than another policy does. Check "
         "the sampler's temperature, its filters and the weights of its log-probs.",
-        any_of=(Clause(PPL, "<", "ppl_low"), Clause(KL, "<", "kl_negative")), parent="A",
+        any_of=(
+            Clause(PPL, "<", "ppl_low", "steady"), Clause(KL, "<", "kl_negative", "steady"),
+        ), parent="A",
     ),
     Finding(
         "A.filter", "top-k, top-p or min-p cut the distribution that is sampled",
@@ -229,7 +233,7 @@ CAUSES = (
         "Sample with fresher weights first (a smaller bound on the lag), then correct the rest.",
         all_of=(Clause("run/engine_share", "<", "engine_share"),),
         any_of=(
-            *GAP, Clause(KL, ">", "kl_fine"), Clause(CHI2, ">", "chi2_moderate"),
+            *GAP, Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"),
             # Where logp_old is of the weights that drew, rollout_corr/* does not see the age.
             Clause(asynchrony.STALENESS_GAP, ">", "stale_gap", absent=False),
         ),
@@ -238,7 +242,7 @@ CAUSES = (
         "B.reuse", "stale samples: the policy moves far while it reuses a batch",
         "Take fewer updates per batch; what is left is the clip's work.",
         all_of=(
-            REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine"),
+            REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine", "steady"),
             Clause("run/reuse_share", ">=", "reuse_share"),
         ),
         changes={"train.epochs": 1, "train.minibatches": 1},
@@ -247,24 +251,25 @@ CAUSES = (
         "escalate.system", "beyond what weights and rejection can correct",
         "Reduce the gap itself: precision, kernels, routing, fresher weights. No algorithmic "
         "correction is cheaper at this size.",
-        any_of=(Clause(CHI2, ">", "chi2_systems"), *_rejected("rejected_stop")),
+        any_of=(Clause(CHI2, ">", "chi2_systems", "steady"), *_rejected("rejected_stop")),
         changes=SAME_ENGINE,
     ),
     Finding(
         "escalate.ess", "few samples carry the batch even after rejection",
         "Reduce the gap itself, as for a gap beyond correction.",
-        all_of=(is_so("config/is_rejecting"), Clause(ESS, "<", "ess_broken")), changes=SAME_ENGINE,
+        all_of=(is_so("config/is_rejecting"), Clause(ESS, "<", "ess_broken", "steady")),
+        changes=SAME_ENGINE,
     ),
     Finding(
         "escalate.weights", "rejection alone is not enough",
         "Reject responses by their geometric mean, and weigh the tokens that stay by their ratio.",
-        any_of=(Clause(CHI2, ">", "chi2_toxic"), *_rejected("rejected_high")),
+        any_of=(Clause(CHI2, ">", "chi2_toxic", "steady"), *_rejected("rejected_high")),
         unless=("escalate.system", "escalate.ess"), changes=GEO | TOKENS_WEIGHED,
     ),
     Finding(
         "D", "the variance of the importance weights blows up",
         "Filter outliers before reweighting them.",
-        any_of=(*HEAVY_TOKENS, Clause(CHI2_SEQ, ">", "chi2_seq")),
+        any_of=(*HEAVY_TOKENS, Clause(CHI2_SEQ, ">", "chi2_seq", "steady")),
     ),
     Finding(
         "D.product", "the weight is a product over the whole sequence",
@@ -298,7 +303,10 @@ CAUSES = (
     Finding(
         "D.noise", "the weights make the gradient noisier",
         "Reject outliers by the geometric mean instead of weighing them, or lower the cap.",
-        all_of=(is_so("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False)),
+        all_of=(
+            is_so("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False),
+            Clause(NOISE, ">", "surge_sigma", "sigma", absent=False),
+        ),
         unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
     ),
     Finding(
@@ -306,7 +314,8 @@ CAUSES = (
         "Reject responses by their geometric mean: it drops outliers and leaves the gradient of "
         "the others as it is. Gaps of both signs cancel in it; they add up in seq_mean_k2, and in "
         "seq_mean_binary_kl, where rare tokens count little (FlashREINFORCE).",
-        all_of=(Clause(CHI2, ">", "chi2_moderate"),), unless=("D", *ESCALATIONS), changes=GEO,
+        all_of=(Clause(CHI2, ">", "chi2_moderate", "steady"),), unless=("D", *ESCALATIONS),
+        changes=GEO,
     ),
     Finding(
         "rejected.many", "more than one token in a hundred is rejected",
@@ -317,8 +326,8 @@ CAUSES = (
         "rejected.blind", "the gap widens and the share of rejected tokens does not",
         "Judge by the KL; adapt the band, or reduce the gap itself.",
         all_of=(
-            Clause(OUT_OF_BAND, "<=", 1, "growth", absent=False), Clause(K3, ">", "kl_fine"),
-            Clause(K3, ">", "rise", "growth"),
+            Clause(OUT_OF_BAND, "<=", 1, "growth", absent=False), Clause(K3, ">", "kl_fine", "steady"),
+            Clause(K3, ">", "rise", "growth"), Clause(K3, ">", "surge_sigma", "sigma"),
         ),
         mistake="taking a low share of rejected tokens for health",
     ),
@@ -364,7 +373,11 @@ CAUSES = (
         "Halve the learning rate at once and reject outliers: a surge comes tens of steps before a "
         "collapse (arXiv:2602.01826). If the length keeps growing at the lower rate, audit the "
         "reward: length, end of sequence, hacking.",
-        all_of=(Clause(LENGTH, ">", "surge", "surge"),), changes=HALF_RATE | GEO,
+        all_of=(
+            Clause(LENGTH, ">", "surge", "surge"),
+            Clause(LENGTH, ">", "surge_sigma", "surge_sigma"),
+        ),
+        changes=HALF_RATE | GEO,
         mistake="debugging the reward before the learning rate is down",
     ),
     *effects.CAUSES,

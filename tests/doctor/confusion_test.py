@@ -91,6 +91,12 @@ given(
     ("fresh samples of old weights", {LAG: 2.0, ENGINE_SHARE: 0.9}),
     ("reuse without drift", {PPO_KL: 0.015}, FOUR_EPOCHS),
     ("few tokens rejected", {OUT_OF_BAND: 0.005}, BAND),
+    # One step is no verdict: 0.495 on average, but 0.1 in all steps but one.
+    ("one outlier", {CHI2: at(8.0, 0.1)}),
+    ("one sequence", {CHI2_SEQ: at(1e5, 1.0)}),
+    # 26 % longer on average, but by three steps of ten.
+    ("three long steps", {LENGTH: lambda s: 250.0 if s in (112, 115, 118) else 80.0 + s % 2}),
+    ("one noisy step", {NOISE: at(6.0, 1.0)}),
 )
 # Between the two bounds of the first question.
 given(
@@ -100,6 +106,8 @@ given(
     ("noisy kl", {KL: noisy(0.03, 0.01)}),
     ("pearson below 0.99", {PEARSON: 0.989}),
     ("pearson above 0.95", {PEARSON: 0.951}),
+    ("one step of kl", {KL: at(2.0, 0.01)}),
+    ("one step of ppl", {PPL: at(9.0, 1.0), KL: 0.021}),
 )
 # "pearson < 0.95, or rollout_probs_diff_max large, or ppl_ratio far from 1.0 at the same weights",
 # "kl > 0.05 on the same checkpoint".
@@ -137,7 +145,7 @@ given(
     ("chi2 above 0.3", {CHI2: 0.31}),
     ("chi2 below 1", {CHI2: 0.99, ESS: 0.5}),
     ("noisy chi2", {CHI2: noisy(0.6, 0.1), ESS: 0.7}),
-    ("one outlier", {CHI2: at(8.0, 0.1)}),  # mean (8 + 19 * 0.1) / 20 = 0.495
+    ("outliers in half of the steps", {CHI2: lambda s: 0.9 if s % 2 else 0.1}),  # 0.5 +- 0.09
     ("with longer products", {CHI2: 0.5, CHI2_SEQ: 50.0}),
     ("little rejected", {CHI2: 0.5, REJECTED: 0.005}, MASKED),
 )
@@ -239,6 +247,7 @@ given(
     ("no sample size recorded", {ESS: None}),
     ("old samples, gap not split", {KL: 0.06, LAG: 2.0}),
     ("clip, too few steps for a trend", {CLIPPED: 0.3}, {}, 20),
+    ("pearson of few tokens", {PEARSON: noisy(0.93, 0.1)}),  # neither above 0.95 nor clearly below
 )
 
 LABELS = {"rejected": "noted", "clipped": "noted", "not enough data": "open"}

@@ -170,12 +170,11 @@ def test_a_largest_weight_that_stands_at_its_cap(at_cap, is_found, tmp_path):
      {"train/sampling_importance_ratio": noise(0.998, 1e-4)}),  # less than half a percent
     (logs.TUNIX, {"sampler_is/train/weight_mean": noise(0.98, 1e-3),
                   "sampler_is/train/frac_clipped_at_threshold": 0.0},
-     {"sampler_is/train/weight_mean": noise(0.98, 1e-3),
+     {"sampler_is/train/weight_mean": noise(0.98, 1e-3), "sampler_trainer/train/logp_diff_max": 40.0,
       "sampler_is/train/frac_clipped_at_threshold": 0.01}),  # the cap may have lowered it
-    (logs.TRL, {f"{TRL_RATIO}/mean": noise(0.98, 1e-3)},
-     {f"{TRL_RATIO}/mean": noise(0.98, 1e-3), f"{TRL_RATIO}/max": 3.0}),
-    (logs.TRL, {f"{TRL_RATIO}/mean": noise(0.98, 1e-3)},
-     {f"{TRL_RATIO}/mean": noise(0.98, 1e-3), f"{TRL_RATIO}/min": 0.0}),  # masked
+    # A mean |log-ratio| of 0.03 and a largest one of 0.3: no cap of 3 takes 2 % of single tokens.
+    (logs.TRL, {f"{TRL_RATIO}/mean": noise(0.98, 1e-3), f"{TRL_GAP}/mean": 0.03},
+     {f"{TRL_RATIO}/mean": noise(0.98, 1e-3), f"{TRL_GAP}/mean": 0.03, f"{TRL_RATIO}/max": 1.0}),
 ])
 def test_a_ratio_below_one_in_one_direction(layout, kept, whole, tmp_path):
     shown = found(tmp_path, layout, kept)
@@ -184,16 +183,83 @@ def test_a_ratio_below_one_in_one_direction(layout, kept, whole, tmp_path):
     assert "mass" not in held(tmp_path, layout, whole)
 
 
-def test_steps_without_a_weight_at_a_bound_are_enough(tmp_path):
-    """Every third step is at the cap, and its mean is far off."""
-    changes = {
-        f"{TRL_RATIO}/max": lambda step: 3.0 if step % 3 == 0 else 1.1 + 1e-3 * step,
-        f"{TRL_RATIO}/mean": lambda step: 0.5 if step % 3 == 0 else noise(1.0, 1e-3)(step),
-        f"{TRL_RATIO}/min": lambda step: 0.5 + 1e-4 * step,
+def products(mean, spread, length=200.0, every=1):
+    """TRL's log under sequence_mask: weights spread, some of them above 3 and so 0."""
+    return {
+        f"{TRL_RATIO}/mean": noise(mean, 0.02), f"{TRL_RATIO}/max": noise(2.7, 0.05),
+        f"{TRL_RATIO}/min": 0.0 if every == 1 else noise(0.1, 0.01),
+        # Of normal log-ratios of tokens whose sum has this spread.
+        f"{TRL_GAP}/mean": 0.8 * spread / length**0.5, f"{TRL_GAP}/max": 4.5 * spread / length**0.5,
+        "completions/mean_length": length,
     }
-    assert "mass" not in held(tmp_path, logs.TRL, changes)
-    changes[f"{TRL_RATIO}/mean"] = lambda step: 1.5 if step % 3 == 0 else noise(0.98, 1e-3)(step)
-    assert "mass" in held(tmp_path, logs.TRL, changes)
+
+
+@pytest.mark.parametrize("mean, spread", [
+    # N(-s^2 / 2, s) of the sampler: the learner's mass below log 3 is Phi((1.0986 - s^2 / 2) / s).
+    (0.76, 0.95), (0.725, 1.0), (0.66, 1.1), (0.57, 1.3),
+])
+@pytest.mark.parametrize("every", [1, 10])  # a row for ten steps has no zero and no step's largest weight
+def test_a_mask_takes_mass_without_any_filter(mean, spread, every, tmp_path):
+    assert "mass" not in held(tmp_path, logs.TRL, products(mean, spread, every=every))
+
+
+def test_less_than_a_mask_leaves_is_a_filter(tmp_path):
+    """A spread of 0.3 has no mass above 3, and 200 tokens that each lose 0.2 % leave 0.67 of it."""
+    shown = found(tmp_path, logs.TRL, products(0.67, 0.3))
+    [mass] = [f for f in shown["corrections"] if f["name"] == "mass"]
+    assert mass["evidence"][0]["value"] == pytest.approx(0.33, abs=0.02)
+    shown = found(tmp_path, logs.TRL, {f"{TRL_GAP}/max": None, f"{TRL_RATIO}/mean": noise(0.98, 1e-3)})
+    assert "mass" in names(shown["undecided"])  # nothing tells how wide the ratio is
+
+
+def test_steps_without_a_weight_at_a_bound_are_not_chosen(tmp_path):
+    """Of wide ratios they have the smaller means: NeMo-RL's steps without a token out of bounds."""
+    low = {"train/is_oob_ratio": lambda step: 0.1 * (step % 2),
+           "train/sampling_importance_ratio": lambda step: noise(1.02 if step % 2 else 0.98, 1e-3)(step)}
+    assert "mass" not in held(tmp_path, logs.NEMO, low)
+    low["train/sampling_importance_ratio"] = noise(0.9, 1e-3)
+    assert "mass" in held(tmp_path, logs.NEMO, low | {"train/gen_kl_error": 1e-3})
+
+
+def test_a_mean_that_a_few_steps_make_is_not_used(tmp_path):
+    """Products of wide spread: 0.01 in most steps, and once in twenty 4."""
+    rare = {"policy/loss_metrics/is_ratio_mean": lambda s: 4.0 if s % 20 == 0 else 0.01}
+    assert "mass" not in held(tmp_path, logs.SKYRL, rare)
+    once = {"policy/loss_metrics/is_ratio_mean": lambda s: 0.05 if s == 110 else 1e-3}
+    assert "mass" not in held(tmp_path, logs.SKYRL, once)
+
+
+# Weights that shrink a step
+
+
+def test_weights_that_shrink_every_step_25_times(tmp_path):
+    """TRL's default over long answers: mean weight 0.04, some answers masked in every step."""
+    shown = found(tmp_path, logs.TRL, products(0.04, 3.0, 1000.0) | {f"{TRL_RATIO}/mean": 0.04})
+    told = {f["name"]: f for f in shown["findings"] + shown["corrections"]}
+    assert {"shrunk", "shrunk.product", "shrunk.masked", "shrunk.trl"} <= set(told)
+    assert "shrunk" in shown["verdict"]
+    mean, times = told["shrunk"]["evidence"]
+    assert (mean["value"], mean["theirs"]) == (pytest.approx(0.04), [f"{TRL_RATIO}/mean"])
+    assert times["value"] == pytest.approx(25.0)
+    assert 'vllm_importance_sampling_mode="token_truncate"' in told["shrunk.trl"]["advice"]
+
+
+def test_weights_near_one_do_not_shrink_a_step(tmp_path):
+    for mean in (0.51, lambda s: 0.45 + 0.5 * (s % 2 == 0) * (s % 4 == 0)):  # 0.575
+        shown = found(tmp_path, logs.TRL, {f"{TRL_RATIO}/mean": mean})
+        assert "shrunk" not in names(shown["findings"])
+
+
+def test_which_weights_shrink(tmp_path):
+    """Weights of tokens in a truncated product's place, verl's own name for them, and what uses none."""
+    small = {"rollout_corr/rollout_is_mean": 0.3, "rollout_corr/rollout_is_min": 1e-4}
+    told = names(found(tmp_path, logs.VERL, small)["findings"])
+    assert {"shrunk", "shrunk.product"} <= told and "shrunk.masked" not in told
+    factor = {"rollout_corr/rollout_is_batch_norm_factor": 0.3}
+    assert "shrunk" not in names(found(tmp_path, logs.VERL, small | factor)["findings"])
+    assert "shrunk" not in names(found(tmp_path, logs.VERL, small | DECOUPLED)["findings"])
+    nemo = {"train/sampling_importance_ratio": 0.3, "train/is_oob_ratio": 0.01}
+    assert "shrunk" in names(found(tmp_path, logs.NEMO, nemo)["undecided"])  # are they used?
 
 
 # The ratio of other weights

@@ -1,13 +1,14 @@
 """What the doctor says of a record, where it cannot know, and of files that are broken."""
 
 import json
+import math
 
 import pytest
 
 from jaxrl_tis import failures
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
-    CHI2, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.diagnose import describe, diagnose
 from tests.doctor.runs import late, names, write_run
@@ -17,19 +18,19 @@ from tests.doctor.runs import late, names, write_run
 
 
 def test_evidence_tells_metric_value_threshold_and_steps(tmp_path):
-    values = {PEARSON: lambda s: 0.5 if s == 107 else 0.97, KL: 0.06}
+    values = {PEARSON: lambda s: {101: 0.96, 107: 0.8}.get(s, 0.93), KL: 0.06}
     [cause, _] = diagnose(write_run(tmp_path, values))["findings"]
     share, pearson, kl = cause["evidence"]
     assert share["metric"] == "run/engine_share" and share["steps"] is None
-    # (0.5 + 19 * 0.97) / 20 = 0.9465
-    assert pearson.pop("value") == pytest.approx(0.9465)
+    # (0.96 + 0.8 + 18 * 0.93) / 20 = 0.925
+    assert pearson.pop("value") == pytest.approx(0.925)
     assert pearson == {
-        "metric": PEARSON, "statistic": "mean", "op": "<", "threshold": 0.95, "steps": [101, 120],
-        "crossed": 1, "extreme_step": 107,
+        "metric": PEARSON, "statistic": "steady", "op": "<", "threshold": 0.95, "steps": [101, 120],
+        "crossed": 19, "extreme_step": 107,
     }
     assert (kl["metric"], kl["crossed"]) == (KL, 20)
     printed = describe(diagnose(tmp_path))
-    assert f"{PEARSON} 0.9465 < 0.95  (mean, steps 101-120; 1 of them by themselves" in printed
+    assert f"{PEARSON} 0.925 < 0.95  (mean, steps 101-120; 19 of them by themselves" in printed
     assert "extreme at step 107" in printed
 
 
@@ -52,11 +53,34 @@ def test_a_surge_compares_with_a_hundred_steps_ago(tmp_path):
     # Mean of 111-120 over mean of 11-20: 130 / 100, whatever lies between.
     lengths = {LENGTH: lambda s: 100.0 if s <= 20 else 130.0}
     [surge] = diagnose(write_run(tmp_path, lengths))["findings"]
-    [evidence] = surge["evidence"]
+    evidence, significance = surge["evidence"]
+    assert significance["statistic"] == "surge_sigma" and significance["value"] == math.inf
     assert (evidence["value"], evidence["steps"]) == (pytest.approx(1.3), [111, 120])
     assert evidence["crossed"] is None
     lengths = {LENGTH: lambda s: 100.0 if s <= 10 else 130.0}
     assert diagnose(write_run(tmp_path, lengths))["verdict"] == ["healthy"]
+
+
+@pytest.mark.parametrize("share, is_found", [(15, True), (14, False)])
+def test_or_three_quarters_of_the_steps_are_beyond(share, is_found, tmp_path):
+    """Of 20 steps, one of which spreads the mean."""
+    values = {CHI2: lambda s: 50.0 if s == 101 else 0.31 if s < 101 + share else 0.2}
+    verdict = diagnose(write_run(tmp_path, values))["verdict"]
+    assert ("C" in verdict or "D" in verdict) == is_found
+
+
+@pytest.mark.parametrize("spread, is_found", [(0.06, True), (0.07, False)])
+def test_a_mean_counts_beyond_two_standard_errors(spread, is_found, tmp_path):
+    """chi2 is 0.33 +- spread in turns: its standard error is spread / sqrt(19), so that of 0.3 the mean is
+    2 of them away at a spread of 0.0654."""
+    values = {CHI2: lambda s: 0.33 + spread * (-1) ** s}
+    assert ("C" in diagnose(write_run(tmp_path, values))["verdict"]) == is_found
+
+
+def test_one_infinite_step_is_no_evidence_and_many_are(tmp_path):
+    for share, verdict in ((15, ["healthy"]), (2, ["D"])):
+        values = {CHI2_SEQ: lambda s: float("inf") if s % share == 0 else 1e3 if share == 2 else 1.0}
+        assert diagnose(write_run(tmp_path, values))["verdict"] == verdict
 
 
 def test_infinite_values_are_evidence(tmp_path):

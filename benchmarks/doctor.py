@@ -1,0 +1,630 @@
+"""How often the doctor is right about logs of eight frameworks, by simulated tokens.
+
+    python -m benchmarks.doctor [--logs=200] [--broken=50] [--only=trl,verl] [--write]
+
+A log is made of tokens: contexts with a next-token distribution of the sampler and one of the learner,
+sequences of 1 to 2,000 tokens drawn from the sampler, and each framework's own metrics, under its
+default correction and others, computed from them. Clean logs have Gaussian or heavy-tailed noise
+between the two, a broken one a cause besides. --write puts the table into docs/doctor.md.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+
+from configs import default
+from jaxrl_tis import cli
+from jaxrl_tis.doctor import foreign
+from jaxrl_tis.doctor.case import THRESHOLDS, Case
+from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "doctor.md"
+BEGIN, END = "<!-- rates: python -m benchmarks.doctor --write -->", "<!-- end of rates -->"
+OURS = "this program"
+CONTEXTS, VOCABULARY = 1024, 32
+BUDGET = 150_000  # tokens of a log
+LONGEST = 2000
+STEPS = (12, 20, 40, 120)
+
+# Policies
+
+
+@dataclasses.dataclass(frozen=True)
+class Policies:
+    """Log-probs of the next token, [CONTEXTS, VOCABULARY] each.
+
+    Attributes:
+      sampled: what tokens are drawn from.
+      recorded: what the sampler says that it drew from.
+      learner: the learner's.
+      noisy: the sampler's before its filter.
+      top_p: that filter.
+    """
+
+    sampled: np.ndarray
+    recorded: np.ndarray
+    learner: np.ndarray
+    noisy: np.ndarray
+    top_p: float
+
+    @property
+    def gap(self):
+        return self.learner - self.recorded
+
+    def mean(self, values: np.ndarray) -> float:
+        """Returns the mean of values [CONTEXTS, VOCABULARY] over the tokens that are drawn."""
+        drawn = np.exp(self.sampled)
+        return float(np.sum(drawn * np.where(drawn > 0, values, 0.0)) / len(drawn))
+
+    @property
+    def kl(self):
+        return self.mean(-self.gap)
+
+    @property
+    def chi2(self):
+        return self.mean(np.exp(2 * self.gap)) - 1.0
+
+    @property
+    def pearson(self):
+        """Correlation of the two probabilities over the tokens that are drawn."""
+        x, y = np.exp(self.recorded), np.exp(self.learner)
+        x, y = x - self.mean(x), y - self.mean(y)
+        return self.mean(x * y) / math.sqrt(self.mean(x * x) * self.mean(y * y))
+
+    @property
+    def kept(self):
+        """Mean ratio of learner and sampler."""
+        return self.mean(np.exp(self.gap))
+
+
+def log_softmax(x):
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def nucleus(logp, top_p):
+    """Returns the log-probs of the smallest sets of tokens with a mass of at least top_p."""
+    order = np.argsort(-logp, axis=-1)
+    probs = np.take_along_axis(np.exp(logp), order, -1)
+    is_cut = np.cumsum(probs, -1) - probs >= top_p
+    kept = np.full_like(logp, -np.inf)
+    np.put_along_axis(kept, order, np.where(is_cut, -np.inf, np.take_along_axis(logp, order, -1)), -1)
+    return log_softmax(kept)
+
+
+def noise(rng, kind):
+    """Returns what is added to logits: normal, or heavy-tailed with a scale that differs by context."""
+    shape = (CONTEXTS, VOCABULARY)
+    if kind == "normal":
+        return rng.standard_normal(shape)
+    scale = np.exp(0.5 * rng.standard_normal((CONTEXTS, 1)))
+    return scale * np.clip(rng.standard_t(4, shape), -15, 15)
+
+
+def base(rng, sharpness):
+    """Returns logits of contexts, the sharper the more of the mass is on one token."""
+    ranks = rng.permuted(np.tile(np.log1p(np.arange(VOCABULARY)), (CONTEXTS, 1)), axis=1)
+    return -sharpness * np.exp(0.3 * rng.standard_normal((CONTEXTS, 1))) * ranks
+
+
+def gap_of(rng, logits, kind, kl):
+    """Returns noise that makes about this KL between the two policies."""
+    size, found = math.sqrt(2 * kl), noise(rng, kind)
+    for _ in range(4):
+        logp = log_softmax(logits)
+        now = float(np.mean(np.sum(np.exp(logp) * (logp - log_softmax(logits + size * found)), -1)))
+        size *= min(math.sqrt(kl / now), 30.0)
+    return size * found
+
+
+# Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Tokens of a step: log-probs [N], and where sequences begin."""
+
+    recorded: np.ndarray
+    learner: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def gap(self):
+        return self.learner - self.recorded
+
+    @property
+    def lengths(self):
+        return np.diff(np.append(self.starts, len(self.recorded)))
+
+    def sums(self, values):
+        return np.add.reduceat(values, self.starts)
+
+    def means(self, values):
+        return self.sums(values) / self.lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Steps of a log, sequences of a step, their mean length, and the spread of its logarithm."""
+
+    steps: int
+    sequences: int
+    length: float
+    spread: float
+
+    def lengths(self, normal: np.ndarray) -> np.ndarray:
+        """Returns log-normal lengths for standard normal numbers."""
+        found = self.length * np.exp(self.spread * normal - self.spread**2 / 2)
+        return np.clip(np.round(found), 1, LONGEST).astype(int)
+
+
+def shape(rng) -> Shape:
+    """Returns what fits into the budget of tokens."""
+    length = float(np.exp(rng.uniform(0.0, math.log(LONGEST / 2))))
+    steps, sequences = int(rng.choice(STEPS)), int(rng.choice((4, 8, 16, 64, 256)))
+    while steps * sequences * length > BUDGET and sequences > 4:
+        sequences //= 2
+    while steps * sequences * length > BUDGET and steps > STEPS[0]:
+        steps = max(s for s in STEPS if s < steps)
+    return Shape(steps, sequences, length, float(rng.choice((0.3, 0.6, 1.0))))
+
+
+def batch(rng, policies, shape) -> Batch:
+    """Draws the sequences of a step."""
+    lengths = shape.lengths(rng.standard_normal(shape.sequences))
+    contexts = rng.integers(CONTEXTS, size=lengths.sum())
+    cumulated = np.cumsum(np.exp(policies.sampled), -1)
+    cumulated[:, -1] = 1.0
+    chosen = (cumulated[contexts] > rng.random((len(contexts), 1))).argmax(-1)
+    return Batch(
+        policies.recorded[contexts, chosen], policies.learner[contexts, chosen],
+        np.cumsum(lengths) - lengths,
+    )
+
+
+# What frameworks log, from their sources
+
+
+def pearson(x):
+    return float(np.corrcoef(np.exp(x.recorded), np.exp(x.learner))[0, 1])
+
+
+def offpolicy(x: Batch) -> dict[str, float]:
+    """verl's rollout_corr_helper.compute_offpolicy_metrics, without prefix."""
+    gap, means = x.gap, x.means(x.gap)
+    return {
+        "kl": -gap.mean(), "k3_kl": (np.exp(gap) - gap - 1).mean(), "ppl_ratio": np.exp(-means).mean(),
+        "log_ppl_abs_diff": np.abs(means).mean(), "chi2_token": np.exp(2 * gap).mean() - 1,
+        "chi2_seq": np.exp(2 * np.clip(x.sums(gap), -20, 20)).mean() - 1,
+    }
+
+
+def verl_weights(x, level, cap=2.0):
+    """verl's compute_is_metrics: mean, min and max before the cap, the sample size after it."""
+    log_w = x.gap if level == "token" else np.repeat(x.sums(x.gap), x.lengths)
+    w = np.exp(np.clip(log_w, -20, 20))
+    bounded = np.clip(w, 1 / cap, cap)
+    return {
+        "rollout_is_mean": w.mean(), "rollout_is_min": w.min(), "rollout_is_max": w.max(),
+        "rollout_is_eff_sample_size": bounded.mean() ** 2 / np.square(bounded).mean(),
+    }
+
+
+def probabilities(x):
+    gaps = np.abs(np.exp(x.learner) - np.exp(x.recorded))
+    return {"rollout_actor_probs_pearson_corr": pearson(x), "rollout_probs_diff_max": gaps.max(),
+            "rollout_probs_diff_mean": gaps.mean(), "rollout_probs_diff_valid": 1}
+
+
+def verl(x, variant):
+    weights = {} if variant == "none" else verl_weights(x, variant)
+    found = {f"rollout_corr/{name}": value for name, value in (offpolicy(x) | weights).items()}
+    found |= {f"training/{name}": value for name, value in probabilities(x).items()}
+    return found | {"response_length/mean": x.lengths.mean(), "critic/score/mean": 0.5}
+
+
+def trl(x, variant):
+    level, bound = variant.split("_")
+    w = np.exp(x.gap if level == "token" else x.sums(x.gap))
+    w = np.minimum(w, 3.0) if bound == "truncate" else np.where(w > 3.0, 0.0, w)
+    ratio, gap = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
+    return {
+        f"{gap}/mean": np.abs(x.gap).mean(), f"{gap}/max": np.abs(x.gap).max(),
+        f"{ratio}/min": w.min(), f"{ratio}/mean": w.mean(), f"{ratio}/max": w.max(),
+        "completions/mean_length": x.lengths.mean(),
+    }
+
+
+def openrlhf(x, variant):
+    return {"train/vllm_kl": -x.gap.mean(), "train/rollout/response_length_mean": x.lengths.mean()}
+
+
+def slime(x, variant):
+    found = {"train/train_rollout_logprob_abs_diff": x.means(np.abs(x.gap)).mean(),
+             "rollout/rollout_log_probs": x.means(x.recorded).mean(),
+             "rollout/log_probs": x.means(x.learner).mean(),
+             "rollout/response_len/mean": x.lengths.mean()}
+    if variant == "tis":
+        return found | {"train/tis": x.means(np.exp(x.gap)).mean()}
+    found |= {f"train/mis_{name}": value for name, value in offpolicy(x).items()}
+    k1, k3 = x.means(-x.gap), x.means(np.exp(x.gap) - x.gap - 1)
+    after = np.minimum(np.exp(np.clip(x.sums(x.gap), -20, 20) if "seq" in variant else x.gap), 2.0)
+    return found | {
+        "train/mis_kl": k1.mean(), "train/mis_k3_kl": k3.mean(),
+        "train/mis_chi2_token": x.means(np.exp(2 * x.gap)).mean() - 1,
+        "train/mis_tis_weight_after_bound": (after if "seq" in variant else x.means(after)).mean(),
+    }
+
+
+def skyrl(x, variant):
+    loss, gap = "policy/loss_metrics/", "policy/rollout_train_logprobs_abs_diff"
+    ratio = {} if variant == "none" else {loss + "is_ratio_mean": np.exp(np.clip(x.gap, -20, 20)).mean()}
+    return ratio | {
+        f"{gap}_mean": np.abs(x.gap).mean(), f"{gap}_max": np.abs(x.gap).max(),
+        "policy/policy_entropy": 0.5, "generate/avg_num_tokens": x.lengths.mean(),
+    }
+
+
+def prime_rl(x, variant):
+    return {"mismatch_kl/all/mean": (np.exp(x.gap) - x.gap - 1).mean(),
+            "train/agg/effective/num_output_tokens/mean": x.lengths.mean()}
+
+
+def nemo_rl(x, variant):
+    w = np.exp(x.sums(x.gap) if variant == "sequence" else x.gap)
+    low, high = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0)}.get(variant, (0.0, math.inf))
+    out = (w < low) | (w > high)
+    bounded = np.where(out, 0.0, w) if variant == "icepop" else np.clip(w, low, high)
+    found = {
+        "train/token_mult_prob_error": np.exp(np.abs(x.gap)).mean(), "train/probs_ratio": 1.0,
+        "train/gen_kl_error": (np.exp(x.gap) - x.gap - 1).mean(),
+        "train/sampling_importance_ratio": bounded.mean(),
+        "train/mean_gen_tokens_per_sample": x.lengths.mean(),
+    }
+    return found | ({"train/is_oob_ratio": out.mean()} if high < math.inf else {})
+
+
+def tunix(x, variant):
+    w, found = np.exp(np.clip(x.gap, -20, 20)), probabilities(x)
+    trainer, weights = "sampler_trainer/train/", "sampler_is/train/"
+    return {
+        trainer + "probs_pearson_corr": found["rollout_actor_probs_pearson_corr"],
+        trainer + "prob_diff_max": found["rollout_probs_diff_max"],
+        trainer + "prob_diff_mean": found["rollout_probs_diff_mean"],
+        trainer + "logp_diff_mean": np.abs(x.gap).mean(),
+        trainer + "logp_diff_max": np.abs(x.gap).max(),
+        weights + "weight_mean": np.minimum(w, 2.0).mean(),
+        weights + "weight_max": np.minimum(w, 2.0).max(),
+        weights + "frac_clipped_at_threshold": (w > 2.0).mean(),
+        "actor/train/sampler_is/weight_mean": np.minimum(w, 2.0).mean(),
+        "actor/train/sampler_is/weight_min": np.minimum(w, 2.0).min(),
+        "completions/train/mean_length": x.lengths.mean(),
+    }
+
+
+LAYOUTS: dict[str, tuple[Callable[[Batch, str], dict[str, float]], tuple[str, ...]]] = {
+    # The framework's default comes first, and is taken for half of the logs.
+    "verl": (verl, ("token", "sequence")),
+    "trl": (trl, ("sequence_mask", "sequence_truncate", "token_truncate", "token_mask")),
+    "openrlhf": (openrlhf, ("default",)),
+    "slime": (slime, ("tis", "mis", "mis_seq")),
+    "skyrl": (skyrl, ("token",)),
+    "prime_rl": (prime_rl, ("default",)),
+    "nemo_rl": (nemo_rl, ("token", "tis", "icepop", "sequence")),
+    "tunix": (tunix, ("token",)),
+    OURS: (verl, ("token", "sequence")),
+}
+
+# Logs
+
+CLIPPING = {"verl": "actor/pg_clipfrac", "trl": "clip_ratio/region_mean", "slime": "train/pg_clipfrac",
+            "openrlhf": "train/ppo_clip_ratio", "skyrl": "policy/loss_metrics/clip_ratio",
+            "tunix": "actor/train/pg_clipfrac", OURS: "actor/pg_clipfrac"}
+TRUST = {"nemo_rl": "train/probs_ratio_", "tunix": "actor/train/is_ratio/"}
+LAGS = {"verl": ("training/off_policy/trajectory_staleness_worst/mean",
+                 "training/off_policy/trajectory_staleness/mean"),
+        "skyrl": ("async/staleness_mean",), "prime_rl": ("off_policy/mean",),
+        "nemo_rl": ("train/avg_trajectory_age",)}
+SAMPLER = {"verl": ("training/", "rollout_corr/"), "trl": ("sampling/",), "openrlhf": ("train/vllm_kl",)}
+WEIGHTS = {"verl": ("rollout_corr/rollout_is",), "slime": ("train/tis", "train/mis_tis"),
+           "skyrl": ("policy/loss_metrics/is_ratio",)}
+MEANS = ("sampling/importance_sampling_ratio/mean", "rollout_corr/rollout_is_mean",
+         "train/mis_tis_weight_after_bound", "train/sampling_importance_ratio")
+# Causes that are put in, and the logs that can show them.
+BROKEN = {
+    "mass": ("verl", "trl", "slime", "skyrl", "nemo_rl", "tunix"),
+    "shrunk": ("verl", "trl", "slime", OURS),
+    "weights.lag": tuple(LAGS),
+    "weights.sync": ("trl", "slime", "openrlhf", "skyrl", "prime_rl", "nemo_rl", "tunix"),
+    "inactive.unrecorded": tuple(SAMPLER), "inactive.copied": tuple(name for name in LAYOUTS if name != OURS),
+    "inactive.ones": ("verl", "trl", "slime", "skyrl", "tunix"), "inactive.uncorrected": tuple(WEIGHTS), "inactive.bypass": ("verl",),
+    "inactive.trust_region": tuple(TRUST), "blind.cap": ("trl", "tunix"),
+    "A": ("verl", "openrlhf", "slime", "prime_rl", "nemo_rl", "tunix", OURS),
+    "A.record": ("verl", "openrlhf", "slime", OURS), "A.spike": (OURS,),
+    "C": ("verl", OURS), "D": ("verl", "slime", OURS),
+    "E": (OURS,), "F": ("verl", "trl", "openrlhf", "slime", "skyrl", "prime_rl", "nemo_rl", "tunix", OURS),
+}
+NEEDS_STEPS = {"E": 120, "F": 120, "weights.lag": 40, "weights.sync": 40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """`rows`: [(step, {name: value})]; `holds`: findings that say of these policies, or of this
+    record, what is so, and which are therefore not counted as wrong."""
+
+    rows: list[tuple[int, dict[str, float]]]
+    holds: frozenset[str]
+
+
+RANGES = {"A": (0.08, 0.3), "C": (0.1, 0.4), "D": (0.4, 1.2), "blind.cap": (0.1, 0.6)}  # of KL
+SAME = ("inactive.ones", "inactive.copied")
+CYCLES = ("weights.lag", "weights.sync")
+
+
+def policies(rng, cause, length) -> Policies:
+    """Returns two policies that differ by noise, and by the cause."""
+    while True:
+        logits = base(rng, math.exp(rng.uniform(math.log(0.5), math.log(6.0))))
+        kind = "normal" if cause in ("C", "D") else str(rng.choice(("normal", "heavy")))
+        low, high = RANGES.get(cause, (1e-6, 0.01))
+        kl = math.exp(rng.uniform(math.log(low), math.log(high)))
+        if cause not in RANGES and rng.random() < 0.5:  # products of sequences spread by about 1
+            kl = min(rng.uniform(0.1, 2.0) / length, high)
+        noisy = log_softmax(logits + gap_of(rng, logits, kind, kl))
+        top_p = float(rng.choice((0.8, 0.9, 0.95))) if cause == "mass" else 1.0
+        sampled = recorded = nucleus(noisy, top_p) if top_p < 1 else noisy
+        learner = log_softmax(logits)
+        if cause == "A.record":
+            recorded = log_softmax(float(rng.choice((0.5, 0.7))) * sampled)
+        if cause in SAME:
+            learner = recorded
+        found = Policies(sampled, recorded, learner, noisy, top_p)
+        if _is_wanted(found, cause):
+            return found
+
+
+def _is_wanted(found, cause):
+    """Whether the gap is as large as the cause makes it, and else too small for any finding."""
+    if cause == "mass":
+        return found.kept < 0.98
+    if cause == "A":
+        return 0.07 < found.kl < 0.4 and found.pearson < 0.9
+    if cause == "A.record":
+        return found.kl < -0.04
+    if cause == "C":
+        return 0.4 < found.chi2 < 0.8
+    if cause == "D":
+        return 3.0 < found.chi2 < 8.0
+    return cause == "blind.cap" or found.kl < 0.012 and found.chi2 < 0.15
+
+
+def autocorrelated(rng, level, steps):
+    """Returns a series around a level, of which 0.8 stays from step to step."""
+    x, found = 0.0, []
+    for _ in range(steps):
+        x = 0.8 * x + 0.2 * rng.standard_normal()
+        found.append(level * math.exp(x))
+    return found
+
+
+def _by_step(rng, at, size, cause, lags):
+    """Returns the policies of each step: their gap swells and shrinks, or has the lag in it."""
+    if cause in CYCLES:
+        drift = gap_of(rng, at.learner, "normal", max(2e-3, at.kl))
+        moved = [dataclasses.replace(at, learner=log_softmax(at.learner + k * drift))
+                 for k in range(max(lags) + 1)]
+        return [moved[lag] for lag in lags]
+    if cause not in (None, "mass"):
+        return [at] * size.steps
+    gap = at.noisy - at.learner
+    sizes = autocorrelated(rng, 1.0, size.steps)
+    noisy = [log_softmax(at.learner + min(x, 1.5) * gap) for x in sizes]
+    sampled = [nucleus(x, at.top_p) for x in noisy] if at.top_p < 1 else noisy
+    return [dataclasses.replace(at, sampled=x, recorded=x) for x in sampled]
+
+
+def simulate(rng, framework: str, cause: str | None = None) -> Log:
+    """Returns a log of a framework, clean, or with a cause."""
+    make, variants = LAYOUTS[framework]
+    variant = variants[0] if rng.random() < 0.5 else str(rng.choice(variants))
+    size = _sized(rng, cause)
+    at = policies(rng, cause, size.length)
+    if cause == "shrunk":
+        size, variant, at = _long(rng, framework, variant)
+    if cause == "blind.cap" and framework == "trl":
+        variant = "token_truncate"
+    if cause == "D" and framework == "slime":
+        variant = "mis"
+    is_averaged = framework == "trl" and cause not in (*NEEDS_STEPS, "blind.cap")
+    every = 10 if is_averaged and rng.random() < 0.5 else 1
+    period = int(rng.choice((3, 4, 5, 8)))
+    lags = [i % period if cause in CYCLES else int(rng.integers(4)) for i in range(size.steps)]
+    is_lagging = cause == "weights.lag" or cause is None and rng.random() < 0.5
+    clipped = autocorrelated(rng, float(rng.choice((0.001, 0.01, 0.05))), size.steps)
+    rows = []
+    for i, now in enumerate(_by_step(rng, at, size, cause, lags)):
+        grown = size.length * (1.6 if cause == "F" and i >= size.steps - 15 else 1.0)
+        part = dataclasses.replace(size, sequences=max(size.sequences // every, 4), length=grown)
+        parts = [make(batch(rng, now, part), variant) for _ in range(every)]
+        row = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+        if framework in CLIPPING:
+            row[CLIPPING[framework]] = clipped[i] if cause != "E" else 0.1 + 0.3 * i / size.steps
+        for bound, value in (("min", 0.7), ("max", 1.4)) if framework in TRUST else ():
+            moves = cause != "inactive.trust_region"
+            row[TRUST[framework] + bound] = value + 0.01 * rng.standard_normal() if moves else 1.0
+        if is_lagging and framework in LAGS:
+            row |= dict.fromkeys(LAGS[framework], float(lags[i]))
+        rows.append((every * (i + 1), _damaged(row, framework, cause, i == size.steps - 3)))
+    return Log(rows, _holding(at, size, rows))
+
+
+def _sized(rng, cause):
+    """Returns a shape that can show the cause."""
+    size = shape(rng)
+    if cause in NEEDS_STEPS:
+        length = min(size.length, 100.0)
+        size = dataclasses.replace(size, steps=NEEDS_STEPS[cause], length=length)
+    if cause in (*CYCLES, "blind.cap"):
+        size = dataclasses.replace(size, sequences=math.ceil(1500 / size.length))
+    if cause in ("C", "D"):
+        size = dataclasses.replace(size, sequences=512, length=min(size.length, 3.0), spread=0.3)
+    if cause in ("A", "A.record"):
+        size = dataclasses.replace(size, sequences=max(size.sequences, math.ceil(300 / size.length)))
+    if cause in ("F", "E"):
+        size = dataclasses.replace(size, sequences=max(size.sequences, 16), spread=0.3)
+    return size
+
+
+def _long(rng, framework, variant):
+    """Returns (shape, variant, policies) of long sequences that are weighed by their product."""
+    variant = {"trl": "sequence_mask", "slime": "mis_seq"}.get(framework, "sequence")
+    is_bounded = framework in ("trl", "slime")  # else a filter makes the mean small
+    while True:
+        at = policies(rng, None if is_bounded else "mass", 1.0)
+        if not is_bounded or at.kl > 4e-3:
+            break
+    length = float(np.clip(rng.uniform(3.0, 6.0) / abs(at.kl), 100.0, 1500.0))
+    return Shape(12, 8, length, 0.3), variant, at
+
+
+def _damaged(row, framework, cause, is_spike):
+    """Returns a row without what the cause removes, and with what it changes."""
+    prefixes = {"inactive.unrecorded": SAMPLER, "inactive.uncorrected": WEIGHTS}.get(cause, {})
+    if prefixes:
+        return {n: x for n, x in row.items() if not n.startswith(prefixes[framework])}
+    if cause == "inactive.bypass":
+        return {n: x for n, x in row.items() if not n.startswith("training/")}
+    if cause == "A.spike" and is_spike:
+        return row | {"training/rollout_probs_diff_max": 0.97}
+    return row
+
+
+def _holding(at, size, rows):
+    """Returns the findings whose statements are so, whatever was put in."""
+    held = {"blind", "blind.cap", "healthy", "watch"}
+    lengths = size.lengths(np.linspace(-2.5, 2.5, 41))
+    if np.mean(np.exp(lengths * math.log1p(2 * max(at.chi2, 0.0)))) > 50:  # the gap swells
+        held |= {"D", "D.length", "D.product", "D.tokens"}
+    if np.abs(np.exp(at.learner) - np.exp(at.recorded)).max() > THRESHOLDS["dp_max"]:
+        held |= {"A", "A.spike", "A.kernels"}  # there is such a token
+    weights = [row[name] for _, row in rows for name in MEANS if name in row]
+    if weights and np.mean(weights) < 0.6:
+        held |= {"shrunk", "shrunk.product", "shrunk.masked", "shrunk.bound"}
+    return frozenset(held)
+
+
+# The doctor
+
+
+def found_in(log: Log, framework: str) -> set[str]:
+    """Returns the findings of a log that hold, those from the set-up apart."""
+    if framework == OURS:
+        series = collections.defaultdict(dict)
+        for step, row in log.rows:
+            for name, value in row.items():
+                series[name][step] = value
+        case = Case(dict(series), CONFIG, THRESHOLDS, len(log.rows))
+        diagnosis = diagnosis_of(adapted(case), "")
+    else:
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.writelines(json.dumps({"step": step} | row) + "\n" for step, row in log.rows)
+            file.flush()
+            diagnosis = foreign.diagnose([file.name], framework)
+    found = diagnosis["findings"] + diagnosis.get("corrections", [])
+    return {finding["name"] for finding in found}
+
+
+CONFIG = json.loads(json.dumps(default.get_config().to_dict()))
+CONFIG["engine"]["quantization"] = "none"  # else a single token is no evidence
+
+
+@dataclasses.dataclass
+class Counts:
+    """(finding, framework) -> logs in which it was found, where it is wrong or put in."""
+
+    logs: int
+    broken: int
+    wrong: collections.Counter
+    right: collections.Counter
+
+
+def rng_of(framework, cause, index):
+    key = f"{framework} {cause} {index}".encode()
+    return np.random.default_rng(list(key))
+
+
+def measure(logs: int, broken: int, frameworks=tuple(LAYOUTS), causes=tuple(BROKEN)) -> Counts:
+    """Counts over `logs` clean logs of each framework, and `broken` of each cause in it."""
+    counts = Counts(logs, broken, collections.Counter(), collections.Counter())
+    for framework in frameworks:
+        for index in range(logs):
+            log = simulate(rng_of(framework, None, index), framework)
+            counts.wrong.update((name, framework) for name in found_in(log, framework) - log.holds)
+        for cause in causes:
+            for index in range(broken if framework in BROKEN[cause] else 0):
+                log = simulate(rng_of(framework, cause, index), framework, cause)
+                counts.right[cause, framework] += cause in found_in(log, framework)
+    return counts
+
+
+def table(counts: Counts, frameworks=tuple(LAYOUTS)) -> list[str]:
+    """Rows of the page: finding, wrong and right by framework."""
+    heads = ["finding", "", *frameworks]
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    wrong = {name for name, _ in counts.wrong}
+    for name in (*BROKEN, *sorted(wrong - set(BROKEN))):
+        cells = [_share(counts.wrong[name, f], counts.logs) for f in frameworks]
+        rows.append(f"| `{name}` | wrong | {' | '.join(cells)} |")
+        if name in BROKEN:
+            cells = [_share(counts.right[name, f], counts.broken) if f in BROKEN[name] else "-"
+                     for f in frameworks]
+            rows.append(f"| | found | {' | '.join(cells)} |")
+    return rows
+
+
+def _share(number, of):
+    return f"{100 * number / of:.3g} %" if of else "-"
+
+
+def text(counts: Counts) -> str:
+    """Returns what stands in the page."""
+    head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
+            "the clean ones in which a finding holds, \"found\": of those with its cause.")
+    return "\n".join([BEGIN, head, "", *table(counts), END])
+
+
+def write(content: str) -> None:
+    """Puts the table into the page, in place of the last one."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + content + rest.split(END)[1], encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--logs", type=int, default=200, help="clean logs of each framework")
+    parser.add_argument("--broken", type=int, default=50, help="logs of each cause and framework")
+    parser.add_argument("--only", help="frameworks, with commas between")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
+    args = parser.parse_args()
+    if args.only and args.write:
+        raise ValueError(f"--write needs every framework, and --only={args.only} leaves some out")
+    frameworks = tuple(args.only.split(",")) if args.only else tuple(LAYOUTS)
+    for framework in frameworks:
+        if framework not in LAYOUTS:
+            raise ValueError(f"--only={framework}: choose one of {', '.join(LAYOUTS)}")
+    counts = measure(args.logs, args.broken, frameworks)
+    print("\n".join(table(counts, frameworks)))
+    if args.write:
+        write(text(counts))
+
+
+if __name__ == "__main__":
+    cli.run(main)
