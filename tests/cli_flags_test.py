@@ -181,7 +181,8 @@ def test_a_mistyped_field_is_named_with_the_nearest(read, field, message):
      '{path}:4: Key "step" does not exist and cannot be added since the config is locked.'),
     ("x", "{path}:1: name 'x' is not defined"),
     ("def get_config():\n    return 1 / 0", "{path}:2: division by zero"),
-    ("def get_config():\n    return 3", "{path}: get_config() returns a value of type int, not a ConfigDict"),
+    ("def get_config():\n    return 3",
+     "{path}: get_config() returns a value of type int, not a ConfigDict"),
     ("from configs import default\ndef get_config():\n    return default.get_config().optimiser",
      '{path}:3: \'optimiser\'\nDid you mean "optimizer" instead of "optimiser"?'),
 ])
@@ -270,8 +271,10 @@ def test_help_ends_with_0_and_names_the_command_s_own_flags(ended, command):
 def test_help_of_a_command_with_flags_of_several_modules(ended):
     _, out, _ = ended["jaxrl_tis.main", "--help"]
     assert out.startswith("Runs one config: python -m jaxrl_tis.main --config=")
-    assert "  --config=...\n      Config file; fields are overridden by --config.field=value. Required.\n" in out
+    assert "  --config=...\n      Config file; fields are overridden by --config.field=value. " \
+        "Required.\n" in out
     assert "  --workdir=...\n      Folder of the run" in out and "--profile_steps=..." in out
-    assert "  --heartbeat_timeout=...\n      Seconds after which a silent process counts as dead. Default: 100.\n" in out
+    assert "  --heartbeat_timeout=...\n      Seconds after which a silent process counts as dead. " \
+        "Default: 100.\n" in out
     _, out, _ = ended["jaxrl_tis.sweep", "--help"]
     assert "  --[no]dry_run\n      Show the commands and run none.\n" in out

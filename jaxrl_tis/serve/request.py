@@ -37,7 +37,8 @@ ONLY = {
     "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
     "moderation": [], "reasoning_effort": ["none"], "verbosity": ["medium"], "echo": [False],
     "suffix": [""], "use_beam_search": [False], "length_penalty": [1.0, 1],
-    "include_stop_str_in_output": [False], "skip_special_tokens": [True], "truncate_prompt_tokens": [], "allowed_token_ids": [],
+    "include_stop_str_in_output": [False], "skip_special_tokens": [True],
+    "truncate_prompt_tokens": [], "allowed_token_ids": [],
     "bad_words": [[]], "structured_outputs": [], "logits_processors": [[]], "documents": [[]],
     "return_token_ids": [False], "return_tokens_as_token_ids": [False], "prompt_logprobs": [0],
 }
@@ -198,7 +199,9 @@ def _check_served(name: str, value: Any, served: list) -> None:
     if json.dumps(value) not in texts:
         other = f", or give {' or '.join(texts)}" if texts else ""
         where = WHERE if name == "chat_template_kwargs" else ""
-        raise ValueError(f"{name} is {value!r:.80}, which is not served here: leave it out{other}{where}")
+        raise ValueError(
+            f"{name} is {value!r:.80}, which is not served here: leave it out{other}{where}"
+        )
 
 
 def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
