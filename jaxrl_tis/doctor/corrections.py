@@ -92,6 +92,8 @@ def _mean_ratio(case):
     if not found:
         raise KeyError(f"{RATIO}, before any bound")
     _enough(case, len(found), f"values of {metric}")
+    if len(found) < 2:
+        raise KeyError(f"2 values of {metric}, there are {len(found)}")
     return found, due, metric
 
 
@@ -156,15 +158,20 @@ def _lost_mass(case):
 def _mass_sigma(case):
     """Returns by how many standard errors the mean ratio is below what is due."""
     found, due, _ = _mean_ratio(case)
-    lost, error = due - statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found))
+    lost, error = due - statistics.fmean(found), _standard_error(found)
     return lost / error if error else math.copysign(math.inf, lost)
 
 
 def _mass_usable(case):
     """Returns the mean ratio in standard errors. Bounded weights are usable as they are."""
     found, due, metric = _mean_ratio(case)
-    error = statistics.stdev(found) / math.sqrt(len(found))
+    error = _standard_error(found)
     return statistics.fmean(found) / error if error and due == 1.0 else math.inf
+
+
+def _standard_error(values):
+    """Returns that of the mean; NaN where a value is infinite, which `statistics.stdev` refuses."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
 def _moving(case):
