@@ -190,7 +190,7 @@ class HFTokenizer:
         Raises:
             ValueError: there is no template, or the template refuses these messages.
         """
-        [result] = self._rendered([messages], [add_generation_prompt])
+        [result] = self._rendered([messages], add_generation_prompt)
         if isinstance(result, ValueError):
             raise result
         return result
@@ -198,23 +198,20 @@ class HFTokenizer:
     def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]:
         is_open = [messages[-1]["role"] == "assistant" for messages in conversations]
         marked = [_marked(c) if x else c for c, x in zip(conversations, is_open, strict=True)]
-        texts = self._rendered(marked, [not x for x in is_open])
+        texts = self._rendered(marked, add_generation_prompt=True)
         return [
             _cut(text) if x and isinstance(text, str) else text for text, x in zip(texts, is_open)
         ]
 
     def _rendered(
-        self, conversations: Sequence[Sequence[dict]], adds_generation_prompt: Sequence[bool]
+        self, conversations: Sequence[Sequence[dict]], add_generation_prompt: bool
     ) -> list[str | ValueError]:
         if self.template is None:
             raise ValueError(
                 f"{self.source} has no chat template; set task.chat to False, and use prompts that "
                 "are text and no messages"
             )
-        calls = [
-            [list(messages), adds]
-            for messages, adds in zip(conversations, adds_generation_prompt, strict=True)
-        ]
+        calls = [[list(messages), add_generation_prompt] for messages in conversations]
         failed = f"the chat template of {self.source} failed"
         return [
             ValueError(f"{failed}: {result['error']}") if result["error"] else result["value"]

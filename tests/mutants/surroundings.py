@@ -205,7 +205,7 @@ MUTANTS = [
         ("one of several ends of sequence counts",
          "eos_ids += eos if isinstance(eos, list) else [eos]",
          "eos_ids += eos[:1] if isinstance(eos, list) else [eos]"),
-        ("the model's own message gets a new turn", "[not x for x in is_open])", "[True for x in is_open])"),
+        ("the model's own message gets a new turn", "_marked(c) if x else c for", "c for"),
         ("padding is an end of sequence",
          "0 if pad_id is None or pad_id in eos_ids else pad_id", "0 if pad_id is None else pad_id"),
         ("a start token is added that the file does not ask for",
