@@ -4,8 +4,8 @@ A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tok
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
 tokens of the response; `length` counts all. `reward` is null where the reward function failed,
 `logp_old` and `weight` where the answer is not trained on. `weight` is also null where the correction
-gives weights inside the update alone. An evaluation (phase "eval", greedy answers) has one program and thus one
-log-prob, that of the model at temperature 1, in `logp_old`; `logp_behav`, `weight` and `version` are
+gives weights inside the update alone. An evaluation (phase "eval", greedy answers) has one program
+and thus one log-prob, that of the model at temperature 1, in `logp_old`; `logp_behav`, `weight` and `version` are
 null.
 """
 
