@@ -166,8 +166,8 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """Returns the jitted function that computes, once for a whole rollout batch [N,T], the
     advantages, the accepted tokens, the weights and the measured gap.
 
-    The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled), logp_prox
-    (at those that the update starts from), rewards [N], group [N], version, current_version, and
+    The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled),
+    logp_prox (at those that the update starts from), rewards [N], group [N], version, current_version, and
     what the methods need. Both modes measure the gap; in bypass mode masks and weights are left to
     the loss. So are, in decoupled mode, the masks that judge the policy of each update.
     """

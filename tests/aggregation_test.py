@@ -96,7 +96,8 @@ def made(way: str, pack_length: int, microbatch_rows: int):
     """(trainer, state's maker) of a way; the state's reference is not the policy."""
     setup = tiny.setup(
         train__minibatches=1, train__epochs=1, train__pack_length=pack_length,
-        train__microbatch_rows=microbatch_rows, train__mask_truncated=True, correction__weight=f"token_tis(cap={CAP})",
+        train__microbatch_rows=microbatch_rows, train__mask_truncated=True,
+        correction__weight=f"token_tis(cap={CAP})",
         correction__objective="ppo", correction__kl_coeff=KL, correction__entropy_coeff=ENTROPY,
         metrics__percentile_every=1000, **WAYS[way][0],
     )
@@ -104,12 +105,10 @@ def made(way: str, pack_length: int, microbatch_rows: int):
     with tiny.one_device():
         trainer = Trainer(setup)
 
-    def state():
-        params = initial_params(setup)
-        other = jax.tree.map(lambda x: 1.2 * x, params)
-        return initial_state(setup, params) | {"reference": other}
-
-    return trainer, state
+    params = initial_params(setup)
+    other = jax.tree.map(lambda x: 1.2 * x, params)
+    first = initial_state(setup, params) | {"reference": other}
+    return trainer, lambda: jax.tree.map(jnp.copy, first)  # which an update donates
 
 
 @functools.cache

@@ -3,13 +3,15 @@
 What their update is, under each aggregation, is in aggregation_test.py.
 """
 
+import copy
 import dataclasses
+import functools
 import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxrl_tis import rollouts
@@ -51,11 +53,18 @@ def with_other_text(samples: list, indices) -> list:
     ]
 
 
-def begin(**changes):
-    setup = tiny.setup(**ONE | changes)
+@functools.cache
+def made(changes: tuple):
+    setup = tiny.setup(**ONE | dict(changes))
     with tiny.one_device():
         trainer = Trainer(setup)
     return trainer, initial_state(setup, initial_params(setup))
+
+
+def begin(**changes):
+    """(trainer, state that an update may donate)"""
+    trainer, first = made(tuple(sorted(changes.items())))
+    return copy.copy(trainer), jax.tree.map(jnp.copy, first)
 
 
 def update(trainer, begun, samples, step=1):

@@ -202,8 +202,8 @@ def gdpo(
 
     Each component is normalised within its group before they are added; one that is constant in a
     group adds exactly 0 there. A component of NaN is void: it is left out of its own statistics and
-    adds 0, and the sequence's other components count. Groups of one as in `grpo`. The whitening shifts every advantage,
-    also those of a group that is constant in all components; where all advantages of the batch are
+    adds 0, and the sequence's other components count. Groups of one as in `grpo`. The whitening
+    shifts every advantage, also those of a group that is constant in all components; where all advantages of the batch are
     equal, they are exactly 0.
 
     Unit: group (components), batch (whitening). Use: several rewards, none of which is to dominate
