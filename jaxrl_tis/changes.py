@@ -79,10 +79,10 @@ def find(
     if saved is None:
         return {}
     old = provenance.flat(saved)
-    before = new | old  # of another version, which may lack fields
+    whole = new | old  # a run of another version may lack fields
     found = [name for name, *_ in provenance.differences(old, new)]
-    fixed = [name for name in found if name in QUEUED and (is_ahead(before) or is_ahead(new))]
-    refused = [name for name in found if not is_within(name, named) and not is_free(name, before, new)]
+    fixed = [name for name in found if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
+    refused = [name for name in found if not is_within(name, named) and not is_free(name, whole, new)]
     shown = lambda names: "; ".join(
         f"{name}: {before} -> {after}" for name, before, after in provenance.differences(old, new)
         if name in names

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_tis import rollouts
+from jaxrl_tis import rollouts, trainer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.models import transformer
@@ -307,3 +307,9 @@ def test_what_keeps_a_learner_waiting_for_the_whole_batch():
         rollout__mode="periodic", train__minibatches=1, train__epochs=1, **settings)).why_waits
     assert "clip_cov ranks" in waits(correction__masks="clip_cov", correction__counts_rejected=True)
     assert "ess_scale" in waits(correction__controllers="ess_scale")
+
+
+def test_the_updates_of_a_step_are_joined():
+    assert trainer._of_step("critic/lr", [1.0, 3.0]) == 3.0
+    assert trainer._of_step("correction/weight/seen", [1.0, 3.0]) == 4.0
+    assert trainer._of_step("actor/pg_loss", [1.0, 3.0]) == 2.0

@@ -49,6 +49,22 @@ MUTANTS = [
          "sweep_test.py::test_a_field_that_is_set_twice_is_refused"),
     ),
     *of(
+        "train.py",
+        ("other data go on without being named", "if differing and all(", "if differing or all(",
+         "changes_test.py::test_a_data_set_that_was_mended_goes_on_where_it_was"),
+        tests="changes_test.py",
+    ),
+    *of(
+        "trainer.py",
+        ("the rate of a step is a mean", "return values[-1]", "return np.mean(values)",
+         "trainer_test.py::test_the_updates_of_a_step_are_joined"),
+    ),
+    *of(
+        "step.py",
+        ("the rate that is told is not that of the update", "{name: x * factor for", "{name: x for",
+         "step_test.py::test_the_rate_that_is_told_is_that_of_the_update"),
+    ),
+    *of(
         "optimizer.py",
         ("the rate that is told is a constant",
          "scaled(schedule(config, total_updates))", "scaled(config.lr)",
