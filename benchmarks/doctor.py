@@ -365,6 +365,7 @@ class Log:
 
 RANGES = {"A": (0.08, 0.3), "C": (0.1, 0.4), "D": (0.4, 1.2), "blind.cap": (0.1, 0.6)}  # of KL
 SAME = ("inactive.ones", "inactive.copied")
+WIDEST = 1.5  # times as large as its usual size a gap swells at most
 CYCLES = ("weights.lag", "weights.sync")
 
 
@@ -399,7 +400,7 @@ def _is_wanted(found, cause):
     if cause == "A.record":
         return found.kl < -0.04
     if cause == "C":
-        return 0.4 < found.chi2 < 0.8
+        return 0.5 < found.chi2 < 0.8
     if cause == "D":
         return 3.0 < found.chi2 < 8.0
     return cause == "blind.cap" or found.kl < 0.012 and found.chi2 < 0.15
@@ -425,7 +426,7 @@ def _by_step(rng, at, size, cause, lags):
         return [at] * size.steps
     gap = at.noisy - at.learner
     sizes = autocorrelated(rng, 1.0, size.steps)
-    noisy = [log_softmax(at.learner + min(x, 1.5) * gap) for x in sizes]
+    noisy = [log_softmax(at.learner + min(x, WIDEST) * gap) for x in sizes]
     sampled = [nucleus(x, at.top_p) for x in noisy] if at.top_p < 1 else noisy
     return [dataclasses.replace(at, sampled=x, recorded=x) for x in sampled]
 
@@ -472,7 +473,7 @@ def _sized(rng, cause):
         length = min(size.length, 100.0)
         size = dataclasses.replace(size, steps=NEEDS_STEPS[cause], length=length)
     if cause in (*CYCLES, "blind.cap"):
-        size = dataclasses.replace(size, sequences=math.ceil(1500 / size.length))
+        size = dataclasses.replace(size, sequences=math.ceil(4000 / size.length))
     if cause in ("C", "D"):
         size = dataclasses.replace(size, sequences=512, length=min(size.length, 3.0), spread=0.3)
     if cause in ("A", "A.record"):
@@ -513,7 +514,8 @@ def _holding(at, size, rows):
     growth = np.minimum(lengths * math.log1p(2 * max(at.chi2, 0.0)), 50.0)  # twice: the gap swells
     if np.mean(np.exp(growth)) > THRESHOLDS["chi2_seq"] / 2:
         held |= {"D"}
-    if np.abs(np.exp(at.learner) - np.exp(at.recorded)).max() > THRESHOLDS["dp_max"]:
+    widest = log_softmax(at.learner + WIDEST * (at.noisy - at.learner))
+    if np.abs(np.exp(at.learner) - np.exp(widest)).max() > THRESHOLDS["dp_max"]:
         held |= {"A"}  # there is such a token
     weights = [row[name] for _, row in rows for name in MEANS if name in row]
     if weights and np.mean(weights) < 0.6:
