@@ -98,6 +98,12 @@ FACTS = {
     "run/over_weights": _over_weights, "run/zeros": _zeros,
 }
 
+def _normalized(case):
+    """Returns that weights are to be divided by their mean, where `validate` lets them."""
+    is_decoupled = case.setting("correction.mode") == "decoupled"
+    return True if is_decoupled and case.setting("correction.centering") == "none" else None
+
+
 CAUSES = (
     Finding(
         "correction.inactive", "a configured correction did nothing in the whole run, beside a gap",
@@ -120,7 +126,7 @@ CAUSES = (
             Clause(WEIGHT_MEAN, "<", "weight_low", "steady", absent=False),
             Clause("run/shrinks", ">", 1),
         ),
-        changes={"correction.batch_normalize": True},
+        changes={"correction.batch_normalize": _normalized},
         mistake="raising the learning rate, which the first batch with weights of 1 then takes whole",
     ),
     Finding(

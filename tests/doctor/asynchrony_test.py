@@ -9,8 +9,9 @@ import pytest
 from jaxrl_tis.doctor import asynchrony, case as cases
 from jaxrl_tis.doctor.asynchrony import (
     AHEAD, DISCARDED, DRAWING, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED, STALENESS_GAP,
+    lag_correlation,
 )
-from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, KL, LAG, LENGTH
+from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, KL, LAG, LENGTH, THRESHOLDS, Case
 from jaxrl_tis.doctor.diagnose import diagnose
 from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
 from jaxrl_tis.validate import validate
@@ -223,3 +224,14 @@ def test_the_metrics_it_reads_are_those_that_the_source_measures():
     source = inspect.getsource(Bookkeeping._measured)
     for name in (IDLE, QUEUE, DRAWING, AHEAD, RESUMED, DISCARDED, REPLACED):
         assert f'"{name}":' in source, name
+
+
+@pytest.mark.parametrize("noise, found", [(0.5, 0.0), (0.3, 0.913)])
+def test_few_steps_make_no_correlation(noise, found):
+    """11 steps. A correlation of 0.79 is 2.8 standard errors of Fisher's z, one of 0.91 is 4.1."""
+    lag = [0.0, 1.0] * 5 + [0.0]
+    other = [0.0, 0.0, 1.0, 1.0] * 2 + [0.0, 0.0, 1.0]
+    series = {"lag": dict(enumerate(lag, 1)),
+              "gap": {s: x + noise * 2 * y for s, (x, y) in enumerate(zip(lag, other), 1)}}
+    case = Case(series, {}, THRESHOLDS, 11)
+    assert lag_correlation(case, "gap", "lag") == pytest.approx(found, abs=1e-3)

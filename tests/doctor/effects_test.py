@@ -4,6 +4,7 @@ import pytest
 
 from jaxrl_tis.doctor.case import CHI2, KL
 from jaxrl_tis.doctor.diagnose import diagnose
+from jaxrl_tis.doctor.frameworks import WEIGHT_MEAN, WEIGHT_MIN
 from tests.doctor.runs import names, write_run
 
 WEIGHT = "correction/weight/"
@@ -66,3 +67,26 @@ def test_a_bound_that_takes_most_tokens(values, changes, expected, tmp_path):
 def test_only_the_window_counts_for_most(tmp_path):
     values = {f"{WEIGHT}truncated": lambda s: 900 if s <= 100 else 0}
     assert found(tmp_path, values)[1]["verdict"] == ["healthy"]
+
+
+SMALL = {WEIGHT_MEAN: 0.04, WEIGHT_MIN: 1e-6, "mismatch/log_ratio_abs_mean": 0.02}
+
+
+def test_weights_that_shrink_the_steps_of_a_run(tmp_path):
+    told = {f["name"]: f for f in diagnose(write_run(tmp_path, SMALL))["findings"]}
+    assert {"shrunk", "shrunk.product"} <= set(told) and "shrunk.masked" not in told
+    assert told["shrunk"]["evidence"][1]["value"] == pytest.approx(25.0)
+    assert told["shrunk"]["changes"] == [
+        {"field": "correction.batch_normalize", "value": True, "now": False}
+    ]
+    bypass = {"correction.preset": "bypass_ppo_clip"}
+    told = {f["name"]: f for f in diagnose(write_run(tmp_path, SMALL, bypass))["findings"]}
+    assert told["shrunk"]["changes"] == []  # divides by the mean of the whole batch alone
+
+
+@pytest.mark.parametrize("values", [
+    {}, {WEIGHT_MEAN: 0.51}, SMALL | {"rollout_corr/rollout_is_batch_norm_factor": 0.04},
+    {WEIGHT_MEAN: lambda s: 0.0 if s % 2 else 0.99},  # 0.495 +- 0.11
+])
+def test_other_weights_shrink_no_step(values, tmp_path):
+    assert "shrunk" not in names(diagnose(write_run(tmp_path, values))["findings"])
