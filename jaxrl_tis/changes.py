@@ -19,7 +19,7 @@ from jaxrl_tis import provenance
 # Names of fields or of groups of fields.
 FREE = (
     "name", "checkpoint", "watchdog", "processes", "metrics", "eval.every", "eval.prompts",
-    "reward.timeout", "rollout.listen", "rollout.transport", "rollout.worker_timeout",
+    "eval.threshold", "reward.timeout", "reward.workers", "rollout.listen", "rollout.transport", "rollout.worker_timeout",
     "rollout.snapshot_gib",
 )
 ROUNDED = (

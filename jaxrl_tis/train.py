@@ -20,7 +20,7 @@ from jaxrl_tis.build import Setup, build
 from jaxrl_tis.changes import Changes
 from jaxrl_tis.checkpoint import Checkpoints, Misfit
 from jaxrl_tis.cli import Interrupted
-from jaxrl_tis.data import confined, pipeline, tasks
+from jaxrl_tis.data import pipeline, tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
 from jaxrl_tis.failures import Failures
@@ -499,11 +499,6 @@ def run(
         checkpoints = stack.enter_context(
             Checkpoints(workdir, config.checkpoint.keep, before_commit=mirror.upload)
         )
-        if not confined.namespaces():
-            processes.say(
-                "no namespaces on this system: Python's sockets are closed to rewards without "
-                "reward.network, those of other programs are not", sys.stderr,
-            )
         rewards = stack.enter_context(worker(
             config.reward, share=processes.share, pulse=watchdog.beat,
             failures=Failures(

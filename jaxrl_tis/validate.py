@@ -10,7 +10,7 @@ import ml_collections
 
 from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.correction import Correction
-from jaxrl_tis.data import tasks
+from jaxrl_tis.data import confined, tasks
 from jaxrl_tis.data.graders import REWARDS
 from jaxrl_tis.data.rewards import DROP
 from jaxrl_tis.data.signatures import SIGNATURES
@@ -75,6 +75,11 @@ def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
     """Returns a line for each setting of a valid config, with its methods, that is likely not what
     its user means."""
     found = []
+    if not config.reward.network and not confined.namespaces():
+        found.append(
+            "this system lets no process have a namespace of its own: Python's sockets are closed to "
+            "rewards without reward.network, those of programs that they start are not"
+        )
     if c.kl is None:
         return found
     if c.kl_placement == "reward" and c.kl[0] != "k1":

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import checkpoint, processes
+from jaxrl_tis import checkpoint, failures, processes
 from jaxrl_tis.build import build
 from jaxrl_tis.state import abstract_state
 from tests import forked, hosts, small_run, tiny
@@ -232,3 +232,14 @@ def test_a_mistake_ends_all_with_its_message_and_2(
     codes, texts = run(tmp_path / "run", 2, *arguments, per_host=per_host)
     assert codes == [code] * 2, texts
     assert all(told in text and "Traceback" not in text for text in texts)
+
+
+def test_a_reward_that_always_fails_ends_all_and_is_told_by_one(tmp_path):
+    codes, texts = run(
+        tmp_path / "run", 2, "--config.reward.name=tests.tiny_rewards:always_raises"
+    )
+    assert codes == [2] * 2, texts
+    assert all("rewards failed, the last by KeyError: 'gold'" in text for text in texts)
+    assert [text.count("Traceback") for text in texts] == [1, 0]
+    [kind] = failures.read(tmp_path / "run" / failures.FILE_NAME)
+    assert kind.count > 0 and "always_raises" in kind.traceback

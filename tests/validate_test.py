@@ -8,6 +8,7 @@ import pytest
 
 from configs import default
 from jaxrl_tis import build, correction
+from jaxrl_tis.data import confined
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
@@ -279,6 +280,17 @@ def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
     assert len(found) == bool(words) and not any("\n" in line for line in found)
     for word in words:
         assert word in found[0]
+
+
+def test_a_system_that_cannot_cut_the_network_off_says_so():
+    config, other = tiny.config(), tiny.config(reward__network=True)
+    chosen = validate(config)
+    with mock.patch.object(confined, "namespaces", lambda: ("unshare",)):
+        assert doubts(config, chosen) == []
+    with mock.patch.object(confined, "namespaces", lambda: ()):
+        [line] = doubts(config, chosen)
+        assert "Python's sockets are closed to rewards without reward.network" in line
+        assert doubts(other, chosen) == []
 
 
 @pytest.mark.parametrize("changes, word", [

@@ -51,8 +51,8 @@ class Confined:
     imports the main module again, and with it JAX. It leads its own process group, and where
     `unshare` works it has process numbers of its own: killing it also kills what the function
     started, whatever that has made of itself. Without `network` Python's sockets are refused
-    everywhere, and where `unshare` works there is no network at all. LIMITS and `memory` bound it, and the
-    first SHOWN_BYTES of what it prints go to stderr. If this process dies, it ends by itself (a
+    everywhere, and where `unshare` works there is no network at all. LIMITS and `memory` bound it,
+    and the first SHOWN_BYTES of what it prints go to stderr. If this process dies, it ends by itself (a
     function that hangs inside C code without releasing the interpreter lock is the exception).
 
     Args:

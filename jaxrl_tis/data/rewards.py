@@ -67,6 +67,7 @@ class RewardWorker:
         share: (items, f: items -> results) -> results; where several processes have the same texts,
             each calls f with its part and gets the results of all.
         pulse: called whenever results come.
+        failures: where they are counted, printed and kept; by default printed alone.
 
     Raises:
         ValueError: the function cannot be loaded, or has no known signature.
