@@ -91,6 +91,8 @@ def _mean_ratio(case):
     if not found:
         raise KeyError(f"{RATIO}, before any bound")
     _enough(case, len(found), f"values of {metric}")
+    if len(found) < 2:
+        raise KeyError(f"2 values of {metric}, there are {len(found)}")
     return found, due, metric
 
 
@@ -161,7 +163,7 @@ def _mass_sigma(case):
 
 def _mass_usable(case):
     """Returns the mean ratio in standard errors. Bounded weights are usable as they are."""
-    found, due, metric = _mean_ratio(case)
+    found, due, _ = _mean_ratio(case)
     error = statistics.stdev(found) / math.sqrt(len(found))
     return statistics.fmean(found) / error if error and due == 1.0 else math.inf
 
