@@ -187,8 +187,9 @@ def _gap_by_period(case):
     metric = _moving(case)
     values = case.window(metric, case.thresholds["surge_steps"])
     steps = sorted(values)
-    if len(steps) < case.thresholds["window"]:
-        raise KeyError(f"{case.thresholds['window']:g} values of {metric}, there are {len(steps)}")
+    needed = max(case.thresholds["window"], 2 * PERIODS)
+    if len(steps) < needed:
+        raise KeyError(f"{needed:g} values of {metric}, there are {len(steps)}")
     rises = [(b, values[b] > values[a]) for a, b in itertools.pairwise(steps)]
     found = {}
     for period in range(2, len(steps) // PERIODS + 1):
