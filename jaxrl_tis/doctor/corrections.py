@@ -164,7 +164,7 @@ def _mass_sigma(case):
 
 def _mass_usable(case):
     """Returns the mean ratio in standard errors. Bounded weights are usable as they are."""
-    found, due, metric = _mean_ratio(case)
+    found, due, _ = _mean_ratio(case)
     error = _standard_error(found)
     return statistics.fmean(found) / error if error and due == 1.0 else math.inf
 
@@ -193,8 +193,9 @@ def _gap_by_period(case):
     metric = _moving(case)
     values = case.window(metric, case.thresholds["surge_steps"])
     steps = sorted(values)
-    if len(steps) < case.thresholds["window"]:
-        raise KeyError(f"{case.thresholds['window']:g} values of {metric}, there are {len(steps)}")
+    needed = max(case.thresholds["window"], 2 * PERIODS)
+    if len(steps) < needed:
+        raise KeyError(f"{needed:g} values of {metric}, there are {len(steps)}")
     rises = [(b, values[b] > values[a]) for a, b in itertools.pairwise(steps)]
     found = {}
     for period in range(2, len(steps) // PERIODS + 1):

@@ -229,6 +229,12 @@ def test_a_mean_that_a_few_steps_make_is_not_used(tmp_path):
     assert "mass" not in held(tmp_path, logs.SKYRL, once)
 
 
+def test_one_step_has_no_error(tmp_path):
+    path = logs.write_jsonl(tmp_path / "log.jsonl", logs.rows(logs.SKYRL, steps=range(1, 2)))
+    shown = foreign.diagnose([path], "auto", {"min_steps": 1.0, "window": 1.0})
+    assert "mass" in names(shown["undecided"])
+
+
 # Weights that shrink a step
 
 
