@@ -233,12 +233,14 @@ def test_log_probs_that_are_nan_are_logged_and_no_number(tmp_path):
     assert not any("no weight is logged" in text for text in found["assumed"])
 
 
-@pytest.mark.parametrize("value, verdict", [(float("inf"), ["A"]), ("both", ["healthy"])])
-def test_infinite_values_are_named(value, verdict, tmp_path):
-    """Of both signs there is no mean: they are left out."""
+@pytest.mark.parametrize("value, first, verdict", [
+    (float("inf"), 101, ["A"]), (float("inf"), 119, ["watch"]), ("both", 119, ["healthy"]),
+])
+def test_infinite_values_are_named(value, first, verdict, tmp_path):
+    """Two of them are no verdict yet. Of both signs there is no mean: they are left out."""
     at = lambda s: float("-inf") if value == "both" and s == 119 else float("inf")
-    found = foreign.diagnose([verl(tmp_path, {KL: lambda s: at(s) if s > 118 else 0.01})], "auto")
-    assert found["nans"] == {KL: [119, 120]} and found["verdict"] == verdict
+    found = foreign.diagnose([verl(tmp_path, {KL: lambda s: at(s) if s >= first else 0.01})], "auto")
+    assert found["nans"] == {KL: list(range(first, 121))} and found["verdict"] == verdict
 
 
 def test_a_number_that_is_logged_again_replaces_one_that_was_not(tmp_path):
