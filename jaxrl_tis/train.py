@@ -56,11 +56,11 @@ def check_rewards(
     """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
     if not all(sample.is_failed for sample in drawn):
         return
-    found = f"step {step}: all {len(drawn)} rewards failed, the last by {last_error}"
+    found = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
     if is_first:
         raise ValueError(
-            f"{found}; mend the function that reward.name names, WORKDIR/{failures.FILE_NAME} has "
-            "the tracebacks"
+            f"{found}. Mend the function that reward.name names; WORKDIR/{failures.FILE_NAME} has the "
+            "errors by kind, with the last texts of each"
         )
     processes.say(found, sys.stderr)
 

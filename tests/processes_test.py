@@ -239,7 +239,7 @@ def test_a_reward_that_always_fails_ends_all_and_is_told_by_one(tmp_path):
         tmp_path / "run", 2, "--config.reward.name=tests.tiny_rewards:always_raises"
     )
     assert codes == [2] * 2, texts
-    assert all("rewards failed, the last by KeyError: 'gold'" in text for text in texts)
+    assert all("rewards failed. The last error: KeyError: 'gold'" in text for text in texts)
     assert [text.count("Traceback") for text in texts] == [1, 0]
     [kind] = failures.read(tmp_path / "run" / failures.FILE_NAME)
     assert kind.count > 0 and "always_raises" in kind.traceback

@@ -166,7 +166,7 @@ def test_a_jsonl_task_needs_no_warm_up_split(tmp_path):
 def test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told(capsys):
     failed, scored = mock.Mock(is_failed=True), mock.Mock(is_failed=False)
     train.check_rewards(1, [failed, scored], "KeyError: 'x'", is_first=True)
-    with pytest.raises(ValueError, match="step 1: all 2 rewards failed, the last by KeyError: 'x'"):
+    with pytest.raises(ValueError, match="step 1: all 2 rewards failed. The last error: KeyError: 'x'"):
         train.check_rewards(1, [failed] * 2, "KeyError: 'x'", is_first=True)
     assert capsys.readouterr().err == ""
     train.check_rewards(2, [failed] * 2, "KeyError: 'x'", is_first=False)
@@ -178,7 +178,7 @@ def test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told(c
 ])
 def test_a_reward_that_always_fails_ends_the_run_with_its_error(tmp_path, capfd, source):
     """Whatever a failure is worth, and with every source: a run on zeros would learn nothing."""
-    with pytest.raises(ValueError, match="all 16 rewards failed, the last by KeyError: 'gold'") as e:
+    with pytest.raises(ValueError, match="all 16 rewards failed. The last error: KeyError: 'gold'") as e:
         tiny.run(tmp_path, reward__name="tests.tiny_rewards:always_raises", **source)
     assert cli.exit_code(e.value) == 2
     [kind] = failures.read(tmp_path / failures.FILE_NAME)

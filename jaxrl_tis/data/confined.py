@@ -234,6 +234,11 @@ def function(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def printable(text: str) -> str:
+    """Returns a text with lone surrogates spelled out, which no file can hold."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def serve() -> None:
     """The process: reads what to make and then batches of calls from stdin, and writes one line for
     each result."""
@@ -256,7 +261,7 @@ def serve() -> None:
         try:
             line = json.dumps({"value": call(), "error": ""})
         except BaseException as fault:
-            error = f"{type(fault).__name__}: {fault}"[:1000]
+            error = printable(f"{type(fault).__name__}: {fault}")[:1000]
             line = json.dumps({"value": None, "error": error})
         if os.getpid() != process:  # a fork that the function left to come back here
             os._exit(1)

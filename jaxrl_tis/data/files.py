@@ -62,6 +62,8 @@ def read(
                 f"{path} is missing; put a file there with one JSON object a line, such as "
                 f"{json.dumps(example)}"
             )
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name its files, as in {path}/*.jsonl")
         before = len(rows)
         rows += _rows(name, path, digest)
         if len(rows) == before:
@@ -103,12 +105,16 @@ def _row(place: str, values: Any) -> Row:
         return Row(place, {plain(name, "name"): plain(x, name) for name, x in values.items()})
     except NotText as error:
         return Row(place, values, str(error))
+    except RecursionError:
+        return Row(place, {}, "its values are nested too deeply")
 
 
 def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     """Rows of an array, or of lines, as some write them into a .json file."""
     data = file.read()
     if not data.removeprefix(BOM).lstrip().startswith(b"["):
+        if b"\n" in data.strip() and _is_json(data):
+            raise ValueError(f"{name} holds one JSON object; give an array of records, or a record a line")
         yield from _lines(name, io.BytesIO(data), digest)
         return
     digest.update(data)
@@ -117,6 +123,14 @@ def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
     yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:

@@ -124,7 +124,8 @@ def made(
     rows: Iterable[Row], digest: str, name_of: Callable[[Row], str],
     fields_of: Callable[[Row], dict[str, Any]],
 ) -> Examples:
-    """Makes records of rows: all of a row, and its id, prompt and answer over that."""
+    """Makes records of rows: all of a row, and its id, prompt and answer over that. An id or answer
+    that the row has in another form stands under "as_read"."""
     examples, bad, places = [], [], {}
     for number, row in enumerate(rows):
         name = row.place
@@ -140,7 +141,10 @@ def made(
                     "the lines for ids"
                 )
             record = {n: x for n, x in row.values.items() if n != "answer"}
-            examples.append(record | fields_of(row) | {"id": name})
+            record |= fields_of(row) | {"id": name}
+            both = {n for n in ("answer", "id") if n in record and n in row.values}
+            as_read = {n: row.values[n] for n in sorted(both) if row.values[n] != record[n]}
+            examples.append(record | ({"as_read": as_read} if as_read else {}))
             places[name] = number, row.place
         except ValueError as error:
             bad.append(Bad(row.place, name, str(error), number))

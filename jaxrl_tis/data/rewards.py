@@ -154,7 +154,9 @@ class RewardWorker:
         if not facts["batched"] and not facts["async"] and len(self._confined) == 1:
             results = self._confined[0].calls([[[item]] for item in items], self._pulse)
             return [_outcome(result) for result in results]
-        size = BATCH if facts["batched"] else max(1, len(items)) if facts["async"] else 1
+        size = max(1, len(items)) if facts["async"] else 1
+        if facts["batched"]:
+            size = max(1, min(BATCH, math.ceil(len(items) / len(self._confined))))
         units = [items[i : i + size] for i in range(0, len(items), size)]
         processes = list(self._confined)  # a thread takes one, and gives it back
         pool = concurrent.futures.ThreadPoolExecutor(len(processes))
@@ -205,6 +207,8 @@ class RewardWorker:
         summed = {name: parts[name] for name, weight in weights.items() if weight}
         if summed.get(SCORE, 0.0) is None or all(x is None for x in summed.values()):
             error = f"the reward returned None for {SCORE if SCORE in summed else 'every part'}"
+            if not summed:
+                error = "reward.weights gives every part of the reward weight 0"
             return self._failed(item, "errors", error, error)
         if any(x is not None and not math.isfinite(x) for x in summed.values()):
             error = f"the score is {summed}"

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_tis.data import graders
+from jaxrl_tis.data import confined, graders
 
 # Parameters that tell a signature; those of the first that has one of the function's decide.
 MARKS = {
@@ -28,8 +28,11 @@ MARKS = {
 }
 BATCHED = ("records", "verl_batch", "trl")
 SIGNATURES = ("auto", "record", *MARKS)
-# The second parameter of a function that wants the answer itself, where ours passes the record.
-NO_RECORDS = {"answer", "ground_truth", "gold", "label", "reference", "solution", "target"}
+# Words in the name of a second parameter that is the answer itself, where ours passes the record.
+ANSWER_WORDS = {
+    "answer", "answers", "correct", "expected", "gold", "golden", "gt", "label", "labels", "ref",
+    "reference", "solution", "target", "truth",
+}
 TEXTS = (str, bytes, bytearray)
 ERROR_CHARACTERS, TRACEBACK_CHARACTERS = 1000, 4000
 OURS = os.path.dirname(__file__)
@@ -99,7 +102,8 @@ def _told(parameters: Mapping[str, inspect.Parameter]) -> str | None:
     is_plain = len(first_two) == 2 and all(
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first_two
     )
-    return "record" if is_plain and first_two[1].name not in NO_RECORDS else None
+    words = set(first_two[1].name.lower().split("_")) if is_plain else ANSWER_WORDS
+    return None if words & ANSWER_WORDS else "record"
 
 
 def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -118,6 +122,10 @@ def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
     # The columns of TRL's functions are those of the data, which is not known here.
     by_name = all(p.kind != p.POSITIONAL_ONLY for p in parameters.values())
     return by_name and (signature == "trl" or needed <= given)
+
+
+class WrongCount(ValueError):
+    """A function of several texts does not return one value for each."""
 
 
 class Called:
@@ -191,9 +199,10 @@ def _trl(items: Sequence[Item]) -> dict[str, Any]:
         [{"role": "assistant", "content": text}] if is_chat(record) else text
         for text, record, _ in items
     ]
-    records = [record for _, record, _ in items]
+    # An answer or id that the data has as a number is a number here.
+    records = [{**record, **record.get("as_read", {})} for _, record, _ in items]
     columns = dict.fromkeys(name for record in records for name in record)
-    for name in ("prompt", "completion", "completion_ids"):
+    for name in ("prompt", "completion", "completion_ids", "as_read"):
         columns.pop(name, None)
     found = {name: [record.get(name) for record in records] for name in columns}
     if all(tokens is not None for _, _, tokens in items):
@@ -230,11 +239,14 @@ class _Scorer:
             return self._loop.run_until_complete(self._at_once(items))
         try:
             columns = [self._column(reward, items) for reward in self._rewards.values()]
+        except WrongCount as error:
+            return [_failed(error) for _ in items]
         except BaseException as error:
             if len(items) == 1:
                 return [_failed(error)]
-            return [outcome for item in items for outcome in self._all([item])]
-        return self._outcomes(columns)
+        else:
+            return self._outcomes(columns)
+        return [outcome for item in items for outcome in self._all([item])]
 
     def _column(self, reward: Called, items: list[Item]) -> list[Any]:
         """The values of one reward for all items."""
@@ -242,7 +254,7 @@ class _Scorer:
             return [self._finished(reward([item])) for item in items]
         values = list(self._finished(reward(items)))
         if len(values) != len(items):
-            raise ValueError(f"the reward returned {len(values)} values for {len(items)} texts")
+            raise WrongCount(f"the reward returned {len(values)} values for {len(items)} texts")
         return values
 
     def _finished(self, value: Any) -> Any:
@@ -274,7 +286,7 @@ class _Scorer:
 
 def _failed(error: BaseException) -> dict[str, Any]:
     kind, text = describe(error)
-    message = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+    message = confined.printable(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
     return {"fault": "errors", "kind": kind, "error": message, "traceback": text}
 
 
@@ -293,7 +305,7 @@ def describe(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(trace)
     text = "".join(traceback.format_exception(type(error), error, trace))
     kind = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
-    return kind, text[-TRACEBACK_CHARACTERS:]
+    return confined.printable(kind), confined.printable(text)[-TRACEBACK_CHARACTERS:]
 
 
 def reading(value: Any) -> dict[str, Any]:
@@ -308,7 +320,7 @@ def reading(value: Any) -> dict[str, Any]:
     score = value["score"] if "score" in value else None
     if score is not None and _number(score) is None:
         return {"bad": f"{_named(score)} as the score"}
-    parts = {str(n): x if x is None else _number(x) for n, x in value.items()
+    parts = {confined.printable(str(n)): x if x is None else _number(x) for n, x in value.items()
              if x is None or _number(x) is not None}
     return {"parts": parts} if parts else {"bad": "a mapping without any number"}
 
@@ -322,6 +334,8 @@ def together(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(value: Any) -> str:
+    if isinstance(value, int):
+        return "a number that is too large"
     return "None" if value is None else f"a {type(value).__name__}"
 
 

@@ -101,6 +101,7 @@ def test_a_json_array_with_rows_that_are_none(tmp_path, content):
     ("a.jsonl.gz", b"no gzip", "a.jsonl.gz is no gzip file that can be read"),
     ("a.parquet", b"PAR1", "a.parquet is no parquet file that can be read"),
     ("a.csv.gz", gzip.compress(b"", mtime=0), "a.csv.gz is empty"),
+    ("a.json", b'{"data": [\n{"prompt": "2+3="}\n]}\n', "a.json holds one JSON object; give an array"),
 ])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
@@ -110,3 +111,16 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
 def test_a_line_nested_too_deep_is_a_bad_row(tmp_path):
     deep, good = read(tmp_path / "a.jsonl", b"[" * 100_000 + b"\n" + b"{}\n")
     assert deep.reason.startswith("the line is not JSON") and good.reason == ""
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.jsonl", b'{"x": %s}\n{}\n'), ("a.json", b'[{"x": %s}, {}]'), ("a.csv", b'x\n"{""y"": %s}"\n1\n'),
+])
+def test_values_nested_too_deep_are_a_bad_row(tmp_path, name, content):
+    deep, good = read(tmp_path / name, content % (b"[" * 700 + b"]" * 700))
+    assert deep.reason == "its values are nested too deeply" and good.reason == ""
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match=r"is a folder; name its files, as in .*/\*.jsonl"):
+        files.read(tmp_path, {})

@@ -198,8 +198,43 @@ def test_a_text_that_breaks_a_batch_fails_alone(score):
     assert [o["fault"] if "fault" in o else o["value"] for o in found] == [
         {"parts": {"reward": 1.0}}, "errors", {"parts": {"reward": 0.5}}]
     [one, two] = score(lambda completions, **_: [1.0] * 3, ["a", "b"], raw=True)
-    assert one["error"] == "ValueError: the reward returned 3 values for 1 texts"
+    assert one["error"] == "WrongCount: the reward returned 3 values for 2 texts"
     assert one["traceback"] and not two["traceback"]  # the first of a kind
+    assert two["error"] == one["error"]  # none is called alone, where the count would be right
+
+
+def test_the_traceback_of_a_function_of_several_texts_is_its_own(score):
+    def reward(completions, **_):
+        return [c["x"] for c in completions]
+
+    one, two = score(reward, ["a", "b"], raw=True)
+    assert "signatures.py" not in one["traceback"] and "During handling" not in one["traceback"]
+    assert one["kind"] == two["kind"]
+
+
+@pytest.mark.parametrize("name", ["correct_answer", "reference_answer", "gt", "golden", "expected_output"])
+def test_a_function_of_the_answer_itself_is_refused(name):
+    with pytest.raises(ValueError, match=f"takes \\(text, {name}\\)"):
+        signatures.called(eval(f"lambda text, {name}: 0.0"), "given")
+
+
+def test_an_answer_that_is_a_number_is_one_in_the_columns(score):
+    right = lambda completions, answer, **columns: [float(c == str(a + 1)) for c, a in zip(completions, answer)]
+    record = {"prompt": "2+3=", "answer": "5", "id": "1", "as_read": {"answer": 5}}
+    assert score(right, ["6"], record) == [1.0]
+    seen = lambda completions, **columns: [float("as_read" not in columns)]
+    assert score(seen, ["6"], record) == [1.0]
+
+
+def test_what_no_file_can_hold_is_spelled_out(score):
+    def reward(text, record):
+        raise ValueError("bad \ud800")
+
+    [failed] = score(reward, ["a"], raw=True)
+    assert failed["error"] == "ValueError: bad \\ud800" and "\\ud800" in failed["traceback"]
+    assert score(lambda text, record: {"a\ud800": 1}, ["a"]) == [{"a\\ud800": 1.0}]
+    [large] = score(lambda text, record: 10**400, ["a"], raw=True)
+    assert large == {"value": {"bad": "a number that is too large"}}
 
 
 def test_a_failure_says_where(score):

@@ -90,8 +90,8 @@ def test_jsonl_reads_several_files_in_order(tmp_path):
     a = write(tmp_path / "a.jsonl", '{"prompt": "2+3=", "answer": 5, "id": "x"}', "")
     b = write(tmp_path / "b.jsonl", '{"prompt": "é", "answer": "two\\nlines", "id": 7}')
     assert read_all(TASKS["jsonl"](path=[a, b])) == [
-        {"prompt": "2+3=", "answer": "5", "id": "x"},
-        {"prompt": "é", "answer": "two\nlines", "id": "7"},
+        {"prompt": "2+3=", "answer": "5", "id": "x", "as_read": {"answer": 5}},
+        {"prompt": "é", "answer": "two\nlines", "id": "7", "as_read": {"id": 7}},
     ]
 
 
@@ -100,7 +100,8 @@ def test_the_whole_row_is_the_record_and_fields_are_dotted_paths(tmp_path):
     path = write(tmp_path / "a.jsonl", json.dumps(row))
     names = dict(prompt_field="q.text", answer_field="a", id_field=None)
     [record] = read_all(TASKS["jsonl"](path=path, **names))
-    assert record == row | {"prompt": "2+3=", "answer": "5", "id": f"{path}:1"}
+    made = {"prompt": "2+3=", "answer": "5", "id": f"{path}:1"}
+    assert record == row | made | {"as_read": {"answer": "five", "id": "x"}}
 
 
 def test_without_a_column_id_the_line_is_the_id(tmp_path):
@@ -235,8 +236,10 @@ def test_parquet_is_read_as_lines_are(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     source = TASKS["gsm8k_jsonl"](path=str(path))
     assert read_all(source) == [
-        {"prompt": "2+3?", "question": "2+3?", "answer": "5", "id": f"{path}:1"},
-        {"prompt": "1?", "question": "1?", "answer": "1000", "id": f"{path}:2"},
+        {"prompt": "2+3?", "question": "2+3?", "answer": "5", "id": f"{path}:1",
+         "as_read": {"answer": "2 plus 3\n#### 5"}},
+        {"prompt": "1?", "question": "1?", "answer": "1000", "id": f"{path}:2",
+         "as_read": {"answer": "#### 1,000"}},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), path)
     assert TASKS["gsm8k_jsonl"](path=str(path)).digest() != source.digest()
@@ -262,6 +265,7 @@ def test_gsm8k_answers_follow_the_mark(tmp_path):
     path = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
     expected = {
         "prompt": "How many?", "question": "How many?", "answer": "1200", "id": f"{path}:1",
+        "as_read": {"answer": rows[0]["answer"]},
     }
     assert read_all(TASKS["gsm8k_jsonl"](path=path)) == [expected]
     path = write(tmp_path / "b.jsonl", '{"question": "How many?", "answer": "12"}')

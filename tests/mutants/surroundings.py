@@ -148,7 +148,7 @@ MUTANTS = [
         ("texts are numbers", "if value is None or isinstance(value, TEXTS):", "if value is None:",
          "test_what_is_a_number"),
         ("a function of the answer gets the record",
-         "is_plain and first_two[1].name not in NO_RECORDS", "is_plain",
+         "return None if words & ANSWER_WORDS else", "return None if not is_plain else",
          "test_a_signature_that_nobody_calls_is_refused"),
         ("completions of chats are texts", 'isinstance(record["prompt"], list)', "False",
          "test_trl_gets_columns_and_messages_where_the_prompt_has_them"),
