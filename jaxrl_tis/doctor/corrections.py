@@ -150,21 +150,49 @@ def _is_of_tokens(case):
     return is_within and 1.0 - statistics.fmean(means.values()) <= statistics.fmean(gaps.values())
 
 
-def _lost_mass(case):
+def _mass(case):
+    """(of each of the last steps what says how much mass is lost, what is due without a filter, its metric):
+    the mean ratio; or its logarithm, where a few steps make the mean."""
     found, due, metric = _mean_ratio(case)
+    if _in_errors(found, due) > case.thresholds["mean_usable"]:
+        return found, due, metric
+    logs = _logs_per_token(case)
+    is_told = len(logs) >= case.thresholds["min_steps"]
+    return (logs, 0.0, f"(log {metric} / {LENGTH} + {K3})") if is_told else (found, due, metric)
+
+
+def _logs_per_token(case):
+    """Returns the logarithm of each step's mean ratio by the mean length, and k3 of a token.
+
+    The logarithm of a mean is at least the mean logarithm: of the products of whole answers -k1 times the
+    length. Without a filter k1 and k3 have the same mean. So the sum is at least 0 on average, however far
+    products spread, and below 0 by no more than the mass that is lost for each token."""
+    ratios, lengths, k3 = (
+        case.window(metric, case.thresholds["surge_steps"]) for metric in (RATIO, LENGTH, K3)
+    )
+    steps = [step for step in ratios if ratios[step] > 0 and lengths.get(step, 0) > 0 and step in k3]
+    return [math.log(ratios[step]) / lengths[step] + k3[step] for step in steps]
+
+
+def _lost_mass(case):
+    found, due, metric = _mass(case)
     return due - statistics.fmean(found), f"{due:.4g} - {metric}"
 
 
 def _mass_sigma(case):
     """Returns by how many standard errors the mean ratio is below what is due."""
-    found, due, _ = _mean_ratio(case)
+    found, due, _ = _mass(case)
     lost, error = due - statistics.fmean(found), _standard_error(found)
     return lost / error if error else math.copysign(math.inf, lost)
 
 
 def _mass_usable(case):
-    """Returns the mean ratio in standard errors. Bounded weights are usable as they are."""
-    found, due, _ = _mean_ratio(case)
+    found, due, _ = _mass(case)
+    return _in_errors(found, due)
+
+
+def _in_errors(found, due):
+    """Returns a mean ratio in standard errors. Bounded weights and logarithms are usable as they are."""
     error = _standard_error(found)
     return statistics.fmean(found) / error if error and due == 1.0 else math.inf
 

@@ -83,6 +83,11 @@ def _turns(messages: float) -> float:
     return messages / 2
 
 
+def _not_zero(weight: float) -> float:
+    """Returns a smallest weight of verl, which never sets one to 0: exp of a sum below -103 is 0 in float32."""
+    return max(weight, TINY)
+
+
 def _ratio_of(k1: float, k3: float) -> float:
     """Returns the mean ratio: k3 is mean(ratio - 1 - log ratio), k1 is mean(-log ratio)."""
     return 1.0 + k3 - k1
@@ -92,12 +97,13 @@ def _ratio_of(k1: float, k3: float) -> float:
 
 CALCULATE = "actor_rollout_ref.rollout.calculate_log_probs=True"
 GAP_NAMES = (
-    KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX, REJECTED,
-    OUT_OF_BAND, NORMALIZED,
+    KL, K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ, WEIGHTS_ESS, WEIGHT_MEAN, WEIGHT_MAX, REJECTED, OUT_OF_BAND,
+    NORMALIZED,
 )
 # In bypass mode the actor computes them; 0.7's engine workers, and all later ones, put this before its metrics.
 BYPASS = "actor/"
 V06 = "mismatch/"
+TINY = 2.0**-149  # smallest number above 0 of float32
 VERL = Framework(
     source="volcengine/verl, 0.5.0 to PyPI 0.9.1 and main b178a3cd5 (2026-01-29): "
     "verl/trainer/ppo/rollout_corr_helper.py, mismatch_helper.py (0.6.0), core_algos.py, "
@@ -107,6 +113,7 @@ VERL = Framework(
         *_same(PEARSON, DP_MAX, DP_MEAN, IS_VALID, CLIPPED, PPO_KL, LENGTH, LAG, MEAN_LAG),
         *_same(*GAP_NAMES),
         *_rows({name: BYPASS + name for name in GAP_NAMES}),
+        *(Named(WEIGHT_MIN, (name,), _not_zero) for name in (WEIGHT_MIN, BYPASS + WEIGHT_MIN)),
         *_rows({
             KL: V06 + "mismatch_kl", K3: V06 + "mismatch_k3_kl", PPL: V06 + "mismatch_ppl_ratio",
             MEAN_GAP: V06 + "mismatch_log_ppl_abs_diff",

@@ -229,6 +229,24 @@ def test_a_mean_that_a_few_steps_make_is_not_used(tmp_path):
     assert "mass" not in held(tmp_path, logs.SKYRL, once)
 
 
+def test_products_that_spread_too_far_for_a_mean_are_judged_by_its_logarithm(tmp_path):
+    """NeMo-RL's products of 200 tokens. Of k1 = k3 = 0.01 the mean logarithm is -2, and that of the mean not
+    below it; of k1 = 0.03 and k3 = 0.01 a token loses 0.02, and the mean logarithm is -6."""
+    def wide(middle):
+        return {
+            "train/sampling_importance_ratio": lambda s: math.exp(noise(middle, 1.5)(s)) * (20 if s == 110 else 1),
+            "train/gen_kl_error": 0.01, "train/mean_gen_tokens_per_sample": 200.0,
+        }
+
+    [mass] = [f for f in found(tmp_path, logs.NEMO, wide(-6.0))["corrections"] if f["name"] == "mass"]
+    lost, *_ = mass["evidence"]
+    assert lost["value"] == pytest.approx(0.02, abs=0.002)  # 0.02, and 0.015 / 100 by one step
+    assert lost["metric"] == "0 - (log mismatch/ratio_mean_token / response_length/mean + rollout_corr/k3_kl)"
+    assert "mass" not in held(tmp_path, logs.NEMO, wide(-2.0))
+    assert "mass" not in held(tmp_path, logs.NEMO, wide(-6.0) | {"train/gen_kl_error": 0.03})
+    assert "mass" not in held(tmp_path, logs.NEMO, wide(-6.0) | {"train/gen_kl_error": None})
+
+
 def test_one_step_has_no_error(tmp_path):
     path = logs.write_jsonl(tmp_path / "log.jsonl", logs.rows(logs.SKYRL, steps=range(1, 2)))
     shown = foreign.diagnose([path], "auto", {"min_steps": 1.0, "window": 1.0})
@@ -266,6 +284,58 @@ def test_which_weights_shrink(tmp_path):
     assert "shrunk" not in names(found(tmp_path, logs.VERL, small | DECOUPLED)["findings"])
     nemo = {"train/sampling_importance_ratio": 0.3, "train/is_oob_ratio": 0.01}
     assert "shrunk" in names(found(tmp_path, logs.NEMO, nemo)["undecided"])  # are they used?
+
+
+def bypass(changes=()):
+    """verl's bypass mode of 0.8 and later: the actor alone computes, and no old policy's probabilities."""
+    values = {n: x for n, x in (logs.VERL | dict(changes)).items() if not n.startswith("training/")}
+    return {n.replace("rollout_corr/", "actor/rollout_corr/"): x for n, x in values.items()}
+
+
+SMALL = {"rollout_corr/rollout_is_mean": 0.3, "rollout_corr/rollout_is_min": 1e-4}
+
+
+def test_weights_that_verls_bypass_mode_does_not_use_shrink_nothing(tmp_path):
+    shown = found(tmp_path, bypass(SMALL))
+    assert "shrunk" not in names(shown["findings"]) and "inactive.bypass" in names(shown["corrections"])
+    used = found(tmp_path, bypass(SMALL | {"actor/pg_clipfrac": None}))  # loss_type=reinforce
+    assert {"shrunk", "shrunk.product"} <= names(used["findings"])
+    assert "inactive.bypass" not in names(used["corrections"])
+    # Decoupled, with metrics of the actor beside those of the old policy.
+    both = SMALL | {"actor/rollout_corr/kl": 0.02, "actor/rollout_corr/k3_kl": 0.02}
+    shown = found(tmp_path, logs.VERL, both)
+    assert "shrunk" in names(shown["findings"]) and "inactive.bypass" not in names(shown["corrections"])
+
+
+@pytest.mark.parametrize("mean, is_found", [
+    # Products 0.1 three times and 4, bound 2: 1.075 before it, 0.575 after.
+    (1.075, False), (0.575, False),
+    # 0.01 nine times and 4: 0.409 and 0.209.
+    (0.409, True), (0.209, True),
+])
+@pytest.mark.parametrize("layout", [dict, bypass], ids=["decoupled", "bypass"])
+def test_verls_weights_before_and_after_their_bound(layout, mean, is_found, tmp_path):
+    """Before it up to 0.7.1, after it from 0.8 on. A mean before it is never below that after it, so what
+    shrinks is small in both; and `mass` reads neither: 1 + k3 - k1 is 1."""
+    weights = {"rollout_corr/rollout_is_mean": mean, "rollout_corr/rollout_is_min": 0.01}
+    values = logs.VERL | weights if layout is dict else bypass(weights | {"actor/pg_clipfrac": None})
+    shown = found(tmp_path, values)
+    assert ("shrunk" in names(shown["findings"])) == is_found
+    assert "mass" not in names(shown["corrections"])
+    prefix = "" if layout is dict else "actor/"
+    lost = {f"{prefix}rollout_corr/kl": noise(0.03, 1e-3)}  # k3 0.01: a mean ratio of 0.98
+    assert "mass" in held(tmp_path, values | lost)
+
+
+@pytest.mark.parametrize("layout, smallest", [
+    (logs.VERL, "rollout_corr/rollout_is_min"), (bypass({"actor/pg_clipfrac": None}),
+                                                 "actor/rollout_corr/rollout_is_min"),
+])
+def test_a_product_that_float32_does_not_hold_is_no_mask(layout, smallest, tmp_path):
+    """exp(-110) is 0 there; verl's masks leave weights as they are."""
+    values = {smallest.replace("_min", "_mean"): 0.04, smallest: 0.0}
+    shown = names(found(tmp_path, layout, values)["findings"])
+    assert {"shrunk", "shrunk.product"} <= shown and "shrunk.masked" not in shown
 
 
 # The ratio of other weights

@@ -10,7 +10,7 @@ from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
 )
-from jaxrl_tis.doctor.diagnose import describe, diagnose
+from jaxrl_tis.doctor.diagnose import _skewed_t, describe, diagnose
 from tests.doctor.runs import late, names, write_run
 
 
@@ -42,6 +42,25 @@ def test_evidence_tells_metric_value_threshold_and_steps(tmp_path):
 def test_a_value_on_a_threshold_has_not_crossed_it(values, tmp_path):
     found = names(diagnose(write_run(tmp_path, values))["findings"])
     assert found in ({"healthy"}, {"watch"})
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_standard_error_of_skewed_values(sign):
+    # Mean 1, standard deviation 2, so 1 error of 2 / sqrt(4) above 0. Third moment by sd^3: (3 (-0.5)^3 +
+    # 1.5^3) / 4 = 0.75; a = 0.75 / (3 sqrt(4)) = 0.125, and 1 + a + a^2 / 3 + a / 2.
+    assert _skewed_t([0.0, 0.0, 0.0, 4.0 * sign], 0.0) == pytest.approx(sign * (1.1875 + 0.015625 / 3))
+    assert _skewed_t([2.0, 2.0], 2.0) == 0.0 and _skewed_t([2.0, 2.0], 2.0 + sign) == -sign * math.inf
+
+
+@pytest.mark.parametrize("window, is_found", [
+    # Errors above 0.3: 1.72, and 2.35 of skewed values.
+    ([0.2] * 8 + [0.4] * 8 + [0.8] * 2 + [3.0] * 2, True),
+    # A mean of 0.69 by two steps: 0.96 and 1.23.
+    ([0.1] * 18 + [6.0] * 2, False),
+])
+def test_a_heavy_tail_is_no_reason_to_doubt_what_is_below_it(window, is_found, tmp_path):
+    chi2 = {CHI2: lambda step: window[step - 101] if step > 100 else 0.05}
+    assert ("C" in names(diagnose(write_run(tmp_path, chi2))["findings"])) == is_found
 
 
 def test_steps_before_the_window_are_history(tmp_path):
