@@ -184,7 +184,7 @@ def get_config() -> ConfigDict:
     c.train.epochs = 1
     c.train.microbatch_rows = 32  # rows per forward and backward pass
     # Leave answers that end at rollout.max_new_tokens out of the loss (DAPO's overlong filtering); their
-    # rewards still count in their groups
+    # rewards still count in their groups, also for rollout.dynamic_sampling
     c.train.mask_truncated = False
     c.train.pack_length = 0  # tokens of a row shared by several sequences; 0: one sequence a row
     # auto: a batch that gets one update is scored by it, where the methods allow; never: before it

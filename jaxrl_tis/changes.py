@@ -51,6 +51,11 @@ class Changes:
         """Whether a field, its group or a part of it is named."""
         return is_within(field, self.named) or any(is_within(name, [field]) for name in self.named)
 
+    def named_fields(self) -> "Changes | None":
+        """Returns the changes that --change names; None where it names none of them."""
+        fields = {field: pair for field, pair in self.fields.items() if self.names(field)}
+        return Changes(self.named, fields) if fields else None
+
     def __str__(self) -> str:
         return "; ".join(f"{name}: {before} -> {after}" for name, (before, after) in self.fields.items())
 
@@ -135,7 +140,8 @@ def told(fields: Mapping[str, list], numerics: str) -> list[str]:
 
 def needs_steps(config: Mapping[str, Any]) -> bool:
     """Whether the number of steps decides what a step does."""
-    schedules = config["optimizer.schedule"], config["critic.schedule"]
+    has_critic = config["correction.advantage"].startswith("gae")
+    schedules = [config["optimizer.schedule"], *([config["critic.schedule"]] if has_critic else [])]
     return set(schedules) != {"constant"} or config["engine.noise_start"] > 0
 
 

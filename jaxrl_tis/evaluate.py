@@ -144,10 +144,10 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     "sampled_reward"}; k are the powers of 2 up to `samples`.
 
     Each accuracy is {"mean", "low", "high"} with its 95 % Wilson interval over prompts, each mean
-    reward with Student's. The `failed` prompts are left out: of one of their answers the reward
-    failed.
+    reward with Student's, None where one prompt has none. Answers whose reward `failed` are left out:
+    the mean of a prompt is over the others, and pass@k over prompts with at least k of them.
 
-    Raises ValueError where no prompt is left; further see `state.read_params` and `Evaluator`.
+    Raises ValueError where no answer is left; further see `state.read_params` and `Evaluator`.
     """
     config, engine = setup.config, setup.learner_engine
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
@@ -158,20 +158,25 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
         Progress(total, "answers") as progress,
     ):
         greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)
-    is_known = ~np.isnan(np.column_stack([greedy, sampled])).any(axis=1)
-    if not is_known.any():
-        raise ValueError(f"the reward {config.reward.name!r} failed on an answer to every prompt")
-    greedy, sampled = greedy[is_known], sampled[is_known]
+    failed = int(np.isnan(greedy).sum() + np.isnan(sampled).sum())
+    known, drawn = greedy[~np.isnan(greedy)], [row[~np.isnan(row)] for row in sampled]
     threshold = config.eval.threshold
-    right = sampled >= threshold
-    shares = {"greedy": greedy >= threshold, "sampled": right.mean(axis=1)}
-    shares |= {f"pass_at_{2**i}": pass_at(2**i, right) for i in range(samples.bit_length())}
-    means = {"greedy_reward": greedy, "sampled_reward": sampled.mean(axis=1)}
-    named = lambda interval: dict(zip(("mean", "low", "high"), interval))
-    measured = {name: named(intervals.of_shares(x)) for name, x in shares.items()}
-    measured |= {name: named(intervals.of_mean(x)) for name, x in means.items()}
-    failed = int((~is_known).sum())
+    shares = {"greedy": known >= threshold, "sampled": [(x >= threshold).mean() for x in drawn if len(x)]}
+    for k in (2**i for i in range(samples.bit_length())):
+        right = [x[None] >= threshold for x in drawn if len(x) >= k]
+        shares[f"pass_at_{k}"] = [pass_at(k, x)[0] for x in right]
+    means = {"greedy_reward": known, "sampled_reward": [x.mean() for x in drawn if len(x)]}
+    measured = {name: _named(intervals.of_shares(x)) for name, x in shares.items() if len(x)}
+    measured |= {name: _named(intervals.of_mean(x)) for name, x in means.items() if len(x)}
+    if not measured:
+        raise ValueError(f"the reward {config.reward.name!r} failed on every answer")
     return {"n": len(greedy), "samples": samples, "failed": failed, **measured}
+
+
+def _named(interval: tuple[float, float, float]) -> dict[str, float | None]:
+    """Names the parts of an interval; a bound that there is none of, as of one value, is None."""
+    names = "mean", "low", "high"
+    return {name: x if math.isfinite(x) else None for name, x in zip(names, interval)}
 
 
 def main() -> None:
@@ -185,17 +190,17 @@ def main() -> None:
         cli.check_folder("json", path.value)
         setup = build(as_begun(config.value, model))
         measured = measure(setup, model, samples.value, step.value)
-        failed = f", {measured['failed']} others without a reward" if measured["failed"] else ""
+        failed = f", {measured['failed']} answers without a reward" if measured["failed"] else ""
         print(f"{model}: {measured['n']} prompts, {samples.value} draws each{failed}")
         for name in list(measured)[3:]:
             mean, low, high = measured[name].values()
             if name.endswith("_reward"):
-                print(f"{name:14} {mean:.4g}  [{low:.4g}, {high:.4g}]")
+                print(f"{name:14} {mean:.4g}" + ("" if low is None else f"  [{low:.4g}, {high:.4g}]"))
             else:
                 print(f"{name:14} {100 * mean:5.1f} %  [{100 * low:.1f}, {100 * high:.1f}]")
         if path.value:
             with open(path.value, "w", encoding="utf-8") as file:
-                json.dump(measured, file, indent=2)
+                json.dump(measured, file, indent=2, allow_nan=False)
 
     cli_flags.run(run, required=["config"], words=["WORKDIR|MODEL"])
 

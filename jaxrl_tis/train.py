@@ -97,7 +97,7 @@ class Run:
         self._samples: LineFile | None = None
         self._profile_steps, self._pins, self._changed = profile_steps, pins, changed
         self.last_eval: dict[str, float] = {}
-        self._is_rewarded = False  # a batch was, since this process began
+        self._is_rewarded = False  # a batch of this run was
 
     def _make_source(self) -> rollouts.RolloutSource:
         setup, config = self.setup, self.setup.config
@@ -169,11 +169,11 @@ class Run:
             try:
                 self.state, meta = self._checkpoints.restore(self._abstract_state)
             except Misfit as error:
-                if not self._changed.fields:
+                if not (named := self._changed.named_fields()):
                     raise
                 raise ValueError(
-                    f"a run cannot go on with this change ({self._changed}), which its checkpoints do "
-                    f"not carry: {error}. Use the old values, or a new workdir"
+                    f"a run cannot go on with this change ({named}), as its checkpoints do not have the "
+                    "parameters that it needs: use the old values, or a new workdir"
                 ) from error
         needed = "step", "version", "source", "held_out", "old_policies"
         if missing := [name for name in needed if name not in meta]:
@@ -186,6 +186,7 @@ class Run:
         self._old.restore(self.state.pop("old", {}), meta["old_policies"])
         self.done = self.saved = meta["step"]
         self.version = meta["version"]
+        self._is_rewarded = self.done > 0
         rates = processes.first(self._rates)
         processes.first(lambda: self._describe(fields))
         self._open_record(self.done)
@@ -423,8 +424,8 @@ class Run:
         compiled = goodput.compile_seconds() - compiled
         self._timer.add("compile", compiled)
         seconds = time.monotonic() - start - compiled
-        about = {"eval/bad_records": self._evaluator.left_out, "time/eval_s": seconds}
-        self.writer.write(step, "eval", values | about)
+        values["eval/bad_records"] = self._evaluator.left_out
+        self.writer.write(step, "eval", values | {"time/eval_s": seconds})
         self._write_samples(samples.of_evaluation(
             step, self._evaluator.greedy, self.setup.tokenizer.decode,
             self.setup.config.metrics.samples,

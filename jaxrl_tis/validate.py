@@ -158,8 +158,6 @@ def _task(config):
             f"task.template is {config.task.template!r}; it must hold {{prompt}}, and other braces "
             "doubled"
         )
-
-
     if wrong := {"messages", "add_generation_prompt"} & set(config.task.template_kwargs):
         yield f"task.template_kwargs names {' and '.join(wrong)}, which each prompt has of its own"
     try:

@@ -31,7 +31,7 @@ def ended(capsys, function, *arguments, **options):
      "the config contradicts itself:\n- engine.policy is 'fastest'; choose one of first_come"),
     (lambda folder: tiny.run(folder / "run", model__path=str(folder / "none")), "No model folder"),
     (lambda folder: tiny.run(folder / "run", task__max_prompt_tokens=3),
-     "example arithmetic-eval-0-0: 5 prompt tokens, config.task.max_prompt_tokens is 3"),
+     "generated example 0 (id 'arithmetic-eval-0-0'): 5 prompt tokens, config.task.max_prompt_tokens is 3"),
     (lambda folder: tiny.run(folder / "run", reward__name="none:f"),
      "the reward 'none:f' cannot be loaded"),
     (lambda folder: tiny.run(folder / "run", mesh__serve=(3, 1, 5)), "mesh {'data': 3"),

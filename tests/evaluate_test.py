@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_tis import evaluate, export, rollouts
+from jaxrl_tis import evaluate, export, intervals, rollouts
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from tests import tiny
 from tests.rollouts.collector_test import FakeRewards, FakeScheduler
@@ -183,22 +183,27 @@ def test_the_command_measures_a_run_and_a_model(path, tmp_path):
     assert 0 <= low <= measured["greedy"]["mean"] <= high <= 1
 
 
-def test_the_command_leaves_prompts_out_whose_reward_failed(monkeypatch):
-    """Of eight prompts the first has a failed draw: seven are left, of which the greedy answers of
-    rewards 0 to 6 are right from 5 on."""
+def test_the_command_leaves_answers_out_whose_reward_failed(monkeypatch):
+    """Of eight prompts the first has a failed greedy answer and a failed draw. Of the other greedy
+    answers, of rewards 0 to 6, those from 5 on are right, and so is the first prompt's other draw."""
     def scores(self, scheduler, rewards, samples, progress):
         sampled = np.full((8, samples), 2.0)
-        sampled[0, 1] = NAN
-        return np.arange(8) - 1.0, sampled
+        sampled[0] = 10.0, NAN
+        return np.array([NAN, *range(7)]), sampled
 
     monkeypatch.setattr(evaluate.Evaluator, "scores", scores)
     with tiny.one_device():
         measured = evaluate.measure(tiny.setup(eval__threshold=5.0), str(tiny.finished()), samples=2)
-    assert (measured["n"], measured["failed"]) == (7, 1)
+    assert (measured["n"], measured["failed"]) == (8, 2)
     assert measured["greedy"]["mean"] == pytest.approx(2 / 7) and measured["pass_at_2"]["mean"] == 0
-    assert measured["greedy_reward"]["mean"] == 3.0 and measured["sampled_reward"]["mean"] == 2.0
+    assert measured["pass_at_1"]["mean"] == measured["sampled"]["mean"] == 1 / 8
+    assert measured["greedy_reward"]["mean"] == 3.0 and measured["sampled_reward"]["mean"] == 3.0
     # Student's t of 6 degrees of freedom, 2.447, times sqrt(28 / 6 / 7), the error of the mean.
     assert measured["greedy_reward"]["high"] == pytest.approx(3 + 2.4469 * (28 / 42) ** 0.5, rel=1e-4)
+
+
+def test_a_reward_of_one_prompt_has_no_interval():
+    assert evaluate._named(intervals.of_mean(np.array([0.5]))) == {"mean": 0.5, "low": None, "high": None}
 
 
 def test_an_older_checkpoint_is_measured_where_it_is_asked_for():

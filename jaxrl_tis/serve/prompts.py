@@ -6,7 +6,7 @@ from jaxrl_tis.data.tokenizer import Tokenizer
 
 SAME_ROLE = {"developer": "system"}  # the newer name, which chat templates do not know
 # Texts of a message beside its role and content, for chat templates that use them.
-OTHERS = ("name", "reasoning_content")
+OTHERS = ("name", "reasoning_content", "tool_call_id")
 FORM = "messages must be a list of {'role': text, 'content': text}"
 
 
@@ -57,6 +57,8 @@ def message(where: str, given: Any) -> dict[str, str]:
 
 
 def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else part

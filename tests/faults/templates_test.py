@@ -32,11 +32,11 @@ def test_harm_costs_its_time_and_the_next_prompt_is_rendered(template, message):
     text = f"{{% if messages[0].content == 'now' %}}{template}{{% endif %}}fine"
     made = "jaxrl_tis.data.templates:renderer"
     confined_template = confined.Confined(
-        made, text, what="the template", timeout=1.0, memory=512 << 20
+        made, {"template": text, "tokens": {}, "kwargs": {}, "date": ""}, what="the template", timeout=1.0, memory=512 << 20
     )
     try:
-        now, start = [[{"role": "user", "content": "now"}], True, {}], time.monotonic()
-        results = confined_template.calls([[USER, True, {}], now, [USER, True, {}]])
+        now, start = [[{"role": "user", "content": "now"}], True], time.monotonic()
+        results = confined_template.calls([[USER, True], now, [USER, True]])
         assert time.monotonic() - start < 8
         assert [r["value"] for r in results] == ["fine", None, "fine"]
         with pytest.raises(ValueError, match=message):
