@@ -210,7 +210,7 @@ MUTANTS = [
         ("another template's ids are taken", "self.tokenizer.digest(), self.task.template,", "self.tokenizer.digest(),"),
         ("a torn file ends the start", "KeyError, EOFError, zipfile.BadZipFile)", "KeyError, EOFError)"),
         ("the oldest files are kept", "key=os.path.getmtime, reverse=True)", "key=os.path.getmtime)"),
-        ("a reward without an answer trains", "if name.strip() in REWARDS]", "if not name]"),
+        ("a reward without an answer trains", "if name in REWARDS]", "if not name]"),
         ("a template that hangs is tried on all", "            self._try(prompts[0])\n", "            pass\n"),
     ),
     *of(
@@ -219,6 +219,9 @@ MUTANTS = [
          "scores = rewards.score(texts[0::2]", "scores = rewards.score(texts[1::2]"),
         ("failed rewards are wrong answers",
          "for score in found if not math.isnan(score)]", "for score in np.nan_to_num(found)]"),
+        ("a failed answer leaves out its prompt", "[row[~np.isnan(row)] for row in sampled]",
+         "[row[~np.isnan(row)] for row in sampled if not np.isnan(row).any()]",
+         "test_the_command_leaves_answers_out_whose_reward_failed"),
         ("partial credit is accuracy", "np.mean(known >= threshold)", "np.mean(known > 0)"),
         ("the constant answer is the rarest",
          "answers.most_common(1)[0][0]", "answers.most_common()[-1][0]"),
