@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_tis.cli import Unwritable
+
 FILE_NAME = "reward_errors.jsonl"
 KINDS, LAST = 50, 3  # kinds that are kept apart, texts of each
 TEXT_CHARACTERS = 2000
@@ -66,13 +68,19 @@ class Failures:
         del failure.last[:-LAST]
 
     def write(self) -> None:
-        """Writes the file anew."""
+        """Writes the file anew; Unwritable where it cannot be written."""
         if self._path is None:
             return
         new = pathlib.Path(f"{os.fspath(self._path)}.new")
         lines = [json.dumps(dataclasses.asdict(failure)) + "\n" for failure in self._kinds.values()]
-        new.write_text("".join(lines), encoding="utf-8")
-        new.replace(self._path)
+        try:
+            new.write_text("".join(lines), encoding="utf-8")
+            new.replace(self._path)
+        except OSError as error:
+            raise Unwritable(
+                f"cannot write the rewards that failed to {self._path}: {error}. Free space or make it "
+                "writable, then start the same command again"
+            ) from error
 
 
 def read(path: Any) -> list[Failure]:

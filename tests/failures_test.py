@@ -3,6 +3,7 @@
 import pytest
 
 from jaxrl_tis import failures
+from jaxrl_tis.cli import Unwritable
 from jaxrl_tis.failures import Failures
 
 
@@ -58,3 +59,10 @@ def test_a_file_of_another_kind_is_named(tmp_path, line):
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match="reward_errors.jsonl, line 1: no kind of failed rewards"):
         failures.read(path)
+
+
+def test_a_file_that_cannot_be_written_can_be_mended(tmp_path):
+    found = Failures(tmp_path / "none" / failures.FILE_NAME, lambda text: None)
+    found.add("kind", "error", "", "x", "text")
+    with pytest.raises(Unwritable, match="No such file.*start the same command again"):
+        found.write()

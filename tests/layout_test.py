@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "spelling": (),
     "storage": ("cli",),
     "hub": ("cli", "storage"),
-    "failures": (),
+    "failures": ("cli",),
     "data": ("failures", "hub"),
     "lock": ("cli",),
     "metrics": ("cli", "storage"),
