@@ -18,9 +18,9 @@ from jaxrl_tis import provenance
 
 # Names of fields or of groups of fields.
 FREE = (
-    "name", "checkpoint", "watchdog", "processes", "metrics", "eval.every", "eval.prompts",
-    "eval.threshold", "reward.timeout", "reward.workers", "rollout.listen", "rollout.transport",
-    "rollout.worker_timeout", "rollout.snapshot_gib",
+    "name", "checkpoint", "watchdog", "processes", "metrics", "eval", "reward.timeout",
+    "reward.workers", "rollout.listen", "rollout.transport", "rollout.worker_timeout",
+    "rollout.snapshot_gib",
 )
 ROUNDED = (
     "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",

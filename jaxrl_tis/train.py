@@ -198,8 +198,8 @@ class Run:
         """Moves the position that `meta` holds to other data, where --change names them, and returns
         what is other about the data, as `Changes.fields` has it.
 
-        Raises ValueError for held-out examples that --change does not name; the source does so for
-        those of training.
+        Raises ValueError for held-out examples that changed in their place and are not named; the
+        source does so for those of training.
         """
         fields, state = {}, meta["source"]["batches"]
         differing = self._batches.differing(state)
@@ -207,7 +207,9 @@ class Run:
             meta["source"]["batches"] = self._batches.moved(state)
             fields |= {f"data.{name}": pair for name, pair in differing.items() if name in OF_EXAMPLES}
         held_out, mine = meta["held_out"], self._evaluator.digest
-        if held_out != mine and not any(map(self._changed.names, ("eval.params", "task.params"))):
+        is_meant = any(map(self._changed.names, ("eval.params", "task.params")))
+        is_meant |= any(changes.is_within(field, ("eval.params",)) for field in self._changed.fields)
+        if held_out != mine and not is_meant:
             raise ValueError(
                 f"the held-out examples are others than those that the run in {self._mirror.workdir} was "
                 "measured on. Use those, a new workdir, or --change=eval.params to go on with these"

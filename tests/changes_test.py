@@ -40,7 +40,7 @@ def test_free_and_rounded_names_are_fields_or_groups():
 @pytest.mark.parametrize("field, value", [
     ("checkpoint.every", 7), ("checkpoint.keep", 9), ("watchdog.timeout", 9.0), ("reward.timeout", 9.0),
     ("metrics.percentile_every", 3), ("metrics.sinks", ("wandb",)), ("eval.every", 3),
-    ("eval.prompts", 9), ("engine.slots", 64), ("engine.num_pages", 99), ("engine.prefill_chunk", 64),
+    ("eval.prompts", 9), ("eval.threshold", 0.5), ("eval.params.split", "train"), ("engine.slots", 64), ("engine.num_pages", 99), ("engine.prefill_chunk", 64),
     ("steps", 200), ("name", "other"),
 ])
 def test_what_cannot_change_a_number_is_free(found, field, value):
@@ -49,7 +49,7 @@ def test_what_cannot_change_a_number_is_free(found, field, value):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("optimizer.lr", 1e-5), ("reward.on_error", "-1"), ("eval.params.split", "other"), ("seed", 1),
+    ("optimizer.lr", 1e-5), ("reward.on_error", "-1"), ("task.params.size", 7), ("seed", 1),
     ("task.max_prompt_tokens", 64), ("engine.page_size", 32), ("rollout.prompts", 8),
 ])
 def test_all_else_is_free_by_its_name_or_that_of_its_group_alone(found, field, value):
@@ -252,3 +252,6 @@ def test_a_data_set_that_was_mended_goes_on_where_it_was(tmp_path, capsys):
         _, meta = checkpoints.restore(abstract_state(tiny.setup(steps=2, **given)))
     assert meta["source"]["batches"]["position"] == {"next_index": 2}
     tiny.run(workdir, steps=3, **given)  # the new data are its own now
+    other = given | dict(eval__params={"path": lines_of(tmp_path / "other.jsonl", "4+4=", 8)})
+    tiny.run(workdir, steps=3, **other)  # others are named by the config itself
+    assert {"eval.params.path", "data.held_out"} < set(described(workdir)["changes"][-1]["fields"])
