@@ -11,7 +11,7 @@ import ml_collections
 from jaxrl_tis import control, correction, old_policies
 from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import confined, tasks
-from jaxrl_tis.data.graders import REWARDS
+from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.rewards import DROP
 from jaxrl_tis.data.signatures import SIGNATURES
 from jaxrl_tis.engine import injection
@@ -213,8 +213,8 @@ def _names(config):
 
 
 def _reward(reward):
-    for name in reward.name.split(","):
-        if name.strip() not in REWARDS and ":" not in name:
+    for name in names(reward.name):
+        if name not in REWARDS and ":" not in name:
             yield (
                 f"reward.name is {reward.name!r}; choose one of {', '.join(REWARDS)} or give "
                 "'module:function'"

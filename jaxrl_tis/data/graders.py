@@ -165,6 +165,11 @@ REWARDS: dict[str, Callable[[str, Record], float]] = {
 NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "tasks")}
 
 
+def names(rewards: str) -> list[str]:
+    """Returns the names in `reward.name`, which commas separate."""
+    return [name.strip() for name in rewards.split(",")]
+
+
 def resolve(name: str) -> Callable:
     """The reward of a name in REWARDS, or of "module:function".
 

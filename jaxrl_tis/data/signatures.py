@@ -52,9 +52,8 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
         ImportError, AttributeError, ValueError: a function cannot be had, or has no signature that
             is known.
     """
-    names = [name.strip() for name in setup["name"].split(",")]
     rewards = {}
-    for name in names:
+    for name in graders.names(setup["name"]):
         function = graders.resolve(name)
         function = function() if inspect.isclass(function) else function
         short = name.rpartition(":")[2]

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_tis import processes, storage
 from jaxrl_tis.data import files, tasks
-from jaxrl_tis.data.graders import REWARDS
+from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.records import Bad, Examples, listed
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.progress import Progress
@@ -44,7 +44,7 @@ Outcome = np.ndarray | str  # token ids, or the reason why there are none
 def lacks_answer(rewards: str) -> Callable[[dict[str, Any]], str]:
     """Returns what says of a record that it lacks the answer that one of the rewards (names joined by
     commas) compares with. All built-in rewards do; what a user's function needs is not known."""
-    comparing = [name for name in map(str.strip, rewards.split(",")) if name in REWARDS]
+    comparing = [name for name in names(rewards) if name in REWARDS]
     reason = (
         f"it has no answer, which the reward {comparing[0]!r} compares with; name the field with "
         "task.params.answer_field"
