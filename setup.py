@@ -10,7 +10,7 @@ setup(
     description="RL of language models on TPU with the sampler/learner gap measured and corrected",
     long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    package_data={"jaxrl_tis": ["revision.txt"]},
+    package_data={"jaxrl_tis.record": ["revision.txt"]},
     packages=find_packages(include=["jaxrl_tis", "jaxrl_tis.*"]),
     python_requires=">=3.11",
     install_requires=[

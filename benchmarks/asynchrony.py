@@ -98,9 +98,9 @@ def source_of(setup, timer):
 def train(mode: str, steps: int) -> dict[str, float]:
     """Trains, and returns the tokens per second and who waited."""
     from jaxrl_tis import build
-    from jaxrl_tis.metrics import Timer
-    from jaxrl_tis.state import initial_params, initial_state
-    from jaxrl_tis.trainer import Trainer
+    from jaxrl_tis.learner.state import initial_params, initial_state
+    from jaxrl_tis.learner.trainer import Trainer
+    from jaxrl_tis.record.metrics import Timer
 
     setup = build.build(config(mode))
     state, trainer, timer = initial_state(setup, initial_params(setup)), Trainer(setup), Timer()
@@ -220,8 +220,8 @@ def hand_over(rounds: int) -> None:
 def pause(rounds: int) -> None:
     """Prints for how long a sampler stands still when a learner that takes no time hands over."""
     from jaxrl_tis import build
-    from jaxrl_tis.metrics import Timer
-    from jaxrl_tis.state import initial_params
+    from jaxrl_tis.learner.state import initial_params
+    from jaxrl_tis.record.metrics import Timer
 
     for mode in ("areal(staleness=2)", "in_flight(staleness=2)"):
         for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):

@@ -10,7 +10,7 @@ import statistics
 
 from benchmarks import model
 from benchmarks.grpo_step import timed
-from jaxrl_tis import cli
+from jaxrl_tis.runtime import cli
 
 
 def main() -> None:

@@ -24,10 +24,11 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from jaxrl_tis import cli, sharding
-from jaxrl_tis.chips import Topology
+from jaxrl_tis import sharding
+from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.models.attention import row_attention, splash_blocks
+from jaxrl_tis.runtime import cli
 
 # Embedding, query heads, key/value heads, head size.
 MODELS = {"32b": (5120, 40, 8, 128), "0.5b": (896, 14, 2, 64)}

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import numpy as np
 
 from configs import default
-from jaxrl_tis import cli
 from jaxrl_tis.doctor import foreign
 from jaxrl_tis.doctor.case import THRESHOLDS, Case
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
+from jaxrl_tis.runtime import cli
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "doctor.md"
 BEGIN, END = "<!-- rates: python -m benchmarks.doctor --write -->", "<!-- end of rates -->"

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import cli
-from jaxrl_tis.estimators import diagnostics, divergences, methods, rank_masks, ratios
+from jaxrl_tis.diagnostics import divergences, mismatch
+from jaxrl_tis.estimators import methods, rank_masks, ratios
+from jaxrl_tis.runtime import cli
 
 # Values for the parameters without a published default.
 REQUIRED = {"upper": 2.0, "opsm_delta": 0.1, "staleness_max": 1, "trm_delta": 0.05}
@@ -85,14 +86,14 @@ def metrics(batch):
     log_ratio = ratios.safe_log_ratio(old, behav, mask)
     w = methods.function("weight", "token_tis")(log_ratio, mask, seg)
     return (
-        diagnostics.offpolicy_metrics(old, behav, mask, seg)
-        | diagnostics.probability_metrics(old, behav, mask)
-        | diagnostics.importance_weight_metrics(
+        mismatch.offpolicy_metrics(old, behav, mask, seg)
+        | mismatch.probability_metrics(old, behav, mask)
+        | mismatch.importance_weight_metrics(
             w, log_ratio, mask, level="token", upper=2.0, seg=seg
         )
         | divergences.divergence_metrics(log_ratio, mask, seg)
         | divergences.response_metrics(old, behav, mask, seg)
-        | diagnostics.rejection_metrics(log_ratio, mask, seg, option="seq_mean_k3", upper=0.01)
+        | mismatch.rejection_metrics(log_ratio, mask, seg, option="seq_mean_k3", upper=0.01)
     )
 
 

@@ -17,9 +17,9 @@ import jax
 from configs import quickstart
 from jaxrl_tis import build
 from jaxrl_tis.gate import report
-from jaxrl_tis.metrics import NoRecord
-from jaxrl_tis.state import initial_params
-from jaxrl_tis.warmup import warm_up
+from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.learner.warmup import warm_up
+from jaxrl_tis.record.metrics import NoRecord
 
 FLOATS = dict(quantization="none")
 SAMPLERS = {

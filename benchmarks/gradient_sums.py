@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import cli, sharding
+from jaxrl_tis import sharding
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.runtime import cli
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=512, embed_dim=128, num_layers=4, num_heads=4, num_kv_heads=2,

@@ -19,8 +19,8 @@ import time
 import jax
 
 from benchmarks import model
-from jaxrl_tis import cli
-from jaxrl_tis.rows import update_fields
+from jaxrl_tis.learner.batch_layout import update_fields
+from jaxrl_tis.runtime import cli
 
 
 def timed(function, *args) -> tuple[float, object]:

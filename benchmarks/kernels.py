@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import cli
 from jaxrl_tis.kernels import segment
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.kernels.logprob import token_logprob
+from jaxrl_tis.runtime import cli
 
 
 def packed_rows(rows: int, length: int, num_segments: int) -> dict[str, jax.Array]:

@@ -11,9 +11,9 @@ import argparse
 import jax
 
 from benchmarks import model
-from jaxrl_tis import cli
-from jaxrl_tis.state import abstract_state
-from jaxrl_tis.step import make_train_step
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.step import make_train_step
+from jaxrl_tis.runtime import cli
 
 FLOATS = ("logp_old", "logp_prox", "logp_behav", "weights", "adv")
 

@@ -6,20 +6,21 @@ import jax
 import numpy as np
 
 from configs import default
-from jaxrl_tis import build, correction, rollouts, sharding
+from jaxrl_tis import build, rollouts, sharding
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators.centering import head_size
+from jaxrl_tis.learner import correction
+from jaxrl_tis.learner.batch_layout import Rows
+from jaxrl_tis.learner.optimizer import make_optimizer
+from jaxrl_tis.learner.scoring import Learner
+from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program
-from jaxrl_tis.optimizer import make_optimizer
 from jaxrl_tis.rollouts import modes
-from jaxrl_tis.rows import Rows
-from jaxrl_tis.scoring import Learner
-from jaxrl_tis.state import initial_params, initial_state
-from jaxrl_tis.trainer import Trainer
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
 

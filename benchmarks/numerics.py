@@ -15,13 +15,14 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from jaxrl_tis import build, cli, rollouts
+from jaxrl_tis import build, rollouts
 from jaxrl_tis.engine.engine import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
-from jaxrl_tis.rows import Rows
-from jaxrl_tis.state import initial_params, initial_state
-from jaxrl_tis.trainer import Trainer
+from jaxrl_tis.learner.batch_layout import Rows
+from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.runtime import cli
 
 NUMERICS = ("fast", "invariant")
 

@@ -39,7 +39,7 @@ import subprocess
 import sys
 import time
 
-from jaxrl_tis import cli
+from jaxrl_tis.runtime import cli
 
 SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
 SMALL = dict(vocab=4096, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=1024)

@@ -16,13 +16,15 @@ import sys
 import tempfile
 import time
 
-from jaxrl_tis import cli, metrics
+from jaxrl_tis.record import metrics
+from jaxrl_tis.runtime import cli
 
 # Counts programs, and prints what it has counted when the record has its first step.
 RUN = """
 import collections
 import jax
-from jaxrl_tis import cli_flags, main, metrics
+from jaxrl_tis import cli_flags, main
+from jaxrl_tis.record import metrics
 
 seen, seconds = collections.Counter(), collections.Counter()
 kinds = {"jaxpr_trace_duration": "trace", "jaxpr_to_mlir_module_duration": "lower",

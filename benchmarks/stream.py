@@ -19,15 +19,16 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from jaxrl_tis import build, cli
+from jaxrl_tis import build
 from jaxrl_tis.data.tokenizer import load_tokenizer
-from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.config import EngineConfig
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import PAUSES, Scheduler
 from jaxrl_tis.models import transformer
+from jaxrl_tis.runtime import cli
 
 STOP = 1
 FIELDS = ("tokens", "logp_behav", "logp_raw", "entropy", "kept")

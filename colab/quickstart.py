@@ -13,7 +13,7 @@ import time
 import matplotlib.pyplot as plt
 from IPython.display import clear_output, display
 
-from jaxrl_tis import metrics
+from jaxrl_tis.record import metrics
 from jaxrl_tis.report import page, plots
 
 plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})

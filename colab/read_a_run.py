@@ -9,8 +9,8 @@
 import matplotlib.pyplot as plt
 from IPython.display import HTML, display
 
-from jaxrl_tis import metrics, samples
 from jaxrl_tis.doctor import diagnose
+from jaxrl_tis.record import metrics, samples
 from jaxrl_tis.report import answers, page, plots
 
 plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})

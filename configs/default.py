@@ -102,7 +102,7 @@ def get_config() -> ConfigDict:
     c.rollout.probe_every = 0
     # Above a bound: warn, sync (also bound staleness by one version less) or stop
     c.rollout.on_budget = "warn"
-    # What the learner says of tokens that older weights drew, see jaxrl_tis/old_policies.py:
+    # What the learner says of tokens that older weights drew, see jaxrl_tis/learner/snapshots.py:
     # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
     # stands in, PPO-EWMA) or none (the policy does: decoupled, a3po and bypass need no more)
     c.rollout.old_logp = "ring"

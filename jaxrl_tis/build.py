@@ -11,8 +11,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import fingerprint, models, old_policies, processes, sharding
-from jaxrl_tis.correction import Correction
+from jaxrl_tis import models, sharding
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
@@ -23,12 +22,15 @@ from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.fields import FIELDS
+from jaxrl_tis.learner import snapshots
+from jaxrl_tis.learner.batch_layout import Packer, forward_fields, sequence_lengths, trajectory_rows
+from jaxrl_tis.learner.correction import Correction
+from jaxrl_tis.learner.optimizer import align, make_optimizer, perturb, scaled_for, total_updates
+from jaxrl_tis.learner.scoring import Learner
 from jaxrl_tis.models import invariant, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.optimizer import align, make_optimizer, perturb, scaled_for, total_updates
 from jaxrl_tis.rollouts import modes, replay
-from jaxrl_tis.rows import Packer, forward_fields, sequence_lengths, trajectory_rows
-from jaxrl_tis.scoring import Learner
+from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import validate
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
@@ -90,7 +92,7 @@ class Setup:
     @property
     def has_stand_in(self) -> bool:
         """Whether another policy stands in for those that drew tokens: logp_old is logp_prox."""
-        return self.staleness > 0 and self.config.rollout.old_logp in old_policies.STAND_INS
+        return self.staleness > 0 and self.config.rollout.old_logp in snapshots.STAND_INS
 
     @property
     def averages_policy(self) -> bool:

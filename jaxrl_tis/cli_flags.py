@@ -23,8 +23,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_dict import placeholder
 
-from jaxrl_tis import cli
 from jaxrl_tis.data import tasks
+from jaxrl_tis.runtime import cli
 
 OF_TASK = ("task.params", "warmup.params", "eval.params")  # arguments of a task
 FREE = (*OF_TASK, "task.template_kwargs", "reward.weights")  # groups whose names are free
@@ -48,7 +48,7 @@ def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
 def run(
     main: Callable[..., object], required: Sequence[str] = (), words: Sequence[str] = ()
 ) -> None:
-    """Runs a command whose flags are defined with absl; see jaxrl_tis.cli.
+    """Runs a command whose flags are defined with absl; see jaxrl_tis.runtime.cli.
 
     Args:
       required: names of flags.

@@ -19,14 +19,16 @@ import ml_collections
 import numpy as np
 from absl import flags
 
-from jaxrl_tis import cli, cli_flags, intervals, rollouts
+from jaxrl_tis import cli_flags, rollouts
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker, worker
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.progress import Progress
-from jaxrl_tis.state import as_begun, read_params
+from jaxrl_tis.learner.state import as_begun, read_params
+from jaxrl_tis.record import intervals
+from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.runtime import cli
 
 
 class Evaluator:

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import cli, hub, models
+from jaxrl_tis import models
 from jaxrl_tis.build import small_model
-from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import GENERATION
-from jaxrl_tis.provenance import saved_config
+from jaxrl_tis.record.checkpoint import Checkpoints
+from jaxrl_tis.record.provenance import saved_config
+from jaxrl_tis.runtime import cli, hub
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

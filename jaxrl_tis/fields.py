@@ -4,9 +4,9 @@
 `protocol.ResultTokens`, `sequences.Drawn` and `records.Trajectory` hold exactly these.
 
 `FIELDS` is what the rows of a batch may hold. A method that needs a new field costs a line there.
-The tables decide how fields are laid into rows (`rows.py`) and placed on a mesh (`sharding.py`),
+The tables decide how fields are laid into rows (`learner/batch_layout.py`) and placed on a mesh (`sharding.py`),
 which shapes a program is compiled for (`aot/batches.py`), which needs of a method a run can meet
-(`validate.py`), and what a batch leaves out before its updates (`correction.py`).
+(`validate.py`), and what a batch leaves out before its updates (`learner/correction.py`).
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Field:
       source: who computes it. "record": the sampler, when it drew the token. "rows": the layout.
         "reward": the rollouts. "learner", "critic", "reference": a forward pass over the rollout
         batch; that of the learner may be the update itself, see `Correction.why_scored`. "step":
-        the run, at the start of an update. "controller": `control.py`. "prepare":
+        the run, at the start of an update. "controller": `learner/control.py`. "prepare":
         `correction.make_prepare`. "update": the update itself.
       use: who reads it. "forward": every program that computes log-probs. "update": every update.
         "method": the methods that name it in their `NEEDS`. "batch": what is computed once of a

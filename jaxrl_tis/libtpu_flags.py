@@ -5,8 +5,8 @@
 
 import argparse
 
-from jaxrl_tis import cli
 from jaxrl_tis.aot.flags import FLAGS, init_args
+from jaxrl_tis.runtime import cli
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 from absl import flags
 
-from jaxrl_tis import cli_flags, processes, train
+from jaxrl_tis import cli_flags, train
+from jaxrl_tis.runtime import processes
 
 CONFIG = cli_flags.define_config()
 WORKDIR = flags.DEFINE_string(

@@ -35,9 +35,11 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_tis import changes, cli, cli_flags, hub, intervals, metrics, storage
-from jaxrl_tis.provenance import date, saved
+from jaxrl_tis import cli_flags
+from jaxrl_tis.record import changes, intervals, metrics
+from jaxrl_tis.record.provenance import date, saved
 from jaxrl_tis.report import page
+from jaxrl_tis.runtime import cli, hub, storage
 from jaxrl_tis.validate import validate
 
 Arm = dict[str, Any]

@@ -12,29 +12,29 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 import ml_collections
 
-from jaxrl_tis import (
-    changes, evaluate, failures, goodput, hub, lock, optimizer, processes, rollouts, samples, sinks,
-    storage, validate,
-)
+from jaxrl_tis import evaluate, rollouts, validate
 from jaxrl_tis.build import Setup, build
-from jaxrl_tis.changes import Changes
-from jaxrl_tis.checkpoint import Checkpoints, Misfit
-from jaxrl_tis.cli import Interrupted
 from jaxrl_tis.data import pipeline, tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
-from jaxrl_tis.failures import Failures
 from jaxrl_tis.gate import probe
 from jaxrl_tis.gate.report import MismatchError, require
-from jaxrl_tis.interrupt import Interrupt
-from jaxrl_tis.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
-from jaxrl_tis.progress import Progress
-from jaxrl_tis.provenance import date, facts, saved, saved_config, write_run_files
+from jaxrl_tis.learner import optimizer
+from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer, sample_metrics
+from jaxrl_tis.learner.warmup import examples, warm_up
+from jaxrl_tis.record import changes, failures, goodput, samples, sinks
+from jaxrl_tis.record.changes import Changes
+from jaxrl_tis.record.checkpoint import Checkpoints, Misfit
+from jaxrl_tis.record.failures import Failures
+from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
+from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.record.provenance import date, facts, saved, saved_config, write_run_files
 from jaxrl_tis.rollouts.prompts import Checked
-from jaxrl_tis.state import abstract_state, initial_params, initial_state
-from jaxrl_tis.trainer import Trainer, sample_metrics
-from jaxrl_tis.warmup import examples, warm_up
-from jaxrl_tis.watchdog import Watchdog
+from jaxrl_tis.runtime import hub, lock, processes, storage
+from jaxrl_tis.runtime.cli import Interrupted
+from jaxrl_tis.runtime.interrupt import Interrupt
+from jaxrl_tis.runtime.watchdog import Watchdog
 
 OF_EXAMPLES = ("examples", "length")  # parts of a position's fingerprint that no field of the config says
 

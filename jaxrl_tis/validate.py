@@ -8,8 +8,6 @@ import math
 import jax
 import ml_collections
 
-from jaxrl_tis import control, correction, old_policies
-from jaxrl_tis.correction import Correction
 from jaxrl_tis.data import confined, tasks
 from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.rewards import DROP
@@ -19,11 +17,13 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import centering, loss, methods, presets, reduce
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.kernels import tiles
+from jaxrl_tis.learner import control, correction, snapshots
+from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
+from jaxrl_tis.learner.correction import Correction
+from jaxrl_tis.learner.optimizer import SCHEDULES
 from jaxrl_tis.models import quant, transformer
-from jaxrl_tis.optimizer import SCHEDULES
+from jaxrl_tis.record.sinks import SINKS
 from jaxrl_tis.rollouts import check, modes, replay
-from jaxrl_tis.rows import MAX_SEGMENTS
-from jaxrl_tis.sinks import SINKS
 
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
@@ -189,7 +189,7 @@ def _names(config):
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "critic.schedule": (config.critic.schedule, SCHEDULES),
         "metrics.record": (config.metrics.record, ("full", "compact")),
-        "rollout.old_logp": (config.rollout.old_logp, old_policies.WAYS),
+        "rollout.old_logp": (config.rollout.old_logp, snapshots.WAYS),
         "task.name": (config.task.name, tasks.TASKS),
         "task.on_bad_record": (config.task.on_bad_record, ("error", "skip")),
         "train.fuse_score": (config.train.fuse_score, ("auto", "never")),

@@ -14,10 +14,11 @@ import time
 
 from absl import flags
 
-from jaxrl_tis import addresses, cli, cli_flags
+from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.rollouts import remote
 from jaxrl_tis.rollouts.worker import LearnerLost, Worker
+from jaxrl_tis.runtime import addresses, cli
 
 CONFIG = cli_flags.define_config()
 LEARNER = flags.DEFINE_string("learner", None, "host:port that the learner listens at.")

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxrl_tis import cli  # noqa: E402
-from jaxrl_tis.chips import TOPOLOGIES, Topology  # noqa: E402
+from jaxrl_tis.runtime import cli  # noqa: E402
+from jaxrl_tis.aot.chips import TOPOLOGIES, Topology  # noqa: E402
 
 OF_MAIN = ("--config.", "--change=", "--connect_seconds=")  # what is passed on to jaxrl_tis.main
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # taken from the environment, never shown

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import train
-from jaxrl_tis.checkpoint import Checkpoints
-from jaxrl_tis.state import abstract_state
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.record.checkpoint import Checkpoints
 from tests import tiny
 
 pytestmark = [

@@ -13,13 +13,14 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from jaxrl_tis import checkpoint, evaluate, metrics, models, rollouts, train
+from jaxrl_tis import evaluate, models, rollouts, train
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.learner.state import abstract_state, initial_params
+from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.state import abstract_state, initial_params
-from jaxrl_tis.trainer import Trainer
+from jaxrl_tis.record import checkpoint, metrics
 from tests import tiny
 from tests.resume_test import Cut, assert_same_run, cut_at
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxrl_tis import correction, train
+from jaxrl_tis import train
 from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.learner import correction
+from jaxrl_tis.learner.scoring import make_score, make_values
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.step import make_critic_step, make_train_step
 from jaxrl_tis.models.quant import QuantArray
-from jaxrl_tis.scoring import make_score, make_values
-from jaxrl_tis.step import make_critic_step, make_train_step
-from jaxrl_tis.state import abstract_state
 from jaxrl_tis.validate import validate
 from tests import tiny
 

@@ -13,6 +13,8 @@ import pathlib
 
 from tests import compilation
 
+pytest_plugins = ("tests.durations",)
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Eight devices share the cores with the other worker: one may be late for a collective by more
 # than the 40 s after which XLA ends the process.

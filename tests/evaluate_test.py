@@ -9,10 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_tis import evaluate, export, intervals, rollouts
+from jaxrl_tis import evaluate, export, rollouts
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
+from jaxrl_tis.record import intervals
 from tests import tiny
-from tests.rollouts.collector_test import FakeRewards, FakeScheduler
+from tests.rollouts.synchronous_test import FakeRewards, FakeScheduler
 
 NAN = float("nan")
 TOKENIZER = CharTokenizer(ARITHMETIC_CHARS)

@@ -1,4 +1,4 @@
-"""What a process of several gets from each function of jaxrl_tis.processes, as JSON on stdout."""
+"""What a process of several gets from each function of jaxrl_tis.runtime.processes, as JSON on stdout."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from absl import app
 
-from jaxrl_tis import cli, processes
+from jaxrl_tis.runtime import cli, processes
 
 CONNECTED = processes.define_flags()
 

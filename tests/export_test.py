@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import export, models
-from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.models import transformer
-from jaxrl_tis.provenance import write_run_files
+from jaxrl_tis.record.checkpoint import Checkpoints
+from jaxrl_tis.record.provenance import write_run_files
 from tests import configs_test, tiny
 
 pytestmark = pytest.mark.by_jax("checkpoints through orbax")
@@ -23,7 +23,7 @@ def run():
 
 def restored(workdir, step=None):
     """The policy of a checkpoint, as the run itself reads it."""
-    from jaxrl_tis.state import read_params
+    from jaxrl_tis.learner.state import read_params
 
     return read_params(tiny.setup(), str(workdir), step)
 

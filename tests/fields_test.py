@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from configs import default
-from jaxrl_tis import correction, fields
+from jaxrl_tis import fields
 from jaxrl_tis.engine.protocol import Draw, ResultTokens
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.fields import DRAWN, FIELDS
+from jaxrl_tis.learner import correction
 
 
 def names(cls) -> list[str]:

@@ -21,8 +21,10 @@ MAIN = ["-m", "jaxrl_tis.main"]
 # Started in the place of jaxrl_tis.main.
 CHANGED = """
 import sys, time
-from jaxrl_tis import checkpoint, cli_flags, main, processes
-from jaxrl_tis.trainer import Trainer
+from jaxrl_tis import cli_flags, main
+from jaxrl_tis.record import checkpoint
+from jaxrl_tis.runtime import processes
+from jaxrl_tis.learner.trainer import Trainer
 {}
 cli_flags.run(main.main, required=["config", "workdir"])
 """

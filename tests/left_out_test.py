@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import rollouts
-from jaxrl_tis.state import initial_params, initial_state
-from jaxrl_tis.trainer import Trainer, sample_metrics
+from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from tests import tiny
-from tests.aggregation_test import FAILED, NAN, TRUNCATED, batch
-from tests.trainer_test import fake_samples
+from tests.learner.aggregation_test import FAILED, NAN, TRUNCATED, batch
+from tests.learner.trainer_test import fake_samples
 
 pytestmark = pytest.mark.compiles
 

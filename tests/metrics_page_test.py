@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import correction, goodput, metrics
 from jaxrl_tis.estimators import masks, rank_masks
+from jaxrl_tis.learner import correction
+from jaxrl_tis.record import goodput, metrics
 from jaxrl_tis.rollouts import remote
 from jaxrl_tis.rollouts.worker import Worker
 from tests import hosts, tiny

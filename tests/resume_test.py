@@ -14,13 +14,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import checkpoint, export, provenance, rollouts, train
-from jaxrl_tis.cli import Interrupted
+from jaxrl_tis import export, rollouts, train
 from jaxrl_tis.data.tokenizer import load_tokenizer
-from jaxrl_tis.interrupt import Interrupt
-from jaxrl_tis.state import abstract_state
-from jaxrl_tis.trainer import Trainer
-from jaxrl_tis.warmup import warm_up
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.learner.warmup import warm_up
+from jaxrl_tis.record import checkpoint, provenance
+from jaxrl_tis.runtime.cli import Interrupted
+from jaxrl_tis.runtime.interrupt import Interrupt
 from tests import tiny
 
 pytestmark = pytest.mark.compiles

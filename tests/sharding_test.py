@@ -14,12 +14,12 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.learner.scoring import Learner, make_score
+from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import QuantArray
-from jaxrl_tis.scoring import Learner, make_score
-from jaxrl_tis.state import abstract_state, initial_params, initial_state
-from jaxrl_tis.trainer import Trainer
 from tests import tiny
 
 pytestmark = [

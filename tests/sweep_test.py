@@ -10,7 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_tis import cli, cli_flags, metrics, provenance, sweep
+from jaxrl_tis import cli_flags, sweep
+from jaxrl_tis.record import metrics, provenance
+from jaxrl_tis.runtime import cli
 from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[1]

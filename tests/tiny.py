@@ -10,8 +10,8 @@ from unittest import mock
 
 from configs import default
 from jaxrl_tis import build, train
+from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.report import page
-from jaxrl_tis.trainer import Trainer
 
 STEPS = 5
 _build, _trainer, _engine = build.build, Trainer, build.Engine

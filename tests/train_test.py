@@ -10,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import cli, failures, train
+from jaxrl_tis import train
+from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import transformer
+from jaxrl_tis.record import failures
 from jaxrl_tis.report import page
-from jaxrl_tis.trainer import Trainer
+from jaxrl_tis.runtime import cli
 from tests import tiny
 
 pytestmark = [

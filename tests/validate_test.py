@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 
 from configs import default
-from jaxrl_tis import build, correction
+from jaxrl_tis import build
 from jaxrl_tis.data import confined
 from jaxrl_tis.kernels import tiles
+from jaxrl_tis.learner import correction
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
 

@@ -17,9 +17,10 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_tis import cli, cli_flags
+from jaxrl_tis import cli_flags
 from jaxrl_tis.aot import fit, handover, programs, report
-from jaxrl_tis.chips import TOPOLOGIES, Topology
+from jaxrl_tis.aot.chips import TOPOLOGIES, Topology
+from jaxrl_tis.runtime import cli
 
 CONFIG = cli_flags.define_config()
 TOPOLOGY = flags.DEFINE_string(

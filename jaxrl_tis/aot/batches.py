@@ -2,10 +2,11 @@
 
 import jax
 
-from jaxrl_tis import control, fields
+from jaxrl_tis import fields
 from jaxrl_tis.build import Setup
-from jaxrl_tis.correction import make_prepare, make_unscored
-from jaxrl_tis.rows import forward_fields
+from jaxrl_tis.learner import control
+from jaxrl_tis.learner.batch_layout import forward_fields
+from jaxrl_tis.learner.correction import make_prepare, make_unscored
 
 Structs = dict[str, jax.ShapeDtypeStruct]
 

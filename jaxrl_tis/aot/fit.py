@@ -15,9 +15,9 @@ from typing import Any
 import ml_collections
 
 from jaxrl_tis.aot import programs, report
-from jaxrl_tis.chips import Topology
-from jaxrl_tis.build import Setup
+from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
+from jaxrl_tis.build import Setup
 from jaxrl_tis.models import placement, transformer
 
 MAX_COMPILATIONS = 50

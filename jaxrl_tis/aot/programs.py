@@ -12,18 +12,19 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis import build, hub, models
+from jaxrl_tis import build, models
 from jaxrl_tis.aot import handover
 from jaxrl_tis.aot.batches import abstract_microbatches, abstract_minibatch
-from jaxrl_tis.chips import Topology
+from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, entry, header
 from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.learner.scoring import make_score, make_values
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.step import make_critic_step, make_train_step
 from jaxrl_tis.models.config import ModelConfig
-from jaxrl_tis.scoring import make_score, make_values
-from jaxrl_tis.state import abstract_state
-from jaxrl_tis.step import make_critic_step, make_train_step
+from jaxrl_tis.runtime import hub
 from jaxrl_tis.validate import validate
 
 PROGRAMS = (

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxrl_tis.aot import work
-from jaxrl_tis.chips import GIB, Topology
+from jaxrl_tis.aot.chips import GIB, Topology
 from jaxrl_tis.aot.hlo import MOSAIC, Module
 from jaxrl_tis.aot.work import device_bytes
 from jaxrl_tis.build import Setup

@@ -10,7 +10,7 @@ import re
 
 import jax
 
-from jaxrl_tis.chips import Chip
+from jaxrl_tis.aot.chips import Chip
 from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine

@@ -14,8 +14,8 @@ import pathlib
 import types
 from collections.abc import Sequence
 
-from jaxrl_tis import cli
 from jaxrl_tis.audit import dump, measure, table
+from jaxrl_tis.runtime import cli
 
 
 def _renamed(argument: str) -> dict[str, str]:

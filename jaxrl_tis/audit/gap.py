@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import attribution, batch_metrics, centering, diagnostics, divergences
-from jaxrl_tis.estimators import methods, ratios
+from jaxrl_tis.diagnostics import attribution, batch_metrics, divergences, mismatch
+from jaxrl_tis.estimators import centering, methods, ratios
 
 Batch = dict[str, Any]
 
@@ -19,13 +19,13 @@ def metrics(batch: Batch) -> dict[str, jax.Array]:
     """All metrics of a batch, see `whatif.numbers` for its fields. Works under jit."""
     behav, old, mask, seg = (batch[k] for k in ("logp_behav", "logp_old", "mask", "seg"))
     log_ratio = ratios.safe_log_ratio(old, behav, mask)
-    found = diagnostics.offpolicy_metrics(old, behav, mask, seg)
-    found |= diagnostics.probability_metrics(old, behav, mask)
+    found = mismatch.offpolicy_metrics(old, behav, mask, seg)
+    found |= mismatch.probability_metrics(old, behav, mask)
     found |= divergences.divergence_metrics(log_ratio, mask, seg)
     found |= divergences.response_metrics(old, behav, mask, seg)
     found |= divergences.percentile_metrics(old, behav, mask, seg)
     if "reward" in batch:
-        snis, ess = diagnostics.snis_reward(batch["reward"], log_ratio, mask, seg)
+        snis, ess = mismatch.snis_reward(batch["reward"], log_ratio, mask, seg)
         is_sequence = ratios.sequence_count(log_ratio, mask, seg) > 0
         found |= {"reward/mean": ratios.masked_mean(batch["reward"], is_sequence),
                   "reward/learner_snis": snis, "reward/learner_snis_ess": ess}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.estimators import counts, diagnostics, loss, methods, presets, ratios, weights
+from jaxrl_tis.estimators import counts, loss, methods, presets, ratios, weights
 from jaxrl_tis.estimators.masks import AT_UPDATE
 
 Batch = dict[str, Any]
@@ -193,7 +193,7 @@ def numbers(
         "tokens_kept": ratios.masked_mean(w != 0, mask),
         "sequences_kept": ratios.masked_mean(
             ratios.sequence_sum(w != 0, mask, seg) > 0, is_sequence),
-        "ess": diagnostics.effective_sample_size(w, mask),
+        "ess": ratios.effective_sample_size(w, mask),
         "mean": mean,
         "largest": ratios.masked_max(w, mask),
         "bias_token": jnp.where(is_left, ratios.masked_mean(missed, mask), 1.0),

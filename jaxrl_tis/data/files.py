@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from jaxrl_tis import hub
+from jaxrl_tis.runtime import hub
 
 BROKEN = (EOFError, OSError, zlib.error)  # what reading a file that is damaged raises
 BOM = b"\xef\xbb\xbf"

@@ -13,7 +13,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_tis.data import confined
-from jaxrl_tis.failures import Failures
+from jaxrl_tis.record.failures import Failures
 
 DROP = "drop"  # of reward.on_error
 SCORE = "score"  # the component that is the reward where there is one

@@ -18,8 +18,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from jaxrl_tis import hub
 from jaxrl_tis.data import confined
+from jaxrl_tis.runtime import hub
 
 ARITHMETIC_CHARS = "0123456789+-*/= "
 TEMPLATE_SECONDS = 5.0  # for one prompt

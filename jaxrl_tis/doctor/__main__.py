@@ -52,11 +52,11 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from jaxrl_tis import cli
 from jaxrl_tis.doctor import foreign, readers
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.doctor.diagnose import describe, diagnose, strict
 from jaxrl_tis.doctor.frameworks import FRAMEWORKS
+from jaxrl_tis.runtime import cli
 
 
 def _threshold(argument: str) -> tuple[str, float]:

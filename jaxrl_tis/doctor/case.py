@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
-from jaxrl_tis.old_policies import STAND_INS
+from jaxrl_tis.learner.snapshots import STAND_INS
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
 THRESHOLDS = {

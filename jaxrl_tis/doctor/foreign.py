@@ -12,7 +12,6 @@ from typing import Any
 
 from etils import epath
 
-from jaxrl_tis import storage
 from jaxrl_tis.doctor import corrections, readers
 from jaxrl_tis.doctor.case import FALLBACKS, FLIPS, IS_VALID, LAG, TURNS, WEIGHTS_ESS, Case
 from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of, nans_of
@@ -20,6 +19,7 @@ from jaxrl_tis.doctor.frameworks import (
     ABS_GAP, CORRECTED, FRAMEWORKS, RATIO, VARIANTS, WEIGHT_MAX, WEIGHT_MEAN, WEIGHT_MIN, Framework,
 )
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
+from jaxrl_tis.runtime import storage
 
 STEPS = (readers.STEP, "global_step", "_step", "Step")
 UNTOLD = frozenset((FLIPS, TURNS))  # of ours; their absence from another's record says nothing

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_tis import fingerprint, sharding
+from jaxrl_tis import sharding
 from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.runtime import fingerprint
 from jaxrl_tis.sharding import Layout
 
 

@@ -12,7 +12,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.estimators import diagnostics
 from jaxrl_tis.estimators import ratios
 
 # ESS-guided learning rate
@@ -57,7 +56,7 @@ def ess_scale(
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
     sum_bs, is_sequence_bs = stats.log_ratio_sum, stats.count > 0
     w_bs = jnp.exp(jnp.where(is_sequence_bs, sum_bs - ratios.masked_max(sum_bs, is_sequence_bs), 0))
-    ess = diagnostics.effective_sample_size(w_bs, is_sequence_bs)
+    ess = ratios.effective_sample_size(w_bs, is_sequence_bs)
     factor = jnp.minimum(ess / vcpo_ess_target, 1.0) ** ESS_POWERS[vcpo_rule]
     return jax.lax.stop_gradient((factor, ess))
 

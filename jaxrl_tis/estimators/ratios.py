@@ -235,3 +235,14 @@ def prefix_sums(
     """Sum of x over the valid tokens of the sequence up to t, and their number, [B, T] each."""
     x_bt = zero_padding(x, mask)
     return running("sum", (x_bt, as_bool(mask).astype(x_bt.dtype)), mask, seg)
+
+
+def effective_sample_size(w: chex.Array, mask: chex.Array) -> chex.Array:
+    """mean(w)^2 / mean(w^2) over the valid entries, in (0, 1]; 0 if they are all 0 or none is
+    valid."""
+    largest = masked_max(w, mask)
+    scaled = safe_divide(zero_padding(w, mask), largest)
+    ess = safe_divide(
+        jnp.square(masked_mean(scaled, mask)), masked_mean(jnp.square(scaled), mask)
+    )
+    return jnp.minimum(ess, 1.0)

@@ -15,10 +15,10 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxrl_tis import cli
 from jaxrl_tis.experiments.costs import Costs
 from jaxrl_tis.experiments.virtual_clock import Outcome, simulate
 from jaxrl_tis.rollouts import modes
+from jaxrl_tis.runtime import cli
 
 Row = dict[str, Any]
 

@@ -14,16 +14,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, cli_flags, rollouts
+from jaxrl_tis import cli_flags, rollouts
 from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
 from jaxrl_tis.experiments import figures
 from jaxrl_tis.gate import ladder, report
-from jaxrl_tis.metrics import NoRecord
+from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.models import quant
+from jaxrl_tis.record.metrics import NoRecord
 from jaxrl_tis.report.plots import COLORS
-from jaxrl_tis.state import initial_params
-from jaxrl_tis.warmup import examples, warm_up
+from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/fig_base.py"
 SEEDS = (0, 1, 2, 3, 4)

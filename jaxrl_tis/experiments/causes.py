@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures
 from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.record import intervals
 
 # The finding that names a cause -> the arm of the config that has it.
 CAUSES = {

@@ -16,10 +16,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, intervals
 from jaxrl_tis.experiments import records
 from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import STYLE
+from jaxrl_tis.runtime import cli
 
 FOLDER = "docs/experiments"
 GREY = "#888888"  # of gaps that nobody put in

@@ -14,8 +14,8 @@ single tokens (`frontier`). From Python, `exact.Problem` takes any loss.
 import argparse
 from collections.abc import Sequence
 
-from jaxrl_tis import cli
 from jaxrl_tis.experiments import frontier, group_bias, sequence_bias
+from jaxrl_tis.runtime import cli
 
 
 def _count(text: str) -> int:

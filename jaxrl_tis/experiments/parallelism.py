@@ -15,12 +15,13 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli, cli_flags, sharding
+from jaxrl_tis import cli_flags, sharding
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.experiments import figures
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.report.plots import COLORS
-from jaxrl_tis.state import initial_params
+from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/smollm2_135m.py"
 SAMPLERS = {"TP1": 1, "TP3": 3}

@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize, stats
 
-from jaxrl_tis import cli
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.records import BLOCK, Run
 from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.runtime import cli
 
 EARLY = 5  # blocks, 40 steps
 KEPT = 0.7  # of the best; less is a collapse

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from jaxrl_tis import cli, metrics, storage
 from jaxrl_tis.doctor.diagnose import diagnose
+from jaxrl_tis.record import metrics
+from jaxrl_tis.runtime import cli, storage
 
 BLOCK = 8  # steps
 METRICS = (

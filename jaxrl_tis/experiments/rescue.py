@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.figures import Comparison, Interval
 from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import COLORS
 
 SHOWN = ("no-gap", "none", "PPO-IS", "vanilla-IS", "TIS-2", "centering")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import intervals
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.figures import parts
 from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import COLORS
 
 LAG = "training/off_policy/trajectory_staleness/mean"

@@ -13,10 +13,11 @@ import sys
 
 from absl import flags
 
-from jaxrl_tis import cli, cli_flags, processes
+from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.gate.report import check_prompts, failures, measure, table, to_json
-from jaxrl_tis.state import initial_params, initial_state
+from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.runtime import cli, processes
 
 CONFIG = cli_flags.define_config()
 PROMPTS = flags.DEFINE_integer(

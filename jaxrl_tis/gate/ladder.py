@@ -30,10 +30,11 @@ import numpy as np
 
 from jaxrl_tis import sharding
 from jaxrl_tis.build import Setup
+from jaxrl_tis.diagnostics import divergences, mismatch
 from jaxrl_tis.engine.records import SamplingParams, Trajectory
-from jaxrl_tis.estimators import diagnostics, divergences, ratios
+from jaxrl_tis.estimators import ratios
+from jaxrl_tis.learner.scoring import make_score
 from jaxrl_tis.models import placement, quant
-from jaxrl_tis.scoring import make_score
 
 EXCESS_PRECISION = "xla_allow_excess_precision"
 
@@ -219,8 +220,8 @@ def _gap(logp_old, logp_behav, mask):
     log_ratio = ratios.safe_log_ratio(logp_old, logp_behav, mask)
     found = divergences.divergence_metrics(log_ratio, mask)
     found |= divergences.response_metrics(logp_old, logp_behav, mask)
-    found |= diagnostics.probability_metrics(logp_old, logp_behav, mask)
-    found |= diagnostics.offpolicy_metrics(logp_old, logp_behav, mask)
+    found |= mismatch.probability_metrics(logp_old, logp_behav, mask)
+    found |= mismatch.offpolicy_metrics(logp_old, logp_behav, mask)
     one_row = lambda x: x.reshape(1, -1)
     p99 = divergences.sequence_percentiles(
         one_row(jnp.abs(log_ratio)), one_row(mask), percentiles=(99,)

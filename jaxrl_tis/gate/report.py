@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import processes, rollouts
+from jaxrl_tis import rollouts
 from jaxrl_tis.build import MAX_LOGITS, Setup
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.diagnostics import agreement
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.estimators import agreement
 from jaxrl_tis.gate import ladder
-from jaxrl_tis.scoring import make_logits
+from jaxrl_tis.learner.scoring import make_logits
+from jaxrl_tis.runtime import processes
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
 AGREEMENT = ("inside_support", "kept_identical", "kept_jaccard")

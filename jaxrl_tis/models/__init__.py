@@ -1,14 +1,14 @@
 """Language models: `load` and `read_config` take a Hugging Face folder, a GGUF file or a path of the
-hub, see jaxrl_tis.hub."""
+hub, see jaxrl_tis.runtime.hub."""
 
 import os
 import pathlib
 from typing import Any
 
-from jaxrl_tis import hub
 from jaxrl_tis.models import gguf, safetensors
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.safetensors import save
+from jaxrl_tis.runtime import hub
 
 __all__ = ["ModelConfig", "load", "read_config", "save"]
 

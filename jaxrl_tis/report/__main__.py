@@ -9,9 +9,9 @@ plots.py.
 import argparse
 from collections.abc import Sequence
 
-from jaxrl_tis import cli, storage
 from jaxrl_tis.report import plots
 from jaxrl_tis.report.page import load, write
+from jaxrl_tis.runtime import cli, storage
 
 
 def main(argv: Sequence[str] | None = None) -> None:

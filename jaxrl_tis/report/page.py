@@ -10,10 +10,11 @@ import numpy as np
 from etils import epath
 from matplotlib import colors
 
-from jaxrl_tis import failures, intervals, metrics, samples, storage
-from jaxrl_tis.progress import clock
+from jaxrl_tis.record import failures, intervals, metrics, samples
+from jaxrl_tis.record.progress import clock
 from jaxrl_tis.report import answers, plots
 from jaxrl_tis.report.plots import Run
+from jaxrl_tis.runtime import storage
 
 
 def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:

@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib import figure, lines, ticker
 from matplotlib.axes import Axes
 
-from jaxrl_tis import intervals
-from jaxrl_tis.failures import Failure
+from jaxrl_tis.record import intervals
+from jaxrl_tis.record.failures import Failure
 
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

@@ -12,11 +12,10 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import processes
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.metrics import Timer
+from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts import replay, saved
 from jaxrl_tis.rollouts.controller import LEARNER, Begin, Controller, Discard, Interrupt
 from jaxrl_tis.rollouts.groups import Groups, Sample, is_equal
@@ -24,6 +23,7 @@ from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, Order
 from jaxrl_tis.rollouts.source import engine_metrics
+from jaxrl_tis.runtime import processes
 
 NEEDS = {"reward": ("tokens",), LEARNER: ("reward",)}
 

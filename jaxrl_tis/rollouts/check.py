@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from jaxrl_tis import addresses
 from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.runtime import addresses
 
 DRIVERS = ("virtual", "threads", "processes")
 ON_BUDGET = ("warn", "sync", "stop")

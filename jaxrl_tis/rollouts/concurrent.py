@@ -15,7 +15,7 @@ import ml_collections
 
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.metrics import Timer
+from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
 from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.modes import Mode

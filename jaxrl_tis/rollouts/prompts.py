@@ -20,12 +20,12 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import processes, storage
 from jaxrl_tis.data import files, tasks
 from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.records import Bad, Examples, listed
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.progress import Progress
+from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.runtime import processes, storage
 
 GENERATED = 20_000  # examples of a generated task that are checked: such a task can be endless
 CHUNK, CHUNK_CHARACTERS = 1000, 1 << 22  # of prompts that are rendered and tokenised together

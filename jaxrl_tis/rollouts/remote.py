@@ -20,12 +20,11 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_tis import addresses, fingerprint, processes, storage
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.metrics import Timer
+from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts import messages, tcp, transport, verify, wire
 from jaxrl_tis.rollouts.bookkeeping import newest
 from jaxrl_tis.rollouts.concurrent import Concurrent
@@ -34,6 +33,7 @@ from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Key
 from jaxrl_tis.rollouts.sampler import NewRequests
+from jaxrl_tis.runtime import addresses, fingerprint, processes, storage
 
 TOKEN = "JAXRL_TIS_TOKEN"
 NO_TOKEN = "anybody on this machine"

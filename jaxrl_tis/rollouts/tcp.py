@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis import provenance
+from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import transport, wire
 from jaxrl_tis.rollouts.transport import Unavailable
 

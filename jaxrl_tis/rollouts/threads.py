@@ -18,7 +18,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.metrics import Timer
+from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts.concurrent import Concurrent
 from jaxrl_tis.rollouts.controller import Swap
 from jaxrl_tis.rollouts.groups import Groups

@@ -18,8 +18,8 @@ import safetensors
 import safetensors.numpy
 from etils import epath
 
-from jaxrl_tis import storage
 from jaxrl_tis.rollouts.wire import DTYPES
+from jaxrl_tis.runtime import storage
 
 MANIFEST = "manifest.json"
 FILE_BYTES = 1 << 30  # what goes into one file, if it is more than one leaf

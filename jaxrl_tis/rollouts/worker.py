@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 
-from jaxrl_tis import fingerprint, processes
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, tcp, transport, wire
 from jaxrl_tis.rollouts.sampler import GiveBack, NewWeights, Order, Sampler
+from jaxrl_tis.runtime import fingerprint, processes
 
 TALK_SECONDS = 0.02  # between two reports
 RETRY_SECONDS = 0.2

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxrl_tis.addresses import is_loopback
+from jaxrl_tis.runtime.addresses import is_loopback
 from jaxrl_tis.serve.answer import described
 
 JSON = "application/json"

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 from starlette.applications import Starlette
 
-from jaxrl_tis.addresses import is_loopback
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import Worker
+from jaxrl_tis.learner.state import initial_params, initial_state, read_params
+from jaxrl_tis.runtime.addresses import is_loopback
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.request import Limits
-from jaxrl_tis.state import initial_params, initial_state, read_params
 
 
 def read_token(path: str | None) -> str | None:

@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 
 from jaxrl_tis.aot.batches import abstract_minibatch
-from jaxrl_tis.trainer import Trainer
-from jaxrl_tis.state import initial_params, initial_state
+from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
-from tests.trainer_test import fake_samples
+from tests.learner.trainer_test import fake_samples
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from jaxrl_tis.aot import fit
-from jaxrl_tis.chips import Topology
+from jaxrl_tis.aot.chips import Topology
 from tests import tpu
 from tests.aot.programs_test import SHAPES, configured, small
 

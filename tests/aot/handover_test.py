@@ -7,8 +7,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxrl_tis.aot import handover
 from jaxrl_tis.aot.handover import Moved
+from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.sharding import make_mesh
-from jaxrl_tis.state import abstract_state
 from tests import tiny
 
 FSDP, BOTH = (1, 4, 1), (1, 2, 2)  # four devices that learn

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis.aot import handover, report
-from jaxrl_tis.aot import programs as aot
-from jaxrl_tis.chips import CHIPS, GIB, TOPOLOGIES, Topology
+from jaxrl_tis.aot import handover, programs as aot, report
+from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
 from tests import commands, tpu
 

@@ -4,9 +4,8 @@
 import pytest
 
 from jaxrl_tis import build
-from jaxrl_tis.aot import work
-from jaxrl_tis.aot import programs as aot
-from jaxrl_tis.chips import CHIPS
+from jaxrl_tis.aot import programs as aot, work
+from jaxrl_tis.aot.chips import CHIPS
 from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.aot.hlo_text import Shape
 from jaxrl_tis.aot.work import Work

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl_tis import cli
 from jaxrl_tis.audit import dump, measure, page, table, verdict
 from jaxrl_tis.audit.__main__ import main
 from jaxrl_tis.doctor.case import KL
+from jaxrl_tis.runtime import cli
 from tests.audit import dumps
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from configs import default
-from jaxrl_tis import failures
 from jaxrl_tis.data import confined, rewards
 from jaxrl_tis.data.rewards import RewardWorker, Scored, soft_overlong_penalty
+from jaxrl_tis.record import failures
 
 USER_REWARDS = '''
 import asyncio, os, random, subprocess, sys, time

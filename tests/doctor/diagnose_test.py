@@ -5,12 +5,13 @@ import math
 
 import pytest
 
-from jaxrl_tis import failures
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL, WEIGHTS_ESS,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL,
+    WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.diagnose import _skewed_t, describe, diagnose
+from jaxrl_tis.record import failures
 from tests.doctor.runs import late, names, write_run
 
 

@@ -3,12 +3,13 @@
 import json
 
 from configs import default
-from jaxrl_tis import correction, metrics
 from jaxrl_tis.doctor.asynchrony import ENGINE_GAP, MEAN_LAG, STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, IS_VALID, K3, KL, LENGTH, MEAN_GAP, PEARSON, PPL, PPO_KL,
 )
 from jaxrl_tis.estimators.counts import labels
+from jaxrl_tis.learner import correction
+from jaxrl_tis.record import metrics
 
 HEALTHY = {
     PEARSON: 0.995, DP_MAX: 0.3, KL: 0.01, K3: 0.01, PPL: 1.01, CHI2: 0.05, CHI2_SEQ: 0.5,

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_tis import validate as validation
+from jaxrl_tis.diagnostics import agreement, attribution, batch_metrics, mismatch
 from jaxrl_tis.doctor import asynchrony, case, effects
 from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH, MEAN_GAP,
-    NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH,
+    MEAN_GAP, NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
 )
 from jaxrl_tis.doctor.diagnose import FACTS, diagnose
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
-from jaxrl_tis.estimators import (
-    agreement, attribution, batch_metrics, centering, diagnostics, objectives,
-)
+from jaxrl_tis.estimators import centering, objectives
 from jaxrl_tis.estimators.presets import ICEPOP
 from jaxrl_tis.validate import validate
 from tests.doctor.runs import config_of, late, names, write_run
@@ -484,13 +483,13 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
         head = {"mask": mask, "adv": x, "tokens": x, "logp": x, "logp_behav": x,
                 "top_ids": ids[..., 0], "top_logps": ids[..., 0]}
         return (
-            diagnostics.offpolicy_metrics(x, x, mask)
-            | diagnostics.probability_metrics(x, x, mask)
-            | diagnostics.importance_weight_metrics(
+            mismatch.offpolicy_metrics(x, x, mask)
+            | mismatch.probability_metrics(x, x, mask)
+            | mismatch.importance_weight_metrics(
                 x, x, mask, level="token", upper=2.0, lower=0.5
             )
-            | diagnostics.kept_sample_size(x, mask, mask)
-            | diagnostics.rejected_fractions(mask, mask)
+            | mismatch.kept_sample_size(x, mask, mask)
+            | mismatch.rejected_fractions(mask, mask)
             | batch_metrics.variance_proxy_metrics(x, x, x, mask)
             | batch_metrics.staleness_metrics(ids[..., 0, 0], 0, mask)
             | batch_metrics.length_metrics(

@@ -11,17 +11,18 @@ import optax
 import pytest
 
 from configs import default
-from jaxrl_tis import correction, sharding
+from jaxrl_tis import sharding
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.kernels import tiles
+from jaxrl_tis.learner import correction
+from jaxrl_tis.learner.scoring import Learner, make_score
+from jaxrl_tis.learner.step import TrainState, make_train_step
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
-from jaxrl_tis.scoring import Learner, make_score
-from jaxrl_tis.step import TrainState, make_train_step
 from tests import compilation, weights
 
 pytestmark = [

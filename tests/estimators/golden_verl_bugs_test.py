@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import (
-    advantages, clipped, detached, diagnostics, masks, objectives, ratios, reduce, sequence_clipped,
+    advantages, clipped, detached, masks, objectives, ratios, reduce, sequence_clipped,
     soft_trust_region, weights,
 )
 from tests.estimators import golden_verl
@@ -30,7 +31,7 @@ def weight_metrics(log_ratio, level="token", **band):
     entry = "icepop" if "lower" in band else "tis"
     parameters = band if "lower" in band else {"cap": band["upper"]}
     w = weights.WEIGHTS[f"{level}_{entry}"](log_ratio, ones(log_ratio), **parameters)
-    return diagnostics.importance_weight_metrics(
+    return mismatch.importance_weight_metrics(
         w, log_ratio, ones(log_ratio), level=level, **band
     )
 
@@ -85,8 +86,8 @@ def test_rows_without_tokens_are_in_no_mean_over_rows():
     batch = golden_verl.inputs("empty_row", "float32")
     old, behav, mask = batch["logp_old"], batch["logp_behav"], batch["mask"]
     w = weights.seq_tis(old - behav, mask, cap=2.0)
-    ours = diagnostics.importance_weight_metrics(w, old - behav, mask, level="seq", upper=2.0)
-    ours |= diagnostics.offpolicy_metrics(old, behav, mask)
+    ours = mismatch.importance_weight_metrics(w, old - behav, mask, level="seq", upper=2.0)
+    ours |= mismatch.offpolicy_metrics(old, behav, mask)
     # an empty row enters with weight 0, log-perplexity 0, perplexity 1 and ratio 1
     for key, empty in (("seq_mean", 0.0), ("ratio_fraction_high", 0.0)):
         want = (5 * float(ours[f"rollout_corr/rollout_is_{key}"]) + empty) / 6
@@ -197,7 +198,7 @@ def test_fractions_of_rejected_sequences_share_a_denominator():
     log_ratio = jnp.array([[3.0, 0.0], [0.0, 0.0]])
     mask = jnp.array([[1, 1], [0, 0]], bool)
     kept = masks.token_k1(log_ratio, mask, upper=2.0)
-    metrics = diagnostics.rejected_fractions(kept, mask)
+    metrics = mismatch.rejected_fractions(kept, mask)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
 
 
@@ -226,7 +227,7 @@ def test_log_ratios_stop_at_20_in_every_exponential(verl_name):
 def test_k3_of_a_distant_token_is_finite_in_float32():
     """Log-ratio 100: exp(100) is no float32."""
     np.testing.assert_allclose(BUGS["unclamped_k3"], np.exp(100.0), rtol=1e-6)
-    metrics = diagnostics.offpolicy_metrics(row(-1.0), row(-101.0), row(1.0))
+    metrics = mismatch.offpolicy_metrics(row(-1.0), row(-101.0), row(1.0))
     np.testing.assert_allclose(metrics["rollout_corr/k3_kl"], np.exp(80.0), rtol=1e-5)
 
 
@@ -296,7 +297,7 @@ def test_one_token_has_no_spread():
     x, mask = row(-1.0, -1.0), row(1.0, 0.0)
     adv = advantages.ADVANTAGES["gae"](row(1.0, 0.0), mask, jnp.array([0]), values=0.0 * x)
     np.testing.assert_array_equal(adv, np.zeros((1, 2)))
-    metrics = diagnostics.probability_metrics(x, x - 0.5, mask)
+    metrics = mismatch.probability_metrics(x, x - 0.5, mask)
     for key in ("rollout_probs_diff_std", "rollout_actor_probs_pearson_corr"):
         assert np.isnan(verl["probabilities"][f"training/{key}"])
         assert metrics[f"training/{key}"] == 0.0

@@ -12,14 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages
-from jaxrl_tis.estimators import batch_metrics
-from jaxrl_tis.estimators import controllers
-from jaxrl_tis.estimators import diagnostics
-from jaxrl_tis.estimators import kl
-from jaxrl_tis.estimators import masks
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.diagnostics import batch_metrics, mismatch
+from jaxrl_tis.estimators import advantages, controllers, kl, masks, ratios, weights
 from tests.estimators import golden_verl
 from tests.estimators.golden_verl import BATCHES, LEVELS, assert_close, assert_metrics, bounds
 from tests.estimators.golden_verl import drift, inputs, inputs_of_case
@@ -36,7 +30,7 @@ def weights_of(batch, cases):
     for level, threshold in cases:
         w = golden_verl.rollout_weights(log_ratio, mask, level, threshold)
         normalized = weights.batch_normalize(w, mask, LEVELS[level])
-        metrics = diagnostics.importance_weight_metrics(
+        metrics = mismatch.importance_weight_metrics(
             w, log_ratio, mask, level=LEVELS[level], **bounds(threshold)
         )
         results.append((w, normalized, metrics))
@@ -68,9 +62,9 @@ def rejection_of(batch, cases):
     for options, threshold in cases:
         chosen = golden_verl.criteria(options, threshold)
         kept = masks.all_of(chosen, log_ratio, mask)[0]
-        metrics = diagnostics.rejected_fractions(kept, mask)
+        metrics = mismatch.rejected_fractions(kept, mask)
         for option, band in chosen:
-            metrics |= diagnostics.rejection_metrics(log_ratio, mask, option=option, **band)
+            metrics |= mismatch.rejection_metrics(log_ratio, mask, option=option, **band)
         results.append((kept, metrics))
     return results
 
@@ -190,8 +184,8 @@ def metrics_of(batch):
     scores = ratios.masked_sum(batch["rewards"], mask, axis=1)
     lengths = jnp.sum(is_valid, axis=1)
     return {
-        "offpolicy": diagnostics.offpolicy_metrics(old, behav, mask),
-        "probabilities": diagnostics.probability_metrics(old, behav, mask),
+        "offpolicy": mismatch.offpolicy_metrics(old, behav, mask),
+        "probabilities": mismatch.probability_metrics(old, behav, mask),
         "variance": batch_metrics.variance_proxy_metrics(*variance, gradient_norm=0.7),
         "variance_weighted": batch_metrics.variance_proxy_metrics(*variance, w=batch["weights"]),
         "data": batch_metrics.reward_metrics(scores, scores - 0.25 * mask.shape[1], lengths)

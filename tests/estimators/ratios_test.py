@@ -146,3 +146,22 @@ def test_detached_log_ratio():
     np.testing.assert_array_equal(ratios.detached_log_ratio(x, mask), [[20.0, -20.0, 1.5, 0.0]])
     gradient = jax.grad(lambda x: jnp.sum(ratios.detached_log_ratio(x, mask)))(x)
     np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
+
+
+def test_effective_sample_size():
+    ones = jnp.ones(4)
+    assert ratios.effective_sample_size(ones, ones) == 1.0
+    # (.5 + 1 + 2 + 4)^2 / (4 * (.25 + 1 + 4 + 16)) = 56.25 / 85
+    np.testing.assert_allclose(
+        ratios.effective_sample_size(jnp.array([0.5, 1, 2, 4]), ones), 0.6617647, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        ratios.effective_sample_size(jnp.array([1.0, 0, 0, 0]), ones), 0.25, rtol=1e-6
+    )
+    # Weights of any size, also where their square leaves float32.
+    for scale in (2e-9, 1e-30, 1e30):
+        np.testing.assert_allclose(
+            ratios.effective_sample_size(scale * ones, ones), 1.0, rtol=1e-6
+        )
+    assert ratios.effective_sample_size(0.0 * ones, ones) == 0.0
+    assert ratios.effective_sample_size(ones, 0.0 * ones) == 0.0

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from jaxrl_tis.experiments import parallelism
 from jaxrl_tis.gate import report
-from jaxrl_tis.state import initial_params
+from jaxrl_tis.learner.state import initial_params
 
 
 SMALL = """

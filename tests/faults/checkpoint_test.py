@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from jaxrl_tis import checkpoint
-from jaxrl_tis.state import abstract_state
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.record import checkpoint
 from tests import tiny
 
 pytestmark = pytest.mark.faults

@@ -20,7 +20,7 @@ NEEDS = pytest.mark.skipif(not IS_ALLOWED, reason="the system lets nobody mount 
 # Runs in the mounted folder and copies what is left of it out.
 CODE = """
 import json, shutil, sys, traceback
-from jaxrl_tis import cli
+from jaxrl_tis.runtime import cli
 from tests import tiny
 
 workdir, kept = sys.argv[1:]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxrl_tis import metrics
+from jaxrl_tis.record import metrics
 from tests import commands, forked
 
 pytestmark = pytest.mark.faults

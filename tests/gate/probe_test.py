@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxrl_tis import metrics
 from jaxrl_tis.gate import probe, report
 from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.record import metrics
 from tests import tiny
 
 pytestmark = [pytest.mark.compiles]

@@ -13,11 +13,11 @@ import pytest
 from jaxrl_tis import build, train
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.learner.batch_layout import trajectory_rows
+from jaxrl_tis.learner.scoring import make_logits, make_score
+from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import attention
-from jaxrl_tis.rows import trajectory_rows
-from jaxrl_tis.scoring import make_logits, make_score
-from jaxrl_tis.state import initial_params
-from jaxrl_tis.trainer import Trainer
 from jaxrl_tis.validate import validate
 from tests import commands, tiny
 from tests.gate import noisy

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import diagnostics, divergences, loss, masks, ratios, weights
+from jaxrl_tis.diagnostics import divergences, mismatch
+from jaxrl_tis.estimators import loss, masks, ratios, weights
 from jaxrl_tis.kernels import segment, segment_reference
 from tests import compilation
 from tests.kernels import segment_loops as loops
@@ -212,7 +213,7 @@ def test_weights_masks_and_metrics_share_their_reductions():
         found = [weights.seq_tis(log_ratio, mask, seg), weights.geo_mis(log_ratio, mask, seg)]
         metrics = divergences.divergence_metrics(log_ratio, mask, seg)
         metrics |= divergences.response_metrics(old, behav, mask, seg)
-        metrics |= diagnostics.offpolicy_metrics(old, behav, mask, seg)
+        metrics |= mismatch.offpolicy_metrics(old, behav, mask, seg)
         counts = loss.weight_counts(log_ratio, {"mask": mask, "seg": seg}, ("seq_tis", {"cap": 2.0}))
         return kept, found, masks.veto(log_ratio, mask, seg), metrics, counts
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl_tis import chips
+from jaxrl_tis.aot import chips
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ def test_no_restart_once_it_was_asked_to_end(scripts):
 
 
 def test_the_code_is_that_of_the_runs(scripts):
-    from jaxrl_tis import cli
+    from jaxrl_tis.runtime import cli
 
     assert scripts("supervise").RESTART == cli.RESTART
 

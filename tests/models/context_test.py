@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
+from jaxrl_tis.learner.scoring import Learner, response_scores
 from jaxrl_tis.models import attention, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
-from jaxrl_tis.scoring import Learner, response_scores
 
 pytestmark = [
     pytest.mark.compiles,

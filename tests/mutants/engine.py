@@ -299,7 +299,7 @@ MUTANTS = [
          "test_a_prompt_s_last_token_is_not_written_again_into_a_shared_page"),
         ("evicted positions leave a hole in the pages",
          "position_bt - shift_b[:, None], 0)", "position_bt, 0)",
-         "retention_test.py::test_the_learner_that_drops_the_same_keys_agrees"),
+         "learner/retention_test.py::test_the_learner_that_drops_the_same_keys_agrees"),
         ("a slot that was left goes on",
          "jnp.where(is_left, 0, state.slots.remaining)", "state.slots.remaining",
          "test_abort_stops_a_slot_and_the_next_request_in_it_is_whole"),

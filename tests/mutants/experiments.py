@@ -67,7 +67,7 @@ MUTANTS = [
         tests="doctor/trees_test.py",
     ),
     *of(
-        "metrics.py",
+        "record/metrics.py",
         ("any evaluation is the last one",
          '(r["phase"], r["step"]) == ("eval", steps)', 'r["phase"] == "eval"'),
     ),

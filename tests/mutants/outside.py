@@ -5,32 +5,32 @@ from tests.mutants import of
 
 MUTANTS = [
     *of(
-        "chips.py",
+        "aot/chips.py",
         ("v5p counts chips", "chips * chip.cores_per_chip: shape", "chips: shape"),
         ("every slice is one host",
          "return 1 if few else math.ceil(self.chips_per_slice / 4)", "return 1"),
         ("slices are not multiplied", "self.chips_per_slice * self.num_slices", "self.chips_per_slice"),
     ),
     *of(
-        "processes.py",
+        "runtime/processes.py",
         ("two --process_id are the same for all", "and index < count", "or index < count"),
         ("parts of a list overlap",
          "items[first(index) : first(index + 1)]", "items[first(index) : first(index + 1) + 1]"),
-        tests="processes_test.py",
+        tests="runtime/processes_test.py",
     ),
     *of(
-        "interrupt.py",
+        "runtime/interrupt.py",
         ("the second Ctrl-C is the first", "if self.is_set and number == signal.SIGINT:", "if False:"),
         ("a step has no grace",
          "time.monotonic() - self._asked_at > self._grace", "time.monotonic() - self._asked_at > 0"),
     ),
     *of(
-        "watchdog.py",
+        "runtime/watchdog.py",
         ("0 seconds is a deadline", "0 < self._timeout <", "0 <= self._timeout <"),
         ("a hang is a failure", "os._exit(cli.RESTART)", "os._exit(1)"),
     ),
     *of(
-        "storage.py",
+        "runtime/storage.py",
         ("whoever was first keeps the workdir",
          'owner["token"] == self._sign["token"]', 'owner["token"] != self._sign["token"]'),
         ("who is alive elsewhere is disturbed", "if (now := self._owner()) != owner:",
@@ -45,7 +45,7 @@ MUTANTS = [
          "if kind is None:\n                raise", "raise"),
     ),
     *of(
-        "hub.py",
+        "runtime/hub.py",
         ("a commit is looked up anew for a run that is continued",
          "if path in before:", "if path in before and False:"),
         ("a busy hub ends the run", "response.status_code == 429 or response.status_code >= 500",
@@ -56,7 +56,7 @@ MUTANTS = [
         ("a revision is lost where a path is written", 'f"@{self.revision}"', '""'),
     ),
     *of(
-        "intervals.py",
+        "record/intervals.py",
         ("two-sided becomes one-sided", "stats.t.ppf(0.975", "stats.t.ppf(0.95"),
         ("the variance of all values is that of a sample", "ddof=1", "ddof=0"),
         ("the interval is not shrunk", "(p + z2n / 2) / (1 + z2n)", "p + z2n / 2"),
@@ -90,14 +90,14 @@ MUTANTS = [
          "{error}\")\n            continue\n", "{error}\")\n            break\n"),
     ),
     *of(
-        "samples.py",
+        "record/samples.py",
         ("padding is a token", "rows[name][i][sampled]", "rows[name][i]"),
         ("all answers of a group are kept",
          "[groups.index(g) for g in dict.fromkeys(groups)]", "list(range(len(groups)))"),
         ("lines after the resumed step stay", 'line["step"] <= resume_step', "True"),
     ),
     *of(
-        "goodput.py",
+        "record/goodput.py",
         ("only the compiler counts", "if event in COMPILING:", "if event == COMPILING[1]:"),
         ("a KiB is a byte", "ru_maxrss * 1024", "ru_maxrss"),
     ),

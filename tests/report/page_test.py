@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl_tis import failures, metrics
-from jaxrl_tis.provenance import write_run_files
+from jaxrl_tis.record import failures, metrics
+from jaxrl_tis.record.provenance import write_run_files
 from jaxrl_tis.report import plots
 from jaxrl_tis.report.__main__ import main
 from jaxrl_tis.report.page import load, write

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
-from tests.rollouts.collector_test import TOKENIZER, FakeScheduler, collector, fields
+from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, collector, fields
 
 
 def test_sampling_parameters():

@@ -21,8 +21,8 @@ from jaxrl_tis.rollouts import messages, modes, remote, sampler, tcp, transport,
 from jaxrl_tis.rollouts import worker as worker_module
 from jaxrl_tis.rollouts.worker import LearnerLost, Worker
 from tests import tiny
-from tests.rollouts.asynchronous_test import assert_same, drawn, in_order, made
-from tests.rollouts.collector_test import FakeRewards, Timer
+from tests.rollouts.virtual_test import assert_same, drawn, in_order, made
+from tests.rollouts.synchronous_test import FakeRewards, Timer
 
 SECONDS = 60  # after which what hangs shows its stacks and ends the tests
 FACTS = {"model": "tiny", "tokenizer": "char"}

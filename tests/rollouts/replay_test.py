@@ -11,7 +11,7 @@ from scipy import stats
 from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rollouts.replay import Replay
 from tests import tiny
-from tests.rollouts.asynchronous_test import source
+from tests.rollouts.virtual_test import source
 
 
 def filled(way, ages, priorities, seed=0):

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, NewWeights, Sampler
-from tests.rollouts.collector_test import FakeScheduler
+from tests.rollouts.synchronous_test import FakeScheduler
 
 
 class Scheduler(FakeScheduler):

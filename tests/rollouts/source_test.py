@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxrl_tis import rollouts
 from jaxrl_tis.engine.records import Request, SamplingParams
-from tests.rollouts.collector_test import FakeScheduler
+from tests.rollouts.synchronous_test import FakeScheduler
 
 
 def test_trajectories_come_back_in_the_order_of_the_requests():

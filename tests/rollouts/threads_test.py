@@ -13,13 +13,13 @@ import pytest
 
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.rollouts import modes
-from jaxrl_tis.state import initial_params
 from tests import tiny
-from tests.rollouts.asynchronous_test import (
+from tests.rollouts.virtual_test import (
     MODES, assert_same, check_equal_groups_make_room, drawn, in_order,
 )
-from tests.rollouts.collector_test import FakeRewards, Timer
+from tests.rollouts.synchronous_test import FakeRewards, Timer
 
 SECONDS = 120  # after which a deadlock shows its stacks and ends the tests
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import storage
 from jaxrl_tis.rollouts import transport
 from jaxrl_tis.rollouts.transport import Directory, Unavailable
+from jaxrl_tis.runtime import storage
 from tests import gcs_server
 from tests.rollouts.serving_trees import assert_same, like, tree
 

@@ -16,11 +16,11 @@ import pytest
 
 from jaxrl_tis import models, rollouts
 from jaxrl_tis.build import build
-from jaxrl_tis.checkpoint import Checkpoints
 from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.serve import setup as serving
 from jaxrl_tis.serve.request import Limits
-from jaxrl_tis.state import initial_params, initial_state
 from tests import tiny
 from tests.asgi import HEADERS, call, listening, run
 from tests.serve import app_test

@@ -1,0 +1,120 @@
+"""Do sampler and learner make the same discrete choices: experts of a router, kept tokens, tokens.
+
+For runs that record them. Every function is pure, works under jit and has no gradient. Metrics are
+scalars named mismatch/<metric>, 0 for an empty mask.
+"""
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl_tis.diagnostics import mismatch
+from jaxrl_tis.estimators import ratios
+
+
+def route_metrics(
+    routes_old: chex.Array, routes_behav: chex.Array, mask: chex.Array, *, num_experts: int
+) -> dict[str, chex.Array]:
+    """How often the routers of a mixture-of-experts model choose other experts in the learner.
+
+    The order of the chosen experts does not count. For runs of such models, once rollouts record
+    their routes.
+
+    Args:
+      routes_old: [B, T, L, k] int, the k different experts of each of L routers, learner.
+      routes_behav: [B, T, L, k] int, the sampler's.
+      mask: [B, T] tokens whose routes both sides recorded (a last sampled token has none: it was
+        never fed back).
+      num_experts: experts of a router.
+
+    Returns mismatch/route_flip_expert, the share of chosen experts that the other side did not
+    choose; mismatch/route_flip_delta, the share of all experts whose choice differs (averaged over
+    experts, the probability that one side chooses the expert and the other does not);
+    mismatch/route_flip_router, of routers with another set; mismatch/route_flip_token, of tokens
+    with such a router; mismatch/route_flip_layer_<l>, of tokens for which router l has another set.
+    """
+    chex.assert_rank(routes_old, 4)
+    chex.assert_equal_shape([routes_old, routes_behav])
+    chex.assert_equal_shape_prefix([routes_old, mask], 2)
+    num_layers, num_chosen = routes_old.shape[2:]
+    common_btl = sum(
+        jnp.sum(routes_old == routes_behav[..., j : j + 1], axis=-1) for j in range(num_chosen)
+    )
+    is_flipped_btl = common_btl < num_chosen
+    mask_btl = jnp.broadcast_to(ratios.as_bool(mask)[..., None], common_btl.shape)
+    expert = ratios.masked_mean(1.0 - common_btl / num_chosen, mask_btl)
+    metrics = {
+        "expert": expert,
+        "delta": expert * (2.0 * num_chosen / num_experts),
+        "router": ratios.masked_mean(is_flipped_btl, mask_btl),
+        "token": ratios.masked_mean(jnp.any(is_flipped_btl, axis=-1), mask),
+    }
+    for layer in range(num_layers):
+        metrics[f"layer_{layer}"] = ratios.masked_mean(is_flipped_btl[..., layer], mask)
+    return mismatch.detached(metrics, "mismatch/route_flip_")
+
+
+def _sizes_of_ids(a_btk, b_btk):
+    """Sizes of both sets of ids >= 0 and of their intersection, [B, T] each."""
+    both = jnp.sort(jnp.concatenate([a_btk, b_btk], axis=-1), axis=-1)
+    is_twice = (both[..., 1:] == both[..., :-1]) & (both[..., 1:] >= 0)
+    return jnp.sum(a_btk >= 0, axis=-1), jnp.sum(b_btk >= 0, axis=-1), jnp.sum(is_twice, axis=-1)
+
+
+def _sizes_of_bits(a_btv, b_btv):
+    """Sizes of both sets of membership bits and of their intersection, [B, T] each."""
+    return jnp.sum(a_btv, axis=-1), jnp.sum(b_btv, axis=-1), jnp.sum(a_btv & b_btv, axis=-1)
+
+
+def kept_metrics(
+    kept_old: chex.Array, kept_behav: chex.Array, tokens: chex.Array, mask: chex.Array
+) -> dict[str, chex.Array]:
+    """How well the sets of tokens kept by a sampling filter (top-k, top-p, min-p) agree.
+
+    Both arrays hold sets in the same form: ids, int [B, T, K], each id once and empty slots
+    negative (the widths may differ), or membership bits, bool [B, T, V]. A side without any kept
+    token filtered nothing. Ids are sorted: run it only every so many steps.
+
+    Args:
+      kept_old: the set that the learner would keep.
+      kept_behav: the set that the sampler drew from.
+      tokens: [B, T] int, the sampled tokens.
+      mask: [B, T] tokens whose sets both sides recorded.
+
+    Returns mismatch/kept_jaccard, the mean size of the intersection over that of the union (1 where
+    neither side filtered, 0 where one side did); mismatch/kept_identical, the share of tokens with
+    equal sets; mismatch/kept_token_outside, the share of sampled tokens that the learner's filter
+    would drop, whose filtered log-prob is -inf.
+    """
+    chex.assert_rank([kept_old, kept_behav], 3)
+    chex.assert_equal_shape([tokens, mask])
+    chex.assert_equal_shape_prefix([kept_old, kept_behav, mask], 2)
+    is_bits = [kept.dtype == bool for kept in (kept_old, kept_behav)]
+    chex.assert_equal(*is_bits)
+    if all(is_bits):
+        old_bt, behav_bt, both_bt = _sizes_of_bits(kept_old, kept_behav)
+        is_inside_bt = jnp.take_along_axis(kept_old, tokens[..., None], axis=-1)[..., 0]
+    else:
+        old_bt, behav_bt, both_bt = _sizes_of_ids(kept_old, kept_behav)
+        is_inside_bt = jnp.any(kept_old == tokens[..., None], axis=-1)
+    union_bt = old_bt + behav_bt - both_bt
+    jaccard_bt = jnp.where(union_bt > 0, both_bt / jnp.maximum(union_bt, 1), 1.0)
+    metrics = {
+        "jaccard": ratios.masked_mean(jaccard_bt, mask),
+        "identical": ratios.masked_mean(union_bt == both_bt, mask),
+        "token_outside": ratios.masked_mean(~is_inside_bt & (old_bt > 0), mask),
+    }
+    return mismatch.detached(metrics, "mismatch/kept_")
+
+
+def token_differences(
+    tokens: chex.Array, other: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+) -> chex.Array:
+    """Number of valid positions of each sequence at which two token arrays differ, [B, S].
+
+    Args:
+      tokens, other: [B, T] token ids, for instance of the same requests drawn twice.
+      mask: [B, T] positions to compare.
+      seg: [B, T] sequence ids of packed rows, or None.
+    """
+    chex.assert_equal_shape([tokens, other, mask])
+    return ratios.sequence_sum(tokens != other, mask, seg)

@@ -1,0 +1,297 @@
+"""Where the mismatch comes from: which factor of the ratio, which position, which turn.
+
+Every function is pure, works under jit and carries no gradient. Metrics are scalars named
+mismatch/<metric>. An empty mask, bucket or row gives 0 and never NaN; log-ratios are clamped to
++-20 before exp, a sequence's after summing.
+
+The full ratio of the trained policy to the sampler has three factors, see `factor_weights`.
+"""
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.diagnostics import divergences, mismatch
+from jaxrl_tis.estimators import factor_weights, ratios
+
+FACTORS = factor_weights.FACTORS
+split_ratio = factor_weights.split_ratio
+
+
+def factor_metrics(
+    logp: chex.Array,
+    logp_prox: chex.Array,
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+) -> dict[str, chex.Array]:
+    """How much of the drift each factor makes; arguments as in `split_ratio`.
+
+    Returns means over tokens, for each factor f and for their product l, the sum of the l_f:
+    mismatch/<factor>/log_ratio_abs_mean in nats, and mismatch/<factor>/log_ratio_part, mean(l_f l)
+    in nats^2. The parts add up to mean(l^2), the product's; one may be negative where two cancel.
+    """
+    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
+    total_bt = sum(log_bt.values())
+    metrics = {}
+    for factor, x_bt in (log_bt | {"product": total_bt}).items():
+        metrics[f"{factor}/log_ratio_abs_mean"] = ratios.masked_mean(jnp.abs(x_bt), mask)
+        metrics[f"{factor}/log_ratio_part"] = ratios.masked_mean(x_bt * total_bt, mask)
+    return mismatch.detached(metrics, "mismatch/")
+
+
+def shares(metrics: dict[str, chex.Numeric]) -> dict[str, chex.Array]:
+    """mismatch/<factor>/share of the squared drift, from the parts in `factor_metrics`; the shares
+    add up to 1, and are 0 where nothing has drifted."""
+    part = lambda factor: jnp.asarray(metrics[f"mismatch/{factor}/log_ratio_part"])
+    return {
+        f"mismatch/{factor}/share": ratios.safe_divide(part(factor), part("product"))
+        for factor in FACTORS
+    }
+
+
+def capped_ratio(
+    logp: chex.Array,
+    logp_prox: chex.Array,
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    level: str = "token",
+    cap: chex.Numeric = jnp.inf,
+    cap_engine: chex.Numeric = jnp.inf,
+    cap_staleness: chex.Numeric = jnp.inf,
+    cap_trust_region: chex.Numeric = jnp.inf,
+) -> tuple[chex.Array, dict[str, chex.Array]]:
+    """min(prod_f min(rho_f, cap_f), cap) over the three factors, and what each of them does.
+
+    The weight is `factor_weights.capped_ratio` or, at level "seq", `seq_capped_ratio`. Without any
+    cap the product is the full ratio pi / mu, clamped to exp(+-20).
+
+    Args:
+      logp, logp_prox, logp_old, logp_behav: [B, T] nats, see `split_ratio`.
+      mask: [B, T] valid tokens.
+      seg: [B, T] sequence ids of packed rows, or None.
+      level: "token", or "seq" to take each factor as its product over the sequence.
+      cap: bound of the product.
+      cap_engine, cap_staleness, cap_trust_region: bounds of the factors.
+
+    Returns (w [B, T], 0 at padding, without gradient; metrics). For each factor and for the
+    uncapped product, mismatch/<factor>/<metric>: log_ratio_mean, log_ratio_abs_mean,
+    log_ratio_abs_max, ratio_mean_token, ratio_mean_seq, tv_token, tv_seq, tv_seq_bound, chi2_token,
+    chi2_seq, ess_token, ess_seq; fraction_capped, the share of tokens (sequences at level "seq")
+    above the cap (of the product: after the factors' caps); and share, the factor's part
+    mean(l_f l) / mean(l^2) of the squared token log-ratio l, which add up to 1. Samples come from
+    mu, so the divergences are true ones for engine and product, and describe the factor otherwise.
+    """
+    if level not in ("token", "seq"):
+        raise ValueError(f"Unknown level {level!r} of the capped ratio; choose token or seq.")
+    log_caps = factor_weights.log_caps(cap_engine, cap_staleness, cap_trust_region)
+    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
+    sum_bs = {factor: ratios.sequence_sum(log_bt[factor], mask, seg) for factor in FACTORS}
+    log_bt["product"] = sum(log_bt[factor] for factor in FACTORS)
+    sum_bs["product"] = sum(sum_bs[factor] for factor in FACTORS)
+    is_sequence_bs = ratios.sequence_count(logp, mask, seg) > 0
+    unit, is_valid = (log_bt, mask) if level == "token" else (sum_bs, is_sequence_bs)
+
+    is_capped = {factor: unit[factor] > log_caps[factor] for factor in FACTORS}
+    log_w = factor_weights.log_product(unit, log_caps)
+    is_capped["product"] = log_w > ratios.log_bound(cap)
+    metrics = {}
+    for factor in (*FACTORS, "product"):
+        statistics = divergences.ratio_statistics(
+            log_bt[factor], sum_bs[factor], mask, is_sequence_bs
+        )
+        statistics["log_ratio_mean"] = ratios.masked_mean(log_bt[factor], mask)
+        statistics["fraction_capped"] = ratios.masked_mean(is_capped[factor], is_valid)
+        metrics |= mismatch.detached(statistics, f"mismatch/{factor}/")
+    metrics |= shares(factor_metrics(logp, logp_prox, logp_old, logp_behav, mask))
+    w = jnp.minimum(jnp.exp(log_w), cap)
+    w_bt = w if level == "token" else ratios.to_tokens(w, seg, mask.shape[1])
+    return ratios.zero_padding(w_bt, mask), metrics
+
+
+def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Array]:
+    """mismatch/<factor>/fraction_capped alone, of `capped_ratio` with the same arguments."""
+    _, metrics = capped_ratio(*log_probs, **parameters)
+    return {name: x for name, x in metrics.items() if name.endswith("/fraction_capped")}
+
+
+def bucket_statistics(
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    bucket: chex.Array,
+    mask: chex.Array,
+    *,
+    num_buckets: int,
+) -> dict[str, chex.Array]:
+    """Probability gap |dp| = |p_old - p_behav| and log r = logp_old - logp_behav per bucket.
+
+    Args:
+      logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
+      logp_behav: [B, T] sampler's log-probs, nats.
+      bucket: [B, T] int bucket of each valid token; the last one also takes what lies beyond.
+      mask: [B, T] valid tokens.
+      num_buckets: K, static.
+
+    Returns [K] each, 0 for an empty bucket: dp_mean, dp_max, log_ratio_mean, log_ratio_abs_mean and
+    token_fraction, the share of all valid tokens.
+    """
+    chex.assert_equal_shape([logp_old, logp_behav, bucket, mask])
+    gap_bt = divergences.probability_gap(logp_old, logp_behav, mask)
+    log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
+    one_bt = ratios.as_bool(mask).astype(gap_bt.dtype)
+    bucket_bt = jnp.where(ratios.as_bool(mask), jnp.clip(bucket, 0, num_buckets - 1), 0)
+    columns_btc = jnp.stack([gap_bt, log_ratio_bt, jnp.abs(log_ratio_bt), one_bt], axis=-1)
+
+    def row_sum(x_tc, bucket_t):
+        return jax.ops.segment_sum(x_tc, bucket_t, num_segments=num_buckets)
+
+    def row_max(x_t, bucket_t):
+        return jax.ops.segment_max(x_t, bucket_t, num_segments=num_buckets)
+
+    sum_kc = jnp.sum(jax.vmap(row_sum)(columns_btc, bucket_bt), axis=0)
+    max_k = jnp.max(jax.vmap(row_max)(gap_bt, bucket_bt), axis=0)
+    count_k = sum_kc[:, 3]
+    statistics = {
+        "dp_mean": ratios.safe_divide(sum_kc[:, 0], count_k),
+        "dp_max": jnp.maximum(max_k, 0.0),
+        "log_ratio_mean": ratios.safe_divide(sum_kc[:, 1], count_k),
+        "log_ratio_abs_mean": ratios.safe_divide(sum_kc[:, 2], count_k),
+        "token_fraction": ratios.safe_divide(count_k, jnp.sum(count_k)),
+    }
+    return mismatch.detached(statistics)
+
+
+def bucket_metrics(
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    bucket: chex.Array,
+    mask: chex.Array,
+    *,
+    kind: str,
+    labels: Sequence[str | int],
+) -> dict[str, chex.Array]:
+    """`bucket_statistics` as scalars mismatch/<kind>_<label>/<statistic>, one label per bucket."""
+    statistics = bucket_statistics(logp_old, logp_behav, bucket, mask, num_buckets=len(labels))
+    return {
+        f"mismatch/{kind}_{label}/{name}": value_k[k]
+        for k, label in enumerate(labels)
+        for name, value_k in statistics.items()
+    }
+
+
+def power_of_two_bucket(x: chex.Array) -> chex.Array:
+    """Bucket of an integer x >= 0: 0 for 0, then 1 + floor(log2 x), so 1, 2-3, 4-7, ..."""
+    return 32 - jax.lax.clz(x.astype(jnp.int32))
+
+
+def _starts(num_buckets):
+    """Smallest member of each power-of-two bucket."""
+    return (0, *(2**k for k in range(num_buckets - 1)))
+
+
+def _columns(mask, seg):
+    """[B, T] each: column, and column of the first valid token of the token's sequence."""
+    column_bt = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
+    first_bs = -ratios.sequence_max(-column_bt, mask, seg)
+    first_bt = ratios.to_tokens(first_bs, seg, mask.shape[1])
+    return column_bt, first_bt.astype(jnp.int32)
+
+
+def response_positions(mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """Tokens since the first valid token of the sequence, [B, T] int, 0 for that one itself.
+
+    Tool text within the response counts. Not meaningful outside the mask. In packed rows a sequence
+    is contiguous.
+    """
+    column_bt, first_bt = _columns(mask, seg)
+    return column_bt - first_bt
+
+
+def tool_distances(mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+    """Tokens since the sequence's last tool token, [B, T] int: 1 right after it, 0 without any.
+
+    A tool token is one that the policy did not choose, after one that it did: outside the mask but
+    in the sequence, after its first valid token. Pass the mask as sampled, before any rejection. In
+    packed rows seg numbers the tool tokens too and a sequence is contiguous. Takes a running
+    maximum over the row.
+    """
+    column_bt, first_bt = _columns(mask, seg)
+    is_tool_bt = ~ratios.as_bool(mask) & (column_bt > first_bt)
+    is_tool_bt &= ratios.segment_ids(seg, mask) > 0
+    last_bt = jax.lax.cummax(jnp.where(is_tool_bt, column_bt, -1), axis=1)
+    return jnp.where(last_bt > first_bt, column_bt - last_bt, 0)
+
+
+def position_metrics(
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    num_buckets: int = 16,
+) -> dict[str, chex.Array]:
+    """Mismatch by position in the response, in buckets 0, 1, 2-3, 4-7, ...
+
+    Args:
+      logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
+      logp_behav: [B, T] sampler's log-probs, nats.
+      mask: [B, T] valid tokens as sampled.
+      seg: [B, T] sequence ids of packed rows, or None.
+      num_buckets: static; the last bucket has no end.
+
+    Returns mismatch/position_<first position>/<statistic>, see `bucket_statistics`.
+    """
+    bucket = power_of_two_bucket(response_positions(mask, seg))
+    labels = _starts(num_buckets)
+    return bucket_metrics(logp_old, logp_behav, bucket, mask, kind="position", labels=labels)
+
+
+def after_tool_metrics(
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    mask: chex.Array,
+    seg: chex.Array | None = None,
+    *,
+    num_buckets: int = 16,
+) -> dict[str, chex.Array]:
+    """Mismatch by distance from the last tool token, in buckets 1, 2-3, 4-7, ...
+
+    A run profiles it where its rollouts hold turns: for environments with tools, once rollouts
+    record what the policy did not choose.
+
+    Arguments as in `position_metrics`; what a tool token is: `tool_distances`.
+
+    Returns mismatch/after_tool_<smallest distance>/<statistic>, see `bucket_statistics`; tokens
+    before any tool token are in mismatch/after_tool_none/<statistic>.
+    """
+    bucket = power_of_two_bucket(tool_distances(mask, seg))
+    labels = ("none", *_starts(num_buckets)[1:])
+    return bucket_metrics(logp_old, logp_behav, bucket, mask, kind="after_tool", labels=labels)
+
+
+def turn_metrics(
+    logp_old: chex.Array,
+    logp_behav: chex.Array,
+    turn: chex.Array,
+    mask: chex.Array,
+    *,
+    num_turns: int,
+) -> dict[str, chex.Array]:
+    """Mismatch by turn of the conversation.
+
+    Args:
+      logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
+      logp_behav: [B, T] sampler's log-probs, nats.
+      turn: [B, T] int, turn number from 0.
+      mask: [B, T] valid tokens.
+      num_turns: static; later turns join the last one.
+
+    Returns mismatch/turn_<number>/<statistic>, see `bucket_statistics`.
+    """
+    labels = range(num_turns)
+    return bucket_metrics(logp_old, logp_behav, turn, mask, kind="turn", labels=labels)

@@ -1,0 +1,1 @@
+"""One update: from a rollout batch to new weights."""

@@ -1,0 +1,149 @@
+"""What a run trains: {"policy": TrainState, "critic": TrainState with GAE, "reference": parameters
+with a KL term, "controllers": their states, where the config names one that has a state, "ewma": an
+average of the policy where it stands in for older ones}."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from jaxrl_tis import models
+from jaxrl_tis.build import Setup
+from jaxrl_tis.learner import control
+from jaxrl_tis.learner.optimizer import optimizer_shardings
+from jaxrl_tis.learner.snapshots import Average
+from jaxrl_tis.learner.step import TrainState
+from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.record.checkpoint import Checkpoints
+from jaxrl_tis.record.provenance import date
+from jaxrl_tis.runtime import hub, storage
+
+
+def abstract_state(setup: Setup) -> dict[str, Any]:
+    """Returns the state's shapes, dtypes and shardings, without its values."""
+    shardings = placement.shardings(setup.layout, setup.model)
+    params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+    replicated = setup.layout.replicated()
+    place = lambda tree, where: jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+
+    def network(params, shardings, tx):
+        opt = jax.eval_shape(tx.init, params)
+        opt_shardings = optimizer_shardings(tx, params, shardings, replicated)
+        return TrainState(place(params, shardings), place(opt, opt_shardings))
+
+    state = {"policy": network(params, shardings, setup.optimizer)}
+    if setup.has_critic:
+        value = jax.ShapeDtypeStruct((setup.model.embed_dim,), jnp.float32)
+        state["critic"] = network(
+            {"decoder": params, "value": value},
+            {"decoder": shardings, "value": replicated},
+            setup.critic_optimizer,
+        )
+    if setup.correction.kl is not None:
+        frozen = jax.eval_shape(lambda params: _frozen(setup, params), params)
+        kind = "pinned_host" if setup.config.correction.offload_reference else "device"
+        state["reference"] = place(frozen, placement.shardings(setup.layout, setup.model, kind))
+    if setup.averages_policy:
+        average = jax.eval_shape(Average.of, params)
+        state["ewma"] = place(average, Average(shardings, replicated))
+    states = jax.eval_shape(lambda: control.init(setup.correction))
+    if states:
+        state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
+    return state
+
+
+def initial_params(setup: Setup) -> Any:
+    """Returns the parameters of the checkpoint at model.path, or random ones, in the training
+    layout."""
+    config, shardings = setup.config.model, placement.shardings(setup.layout, setup.model)
+    if config.path:
+        return models.load(config.path, shardings, config.param_dtype)[1]
+    init = lambda key: jax.tree.map(
+        lambda x: x.astype(config.param_dtype), transformer.init(setup.model, key)
+    )
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
+
+
+def _frozen(setup: Setup, params: Any) -> Any:
+    """Returns the reference: the policy in the dtypes that the learner's products take, so that the
+    KL between the two starts at exactly 0.
+
+    Products in bfloat16 round a matrix to it, so a reference for them holds half the bytes. All
+    other numbers keep the dtype of the policy: norms, an output head at full precision, matrices
+    that are quantised.
+    """
+    program, heads = setup.learner.program, ("embed", "head")
+    is_quantized = program.quantization.scheme != "none"
+
+    def frozen(path, x):
+        name = path[-1].key
+        is_matrix = name in heads or x.ndim == 3
+        is_rounded = not (program.highest_head if name in heads else is_quantized)
+        is_rounded &= is_matrix and program.dtype == "bfloat16"
+        # A copy in any case, as the updates donate the policy's buffers.
+        return jnp.copy(x.astype(program.dtype) if is_rounded else x)
+
+    return jax.tree_util.tree_map_with_path(frozen, params)
+
+
+def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
+    """Makes the state at step 0: the critic and the reference start as copies of the policy, which
+    is folded by `model.uaq_scale`."""
+    shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
+    on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
+
+    def make(params):
+        if setup.config.model.uaq_scale != 1:
+            params = transforms.fold(params, setup.config.model.uaq_scale)
+        state = {"policy": TrainState(params, setup.optimizer.init(params))}
+        if setup.has_critic:
+            # A copy, not the same buffers: each network's update donates its own.
+            critic = {
+                "decoder": jax.tree.map(jnp.copy, params),
+                "value": jnp.zeros((setup.model.embed_dim,)),
+            }
+            state["critic"] = TrainState(critic, setup.critic_optimizer.init(critic))
+        if setup.correction.kl is not None:
+            state["reference"] = _frozen(setup, params)
+        if setup.averages_policy:
+            state["ewma"] = Average.of(params)
+        if states := control.init(setup.correction):
+            state["controllers"] = states
+        return state
+
+    return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)
+
+
+def is_run(path: str) -> bool:
+    """Whether a path is the folder of a run with checkpoints, and not a model."""
+    return not hub.is_hub(path) and (storage.folder(path) / "checkpoints").is_dir()
+
+
+def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.ConfigDict:
+    """Returns the config with the date of the run at `path`, so that its prompts are rendered as
+    they were there; as it is where that is a model."""
+    if not is_run(path):
+        return config
+    values = config.to_dict()
+    values["task"]["date"] = date(values, path)
+    return ml_collections.ConfigDict(values)
+
+
+def read_params(setup: Setup, path: str, step: int | None = None) -> Any:
+    """Reads the policy's parameters in a run's newest checkpoint, or that of `step`, or those of a
+    model folder or .gguf file, in the training layout.
+
+    Raises FileNotFoundError or ValueError where there are none, or not those of this model.
+    """
+    if is_run(path):
+        with Checkpoints(path, keep=1) as checkpoints:
+            wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
+            return checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]
+    found = models.read_config(path)
+    if found != setup.model:
+        raise ValueError(f"{path} holds another model: {found}, the config has {setup.model}")
+    shardings = placement.shardings(setup.layout, setup.model)
+    return models.load(path, shardings, setup.config.model.param_dtype)[1]

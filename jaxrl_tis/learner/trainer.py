@@ -1,0 +1,450 @@
+"""One step of reinforcement learning on a rollout batch: score it, then update the state."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from jaxrl_tis.build import Setup
+from jaxrl_tis.diagnostics import attribution, batch_metrics
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.estimators import counts, rank_masks
+from jaxrl_tis.learner import control, correction, snapshots
+from jaxrl_tis.learner.batch_layout import (
+    Rows, minibatches, num_sequences, packed_minibatches, update_fields,
+)
+from jaxrl_tis.learner.scoring import (
+    make_collisions, make_logits, make_score, make_score_norms, make_values,
+)
+from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
+from jaxrl_tis.models import placement, transformer
+from jaxrl_tis.rollouts import Sample, components, kept_metrics
+
+
+class Trainer:
+    """One step of reinforcement learning over the state; the programs are compiled once.
+
+    `weights` are those of the last update's tokens, [N,T], None where the correction gives none
+    before the update.
+    """
+
+    def __init__(self, setup: Setup):
+        self.setup, learner = setup, setup.update_learner
+        self.weights: np.ndarray | None = None
+        self._scored: dict[str, float] = {}  # metrics of the last batch's score
+        self._score = make_score(learner)
+        self._prepare = correction.make_prepare(setup.correction)
+        self._begin = jax.jit(functools.partial(control.begin, setup.correction))
+        self._end = jax.jit(functools.partial(control.end, setup.correction))
+        self._profile = jax.jit(correction.profile_metrics, static_argnums=1)
+        self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
+        self._train_step = make_train_step(
+            learner, setup.correction, setup.optimizer, is_scored=bool(setup.why_scored)
+        )
+        self._unscored = correction.make_unscored(setup.correction)
+        self._arriving = make_arriving_step(learner, setup.correction, setup.optimizer)
+        self._collisions = make_collisions(learner)
+        self._logits = make_logits(learner)
+        self._score_norms = make_score_norms(learner)
+        if setup.has_critic:
+            self._values = make_values(learner)
+            self._critic_step = make_critic_step(
+                learner, setup.config.critic.value_clip, setup.critic_optimizer
+            )
+
+    def score(
+        self, state: dict[str, Any], samples: list[Sample], sampled_by: Mapping[int, Any],
+        known: list[np.ndarray] | None = None,
+    ) -> Rows:
+        """Returns the rollout batch [N,T] with everything that is computed once of it before the
+        update; without the policy's log-probs where the update itself computes them, see
+        `Setup.why_scored`. Its mask is that of the answers of `are_trained_on`.
+
+        Args:
+          state: as the update starts from it: logp_prox is scored at its policy, or at the average
+            of its policies where it has one.
+          samples: whole groups.
+          sampled_by: version -> the policy's parameters then, for every version in the records:
+            logp_old is scored at the weights that drew each token. ValueError where one is missing,
+            or where an update that scores its batch would need another than its own. Not asked for
+            anything where logp_old is logp_prox, see `Setup.has_stand_in`.
+          known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
+            are still to be scored.
+        """
+        trajectories = [s.trajectory for s in samples]
+        rows, policy = self.setup.rows(trajectories), state["policy"].params
+        known = _laid_out(trajectories, known, rows["mask"].shape)
+        cut = functools.cache(lambda: self.setup.micro_batches(rows))  # if any pass takes them
+        scored_rows = 0
+
+        def measured(measure, params):
+            micro, flat = cut()
+            return flat(measure(params, micro))
+
+        def log_probs(params, is_wanted):
+            nonlocal scored_rows
+            scored_rows += is_wanted.sum()
+            micro, flat = self.setup.micro_batches(rows, is_wanted)
+            return flat(self._score(params, micro)["logp"])
+
+        if self.setup.why_scored:
+            micro, flat = cut()
+            centre = state["ewma"].params(like=policy) if "ewma" in state else policy
+            scored = self._score(centre, micro)
+            rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
+            rows["logp_old"] = rows["logp_prox"] if self.setup.has_stand_in else at_versions(
+                rows, policy, sampled_by, log_probs, known
+            )
+        elif not self.setup.has_stand_in and any(
+            sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
+        ):
+            raise ValueError(
+                "tokens were drawn by other weights than those that the update starts from, which it "
+                "cannot score: set train.fuse_score to never"
+            )
+        self._scored = {
+            "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
+            "old_logp/scored_rows": scored_rows,
+        }
+        if "critic" in state:
+            rows["values"] = measured(self._values, state["critic"].params)
+        needs = self.setup.correction.needs
+        if "reference" in state:
+            reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
+            rows["logp_ref"] = measured(lambda *a: self._score(*a)["logp"], reference)
+            if "logits_ref" in needs:
+                rows["logits_ref"] = measured(self._logits, reference)
+        rows |= reward_fields(samples, needs)
+        by_learner = {
+            "sum_pi_squared": self._collisions, "logits": self._logits,
+            "grad_norms": self._score_norms,
+        }
+        rows |= {
+            name: measured(measure, policy) for name, measure in by_learner.items()
+            if name in needs
+        }
+        trained = are_trained_on(samples, rows, self.setup.config.train.mask_truncated)
+        return rows | {"mask": rows["mask"] & trained[:, None]}
+
+    def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
+        """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
+        [n] each, by the program that scores a batch."""
+        rollout, found = self.setup.config.rollout, []
+        count = rollout.prompts * rollout.group_size
+        for start in range(0, len(trajectories), count):
+            part = trajectories[start : start + count]
+            filled = part + part[:1] * (count - len(part))
+            rows = self.setup.rows(filled)
+            micro, flat = self.setup.micro_batches(rows, np.arange(count) < len(part))
+            logp = flat(self._score(params, micro)["logp"])
+            found += [row[_response(t)] for row, t in zip(logp, part)]
+        return found
+
+    def old_policies(self) -> snapshots.OldPolicies:
+        """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
+        say; ValueError where they would take more memory than they may."""
+        setup, mode = self.setup, self.setup.mode
+        if not setup.staleness or setup.has_stand_in:
+            return snapshots.Newest()
+        rollout = setup.config.rollout
+        params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+        size, most = snapshots.num_bytes(params), rollout.snapshot_gib * 2**30
+        if rollout.old_logp == "ring":
+            count = rollout.snapshots or snapshots.num_snapshots(setup.staleness)
+            return snapshots.Ring(count, size, most)
+        groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
+        of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes
+        return snapshots.Replica(size, most, self.log_probs, groups * of_group)
+
+    @property
+    def why_waits(self) -> str | None:
+        """Why a batch has to be whole before its update begins; None if its gradient can be
+        accumulated from parts."""
+        chosen = self.setup.correction
+        names = [name for name, _ in chosen.controllers]
+        if self.setup.why_scored:
+            return self.setup.why_scored
+        if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
+            return f"the mask {ranking[0]} ranks the tokens of the batch"
+        if "key" in chosen.needs:
+            return f"{chosen.needs['key']} draws at random for the batch"
+        if self.setup.has_critic:
+            return "the critic's update comes after it"
+        if self.setup.learner.program.dtype == "float16":
+            return "gradients in float16 are scaled for a whole update"
+        if others := [name for name in names if name != "gradient_alignment"]:
+            return f"{others[0]} looks at the batch before its update"
+        return None
+
+    def update_arriving(
+        self, state: dict[str, Any], parts: Iterable[list[Sample]], sampled_by: Mapping[int, Any],
+        step: int, version: int,
+    ):
+        """As `score` and `update` of a batch that comes in parts of whole groups, see `why_waits`:
+        the gradient of each is taken as it comes. Returns (new state, samples, rows, metrics), the
+        samples in the order of their groups.
+
+        The update is that of the whole batch, whatever the order of its parts, but for rounding.
+        """
+        setup, size, layout = self.setup, self.setup.config.train.microbatch_rows, self.setup.layout
+        add, finish = self._arriving
+        held, sums, samples, made = [], None, [], []
+        for part in parts:
+            held += part
+            count = len(held) - (0 if setup.packer else len(held) % size)
+            now, held = held[:count], held[count:]
+            if not now:
+                continue
+            rows = self.score(state, now, sampled_by)
+            rows |= update_fields(len(now), version, step, setup.config.seed)
+            updated = self._of_update(rows, self._unscored(rows))
+            [(minibatch, _, flat)] = self._minibatches(updated, (setup.config.seed, step, 0))
+            scored = []
+            for m in range(len(minibatch["mask"])):
+                micro = layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
+                sums, found = add(state["policy"].params, sums, micro)
+                scored.append(jax.tree.map(layout.fetch, found))
+            joined = {n: flat(np.concatenate([s[n] for s in scored])) for n in ("logp", "entropy")}
+            samples += now
+            made.append(rows | {"logp_old": joined["logp"], "logp_prox": joined["logp"],
+                                "entropy": joined["entropy"]})
+        order = np.argsort([s.group for s in samples], kind="stable")
+        samples = [samples[i] for i in order]
+        rows = {name: np.concatenate([r[name] for r in made])[order] for name in made[0]}
+        count, num_tokens = num_sequences(rows), rows["mask"].sum()
+        policy, values = state["policy"], {}
+        if num_tokens:
+            policy, values = finish(policy, sums, np.float32(num_tokens), np.float32(count))
+        prepared, measured = self._prepare(rows)
+        rows |= {name: np.asarray(value) for name, value in prepared.items()}
+        self.weights = rows["weights"] if "weights" in rows else None
+        values = jax.device_get(values)
+        shares = attribution.shares(values) if values else {}
+        measured = jax.device_get(measured) | self._scored | values | shares
+        return state | {"policy": policy}, samples, rows, measured
+
+    def _of_update(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
+        """Returns the fields that the updates take, of a batch and of what was prepared of it."""
+        made = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        is_scored, is_taken = bool(self.setup.why_scored), self.setup.correction.is_in_update
+        return {name: x for name, x in made.items() if is_taken(name, is_scored)}
+
+    def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
+        """Yields the updates' (minibatch, metrics of its packing, a function that turns its results
+        [M,R,T] back into rows [N,T] of all)."""
+        train, packer = self.setup.config.train, self.setup.packer
+        shape, fetch = rows["mask"].shape, self.setup.layout.fetch
+
+        def back(index, x):
+            out = np.zeros(shape, x.dtype)
+            out[index] = x
+            return out
+
+        if packer is None:
+            for minibatch, index in minibatches(
+                rows, train.minibatches, train.microbatch_rows, seed
+            ):
+                yield minibatch, {}, lambda x: back(index, fetch(x).reshape(-1, shape[1]))
+            return
+        for minibatch, index, packing in packed_minibatches(rows, packer, train.minibatches, seed):
+            unpacked = lambda x: back(index, packing.unpack(fetch(x), shape[1]))
+            yield minibatch, packing.metrics(packer.shards), unpacked
+
+    def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
+        """Runs all epochs and minibatches and returns (new state, rows, metrics): the rows with all
+        that `score` or the update has computed of them. `version` is that of the state's policy;
+        the state is donated. A minibatch without a token to train on is no update."""
+        config, count = self.setup.config, len(rows["mask"])
+        rows = rows | update_fields(count, version, step, config.seed)
+        controllers = state["controllers"] if "controllers" in state else {}
+        controllers, settings = self._begin(controllers, rows)
+        rows |= control.fields(settings, count)
+        is_profiled = step % config.metrics.percentile_every == 0
+        is_scored = bool(self.setup.why_scored)
+        prepared, measured = self._prepare(rows) if is_scored else (self._unscored(rows), {})
+        collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
+        if is_profiled and collisions is None:
+            micro, flat = self.setup.micro_batches(rows)
+            collisions = flat(self._collisions(state["policy"].params, micro))
+        updated = self._of_update(rows, prepared)
+        collected, num_seqs = [], []
+        for epoch in range(config.train.epochs):
+            for minibatch, packing, flat in self._minibatches(updated, (config.seed, step, epoch)):
+                if not minibatch["mask"].any():
+                    continue
+                num_seqs.append(num_sequences(minibatch))
+                minibatch = self.setup.layout.put_batch(minibatch)
+                policy, values, *scored = self._train_step(state["policy"], minibatch)
+                state = state | {"policy": policy}
+                if "ewma" in state:
+                    centre = config.rollout.ewma_centre
+                    state["ewma"] = snapshots.averaged(state["ewma"], policy.params, centre)
+                if "critic" in state:
+                    critic, critic_values = self._critic_step(state["critic"], minibatch)
+                    state, values = state | {"critic": critic}, values | critic_values
+                collected.append(values | packing)
+        if not is_scored:
+            logp = entropy = np.zeros_like(rows["logp_behav"])
+            if collected:
+                logp, entropy = (flat(scored[0][name]) for name in ("logp", "entropy"))
+            rows |= {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
+            prepared, measured = self._prepare(rows)
+        if is_profiled:
+            measured |= self._profile(rows, bool(rows["turn"].any()))
+        measured |= self._scored | {f"control/{name}": x for name, x in settings.items()}
+        rows |= {name: np.asarray(value) for name, value in prepared.items()}
+        self.weights = rows["weights"] if "weights" in rows else None
+        measured, collected = jax.device_get((measured, collected))
+        if not collected:
+            return state, rows, measured
+        means = {name: _of_step(name, [v[name] for v in collected]) for name in collected[0]}
+        measured |= means | attribution.shares(means)
+        is_skipped = collected[0].get("actor/is_skipped", 0.0) > 0
+        if collisions is not None and not is_skipped:
+            # Only the first update has its gradient at the weights that sampled.
+            measured |= self._variance_proxies(
+                rows["logp_old"], rows["adv"], collisions, rows["mask"],
+                w=self.weights,
+                gradient_norm=collected[0]["actor/grad_norm"], num_sequences=num_seqs[0],
+            )
+        if controllers:
+            state = state | {"controllers": self._end(controllers, measured, count)}
+        return state, rows, measured
+
+
+def _of_step(name: str, values: list) -> np.floating:
+    """Joins a metric's values of the updates of a step: the sum of a count, the last of a rate, the
+    mean of anything else."""
+    if name.endswith("/lr"):
+        return values[-1]
+    return np.sum(values) if counts.is_count(name) else np.mean(values)
+
+
+def at_versions(
+    rows: Rows, policy: Any, sampled_by: Mapping[int, Any],
+    log_probs: Callable[[Any, np.ndarray], np.ndarray], known: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns the log-probs of every token under the weights that drew it, [N,T].
+
+    Args:
+      rows: `version`, `mask` and `logp_prox`, which is taken where those weights are the policy's.
+      policy, sampled_by: see `Trainer.score`.
+      log_probs: (parameters, rows that are wanted [N]) -> log-probs [N,T] of their tokens.
+      known: log-probs that are taken as they are, NaN where there is none.
+    """
+    logp_old = rows["logp_prox"]
+    if known is not None:
+        logp_old = np.where(np.isnan(known), logp_old, known)
+    for version in check_versions(rows, sampled_by, known):
+        params = sampled_by[version]
+        if params is not policy:
+            is_its = _unknown(rows, known) & (rows["version"] == version)
+            logp_old = np.where(is_its, log_probs(params, is_its.any(axis=1)), logp_old)
+    return logp_old
+
+
+def check_versions(
+    rows: Rows, sampled_by: Mapping[int, Any], known: np.ndarray | None = None
+) -> list[int]:
+    """Returns the versions that drew tokens, but for those whose log-probs are known; ValueError for
+    one whose weights are not there."""
+    versions = np.unique(rows["version"][_unknown(rows, known)]).tolist()
+    missing = [v for v in versions if v not in sampled_by]
+    if missing:
+        raise ValueError(
+            f"tokens were drawn by the weights of version {', '.join(map(str, missing))}; of those "
+            f"that are still there ({', '.join(map(str, sampled_by))}) none is theirs, so logp_old "
+            "cannot be scored"
+        )
+    return versions
+
+
+def _unknown(rows: Rows, known: np.ndarray | None) -> np.ndarray:
+    """Returns the tokens [N,T] whose logp_old is still to be scored."""
+    return rows["mask"] if known is None else rows["mask"] & np.isnan(known)
+
+
+def _response(trajectory: Trajectory) -> slice:
+    """Returns where the drawn tokens stand in a row of this sequence alone."""
+    start = len(trajectory.prompt)
+    return slice(start, start + len(trajectory.tokens))
+
+
+def _laid_out(
+    trajectories: list[Trajectory], values: list[np.ndarray] | None, shape: tuple[int, int]
+) -> np.ndarray | None:
+    """Lays numbers of each sequence's drawn tokens into rows [N,T], NaN elsewhere."""
+    if values is None:
+        return None
+    rows = np.full(shape, np.nan, np.float32)
+    for row, t, value in zip(rows, trajectories, values, strict=True):
+        row[_response(t)] = value
+    return rows
+
+
+def are_trained_on(samples: list[Sample], rows: Rows, without_truncated: bool) -> np.ndarray:
+    """Returns whether each sample is in the loss, [N]: its reward is known, and so is that of the
+    greedy answer where an advantage compares with it. `without_truncated` leaves out those that
+    ended at the length limit."""
+    are_known = ~np.isnan(rows["rewards"])
+    if "greedy_rewards" in rows:
+        are_known &= ~np.isnan(rows["greedy_rewards"])
+    return are_known & ~(without_truncated & _are_truncated(samples))
+
+
+def _are_truncated(samples: list[Sample]) -> np.ndarray:
+    return np.array([s.trajectory.stop_reason == "length" for s in samples])
+
+
+def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
+    """Returns the fields [N] of the samples' rewards and groups, and what methods need beside
+    them."""
+    column = lambda name, dtype: np.array([getattr(s, name) for s in samples], dtype)
+    fields = {"rewards": column("reward", np.float32), "group": column("group", np.int32)}
+    if "greedy_rewards" in needs:
+        fields["greedy_rewards"] = column("greedy_reward", np.float32)
+    if "reward_components" in needs:
+        fields["reward_components"] = np.stack(list(components(samples).values()), axis=1)
+    return fields
+
+
+_length_metrics = jax.jit(batch_metrics.length_metrics)
+
+
+def sample_metrics(
+    samples: list[Sample], rows: Rows, config: ml_collections.ConfigDict
+) -> dict[str, float]:
+    """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards are of
+    those that are known; there is none where no reward is."""
+    prompts, lengths = (
+        np.array([len(getattr(s.trajectory, field)) for s in samples])
+        for field in ("prompt", "tokens")
+    )
+    turns = np.array([s.trajectory.turn.max(initial=0) + 1 for s in samples])
+    rewards, groups = rows["rewards"], rows["group"]
+    by_group = [_known(rewards[groups == g]) for g in np.unique(groups)]
+    parts = components(samples)
+    named = {"mean": rewards, "score_mean": np.array([s.score for s in samples])}
+    named |= {f"component/{name}": x for name, x in parts.items() if len(parts) > 1}
+    means = {f"reward/{name}": known.mean() for name, x in named.items() if len(known := _known(x))}
+    if len(known := _known(rewards)):
+        means["reward/std"] = known.std()
+    if rows["mask"].any():
+        means["actor/entropy"] = rows["entropy"][rows["mask"]].mean()
+    kept = kept_metrics([s.trajectory for s in samples])
+    return means | kept | _length_metrics(
+        prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
+        max_response_length=config.rollout.max_new_tokens, num_turns=turns,
+    ) | {
+        "reward/equal_groups_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
+        "response_length/truncated_ratio": _are_truncated(samples).mean(),
+        "actor/left_out_ratio": np.mean(~are_trained_on(samples, rows, config.train.mask_truncated)),
+    }
+
+
+def _known(rewards: np.ndarray) -> np.ndarray:
+    return rewards[~np.isnan(rewards)]

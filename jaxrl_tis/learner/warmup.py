@@ -1,0 +1,96 @@
+"""Supervised steps before the first step of reinforcement learning."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxrl_tis import rollouts
+from jaxrl_tis.build import Setup
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.learner.batch_layout import supervised_rows
+from jaxrl_tis.learner.optimizer import make_optimizer, optimizer_shardings, scaled_for
+from jaxrl_tis.learner.step import TrainState, make_supervised_step
+from jaxrl_tis.models import placement
+from jaxrl_tis.record.metrics import MetricsWriter, NoRecord
+from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.runtime import processes
+
+
+def examples(
+    setup: Setup, prompter: rollouts.Prompter, pulse: Callable[[], None] = lambda: None
+) -> Batches | None:
+    """Returns the examples of the warm-up, each checked; None for a config without one.
+
+    Raises ValueError, with task.on_bad_record "error", where an example has no answer, or one that
+    with its end token exceeds rollout.max_new_tokens.
+    """
+    config = setup.config
+    if config.warmup.steps == 0:
+        return None
+    reject = lambda record: _why_bad(setup, record)
+    return Batches(
+        config.task.name, {**config.task.params, **config.warmup.params},
+        batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
+        check=lambda source: prompter.checked(source, "warm-up data", reject, pulse=pulse),
+    )
+
+
+def warm_up(
+    setup: Setup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
+    prompter: rollouts.Prompter, batches: Batches | None,
+) -> Any:
+    """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
+    parameters; calls `pulse` after each."""
+    config = setup.config
+    if batches is None:
+        return params
+    fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr})
+    tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
+    train_step = make_supervised_step(setup.learner, tx)
+    layout = setup.layout
+    moments = optimizer_shardings(
+        tx, params, placement.shardings(layout, setup.model), layout.replicated()
+    )
+    state = TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
+    context = layout.mesh.shape["context"]
+    length = -(-setup.row_length // context) * context
+    with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
+        for index in range(1, config.warmup.steps + 1):
+            records = processes.gather(next(batches))
+            pairs = [(prompter.ids(r), _target(setup, r)) for r in records]
+            rows = supervised_rows(pairs, length)
+            minibatch = {name: value[None] for name, value in rows.items()}
+            state, values = train_step(state, layout.put_batch(minibatch))
+            loss = float(values["supervised/ce_loss"])
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"warm-up step {index}: the cross-entropy is {loss}")
+            if not math.isfinite(norm := float(values["supervised/grad_norm"])):
+                raise FloatingPointError(f"warm-up step {index}: the gradient's norm is {norm}")
+            writer.write(index, "warmup", {"warmup/loss": loss})
+            progress.update(1, loss=loss)
+            pulse()
+    return state.params
+
+
+def _target(setup: Setup, record: dict[str, Any]) -> list[int]:
+    return [*setup.tokenizer.encode(record["answer"]), setup.tokenizer.eos_ids[0]]
+
+
+def _why_bad(setup: Setup, record: dict[str, Any]) -> str:
+    """Says why a record cannot be taught; "" where it can."""
+    if "answer" not in record:
+        return (
+            "it has no answer that the warm-up could teach; name the field with "
+            "task.params.answer_field, or set warmup.steps to 0"
+        )
+    try:
+        count = len(_target(setup, record))
+    except ValueError as error:
+        return f"its answer: {error}"
+    limit = setup.config.rollout.max_new_tokens
+    return "" if count <= limit else (
+        f"the answer and its end are {count} tokens, config.rollout.max_new_tokens is {limit}; raise it"
+    )

@@ -1,0 +1,160 @@
+"""Fields that a run may change when it is continued.
+
+A field of FREE cannot change the numbers of the run. One of ROUNDED changes how sequences are batched: a
+synchronous run may change its roundings by that, and nothing else. Any other field is named,
+
+    python -m jaxrl_tis.main --config=... --workdir=... --config.optimizer.lr=1e-5 --change=optimizer.lr
+
+and every change stands in config.json with the step after which it holds.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_tis.record import provenance
+
+# Names of fields or of groups of fields.
+FREE = (
+    "name", "checkpoint", "watchdog", "processes", "metrics", "eval", "reward.timeout",
+    "reward.workers", "rollout.listen", "rollout.transport", "rollout.worker_timeout",
+    "rollout.snapshot_gib",
+)
+ROUNDED = (
+    "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",
+    "engine.prefill_calls",
+)
+# A save and an evaluation interrupt what samplers that run ahead draw: other weights can go on with it.
+INTERRUPTING = ("checkpoint.every", "eval.every")
+# A checkpoint of samplers that run ahead has their queue, which these shape.
+QUEUED = (
+    "rollout.mode", "rollout.driver", "rollout.group_size", "rollout.prompts", "rollout.max_new_tokens",
+    "rollout.replay", "rollout.queue", "rollout.old_logp", "rollout.snapshots",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What this start of a run does otherwise than the one before.
+
+    Attributes:
+      named: fields and groups of fields that --change names.
+      fields: {dotted field: [old value, new value]}, None where there is none.
+    """
+
+    named: tuple[str, ...] = ()
+    fields: Mapping[str, list] = dataclasses.field(default_factory=dict)
+
+    def names(self, field: str) -> bool:
+        """Whether a field, its group or a part of it is named."""
+        return is_within(field, self.named) or any(is_within(name, [field]) for name in self.named)
+
+    def named_fields(self) -> "Changes | None":
+        """Returns the changes that --change names; None where it names none of them."""
+        fields = {field: pair for field, pair in self.fields.items() if self.names(field)}
+        return Changes(self.named, fields) if fields else None
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {before} -> {after}" for name, (before, after) in self.fields.items())
+
+
+def is_within(field: str, names: Sequence[str]) -> bool:
+    """Whether a field is one of these, or of a group that is one of these."""
+    return any(field == name or field.startswith(f"{name}.") for name in names)
+
+
+def find(
+    workdir: str | os.PathLike, config: Mapping[str, Any], named: Sequence[str] = ()
+) -> dict[str, list]:
+    """Compares a configuration with that of the run in a folder; see `Changes.fields`.
+
+    Args:
+      config: the resolved configuration of this start.
+      named: fields and groups of fields that may differ.
+
+    Raises:
+      ValueError: `named` has a field that does not exist; a field differs that is neither free nor
+        named, or that no checkpoint can go on with; or config.json is broken.
+    """
+    new = provenance.flat(config)
+    check_names(named, new)
+    saved = provenance.saved_config(workdir)
+    if saved is None:
+        return {}
+    old = provenance.flat(saved)
+    whole = new | old  # a run of another version may lack fields
+    found = [name for name, *_ in provenance.differences(old, new)]
+    fixed = [name for name in found if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
+    refused = [name for name in found if not is_within(name, named) and not is_free(name, whole, new)]
+    shown = lambda names: "; ".join(
+        f"{name}: {before} -> {after}" for name, before, after in provenance.differences(old, new)
+        if name in names
+    )
+    if fixed:
+        raise ValueError(
+            f"{workdir} holds a run that cannot go on with another queue of samples: {shown(fixed)}. Use "
+            "the old values, or a new workdir"
+        )
+    if refused:
+        raise ValueError(
+            f"{workdir} holds a run with another configuration: {shown(refused)}. Use the old values to "
+            f"resume, a new workdir, or --change={','.join(refused)} to go on with the new ones"
+        )
+    return {name: [old.get(name), new.get(name)] for name in found}
+
+
+def check_names(named: Sequence[str], fields: Mapping[str, Any]) -> None:
+    """Raises ValueError for a name that is neither a field nor a group of fields."""
+    groups = {name.rsplit(".", i)[0] for name in fields for i in range(name.count(".") + 1)}
+    for name in named:
+        # Parameters of a task come and go.
+        if name not in groups and ".params." not in name:
+            near = difflib.get_close_matches(name, groups, n=1)
+            raise ValueError(
+                f"--change={name}: there is no such field"
+                + (f"; did you mean {near[0]}?" if near else "; give names as in optimizer.lr")
+            )
+
+
+def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a field may change without being named; `old` and `new` are flat configurations."""
+    if name == "steps":
+        return not (needs_steps(old) or needs_steps(new))
+    if name in ROUNDED:
+        return not (is_ahead(new) or any(new["engine.retention"]))
+    if name in INTERRUPTING:
+        return not is_ahead(new)
+    return is_within(name, FREE)
+
+
+def told(fields: Mapping[str, list], numerics: str) -> list[str]:
+    """Returns lines that say what changes; `numerics` is config.model.numerics."""
+    lines = [f"changed: {Changes(fields=fields)}"] if fields else []
+    rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]
+    if rounded:
+        lines.append(f"{', '.join(rounded)} can change roundings, and samples with them")
+    return lines
+
+
+def needs_steps(config: Mapping[str, Any]) -> bool:
+    """Whether the number of steps decides what a step does."""
+    has_critic = config["correction.advantage"].startswith("gae")
+    schedules = [config["optimizer.schedule"], *([config["critic.schedule"]] if has_critic else [])]
+    return set(schedules) != {"constant"} or config["engine.noise_start"] > 0
+
+
+def is_ahead(config: Mapping[str, Any]) -> bool:
+    """Whether samplers run ahead of the learner, or groups are replayed."""
+    return config["rollout.mode"] != "sync" or bool(config["rollout.replay"])
+
+
+def record(before: Sequence[Mapping[str, Any]], step: int, fields: Mapping[str, list]) -> list[dict]:
+    """Returns the list for config.json: the changes before, and these after `step`.
+
+    Changes after a later step belong to steps that are lost: what is kept of them holds from here.
+    """
+    kept = [{**change, "step": min(change["step"], step)} for change in before]
+    new = {"step": step, "fields": dict(fields)}
+    return kept if not fields or new in kept else [*kept, new]

@@ -1,0 +1,146 @@
+"""The file that describes a run: the configuration, versions and code that it started with."""
+
+import datetime
+import json
+import math
+import os
+import pathlib
+import platform
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from jaxrl_tis.runtime import storage
+from jaxrl_tis.runtime.cli import Unwritable
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def write_run_files(
+    workdir: str | os.PathLike, config_dict: Mapping[str, Any], pins: Mapping[str, str] = {},
+    changes: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Writes WORKDIR/config.json: {"config", "versions", "git_revision", "pins", "run_id", "changes"}.
+
+    "config" is the resolved configuration, "versions" those of Python and the packages that decide
+    numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git,
+    "pins" the paths of the hub as they were given and as they stand in "config". "run_id" is drawn
+    once and stays with the folder. "changes" has what changed while the run went on, each as {"step":
+    after which it holds, "fields": {field: [old, new]}}.
+
+    Raises:
+      TypeError: a value of the configuration is not JSON.
+      Unwritable: the file cannot be written.
+    """
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    path = pathlib.Path(workdir) / "config.json"
+    run_id = saved(workdir, "run_id") or uuid.uuid4().hex[:16]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.write_json(path, {"config": _plain(config_dict),
+                                  "versions": {"python": platform.python_version(), **versions},
+                                  "git_revision": git_revision(), "pins": dict(pins),
+                                  "run_id": run_id, "changes": list(changes)})
+    except OSError as error:
+        raise Unwritable(f"cannot write {path}: {error}") from error
+
+
+def facts(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns by name what decides the numbers of a run beside its data: the fields of the
+    configuration, the versions of packages, the code."""
+    versions = {f"version of {name}": metadata.version(name) for name in PACKAGES}
+    fields = flat(config_dict, "config")
+    return fields | versions | {"git revision": git_revision()}
+
+
+def date(config_dict: Mapping[str, Any], workdir: str | os.PathLike) -> str:
+    """Returns the date that the prompts of a run are rendered with: `task.date` of the
+    configuration, else that of the run in the folder, else now."""
+    if config_dict["task"]["date"]:
+        return config_dict["task"]["date"]
+    before = saved_config(workdir)
+    if before is not None and "date" in before["task"]:
+        return before["task"]["date"]
+    return datetime.datetime.now().isoformat(timespec="seconds")
+
+
+def saved_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
+    """Returns the configuration of the run in a folder, None where there is none.
+
+    Raises:
+      ValueError: the file is broken.
+    """
+    return saved(workdir, "config")
+
+
+def saved(workdir: str | os.PathLike, name: str) -> Any:
+    """Returns an entry of the config.json in a folder, None where there is no such file.
+
+    Raises:
+      ValueError: the file is broken.
+    """
+    path = storage.folder(workdir) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        found["config"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not what a run writes: {error!r}") from error
+    if name not in found:
+        raise ValueError(
+            f"{path} says nothing of {name}: it is of another version of jaxrl_tis; use that one, or "
+            "a new workdir"
+        )
+    return found[name]
+
+
+def git_revision() -> str | None:
+    """Returns the commit of the repository that tracks this file, that which `git archive` took it
+    from, or None."""
+    here = pathlib.Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name],
+                       check=True, capture_output=True)
+        describe = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40",
+                                   "--exclude=*"], check=True, capture_output=True, text=True)
+        return describe.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        exported = here.with_name("revision.txt")
+        text = exported.read_text().strip() if exported.exists() else "$"
+        return None if text.startswith("$") else text
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` with non-finite floats as strings, which JSON has no literal for."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def flat(config_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a configuration as {"group.field": value}, with values as config.json has them."""
+    return _flat(json.loads(json.dumps(_plain(config_dict))), prefix)
+
+
+def _flat(value: Any, prefix: str) -> dict[str, Any]:
+    """Returns {"a.b": leaf} of nested dicts; an empty dict is a leaf."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {name: leaf for key, item in value.items()
+            for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns (name, old value, new value) as text for every name that differs."""
+    pairs = [(name, json.dumps(old[name]) if name in old else "absent",
+              json.dumps(new[name]) if name in new else "absent")
+             for name in sorted(old.keys() | new.keys())]
+    return [pair for pair in pairs if pair[1] != pair[2]]

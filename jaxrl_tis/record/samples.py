@@ -1,0 +1,113 @@
+"""Some of what a run wrote, token by token: WORKDIR/samples.jsonl, one answer a line.
+
+A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
+"logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
+tokens of the response; `length` counts all. `answer` is null where the data has none, `reward` where
+the reward function failed, `logp_old` and `weight` where the answer is not trained on. `weight` is also
+null where the correction gives weights inside the update alone. An evaluation (phase "eval", greedy
+answers) has one program and thus one log-prob, that of the model at temperature 1, in `logp_old`;
+`logp_behav`, `weight` and `version` are null.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.record.metrics import LineFile, read_lines
+from jaxrl_tis.runtime import storage
+
+FILE_NAME = "samples.jsonl"
+MAX_TOKENS = 512
+DIGITS = 6  # after the point
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are part of a character
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def of_step(
+    step: int, samples: Sequence[Any], rows: Mapping[str, np.ndarray],
+    weights: np.ndarray | None, decode: Decode, count: int,
+) -> list[dict[str, Any]]:
+    """Returns the lines of a training step: the first answer of each of the first `count` groups.
+
+    Args:
+      samples: of the batch, as rollouts.Sample.
+      rows: of the batch, [N,T], in the order of the samples: mask, sampled, logp_behav, logp_old,
+        version.
+      weights: [N,T] or None.
+    """
+    groups = [s.group for s in samples]
+    lines = []
+    for i in [groups.index(g) for g in dict.fromkeys(groups)][:count]:
+        sampled, is_trained_on = rows["sampled"][i], rows["mask"][i].any()
+        of_tokens = {name: rows[name][i][sampled] for name in ("logp_behav", "version")}
+        if is_trained_on:
+            of_tokens["logp_old"] = rows["logp_old"][i][sampled]
+            of_tokens["weight"] = None if weights is None else weights[i][sampled]
+        sample = samples[i]
+        lines.append(_line(step, "train", sample, sample.reward, of_tokens, decode))
+    return lines
+
+
+def of_evaluation(
+    step: int, samples: Sequence[Any], decode: Decode, count: int
+) -> list[dict[str, Any]]:
+    """Returns the lines of an evaluation, of its first `count` answers."""
+    return [
+        _line(step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_raw}, decode)
+        for sample in samples[:count]
+    ]
+
+
+def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
+    ids = sample.trajectory.tokens.tolist()
+    names = "logp_behav", "logp_old", "weight", "version"
+    found = {n: of_tokens[n] if n in of_tokens else None for n in names}
+    return {
+        "step": step, "phase": phase, "id": sample.record["id"],
+        "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
+        "answer": sample.record["answer"] if "answer" in sample.record else None,
+        "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
+        "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
+        **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in found.items()},
+    }
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Returns what each token adds to the text: together they are the text. A character that is not
+    complete yet belongs to the token that completes it."""
+    found, shown = [], ""
+    for count, token in enumerate(ids, start=1):
+        text = decode(ids[:count])
+        if text.endswith(INCOMPLETE) and count < len(ids):
+            text = shown
+        found.append(text[len(shown):] if text.startswith(shown) else decode([token]))
+        shown = text
+    return found
+
+
+def _numbers(values: np.ndarray) -> list[float | int]:
+    return [round(x, DIGITS) for x in values.tolist()]
+
+
+def open_file(workdir: str | os.PathLike, resume_step: int | None) -> LineFile:
+    """Opens the file; lines after `resume_step` are dropped, as the run writes them again."""
+    kept = None
+    if resume_step is not None:
+        kept = [json.dumps(line) for line in read(workdir) if line["step"] <= resume_step]
+    return LineFile(pathlib.Path(workdir) / FILE_NAME, kept)
+
+
+def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """Returns the lines of a run, [] where it has none; a torn last line is left out.
+
+    Raises:
+      ValueError: another line is not JSON.
+    """
+    path = storage.folder(workdir) / FILE_NAME
+    return read_lines(path, json.loads) if path.exists() else []

@@ -1,0 +1,1 @@
+"""How a process starts, listens, locks and stops, and where its files are. Knows nothing of the rest."""

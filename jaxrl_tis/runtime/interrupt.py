@@ -1,0 +1,137 @@
+"""What asks a run to stop from outside: SIGTERM, Ctrl-C, a machine that is about to be taken away.
+
+A run that is asked finishes its step if that takes no longer than `grace` seconds, and gives it up
+otherwise; it saves once and ends with cli.Interrupted. All processes of a run stop at the same place,
+whichever of them was asked. Where none is reached in time, within a compilation or a collective, the
+process ends without a save, with the same code.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.request
+
+from jaxrl_tis.runtime import cli, processes
+
+CALLS_BETWEEN_LOOKS = 8  # of several processes, at each other
+POLL_SECONDS = 5.0
+MAX_FAILURES = 3  # of a metadata server that has never answered
+FORCED_SECONDS = 20.0  # after the grace, for a place where the run can stop
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+# What the metadata server of a Google Cloud machine says while nothing is to happen to it.
+QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}
+
+
+class Interrupt:
+    """Holds what the run was asked, and by what; use it as a context manager in the main thread.
+
+    Args:
+      grace: seconds that a step may go on after the request.
+    """
+
+    def __init__(self, grace: float):
+        self._grace, self._asked_at, self._calls = grace, None, 0
+        self._is_over, self._is_obeyed = threading.Event(), threading.Event()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether this process was asked."""
+        return self._asked_at is not None
+
+    def __enter__(self) -> "Interrupt":
+        self._old = {s: signal.signal(s, self._signalled) for s in STOPPING}
+        # Python's handlers wait for the main thread to come out of what it calls; bytes do not.
+        bell, self._ring = socket.socketpair()
+        self._ring.setblocking(False)
+        self._old_ring = signal.set_wakeup_fd(self._ring.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._enforce, args=(bell,), daemon=True).start()
+        if cli.has_tpu():
+            threading.Thread(target=self._watch_machine, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._is_over.set()
+        self._is_obeyed.set()
+        signal.set_wakeup_fd(self._old_ring)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._ring.close()
+
+    def ask(self, reason: str) -> None:
+        """Asks the run to stop."""
+        if not self.is_set:
+            self._asked_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                self._ring.send(bytes([signal.SIGTERM]))
+            print(
+                f"\n{reason}: stopping after this step, or in the middle of it after "
+                f"{self._grace:g} s; press Ctrl-C again to stop at once", flush=True,
+            )
+
+    def obeyed(self) -> None:
+        """Says that the run stops: it may take its time to save."""
+        self._is_obeyed.set()
+
+    def is_agreed(self) -> bool:
+        """Whether any process was asked; all must call this at the same place."""
+        return processes.any_of(self.is_set)
+
+    def check(self) -> None:
+        """Raises Interrupted where the grace of any process is over; all must call this at the
+        same places."""
+        self._calls += 1
+        is_late = self.is_set and time.monotonic() - self._asked_at > self._grace
+        if self._calls % CALLS_BETWEEN_LOOKS == 0:
+            is_late = processes.any_of(is_late)
+        elif not processes.is_alone():
+            return
+        if is_late:
+            raise cli.Interrupted("the step was given up")
+
+    def _signalled(self, number: int, frame) -> None:
+        if self.is_set and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.ask(signal.Signals(number).name)
+
+    def _enforce(self, bell: socket.socket) -> None:
+        with bell:
+            while heard := bell.recv(64):
+                is_asked = bool(set(heard) & set(STOPPING))
+                if is_asked and not self._is_obeyed.wait(self._grace + FORCED_SECONDS):
+                    print("the run could not stop in time: it ends without a save", flush=True)
+                    os._exit(cli.RESTART)
+
+    def _watch_machine(self) -> None:
+        failures, before = 0, None
+        while not self._is_over.wait(POLL_SECONDS):
+            try:
+                notice, failures = read_notice(), -math.inf
+            except OSError:
+                failures += 1
+                if failures == MAX_FAILURES:
+                    return  # not a machine of Google Cloud
+                continue
+            # One that is there from the beginning has been obeyed by the start before.
+            before = notice if before is None else before
+            if notice not in ("", before):
+                self.ask(notice)
+                return
+
+
+def read_notice() -> str:
+    """Returns what the metadata server says is about to happen to this machine, "" for nothing.
+    OSError where there is no such server."""
+    host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    for name, quiet in QUIET.items():
+        url = f"http://{host}/computeMetadata/v1/instance/{name}"
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(request, timeout=POLL_SECONDS) as answer:
+            text = answer.read(100).decode().strip()
+        if text != quiet:
+            return f"{name} is {text}"
+    return ""
+

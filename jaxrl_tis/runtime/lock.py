@@ -1,0 +1,41 @@
+"""One run in a folder: a second one is refused by name of the first."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Iterator
+
+from jaxrl_tis.runtime.cli import Unwritable
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Holds WORKDIR/lock. The system lets go of it when its owner dies, however it dies.
+
+    Raises:
+      ValueError: another process holds it; the message says which.
+      Unwritable: the folder cannot be written.
+    """
+    path = workdir / "lock"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        raise Unwritable(f"cannot make {path}: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(
+                f"{workdir} is in use by {file.read().strip() or 'another process'}; wait for it, "
+                "or choose another --workdir"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, started "
+                   f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+        file.flush()
+        yield

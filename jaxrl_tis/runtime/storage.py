@@ -1,0 +1,247 @@
+"""Folders on a bucket, gs://BUCKET/FOLDER, beside those of this machine.
+
+A file on a bucket cannot grow. What a run appends to is therefore written on this machine and copied
+to its workdir whenever a checkpoint is complete: a machine that is lost takes with it no more than
+the steps since then.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+from etils import epath
+
+from jaxrl_tis.runtime.cli import Interrupted, Unwritable
+
+OWNER = "owner.json"
+SIGN_SECONDS, SIGNS = 15.0, 3  # after so many without a sign an owner is dead
+KEPT_APART = ("checkpoints", "lock", OWNER)  # not files that grow
+NEW = ".new"  # end of the name of a file that is being written
+STACKS = "stacks"  # of a process that hung: written when nothing can be copied any more
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    return "://" in os.fspath(path)
+
+
+def folder(path: str | os.PathLike) -> epath.Path:
+    """Returns the folder as a path that does not depend on where the process runs.
+
+    Raises:
+      ImportError: it is on a bucket, and the package that reads such is not installed.
+      ValueError: the path is empty, or names no bucket.
+    """
+    if not os.fspath(path):
+        raise ValueError("the path of a folder is empty; the folder you are in is .")
+    if not is_remote(path):
+        return epath.Path(os.path.abspath(path))
+    if not re.match(r"gs://[^/]", os.fspath(path)):
+        raise ValueError(f"{os.fspath(path)}: a folder is on this machine or on gs://BUCKET/FOLDER")
+    try:
+        import fsspec
+        import gcsfs  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"{os.fspath(path)} needs the package gcsfs: pip install 'jaxrl_tis[gcs]'"
+        ) from error
+    # TensorStore writes beside it, which a listing that is kept would not show.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    return epath.Path(path)
+
+
+def cache(name: str) -> pathlib.Path:
+    """Returns this user's folder of this name for what can be made again."""
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(folder) / "jaxrl_tis" / name
+
+
+def children(path: epath.Path) -> list[epath.Path]:
+    """Returns what is in a folder; on a bucket one that holds nothing does not exist."""
+    try:
+        return sorted(path.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def files(path: epath.Path) -> Iterator[epath.Path]:
+    """Yields the files below a folder."""
+    for child in children(path):
+        if child.is_dir():
+            yield from files(child)
+        else:
+            yield child
+
+
+def write_json(path: str | os.PathLike, value: object) -> None:
+    """Writes a JSON file, all or nothing."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a file, all or nothing."""
+    if is_remote(path):
+        epath.Path(path).write_text(text)
+        return
+    path = pathlib.Path(path)
+    new_path = path.with_name(path.name + NEW)
+    with open(new_path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new_path, path)
+
+
+class Mirror:
+    """The files of a run but its checkpoints: written to `folder`, on this machine, and copied to
+    the workdir if that is on a bucket; else `folder` is the workdir.
+
+    Who fetched last owns a workdir on a bucket and signs it every SIGN_SECONDS. As a context manager
+    it copies once more at the end, and gives the workdir up.
+    """
+
+    def __init__(self, workdir: str | os.PathLike):
+        self.workdir = folder(workdir)
+        self._is_remote = is_remote(workdir)
+        self._copied, self._is_over = {}, threading.Event()
+        self._sign = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(),
+                      "time": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
+        self.folder = pathlib.Path(workdir)
+        if self._is_remote:
+            name = re.sub(r"[^\w.-]+", "_", os.fspath(workdir).removeprefix("gs://").strip("/"))
+            self.folder = cache("workdirs") / name
+
+    def __enter__(self) -> "Mirror":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        self._is_over.set()
+        try:
+            self.upload()
+            if self._is_remote and self._owns(self._owner()):
+                (self.workdir / OWNER).unlink()
+        except Exception:
+            if kind is None:
+                raise
+
+    def fetch(self) -> None:
+        """Makes this process the owner of the workdir, and `folder` what was last copied there.
+
+        Raises:
+          ValueError: a run on another machine owns it and is alive.
+          Unwritable: the bucket cannot be read or written.
+        """
+        if not self._is_remote:
+            return
+        with self._explained():
+            owner = self._owner()
+            is_alive = owner is not None and self._signs(owner)
+        if is_alive:
+            raise ValueError(
+                f"{self.workdir} is in use by process {owner['pid']} on {owner['host']}, started "
+                f"{owner['time']}; wait for it, or choose another --workdir"
+            )
+        with self._explained():
+            self._begin()
+        threading.Thread(target=self._keep_signing, daemon=True).start()
+
+    def _signs(self, owner: dict) -> bool:
+        """Whether the owner is seen to sign; one on this machine would hold the lock."""
+        if owner["host"] == self._sign["host"]:
+            return False
+        for _ in range(SIGNS):
+            time.sleep(SIGN_SECONDS)
+            if (now := self._owner()) != owner:
+                return now is not None
+        return False
+
+    def _keep_signing(self) -> None:
+        """Signs until the end, or until another run has taken the workdir over."""
+        for count in itertools.count(1):
+            if self._is_over.wait(SIGN_SECONDS):
+                return
+            with contextlib.suppress(Exception):  # the next copy tells what is wrong
+                if not self._owns(self._owner()):
+                    return
+                write_json(self.workdir / OWNER, self._signed(count))
+
+    def _signed(self, count: int) -> dict:
+        """Always as long: who reads while it is replaced would get the new text at the old length."""
+        return self._sign | {"signs": f"{count:09}"}
+
+    def _owns(self, owner: dict | None) -> bool:
+        return owner is not None and owner["token"] == self._sign["token"]
+
+    def _begin(self) -> None:
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        write_json(self.workdir / OWNER, self._signed(0))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if path.name not in (*KEPT_APART, STACKS):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        growing = [p for p in children(self.workdir) if p.name not in KEPT_APART]
+        for path in [f for p in growing for f in (files(p) if p.is_dir() else [p])]:
+            target = self.folder / path.relative_to(self.workdir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+            self._copied[target] = _stamp(target)
+
+    def upload(self) -> None:
+        """Copies what changed.
+
+        Raises:
+          ValueError: another run has taken the workdir over.
+          Unwritable: the bucket cannot be written.
+        """
+        if not self._is_remote or not self.folder.exists():
+            return
+        with self._explained():
+            owner = self._owner()
+        if owner is not None and not self._owns(owner):
+            raise ValueError(
+                f"{self.workdir} was taken over by process {owner['pid']} on {owner['host']}, "
+                f"started {owner['time']}: this run stops"
+            )
+        with self._explained():
+            self._copy()
+
+    def _copy(self) -> None:
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder)
+            if path.is_dir() or name.parts[0] in KEPT_APART or path.suffix == NEW:
+                continue
+            stamp = _stamp(path)  # what grows meanwhile is copied the next time
+            if self._copied.get(path) != stamp:
+                (self.workdir / name).write_bytes(path.read_bytes())
+                self._copied[path] = stamp
+
+    def _owner(self) -> dict | None:
+        """Returns who fetched last; None if nobody did."""
+        try:
+            return json.loads((self.workdir / OWNER).read_text())
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What a client of a bucket may raise has no class of its own."""
+        try:
+            yield
+        except Exception as error:
+            code = getattr(error, "code", None)
+            if code == 429 or isinstance(code, int) and code >= 500:
+                raise Interrupted(f"{self.workdir} does not answer: {error}") from error
+            raise Unwritable(f"{self.workdir} cannot be used: {error}") from error
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,91 @@
+"""Names of slices, and the rule that every config has one."""
+
+import pathlib
+
+import pytest
+
+from jaxrl_tis.aot.chips import CHIPS, OFFERS, TOPOLOGIES, Topology
+from jaxrl_tis.aot.flags import FLAGS
+from tests import tpu
+
+
+@pytest.mark.parametrize("name, chips, rented_as", [
+    ("v5e:2x4", 8, "v5litepod-8"),  # v5e counts chips
+    ("v5e:16x16", 256, "v5litepod-256"),
+    ("v6e:4x4", 16, "v6e-16"),
+    ("v5p:4x4x4", 64, "v5p-128"),  # v4 and v5p count the two cores of a chip
+    ("v4:2x2x1", 4, "v4-8"),
+])
+def test_names_of_slices(name, chips, rented_as):
+    topology = Topology.parse(name)
+    assert (topology.num_chips, topology.product_name) == (chips, rented_as)
+    assert topology.chip is CHIPS[name.split(":")[0]]
+
+
+@pytest.mark.parametrize("rented_as, name, hosts, machine", [
+    ("v5litepod-1", "v5e:1x1", 1, "ct5lp-hightpu-1t"),
+    ("v5litepod-8", "v5e:2x4", 1, "ct5lp-hightpu-8t"),
+    ("v5litepod-16", "v5e:4x4", 4, "ct5lp-hightpu-4t"),
+    ("v5litepod-256", "v5e:16x16", 64, "ct5lp-hightpu-4t"),
+    ("v5p-8", "v5p:2x2x1", 1, "ct5p-hightpu-4t"),
+    ("v5p-128", "v5p:4x4x4", 16, "ct5p-hightpu-4t"),
+    ("v4-16", "v4:2x2x2", 2, "ct4p-hightpu-4t"),
+    ("v6e-8", "v6e:2x4", 1, "ct6e-standard-8t"),
+])
+def test_what_is_rented(rented_as, name, hosts, machine):
+    topology = Topology.rented(rented_as)
+    assert (topology.name, topology.accelerator) == (name, rented_as)
+    assert (topology.hosts_per_slice, topology.machine_type) == (hosts, machine)
+    assert topology.hosts_per_slice * topology.chips_per_host == topology.num_chips
+
+
+@pytest.mark.parametrize("accelerator, said", [
+    ("v5e-8", "'v5e-8' is none of v4-N, v5litepod-N"),
+    ("v5litepod-2x4", "none of"), ("v5litepod", "none of"),
+    ("v5litepod-12", "no v5litepod-12; v5litepod comes as v5litepod-1, v5litepod-4"),
+    ("v5p-4", "no v5p-4; v5p comes as v5p-8"),
+])
+def test_what_is_not_offered(accelerator, said):
+    with pytest.raises(ValueError, match=said):
+        Topology.rented(accelerator)
+
+
+def test_the_offers_are_of_known_chips():
+    assert OFFERS.keys() < CHIPS.keys()
+    with pytest.raises(ValueError, match="how tpu7x is rented is not known"):
+        Topology.parse("tpu7x:2x2x1").hosts_per_slice
+
+
+def test_several_slices():
+    topology = Topology.parse("v5e:4x4", num_slices=2)
+    assert (topology.num_chips, topology.product_name) == (32, "2 x v5litepod-16")
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5e:8", "v9:2x2", "v5e:2x2x2x2", "v5e:ax2"])
+def test_a_name_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=f"topology '{name}' is not a chip of v4, v5e"):
+        Topology.parse(name)
+
+
+def test_every_config_has_a_topology():
+    folder = pathlib.Path(__file__).parents[2] / "configs"
+    of_cpus = {"__init__", "default", "async_local"} | {p.stem for p in folder.glob("fig_*.py")}
+    assert TOPOLOGIES.keys() == {p.stem for p in folder.glob("*.py")} - of_cpus
+    for name in TOPOLOGIES.values():
+        Topology.parse(name)
+
+
+def test_every_chip_has_flags():
+    assert FLAGS.keys() == CHIPS.keys()
+
+
+@pytest.mark.parametrize("name, kind", [
+    ("v4:2x2x1", "TPU v4"), ("v5e:2x2", "TPU v5 lite"), ("v5p:2x2x1", "TPU v5"),
+    ("v6e:2x2", "TPU v6 lite"), ("tpu7x:2x2x1", "TPU7x"),
+])
+def test_the_compiler_knows_the_chip(name, kind):
+    tpu.devices(name)  # skips without libtpu
+    topology = Topology.parse(name)
+    devices = topology.devices()
+    assert {d.device_kind for d in devices} == {kind}
+    assert len(devices) % topology.num_chips == 0

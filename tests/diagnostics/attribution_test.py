@@ -1,0 +1,278 @@
+"""Factors of the ratio, and mismatch by position, distance from tools and turn: by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.diagnostics import attribution, divergences
+
+pytestmark = pytest.mark.compiles
+
+NAN = float("nan")
+
+capped_ratio = jax.jit(attribution.capped_ratio, static_argnames="level")
+
+
+@functools.partial(jax.jit, static_argnames="level")
+def capped_weights(*arguments, **caps):
+    """Without the metrics, which are most of the program."""
+    return attribution.capped_ratio(*arguments, **caps)[0]
+
+
+def chain(engine, staleness, trust_region, logp_behav=-2.0):
+    """The four log-probs whose factors are the given ratios, in the order of the arguments."""
+    logs = [jnp.log(jnp.array(x, jnp.float32)) for x in (engine, staleness, trust_region)]
+    logp_old = logp_behav + logs[0]
+    logp_prox = logp_old + logs[1]
+    return logp_prox + logs[2], logp_prox, logp_old, jnp.full_like(logp_old, logp_behav)
+
+
+# Row 0: products 6, .25; row 1: products 1 and (at padding) 8.
+ENGINE = [[4.0, 0.5], [2.0, 2.0]]
+STALENESS = [[0.5, 0.5], [0.5, 2.0]]
+TRUST_REGION = [[3.0, 1.0], [1.0, 2.0]]
+MASK = jnp.array([[1, 1], [1, 0]])
+
+
+def test_the_factors_add_up():
+    log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
+    factors = jax.jit(attribution.split_ratio)(*log_probs, MASK)
+    assert tuple(factors) == attribution.FACTORS
+    expected = np.where(MASK, np.log([ENGINE, STALENESS, TRUST_REGION]), 0.0)
+    for value, log_ratio in zip(factors.values(), expected):
+        np.testing.assert_allclose(value, log_ratio, atol=1e-5)
+    np.testing.assert_allclose(
+        sum(factors.values()), np.where(MASK, log_probs[0] - log_probs[3], 0.0), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("caps", "expected"),
+    [
+        ({}, [[6.0, 0.25], [1.0, 0.0]]),
+        ({"cap": 2.5}, [[2.5, 0.25], [1.0, 0.0]]),
+        # min(4, 2) * .5 * 3 and min(2, 1.5) * .5: a capped factor cannot cancel the next.
+        ({"cap_engine": 2.0}, [[3.0, 0.25], [1.0, 0.0]]),
+        ({"cap_engine": 1.5, "cap_trust_region": 2.0}, [[1.5, 0.25], [0.75, 0.0]]),
+        ({"cap_staleness": 0.25, "cap": 2.0}, [[2.0, 0.125], [0.5, 0.0]]),
+    ],
+)
+def test_caps_on_factors_and_on_the_product(caps, expected):
+    w = capped_weights(*chain(ENGINE, STALENESS, TRUST_REGION), MASK, **caps)
+    np.testing.assert_allclose(w, expected, rtol=1e-5)
+
+
+def test_caps_on_sequences():
+    # Products over row 0: engine 2, staleness .25, trust region 3; row 1 as its only token.
+    caps = {"cap_engine": 1.6, "cap_trust_region": 2.0, "level": "seq"}
+    w, metrics = capped_ratio(*chain(ENGINE, STALENESS, TRUST_REGION), MASK, **caps)
+    np.testing.assert_allclose(w, [[0.8, 0.8], [0.8, 0.0]], rtol=1e-5)
+    assert metrics["mismatch/engine/fraction_capped"] == 1.0
+    assert metrics["mismatch/trust_region/fraction_capped"] == 0.5
+    assert metrics["mismatch/product/fraction_capped"] == 0.0
+    with pytest.raises(ValueError, match="geo"):
+        capped_ratio(*chain(ENGINE, STALENESS, TRUST_REGION), MASK, level="geo")
+
+
+def test_metrics_of_the_factors():
+    log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
+    _, metrics = capped_ratio(*log_probs, MASK, cap_engine=1.5, cap=2.0)
+    # After the engine's cap the products are 2.25, .25 and .75: one of three above 2.
+    expected = {
+        "engine/fraction_capped": 2 / 3,
+        "staleness/fraction_capped": 0.0,
+        "product/fraction_capped": 1 / 3,
+        "engine/log_ratio_mean": np.log(4 * 0.5 * 2) / 3,
+        "staleness/log_ratio_mean": np.log(0.125) / 3,
+        "trust_region/log_ratio_abs_max": np.log(3),
+        "engine/log_ratio_abs_mean": np.log(4 * 2 * 2) / 3,
+        "engine/ratio_mean_token": 6.5 / 3,
+        "engine/ratio_mean_seq": 2.0,
+        "engine/tv_token": 0.5 / 3,
+        "engine/chi2_token": (16 + 0.25 + 4) / 3 - 1,
+        "engine/ess_token": 6.5**2 / (3 * (16 + 0.25 + 4)),
+        "product/ratio_mean_token": 7.25 / 3,
+        "product/ratio_mean_seq": (1.5 + 1.0) / 2,
+    }
+    # l = log 6, log .25 and 0: the shares of sum l^2.
+    l_k = np.log([6.0, 0.25, 1.0])
+    for name, factor in zip(attribution.FACTORS, (ENGINE, STALENESS, TRUST_REGION)):
+        part_k = np.log([*factor[0], factor[1][0]])
+        expected[f"{name}/share"] = np.sum(part_k * l_k) / np.sum(l_k**2)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[f"mismatch/{name}"], value, rtol=1e-4, err_msg=name)
+    shares = [metrics[f"mismatch/{factor}/share"] for factor in attribution.FACTORS]
+    np.testing.assert_allclose(sum(shares), 1.0, rtol=1e-5)
+
+
+def test_the_engine_factor_has_the_metrics_of_the_engine_ratio():
+    log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
+    _, metrics = capped_ratio(*log_probs, MASK)
+    same = jax.jit(divergences.divergence_metrics)(log_probs[2] - log_probs[3], MASK)
+    for name, value in same.items():
+        short = name.rpartition("/")[2]
+        np.testing.assert_allclose(metrics[f"mismatch/engine/{short}"], value, rtol=1e-6)
+
+
+def test_buckets_are_powers_of_two():
+    np.testing.assert_array_equal(
+        attribution.power_of_two_bucket(jnp.array([0, 1, 2, 3, 4, 7, 8, 2**20])),
+        [0, 1, 2, 2, 3, 3, 4, 21],
+    )
+
+
+# Two responses in the packed row, after prompts of one token, with tool tokens T inside:
+#   prompt a0 a1 T T a4 a5 pad | prompt b0 b1 pad
+SEG = jnp.array([[1, 1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 0]])
+IS_SAMPLED = jnp.array([[0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0]])
+
+
+def test_positions_and_distances():
+    is_sampled = np.array(IS_SAMPLED, bool)
+    response_positions = jax.jit(attribution.response_positions)
+    tool_distances = jax.jit(attribution.tool_distances)
+    positions = response_positions(IS_SAMPLED, SEG)
+    np.testing.assert_array_equal(positions[is_sampled], [0, 1, 4, 5, 0, 1])
+    distances = tool_distances(IS_SAMPLED, SEG)
+    np.testing.assert_array_equal(distances[is_sampled], [0, 0, 1, 2, 0, 0])
+    # The same first response as a row of its own, padded on both sides.
+    row = np.array([[0, 0, 1, 1, 0, 0, 1, 1, 0]])
+    np.testing.assert_array_equal(response_positions(row)[row > 0], [0, 1, 4, 5])
+    np.testing.assert_array_equal(tool_distances(row)[row > 0], [0, 0, 1, 2])
+
+
+P = jnp.array([[NAN, 0.5, 0.4, NAN, NAN, 0.9, 0.2, NAN, NAN, 0.8, 0.6, NAN]])
+Q = jnp.array([[NAN, 0.4, 0.4, NAN, NAN, 0.6, 0.4, NAN, NAN, 0.5, 0.3, NAN]])
+
+
+def check(metrics, prefix, p, q, share):
+    """The five statistics of one bucket that holds the given probabilities."""
+    p, q = np.array(p), np.array(q)
+    log_ratio = np.log(p / q)
+    expected = {
+        "dp_mean": np.abs(p - q).mean(),
+        "dp_max": np.abs(p - q).max(),
+        "log_ratio_mean": log_ratio.mean(),
+        "log_ratio_abs_mean": np.abs(log_ratio).mean(),
+        "token_fraction": share,
+    }
+    for name, value in expected.items():
+        key = f"mismatch/{prefix}/{name}"
+        np.testing.assert_allclose(metrics[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_position_metrics():
+    position_metrics = jax.jit(attribution.position_metrics, static_argnames="num_buckets")
+    metrics = position_metrics(jnp.log(P), jnp.log(Q), IS_SAMPLED, SEG, num_buckets=5)
+    assert len(metrics) == 5 * 5
+    check(metrics, "position_0", [0.5, 0.8], [0.4, 0.5], 2 / 6)
+    check(metrics, "position_1", [0.4, 0.6], [0.4, 0.3], 2 / 6)
+    check(metrics, "position_4", [0.9, 0.2], [0.6, 0.4], 2 / 6)
+    for empty in ("position_2", "position_8"):
+        assert all(float(metrics[name]) == 0.0 for name in metrics if f"/{empty}/" in name)
+    # Positions beyond the last bucket join it: 1, 4 and 5 in the second of two.
+    metrics = position_metrics(jnp.log(P), jnp.log(Q), IS_SAMPLED, SEG, num_buckets=2)
+    check(metrics, "position_1", [0.4, 0.6, 0.9, 0.2], [0.4, 0.3, 0.6, 0.4], 4 / 6)
+
+
+def test_after_tool_metrics():
+    after_tool_metrics = jax.jit(attribution.after_tool_metrics, static_argnames="num_buckets")
+    metrics = after_tool_metrics(jnp.log(P), jnp.log(Q), IS_SAMPLED, SEG, num_buckets=4)
+    assert len(metrics) == 4 * 5
+    check(metrics, "after_tool_none", [0.5, 0.4, 0.8, 0.6], [0.4, 0.4, 0.5, 0.3], 4 / 6)
+    check(metrics, "after_tool_1", [0.9], [0.6], 1 / 6)
+    check(metrics, "after_tool_2", [0.2], [0.4], 1 / 6)
+    assert metrics["mismatch/after_tool_4/token_fraction"] == 0.0
+
+
+def test_turn_metrics():
+    turn = jnp.array([[7, 0, 0, -1, -1, 1, 1, 7, 7, 0, 3, -1]])
+    turn_metrics = jax.jit(attribution.turn_metrics, static_argnames="num_turns")
+    metrics = turn_metrics(jnp.log(P), jnp.log(Q), turn, IS_SAMPLED, num_turns=3)
+    assert len(metrics) == 3 * 5
+    check(metrics, "turn_0", [0.5, 0.4, 0.8], [0.4, 0.4, 0.5], 3 / 6)
+    check(metrics, "turn_1", [0.9, 0.2], [0.6, 0.4], 2 / 6)
+    check(metrics, "turn_2", [0.6], [0.3], 1 / 6)  # turn 3 joins the last
+
+
+def all_metrics(log_probs, mask, turn, seg=None):
+    logp_old, logp_behav = log_probs[2:]
+    w, metrics = attribution.capped_ratio(*log_probs, mask, seg, cap=3.0)
+    metrics |= attribution.position_metrics(logp_old, logp_behav, mask, seg, num_buckets=3)
+    metrics |= attribution.after_tool_metrics(logp_old, logp_behav, mask, seg, num_buckets=3)
+    metrics |= attribution.turn_metrics(logp_old, logp_behav, turn, mask, num_turns=2)
+    return w, metrics
+
+
+jitted_metrics = jax.jit(all_metrics)
+
+
+def make_rows():
+    """Four rows of up to nine tokens, one of them empty, with tool tokens inside."""
+    rng = np.random.default_rng(4)
+    mask = np.arange(9)[None, :] < np.array([9, 4, 0, 7])[:, None]
+    mask[0, 2:4] = mask[3, 4] = False
+    is_inside = np.flip(np.cumsum(np.flip(mask, axis=1), axis=1), axis=1) > 0
+    seg = np.where(is_inside, 1 + np.arange(4)[:, None] % 2, 0)
+    turn = np.cumsum(~mask, axis=1)
+    log_probs = -rng.exponential(1.0, (4, *mask.shape)) - 1.0
+    return np.where(mask, log_probs, NAN).astype(np.float32), mask, turn, seg
+
+
+def pack(x):
+    """Two rows behind each other in one row."""
+    return x.reshape(*x.shape[:-2], 2, 18)
+
+
+def test_packed_rows_padding_and_the_type_of_the_mask():
+    log_probs, mask, turn, seg = make_rows()
+    w, expected = jitted_metrics(tuple(log_probs), mask, turn)
+    packed = [pack(x) for x in (log_probs, mask.astype(np.float32), turn, seg)]
+    w_packed, metrics = jitted_metrics(tuple(packed[0]), *packed[1:])
+    np.testing.assert_allclose(w_packed, pack(np.array(w)), rtol=1e-5)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    for value in (100.0, -100.0, np.inf, -np.inf):
+        poisoned = np.where(mask, log_probs, np.float32(value))
+        w_actual, actual = jitted_metrics(tuple(poisoned), mask, turn)
+        np.testing.assert_array_equal(w_actual, w)
+        for name in expected:
+            np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+def test_packed_sequences_are_capped_as_dense_ones():
+    log_probs, mask, _, seg = make_rows()
+    caps = {"level": "seq", "cap_engine": 1.5, "cap": 1e6}
+    w = capped_weights(*log_probs, mask, **caps)
+    assert len(np.unique(w[np.array(mask)])) == 3  # one value per sequence
+    w_packed = capped_weights(*pack(log_probs), pack(mask), pack(seg), **caps)
+    np.testing.assert_allclose(w_packed, pack(np.array(w)), rtol=1e-5)
+
+
+def test_huge_log_ratios_and_empty_masks():
+    log_probs, mask, turn, seg = make_rows()
+    for factor in range(3):
+        scaled = [pack(x) - (500.0 if i <= factor else 0.0) for i, x in enumerate(log_probs)]
+        float_mask = pack(mask.astype(np.float32))
+        w, metrics = jitted_metrics(tuple(scaled), float_mask, pack(turn), pack(seg))
+        assert np.all(np.isfinite(w))
+        for name, value in metrics.items():
+            assert np.isfinite(value), name
+    w, metrics = jitted_metrics(tuple(log_probs), np.zeros_like(mask), turn)
+    np.testing.assert_array_equal(w, np.zeros_like(w))
+    for name, value in metrics.items():
+        assert value == 0.0, name
+
+
+def test_nothing_carries_a_gradient():
+    log_probs, mask, turn, _ = make_rows()
+
+    def total(log_probs):
+        w, metrics = all_metrics(tuple(log_probs), mask, turn)
+        return jnp.sum(w) + sum(metrics.values())
+
+    gradient = jax.jit(jax.grad(total))(log_probs)
+    np.testing.assert_array_equal(gradient, np.zeros_like(gradient))

@@ -1,0 +1,87 @@
+"""What the state holds, and that no two parts of it share a buffer."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_tis.learner.state import as_begun, initial_params, initial_state
+from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.record.provenance import write_run_files
+from tests import tiny
+from tests.learner.trainer_test import fake_samples, one_update
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
+
+def test_the_value_head_is_there_with_gae_only_and_starts_at_zero():
+    setup = tiny.setup(correction__advantage="gae")
+    state = initial_state(setup, initial_params(setup))
+    assert set(state) == {"policy", "critic"}
+    assert not np.any(state["critic"].params["value"])
+    setup = tiny.setup()
+    assert set(initial_state(setup, initial_params(setup))) == {"policy"}
+
+
+def test_a_reference_in_the_dtype_of_the_policy_survives_the_donation_of_the_policy():
+    """With bfloat16 parameters the reference could share the policy's buffers, which updates
+    donate."""
+    changes = dict(model__param_dtype="bfloat16", correction__kl_coeff=0.1,
+                   correction__advantage="gae", train__epochs=1)
+    before, state, rows, metrics, trainer = one_update(**changes)
+    reference = jax.device_get(state["reference"])
+    assert reference["embed"].dtype == jnp.bfloat16
+    for kept, first in zip(jax.tree.leaves(reference), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(kept, first)
+    rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
+    assert np.isfinite(rows["logp_ref"]).all()
+    assert math.isfinite(metrics["actor/kl_loss"])
+
+
+def test_the_date_of_a_run_goes_along_where_its_policy_is_measured_or_served(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    write_run_files(tmp_path / "run", {"task": {"date": "2020-01-02"}})
+    undated = tiny.config(task__date="")
+    assert as_begun(undated, str(tmp_path / "run")).task.date == "2020-01-02"
+    assert as_begun(tiny.config(task__date="1999-01-01"), str(tmp_path / "run")).task.date == "1999-01-01"
+    (tmp_path / "config.json").write_text("{}")  # of a model
+    assert as_begun(undated, str(tmp_path)) is undated
+    assert as_begun(undated, "hf://owner/model") is undated
+
+
+@pytest.mark.parametrize("changes", [
+    dict(),
+    dict(train__pack_length=24),
+    dict(train__fuse_score="never", correction__offload_reference=True),
+    dict(model__dtype="bfloat16"),
+    dict(model__dtype="bfloat16", model__highest_head=True, correction__kl_placement="reward",
+         correction__kl="k1"),
+    dict(model__dtype="bfloat16", model__quantization="w8a16"),
+    dict(model__dtype="float16", train__pack_length=24, train__fuse_score="never"),
+    dict(model__param_dtype="bfloat16"),
+], ids=["float32", "packed", "offloaded", "bfloat16", "head", "int8", "float16", "parameters"])
+def test_the_kl_to_the_reference_starts_at_exactly_zero(changes):
+    """With equal rewards nothing moves. No parameter is a number of bfloat16 by chance."""
+    setup = tiny.setup(**dict(
+        correction__kl_coeff=0.5, train__minibatches=1, train__epochs=1, **changes
+    ))
+    with tiny.one_device():
+        trainer = Trainer(setup)
+    params = jax.tree.map(lambda x: (1.003 * x).astype(x.dtype), initial_params(setup))
+    begun = initial_state(setup, params)
+    matrix, norm = (begun["reference"]["layers"][name].dtype for name in ("q", "attn_norm"))
+    is_half = "bfloat16" in changes.values() and "model__quantization" not in changes
+    assert (matrix == jnp.bfloat16) == is_half
+    assert norm == setup.config.model.param_dtype
+    batch = [dataclasses.replace(s, reward=1.0) for s in fake_samples()]
+    rows = trainer.score(begun, batch, {0: begun["policy"].params})
+    _, _, metrics = trainer.update(begun, rows, 1, 0)
+    assert metrics["actor/kl_to_reference"] == metrics["actor/grad_norm"] == 0.0
+    if "correction__kl_placement" not in changes:
+        assert metrics["actor/kl_loss"] == 0.0

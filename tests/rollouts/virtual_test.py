@@ -1,0 +1,221 @@
+"""Samplers that run ahead: what they draw is what a synchronous run draws, and nothing is lost."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis import rollouts
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.rollouts import modes
+from tests import tiny
+from tests.rollouts.synchronous_test import FakeRewards, Timer
+
+MODES = [
+    "periodic", "one_step", "fully_async(trigger=2, threshold=0.5, partial=True)",
+    "fully_async(trigger=1, threshold=0.5, partial=False)", "areal(staleness=2)",
+    "in_flight(staleness=3)", "dora(staleness=2)", "roll_flash(alpha=1, redundant=1)",
+    "laminar(staleness=2, repack=0.9)",
+]
+
+
+@functools.cache
+def made(**overrides):
+    setup = tiny.setup(rollout__max_new_tokens=6, **overrides)
+    return setup, initial_params(setup)
+
+
+def source(mode, reward=lambda text, record: float(len(text)), start=None, **overrides):
+    """A source of the tiny config, and its parameters."""
+    is_parallel = mode.startswith(("dora", "laminar"))
+    setup, params = made()
+    config = tiny.config(
+        rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=2 if is_parallel else 1,
+        **overrides,
+    )
+    prompter = rollouts.Prompter(setup.tokenizer, config.task)
+    groups = rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy=False)
+    batches = Batches(
+        config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
+    )
+    given = dict(
+        load=setup.serving_params, start=start or functools.partial(setup.scheduler, setup.engine)
+    )
+    if mode == "sync" and not config.rollout.replay:
+        return rollouts.Collector(config, groups, batches, Timer(), **given), params
+    return rollouts.Asynchronous(
+        config, modes.parse(mode), groups, batches, Timer(), slots=setup.engine.slots, **given
+    ), params
+
+
+def drawn(source, params, first, last):
+    """The samples of these steps by request, each published with the same weights."""
+    found = {}
+    for step in range(first, last + 1):
+        source.publish(params, step - 1)
+        samples, _ = source.next(step)
+        assert [s.group for s in samples] == sorted(s.group for s in samples)
+        assert len(samples) == 16
+        found |= {s.trajectory.id: s for s in samples}
+    assert len(found) == 16 * (last - first + 1)
+    return found
+
+
+@functools.cache
+def in_order():
+    return drawn(*source("sync"), 1, 12)
+
+
+def assert_same(found, expected):
+    for id, sample in found.items():
+        np.testing.assert_array_equal(sample.trajectory.tokens, expected[id].trajectory.tokens)
+        assert sample.reward == expected[id].reward and sample.record == expected[id].record
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(mode):
+    found = drawn(*source(mode, rollout__update_turns=3), 1, 6)
+    redundant = {i: s for i, s in found.items() if i.endswith("/4")}  # no candidates of a sync run
+    assert bool(redundant) == ("redundant" in mode)
+    assert_same({i: s for i, s in found.items() if i not in redundant}, in_order())
+
+
+def test_a_batch_of_versions():
+    """Begun by version 0, of 2 batches ahead: each batch holds tokens of several versions, never
+    older than 2, and the sampler stands at the newest."""
+    c, params = source("areal(staleness=2)", rollout__update_turns=2)
+    for step in range(1, 6):
+        c.publish(params, step - 1)
+        samples, values = c.next(step)
+        versions = np.concatenate([s.trajectory.version for s in samples])
+        assert step - 3 <= versions.min() <= versions.max() <= step - 1
+    assert values["async/syncs"] == 1 and values["async/interrupted"] > 0
+    assert {len(set(s.trajectory.version)) for s in samples} > {1}
+
+
+def test_nothing_is_drawn_ahead_where_the_mode_allows_nothing():
+    c, params = source("periodic", rollout__update_turns=3)
+    for step in range(1, 4):
+        c.publish(params, step - 1)
+        samples, _ = c.next(step)
+        assert {v for s in samples for v in s.trajectory.version} == {step - 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("at", ["a step", "the middle of a step"])
+def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode, at):
+    c, params = source(mode, rollout__update_turns=2)
+    before = drawn(c, params, 1, 3)
+    version = 3
+    if at == "the middle of a step":
+        c.publish(params, 3)
+        for _ in range(2):
+            c._turn()
+        c._next_entries()
+    state = json.loads(json.dumps(c.get_state(version)))
+    resumed, _ = source(mode, rollout__update_turns=2)
+    resumed.set_state(state)
+    after = drawn(resumed, params, 4, 6)
+    assert not before.keys() & after.keys()
+    if "redundant" not in mode:
+        assert_same(after, in_order())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_going_on_after_a_state_was_taken_is_what_a_restart_does(mode):
+    """Not one bit of a record differs, log-probs included."""
+    c, params = source(mode, rollout__update_turns=2)
+    drawn(c, params, 1, 3)
+    resumed, _ = source(mode, rollout__update_turns=2)
+    resumed.set_state(json.loads(json.dumps(c.get_state(3))))
+    went_on, restarted = drawn(c, params, 4, 6), drawn(resumed, params, 4, 6)
+    assert list(went_on) == list(restarted)
+    for id, sample in went_on.items():
+        for name in ("tokens", "logp_behav", "entropy", "version", "kv_version", "segment"):
+            ours, theirs = (getattr(s.trajectory, name) for s in (sample, restarted[id]))
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+def test_a_batch_that_was_taken_and_not_trained_on_is_taken_again():
+    c, params = source("areal(staleness=1)")
+    c.publish(params, 0)
+    first, _ = c.next(1)
+    resumed, _ = source("areal(staleness=1)")
+    resumed.set_state(json.loads(json.dumps(c.get_state(0))))
+    resumed.publish(params, 0)
+    again, _ = resumed.next(1)
+    assert [s.trajectory.id for s in first] == [s.trajectory.id for s in again]
+
+
+def test_groups_of_equal_rewards_make_room_for_others():
+    check_equal_groups_make_room(source)
+
+
+def check_equal_groups_make_room(make):
+    reward = lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)
+    c, params = make("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
+    c.publish(params, 0)
+    samples, values = c.next(1)
+    rewards = np.array([s.reward for s in samples]).reshape(4, 4)
+    assert values["rollout/discarded_groups"] > 0
+    assert (np.ptp(rewards, axis=1) > 0).all()
+
+
+def test_a_record_that_is_too_old_stops_the_run():
+    c, params = source("areal(staleness=1)")
+    c.publish(params, 0)
+    c.next(1)
+    for version in (1, 2):
+        c.publish(params, version)
+        if version == 1:
+            c.next(2)
+    entry = next(iter(c._queue.entries.values()))
+    entry.columns[0] = {"tokens": next(iter(in_order().values())).trajectory}
+    with pytest.raises(RuntimeError, match="versions 0 to 0.*starts from 2; the bound on staleness is 1"):
+        c._check(entry, staleness=1)
+
+
+def test_the_policy_may_be_given_away_after_it_was_published():
+    """An update donates the arrays that the samplers' weights are made of."""
+    c, params = source("one_step")
+    own = jax.tree.map(lambda x: x + 0, params)
+    c._load = lambda params, version: params
+    c.publish(own, 0)
+    for ours, theirs in zip(jax.tree.leaves(c._served.params), jax.tree.leaves(own)):
+        assert ours is not theirs
+        assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("settings", [
+    dict(mode="roll_flash(alpha=1, redundant=2)", rollout__update_turns=2),
+    dict(mode="areal(staleness=1)", rollout__dynamic_sampling=True,
+         reward=lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)),
+])
+def test_of_a_group_that_is_gone_nothing_is_kept(settings):
+    c, params = source(**settings)
+    for worker in c.controller.workers.values():
+        worker.slots = 2  # so that a group is complete while one of its candidates waits
+    for step in range(1, 9):
+        c.publish(params, step - 1)
+        c.next(step)
+        assert {group for group, _ in c._requests} <= c._queue.entries.keys()
+        assert {group for group, _ in c._partials} <= c._queue.entries.keys()
+
+
+def test_a_batch_that_was_begun_changes_nothing_of_what_is_replayed():
+    """Half of the new groups of the third batch are there when the run is told to stop: the buffer
+    is as the second batch has left it."""
+    settings = dict(rollout__replay="uniform(uses=2)", rollout__max_age=9)
+    c, params = source("periodic", **settings)
+    for step in (1, 2):
+        c.publish(params, step - 1)
+        c.next(step)
+    uses = {g: s.uses for g, s in c._replay.stored.items()}
+    c.publish(params, 2)
+    parts = c.parts(3)
+    assert 0 < len(next(parts)) < 8 and c._taken
+    state = json.loads(json.dumps(c.get_state(2)))
+    assert {s["group"]: s["uses"] for s in state["replay"]} == uses
