@@ -153,7 +153,7 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     """
     config, engine = setup.config, setup.learner_engine
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
-    scheduler = setup.scheduler(engine, engine.load(read_params(setup, path, step)), 0)
+    scheduler = setup.scheduler(engine, engine.load(read_params(setup.training, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
     with (
         worker(config.reward) as rewards,

@@ -87,8 +87,8 @@ class Run:
         self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
         self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.beat)
         is_new = checkpoints.latest() is None
-        self._taught = examples(setup, self._prompter, watchdog.beat) if is_new else None
-        self.trainer = Trainer(setup)
+        self._taught = examples(setup.training, self._prompter, watchdog.beat) if is_new else None
+        self.trainer = Trainer(setup.training)
         self._old = self.trainer.old_policies()
         self.source = self._make_source()
         self._accumulates = setup.mode.on_arrival and self.trainer.why_waits is None
@@ -107,13 +107,13 @@ class Run:
         )
         self._data = batches.source
         groups = rollouts.Groups(
-            config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
+            config, self._prompter, self.rewards, "greedy_rewards" in setup.training.correction.needs
         )
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
         made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
         if setup.mode.is_sync and not config.rollout.replay:
             return rollouts.Collector(config, groups, batches, self._timer, **made)
-        ahead = config, setup.mode, groups, batches, self._timer
+        ahead = config, setup.mode, setup.replay, groups, batches, self._timer
         if config.rollout.driver == "threads":
             return rollouts.Threads(
                 *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
@@ -157,10 +157,10 @@ class Run:
         self._open_record()
         with self._phase("warm-up"):
             params = warm_up(
-                self.setup, initial_params(self.setup), self.writer, self.pulse, self._prompter,
-                self._taught,
+                self.setup.training, initial_params(self.setup.training), self.writer, self.pulse,
+                self._prompter, self._taught,
             )
-        self.state = initial_state(self.setup, params)
+        self.state = initial_state(self.setup.training, params)
         if self.setup.config.gate.required:
             require(self.setup, self.state["policy"].params)
 
@@ -230,7 +230,7 @@ class Run:
 
     def _abstract_state(self, meta: dict) -> dict:
         """Returns the shapes of what a checkpoint with this meta holds."""
-        abstract = abstract_state(self.setup)
+        abstract = abstract_state(self.setup.training)
         if "old_policies" not in meta:
             return abstract
         old = self._old.abstract(meta["old_policies"], abstract["policy"].params)
@@ -377,7 +377,7 @@ class Run:
 
     def _check_rewards(self, step: int, drawn: list[rollouts.Sample]) -> None:
         check_rewards(step, drawn, self.rewards.last_error, is_first=not self._is_rewarded)
-        takes_parts = "reward_components" in self.setup.correction.needs
+        takes_parts = "reward_components" in self.setup.training.correction.needs
         if takes_parts and any(SCORE in s.components for s in drawn):
             raise ValueError(
                 f"the reward returned a {SCORE!r} beside its parts, and this advantage takes the "
@@ -488,10 +488,10 @@ def run(
         values["task"]["date"] = processes.first(lambda: date(values, workdir))
         config = ml_collections.ConfigDict(values)
         setup = build(config)
-        for doubt in validate.doubts(config, setup.correction):
+        for doubt in validate.doubts(config, setup.training.correction):
             processes.say(f"warning: {doubt}", sys.stderr)
-        if setup.why_scored:
-            processes.say(f"score and update are two programs: {setup.why_scored}")
+        if setup.training.why_scored:
+            processes.say(f"score and update are two programs: {setup.training.why_scored}")
         mirror = storage.Mirror(workdir)
         folder = mirror.folder
         processes.first(lambda: stack.enter_context(lock.locked(folder)))

@@ -34,12 +34,10 @@ MAY_IMPORT = {
         "rollouts", "runtime", "sharding",
     ),
     # A config, checked and made into programs and state.
-    "validate": (
-        "data", "engine", "estimators", "fields", "kernels", "learner", "models", "record", "rollouts",
-    ),
+    "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
     "build": (
-        "data", "engine", "estimators", "fields", "learner", "models", "rollouts", "runtime",
-        "sharding", "validate",
+        "data", "engine", "estimators", "learner", "models", "rollouts", "runtime", "sharding",
+        "validate",
     ),
     # Tools.
     "report": ("record", "runtime"),
@@ -51,7 +49,6 @@ MAY_IMPORT = {
         "build", "cli_flags", "data", "engine", "fields", "learner", "models", "runtime", "sharding",
         "validate",
     ),
-    "learner/scoring": "learner/step_test",
     "libtpu_flags": ("aot", "runtime"),
     "doctor": ("estimators", "learner", "record", "rollouts", "runtime"),
     "gate": (
@@ -91,6 +88,7 @@ COVERED = {
     "build": "configs_test",
     "doctor/__main__": "doctor/diagnose_test",
     "doctor/case": "doctor/diagnose_test",
+    "engine/check": "validate_test",
     "engine/config": "engine/engine_test",
     "engine/protocol": "engine/scheduler_test",
     "engine/residency": "engine/scheduler_interruptions_test",
@@ -105,7 +103,9 @@ COVERED = {
     "kernels/logprob_chunked": "kernels/logprob_test",
     "kernels/logprob_invariant": "models/invariant_test",
     "kernels/segment_reference": "kernels/segment_test",
+    "learner/check": "validate_test",
     "learner/scoring": "learner/step_test",
+    "learner/setup": "learner/fused_update_test",
     "libtpu_flags": "runtime/cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",

@@ -25,7 +25,7 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
     found = {"total": gap("logp_prox", "logp_behav")}
-    if setup.has_stand_in:
+    if setup.training.has_stand_in:
         fresh = report.measure(setup, params, setup.config.rollout.prompts)
         return found | {"engine": fresh["total"]}
     return found | {
