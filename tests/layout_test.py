@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "data", "engine", "estimators", "learner", "models", "rollouts", "runtime", "sharding",
         "validate",
     ),
+    "resume": ("data", "learner", "record"),
     # Tools.
     "report": ("record", "runtime"),
     "evaluate": (
@@ -65,8 +66,8 @@ MAY_IMPORT = {
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
     # The run knows everything.
     "train": (
-        "build", "data", "evaluate", "gate", "learner", "record", "report", "rollouts", "runtime",
-        "validate",
+        "build", "data", "evaluate", "gate", "learner", "record", "report", "resume", "rollouts",
+        "runtime", "validate",
     ),
     "worker": ("build", "cli_flags", "rollouts", "runtime"),
     "main": ("cli_flags", "runtime", "train"),

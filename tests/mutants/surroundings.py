@@ -49,7 +49,7 @@ MUTANTS = [
          "sweep_test.py::test_a_field_that_is_set_twice_is_refused"),
     ),
     *of(
-        "train.py",
+        "resume.py",
         ("other data go on without being named", "if differing and all(", "if differing or all(",
          "record/changes_test.py::test_a_data_set_that_was_mended_goes_on_where_it_was"),
         tests="record/changes_test.py",
