@@ -90,8 +90,8 @@ def source_of(setup, timer):
             c, long_tailed(setup), batches, timer, load=setup.serving_params, start=starts[0]
         )
     return rollouts.Threads(
-        c, setup.mode, long_tailed(setup), batches, timer, load=setup.served_params, starts=starts,
-        slots=setup.engine.slots,
+        c, setup.mode, setup.replay, long_tailed(setup), batches, timer, load=setup.served_params,
+        starts=starts, slots=setup.engine.slots,
     )
 
 
@@ -103,7 +103,9 @@ def train(mode: str, steps: int) -> dict[str, float]:
     from jaxrl_tis.record.metrics import Timer
 
     setup = build.build(config(mode))
-    state, trainer, timer = initial_state(setup, initial_params(setup)), Trainer(setup), Timer()
+    training = setup.training
+    state, trainer = initial_state(training, initial_params(training)), Trainer(training)
+    timer = Timer()
     source, old = source_of(setup, timer), trainer.old_policies()
     tokens, waited, drew, metrics = 0, 0.0, 0.0, []
     for step in range(1, WARM + steps + 1):
@@ -228,7 +230,7 @@ def pause(rounds: int) -> None:
             c = config(mode)
             c.engine.dtype, c.engine.quantization = "bfloat16", quantization
             setup = build.build(c)
-            source, params = source_of(setup, Timer()), initial_params(setup)
+            source, params = source_of(setup, Timer()), initial_params(setup.training)
             stood, syncs = 0.0, 0
             for step in range(1, WARM + rounds + 1):
                 source.publish(params, step - 1)

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from configs import quickstart
-from jaxrl_tis import build
+from jaxrl_tis import build, rollouts
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.learner.warmup import warm_up
+from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.record.metrics import NoRecord
 
 FLOATS = dict(quantization="none")
@@ -75,8 +75,12 @@ def main():
     parser.add_argument("--prompts", type=int, default=64)
     prompts = parser.parse_args().prompts
     exact = setup(FLOATS)
-    taught = warm_up(exact, initial_params(exact), NoRecord(), lambda: None)
-    states = initial_params(exact), taught
+    training, prompter = exact.training, rollouts.Prompter(exact.tokenizer, exact.config.task)
+    taught = warm_up(
+        training, initial_params(training), NoRecord(), lambda: None, prompter,
+        examples(training, prompter),
+    )
+    states = initial_params(training), taught
     decode = lambda r: next(x["d_mean"] for x in r["rungs"] if x["cause"] == "decode")
     for sampler, judged in reports(prompts).items():
         found = [judged(params) for params in states]

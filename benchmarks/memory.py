@@ -21,13 +21,14 @@ FLOATS = ("logp_old", "logp_prox", "logp_behav", "weights", "adv")
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     """(temporary bytes of the update, parameter bytes)."""
     made, _ = model.setup(vocab_size, new_tokens=new_tokens)
-    state = abstract_state(made)["policy"]
-    rows, t = made.config.train.microbatch_rows, made.row_length
+    training = made.training
+    state = abstract_state(training)["policy"]
+    rows, t = made.config.train.microbatch_rows, training.row_length
     struct = lambda dtype: jax.ShapeDtypeStruct((1, rows, t), dtype)
     batch = {name: struct("int32") for name in ("tokens", "positions", "segment_ids")}
     batch |= {name: struct("float32") for name in FLOATS}
     batch |= {"mask": struct("bool"), "temperature": struct("float32")}
-    update = make_train_step(made.learner, made.correction, made.optimizer)
+    update = make_train_step(training.learner, training.correction, training.optimizer)
     analysis = update.lower(state, batch).compile().memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
     return analysis.temp_size_in_bytes, size

@@ -16,6 +16,7 @@ from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.batch_layout import Rows
 from jaxrl_tis.learner.optimizer import make_optimizer
 from jaxrl_tis.learner.scoring import Learner
+from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -49,14 +50,15 @@ def setup(
         prefill_batch=PROMPTS, quantization=quantization,
         top_n=head_size(chosen.centering, 0),
     ))
-    made = build.Setup(
-        config=config, mode=modes.sync(), tokenizer=None, model=model, layout=layout,
+    training = LearnerSetup(
+        config=config, correction=chosen, mode=modes.sync(), staleness=0, model=model, layout=layout,
         learner=Learner(model, Program(), new_tokens, config.train.logprob_chunk),
-        packer=None, correction=chosen, optimizer=tx,
-        critic_optimizer=tx,
-        engines=(engine,), learner_engine=engine,
+        packer=None, optimizer=tx, critic_optimizer=tx,
     )
-    return made, initial_state(made, initial_params(made))
+    made = build.Setup(
+        training=training, replay=None, tokenizer=None, engines=(engine,), learner_engine=engine
+    )
+    return made, initial_state(training, initial_params(training))
 
 
 class Step:
@@ -64,7 +66,7 @@ class Step:
     update's."""
 
     def __init__(self, made: build.Setup, state: dict):
-        self.trainer, self.state = Trainer(made), state
+        self.trainer, self.state = Trainer(made.training), state
         self._engine = made.engine
         self._scheduler = Scheduler(made.engine, made.engine.load(state["policy"].params))
         self._new_tokens = made.config.rollout.max_new_tokens

@@ -40,8 +40,9 @@ class Parts:
         config.rollout.prompts = rows // config.rollout.group_size
         self.setup = build.build(config.lock())
         self.engine = self.setup.engine
-        self.state = initial_state(self.setup, initial_params(self.setup))
-        self.trainer = Trainer(self.setup)
+        training = self.setup.training
+        self.state = initial_state(training, initial_params(training))
+        self.trainer = Trainer(training)
         self.params = self.engine.load(self.state["policy"].params)
         self.slots, rng = self.engine.init_state(), np.random.default_rng(0)
         length = config.task.max_prompt_tokens

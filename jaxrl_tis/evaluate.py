@@ -129,6 +129,16 @@ class Evaluator:
         return [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
 
 
+def summary(values: dict[str, float]) -> str:
+    """Says the metrics of `Evaluator.run` in a line."""
+    shown = lambda name: f"{values[name]:.3f}" if name in values else "unknown"
+    accuracy, reward = (
+        f"{shown(f'eval/greedy_{of}')} greedy, {shown(f'eval/sampled_{of}')} sampled"
+        for of in ("accuracy", "reward")
+    )
+    return f"held-out accuracy {accuracy}; reward {reward}"
+
+
 def pass_at(k: int, right: np.ndarray) -> np.ndarray:
     """Returns, for each prompt [N], the chance that one of k of its draws is right.
 
@@ -153,7 +163,7 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     """
     config, engine = setup.config, setup.learner_engine
     evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
-    scheduler = setup.scheduler(engine, engine.load(read_params(setup, path, step)), 0)
+    scheduler = setup.scheduler(engine, engine.load(read_params(setup.training, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
     with (
         worker(config.reward) as rewards,

@@ -6,7 +6,7 @@
 `FIELDS` is what the rows of a batch may hold. A method that needs a new field costs a line there.
 The tables decide how fields are laid into rows (`learner/batch_layout.py`) and placed on a mesh (`sharding.py`),
 which shapes a program is compiled for (`aot/batches.py`), which needs of a method a run can meet
-(`validate.py`), and what a batch leaves out before its updates (`learner/correction.py`).
+(`learner/check.py`), and what a batch leaves out before its updates (`learner/correction.py`).
 """
 
 import dataclasses

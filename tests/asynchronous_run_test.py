@@ -24,7 +24,7 @@ RUNS = {
 
 def params(folder, setup):
     with Checkpoints(folder, keep=2) as checkpoints:
-        wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
+        wanted = {"policy": {"params": abstract_state(setup.training)["policy"].params}}
         return checkpoints.restore(wanted, is_part=True)[0]["policy"]["params"]
 
 

@@ -37,7 +37,7 @@ MODEL = ModelConfig(
 def initial(folder):
     """`train.build` and the parameters of the model in `folder`."""
     setup = tiny.setup(model__path=str(folder))
-    return initial_params(setup)
+    return initial_params(setup.training)
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, 
     assert ("actor/grad_norm is nan" in message) == (field == "logp_behav")
     assert "checkpoint of step 2 is intact" in message
     with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
-        state, meta = checkpoints.restore(abstract_state(tiny.setup()))
+        state, meta = checkpoints.restore(abstract_state(tiny.setup().training))
     assert meta["step"] == 2
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     assert not any(r["step"] >= 4 for r in tiny.lines(tmp_path) if r["phase"] != "warmup")
@@ -477,7 +477,10 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(copie
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, copied):
     """The same path, but another model in it than when the run began."""
     setup = tiny.setup()
-    other = dataclasses.replace(setup, model=dataclasses.replace(setup.model, mlp_dim=40))
+    training = dataclasses.replace(
+        setup.training, model=dataclasses.replace(setup.model, mlp_dim=40)
+    )
+    other = dataclasses.replace(setup, training=training)
     with mock.patch.object(train, "build", lambda c: other), \
             mock.patch.object(train, "Trainer", tiny._shared_trainer), \
             pytest.raises(ValueError, match=r"leaves differ.*down.*48,32.*40,32"):

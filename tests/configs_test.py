@@ -224,7 +224,7 @@ def large(request, tmp_path, monkeypatch):
 
 def rows_of(setup, leading, names):
     """Abstract rows [*leading, T] of the given fields."""
-    t = setup.row_length
+    t = setup.training.row_length
     kinds = {"tokens": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32,
              "mask": jnp.bool_, "version": jnp.int32}
     fields = {
@@ -241,7 +241,8 @@ ROWS = ("tokens", "positions", "segment_ids", "mask", "sampled", "logp_behav", "
 @pytest.mark.compiles
 def test_one_full_step_of_the_learner(large):
     config, setup, chips, count = large
-    state = abstract_state(setup)
+    training = setup.training
+    state = abstract_state(training)
     leaves = jax.tree.leaves(state["policy"].params)
     assert sum(math.prod(x.shape) for x in leaves) == count
     for leaf in leaves:
@@ -253,7 +254,7 @@ def test_one_full_step_of_the_learner(large):
     m = config.train.microbatch_rows
     t = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     micro = rows_of(setup, (n // m, m), ROWS)
-    scored = jax.eval_shape(make_score(setup.learner), state["policy"].params, micro)
+    scored = jax.eval_shape(make_score(training.learner), state["policy"].params, micro)
     assert scored["logp"].shape == scored["entropy"].shape == (n // m, m, t)
     assert scored["logp"].dtype == jnp.float32
 
@@ -262,13 +263,13 @@ def test_one_full_step_of_the_learner(large):
     rows["group"] = jax.ShapeDtypeStruct((n,), jnp.int32)
     extra = {"current_version": jax.ShapeDtypeStruct((n, 1), jnp.int32)}
     if "critic" in state:
-        values = jax.eval_shape(make_values(setup.learner), state["critic"].params, micro)
+        values = jax.eval_shape(make_values(training.learner), state["critic"].params, micro)
         extra["values"] = jax.ShapeDtypeStruct((n, *values.shape[2:]), values.dtype)
         assert extra["values"].shape == (n, t)
     if "reference" in state:
-        ref = jax.eval_shape(make_score(setup.learner), state["reference"], micro)["logp"]
+        ref = jax.eval_shape(make_score(training.learner), state["reference"], micro)["logp"]
         extra["logp_ref"] = jax.ShapeDtypeStruct((n, *ref.shape[2:]), ref.dtype)
-    prepared, measured = jax.eval_shape(correction.make_prepare(setup.correction), rows | extra)
+    prepared, measured = jax.eval_shape(correction.make_prepare(training.correction), rows | extra)
     assert {prepared[name].shape for name in ("weights", "adv")} == {(n, t)}
     assert all(x.shape == () for x in measured.values())
 
@@ -278,14 +279,14 @@ def test_one_full_step_of_the_learner(large):
         name: jax.ShapeDtypeStruct((accumulation, m, *x.shape[1:]), x.dtype)
         for name, x in (rows | extra | prepared).items()
     }
-    train_step = make_train_step(setup.learner, setup.correction, setup.optimizer)
+    train_step = make_train_step(training.learner, training.correction, training.optimizer)
     after, metrics = jax.eval_shape(train_step, state["policy"], minibatch)
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
     assert all(jax.tree.leaves(jax.tree.map(same, after, state["policy"])))
     assert {"actor/pg_loss", "actor/grad_norm"} <= metrics.keys()
     if "critic" in state:
         critic_step = make_critic_step(
-            setup.learner, config.critic.value_clip, setup.critic_optimizer)
+            training.learner, config.critic.value_clip, training.critic_optimizer)
         after, metrics = jax.eval_shape(critic_step, state["critic"], minibatch)
         assert all(jax.tree.leaves(jax.tree.map(same, after, state["critic"])))
         assert "critic/vf_loss" in metrics
@@ -295,7 +296,7 @@ def test_one_full_step_of_the_sampler(large):
     config, setup, chips, _ = large
     engine = setup.engine
     longest = config.task.max_prompt_tokens
-    load, given = engine.programs(abstract_state(setup)["policy"].params)["load"]
+    load, given = engine.programs(abstract_state(setup.training)["policy"].params)["load"]
     params, _ = jax.eval_shape(load, *given)
     assert isinstance(params["layers"]["q"], QuantArray)
     assert params["layers"]["q"].q.dtype == jnp.int8
@@ -344,7 +345,7 @@ def test_tensor_parallelism_of_the_small_model_is_one_or_two(tmp_path):
     config.mesh.serve = (2, 1, 4)
     with pytest.raises(ValueError, match=r"4 does not divide 14 .* 2 .*legal degrees are \[1, 2\]"):
         setup = train.build(config)
-        jax.eval_shape(setup.engine.load, abstract_state(setup)["policy"].params)
+        jax.eval_shape(setup.engine.load, abstract_state(setup.training)["policy"].params)
 
 
 def test_gradients_of_single_sequences_are_of_one_device():

@@ -25,7 +25,7 @@ def restored(workdir, step=None):
     """The policy of a checkpoint, as the run itself reads it."""
     from jaxrl_tis.learner.state import read_params
 
-    return read_params(tiny.setup(), str(workdir), step)
+    return read_params(tiny.setup().training, str(workdir), step)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

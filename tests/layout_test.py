@@ -34,13 +34,12 @@ MAY_IMPORT = {
         "rollouts", "runtime", "sharding",
     ),
     # A config, checked and made into programs and state.
-    "validate": (
-        "data", "engine", "estimators", "fields", "kernels", "learner", "models", "record", "rollouts",
-    ),
+    "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
     "build": (
-        "data", "engine", "estimators", "fields", "learner", "models", "rollouts", "runtime",
-        "sharding", "validate",
+        "data", "engine", "estimators", "learner", "models", "rollouts", "runtime", "sharding",
+        "validate",
     ),
+    "resume": ("data", "learner", "record"),
     # Tools.
     "report": ("record", "runtime"),
     "evaluate": (
@@ -51,7 +50,6 @@ MAY_IMPORT = {
         "build", "cli_flags", "data", "engine", "fields", "learner", "models", "runtime", "sharding",
         "validate",
     ),
-    "learner/scoring": "learner/step_test",
     "libtpu_flags": ("aot", "runtime"),
     "doctor": ("estimators", "learner", "record", "rollouts", "runtime"),
     "gate": (
@@ -68,8 +66,8 @@ MAY_IMPORT = {
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
     # The run knows everything.
     "train": (
-        "build", "data", "evaluate", "gate", "learner", "record", "report", "rollouts", "runtime",
-        "validate",
+        "build", "data", "evaluate", "gate", "learner", "record", "report", "resume", "rollouts",
+        "runtime", "validate",
     ),
     "worker": ("build", "cli_flags", "rollouts", "runtime"),
     "main": ("cli_flags", "runtime", "train"),
@@ -91,6 +89,7 @@ COVERED = {
     "build": "configs_test",
     "doctor/__main__": "doctor/diagnose_test",
     "doctor/case": "doctor/diagnose_test",
+    "engine/check": "validate_test",
     "engine/config": "engine/engine_test",
     "engine/protocol": "engine/scheduler_test",
     "engine/residency": "engine/scheduler_interruptions_test",
@@ -105,7 +104,9 @@ COVERED = {
     "kernels/logprob_chunked": "kernels/logprob_test",
     "kernels/logprob_invariant": "models/invariant_test",
     "kernels/segment_reference": "kernels/segment_test",
+    "learner/check": "validate_test",
     "learner/scoring": "learner/step_test",
+    "learner/setup": "learner/fused_update_test",
     "libtpu_flags": "runtime/cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",

@@ -57,8 +57,8 @@ def with_other_text(samples: list, indices) -> list:
 def made(changes: tuple):
     setup = tiny.setup(**ONE | dict(changes))
     with tiny.one_device():
-        trainer = Trainer(setup)
-    return trainer, initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    return trainer, initial_state(setup.training, initial_params(setup.training))
 
 
 def begin(**changes):

@@ -55,7 +55,7 @@ def final_state(workdir, **overrides):
     setup = tiny.setup(**overrides)
     with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
         assert checkpoints.latest() == tiny.config(**overrides).steps
-        return checkpoints.restore(abstract_state(setup))
+        return checkpoints.restore(abstract_state(setup.training))
 
 
 def assert_same_run(workdir, reference=None, **overrides):

@@ -247,8 +247,8 @@ def sample(setup, policy_params, version):
 
 
 def two_updates(setup):
-    state = initial_state(setup, initial_params(setup))
-    trainer, out = Trainer(setup), []
+    state = initial_state(setup.training, initial_params(setup.training))
+    trainer, out = Trainer(setup.training), []
     for step in (1, 2):
         trajectories = sample(setup, state["policy"].params, step - 1)
         samples = [
@@ -300,7 +300,7 @@ def test_eight_devices_give_the_numbers_of_one(vocab_size, others, in_order, tmp
 
 def test_moments_are_split_like_their_parameters(fields):
     setup = train.build(tiny.config(**fields, **SPREAD))
-    state = abstract_state(setup)
+    state = abstract_state(setup.training)
     for network in (state["policy"].params, state["critic"].params["decoder"], state["reference"]):
         assert network["layers"]["q"].sharding.shard_shape((2, 32, 32)) == (2, 8, 16)
     for network in (state["policy"], state["critic"]):

@@ -9,8 +9,11 @@ import pytest
 from configs import default
 from jaxrl_tis import build
 from jaxrl_tis.data import confined
+from jaxrl_tis.engine import injection
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.learner import correction
+from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
 
@@ -277,7 +280,7 @@ def test_what_is_no_contradiction(changes):
 ])
 def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
     config = tiny.config(**{"correction__kl_coeff": 0.1} | changes)
-    found = doubts(config, validate(config))
+    found = doubts(config, validate(config).correction)
     assert len(found) == bool(words) and not any("\n" in line for line in found)
     for word in words:
         assert word in found[0]
@@ -285,7 +288,7 @@ def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
 
 def test_a_system_that_cannot_cut_the_network_off_says_so():
     config, other = tiny.config(), tiny.config(reward__network=True)
-    chosen = validate(config)
+    chosen = validate(config).correction
     with mock.patch.object(confined, "namespaces", lambda: ("unshare",)):
         assert doubts(config, chosen) == []
     with mock.patch.object(confined, "namespaces", lambda: ()):
@@ -348,9 +351,11 @@ def test_every_field_is_explained_or_plain():
                 rf"^    c\.{re.escape(full)} = ", text, re.M), full
 
 
-def test_a_config_is_parsed_once():
-    parse, seen = correction.parse, []
-    with mock.patch.object(correction, "parse", lambda c: seen.append(c) or parse(c)):
+@pytest.mark.parametrize("module", [correction, modes, replay, injection])
+def test_a_config_is_parsed_once(module):
+    parse, seen = module.parse, []
+    with mock.patch.object(module, "parse", lambda text: seen.append(text) or parse(text)):
         setup = build.build(tiny.config())
-        doubts(setup.config, setup.correction)
+        doubts(setup.config, setup.training.correction)
+        Trainer(setup.training)
     assert len(seen) == 1

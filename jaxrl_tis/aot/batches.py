@@ -18,7 +18,8 @@ def abstract_microbatches(setup: Setup) -> Structs:
 
 def abstract_minibatch(setup: Setup) -> Structs:
     """Fields [M,R,T,...] of one update, in the training layout."""
-    batch, c, is_scored = _rollout_batch(setup), setup.correction, bool(setup.why_scored)
+    batch, c = _rollout_batch(setup), setup.training.correction
+    is_scored = bool(setup.training.why_scored)
     if not is_scored:
         batch = {n: x for n, x in batch.items() if fields.FIELDS[n].source != "learner"}
     _, settings = jax.eval_shape(lambda batch: control.begin(c, control.init(c), batch), batch)
@@ -32,7 +33,8 @@ def abstract_minibatch(setup: Setup) -> Structs:
 
 def _rollout_batch(setup: Setup) -> Structs:
     """Returns the fields [N,...] of a rollout batch as the methods find it."""
-    config, c = setup.config, setup.correction
+    config, training = setup.config, setup.training
+    c = training.correction
     components = c.advantage[1].get("gdpo_weights")
     widths = {
         "kept": setup.engine.num_kept, "top": setup.engine.top_n,
@@ -43,12 +45,14 @@ def _rollout_batch(setup: Setup) -> Structs:
 
     def is_there(name, field):
         is_asked = not field.is_optional or name in asked
-        is_evicting = name != "evict_step" or setup.retention is not None
+        is_evicting = name != "evict_step" or training.has_evictions
         return field.source in fields.SCORED and is_asked and is_evicting
 
     count = config.rollout.prompts * config.rollout.group_size
     return {
-        name: jax.ShapeDtypeStruct(fields.shape(name, count, setup.row_length, widths), field.dtype)
+        name: jax.ShapeDtypeStruct(
+            fields.shape(name, count, training.row_length, widths), field.dtype
+        )
         for name, field in fields.FIELDS.items()
         if is_there(name, field) and fields.is_recorded(name, widths)
     }
@@ -56,15 +60,16 @@ def _rollout_batch(setup: Setup) -> Structs:
 
 def _in_rows(setup: Setup, batch: Structs, parts: int) -> Structs:
     """Lays the fields [N,...] out as the run lays N / parts sequences into micro-batches."""
-    size, packer = setup.config.train.microbatch_rows, setup.packer
+    training, size = setup.training, setup.config.train.microbatch_rows
+    packer = training.packer
 
     def place(name, x):
         count, unit = x.shape[0] // parts, fields.field(name).unit
         number = count // size if packer is None else packer.num_microbatches(count)
-        length = setup.row_length if packer is None else packer.length
+        length = training.row_length if packer is None else packer.length
         axes = x.shape[2:] if unit == "token" else x.shape[1:]
         shape = (number, size, *(() if unit == "step" else (length,)), *axes)
-        where = setup.layout.sharding(fields.logical_axes(name, len(shape)))
+        where = training.layout.sharding(fields.logical_axes(name, len(shape)))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=where)
 
     return {name: place(name, x) for name, x in batch.items()}

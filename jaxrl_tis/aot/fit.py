@@ -74,7 +74,7 @@ class Search:
         if self._config.rollout.driver != "threads":
             return (len(self._topology.devices()),) * 2
         setup = self._setup({})
-        return setup.layout.mesh.size, setup.engine.layout.mesh.size
+        return setup.training.layout.mesh.size, setup.engine.layout.mesh.size
 
     def _bisect(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
         """Compiles the sizes that it takes to know the largest that fits; none where the run itself
@@ -108,7 +108,7 @@ class Search:
         with config.unlocked():
             config.update(changes)
         setup = programs.setup_for(config, self._shapes, self._topology, self._layers)
-        for layout in (setup.layout, setup.engine.layout):
+        for layout in (setup.training.layout, setup.engine.layout):
             placement.shardings(layout, setup.model)
         return setup
 

@@ -73,7 +73,7 @@ def by_format(setup: Setup) -> dict[str, dict[str, Any]]:
 def moved(setup: Setup, engine: Engine) -> list[Moved]:
     """Lists the serving parameters of an engine."""
     arrays = jax.tree.leaves(engine.abstract_params())
-    sources = jax.tree.leaves(engine.shardings_in(setup.layout))
+    sources = jax.tree.leaves(engine.shardings_in(setup.training.layout))
     return [
         Moved(x.shape, x.dtype.itemsize, source, x.sharding)
         for x, source in zip(arrays, sources, strict=True)

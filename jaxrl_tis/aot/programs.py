@@ -80,23 +80,24 @@ def setup_for(
 ) -> build.Setup:
     """Makes the Setup that the run would have, on the topology's devices; `layers` replaces the
     model's depth."""
-    chosen = validate(config)
+    choices = validate(config)
     model = model_of(config, shapes)
     if layers is not None:
         model = dataclasses.replace(model, num_layers=layers)
-    return build.assemble(config, chosen, model, None, topology.devices())
+    return build.assemble(config, choices, model, None, topology.devices())
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     """Returns those of PROGRAMS that the config's run has: name -> (jitted function, abstract
     arguments)."""
-    state = abstract_state(setup)
+    training = setup.training
+    state = abstract_state(training)
     params = state["policy"].params
     micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
-    learner, sampling = setup.update_learner, setup.engine.programs(params)
+    learner, sampling = training.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
-    is_scored, has_reference = bool(setup.why_scored), "reference" in state
-    update = make_train_step(learner, setup.correction, setup.optimizer, is_scored)
+    is_scored, has_reference = bool(training.why_scored), "reference" in state
+    update = make_train_step(learner, training.correction, training.optimizer, is_scored)
     found = {
         "train": (update, (state["policy"], mini)),
         **({"score": (make_score(learner), (params, micro))} if is_scored or has_reference else {}),
@@ -105,9 +106,9 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
         **{name: sampling[name] for name in sampling if name != "load"},
         **{f"eval_{name}": evaluating[name] for name in ("prefill", "insert", "decode")},
     }
-    if setup.has_critic:
+    if training.has_critic:
         clip = setup.config.critic.value_clip
-        update = make_critic_step(learner, clip, setup.critic_optimizer)
+        update = make_critic_step(learner, clip, training.critic_optimizer)
         found["critic"] = update, (state["critic"], mini)
         found["values"] = make_values(learner), (state["critic"].params, micro)
     return {name: found[name] for name in PROGRAMS if name in found}
@@ -143,7 +144,7 @@ def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Mod
 def resident(setup: build.Setup) -> dict[str, Any]:
     """Returns, by name, the abstract arrays that a run keeps on its devices from step to step or
     through an evaluation."""
-    state = abstract_state(setup)
+    state = abstract_state(setup.training)
     engines = setup.engine, setup.learner_engine
     sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
     held = {name: state[name] for name in state if name != "controllers"}

@@ -34,7 +34,8 @@ def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, 
         "devices_per_chip": _devices_per_chip(setup, topology),
         "hbm_bytes": _hbm(setup, topology),
         "mesh": {
-            "train": dict(setup.layout.mesh.shape), "serve": dict(setup.engine.layout.mesh.shape)
+            "train": dict(setup.training.layout.mesh.shape),
+            "serve": dict(setup.engine.layout.mesh.shape),
         },
         "layers": c.num_layers,
         "resident_bytes": {name: device_bytes(tree) for name, tree in held.items()},
@@ -197,7 +198,7 @@ def _allocations(refusal: str) -> list[dict[str, Any]]:
 def _hlo(setup: Setup, topology: Topology, made: Any, job: work.Work) -> dict[str, Any]:
     module = made.module
     is_learners = runs_on(setup, made.name) == "train"
-    layout = setup.layout if is_learners else setup.engine.layout
+    layout = setup.training.layout if is_learners else setup.engine.layout
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
     flops_of = {k.name: work.kernel_flops(k, setup) for k in kernels}
@@ -262,7 +263,7 @@ def _dots(found: list) -> list[dict[str, Any]]:
 
 
 def title(setup: Setup, topology: Topology) -> str:
-    meshes = (setup.layout.mesh.shape, setup.engine.layout.mesh.shape)
+    meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "

@@ -79,14 +79,14 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
     *rows, _, length, width = longest[0]
     if kind == "dkv" and len(longest) == 1:  # no dk and dv, but a dq [(rows,) blocks, heads, T, K]
         kind, rows = "fused", rows[:-1]
-    heads = setup.model.num_heads // setup.layout.mesh.shape["tensor"]
+    heads = setup.model.num_heads // setup.training.layout.mesh.shape["tensor"]
     return SPLASH_PRODUCTS[kind] * math.prod(rows) * heads * length**2 * width
 
 
 def kernel_passes(call: CustomCall, setup: Setup) -> int:
     """Returns how many passes the products of a kernel take: several for those with a float32 head,
     and for all in float16, which kernels multiply in float32."""
-    program, is_head = setup.learner.program, "token_logprob" in call.op_name
+    program, is_head = setup.training.learner.program, "token_logprob" in call.op_name
     is_exact = program.dtype == "float16" or (is_head and program.highest_head)
     return PASSES["highest"] if is_exact else 1
 
@@ -127,15 +127,16 @@ def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
 def _learning(name: str, setup: Setup, args: tuple) -> Work:
     """A forward pass reads the weights once, a backward pass once more, remat again; gradients and
     optimizer states are read and written once an update, and each layer's input once a pass."""
-    c, mesh = setup.model, setup.layout.mesh.shape
+    c, training = setup.model, setup.training
+    mesh, program = training.layout.mesh.shape, training.learner.program
     micro, rows, length = args[1]["tokens"].shape
-    targets = min(setup.update_learner.max_targets, length - 1)
+    targets = min(training.update_learner.max_targets, length - 1)
     targets = 0 if name in ("critic", "values") else targets
     is_update = name in ("train", "critic")
     flops = forward_flops(c, rows, length, targets) * micro * (3 if is_update else 1)
-    width = jax.numpy.dtype(setup.learner.program.dtype).itemsize
-    passes = 1 + is_update * (1 + (setup.learner.program.remat != "none"))
-    per_device = rows * length // (setup.layout.shards * mesh["context"])
+    width = jax.numpy.dtype(program.dtype).itemsize
+    passes = 1 + is_update * (1 + (program.remat != "none"))
+    per_device = rows * length // (training.layout.shards * mesh["context"])
     head = c.vocab_size * c.embed_dim if targets else 0
     weights = (layer_weights(c) * c.num_layers + head) // mesh["tensor"] * width
     state = 2 * device_bytes(args[0]) if is_update else 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxrl_tis.engine.injection import Injection
 from jaxrl_tis.models import quant
 
 
@@ -52,7 +53,7 @@ class EngineConfig:
     top_n: int = 0
     num_kept: int = 0
     numerics: str = "fast"
-    injected: str = ""
+    injected: Injection = Injection()
 
     @property
     def recipe(self) -> quant.Recipe:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.engine import cache, injection, sampling
+from jaxrl_tis.engine import cache, sampling
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Chunk, Draw, Insertion, ResultTokens
@@ -95,7 +95,7 @@ class Engine:
         )
         if self.program.is_invariant:
             self._check_invariant()
-        self._injection = injection.parse(config.injected)
+        self._injection = config.injected
         self._weights = Weights(
             model, config.recipe, self.program, config.unroll, self._injection.weights
         )

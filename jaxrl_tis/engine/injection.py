@@ -25,10 +25,15 @@ class Injection:
     Attributes:
       logits: (logits [M,V] float32, positions [M]) -> logits [M,V].
       weights: (the policy's parameters) -> parameters.
+      text: how the config spells it.
     """
 
     logits: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits_mv, position_m: logits_mv
     weights: Callable[[Params], Params] = lambda params: params
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def logits(*, scale, growth=0.0, seed=0) -> Injection:
@@ -85,4 +90,4 @@ def parse(text: str) -> Injection:
         kinds = (int,) if parameter == "seed" else (int, float)
         if type(value) not in kinds or not abs(value) < float("inf"):
             raise ValueError(f"injection {text!r}: {parameter} is {value!r}, not a number")
-    return INJECTIONS[name](**parameters)
+    return dataclasses.replace(INJECTIONS[name](**parameters), text=text)

@@ -45,12 +45,14 @@ def gaps(seed: int) -> Gaps:
     """Measures every combination on one batch: the mean square of the log-ratio, its mean size and k3."""
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
+    training = setup.training
     prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
     params = warm_up(
-        setup, initial_params(setup), NoRecord(), lambda: None, prompter, examples(setup, prompter)
+        training, initial_params(training), NoRecord(), lambda: None, prompter,
+        examples(training, prompter),
     )
-    rows = setup.rows(report.sample(setup, params, config.rollout.prompts))
-    micro, flat = setup.micro_batches(rows)
+    rows = training.rows(report.sample(setup, params, config.rollout.prompts))
+    micro, flat = training.micro_batches(rows)
     plain = ladder.learner_settings(setup)
     before = flat(ladder.score(setup, plain, params, micro))
     found = {}

@@ -50,7 +50,7 @@ def setup_of(tensor: int, prompts: int) -> Setup:
 
 def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns learner -> |p_sampler - p_learner| of the answers' tokens [N, longest answer]."""
-    micro, flat = setup.micro_batches(rows)
+    micro, flat = setup.training.micro_batches(rows)
     tokens = lambda x_nt: x_nt[rows["mask"]].reshape(len(x_nt), -1)
     found = {}
     for name, shape in LEARNERS.items():
@@ -145,9 +145,9 @@ def main() -> None:
     found = {}
     for sampler, tensor in SAMPLERS.items():
         setup = setup_of(tensor, PROMPTS)
-        params = initial_params(setup)
+        params = initial_params(setup.training)
         endless = report.sample(setup, params, PROMPTS, stop_ids=())
-        found[sampler] = differences(setup, params, setup.rows(endless))
+        found[sampler] = differences(setup, params, setup.training.rows(endless))
         print(f"{sampler}: scored", flush=True)
     group = setup.config.rollout.group_size
     text = "\n\n".join([degrees_table(found), lengths_table(found["TP1"]["TP1"], group)])

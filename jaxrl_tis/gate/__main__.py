@@ -41,7 +41,7 @@ def gate() -> int:
     setup = build(CONFIG.value)
     prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
     check_prompts(setup, prompts)
-    params = initial_state(setup, initial_params(setup))["policy"].params
+    params = initial_state(setup.training, initial_params(setup.training))["policy"].params
     report = measure(setup, params, prompts)
     processes.say(table(report))
     if JSON.value and processes.is_first():

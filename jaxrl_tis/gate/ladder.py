@@ -77,12 +77,12 @@ class Rung:
 
 
 def learner_settings(setup: Setup) -> Settings:
-    program = setup.learner.program
+    program = setup.training.learner.program
     options = program.compiler_options
     return Settings(
         program.dtype, setup.config.model.param_dtype,
         excess_precision=options is None or options[EXCESS_PRECISION],  # XLA allows it by default
-        rows=setup.config.train.microbatch_rows, layout=setup.layout,
+        rows=setup.config.train.microbatch_rows, layout=setup.training.layout,
         quantization=program.quantization,
     )
 
@@ -100,8 +100,8 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
         ),
         # float32 results have nothing above them to be kept in.
         "excess_precision": dict(excess_precision=is_exact and learner.excess_precision),
-        "batch_shape": dict(rows=setup.layout.shards),
-        "sequence_parallel": dict(layout=_of_whole_rows(setup.layout)),
+        "batch_shape": dict(rows=setup.training.layout.shards),
+        "sequence_parallel": dict(layout=_of_whole_rows(setup.training.layout)),
         "tensor_parallel": dict(layout=_serving_layout(setup)),
         "weights": dict(quantization=_weights_alone(learner.quantization, engine.config.recipe)),
         "activations": dict(quantization=engine.config.recipe),
@@ -122,8 +122,8 @@ def _serving_layout(setup: Setup) -> sharding.Layout:
     another."""
     mesh = setup.engine.layout.mesh
     degree = mesh.shape["tensor"]
-    if degree == setup.layout.mesh.shape["tensor"]:
-        return _of_whole_rows(setup.layout)
+    if degree == setup.training.layout.mesh.shape["tensor"]:
+        return _of_whole_rows(setup.training.layout)
     devices, rules = list(mesh.devices.flat), setup.engine.layout.rules
     if mesh.is_multi_process:  # each has to take part: rows are copied, not cut
         return sharding.layout((-1, 1, degree), rules | {"batch": None}, devices)
@@ -150,13 +150,13 @@ def sampling_filters(setup: Setup) -> SamplingParams:
 def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndarray:
     """Computes log-probs [M,R,T] of micro-batches by the learner's program with these settings."""
     program = dataclasses.replace(
-        setup.learner.program, dtype=settings.dtype, layout=settings.layout,
+        setup.training.learner.program, dtype=settings.dtype, layout=settings.layout,
         quantization=settings.quantization, kv_dtype=settings.kv_dtype,
     )
-    learner = dataclasses.replace(setup.update_learner, program=program)
+    learner = dataclasses.replace(setup.training.update_learner, program=program)
     params = placement.put(_with_norms(params, settings.norm_dtype), settings.layout, setup.model)
     shape = micro["mask"].shape
-    in_rows = lambda x: setup.layout.fetch(x).reshape(-1, settings.rows, *x.shape[2:])
+    in_rows = lambda x: setup.training.layout.fetch(x).reshape(-1, settings.rows, *x.shape[2:])
     micro = settings.layout.put_batch(jax.tree.map(in_rows, micro))
     compiled = make_score(learner).lower(params, micro).compile(
         compiler_options={EXCESS_PRECISION: settings.excess_precision}
@@ -176,8 +176,8 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
       params: the learner's parameters, those that sampled.
       trajectories: N whole micro-batches of records of `setup.engine`.
     """
-    rows = setup.rows(trajectories)
-    micro, flat = setup.micro_batches(rows)
+    rows = setup.training.rows(trajectories)
+    micro, flat = setup.training.micro_batches(rows)
     settings = learner_settings(setup)
     before = flat(score(setup, settings, params, micro))
     rungs = []
@@ -207,7 +207,7 @@ def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
 def _raw(setup: Setup, trajectories: list[Trajectory]) -> np.ndarray:
     """Lays logp_raw [N,T] out as `rows.trajectory_rows` does logp_behav."""
     unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
-    return setup.rows(unfiltered)["logp_behav"]
+    return setup.training.rows(unfiltered)["logp_behav"]
 
 
 def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[str, float]:

@@ -7,12 +7,15 @@ policy stands in for pi_old (rollout.old_logp is "ewma" or "none"), the engine's
 fresh batch, drawn with the weights of now.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.runtime import processes
 
 
 def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, dict[str, float]]:
@@ -25,7 +28,7 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
     found = {"total": gap("logp_prox", "logp_behav")}
-    if setup.has_stand_in:
+    if setup.training.has_stand_in:
         fresh = report.measure(setup, params, setup.config.rollout.prompts)
         return found | {"engine": fresh["total"]}
     return found | {
@@ -54,3 +57,28 @@ def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
         f"gate/{part}/{name}": measured[name]
         for part, measured in parts.items() for name in report.MEASURES
     }
+
+
+def of_step(
+    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any, tighten: Callable[[], str]
+) -> tuple[dict[str, float], str | None]:
+    """Measures the parts of a batch's gap where rollout.probe_every says so, and acts on a gap above
+    the budget as rollout.on_budget says.
+
+    Args:
+      rows, params: see `split`; rows have the log-probs of before the update.
+      tighten: bounds staleness by less, and says so.
+
+    Returns: (metrics, why the run has to stop; None where it goes on).
+    """
+    every, action = setup.config.rollout.probe_every, setup.config.rollout.on_budget
+    if not every or step % every:
+        return {}, None
+    parts = split(setup, rows, params)
+    found, too_far = verdict(parts, exceeded(setup, parts)), None
+    if found:
+        done = f"; {tighten()}" if action == "sync" else ""
+        processes.say(f"step {step}: {found}{done}", sys.stderr)
+        if action == "stop":
+            too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"
+    return metrics(parts), too_far

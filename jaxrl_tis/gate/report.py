@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis import rollouts
-from jaxrl_tis.build import MAX_LOGITS, Setup
+from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.diagnostics import agreement
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits
+from jaxrl_tis.learner.setup import MAX_LOGITS
 from jaxrl_tis.runtime import processes
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
@@ -57,7 +58,7 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
 def check_prompts(setup: Setup, prompts: int) -> None:
     """Raises ValueError for a batch that the learner's micro-batches do not divide."""
     count, size = prompts * setup.config.rollout.group_size, setup.config.train.microbatch_rows
-    if prompts < 1 or (setup.packer is None and count % size):
+    if prompts < 1 or (setup.training.packer is None and count % size):
         raise ValueError(
             f"{prompts} prompts of {setup.config.rollout.group_size} samples cannot be cut into "
             f"micro-batches of train.microbatch_rows = {size}; choose another --prompts"
@@ -75,12 +76,12 @@ def support_agreement(
     MAX_LOGITS.
     """
     filters = ladder.sampling_filters(setup)
-    micro, _ = setup.micro_batches(rows)
+    micro, _ = setup.training.micro_batches(rows)
     num_logits = math.prod(micro["mask"].shape[1:]) * setup.model.vocab_size
     nothing = dict.fromkeys(AGREEMENT)
     if not filters.is_filtered or num_logits > MAX_LOGITS:
         return nothing
-    logits = make_logits(setup.update_learner)
+    logits = make_logits(setup.training.update_learner)
     counts = jax.jit(functools.partial(_agreeing, filters))
     parts = []
     for m in range(len(micro["mask"])):
@@ -113,7 +114,7 @@ def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str
     """Makes the report on these records of `setup.engine` with these parameters, see
     docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
-    rows = setup.rows(trajectories)
+    rows = setup.training.rows(trajectories)
     mask = rows["mask"]
     logp_old, logp_behav = rungs[0].before, rungs[-1].after
     total = ladder.gap(logp_old, logp_behav, mask)

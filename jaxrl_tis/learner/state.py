@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxrl_tis import models
-from jaxrl_tis.build import Setup
 from jaxrl_tis.learner import control
 from jaxrl_tis.learner.optimizer import optimizer_shardings
+from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
 from jaxrl_tis.models import placement, transformer, transforms
@@ -20,7 +20,7 @@ from jaxrl_tis.record.provenance import date
 from jaxrl_tis.runtime import hub, storage
 
 
-def abstract_state(setup: Setup) -> dict[str, Any]:
+def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
     """Returns the state's shapes, dtypes and shardings, without its values."""
     shardings = placement.shardings(setup.layout, setup.model)
     params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
@@ -55,7 +55,7 @@ def abstract_state(setup: Setup) -> dict[str, Any]:
     return state
 
 
-def initial_params(setup: Setup) -> Any:
+def initial_params(setup: LearnerSetup) -> Any:
     """Returns the parameters of the checkpoint at model.path, or random ones, in the training
     layout."""
     config, shardings = setup.config.model, placement.shardings(setup.layout, setup.model)
@@ -67,7 +67,7 @@ def initial_params(setup: Setup) -> Any:
     return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
 
 
-def _frozen(setup: Setup, params: Any) -> Any:
+def _frozen(setup: LearnerSetup, params: Any) -> Any:
     """Returns the reference: the policy in the dtypes that the learner's products take, so that the
     KL between the two starts at exactly 0.
 
@@ -89,7 +89,7 @@ def _frozen(setup: Setup, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(frozen, params)
 
 
-def initial_state(setup: Setup, params: Any) -> dict[str, Any]:
+def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
     """Makes the state at step 0: the critic and the reference start as copies of the policy, which
     is folded by `model.uaq_scale`."""
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
@@ -132,7 +132,7 @@ def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.Con
     return ml_collections.ConfigDict(values)
 
 
-def read_params(setup: Setup, path: str, step: int | None = None) -> Any:
+def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:
     """Reads the policy's parameters in a run's newest checkpoint, or that of `step`, or those of a
     model folder or .gguf file, in the training layout.
 

@@ -9,7 +9,6 @@ import jax
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.build import Setup
 from jaxrl_tis.diagnostics import attribution, batch_metrics
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts, rank_masks
@@ -20,6 +19,7 @@ from jaxrl_tis.learner.batch_layout import (
 from jaxrl_tis.learner.scoring import (
     make_collisions, make_logits, make_score, make_score_norms, make_values,
 )
+from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.rollouts import Sample, components, kept_metrics
@@ -32,7 +32,7 @@ class Trainer:
     before the update.
     """
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: LearnerSetup):
         self.setup, learner = setup, setup.update_learner
         self.weights: np.ndarray | None = None
         self._scored: dict[str, float] = {}  # metrics of the last batch's score
@@ -62,7 +62,7 @@ class Trainer:
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
         update; without the policy's log-probs where the update itself computes them, see
-        `Setup.why_scored`. Its mask is that of the answers of `are_trained_on`.
+        `LearnerSetup.why_scored`. Its mask is that of the answers of `are_trained_on`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy, or at the average
@@ -71,7 +71,7 @@ class Trainer:
           sampled_by: version -> the policy's parameters then, for every version in the records:
             logp_old is scored at the weights that drew each token. ValueError where one is missing,
             or where an update that scores its batch would need another than its own. Not asked for
-            anything where logp_old is logp_prox, see `Setup.has_stand_in`.
+            anything where logp_old is logp_prox, see `LearnerSetup.has_stand_in`.
           known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
             are still to be scored.
         """

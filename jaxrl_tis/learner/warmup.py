@@ -8,10 +8,10 @@ import jax
 import ml_collections
 
 from jaxrl_tis import rollouts
-from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.batch_layout import supervised_rows
 from jaxrl_tis.learner.optimizer import make_optimizer, optimizer_shardings, scaled_for
+from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import TrainState, make_supervised_step
 from jaxrl_tis.models import placement
 from jaxrl_tis.record.metrics import MetricsWriter, NoRecord
@@ -20,7 +20,7 @@ from jaxrl_tis.runtime import processes
 
 
 def examples(
-    setup: Setup, prompter: rollouts.Prompter, pulse: Callable[[], None] = lambda: None
+    setup: LearnerSetup, prompter: rollouts.Prompter, pulse: Callable[[], None] = lambda: None
 ) -> Batches | None:
     """Returns the examples of the warm-up, each checked; None for a config without one.
 
@@ -30,7 +30,7 @@ def examples(
     config = setup.config
     if config.warmup.steps == 0:
         return None
-    reject = lambda record: _why_bad(setup, record)
+    reject = lambda record: _why_bad(prompter, record, config.rollout.max_new_tokens)
     return Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
         batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
@@ -39,7 +39,7 @@ def examples(
 
 
 def warm_up(
-    setup: Setup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
+    setup: LearnerSetup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
     prompter: rollouts.Prompter, batches: Batches | None,
 ) -> Any:
     """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
@@ -60,7 +60,7 @@ def warm_up(
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):
             records = processes.gather(next(batches))
-            pairs = [(prompter.ids(r), _target(setup, r)) for r in records]
+            pairs = [(prompter.ids(r), _target(prompter, r)) for r in records]
             rows = supervised_rows(pairs, length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
@@ -75,11 +75,11 @@ def warm_up(
     return state.params
 
 
-def _target(setup: Setup, record: dict[str, Any]) -> list[int]:
-    return [*setup.tokenizer.encode(record["answer"]), setup.tokenizer.eos_ids[0]]
+def _target(prompter: rollouts.Prompter, record: dict[str, Any]) -> list[int]:
+    return [*prompter.tokenizer.encode(record["answer"]), prompter.tokenizer.eos_ids[0]]
 
 
-def _why_bad(setup: Setup, record: dict[str, Any]) -> str:
+def _why_bad(prompter: rollouts.Prompter, record: dict[str, Any], limit: int) -> str:
     """Says why a record cannot be taught; "" where it can."""
     if "answer" not in record:
         return (
@@ -87,10 +87,9 @@ def _why_bad(setup: Setup, record: dict[str, Any]) -> str:
             "task.params.answer_field, or set warmup.steps to 0"
         )
     try:
-        count = len(_target(setup, record))
+        count = len(_target(prompter, record))
     except ValueError as error:
         return f"its answer: {error}"
-    limit = setup.config.rollout.max_new_tokens
     return "" if count <= limit else (
         f"the answer and its end are {count} tokens, config.rollout.max_new_tokens is {limit}; raise it"
     )

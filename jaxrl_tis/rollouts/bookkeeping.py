@@ -56,7 +56,7 @@ class Bookkeeping:
     source adds `_next_entries`, which waits for something to `_take`, and `metrics`.
 
     Args:
-      mode: of rollout.mode.
+      mode, way: of rollout.mode and rollout.replay.
       batches: records of prompts, on all processes alike.
       timer: of the phases "data" and "reward".
       arrived: called with the records of sequences that have ended, were interrupted, or are about
@@ -64,14 +64,13 @@ class Bookkeeping:
     """
 
     def __init__(
-        self, config: ml_collections.ConfigDict, mode: Mode, groups: Groups, batches: Batches,
-        timer: Timer, arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
+        self, config: ml_collections.ConfigDict, mode: Mode, way: replay.Way | None,
+        groups: Groups, batches: Batches, timer: Timer, arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ):
         rollout = config.rollout
         self._config, self._mode, self._groups = config, mode, groups
         self._batches, self._records = batches, []
         self._timer, self._arrived = timer, arrived
-        way = replay.parse(rollout.replay)
         self._age = replay.max_age(mode, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on

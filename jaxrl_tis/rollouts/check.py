@@ -14,26 +14,30 @@ ON_BUDGET = ("warn", "sync", "stop")
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
 
 
-def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
-    """Yields a sentence for each problem of config.rollout with what it says of modes."""
+def rollout_problems(
+    config: ml_collections.ConfigDict, mode: modes.Mode, way: replay.Way | None
+) -> Iterator[str]:
+    """Yields a sentence for each problem of config.rollout, with its parsed mode and replay."""
     rollout = config.rollout
-    try:
-        mode = modes.parse(rollout.mode)
-    except ValueError as error:
-        yield f"rollout.{error}"
-        return
-    try:
-        way = replay.parse(rollout.replay)
-    except ValueError as error:
-        yield f"rollout.{error}"
-        return
     yield from _replay(rollout, mode, way)
+    yield from _numbers(rollout)
+    yield from _budget(rollout, mode)
+    yield from _driver(rollout)
+    yield from _queue(rollout, mode)
+    yield from _idle(rollout) if mode.is_sync else _ahead(config, mode)
+
+
+def _numbers(rollout) -> Iterator[str]:
     if rollout.workers < 1:
         yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
     if rollout.update_turns < 0:
         yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
     if rollout.probe_every < 0:
         yield f"rollout.probe_every is {rollout.probe_every}; it must not be below 0"
+
+
+def _budget(rollout, mode: modes.Mode) -> Iterator[str]:
+    """Finds an answer to a gap above its budget that this run cannot give."""
     if rollout.on_budget not in ON_BUDGET:
         yield f"rollout.on_budget is {rollout.on_budget!r}; choose one of {', '.join(ON_BUDGET)}"
     elif rollout.on_budget != "warn" and not rollout.probe_every:
@@ -46,18 +50,12 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.on_budget = 'sync' bounds staleness by less, and rollout.mode = {rollout.mode!r} "
             "has none: set it to warn or stop"
         )
+
+
+def _driver(rollout) -> Iterator[str]:
+    """Finds settings that do not go with rollout.driver."""
     if rollout.driver not in DRIVERS:
         yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
-    if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
-        yield (
-            f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
-            f"{rollout.prompts}; 0 holds as many as the mode can begin"
-        )
-    if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
-        yield (
-            f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
-            f"{rollout.prompts} that are begun between two hand-overs of weights"
-        )
     if rollout.driver != "virtual" and rollout.update_turns:
         yield (
             f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
@@ -71,9 +69,24 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
             f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are scored, of "
             "which rollout.old_logp = 'replica' keeps no copy: set it to ring"
         )
-    if mode.is_sync:
-        yield from _idle(rollout)
-        return
+
+
+def _queue(rollout, mode: modes.Mode) -> Iterator[str]:
+    if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
+        yield (
+            f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
+            f"{rollout.prompts}; 0 holds as many as the mode can begin"
+        )
+    if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
+        yield (
+            f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
+            f"{rollout.prompts} that are begun between two hand-overs of weights"
+        )
+
+
+def _ahead(config, mode: modes.Mode) -> Iterator[str]:
+    """Finds what samplers that run ahead cannot do."""
+    rollout = config.rollout
     if math.isinf(mode.ahead) and not rollout.queue:
         yield f"rollout.mode = {rollout.mode!r} has no bound: set rollout.queue to the most groups"
     if any(config.engine.retention):

@@ -20,6 +20,7 @@ from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
 from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry, Key
+from jaxrl_tis.rollouts.replay import Way
 
 PULSE_SECONDS = 0.1
 
@@ -30,7 +31,7 @@ class Concurrent(Bookkeeping):
     others (`_own_metrics`); all but `_send` are called with the lock.
 
     Args:
-      mode: of rollout.mode.
+      mode, way: of rollout.mode and rollout.replay.
       batches: records of prompts.
       timer: of the phases "data", "rollout" (waiting for a batch) and "reward".
       load: (the policy's parameters, version) -> serving parameters.
@@ -38,10 +39,10 @@ class Concurrent(Bookkeeping):
     """
 
     def __init__(
-        self, config: ml_collections.ConfigDict, mode: Mode, groups: Groups, batches: Batches,
+        self, config: ml_collections.ConfigDict, mode: Mode, way: Way | None, groups: Groups, batches: Batches,
         timer: Timer, load: Callable[[Any, int], Any], pulse: Callable[[], None],
     ):
-        super().__init__(config, mode, groups, batches, timer)
+        super().__init__(config, mode, way, groups, batches, timer)
         self._load, self._pulse = load, pulse
         self._changed = threading.Condition()
         self._error: BaseException | None = None  # what another thread ended with

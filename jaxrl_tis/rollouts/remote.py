@@ -32,6 +32,7 @@ from jaxrl_tis.rollouts.controller import Decision, Swap
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Key
+from jaxrl_tis.rollouts.replay import Way
 from jaxrl_tis.rollouts.sampler import NewRequests
 from jaxrl_tis.runtime import addresses, fingerprint, processes, storage
 
@@ -82,7 +83,7 @@ class Remote(Concurrent):
     """A source of batches that other processes draw.
 
     Args:
-      mode: of rollout.mode.
+      mode, way: of rollout.mode and rollout.replay.
       batches: records of prompts.
       timer: of the phases "data", "rollout" (waiting for a batch) and "reward".
       load: (the policy's parameters, version) -> serving parameters.
@@ -95,6 +96,7 @@ class Remote(Concurrent):
         self,
         config: ml_collections.ConfigDict,
         mode: Mode,
+        way: Way | None,
         groups: Groups,
         batches: Batches,
         timer: Timer,
@@ -105,7 +107,7 @@ class Remote(Concurrent):
     ):
         if not processes.is_alone():
             raise ValueError("rollout.driver = 'processes' is for a learner of one process")
-        super().__init__(config, mode, groups, batches, timer, load, pulse)
+        super().__init__(config, mode, way, groups, batches, timer, load, pulse)
         self._engine, self._timeout = engine, config.rollout.worker_timeout
         self._sessions: dict[str, Session] = {}
         self._fingerprint: str | None = None  # of the weights that are offered

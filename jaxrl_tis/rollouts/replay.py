@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import ml_collections
 import numpy as np
 
 from jaxrl_tis import spelling
@@ -96,11 +95,6 @@ def max_age(mode: modes.Mode, way: Way | None, age: int) -> float:
     if way is None or way.uses == 1:
         return mode.staleness
     return age or mode.staleness + DEFAULT_AGE
-
-
-def oldest(rollout: ml_collections.ConfigDict) -> float:
-    """As `max_age`, of `config.rollout`."""
-    return max_age(modes.parse(rollout.mode), parse(rollout.replay), rollout.max_age)
 
 
 def priority(rewards: Iterable[float]) -> float:

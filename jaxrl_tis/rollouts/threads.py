@@ -23,6 +23,7 @@ from jaxrl_tis.rollouts.concurrent import Concurrent
 from jaxrl_tis.rollouts.controller import Swap
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.replay import Way
 from jaxrl_tis.rollouts.sampler import GiveBack, NewWeights, Order, Sampler
 
 
@@ -68,7 +69,7 @@ class Threads(Concurrent):
     """A source of batches whose samplers run while the learner updates.
 
     Args:
-      mode: of rollout.mode.
+      mode, way: of rollout.mode and rollout.replay.
       batches: records of prompts.
       timer: of the phases "data", "rollout" (waiting for a batch) and "reward".
       load: (the policy's parameters, version) -> serving parameters for each sampler.
@@ -81,6 +82,7 @@ class Threads(Concurrent):
         self,
         config: ml_collections.ConfigDict,
         mode: Mode,
+        way: Way | None,
         groups: Groups,
         batches: Batches,
         timer: Timer,
@@ -89,7 +91,7 @@ class Threads(Concurrent):
         slots: int,
         pulse: Callable[[], None] = lambda: None,
     ):
-        super().__init__(config, mode, groups, batches, timer, load, pulse)
+        super().__init__(config, mode, way, groups, batches, timer, load, pulse)
         self._workers = {f"sampler {i}": Worker(Sampler(s)) for i, s in enumerate(starts)}
         for name in self._workers:
             self.controller.joined(name, slots)

@@ -22,6 +22,7 @@ from jaxrl_tis.rollouts.controller import Swap
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry
+from jaxrl_tis.rollouts.replay import Way
 from jaxrl_tis.rollouts.sampler import NewWeights, Sampler
 
 
@@ -29,7 +30,7 @@ class Asynchronous(Bookkeeping):
     """A source of batches whose samplers run ahead; see `Controller` for what they may.
 
     Args:
-      mode: of rollout.mode.
+      mode, way: of rollout.mode and rollout.replay.
       batches: records of prompts, on all processes alike.
       timer: of the phases "data", "rollout" and "reward".
       load: (the policy's parameters, version) -> serving parameters.
@@ -43,6 +44,7 @@ class Asynchronous(Bookkeeping):
         self,
         config: ml_collections.ConfigDict,
         mode: Mode,
+        way: Way | None,
         groups: Groups,
         batches: Batches,
         timer: Timer,
@@ -52,7 +54,7 @@ class Asynchronous(Bookkeeping):
         arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
         pulse: Callable[[], None] = lambda: None,
     ):
-        super().__init__(config, mode, groups, batches, timer, arrived)
+        super().__init__(config, mode, way, groups, batches, timer, arrived)
         self._load, self._pulse = load, pulse
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(config.rollout.workers)}
         for name in self._samplers:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 
+from jaxrl_tis.runtime import processes, storage
 from jaxrl_tis.runtime.cli import Unwritable
 
 
@@ -39,3 +40,19 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
                    f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
         file.flush()
         yield
+
+
+def check_shared(workdir: str, folder: pathlib.Path) -> None:
+    """Raises ValueError where the processes do not work in one folder; `folder` holds the lock of the
+    first one."""
+    if difference := processes.difference({"workdir": workdir}):
+        raise ValueError(difference)
+    if processes.is_alone() or storage.is_remote(workdir):
+        return
+    owner = processes.first((folder / "lock").read_text)
+    path = folder / "lock"
+    if processes.any_of(not path.exists() or path.read_text() != owner):
+        raise ValueError(
+            f"--workdir={workdir} is not one folder for all processes: give one on a disk that all of "
+            "them see, or gs://BUCKET/FOLDER"
+        )

@@ -29,9 +29,9 @@ def read_token(path: str | None) -> str | None:
 def load(setup: Setup, path: str | None) -> Any:
     """Loads serving parameters from `path`; None takes the weights that the config starts from."""
     if path is None:
-        params = initial_state(setup, initial_params(setup))["policy"].params
+        params = initial_state(setup.training, initial_params(setup.training))["policy"].params
     else:
-        params = read_params(setup, path)
+        params = read_params(setup.training, path)
     return jax.block_until_ready(setup.engine.load(params))
 
 

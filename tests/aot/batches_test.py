@@ -29,8 +29,8 @@ def test_the_minibatch_is_that_of_a_run(overrides):
 
     setup = tiny.setup(**overrides)
     with tiny.one_device():
-        trainer = Trainer(setup)
-    state = initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    state = initial_state(setup.training, initial_params(setup.training))
     rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
     with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
         trainer.update(state, rows, 1, 0)

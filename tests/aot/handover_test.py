@@ -106,7 +106,7 @@ def setup(request):
 def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(setup):
     """The run's own program and its own device_put, array by array."""
     zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-    params = jax.tree.map(zeros, abstract_state(setup)["policy"].params)
+    params = jax.tree.map(zeros, abstract_state(setup.training)["policy"].params)
     left, _ = setup.engine._weights.loader(params)(params, None)
     served = setup.served_params(params, 0)
     same = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)

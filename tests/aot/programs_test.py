@@ -157,7 +157,7 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
     """No sum of more than a MiB reaches every device whole, and of the token table and the head a
     device makes no array of more than twice its own share."""
     setup, found = made(name)
-    entry, c, count = found["programs"]["train"], setup.model, setup.layout.shards
+    entry, c, count = found["programs"]["train"], setup.model, setup.training.layout.shards
     kinds = {k: [x for x in entry["collectives"] if x["kind"] == k and x["bytes"] > 2**20]
              for k in ("all-reduce", "reduce-scatter", "all-gather")}
     assert kinds["all-reduce"] == []
@@ -177,7 +177,8 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
 def test_half_of_a_slice_learns_and_the_other_samples(made):
     """Each half has its programs, and in its memory what is kept there and nothing else."""
     setup, found = made("dapo_qwen25_32b:async")
-    learner, sampler = (set(x.mesh.devices.flat) for x in (setup.layout, setup.engine.layout))
+    layouts = setup.training.layout, setup.engine.layout
+    learner, sampler = (set(x.mesh.devices.flat) for x in layouts)
     assert (len(learner), len(sampler), len(learner | sampler)) == (32, 32, 64)
     on = {"score": "train", "quantize": "train", "insert": "serve", "decode": "serve"}
     made_of = aot.programs(setup)

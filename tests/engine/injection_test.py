@@ -20,7 +20,7 @@ V = CONFIG.vocab_size
 @functools.cache
 def drawn(injected, params=None):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
-    engine = Engine(CONFIG, EngineConfig(**sizes, injected=injected))
+    engine = Engine(CONFIG, EngineConfig(**sizes, injected=injection.parse(injected)))
     scheduler = Scheduler(engine, engine.load(params_of(0) if params is None else params()))
     for n in (1, 4, 9):
         scheduler.add(request(f"q{n}", n, max_tokens=12))

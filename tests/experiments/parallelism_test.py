@@ -30,8 +30,8 @@ def small(monkeypatch, tmp_path):
 
 def test_learners_of_all_degrees_score_what_was_drawn(small):
     setup = parallelism.setup_of(3, 2)
-    params = initial_params(setup)
-    rows = setup.rows(report.sample(setup, params, 2, stop_ids=()))
+    params = initial_params(setup.training)
+    rows = setup.training.rows(report.sample(setup, params, 2, stop_ids=()))
     assert set(rows["mask"].sum(axis=1)) == {16}  # nothing stops an answer
     found = parallelism.differences(setup, params, rows)
     assert set(found) == set(parallelism.LEARNERS)

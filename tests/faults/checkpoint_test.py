@@ -29,7 +29,7 @@ DAMAGES = {
 
 def test_every_file_and_every_damage(tmp_path, caplog):
     """Restores from a copy of a finished run, whose checkpoints are those of steps 4 and 5."""
-    whole, abstract = tiny.finished(), abstract_state(tiny.setup())
+    whole, abstract = tiny.finished(), abstract_state(tiny.setup().training)
     newest = whole / "checkpoints" / "5"
     files = [p.relative_to(newest) for p in newest.rglob("*") if p.is_file() and p.stat().st_size]
     assert len(files) > 8 and pathlib.Path(checkpoint.MANIFEST) in files

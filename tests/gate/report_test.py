@@ -15,6 +15,7 @@ from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import trajectory_rows
 from jaxrl_tis.learner.scoring import make_logits, make_score
+from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import attention
@@ -37,8 +38,8 @@ def even_setup(**overrides):
     tokenizer = load_tokenizer("char")
     size = tokenizer.vocab_size + tokenizer.vocab_size % 2
     with tiny.one_device():
-        chosen = validate(config)
-        return build.assemble(config, chosen, build.small_model(config, size), tokenizer)
+        choices = validate(config)
+        return build.assemble(config, choices, build.small_model(config, size), tokenizer)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def sampled():
         if key not in found:
             make = even_setup if "mesh__serve" in overrides else tiny.setup
             setup = make(**overrides)
-            params = initial_params(setup)
+            params = initial_params(setup.training)
             found[key] = setup, params, report.sample(setup, params, 4)
         return found[key]
 
@@ -78,7 +79,7 @@ def sampled():
 def climbed(sampled, **overrides):
     setup, params, trajectories = sampled(**overrides)
     rungs = ladder.climb(setup, params, trajectories)
-    return rungs, trajectory_rows(trajectories, setup.row_length)
+    return rungs, trajectory_rows(trajectories, setup.training.row_length)
 
 
 def differing(rungs):
@@ -120,7 +121,7 @@ def test_the_rungs_add_up_to_the_gap_and_none_is_empty(sampled, overrides, cause
     samples = [train.rollouts.Sample(t, {}, "", 0.0, 0.0, 0) for t in trajectories]
     with tiny.one_device():
         state = {"policy": mock.Mock(params=params)}
-        learner = Trainer(setup).score(state, samples, {0: params})["logp_old"]
+        learner = Trainer(setup.training).score(state, samples, {0: params})["logp_old"]
     np.testing.assert_array_equal(rungs[0].before, learner)
     gap = learner.astype(np.float64) - rows["logp_behav"]
     np.testing.assert_array_equal(sum(r.difference for r in rungs), gap)
@@ -142,8 +143,8 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     nothing = {"mask": np.zeros((1, 8)), "logp_behav": np.zeros((1, 8))}
     with (
         mock.patch.object(ladder, "score", score),
-        mock.patch.object(build, "trajectory_rows", lambda *_: nothing),
-        mock.patch.object(build.Setup, "micro_batches", lambda self, rows: (rows, lambda x: x)),
+        mock.patch.object(LearnerSetup, "rows", lambda *_: nothing),
+        mock.patch.object(LearnerSetup, "micro_batches", lambda self, rows: (rows, lambda x: x)),
     ):
         causes = [r.cause for r in ladder.climb(setup, None, [])][:-2]
     fields = [f.name for f in dataclasses.fields(ladder.Settings)]
@@ -166,7 +167,7 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     setup = even_setup(
         **SAME, mesh__serve=(1, 1, 2), mesh__train=(1, 1, 1, 2), model__num_kv_heads=2
     )
-    params = initial_params(setup)
+    params = initial_params(setup.training)
     trajectories = report.sample(setup, params, 4)
 
     def wrong(right, q, k, v, segment_ids, layout, unseen):
@@ -196,7 +197,8 @@ def test_what_depends_on_the_batch_has_a_rung_of_its_own(sampled, monkeypatch):
 
 def test_float32_has_no_excess_precision(sampled):
     setup, params, trajectories = sampled(**SAME)
-    micro, _ = setup.micro_batches(trajectory_rows(trajectories, setup.row_length))
+    training = setup.training
+    micro, _ = training.micro_batches(trajectory_rows(trajectories, training.row_length))
     settings = ladder.learner_settings(setup)
     rounded = dataclasses.replace(settings, excess_precision=False)
     assert settings.excess_precision
@@ -261,7 +263,8 @@ def bounded_k3(setup, bound):
     config = setup.config.copy_and_resolve_references()
     for name in report.MEASURES:
         config.gate[f"max_{name}"] = bound if name == "k3" else np.inf
-    return dataclasses.replace(setup, config=config)
+    training = dataclasses.replace(setup.training, config=config)
+    return dataclasses.replace(setup, training=training)
 
 
 def no_number(literal):
@@ -325,22 +328,22 @@ def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     np.testing.assert_allclose(rungs["filter"], np.where(is_wide, lost, 0.0), atol=1e-6)
     assert result["kept_identical"] == result["kept_jaccard"] == result["inside_support"] == 1
     # Another distribution keeps other sets.
-    rows = trajectory_rows(trajectories, setup.row_length)
+    rows = trajectory_rows(trajectories, setup.training.row_length)
     agreed = report.support_agreement(setup, noisy.perturbed(params, 0.1), rows)
     assert 0 < agreed["kept_identical"] < agreed["kept_jaccard"] < 1
 
 
 def test_tokens_outside_the_learners_support_are_counted(sampled):
     setup, params, trajectories = sampled(**SAME, **FILTERED)
-    rows = trajectory_rows(trajectories, setup.row_length)
-    logits = make_logits(setup.learner)
-    micro, flat = setup.micro_batches(rows)
+    rows = trajectory_rows(trajectories, setup.training.row_length)
+    logits = make_logits(setup.training.learner)
+    micro, flat = setup.training.micro_batches(rows)
     least = flat(logits(params, micro)).argmin(-1)  # of the first response token
     row = rows["mask"][0].argmax()
     tokens = trajectories[0].tokens.copy()
     tokens[0] = least[0, row]
     rows = trajectory_rows([dataclasses.replace(trajectories[0], tokens=tokens), *trajectories[1:]],
-                      setup.row_length)
+                      setup.training.row_length)
     share = report.support_agreement(setup, params, rows)["inside_support"]
     assert share <= 1 - 1 / rows["mask"].sum() + 1e-6
 

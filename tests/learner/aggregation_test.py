@@ -101,7 +101,7 @@ def made(way: str, pack_length: int, microbatch_rows: int):
         correction__objective="ppo", correction__kl_coeff=KL, correction__entropy_coeff=ENTROPY,
         metrics__percentile_every=1000, **WAYS[way][0],
     )
-    setup = dataclasses.replace(setup, optimizer=KEEP)
+    setup = dataclasses.replace(setup.training, optimizer=KEEP)
     with tiny.one_device():
         trainer = Trainer(setup)
 
@@ -193,7 +193,7 @@ def test_every_way_gives_the_gradient_and_the_losses_of_the_definition(pack_leng
 def test_every_mode_is_one_of_these_ways():
     """Whatever draws the samples, a batch is updated whole or in parts, scored before or not."""
     of = lambda **s: tiny.setup(train__minibatches=1, train__epochs=1, **s)
-    kind = lambda setup: (setup.mode.on_arrival, bool(setup.why_scored))
+    kind = lambda setup: (setup.mode.on_arrival, bool(setup.training.why_scored))
     kinds = {kind(of(**settings)) for settings, _ in WAYS.values()}
     ahead = [mode for mode in modes.MODES if mode != "sync"]
     for mode, driver in itertools.product(ahead, ("virtual", "processes")):

@@ -88,8 +88,8 @@ def test_in_invariant_numerics_it_is_bit_by_bit(optimized):
 def test_no_forward_pass_comes_before_it():
     setup = tiny.setup(**ONE, correction__preset="tis_2")
     with tiny.one_device():
-        trainer = Trainer(setup)
-    state = initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    state = initial_state(setup.training, initial_params(setup.training))
     with mock.patch.object(trainer, "_score", side_effect=AssertionError("scored")):
         rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
         assert "logp_old" not in rows and "entropy" not in rows
@@ -100,8 +100,8 @@ def test_no_forward_pass_comes_before_it():
 def test_it_refuses_tokens_of_other_weights():
     setup = tiny.setup(**ONE, correction__preset="tis_2")
     with tiny.one_device():
-        trainer = Trainer(setup)
-    state = initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    state = initial_state(setup.training, initial_params(setup.training))
     older = jax.tree.map(lambda x: 1.1 * x, state["policy"].params)
     with pytest.raises(ValueError, match="set train.fuse_score to never"):
         trainer.score(state, fake_samples(), {0: older})

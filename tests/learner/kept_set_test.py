@@ -33,7 +33,7 @@ def setup(**changes):
 
 @functools.cache
 def params():
-    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup()))
+    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup().training))
 
 
 @functools.cache
@@ -51,12 +51,12 @@ def sampled(**changes):
 def scored(rows, learner=None):
     """logp and entropy [N,T] of rows that hold one sequence each."""
     one = {name: x[None] for name, x in forward_fields(rows).items()}
-    found = make_score(learner or setup().learner)(params(), one)
+    found = make_score(learner or setup().training.learner)(params(), one)
     return {name: np.asarray(x[0]) for name, x in found.items()}
 
 
 def rows_of(trajectories, without=()):
-    rows = trajectory_rows(trajectories, setup().row_length)
+    rows = trajectory_rows(trajectories, setup().training.row_length)
     return {name: x for name, x in rows.items() if name not in without}
 
 
@@ -75,7 +75,7 @@ def test_scores_are_centred_over_all_of_a_kept_set():
     """Sampler and learner have the same probabilities of its tokens, which sum to 1."""
     rows = rows_of(sampled(correction__preset="centered", correction__centering="kept"))
     assert rows["top_ids"].shape[-1] == 9
-    found = jax.jit(lambda rows: response_scores(params(), setup().learner, rows, False))(rows)
+    found = jax.jit(lambda rows: response_scores(params(), setup().training.learner, rows, False))(rows)
     is_token = rows["mask"][..., None] & (rows["top_ids"] >= 0)
     p, q = (np.where(is_token, np.exp(x), 0) for x in (found["logp_top"], rows["top_logps"]))
     np.testing.assert_allclose(p, q, atol=2e-5)
@@ -132,19 +132,19 @@ def test_rows_hold_the_sets_at_their_tokens_and_minus_one_elsewhere():
 
 def test_packed_rows_score_the_same():
     rows = rows_of(sampled())
-    packer = Packer.of(128, setup().row_length, 2, 1)
+    packer = Packer.of(128, setup().training.row_length, 2, 1)
     packing = packer.plan(sequence_lengths(rows))
     packed = packing.pack(forward_fields(rows))
-    learner = dataclasses.replace(setup().learner, max_targets=128, max_segments=64)
+    learner = dataclasses.replace(setup().training.learner, max_targets=128, max_segments=64)
     found = make_score(learner)(params(), packed)
-    logp = packing.unpack(np.asarray(found["logp"]), setup().row_length)
+    logp = packing.unpack(np.asarray(found["logp"]), setup().training.row_length)
     np.testing.assert_allclose(logp, scored(rows)["logp"], atol=2e-5)
 
 
 def test_a_gathered_response_scores_as_a_whole_row():
     rows = rows_of(sampled())
-    whole = dataclasses.replace(setup().learner, max_targets=1000)
-    assert setup().learner.max_targets < setup().row_length - 1
+    whole = dataclasses.replace(setup().training.learner, max_targets=1000)
+    assert setup().training.learner.max_targets < setup().training.row_length - 1
     np.testing.assert_allclose(scored(rows, whole)["logp"], scored(rows)["logp"], atol=2e-5)
 
 

@@ -43,7 +43,8 @@ def test_the_engines_of_a_setup_have_the_recipes_of_their_policies():
         model__quantization="w8a8", model__unquantized=("o",),
     )
     assert setup.engine.quant_id == "fp8_w8a16 except q,down"
-    assert setup.learner_engine.quant_id == setup.learner.program.quantization.id == "w8a8 except o"
+    learner = setup.training.learner
+    assert setup.learner_engine.quant_id == learner.program.quantization.id == "w8a8 except o"
 
 
 def test_the_sampler_alone_has_the_noise_and_only_after_the_first_part_of_the_run():
@@ -55,8 +56,8 @@ def test_the_sampler_alone_has_the_noise_and_only_after_the_first_part_of_the_ru
 @pytest.mark.parametrize("kl_coeff", [0.0, 0.1])
 def test_every_network_starts_from_the_folded_policy(kl_coeff):
     setup = tiny.setup(model__uaq_scale=2.0, correction__kl_coeff=kl_coeff)
-    params = initial_params(setup)
-    state = jax.device_get(initial_state(setup, params))
+    params = initial_params(setup.training)
+    state = jax.device_get(initial_state(setup.training, params))
     layers = state["policy"].params["layers"]
     np.testing.assert_array_equal(layers["q"], params["layers"]["q"] / 2)
     np.testing.assert_array_equal(layers["mlp_norm"], params["layers"]["mlp_norm"] * 2)

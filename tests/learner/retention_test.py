@@ -31,7 +31,7 @@ def setup():
 
 @functools.cache
 def params():
-    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup()))
+    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup().training))
 
 
 @functools.cache
@@ -45,12 +45,12 @@ def sampled():
 
 def scored(rows):
     one = {name: x[None] for name, x in forward_fields(rows).items()}
-    return np.asarray(make_score(setup().learner)(params(), one)["logp"][0])
+    return np.asarray(make_score(setup().training.learner)(params(), one)["logp"][0])
 
 
 @BY_JAX
 def test_the_learner_that_drops_the_same_keys_agrees():
-    rows = setup().rows(sampled())
+    rows = setup().training.rows(sampled())
     dropped = sum(np.any(t.evict_step < NEVER) for t in sampled())
     assert 4 <= dropped and any(not len(t.evict_step) for t in sampled())
     mask = rows["mask"]
@@ -62,10 +62,10 @@ def test_the_learner_that_drops_the_same_keys_agrees():
 
 def test_packed_rows_drop_them_too():
     made = setup()
-    rows = made.rows(sampled())
-    micro, flat = made.micro_batches(rows)
+    rows = made.training.rows(sampled())
+    micro, flat = made.training.micro_batches(rows)
     assert micro["evict_step"].shape == micro["tokens"].shape == (1, 4, 128)
-    found = flat(make_score(made.update_learner)(params(), micro)["logp"])
+    found = flat(make_score(made.training.update_learner)(params(), micro)["logp"])
     mask = rows["mask"]
     np.testing.assert_allclose(found[mask], rows["logp_behav"][mask], atol=2e-5)
 

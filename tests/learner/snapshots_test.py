@@ -204,8 +204,8 @@ def drawn(**changes):
     they drew, the samples)."""
     setup = tiny.setup(**INVARIANT, **changes)
     with tiny.one_device():
-        trainer = Trainer(setup)
-    first = initial_params(setup)
+        trainer = Trainer(setup.training)
+    first = initial_params(setup.training)
     policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
     kept = trainer.old_policies()
     size = snapshots.num_bytes(first)
@@ -257,7 +257,7 @@ def test_the_ring_scores_every_segment_at_the_weights_that_drew_it(changes):
     """In invariant numerics sampler and learner agree bit by bit: k is 1 wherever a token was drawn,
     and k r is pi / mu."""
     setup, trainer, policies, kept, _, samples = drawn(**changes)
-    state = state_of(setup, policies[2])
+    state = state_of(setup.training, policies[2])
     rows = trainer.score(state, samples, kept)
     mask = rows["mask"]
     np.testing.assert_array_equal(rows["logp_old"][mask], rows["logp_behav"][mask])
@@ -274,7 +274,7 @@ def test_the_ring_scores_every_segment_at_the_weights_that_drew_it(changes):
 
 def test_a_replica_knows_the_same_log_probs():
     setup, trainer, policies, kept, scoring, samples = drawn()
-    state = state_of(setup, policies[2])
+    state = state_of(setup.training, policies[2])
     known = scoring.taken([s.trajectory for s in samples])
     assert not any(np.isnan(x).any() for x in known)
     with mock.patch.object(trainer, "_score", wraps=trainer._score) as score:
@@ -296,7 +296,7 @@ def test_weights_of_another_version_are_seen():
     for name, sampled_by in {
         "right": kept, "wrong": {0: kept[1], 1: kept[2], 2: kept[2]},
     }.items():
-        state = state_of(setup, policies[2])
+        state = state_of(setup.training, policies[2])
         rows = trainer.score(state, samples, sampled_by)
         _, _, measured[name] = trainer.update(state, rows, 1, 2)
     gap = {name: m["mismatch/engine/log_ratio_abs_mean"] for name, m in measured.items()}
@@ -314,7 +314,7 @@ def test_weights_of_another_version_are_seen():
 ])
 def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_batches):
     setup, trainer, policies, *_, samples = drawn(**changes)
-    state = state_of(setup, policies[2])
+    state = state_of(setup.training, policies[2])
     first = lambda i: 0 if i in (2, 7, 11) else 1 if i < 12 else 2
     mixed = [
         dataclasses.replace(s, trajectory=dataclasses.replace(
@@ -346,11 +346,11 @@ def test_the_policy_can_stand_in_for_all_versions():
     """With the weight of the objective itself, which needs no more."""
     setup = tiny.setup(**INVARIANT, rollout__old_logp="none", correction__preset="async")
     with tiny.one_device():
-        trainer = Trainer(setup)
+        trainer = Trainer(setup.training)
     _, _, policies, _, _, samples = drawn()
     kept = trainer.old_policies()
     assert isinstance(kept, snapshots.Newest) and len(kept) == 0
-    state = state_of(setup, policies[2])
+    state = state_of(setup.training, policies[2])
     rows = trainer.score(state, samples, kept)
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
     _, _, metrics = trainer.update(state, rows, 1, 2)
@@ -368,22 +368,22 @@ def test_the_policy_can_stand_in_for_all_versions():
 def test_a_run_makes_what_its_config_says(changes, kind):
     setup = tiny.setup(**INVARIANT | changes)
     with tiny.one_device():
-        assert isinstance(Trainer(setup).old_policies(), kind)
+        assert isinstance(Trainer(setup.training).old_policies(), kind)
 
 
 def test_too_many_snapshots_are_refused_before_anything_is_drawn():
     setup = tiny.setup(**INVARIANT, rollout__snapshot_gib=1e-6)
     with tiny.one_device(), pytest.raises(ValueError, match="3 snapshots .* allows 1,073"):
-        Trainer(setup).old_policies()
+        Trainer(setup.training).old_policies()
 
 
 def test_an_average_of_policies_is_the_centre_and_stands_in():
     setup = tiny.setup(**INVARIANT, rollout__old_logp="ewma", rollout__ewma_centre=1.0)
     with tiny.one_device():
-        trainer = Trainer(setup)
+        trainer = Trainer(setup.training)
     *_, samples = drawn()
-    state = state_of(setup, initial_params(setup))
-    described = jax.tree.map(lambda x: (x.shape, x.dtype), abstract_state(setup))
+    state = state_of(setup.training, initial_params(setup.training))
+    described = jax.tree.map(lambda x: (x.shape, x.dtype), abstract_state(setup.training))
     assert described == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     steps, train_step = [jax.device_get(state["policy"].params)], trainer._train_step
 
@@ -416,9 +416,9 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
 def test_controllers_and_opob_take_batches_of_several_versions(changes):
     setup = tiny.setup(**INVARIANT, **changes)
     with tiny.one_device():
-        trainer = Trainer(setup)
+        trainer = Trainer(setup.training)
     _, _, policies, kept, _, samples = drawn()
-    state = state_of(setup, policies[2])
+    state = state_of(setup.training, policies[2])
     rows = trainer.score(state, samples, kept)
     state, rows, metrics = trainer.update(state, rows, 1, 2)
     assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 2

@@ -22,11 +22,11 @@ pytestmark = [
 
 def test_the_value_head_is_there_with_gae_only_and_starts_at_zero():
     setup = tiny.setup(correction__advantage="gae")
-    state = initial_state(setup, initial_params(setup))
+    state = initial_state(setup.training, initial_params(setup.training))
     assert set(state) == {"policy", "critic"}
     assert not np.any(state["critic"].params["value"])
     setup = tiny.setup()
-    assert set(initial_state(setup, initial_params(setup))) == {"policy"}
+    assert set(initial_state(setup.training, initial_params(setup.training))) == {"policy"}
 
 
 def test_a_reference_in_the_dtype_of_the_policy_survives_the_donation_of_the_policy():
@@ -72,9 +72,9 @@ def test_the_kl_to_the_reference_starts_at_exactly_zero(changes):
         correction__kl_coeff=0.5, train__minibatches=1, train__epochs=1, **changes
     ))
     with tiny.one_device():
-        trainer = Trainer(setup)
-    params = jax.tree.map(lambda x: (1.003 * x).astype(x.dtype), initial_params(setup))
-    begun = initial_state(setup, params)
+        trainer = Trainer(setup.training)
+    params = jax.tree.map(lambda x: (1.003 * x).astype(x.dtype), initial_params(setup.training))
+    begun = initial_state(setup.training, params)
     matrix, norm = (begun["reference"]["layers"][name].dtype for name in ("q", "attn_norm"))
     is_half = "bfloat16" in changes.values() and "model__quantization" not in changes
     assert (matrix == jnp.bfloat16) == is_half

@@ -46,13 +46,14 @@ def fake_samples(count=16, vocab_size=0, top_n=0):
 def one_update(optimizer=None, **changes):
     setup = tiny.setup(**changes)
     if optimizer is not None:
-        setup = dataclasses.replace(setup, optimizer=optimizer)
+        training = dataclasses.replace(setup.training, optimizer=optimizer)
+        setup = dataclasses.replace(setup, training=training)
     with tiny.one_device():
-        trainer = Trainer(setup)
-    state = initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    state = initial_state(setup.training, initial_params(setup.training))
     # A copy on the device: a NumPy view of a buffer would keep it from being donated.
     before = jax.tree.map(jnp.copy, state["policy"].params)
-    num_logits = setup.model.vocab_size if "logits_behav" in setup.correction.needs else 0
+    num_logits = setup.model.vocab_size if "logits_behav" in setup.training.correction.needs else 0
     samples = fake_samples(vocab_size=num_logits, top_n=setup.engine.top_n)
     rows = trainer.score(state, samples, {0: state["policy"].params})
     state, rows, metrics = trainer.update(state, rows, 1, 0)
@@ -66,8 +67,8 @@ def test_log_probs_are_those_of_the_weights_that_drew_each_token():
     """Version 0 drew some tokens and 1 the others; the update starts from version 1."""
     setup = tiny.setup()
     with tiny.one_device():
-        trainer = Trainer(setup)
-    now = initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    now = initial_state(setup.training, initial_params(setup.training))
     before = jax.tree.map(lambda x: 1.3 * x, now["policy"].params)
     mixed = [
         dataclasses.replace(s, trajectory=dataclasses.replace(
@@ -95,8 +96,8 @@ def test_log_probs_are_those_of_the_weights_that_drew_each_token():
 def test_weights_that_are_gone_are_named():
     setup = tiny.setup()
     with tiny.one_device():
-        trainer = Trainer(setup)
-    state = initial_state(setup, initial_params(setup))
+        trainer = Trainer(setup.training)
+    state = initial_state(setup.training, initial_params(setup.training))
     with pytest.raises(ValueError, match=r"weights of version 0; of those .* there \(3, 4\) none"):
         trainer.score(state, fake_samples(), dict.fromkeys((3, 4), state["policy"].params))
 
@@ -118,14 +119,14 @@ def test_the_old_policy_stays_fixed_while_the_learner_moves():
     seen = []
     setup = tiny.setup()
     with tiny.one_device():
-        trainer = Trainer(setup)
+        trainer = Trainer(setup.training)
     step = trainer._train_step
 
     def spy(state, minibatch):
         seen.append(jax.device_get(minibatch))
         return step(state, minibatch)
 
-    state = initial_state(setup, initial_params(setup))
+    state = initial_state(setup.training, initial_params(setup.training))
     rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
     with mock.patch.object(trainer, "_train_step", spy):
         trainer.update(state, rows, 1, 0)
@@ -221,7 +222,7 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
     """For any advantage and number of updates, at the weights that sampled; on due steps alone."""
     setup = tiny.setup()  # two epochs of two minibatches, due in every tenth step
     with tiny.one_device():
-        trainer = Trainer(setup)
+        trainer = Trainer(setup.training)
     norms, fields, train_step = [], set(), trainer._train_step
     proxies = mock.Mock(wraps=trainer._variance_proxies)
 
@@ -231,7 +232,7 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
         norms.append(float(metrics["actor/grad_norm"]))
         return state, metrics
 
-    state = initial_state(setup, initial_params(setup))
+    state = initial_state(setup.training, initial_params(setup.training))
     params = jax.device_get(state["policy"].params)
     rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
     with mock.patch.multiple(trainer, _train_step=spy, _variance_proxies=proxies):
@@ -277,11 +278,11 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
 ], ids=["dense", "sequences", "packed", "kl"])
 def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     made = tiny.setup(train__minibatches=1, train__epochs=1, rollout__mode="periodic", **settings)
-    trainer = Trainer(made)
+    trainer = Trainer(made.training)
     assert trainer.why_waits is None
     batch = fake_samples(vocab_size=0)
     groups = sorted({s.group for s in batch})
-    state = lambda: initial_state(made, initial_params(made))
+    state = lambda: initial_state(made.training, initial_params(made.training))
     start = state()
     rows = trainer.score(start, batch, {0: start["policy"].params})
     whole, rows, measured = trainer.update(start, rows, 1, 0)
@@ -305,7 +306,7 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
 
 def test_what_keeps_a_learner_waiting_for_the_whole_batch():
     waits = lambda **settings: Trainer(tiny.setup(
-        rollout__mode="periodic", train__minibatches=1, train__epochs=1, **settings)).why_waits
+        rollout__mode="periodic", train__minibatches=1, train__epochs=1, **settings).training).why_waits
     assert "clip_cov ranks" in waits(correction__masks="clip_cov", correction__counts_rejected=True)
     assert "ess_scale" in waits(correction__controllers="ess_scale")
 

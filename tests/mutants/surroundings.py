@@ -49,7 +49,7 @@ MUTANTS = [
          "sweep_test.py::test_a_field_that_is_set_twice_is_refused"),
     ),
     *of(
-        "train.py",
+        "resume.py",
         ("other data go on without being named", "if differing and all(", "if differing or all(",
          "record/changes_test.py::test_a_data_set_that_was_mended_goes_on_where_it_was"),
         tests="record/changes_test.py",
@@ -475,18 +475,26 @@ MUTANTS = [
         tests="doctor/diagnose_test.py",
     ),
     *of(
-        "validate.py",
+        "learner/check.py",
         ("a band need not hold the ratio 1",
          "if not 0 <= low <= 1 <= high:", "if not 0 <= low <= high:"),
+        tests="validate_test.py",
+    ),
+    *of(
+        "validate.py",
         ("micro-batches need not be whole",
          "elif rows % (train.minibatches * train.microbatch_rows):",
          "elif rows % train.minibatches:"),
+    ),
+    *of(
+        "engine/check.py",
         ("drafts may have any length", "draft & (draft + 1)", "draft & (draft - draft)"),
         ("filters may bias every ratio",
-         "if is_filtered and not rollout.kept_set and not rollout.allow_filter_bias:",
-         "if is_filtered and not rollout.kept_set and rollout.allow_filter_bias:"),
+         "if has_filters and not rollout.kept_set and not rollout.allow_filter_bias:",
+         "if has_filters and not rollout.kept_set and rollout.allow_filter_bias:"),
         ("an engine of another precision may be invariant",
          "if sampler != learner:", "if sampler != learner and False:"),
+        tests="validate_test.py",
     ),
     *of(
         "serve/request.py",

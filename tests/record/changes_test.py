@@ -140,7 +140,7 @@ def rates(workdir):
 
 def final(workdir, **overrides):
     with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
-        return checkpoints.restore(abstract_state(tiny.setup(**overrides)))[0]["policy"]
+        return checkpoints.restore(abstract_state(tiny.setup(**overrides).training))[0]["policy"]
 
 
 @BY_JAX
@@ -250,7 +250,7 @@ def test_a_data_set_that_was_mended_goes_on_where_it_was(tmp_path, capsys):
     assert set(entry["fields"]) == {"steps", "data.examples", "data.held_out"}
     assert "data.examples: " in capsys.readouterr().out
     with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
-        _, meta = checkpoints.restore(abstract_state(tiny.setup(steps=2, **given)))
+        _, meta = checkpoints.restore(abstract_state(tiny.setup(steps=2, **given).training))
     assert meta["source"]["batches"]["position"] == {"next_index": 2}
     tiny.run(workdir, steps=3, **given)  # the new data are its own now
     other = given | dict(eval__params={"path": lines_of(tmp_path / "other.jsonl", "4+4=", 8)})

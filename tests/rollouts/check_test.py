@@ -1,9 +1,19 @@
 """Settings of who generates when that contradict themselves."""
 
+import re
+
 import pytest
 
-from jaxrl_tis.rollouts import check
+from jaxrl_tis.validate import validate
 from tests import tiny
+
+
+def problems(config) -> list[str]:
+    try:
+        validate(config)
+    except ValueError as error:
+        return [line for line in str(error).splitlines() if line.startswith("- ")]
+    return []
 
 
 @pytest.mark.parametrize("changes, why", [
@@ -39,38 +49,37 @@ from tests import tiny
 ])
 def test_a_contradiction_is_named(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
-    with pytest.raises(AssertionError, match=why):
-        assert not list(check.problems(config)), "\n".join(check.problems(config))
+    assert re.search(why, "\n".join(problems(config)))
 
 
 @pytest.mark.parametrize("queue", [3, -1])
 def test_a_queue_that_is_too_small_is_one_problem(queue):
     config = tiny.config(rollout__mode="areal", rollout__queue=queue)
-    assert len(list(check.problems(config))) == 1
+    assert len(problems(config)) == 1
 
 
 def test_other_sections_that_a_mode_excludes():
     config = tiny.config(rollout__mode="areal", engine__retention=(1, 2))
-    assert "saw evicted keys" in " ".join(check.problems(config))
+    assert "saw evicted keys" in " ".join(problems(config))
     config = tiny.config(
         rollout__mode="roll_flash(redundant=1)", correction__advantage="remax")
-    assert "needs its greedy answer" in " ".join(check.problems(config))
+    assert "needs its greedy answer" in " ".join(problems(config))
 
 
 @pytest.mark.parametrize("replay", ["uniform(uses=1)", "newest", "fresh(uses=4, most=9, tau=50)"])
 def test_replay_goes_with_every_mode(replay):
     for mode in ("sync", "periodic", "areal"):
-        assert not list(check.problems(tiny.config(rollout__mode=mode, rollout__replay=replay)))
+        assert not problems(tiny.config(rollout__mode=mode, rollout__replay=replay))
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic", "one_step", "areal(staleness=2)"])
 def test_modes_as_they_are(mode):
-    assert not list(check.problems(tiny.config(rollout__mode=mode)))
+    assert not problems(tiny.config(rollout__mode=mode))
 
 
 def test_processes_come_in_any_number():
     laminar = dict(rollout__mode="laminar(staleness=2)", rollout__driver="processes")
-    assert not list(check.problems(tiny.config(**laminar)))
+    assert not problems(tiny.config(**laminar))
 
 
 @pytest.mark.parametrize("changes, why", [
@@ -81,4 +90,4 @@ def test_processes_come_in_any_number():
 ])
 def test_budgets_that_cannot_be_kept(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
-    assert why in " ".join(check.problems(config))
+    assert why in " ".join(problems(config))

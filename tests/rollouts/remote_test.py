@@ -17,7 +17,9 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.rollouts import messages, modes, remote, sampler, tcp, transport, verify, wire
+from jaxrl_tis.rollouts import (
+    messages, modes, remote, replay, sampler, tcp, transport, verify, wire,
+)
 from jaxrl_tis.rollouts import worker as worker_module
 from jaxrl_tis.rollouts.worker import LearnerLost, Worker
 from tests import tiny
@@ -52,8 +54,8 @@ def learner():
                 seed=config.seed,
             )
             source = rollouts.Remote(
-                config, modes.parse(mode), groups, batches, Timer(), load=setup.serving_params,
-                engine=setup.engine, facts=FACTS,
+                config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches,
+                Timer(), load=setup.serving_params, engine=setup.engine, facts=FACTS,
             )
             stack.callback(source.close, is_over=True)
             return source, params

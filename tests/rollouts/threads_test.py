@@ -14,7 +14,7 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import modes, replay
 from tests import tiny
 from tests.rollouts.virtual_test import (
     MODES, assert_same, check_equal_groups_make_room, drawn, in_order,
@@ -40,7 +40,7 @@ def made():
         rollout__max_new_tokens=6, rollout__mode="one_step", rollout__driver="threads",
         rollout__workers=2,
     )
-    return setup, initial_params(setup)
+    return setup, initial_params(setup.training)
 
 
 class Shaken:
@@ -76,7 +76,7 @@ def source(request):
         )
         start = lambda engine, params, version: wrap(setup.scheduler(engine, params, version))
         sources.append(rollouts.Threads(
-            config, modes.parse(mode), groups, batches, Timer(),
+            config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches, Timer(),
             load=lambda params, version: setup.served_params(params, version)[:workers],
             starts=[functools.partial(start, engine) for engine in setup.engines[:workers]],
             slots=setup.engine.slots,
@@ -90,7 +90,7 @@ def source(request):
 
 def test_each_has_devices_of_its_own():
     setup, _ = made()
-    meshes = [setup.layout, *(engine.layout for engine in setup.engines)]
+    meshes = [setup.training.layout, *(engine.layout for engine in setup.engines)]
     assert [[d.id for d in m.mesh.devices.flat] for m in meshes] == [[0], [1], [2]]
     with pytest.raises(ValueError, match=(
         "trains on 2 devices .* 2 samplers on 4 others each, 10 in all, .* there are 8: .* or set "

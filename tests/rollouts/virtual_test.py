@@ -10,7 +10,7 @@ import pytest
 from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import modes, replay
 from tests import tiny
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
@@ -25,7 +25,7 @@ MODES = [
 @functools.cache
 def made(**overrides):
     setup = tiny.setup(rollout__max_new_tokens=6, **overrides)
-    return setup, initial_params(setup)
+    return setup, initial_params(setup.training)
 
 
 def source(mode, reward=lambda text, record: float(len(text)), start=None, **overrides):
@@ -47,7 +47,8 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
     if mode == "sync" and not config.rollout.replay:
         return rollouts.Collector(config, groups, batches, Timer(), **given), params
     return rollouts.Asynchronous(
-        config, modes.parse(mode), groups, batches, Timer(), slots=setup.engine.slots, **given
+        config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches, Timer(),
+        slots=setup.engine.slots, **given
     ), params
 
 

@@ -49,7 +49,7 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: score.read_tokens(folder / "file"), "file is no .npy file of numbers"),
     (lambda folder: score.score(folder, np.zeros((1, 1), int), "x"), "has no config.json"),
     (lambda folder: serving.read_token(folder / "none"), "No such file or directory"),
-    (lambda folder: state.read_params(tiny.setup(), folder / "none"), "No model folder"),
+    (lambda folder: state.read_params(tiny.setup().training, folder / "none"), "No model folder"),
     (lambda folder: chips.Topology.parse("v9:2x2"), "topology 'v9:2x2' is not a chip of v4, v5e"),
     (lambda folder: cli.check_folder("json", folder / "none" / "x"), "there is no such folder"),
     (lambda folder: cli.check_folder("json", folder / "broken"), "broken is a folder; give a file in it"),

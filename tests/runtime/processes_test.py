@@ -145,7 +145,7 @@ def state_of(workdir, arguments=()):
         name, value = argument.removeprefix("--config.").split("=")
         config.update_from_flattened_dict({name: int(value) if value.isdigit() else value})
     with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
-        return checkpoints.restore(abstract_state(build(config)))
+        return checkpoints.restore(abstract_state(build(config).training))
 
 
 @pytest.fixture(scope="module")

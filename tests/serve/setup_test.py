@@ -81,7 +81,7 @@ def start_params():
 
 
 def scaled(factor):
-    return jax.tree.map(lambda x: x * factor, initial_params(setup()))
+    return jax.tree.map(lambda x: x * factor, initial_params(setup().training))
 
 
 def assert_serves(path, factor):
@@ -107,7 +107,7 @@ def test_weights_of_a_model_folder(folder):
 
 
 def test_weights_of_a_run_are_its_newest_checkpoint(tmp_path):
-    state = initial_state(setup(), scaled(1.0))
+    state = initial_state(setup().training, scaled(1.0))
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 3):
             policy = dataclasses.replace(state["policy"], params=scaled(float(step)))

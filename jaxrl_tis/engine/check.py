@@ -1,0 +1,110 @@
+"""Settings of the sampler that contradict each other."""
+
+from collections.abc import Iterator
+
+import ml_collections
+
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import quant
+
+EIGHT_BIT = tuple(dtype.name for dtype in quant.BOUND)  # with scales
+
+
+def engine_problems(config: ml_collections.ConfigDict) -> Iterator[str]:
+    """Yields a sentence for each problem of config.engine, and of the filters of config.rollout."""
+    yield from _sizes(config)
+    yield from _sampling(config)
+    yield from _numerics(config)
+
+
+def is_filtered(rollout: ml_collections.ConfigDict) -> bool:
+    """Whether a token of the vocabulary may be left out of the distribution that is sampled."""
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+
+
+def _sizes(config):
+    sinks, window = config.engine.retention
+    if min(sinks, window) < 0 or sinks and not window:
+        yield (
+            f"engine.retention is {config.engine.retention}; it needs (first pages, last pages) of "
+            "a sequence, at least one last page, or (0, 0) to keep all"
+        )
+    draft = config.engine.max_draft
+    if draft > 0 and draft & (draft + 1):
+        yield f"engine.max_draft is {draft}; it must be 0, 1, 3, 7, ... (2^n - 1)"
+
+
+def _sampling(config):
+    rollout = config.rollout
+    if config.engine.dtype == "float16" and config.engine.cache_dtype in EIGHT_BIT:
+        yield (
+            f"engine.cache_dtype = {config.engine.cache_dtype!r} has scales, whose products with "
+            "probabilities engine.dtype = 'float16' cannot hold: set the cache to float16 or float32"
+        )
+    if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
+        yield (
+            f"rollout.top_p = {rollout.top_p} and rollout.min_p = {rollout.min_p} must be in "
+            "(0, 1] and [0, 1)"
+        )
+    has_filters = is_filtered(rollout)
+    if rollout.kept_set and not has_filters:
+        yield (
+            f"rollout.kept_set = {rollout.kept_set} records what top_k, top_p and min_p keep, and "
+            "none of them is set: set one, or rollout.kept_set to 0"
+        )
+    is_top_k_alone = rollout.top_p == 1 and rollout.min_p == 0
+    if 0 < rollout.kept_set < rollout.top_k and is_top_k_alone:
+        yield (
+            f"rollout.kept_set = {rollout.kept_set} can never hold what rollout.top_k = "
+            f"{rollout.top_k} keeps: set it to rollout.top_k"
+        )
+    if has_filters and not rollout.kept_set and not rollout.allow_filter_bias:
+        yield (
+            "top_k, top_p and min_p change the distribution that is sampled, and the learner "
+            "scores the unfiltered one: every ratio is off by the kept mass; set rollout.kept_set "
+            "to score what is kept, or rollout.allow_filter_bias=True to accept that"
+        )
+
+
+def _numerics(config):
+    """Finds formats that differ, where two programs are to agree bit by bit."""
+    if config.model.numerics != "invariant":
+        return
+    for name in ("dtype", "quantization", "unquantized"):
+        sampler, learner = config.engine[name], config.model[name]
+        if sampler != learner:
+            yield (
+                f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
+                f"model.{name} is {learner!r}: set both alike"
+            )
+    if config.model.dtype == "float16":
+        yield "model.numerics is 'invariant' in float32 and bfloat16, and model.dtype is float16"
+    if config.train.sum_dtype != "float32":
+        yield (
+            "model.numerics is 'invariant' and sums gradients in float32, but train.sum_dtype is "
+            f"{config.train.sum_dtype!r}"
+        )
+    if config.engine.noise_start > 0:
+        yield (
+            f"model.numerics is 'invariant', but engine.noise_start = {config.engine.noise_start} "
+            "puts noise on the sampler's norms alone: set it to 0"
+        )
+    if config.engine.injected:
+        yield (
+            f"model.numerics is 'invariant', but engine.injected = {config.engine.injected!r} changes "
+            "the sampler alone: leave it empty"
+        )
+    if any(config.engine.retention):
+        yield (
+            "model.numerics is 'invariant' and attends to all keys: set engine.retention to (0, 0)"
+        )
+    if config.engine.page_size != tiles.PAGE:
+        yield (
+            f"model.numerics is 'invariant' with pages of {tiles.PAGE} positions, but "
+            f"engine.page_size is {config.engine.page_size}"
+        )
+    if config.engine.cache_dtype not in (config.model.dtype, "float32"):
+        yield (
+            f"model.numerics is 'invariant', but engine.cache_dtype = {config.engine.cache_dtype} "
+            f"rounds keys of model.dtype = {config.model.dtype}: set both alike"
+        )

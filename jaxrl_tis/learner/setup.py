@@ -1,0 +1,222 @@
+"""The learner of a run: its model, programs, optimizers and the shape of its batches."""
+
+import dataclasses
+import functools
+
+import ml_collections
+import numpy as np
+import optax
+
+from jaxrl_tis import sharding
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.fields import FIELDS
+from jaxrl_tis.learner import snapshots
+from jaxrl_tis.learner.batch_layout import (
+    Packer, Rows, forward_fields, sequence_lengths, trajectory_rows,
+)
+from jaxrl_tis.learner.correction import Correction
+from jaxrl_tis.learner.optimizer import align, make_optimizer, perturb, scaled_for, total_updates
+from jaxrl_tis.learner.scoring import Learner
+from jaxrl_tis.models import invariant, placement, quant, transformer
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.rollouts import replay
+from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.sharding import Layout
+
+MAX_LOGITS = 2**28  # 1 GiB in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerSetup:
+    """The parts of a learner that do not change during a run.
+
+    Attributes:
+      correction: the methods of config.correction.
+      mode: rollout.mode; how far samplers run ahead of this learner.
+      staleness: the most versions that a token is behind the policy that trains on it, replayed
+        or not; inf: no bound.
+      layout: mesh and sharding rules of training.
+      learner: programs for rows of one sequence each.
+      packer: lays several sequences into a row of an update; None where each has its own.
+    """
+
+    config: ml_collections.ConfigDict
+    correction: Correction
+    mode: Mode
+    staleness: float
+    model: ModelConfig
+    layout: Layout
+    learner: Learner
+    packer: Packer | None
+    optimizer: optax.GradientTransformation
+    critic_optimizer: optax.GradientTransformation
+
+    @property
+    def why_scored(self) -> str | None:
+        """Why a rollout batch is scored before it is trained on, and not within its update."""
+        train = self.config.train
+        if train.fuse_score == "never":
+            return "train.fuse_score is never"
+        if self.staleness:
+            return "tokens can be of older weights than those that the update starts from"
+        if (updates := train.minibatches * train.epochs) > 1:
+            return f"a rollout batch gets {updates} updates"
+        return self.correction.why_scored
+
+    @property
+    def has_stand_in(self) -> bool:
+        """Whether logp_old is logp_prox, so of another policy than the one that sampled."""
+        return self.staleness > 0 and self.config.rollout.old_logp in snapshots.STAND_INS
+
+    @property
+    def averages_policy(self) -> bool:
+        """Whether logp_prox is of an average of the policy, which the state then holds."""
+        return self.has_stand_in and self.config.rollout.old_logp == "ewma"
+
+    @property
+    def has_critic(self) -> bool:
+        return "values" in self.correction.needs
+
+    @property
+    def has_evictions(self) -> bool:
+        """Whether samplers drop keys of a sequence, so that the learner masks the same keys."""
+        _, window = self.config.engine.retention
+        return window > 0
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row of one sequence: the longest prompt and the longest response."""
+        return max_length(self.config)
+
+    @property
+    def update_learner(self) -> Learner:
+        """The programs of the updates: for packed rows where the config packs them."""
+        if self.packer is None:
+            return self.learner
+        return dataclasses.replace(
+            self.learner, max_targets=self.packer.length, max_segments=self.packer.max_segments
+        )
+
+    def rows(self, trajectories: list[Trajectory]) -> Rows:
+        """Lays sampled sequences into rows, see `batch_layout.trajectory_rows`."""
+        return trajectory_rows(trajectories, self.row_length, self.has_evictions)
+
+    def micro_batches(self, rows: Rows, is_wanted: np.ndarray | None = None):
+        """Cuts rows into micro-batches of the learner's layout.
+
+        Args:
+          rows: [N,T,...], one sequence each.
+          is_wanted: [N] rows whose results are needed, None for all. The others have results of 0.
+            The first micro-batches hold the wanted rows and the program skips the rest, so that its
+            shapes are the same for any number of rows.
+
+        Returns: (the fields that a log-prob takes, a function that turns results [M,R,T,...] back
+          into rows [N,T,...]).
+        """
+        forward, order, place = forward_fields(rows), slice(None), slice(None)
+        if is_wanted is not None:
+            forward["mask"] = forward["mask"] & is_wanted[:, None]
+            order = np.argsort(~is_wanted, kind="stable")
+            place = np.argsort(order)
+        if self.packer is None:
+            size = self.config.train.microbatch_rows
+            micro = {name: x[order].reshape(-1, size, *x.shape[1:]) for name, x in forward.items()}
+            flat = lambda x: self.layout.fetch(x).reshape(-1, *x.shape[2:])[place]
+        else:
+            lengths = sequence_lengths(rows)
+            packing = self.packer.plan(lengths if is_wanted is None else lengths * is_wanted)
+            micro = packing.pack(forward)
+            flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
+        return self.layout.put_batch(micro), flat
+
+
+def max_length(config: ml_collections.ConfigDict) -> int:
+    """Returns the most tokens of a sequence, prompt and response."""
+    return config.task.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def make_learner_setup(
+    config: ml_collections.ConfigDict, correction: Correction, mode: Mode, way: replay.Way | None,
+    model: ModelConfig, devices: list | None = None,
+) -> LearnerSetup:
+    """Makes the learner of a checked config.
+
+    Args:
+      correction, mode, way: the config's choices, as `validate.validate` returns them; `way` is
+        that of rollout.replay.
+      devices: where it trains, by default this machine's; they need not exist, see jaxrl_tis.aot.
+
+    Raises:
+      ValueError: a method or the model does not fit the shapes or the mesh.
+    """
+    _check_logits(config, correction, model.vocab_size)
+    layout = sharding.layout(
+        config.mesh.train, sharding.TRAIN_RULES, devices=devices, vocab_size=model.vocab_size,
+        sum_dtype=config.train.sum_dtype,
+    )
+    _check_mesh(layout, correction, model)
+    program = transformer.Program(
+        config.model.dtype, config.model.remat, config.model.highest_head, layout,
+        quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
+        config.model.numerics,
+    )
+    if program.is_invariant:
+        invariant.check(model, dict(layout.mesh.shape), program.quantization.scheme)
+    packer = None
+    if config.train.pack_length:
+        packer = Packer.of(
+            config.train.pack_length, max_length(config), config.train.microbatch_rows,
+            layout.shards, layout.mesh.shape["context"],
+        )
+        # Rows of one sequence are max_length wide, which packed rows do not know.
+        scale = correction.scale or float(max_length(config))
+        correction = dataclasses.replace(correction, scale=scale)
+    scaled = functools.partial(scaled_for, program.dtype)
+    return LearnerSetup(
+        config=config, correction=correction, mode=mode,
+        staleness=replay.max_age(mode, way, config.rollout.max_age),
+        model=model, layout=layout,
+        learner=Learner(model, program, config.rollout.max_new_tokens, config.train.logprob_chunk),
+        packer=packer,
+        optimizer=scaled(_policy_optimizer(config, correction, model.num_layers)),
+        critic_optimizer=scaled(make_optimizer(config.critic, total_updates(config))),
+    )
+
+
+def _policy_optimizer(
+    config: ml_collections.ConfigDict, correction: Correction, num_layers: int
+) -> optax.GradientTransformation:
+    """Makes the policy's optimizer with the controllers that change gradients or parameters."""
+    optimizer = make_optimizer(config.optimizer, total_updates(config))
+    controllers = dict(correction.controllers)
+    if "gradient_alignment" in controllers:
+        optimizer = align(optimizer, **controllers["gradient_alignment"])
+    if "layerwise_perturbation" in controllers:  # outermost, as it sees the parameters alone
+        optimizer = perturb(optimizer, num_layers, **controllers["layerwise_perturbation"])
+    return optimizer
+
+
+def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> None:
+    """Raises ValueError for a mesh that a method or the model cannot be cut over."""
+    if "grad_norms" in correction.needs and layout.shards > 1:
+        raise ValueError(
+            f"{correction.needs['grad_norms']!r} needs the gradient of each sequence by itself, which "
+            f"rows cut over {layout.shards} devices do not give: set mesh.train to (1, 1, ...)"
+        )
+    placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
+
+
+def _check_logits(
+    config: ml_collections.ConfigDict, correction: Correction, vocab_size: int
+) -> None:
+    """Raises ValueError for a method that keeps more than MAX_LOGITS numbers of every rollout
+    batch."""
+    needs = {f: user for f, user in correction.needs.items() if "vocabulary" in FIELDS[f].axes}
+    rows = config.rollout.prompts * config.rollout.group_size
+    count = len(needs) * rows * max_length(config) * vocab_size
+    if count > MAX_LOGITS:
+        users = " and ".join(repr(user) for user in dict.fromkeys(needs.values()))
+        raise ValueError(
+            f"{users} needs {', '.join(needs)} of every token: {count:,} numbers a batch, where "
+            f"{MAX_LOGITS:,} are allowed; it is for small vocabularies and short responses"
+        )

@@ -1,0 +1,128 @@
+"""How a run is saved, and how it goes on from a checkpoint.
+
+A checkpoint holds the state of `learner.state`, under "old" the weights that tokens in the queue were
+sampled with, and meta, which JSON can hold: the fields NEEDED.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from jaxrl_tis.data import pipeline
+from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.learner import optimizer
+from jaxrl_tis.learner.setup import LearnerSetup
+from jaxrl_tis.learner.snapshots import OldPolicies
+from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.record import changes
+from jaxrl_tis.record.changes import Changes
+from jaxrl_tis.record.checkpoint import Checkpoints, Misfit
+from jaxrl_tis.record.provenance import saved_config
+
+NEEDED = ("step", "version", "source", "held_out", "old_policies")
+# Parts of a position's fingerprint that no field of the config names.
+OF_EXAMPLES = ("examples", "length")
+
+
+def save(
+    checkpoints: Checkpoints, step: int, version: int, state: Mapping[str, Any], old: OldPolicies,
+    source: Mapping[str, Any], held_out: str,
+) -> None:
+    """Saves a run after `step`, in the background.
+
+    Args:
+      version: of the policy in `state`.
+      source: the state of the source of rollouts.
+      held_out: digest of the examples that evaluations measure.
+    """
+    arrays, of_old = old.state()
+    meta = {
+        "step": step, "version": version, "held_out": held_out, "source": source,
+        "old_policies": of_old,
+    }
+    checkpoints.save(step, {**state, **({"old": arrays} if arrays else {})}, meta)
+
+
+def restore(
+    checkpoints: Checkpoints, setup: LearnerSetup, old: OldPolicies, changed: Changes,
+    workdir: str | pathlib.Path,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads the newest checkpoint: returns (state, meta), and restores `old`.
+
+    Raises:
+      ValueError: the checkpoint does not fit a field that --change names, or is of another version
+        of jaxrl_tis.
+    """
+    def abstract(meta):
+        shapes = abstract_state(setup)
+        if "old_policies" not in meta:
+            return shapes
+        of_old = old.abstract(meta["old_policies"], shapes["policy"].params)
+        return shapes | ({"old": of_old} if of_old else {})
+
+    try:
+        state, meta = checkpoints.restore(abstract)
+    except Misfit as error:
+        if not (named := changed.named_fields()):
+            raise
+        raise ValueError(
+            f"a run cannot go on with this change ({named}), as its checkpoints do not have the "
+            "parameters that it needs: use the old values, or a new workdir"
+        ) from error
+    if missing := [name for name in NEEDED if name not in meta]:
+        raise ValueError(
+            f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of another "
+            "version of jaxrl_tis; use that one, or a new workdir"
+        )
+    old.restore(state.pop("old", {}), meta["old_policies"])
+    return state, meta
+
+
+def move_to_other_data(
+    meta: dict[str, Any], batches: Batches, held_out: str, changed: Changes,
+    workdir: str | pathlib.Path,
+) -> dict[str, list]:
+    """Moves the position that `meta` holds to other data, where --change names them. Returns what is
+    different about the data, as `Changes.fields` has it.
+
+    Args:
+      batches: of the training data of this start.
+      held_out: digest of the held-out examples of this start.
+
+    Raises:
+      ValueError: the held-out examples have changed in their place and are not named. The source
+        raises the same for the examples of training.
+    """
+    fields, state = {}, meta["source"]["batches"]
+    differing = batches.differing(state)
+    if differing and all(changed.names(pipeline.FIELDS[name]) for name in differing):
+        meta["source"]["batches"] = batches.moved(state)
+        fields |= {f"data.{n}": pair for n, pair in differing.items() if n in OF_EXAMPLES}
+    before = meta["held_out"]
+    is_meant = any(map(changed.names, ("eval.params", "task.params")))
+    is_meant |= any(changes.is_within(field, ("eval.params",)) for field in changed.fields)
+    if before != held_out and not is_meant:
+        raise ValueError(
+            f"the held-out examples are others than those that the run in {workdir} was measured on. "
+            "Use those, a new workdir, or --change=eval.params to go on with these"
+        )
+    return fields | ({"data.held_out": [before, held_out]} if before != held_out else {})
+
+
+def changed_rates(
+    folder: pathlib.Path, config: ml_collections.ConfigDict, state: Mapping[str, Any]
+) -> list[str]:
+    """Returns a line for each learning rate of the next update that differs from the one that the
+    configuration saved in `folder` gives."""
+    saved, lines = ml_collections.ConfigDict(saved_config(folder)), []
+    for section, network in (("optimizer", "policy"), ("critic", "critic")):
+        if network in state:
+            count = optimizer.num_updates(state[network].opt_state)
+            before, now = (float(optimizer.rate_at(c, section, count)) for c in (saved, config))
+            if before != now:
+                lines.append(
+                    f"the learning rate of the {network} is {now:.4g} now, and was {before:.4g}"
+                )
+    return lines
