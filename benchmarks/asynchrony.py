@@ -53,10 +53,11 @@ def long_tailed(setup):
 
     import numpy as np
 
-    from jaxrl_tis import rollouts
     from jaxrl_tis.data.rewards import Scored
+    from jaxrl_tis.rollouts.groups import Groups
+    from jaxrl_tis.rollouts.prompts import Prompter
 
-    class LongTailed(rollouts.Groups):
+    class LongTailed(Groups):
         def requests(self, record, name, redundant=0):
             return [self._cut(r) for r in super().requests(record, name, redundant)]
 
@@ -72,24 +73,25 @@ def long_tailed(setup):
         def results(self, texts, records, tokens):
             return [Scored(float(len(text) % 7), {}) for text in texts]
 
-    prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
+    prompter = Prompter(setup.tokenizer, setup.config.task)
     return LongTailed(setup.config, prompter, Nothing(), with_greedy=False)
 
 
 def source_of(setup, timer):
     import functools
 
-    from jaxrl_tis import rollouts
     from jaxrl_tis.data.pipeline import Batches
+    from jaxrl_tis.rollouts.synchronous import Collector
+    from jaxrl_tis.rollouts.threads import Threads
 
     c = setup.config
     batches = Batches(c.task.name, c.task.params, batch_size=c.rollout.prompts, seed=c.seed)
     starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
     if setup.mode.is_sync:
-        return rollouts.Collector(
+        return Collector(
             c, long_tailed(setup), batches, timer, load=setup.serving_params, start=starts[0]
         )
-    return rollouts.Threads(
+    return Threads(
         c, setup.mode, long_tailed(setup), batches, timer, load=setup.served_params, starts=starts,
         slots=setup.engine.slots,
     )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 import ml_collections
 
-from jaxrl_tis import evaluate, rollouts, validate
+from jaxrl_tis import evaluate, validate
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import pipeline, tasks
 from jaxrl_tis.data.pipeline import Batches
@@ -30,7 +30,13 @@ from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, facts, saved, saved_config, write_run_files
-from jaxrl_tis.rollouts.prompts import Checked
+from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
+from jaxrl_tis.rollouts.prompts import Checked, Prompter, lacks_answer
+from jaxrl_tis.rollouts.remote import Remote
+from jaxrl_tis.rollouts.source import RolloutSource
+from jaxrl_tis.rollouts.synchronous import Collector
+from jaxrl_tis.rollouts.threads import Threads
+from jaxrl_tis.rollouts.virtual import Asynchronous
 from jaxrl_tis.runtime import hub, lock, processes, storage
 from jaxrl_tis.runtime.cli import Interrupted
 from jaxrl_tis.runtime.interrupt import Interrupt
@@ -51,7 +57,7 @@ def check_finite(step: int, values: dict[str, float], saved: int | None) -> None
 
 
 def check_rewards(
-    step: int, drawn: list[rollouts.Sample], last_error: str, is_first: bool
+    step: int, drawn: list[Sample], last_error: str, is_first: bool
 ) -> None:
     """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
     if not all(sample.is_failed for sample in drawn):
@@ -84,7 +90,7 @@ class Run:
         self._mirror, self._workdir = mirror, mirror.folder
         self._watchdog, self._interrupt = watchdog, interrupt
         self._timer = Timer(goodput.compile_seconds)
-        self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
+        self._prompter = Prompter(setup.tokenizer, config.task)
         self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.beat)
         is_new = checkpoints.latest() is None
         self._taught = examples(setup, self._prompter, watchdog.beat) if is_new else None
@@ -99,37 +105,37 @@ class Run:
         self.last_eval: dict[str, float] = {}
         self._is_rewarded = False  # a batch of this run was
 
-    def _make_source(self) -> rollouts.RolloutSource:
+    def _make_source(self) -> RolloutSource:
         setup, config = self.setup, self.setup.config
         self._batches = batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
             seed=config.seed, **processes.shard(), check=self._check,
         )
         self._data = batches.source
-        groups = rollouts.Groups(
+        groups = Groups(
             config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
         )
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
         made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
         if setup.mode.is_sync and not config.rollout.replay:
-            return rollouts.Collector(config, groups, batches, self._timer, **made)
+            return Collector(config, groups, batches, self._timer, **made)
         ahead = config, setup.mode, groups, batches, self._timer
         if config.rollout.driver == "threads":
-            return rollouts.Threads(
+            return Threads(
                 *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
                 pulse=self.pulse,
             )
         if config.rollout.driver == "processes":
-            return rollouts.Remote(
+            return Remote(
                 *ahead, load=setup.serving_params, engine=setup.engine, facts=setup.facts,
                 pulse=self.pulse,
             )
-        return rollouts.Asynchronous(
+        return Asynchronous(
             *ahead, slots=setup.engine.slots, arrived=self._old.arrived, **made
         )
 
     def _check(self, source: tasks.Source) -> Checked:
-        reject = rollouts.lacks_answer(self.setup.config.reward.name)
+        reject = lacks_answer(self.setup.config.reward.name)
         return self._prompter.checked(source, "training data", reject, pulse=self._watchdog.beat)
 
     def begin(self) -> None:
@@ -310,7 +316,7 @@ class Run:
         values |= probed
         values |= measured | sample_metrics(drawn, rows, config)
         values["data/bad_records"] = self._data.left_out
-        values |= rollouts.unknown_ids([s.trajectory for s in drawn], self.setup.tokenizer)
+        values |= unknown_ids([s.trajectory for s in drawn], self.setup.tokenizer)
         check_finite(step, values, self.saved)
         if not rows["mask"].any():
             processes.say(f"step {step}: nothing to train on; the weights stay as they were", sys.stderr)
@@ -375,7 +381,7 @@ class Run:
         self._compare(step, rows)
         return drawn, self.source.metrics(), rows, measured
 
-    def _check_rewards(self, step: int, drawn: list[rollouts.Sample]) -> None:
+    def _check_rewards(self, step: int, drawn: list[Sample]) -> None:
         check_rewards(step, drawn, self.rewards.last_error, is_first=not self._is_rewarded)
         takes_parts = "reward_components" in self.setup.correction.needs
         if takes_parts and any(SCORE in s.components for s in drawn):

@@ -95,12 +95,6 @@ class Queue:
                     found.append((group, sample))
         return found
 
-    def release(self, consumer: str, keys: Iterable[Key]) -> None:
-        """Takes samples back from a consumer that did not do its work."""
-        for group, sample in keys:
-            if group in self.entries:
-                self.entries[group].claimed.discard((consumer, sample))
-
     def is_ready(self, group: int, consumer: str) -> bool:
         """Whether all samples of a group have what the consumer needs."""
         rows = self.entries[group].columns.values()

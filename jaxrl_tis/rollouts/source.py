@@ -15,7 +15,7 @@ from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts.groups import Sample
 
 
-def run(
+def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
     pulse: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:

@@ -11,7 +11,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts.groups import Groups, Sample, is_equal
-from jaxrl_tis.rollouts.source import engine_metrics, run
+from jaxrl_tis.rollouts.source import engine_metrics, generate
 from jaxrl_tis.runtime import processes
 
 
@@ -108,6 +108,6 @@ class Collector:
             for request in self._groups.requests(record, f"{tag[0]}/{tag[1]}/{i}")
         ]
         with self._timer("rollout"):
-            trajectories = run(self._scheduler, requests, pulse=self._pulse)
+            trajectories = generate(self._scheduler, requests, pulse=self._pulse)
         with self._timer("reward"):
             return self._groups.rewarded(records, trajectories)

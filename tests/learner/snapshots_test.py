@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.learner import snapshots
@@ -18,6 +17,7 @@ from jaxrl_tis.learner.snapshots import Average, Replica, Ring, averaged, num_sn
 from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.record import checkpoint
+from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
 from tests.record.checkpoint_test import assert_same
 
@@ -236,7 +236,7 @@ def drawn(**changes):
             for t in arrived if t.stop_reason == "abort"
         }
     samples = [
-        rollouts.Sample(done[id], {}, "", 0.0, float(i % 3), i // 4) for i, id in enumerate(requests)
+        Sample(done[id], {}, "", 0.0, float(i % 3), i // 4) for i, id in enumerate(requests)
     ]
     return setup, trainer, policies, kept, scoring, samples
 

@@ -85,7 +85,7 @@ class World:
         self.log, self.tokens = [], 0
         self.haste = [9, *(rng.choice([3, 9, 27]) for _ in range(2))]  # of samplers, orders and reports
         weights = [rng.choice([3, 9]), *(rng.choice([1, 3, 9]) for _ in range(2))]
-        rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(8)]
+        rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(7)]
         self.weights = weights + rare
         for _ in range(rng.randint(1, 4)):
             self.join()
@@ -97,7 +97,7 @@ class World:
         """One at random, and what is decided then, now or later."""
         [event] = self.rng.choices(
             [self.work, self.reward, self.learn, self.die, self.join, self.junk, self.checkpoint,
-             self.reject, self.tighten, self.rest, self.release], self.weights,
+             self.reject, self.tighten, self.rest], self.weights,
         )
         event()
         if not self.drawers and self.rng.random() < 0.2:
@@ -231,10 +231,6 @@ class World:
         now, self.claimed = self.claimed[:count], self.claimed[count:]
         for key in now:
             self.queue.put(key, "reward", 1.0)
-
-    def release(self):
-        self.queue.release("reward", self.claimed)
-        self.claimed = []
 
     def reject(self):
         ready = [g for g in self.queue.entries if self.queue.is_ready(g, "learner")]
@@ -410,7 +406,7 @@ class World:
         for row in entry.columns.values():
             tokens = row["tokens"]
             assert tokens == sorted(tokens), "versions go back along a sequence"
-            assert len(set(tokens)) == 1 or self.mode.mixes_versions, "a trajectory of two versions"
+            assert len(set(tokens)) == 1 or self.mode.on_sync != "drain", "a trajectory of two versions"
             age = self.version - tokens[0]
             assert 0 <= self.version - tokens[-1], "drawn by a version that is not there yet"
             assert age <= self.bounds[entry.number], f"{age} versions behind"

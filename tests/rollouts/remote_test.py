@@ -14,11 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, modes, remote, sampler, tcp, transport, verify, wire
 from jaxrl_tis.rollouts import worker as worker_module
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.remote import Remote
 from jaxrl_tis.rollouts.worker import LearnerLost, Worker
 from tests import tiny
 from tests.rollouts.virtual_test import assert_same, drawn, in_order, made
@@ -44,14 +46,14 @@ def learner():
                 rollout__mode=mode, rollout__max_new_tokens=6, rollout__driver="processes",
                 rollout__worker_timeout=timeout, **overrides,
             )
-            prompter = rollouts.Prompter(setup.tokenizer, config.task)
+            prompter = Prompter(setup.tokenizer, config.task)
             reward = FakeRewards(lambda text, record: float(len(text)))
-            groups = rollouts.Groups(config, prompter, reward, with_greedy=False)
+            groups = Groups(config, prompter, reward, with_greedy=False)
             batches = Batches(
                 config.task.name, config.task.params, batch_size=config.rollout.prompts,
                 seed=config.seed,
             )
-            source = rollouts.Remote(
+            source = Remote(
                 config, modes.parse(mode), groups, batches, Timer(), load=setup.serving_params,
                 engine=setup.engine, facts=FACTS,
             )
@@ -232,8 +234,8 @@ def _requests():
     """The requests of the first batches of a synchronous run."""
     setup, _ = made()
     config = tiny.config(rollout__max_new_tokens=6)
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    groups = rollouts.Groups(config, prompter, FakeRewards(lambda *_: 0.0), with_greedy=False)
+    prompter = Prompter(setup.tokenizer, config.task)
+    groups = Groups(config, prompter, FakeRewards(lambda *_: 0.0), with_greedy=False)
     batches = Batches(
         config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
     )

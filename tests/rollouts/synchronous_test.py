@@ -7,11 +7,13 @@ import math
 import ml_collections
 import numpy as np
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.synchronous import Collector
 from tests import tiny
 
 TOKENIZER = CharTokenizer("0123456789+= ")
@@ -100,9 +102,9 @@ def collector(
     config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, **options
 ):
     """A collector that has published its first weights to the scheduler."""
-    prompter = rollouts.Prompter(TOKENIZER, config.task)
-    c = rollouts.Collector(
-        config, rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy),
+    prompter = Prompter(TOKENIZER, config.task)
+    c = Collector(
+        config, Groups(config, prompter, FakeRewards(reward), with_greedy),
         Batches(examples or batches()), timer or Timer(), load=lambda params, version: params,
         start=lambda params, version: scheduler or FakeScheduler(), **options,
     )

@@ -7,14 +7,15 @@ import random
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.threads import Threads
 from tests import tiny
 from tests.rollouts.virtual_test import (
     MODES, assert_same, check_equal_groups_make_room, drawn, in_order,
@@ -69,13 +70,13 @@ def source(request):
             rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=workers,
             rollout__driver="threads", **overrides,
         )
-        prompter = rollouts.Prompter(setup.tokenizer, config.task)
-        groups = rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy=False)
+        prompter = Prompter(setup.tokenizer, config.task)
+        groups = Groups(config, prompter, FakeRewards(reward), with_greedy=False)
         batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
         )
         start = lambda engine, params, version: wrap(setup.scheduler(engine, params, version))
-        sources.append(rollouts.Threads(
+        sources.append(Threads(
             config, modes.parse(mode), groups, batches, Timer(),
             load=lambda params, version: setup.served_params(params, version)[:workers],
             starts=[functools.partial(start, engine) for engine in setup.engines[:workers]],

@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.synchronous import Collector
+from jaxrl_tis.rollouts.virtual import Asynchronous
 from tests import tiny
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
@@ -36,8 +39,8 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
         rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=2 if is_parallel else 1,
         **overrides,
     )
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    groups = rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy=False)
+    prompter = Prompter(setup.tokenizer, config.task)
+    groups = Groups(config, prompter, FakeRewards(reward), with_greedy=False)
     batches = Batches(
         config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
     )
@@ -45,8 +48,8 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
         load=setup.serving_params, start=start or functools.partial(setup.scheduler, setup.engine)
     )
     if mode == "sync" and not config.rollout.replay:
-        return rollouts.Collector(config, groups, batches, Timer(), **given), params
-    return rollouts.Asynchronous(
+        return Collector(config, groups, batches, Timer(), **given), params
+    return Asynchronous(
         config, modes.parse(mode), groups, batches, Timer(), slots=setup.engine.slots, **given
     ), params
 
