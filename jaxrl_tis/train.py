@@ -30,13 +30,14 @@ from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, facts, saved, saved_config, write_run_files
+from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, Prompter, lacks_answer
-from jaxrl_tis.rollouts.remote import Remote
-from jaxrl_tis.rollouts.source import RolloutSource
-from jaxrl_tis.rollouts.synchronous import Collector
-from jaxrl_tis.rollouts.threads import Threads
-from jaxrl_tis.rollouts.virtual import Asynchronous
+from jaxrl_tis.rollouts.remote import remote_source
+from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
+from jaxrl_tis.rollouts.synchronous import SyncSource
+from jaxrl_tis.rollouts.threads import thread_source
+from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import hub, lock, processes, storage
 from jaxrl_tis.runtime.cli import Interrupted
 from jaxrl_tis.runtime.interrupt import Interrupt
@@ -116,23 +117,18 @@ class Run:
             config, self._prompter, self.rewards, "greedy_rewards" in setup.correction.needs
         )
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
-        made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
-        if setup.mode.is_sync and not config.rollout.replay:
-            return Collector(config, groups, batches, self._timer, **made)
-        ahead = config, setup.mode, groups, batches, self._timer
-        if config.rollout.driver == "threads":
-            return Threads(
-                *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
-                pulse=self.pulse,
-            )
-        if config.rollout.driver == "processes":
-            return Remote(
-                *ahead, load=setup.serving_params, engine=setup.engine, facts=setup.facts,
-                pulse=self.pulse,
-            )
-        return Asynchronous(
-            *ahead, slots=setup.engine.slots, arrived=self._old.arrived, **made
+        is_apart = config.rollout.driver == "threads"
+        parts = SourceParts(
+            config, setup.mode, replay.parse(config.rollout.replay), groups, batches, self._timer,
+            setup.served_params if is_apart else setup.serving_params, self.pulse,
         )
+        if setup.mode.is_sync and parts.replay is None:
+            return SyncSource(parts, starts[0])
+        if is_apart:
+            return thread_source(parts, starts, setup.engine.slots)
+        if config.rollout.driver == "processes":
+            return remote_source(parts, setup.engine, setup.facts)
+        return VirtualSource(parts, starts[0], setup.engine.slots, self._old.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config.reward.name)
@@ -143,7 +139,7 @@ class Run:
         that is due and was not done."""
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
-            agreed = facts(self.setup.config.to_dict()) | self.source.facts()
+            agreed = facts(self.setup.config.to_dict()) | self.source.sync_digest()
             agreed |= {"--change": self._changed.named, "held-out examples": self._evaluator.digest}
             if difference := processes.difference(agreed):
                 raise ValueError(difference)
@@ -305,7 +301,7 @@ class Run:
             with self._phase("sync"):
                 params = self.state["policy"].params
                 if self.source.publish(params, self.version):
-                    self._old.put(self.version, params)
+                    self._old.publish(params, self.version)
             if self._accumulates:
                 drawn, values, rows, measured = self._accumulate(step)
             else:
@@ -351,7 +347,7 @@ class Run:
         parts = probe.split(self.setup, rows, self.state["policy"].params)
         found, too_far = probe.verdict(parts, probe.exceeded(self.setup, parts)), None
         if found:
-            done = f"; {self.source.tighten()}" if action == "sync" else ""
+            done = f"; {self.source.reduce_staleness()}" if action == "sync" else ""
             processes.say(f"step {step}: {found}{done}", sys.stderr)
             if action == "stop":
                 too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"
@@ -361,7 +357,7 @@ class Run:
         """Draws a batch, scores it and updates the state; returns (samples, metrics of how they came
         about, rows, metrics of the update)."""
         with self._named("rollout"):
-            drawn, values = self.source.next(step)
+            drawn, values = next_batch(self.source, step)
         self._check_rewards(step, drawn)
         with self._phase("score"):
             known = self._old.taken([s.trajectory for s in drawn])
@@ -405,7 +401,7 @@ class Run:
         if step % self.setup.config.processes.check_every:
             return
         batch = {f"batch.{name}": x for name, x in rows.items()}
-        if difference := processes.difference(self.source.facts() | batch):
+        if difference := processes.difference(self.source.sync_digest() | batch):
             raise RuntimeError(f"step {step}: {difference}; the run stops, as it would diverge")
 
     def _has_evaluation(self) -> bool:
@@ -422,7 +418,7 @@ class Run:
         start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
         self._watchdog.beat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
-        self.source.rest()  # there is room for one cache
+        self.source.release_cache()  # there is room for one cache
         params = engine.load(self.state["policy"].params)
         scheduler = self.setup.scheduler(engine, params, self.version)
         total = 2 * self.setup.config.eval.prompts

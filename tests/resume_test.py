@@ -20,7 +20,7 @@ from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.learner.warmup import warm_up
 from jaxrl_tis.record import checkpoint, provenance
-from jaxrl_tis.rollouts.synchronous import Collector
+from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.runtime.cli import Interrupted
 from jaxrl_tis.runtime.interrupt import Interrupt
 from tests import tiny
@@ -40,7 +40,7 @@ CRITIC = dict(
     ),
 )
 COUNTS = ("reward/dropped", "reward/errors", "reward/non_finite", "reward/timeouts")
-_next, _update = Collector.next, Trainer.update
+_parts, _update = SyncSource.parts, Trainer.update
 
 
 class Cut(Exception):
@@ -84,7 +84,7 @@ def cut_at(step, how):
             if how is Cut:
                 raise Cut
             os.kill(os.getpid(), how)
-        return _next(self, now)
+        return _parts(self, now)
 
     def update(self, state, rows, now, version):
         out = _update(self, state, rows, now, version)
@@ -95,7 +95,7 @@ def cut_at(step, how):
     if how == "after update":
         patch = mock.patch.object(Trainer, "update", update)
     else:
-        patch = mock.patch.object(Collector, "next", collect)
+        patch = mock.patch.object(SyncSource, "parts", collect)
     with patch, pytest.raises(Cut if how in (Cut, "after update") else Interrupted):
         yield
 

@@ -83,6 +83,10 @@ class Queue:
         """Whether a group has all of its samples."""
         return len(self.entries[group].columns) == self.size
 
+    def is_open(self, group: int) -> bool:
+        """Whether a group is in the queue and lacks samples."""
+        return group in self.entries and not self.has_tokens(group)
+
     def claim(self, consumer: str) -> list[Key]:
         """Hands out, once, the samples that have what the consumer needs, oldest group first."""
         found = []

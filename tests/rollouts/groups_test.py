@@ -9,6 +9,7 @@ import pytest
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.rollouts.groups import components, kept_metrics, sampling_params, unknown_ids
+from jaxrl_tis.rollouts.source import next_batch
 from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, collector, fields
 
 
@@ -48,7 +49,7 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
 def test_overlong_penalty_counts_tokens_and_leaves_the_score():
     """Every text has 1 token; with max_new_tokens 3 and a buffer of 3 the penalty is -1/3."""
     config = fields(rollout__overlong_buffer=3)
-    samples, _ = collector(config, lambda text, _: float(text)).next(1)
+    samples, _ = next_batch(collector(config, lambda text, _: float(text)), 1)
     assert [s.score for s in samples[:3]] == [0, 1, 2]
     np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])
 
@@ -64,7 +65,7 @@ def test_a_sample_has_what_its_reward_says():
         return [given[i % 2] for i in range(len(texts))]
 
     c._groups._rewards.results = results
-    [scored, failed, *rest], _ = c.next(1)
+    [scored, failed, *rest], _ = next_batch(c, 1)
     assert scored.score == 0.5 and scored.reward == pytest.approx(0.5 - 1 / 3)
     assert scored.components == {"score": 0.5, "acc": 1.0, "overlong": pytest.approx(-1 / 3)}
     assert not scored.is_failed and failed.is_failed
@@ -76,7 +77,7 @@ def test_a_sample_has_what_its_reward_says():
 
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     c = collector(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
-    samples, _ = c.next(1)
+    samples, _ = next_batch(c, 1)
     assert all(s.reward == sum(s.components.values()) for s in samples)
     found = components(samples)
     assert set(found) == {"reward", "overlong"} and found["reward"].tolist() == [1.0] * 6
@@ -88,4 +89,4 @@ def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     parts = Scored(1.0, {"overlong": 1.0})
     c._groups._rewards.results = lambda texts, records, tokens: [parts] * len(texts)
     with pytest.raises(ValueError, match="component 'overlong'"):
-        c.next(2)
+        next_batch(c, 2)
