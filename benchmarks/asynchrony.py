@@ -3,7 +3,7 @@
     python -m benchmarks.asynchrony                    # all modes, in rounds, each in its own process
     python -m benchmarks.asynchrony --mode='areal(staleness=2)'
     python -m benchmarks.asynchrony --measure=machine  # what two threads can do at once
-    python -m benchmarks.asynchrony --measure=sync     # handing weights over, bfloat16 and int8
+    python -m benchmarks.asynchrony --measure=sync     # weight sync, bfloat16 and int8
     python -m benchmarks.asynchrony --measure=pause    # of a sampler that draws while weights come
     python -m benchmarks.asynchrony --measure=control  # decisions for 128 groups of 8
 
@@ -53,10 +53,11 @@ def long_tailed(setup):
 
     import numpy as np
 
-    from jaxrl_tis import rollouts
     from jaxrl_tis.data.rewards import Scored
+    from jaxrl_tis.rollouts.groups import Groups
+    from jaxrl_tis.rollouts.prompts import Prompter
 
-    class LongTailed(rollouts.Groups):
+    class LongTailed(Groups):
         def requests(self, record, name, redundant=0):
             return [self._cut(r) for r in super().requests(record, name, redundant)]
 
@@ -72,27 +73,26 @@ def long_tailed(setup):
         def results(self, texts, records, tokens):
             return [Scored(float(len(text) % 7), {}) for text in texts]
 
-    prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
+    prompter = Prompter(setup.tokenizer, setup.config.task)
     return LongTailed(setup.config, prompter, Nothing(), with_greedy=False)
 
 
 def source_of(setup, timer):
     import functools
 
-    from jaxrl_tis import rollouts
     from jaxrl_tis.data.pipeline import Batches
+    from jaxrl_tis.rollouts.source import SourceParts
+    from jaxrl_tis.rollouts.synchronous import SyncSource
+    from jaxrl_tis.rollouts.threads import thread_source
 
     c = setup.config
     batches = Batches(c.task.name, c.task.params, batch_size=c.rollout.prompts, seed=c.seed)
     starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
+    serving_params = setup.serving_params if setup.mode.is_sync else setup.served_params
+    parts = SourceParts(c, setup.mode, None, long_tailed(setup), batches, timer, serving_params)
     if setup.mode.is_sync:
-        return rollouts.Collector(
-            c, long_tailed(setup), batches, timer, load=setup.serving_params, start=starts[0]
-        )
-    return rollouts.Threads(
-        c, setup.mode, setup.replay, long_tailed(setup), batches, timer, load=setup.served_params,
-        starts=starts, slots=setup.engine.slots,
-    )
+        return SyncSource(parts, starts[0])
+    return thread_source(parts, starts, setup.engine.slots)
 
 
 def train(mode: str, steps: int) -> dict[str, float]:
@@ -101,6 +101,7 @@ def train(mode: str, steps: int) -> dict[str, float]:
     from jaxrl_tis.learner.state import initial_params, initial_state
     from jaxrl_tis.learner.trainer import Trainer
     from jaxrl_tis.record.metrics import Timer
+    from jaxrl_tis.rollouts.source import next_batch
 
     setup = build.build(config(mode))
     training = setup.training
@@ -114,9 +115,9 @@ def train(mode: str, steps: int) -> dict[str, float]:
             timer.collect()
         policy = state["policy"].params
         source.publish(policy, step - 1)
-        old.put(step - 1, policy)
+        old.publish(policy, step - 1)
         before = time.monotonic()
-        samples, values = source.next(step)
+        samples, values = next_batch(source, step)
         waited += time.monotonic() - before
         known = old.taken([s.trajectory for s in samples])
         rows = trainer.score(state, samples, old, known)
@@ -193,7 +194,7 @@ def machine(rounds: int) -> None:
     print(f"two threads do {statistics.median(gains):.2f} times what one does")
 
 
-def hand_over(rounds: int) -> None:
+def sync(rounds: int) -> None:
     """Prints what it takes to bring the weights of a SmolLM2-135M to another device."""
     import jax
 
@@ -220,10 +221,11 @@ def hand_over(rounds: int) -> None:
 
 
 def pause(rounds: int) -> None:
-    """Prints for how long a sampler stands still when a learner that takes no time hands over."""
+    """Prints for how long weight syncs of a learner that takes no time pause a sampler."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params
     from jaxrl_tis.record.metrics import Timer
+    from jaxrl_tis.rollouts.source import next_batch
 
     for mode in ("areal(staleness=2)", "in_flight(staleness=2)"):
         for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):
@@ -234,7 +236,7 @@ def pause(rounds: int) -> None:
             stood, syncs = 0.0, 0
             for step in range(1, WARM + rounds + 1):
                 source.publish(params, step - 1)
-                _, values = source.next(step)
+                _, values = next_batch(source, step)
                 if step > WARM:
                     stood += values["sync/pause_s"] * values["async/syncs"]
                     syncs += values["async/syncs"]
@@ -246,7 +248,7 @@ def pause(rounds: int) -> None:
 def control(rounds: int, groups: int = 128, size: int = 8) -> None:
     """Prints the seconds that decisions, queue and controller take for a batch, without an engine."""
     from jaxrl_tis.rollouts import modes
-    from jaxrl_tis.rollouts.controller import Begin, Controller, Swap
+    from jaxrl_tis.rollouts.controller import Begin, Controller, SyncWeights
     from jaxrl_tis.rollouts.queue import Queue
 
     needs = {"reward": ("tokens",), "learner": ("reward",)}
@@ -258,13 +260,13 @@ def control(rounds: int, groups: int = 128, size: int = 8) -> None:
         controller.published(version)
         while (entries := controller.take()) is None:
             for decision in controller.decisions():
-                if isinstance(decision, Swap):
-                    controller.swapped("sampler", decision.version)
+                if isinstance(decision, SyncWeights):
+                    controller.synced("sampler", decision.version)
                 elif isinstance(decision, Begin):
                     running += decision.keys
                 else:
                     for key in decision.keys:
-                        controller.gave_back("sampler", key, version - 1)
+                        controller.preempted("sampler", key, version - 1)
                         running.remove(key)
             ended, running = running[:16], running[16:]  # of one call of the engine
             for key in ended:
@@ -290,7 +292,7 @@ def main() -> None:
         control(given.rounds)
     elif given.measure:
         os.environ |= {"XLA_FLAGS": ONE_THREAD, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
-        {"machine": machine, "sync": hand_over, "pause": pause}[given.measure](given.rounds)
+        {"machine": machine, "sync": sync, "pause": pause}[given.measure](given.rounds)
     else:
         compare(given.rounds, given.steps)
 

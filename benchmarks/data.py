@@ -18,9 +18,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import default
-from jaxrl_tis import rollouts
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.rollouts.prompts import Prompter
 
 MEAN_WORDS, WORDS = 45, 4000
 TEMPLATE = (
@@ -77,7 +77,7 @@ def main() -> None:
         print("| start | read, s | checked, s | of this process, CPU s | tokens a prompt |")
         print("|---|---|---|---|---|")
         for name in ("first", "next"):
-            prompter = rollouts.Prompter(load_tokenizer(spec), config.task)
+            prompter = Prompter(load_tokenizer(spec), config.task)
             start, busy = time.monotonic(), time.process_time()
             source = tasks.make("jsonl", {"path": f"{path}"})
             read = time.monotonic()

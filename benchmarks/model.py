@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from configs import default
-from jaxrl_tis import build, rollouts, sharding
+from jaxrl_tis import build, sharding
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -22,6 +22,8 @@ from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program
 from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts.groups import Sample
+from jaxrl_tis.rollouts.source import generate
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
 
@@ -73,7 +75,7 @@ class Step:
         self._rng = np.random.default_rng(0)
         self._count, self.rows = 0, None
 
-    def rollout(self) -> list[rollouts.Sample]:
+    def rollout(self) -> list[Sample]:
         self._count += 1
         self._scheduler.set_params(self._engine.load(self.state["policy"].params), self._count)
         sampling = SamplingParams(max_tokens=self._new_tokens)
@@ -82,8 +84,8 @@ class Step:
             Request(f"{self._count}/{i}/{g}", prompt, 0, sampling)
             for i, prompt in enumerate(prompts) for g in range(GROUP)
         ]
-        done = rollouts.run(self._scheduler, requests)
-        sample = rollouts.Sample(done[0], {}, "", 0.0, 0.0, 0)
+        done = generate(self._scheduler, requests)
+        sample = Sample(done[0], {}, "", 0.0, 0.0, 0)
         return [
             dataclasses.replace(sample, trajectory=t, reward=float(self._rng.random()), group=i // GROUP)
             for i, t in enumerate(done)
@@ -93,7 +95,7 @@ class Step:
         rows = self.score(self.rollout())
         return self.update(rows, self._count)
 
-    def score(self, samples: list[rollouts.Sample]) -> Rows:
+    def score(self, samples: list[Sample]) -> Rows:
         return self.trainer.score(
             self.state, samples, {self._count: self.state["policy"].params}
         )

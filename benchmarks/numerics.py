@@ -15,13 +15,15 @@ import jax
 import numpy as np
 
 from configs import quickstart
-from jaxrl_tis import build, rollouts
+from jaxrl_tis import build
 from jaxrl_tis.engine.engine import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.learner.batch_layout import Rows
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.rollouts.groups import Sample
+from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import cli
 
 NUMERICS = ("fast", "invariant")
@@ -57,12 +59,12 @@ class Parts:
         self.samples()
         self.rows = self._scored()
 
-    def samples(self) -> list[rollouts.Sample]:
+    def samples(self) -> list[Sample]:
         """One rollout with rewards that differ within the groups."""
-        done = rollouts.run(self.setup.scheduler(self.engine, self.params, 0), self.requests)
+        done = generate(self.setup.scheduler(self.engine, self.params, 0), self.requests)
         size = self.setup.config.rollout.group_size
         self.scored = [
-            rollouts.Sample(t, {}, "", float(i % 2), float(i % 2), i // size)
+            Sample(t, {}, "", float(i % 2), float(i % 2), i // size)
             for i, t in enumerate(done)
         ]
         return self.scored

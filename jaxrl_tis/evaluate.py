@@ -19,7 +19,7 @@ import ml_collections
 import numpy as np
 from absl import flags
 
-from jaxrl_tis import cli_flags, rollouts
+from jaxrl_tis import cli_flags
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker, worker
@@ -28,6 +28,9 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.learner.state import as_begun, read_params
 from jaxrl_tis.record import intervals
 from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.rollouts.groups import Sample, sampling_params
+from jaxrl_tis.rollouts.prompts import Prompter, lacks_answer
+from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import cli
 
 
@@ -40,13 +43,13 @@ class Evaluator:
     """
 
     def __init__(
-        self, config: ml_collections.ConfigDict, prompter: rollouts.Prompter,
+        self, config: ml_collections.ConfigDict, prompter: Prompter,
         pulse: Callable[[], None] = lambda: None,
     ):
         self._config, self._prompter = config, prompter
-        self.greedy: list[rollouts.Sample] = []
+        self.greedy: list[Sample] = []
         params = {**config.task.params, **config.eval.params}
-        reject = rollouts.lacks_answer(config.reward.name)
+        reject = lacks_answer(config.reward.name)
         checked = prompter.checked(
             tasks.make(config.task.name, params), "held-out data", reject, config.eval.prompts, pulse
         )
@@ -71,7 +74,7 @@ class Evaluator:
         texts, tokens = self._texts(trajectories), [t.tokens for t in trajectories]
         scores = rewards.score(texts[0::2], self._records, tokens[0::2])
         self.greedy = [
-            rollouts.Sample(trajectory, record, text, score, score, group=i)
+            Sample(trajectory, record, text, score, score, group=i)
             for i, (trajectory, record, text, score) in enumerate(
                 zip(trajectories[0::2], self._records, texts[0::2], scores, strict=True)
             )
@@ -113,7 +116,7 @@ class Evaluator:
         prefill."""
         tokenizer = self._prompter.tokenizer
         sampling = {
-            name: rollouts.sampling_params(self._config, tokenizer, temperature, is_filtered=False)
+            name: sampling_params(self._config, tokenizer, temperature, is_filtered=False)
             for name, temperature in (("greedy", 0.0), ("sampled", 1.0))
         }
         draws = [("greedy", "greedy"), ("sampled", "sampled")]
@@ -123,7 +126,7 @@ class Evaluator:
             for i, ids in enumerate(self._prompts)
             for name, kind in draws
         ]
-        return rollouts.run(scheduler, requests, progress.update, pulse)
+        return generate(scheduler, requests, progress.update, pulse)
 
     def _texts(self, trajectories: list[Trajectory]) -> list[str]:
         return [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
@@ -162,7 +165,7 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     Raises ValueError where no answer is left; further see `state.read_params` and `Evaluator`.
     """
     config, engine = setup.config, setup.learner_engine
-    evaluator = Evaluator(config, rollouts.Prompter(setup.tokenizer, config.task))
+    evaluator = Evaluator(config, Prompter(setup.tokenizer, config.task))
     scheduler = setup.scheduler(engine, engine.load(read_params(setup.training, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
     with (

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 import ml_collections
 
-from jaxrl_tis import evaluate, resume, rollouts, validate
+from jaxrl_tis import evaluate, resume, validate
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
@@ -29,7 +29,13 @@ from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, facts, saved, write_run_files
-from jaxrl_tis.rollouts.prompts import Checked
+from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
+from jaxrl_tis.rollouts.prompts import Checked, Prompter, lacks_answer
+from jaxrl_tis.rollouts.remote import remote_source
+from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
+from jaxrl_tis.rollouts.synchronous import SyncSource
+from jaxrl_tis.rollouts.threads import thread_source
+from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import hub, lock, processes, storage
 from jaxrl_tis.runtime.cli import Interrupted
 from jaxrl_tis.runtime.interrupt import Interrupt
@@ -48,7 +54,7 @@ def check_finite(step: int, values: dict[str, float], saved: int | None) -> None
 
 
 def check_rewards(
-    step: int, drawn: list[rollouts.Sample], last_error: str, is_first: bool
+    step: int, drawn: list[Sample], last_error: str, is_first: bool
 ) -> None:
     """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
     if not all(sample.is_failed for sample in drawn):
@@ -83,7 +89,7 @@ class Run:
         self._mirror, self._workdir = mirror, mirror.folder
         self._watchdog, self._interrupt = watchdog, interrupt
         self._timer = Timer(goodput.compile_seconds)
-        self._prompter = rollouts.Prompter(setup.tokenizer, config.task)
+        self._prompter = Prompter(setup.tokenizer, config.task)
         self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.beat)
         is_new, training = checkpoints.latest() is None, setup.training
         self._taught = examples(training, self._prompter, watchdog.beat) if is_new else None
@@ -98,37 +104,32 @@ class Run:
         self.last_eval: dict[str, float] = {}
         self._is_rewarded = False  # a batch of this run was
 
-    def _make_source(self) -> rollouts.RolloutSource:
+    def _make_source(self) -> RolloutSource:
         setup, config = self.setup, self.setup.config
         self._batches = batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
             seed=config.seed, **processes.shard(), check=self._check,
         )
         self._data = batches.source
-        groups = rollouts.Groups(
+        groups = Groups(
             config, self._prompter, self.rewards, "greedy_rewards" in setup.training.correction.needs
         )
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
-        made = dict(load=setup.serving_params, start=starts[0], pulse=self.pulse)
-        if setup.mode.is_sync and not config.rollout.replay:
-            return rollouts.Collector(config, groups, batches, self._timer, **made)
-        ahead = config, setup.mode, setup.replay, groups, batches, self._timer
-        if config.rollout.driver == "threads":
-            return rollouts.Threads(
-                *ahead, load=setup.served_params, starts=starts, slots=setup.engine.slots,
-                pulse=self.pulse,
-            )
-        if config.rollout.driver == "processes":
-            return rollouts.Remote(
-                *ahead, load=setup.serving_params, engine=setup.engine, facts=setup.facts,
-                pulse=self.pulse,
-            )
-        return rollouts.Asynchronous(
-            *ahead, slots=setup.engine.slots, arrived=self.old.arrived, **made
+        is_apart = config.rollout.driver == "threads"
+        parts = SourceParts(
+            config, setup.mode, setup.replay, groups, batches, self._timer,
+            setup.served_params if is_apart else setup.serving_params, self.pulse,
         )
+        if setup.mode.is_sync and parts.replay is None:
+            return SyncSource(parts, starts[0])
+        if is_apart:
+            return thread_source(parts, starts, setup.engine.slots)
+        if config.rollout.driver == "processes":
+            return remote_source(parts, setup.engine, setup.facts)
+        return VirtualSource(parts, starts[0], setup.engine.slots, self.old.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
-        reject = rollouts.lacks_answer(self.setup.config.reward.name)
+        reject = lacks_answer(self.setup.config.reward.name)
         return self._prompter.checked(source, "training data", reject, pulse=self._watchdog.beat)
 
     def begin(self) -> None:
@@ -136,7 +137,7 @@ class Run:
         is due and was not done."""
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
-            agreed = facts(self.setup.config.to_dict()) | self.source.facts()
+            agreed = facts(self.setup.config.to_dict()) | self.source.sync_digest()
             agreed |= {"--change": self._changed.named, "held-out examples": self._evaluator.digest}
             if difference := processes.difference(agreed):
                 raise ValueError(difference)
@@ -246,7 +247,7 @@ class Run:
         with traced, jax.profiler.StepTraceAnnotation("step", step_num=step):
             yield
 
-    def check_rewards(self, step: int, samples: list[rollouts.Sample]) -> None:
+    def check_rewards(self, step: int, samples: list[Sample]) -> None:
         """Raises ValueError for rewards that cannot be trained on."""
         check_rewards(step, samples, self.rewards.last_error, is_first=not self._is_rewarded)
         takes_parts = "reward_components" in self.setup.training.correction.needs
@@ -267,19 +268,19 @@ class Run:
         if step % self.setup.config.processes.check_every:
             return
         batch = {f"batch.{name}": x for name, x in rows.items()}
-        if difference := processes.difference(self.source.facts() | batch):
+        if difference := processes.difference(self.source.sync_digest() | batch):
             raise RuntimeError(f"step {step}: {difference}; the run stops, as it would diverge")
 
-    def data_metrics(self, drawn: list[rollouts.Sample]) -> dict[str, float]:
+    def data_metrics(self, drawn: list[Sample]) -> dict[str, float]:
         """Counts the records that are left out, and tokens that the tokenizer does not know."""
         trajectories = [s.trajectory for s in drawn]
         return {
             "data/bad_records": self._data.left_out,
-            **rollouts.unknown_ids(trajectories, self.setup.tokenizer),
+            **unknown_ids(trajectories, self.setup.tokenizer),
         }
 
     def record(
-        self, step: int, values: dict[str, float], drawn: list[rollouts.Sample], rows: Rows,
+        self, step: int, values: dict[str, float], drawn: list[Sample], rows: Rows,
         start: float,
     ) -> None:
         """Writes the metrics of a step that began at `start`, and its samples where they are due."""
@@ -313,7 +314,7 @@ class Run:
         start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
         self._watchdog.beat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
-        self.source.rest()  # there is room for one cache
+        self.source.release_cache()  # there is room for one cache
         params = engine.load(self.state["policy"].params)
         scheduler = self.setup.scheduler(engine, params, self.version)
         total = 2 * self.setup.config.eval.prompts
@@ -444,7 +445,7 @@ def run(
                     with r.phase("sync"):
                         params = r.state["policy"].params
                         if source.publish(params, r.version):
-                            old.put(r.version, params)
+                            old.publish(r.version, params)
 
                     if r.accumulates:
                         # Rollout and update: the gradient of each group as it arrives
@@ -458,7 +459,7 @@ def run(
                     else:
                         # Rollout
                         with r.named("rollout"):
-                            drawn, values = source.next(step)
+                            drawn, values = next_batch(source, step)
                         r.check_rewards(step, drawn)
 
                         # Score
@@ -474,7 +475,7 @@ def run(
 
                 # Measure
                 probed, too_far = probe.of_step(
-                    r.setup, step, rows, r.state["policy"].params, source.tighten
+                    r.setup, step, rows, r.state["policy"].params, source.reduce_staleness
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)

@@ -17,7 +17,7 @@ from absl import flags
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.rollouts import remote
-from jaxrl_tis.rollouts.worker import LearnerLost, Worker
+from jaxrl_tis.rollouts.worker import LearnerLost, RolloutWorker
 from jaxrl_tis.runtime import addresses, cli
 
 CONFIG = cli_flags.define_config()
@@ -37,7 +37,7 @@ def main() -> None:
     token = remote.read_token(address[0])
     try:
         setup = build(config)
-        worker = Worker(
+        worker = RolloutWorker(
             address, token, setup.facts, NAME.value or f"{socket.gethostname()}-{os.getpid()}",
             setup.engine.slots, setup.engine.abstract_params(),
             functools.partial(setup.scheduler, setup.engine), config.rollout.worker_timeout,

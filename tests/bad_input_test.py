@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from jaxrl_tis import evaluate, models, rollouts, train
+from jaxrl_tis import evaluate, models, train
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.learner.state import abstract_state, initial_params
@@ -21,6 +21,7 @@ from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.record import checkpoint, metrics
+from jaxrl_tis.rollouts.synchronous import SyncSource
 from tests import tiny
 from tests.resume_test import Cut, assert_same_run, cut_at
 
@@ -293,14 +294,14 @@ def test_nan_rewards_are_counted_and_the_run_goes_on():
 
 
 def test_hanging_and_raising_rewards_get_their_score_and_never_stop_the_run(tmp_path):
-    collected, collect = [], rollouts.Collector.next
+    collected, parts = [], SyncSource.parts
 
-    def record(self, *arguments):
-        out = collect(self, *arguments)
-        collected.extend(out[0])
-        return out
+    def record(self, step):
+        for part in parts(self, step):
+            collected.extend(part)
+            yield part
 
-    with mock.patch.object(rollouts.Collector, "next", record):
+    with mock.patch.object(SyncSource, "parts", record):
         tiny.run(tmp_path, steps=1, reward__name="tests.tiny_rewards:hangs_or_raises",
                  reward__timeout=0.3, reward__on_error="-2.0", eval__prompts=1)
     [line] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]

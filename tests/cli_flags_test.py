@@ -10,7 +10,7 @@ from absl import flags
 from jaxrl_tis import cli_flags, train
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
-from jaxrl_tis.rollouts import Prompter
+from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.validate import validate
 from tests import forked
 from tests.configs_test import QWEN, write_checkpoint

@@ -20,6 +20,7 @@ from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.step import make_critic_step, make_train_step
 from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.validate import validate
 from tests import tiny
 
@@ -331,7 +332,6 @@ def test_one_full_step_of_the_sampler(large):
 
 def test_prompts_go_through_the_chat_template(large):
     config, setup, _, _ = large
-    from jaxrl_tis.rollouts import Prompter
 
     ids = Prompter(setup.tokenizer, config.task).ids({"prompt": "2+3?", "answer": "5", "id": "a"})
     text = setup.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)

@@ -9,9 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_tis import evaluate, export, rollouts
+from jaxrl_tis import evaluate, export
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from jaxrl_tis.record import intervals
+from jaxrl_tis.rollouts.prompts import Prompter
 from tests import tiny
 from tests.rollouts.synchronous_test import FakeRewards, FakeScheduler
 
@@ -41,7 +42,7 @@ class Progress:
 
 def evaluator(**changes):
     config = tiny.config(rollout__top_k=3, rollout__allow_filter_bias=True, **changes)
-    return evaluate.Evaluator(config, rollouts.Prompter(TOKENIZER, config.task)), config
+    return evaluate.Evaluator(config, Prompter(TOKENIZER, config.task)), config
 
 
 def test_accuracies():

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
+from jaxrl_tis.rollouts.groups import Groups, components
 from tests import tiny
 from tests.learner.aggregation_test import FAILED, NAN, TRUNCATED, batch
 from tests.learner.trainer_test import fake_samples
@@ -160,7 +160,7 @@ def test_components_are_void_by_themselves_or_with_their_reward():
         fake_samples(3), ({"a": 1.0, "b": NAN}, {"a": 2.0, "b": 3.0, "overlong": 0.0}, {"overlong": -1.0}),
         (1.0, 5.0, NAN),
     )]
-    found = rollouts.components(samples)
+    found = components(samples)
     np.testing.assert_array_equal(found["a"], [1, 2, NAN])
     np.testing.assert_array_equal(found["b"], [NAN, 3, NAN])
     np.testing.assert_array_equal(found["overlong"], [NAN, 0, NAN])
@@ -168,7 +168,7 @@ def test_components_are_void_by_themselves_or_with_their_reward():
 
 def test_a_run_says_so_and_goes_on(tmp_path, capsys):
     """The second of three batches has no reward at all."""
-    rewarded = rollouts.Groups.samples
+    rewarded = Groups.samples
 
     def samples(self, records, trajectories):
         found = rewarded(self, records, trajectories)
@@ -176,7 +176,7 @@ def test_a_run_says_so_and_goes_on(tmp_path, capsys):
         return [dataclasses.replace(s, score=NAN, reward=NAN) if is_second else s for s in found]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollouts.Groups, "samples", samples)
+        patch.setattr(Groups, "samples", samples)
         tiny.run(tmp_path, steps=3, warmup__steps=0, train__minibatches=1, train__epochs=1,
                  metrics__samples_every=1, eval__every=3, checkpoint__every=3)
     assert "step 2: nothing to train on" in capsys.readouterr().err

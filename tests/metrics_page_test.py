@@ -18,7 +18,7 @@ from jaxrl_tis.estimators import masks, rank_masks
 from jaxrl_tis.learner import correction
 from jaxrl_tis.record import goodput, metrics
 from jaxrl_tis.rollouts import remote
-from jaxrl_tis.rollouts.worker import Worker
+from jaxrl_tis.rollouts.worker import RolloutWorker
 from tests import hosts, tiny
 from tests.resume_test import cut_at
 
@@ -117,7 +117,7 @@ def with_a_worker(folder):
         "warmup__steps": 0, "rollout__driver": "processes", "rollout__listen": f"127.0.0.1:{port}",
     }
     setup = tiny.setup(steps=1, **settings)
-    worker = Worker(
+    worker = RolloutWorker(
         ("127.0.0.1", port), remote.NO_TOKEN, setup.facts, "worker", setup.engine.slots,
         setup.engine.abstract_params(), functools.partial(setup.scheduler, setup.engine),
     )

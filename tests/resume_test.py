@@ -14,12 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import export, rollouts, train
+from jaxrl_tis import export, train
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.learner.warmup import warm_up
 from jaxrl_tis.record import checkpoint, provenance
+from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.runtime.cli import Interrupted
 from jaxrl_tis.runtime.interrupt import Interrupt
 from tests import tiny
@@ -39,7 +40,7 @@ CRITIC = dict(
     ),
 )
 COUNTS = ("reward/dropped", "reward/errors", "reward/non_finite", "reward/timeouts")
-_next, _update = rollouts.Collector.next, Trainer.update
+_parts, _update = SyncSource.parts, Trainer.update
 
 
 class Cut(Exception):
@@ -83,7 +84,7 @@ def cut_at(step, how):
             if how is Cut:
                 raise Cut
             os.kill(os.getpid(), how)
-        return _next(self, now)
+        return _parts(self, now)
 
     def update(self, state, rows, now, version):
         out = _update(self, state, rows, now, version)
@@ -94,7 +95,7 @@ def cut_at(step, how):
     if how == "after update":
         patch = mock.patch.object(Trainer, "update", update)
     else:
-        patch = mock.patch.object(rollouts.Collector, "next", collect)
+        patch = mock.patch.object(SyncSource, "parts", collect)
     with patch, pytest.raises(Cut if how in (Cut, "after update") else Interrupted):
         yield
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_tis import models, rollouts, sharding, train
+from jaxrl_tis import models, sharding, train
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -20,6 +20,8 @@ from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.quant import QuantArray
+from jaxrl_tis.rollouts.groups import Sample
+from jaxrl_tis.rollouts.source import generate
 from tests import tiny
 
 pytestmark = [
@@ -243,7 +245,7 @@ def sample(setup, policy_params, version):
         Request(f"{version}/{i}/{g}", p, 0, sampling) for i, p in enumerate(prompts) for g in (0, 1)
     ]
     engine = setup.engine
-    return rollouts.run(Scheduler(engine, engine.load(policy_params), version), requests)
+    return generate(Scheduler(engine, engine.load(policy_params), version), requests)
 
 
 def two_updates(setup):
@@ -252,7 +254,7 @@ def two_updates(setup):
     for step in (1, 2):
         trajectories = sample(setup, state["policy"].params, step - 1)
         samples = [
-            rollouts.Sample(t, {}, "", 0.0, float(i % 3 + len(t.tokens) / 4), i // 2)
+            Sample(t, {}, "", 0.0, float(i % 3 + len(t.tokens) / 4), i // 2)
             for i, t in enumerate(trajectories)
         ]
         rows = trainer.score(state, samples, {step - 1: state["policy"].params})

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
 from jaxrl_tis.learner.snapshots import STAND_INS
+from jaxrl_tis.rollouts import modes
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
 THRESHOLDS = {
@@ -146,10 +147,8 @@ class Case:
         return node
 
     @property
-    def mode(self) -> "modes.Mode":
+    def mode(self) -> modes.Mode:
         """Who runs ahead of whom."""
-        from jaxrl_tis.rollouts import modes  # knows the engine, which takes seconds to import
-
         return modes.parse(self.setting("rollout.mode"))
 
     def mean(self, metric: str) -> float:

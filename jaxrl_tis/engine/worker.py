@@ -18,7 +18,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 Listener = Callable[[str, np.ndarray | Trajectory | Exception], None]
 
 
-class Worker:
+class EngineThread:
     """Steps a scheduler while requests are pending, and runs commands between the steps.
 
     Other threads call its methods; those that return a Future do so at once.

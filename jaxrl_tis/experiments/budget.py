@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis import cli_flags, rollouts
+from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
 from jaxrl_tis.experiments import figures
@@ -24,6 +24,7 @@ from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.models import quant
 from jaxrl_tis.record.metrics import NoRecord
 from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/fig_base.py"
@@ -46,7 +47,7 @@ def gaps(seed: int) -> Gaps:
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
     training = setup.training
-    prompter = rollouts.Prompter(setup.tokenizer, setup.config.task)
+    prompter = Prompter(setup.tokenizer, setup.config.task)
     params = warm_up(
         training, initial_params(training), NoRecord(), lambda: None, prompter,
         examples(training, prompter),

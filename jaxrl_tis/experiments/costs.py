@@ -68,7 +68,7 @@ class Costs:
         return steps * first + self.cached_s * running * steps * (steps - 1) / 2
 
     @property
-    def handover_s(self) -> float:
+    def sync_s(self) -> float:
         """The time in which a sampler takes new weights."""
         return self.swap_s + self.weights_gib * self.gib_s
 

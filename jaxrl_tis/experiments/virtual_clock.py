@@ -5,8 +5,8 @@ takes time, samplers and the learner, is a cost model: events on a heap, so that
 and throughput come out exactly, in seconds, and alike every time.
 
 A sampler works in calls: it prefills what is new to it, then draws `call_steps` tokens a call for
-all of its sequences. Between two calls it hears orders. As nothing else changes between the ends of
-two sequences, all calls up to the next end are one event, which an order cuts short.
+all of its sequences. Between two calls it hears commands. As nothing else changes between the ends of
+two sequences, all calls up to the next end are one event, which a command cuts short.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl_tis.experiments.costs import Costs
-from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, Swap
+from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.modes import Mode
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 
@@ -50,16 +50,16 @@ class Burst:
 
 @dataclasses.dataclass
 class Sampler:
-    """A sampler: what it draws, what waits for a slot, and the orders that it has not heard yet,
+    """A sampler: what it draws, what waits for a slot, and the commands that it has not heard yet,
     with the time of each."""
 
     version: int | None = None
     drawing: dict[Key, Sequence] = dataclasses.field(default_factory=dict)
     waiting: dict[Key, Sequence] = dataclasses.field(default_factory=dict)
     prompts: set[int] = dataclasses.field(default_factory=set)  # groups whose prompt is in its cache
-    orders: collections.deque = dataclasses.field(default_factory=collections.deque)
+    commands: collections.deque = dataclasses.field(default_factory=collections.deque)
     burst: Burst | None = None
-    is_swapping: bool = False
+    is_syncing: bool = False
     ticket: int = 0  # of its next event; older ones are void
 
 
@@ -83,7 +83,7 @@ class Outcome:
         not nothing.
       mean_staleness: over tokens, versions. max_staleness: of any token.
       partial: share of the sequences that several versions have drawn.
-      longest_pause: from the order to take new weights to the next token of a sampler that keeps its
+      longest_pause: from the command to take new weights to the next token of a sampler that keeps its
         sequences; 0 if none does. longest_call: of any sampler.
       counts: of the whole run.
       trained: groups in the order in which they were trained on.
@@ -124,7 +124,7 @@ class Clock:
             self.controller.joined(name, costs.slots)
         self.counts = Counts()
         self._events: list = []
-        self._order = itertools.count()
+        self._command = itertools.count()
         self._sequences: dict[Key, Sequence] = {}
         self._is_training, self._taken = False, 0
         self._drawn_tokens, self._longest_pause, self._longest_call = 0, 0.0, 0.0
@@ -132,7 +132,7 @@ class Clock:
         self._ends: list[float] = [0.0]  # of the updates
         self._train_times: list[tuple[float, float]] = []
         self._draw_times: list[tuple[float, float]] = []
-        self._swap_times: list[tuple[float, float]] = []
+        self._sync_times: list[tuple[float, float]] = []
 
     def run(self, steps: int, skip: int = 0) -> Outcome:
         """Runs so many updates. RuntimeError where nothing can happen any more."""
@@ -151,18 +151,18 @@ class Clock:
     # Events
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), event))
+        heapq.heappush(self._events, (time, next(self._command), event))
 
     def _settle(self) -> None:
         """Hands out decisions until there are none."""
         while decisions := self.controller.decisions():
             for decision in decisions:
                 sampler = self.samplers[decision.worker]
-                sampler.orders.append((self.now, decision))
+                sampler.commands.append((self.now, decision))
                 if sampler.burst is not None:
                     self._cut(decision.worker)
-                elif not sampler.is_swapping:
-                    self._obey(decision.worker)
+                elif not sampler.is_syncing:
+                    self._execute(decision.worker)
 
     def _wake_at(self, name: str, time: float, event: Callable[[str], None]) -> None:
         """Sets the next event of a sampler, in place of the one that was set."""
@@ -247,7 +247,7 @@ class Clock:
         self._wake_at(name, end, self._end_burst)
 
     def _end_burst(self, name: str) -> None:
-        """Writes down what a burst has drawn, hears the orders and goes on."""
+        """Writes down what a burst has drawn, hears the commands and goes on."""
         sampler, burst = self.samplers[name], self.samplers[name].burst
         sampler.burst = None
         self._draw_times.append((burst.start, self.now))
@@ -262,7 +262,7 @@ class Clock:
             if sequence.tokens == sequence.length:
                 del sampler.drawing[key]
                 self._finish(name, key, sequence)
-        self._obey(name)
+        self._execute(name)
 
     def _finish(self, name: str, key: Key, sequence: Sequence) -> None:
         is_wanted = self.controller.finished(name, key) and self.queue.put(key, "tokens", sequence)
@@ -271,19 +271,19 @@ class Clock:
             return
         self._at(self.now + self.costs.reward_s, lambda: self.queue.put(key, "reward", True))
 
-    def _obey(self, name: str) -> None:
-        """Carries out orders up to one for new weights, and draws."""
+    def _execute(self, name: str) -> None:
+        """Carries out commands up to one for new weights, and draws."""
         sampler = self.samplers[name]
-        while sampler.orders:
-            time, order = sampler.orders.popleft()
-            if isinstance(order, Swap):
-                self._swap(name, order.version, time)
+        while sampler.commands:
+            time, command = sampler.commands.popleft()
+            if isinstance(command, SyncWeights):
+                self._sync(name, command.version, time)
                 return
-            if isinstance(order, Begin):
-                for key in order.keys:
-                    sampler.waiting[key] = self._begun(key, key in order.fresh)
+            if isinstance(command, Begin):
+                for key in command.keys:
+                    sampler.waiting[key] = self._begun(key, key in command.fresh)
             else:
-                self._give_back(name, order)
+                self._preempt(name, command)
         self._begin_burst(name)
 
     def _begun(self, key: Key, is_fresh: bool) -> Sequence:
@@ -298,33 +298,33 @@ class Clock:
             sequence.drawn.clear()
         return sequence
 
-    def _give_back(self, name: str, order: Interrupt | Discard) -> None:
+    def _preempt(self, name: str, command: Interrupt | Discard) -> None:
         sampler = self.samplers[name]
-        for key in order.keys:
+        for key in command.keys:
             held = sampler.drawing if key in sampler.drawing else sampler.waiting
             if key not in held:
                 continue  # it has ended meanwhile
             sequence = held.pop(key)
-            self.controller.gave_back(name, key, max(sequence.drawn, default=None))
-            if isinstance(order, Discard):
+            self.controller.preempted(name, key, max(sequence.drawn, default=None))
+            if isinstance(command, Discard):
                 self.counts.discarded_tokens += sequence.tokens
             else:
                 self.counts.interrupted += 1
 
-    def _swap(self, name: str, version: int, ordered: float) -> None:
+    def _sync(self, name: str, version: int, commanded: float) -> None:
         sampler = self.samplers[name]
-        sampler.is_swapping, has_sequences, start = True, bool(sampler.drawing), self.now
+        sampler.is_syncing, has_sequences, start = True, bool(sampler.drawing), self.now
 
-        def swapped(name):
-            sampler.is_swapping, sampler.version = False, version
-            self._swap_times.append((start, self.now))
+        def synced(name):
+            sampler.is_syncing, sampler.version = False, version
+            self._sync_times.append((start, self.now))
             sampler.prompts = {group for group, _ in sampler.drawing}
             if has_sequences:
-                self._longest_pause = max(self._longest_pause, self.now - ordered)
-            self.controller.swapped(name, version)
-            self._obey(name)
+                self._longest_pause = max(self._longest_pause, self.now - commanded)
+            self.controller.synced(name, version)
+            self._execute(name)
 
-        self._wake_at(name, self.now + self.costs.handover_s, swapped)
+        self._wake_at(name, self.now + self.costs.sync_s, swapped)
 
     # Results
 
@@ -339,7 +339,7 @@ class Clock:
         busy = lambda times: sum(max(min(b, end) - max(a, start), 0.0) for a, b in times)
         idle = lambda times, count: max(1 - busy(times) / (count * (end - start)), 0.0)
         drawing = [(s.burst.start, end) for s in self.samplers.values() if s.burst is not None]
-        drawing += self._draw_times + self._swap_times
+        drawing += self._draw_times + self._sync_times
         trained = [row["tokens"] for _, e in self._trained for row in e.columns.values()]
         return Outcome(
             seconds=end - start,

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.diagnostics import agreement
@@ -22,6 +21,9 @@ from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits
 from jaxrl_tis.learner.setup import MAX_LOGITS
+from jaxrl_tis.rollouts.groups import sampling_params
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
@@ -36,14 +38,14 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
     """Draws groups of responses to the first prompts of the config's task, with its engine; `changes`
     replace fields of the config's sampling parameters."""
     config = setup.config
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
+    prompter = Prompter(setup.tokenizer, config.task)
     records = next(
         Batches(
             config.task.name, config.task.params, batch_size=prompts, seed=config.seed,
             check=lambda source: prompter.checked(source, "training data"),
         )
     )
-    params_of = rollouts.sampling_params(
+    params_of = sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True
     )
     params_of = dataclasses.replace(params_of, **changes)
@@ -52,7 +54,7 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
         for i, record in enumerate(records) for g in range(config.rollout.group_size)
     ]
     scheduler = setup.scheduler(setup.engine, setup.engine.load(params), 0)
-    return rollouts.run(scheduler, requests)
+    return generate(scheduler, requests)
 
 
 def check_prompts(setup: Setup, prompts: int) -> None:

@@ -7,9 +7,9 @@ an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part of the stat
 trust region, too, and "none" the policy itself at the start of the update. What is missing between
 them and the weights that drew then counts as the sampler's gap.
 
-All classes are used alike. `put` says which weights samplers draw with from now on, `arrived` which
-sequences have ended or were interrupted, before the next `put`; a batch is scored with the object
-itself, as a mapping from version to parameters, and with what it has `taken`.
+All classes are used alike. `publish` takes the weights that sample from now on, `add_logps` the
+sequences that have ended or were interrupted, before the next `publish`. A batch is scored with the
+object itself, as a mapping from version to parameters, and with the log-probs that it has `taken`.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ def num_snapshots(staleness: float) -> int:
 class Ring(Mapping):
     """The parameters of the newest versions, in host memory, each cut over the devices as it was.
 
-    A version that is asked for comes back to the devices; the newest is handed out as it was put
-    while it is still there, that is until an update donates it.
+    A version that is asked for comes back to the devices; the newest is returned as it was
+    published while it is still there, that is until an update donates it.
 
     Args:
       count: most versions, at least 1.
@@ -72,7 +72,7 @@ class Ring(Mapping):
             )
         self._count, self._kept, self._newest = count, {}, None
 
-    def put(self, version: int, params: Any) -> None:
+    def publish(self, params: Any, version: int) -> None:
         """Copies the parameters of a version, later than those before or the last one again, and
         drops the oldest beyond `count`."""
         if self._kept and version < max(self._kept):
@@ -84,7 +84,7 @@ class Ring(Mapping):
             del self._kept[old]
         self._newest = version, params
 
-    def arrived(self, trajectories: list[Trajectory]) -> None:
+    def add_logps(self, trajectories: list[Trajectory]) -> None:
         """Does nothing: the weights of the tokens stay."""
 
     def taken(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
@@ -133,7 +133,7 @@ def _moved(params: Any, memory_kind: str) -> Any:
 class Replica(Mapping):
     """The parameters that the sampler draws with now, and the log-probs of what it drew before.
 
-    Every sequence that older weights have drawn a part of must have arrived before the weights
+    Every sequence that older weights have drawn a part of must have ended before the weights
     change; a token that did not is scored nowhere, and `Trainer.score` names its version.
 
     Args:
@@ -151,11 +151,11 @@ class Replica(Mapping):
         self._max_sequences = max_sequences
         self._known: dict[str, np.ndarray] = {}  # request -> [n], NaN where unknown
 
-    def put(self, version: int, params: Any) -> None:
+    def publish(self, params: Any, version: int) -> None:
         """Takes the parameters of a version, in place of those before."""
-        self._snapshot.put(version, params)
+        self._snapshot.publish(params, version)
 
-    def arrived(self, trajectories: list[Trajectory]) -> None:
+    def add_logps(self, trajectories: list[Trajectory]) -> None:
         """Scores the tokens that the present weights have drawn."""
         [version] = self._snapshot
         drawn = [t for t in trajectories if np.any(t.mask & (t.version == version))]
@@ -207,17 +207,17 @@ class Replica(Mapping):
 
 
 class Newest(Mapping):
-    """The parameters that were put last, and no copy of them: for runs on policy, and for the ways
+    """The parameters that were published last, and no copy of them: for runs on policy, and for the ways
     in which another policy stands in."""
 
     def __init__(self):
         self._newest: dict[int, Any] = {}
 
-    def put(self, version: int, params: Any) -> None:
+    def publish(self, params: Any, version: int) -> None:
         """Takes the parameters of a version, in place of those before."""
         self._newest = {version: params}
 
-    def arrived(self, trajectories: list[Trajectory]) -> None:
+    def add_logps(self, trajectories: list[Trajectory]) -> None:
         """Does nothing."""
 
     def taken(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:

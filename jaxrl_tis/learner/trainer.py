@@ -22,7 +22,7 @@ from jaxrl_tis.learner.scoring import (
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import placement, transformer
-from jaxrl_tis.rollouts import Sample, components, kept_metrics
+from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics
 
 
 class Trainer:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.batch_layout import supervised_rows
 from jaxrl_tis.learner.optimizer import make_optimizer, optimizer_shardings, scaled_for
@@ -16,11 +15,12 @@ from jaxrl_tis.learner.step import TrainState, make_supervised_step
 from jaxrl_tis.models import placement
 from jaxrl_tis.record.metrics import MetricsWriter, NoRecord
 from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.runtime import processes
 
 
 def examples(
-    setup: LearnerSetup, prompter: rollouts.Prompter, pulse: Callable[[], None] = lambda: None
+    setup: LearnerSetup, prompter: Prompter, pulse: Callable[[], None] = lambda: None
 ) -> Batches | None:
     """Returns the examples of the warm-up, each checked; None for a config without one.
 
@@ -40,7 +40,7 @@ def examples(
 
 def warm_up(
     setup: LearnerSetup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
-    prompter: rollouts.Prompter, batches: Batches | None,
+    prompter: Prompter, batches: Batches | None,
 ) -> Any:
     """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
     parameters; calls `pulse` after each."""
@@ -75,11 +75,11 @@ def warm_up(
     return state.params
 
 
-def _target(prompter: rollouts.Prompter, record: dict[str, Any]) -> list[int]:
+def _target(prompter: Prompter, record: dict[str, Any]) -> list[int]:
     return [*prompter.tokenizer.encode(record["answer"]), prompter.tokenizer.eos_ids[0]]
 
 
-def _why_bad(prompter: rollouts.Prompter, record: dict[str, Any], limit: int) -> str:
+def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
     """Says why a record cannot be taught; "" where it can."""
     if "answer" not in record:
         return (

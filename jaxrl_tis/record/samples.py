@@ -36,7 +36,7 @@ def of_step(
     """Returns the lines of a training step: the first answer of each of the first `count` groups.
 
     Args:
-      samples: of the batch, as rollouts.Sample.
+      samples: of the batch, as `rollouts.groups.Sample`.
       rows: of the batch, [N,T], in the order of the samples: mask, sampled, logp_behav, logp_old,
         version.
       weights: [N,T] or None.

@@ -1,132 +1,182 @@
-"""What sources have in common whose samplers draw while the learner is at work.
+"""The source whose samplers run while the learner updates, in threads or in processes.
 
-The learner's thread publishes, rewards and takes batches. Others tell what samplers did. All of it
-happens under one lock, which nobody holds while an engine, a reward or a hand-over of weights is at
-work.
+The learner's thread publishes, rewards and takes batches; the driver's threads report what samplers
+did. All of it happens under one lock, which nobody holds while an engine, a reward or a transfer of
+weights is at work.
 """
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import jax
-import ml_collections
 
-from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.record.metrics import Timer
-from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
-from jaxrl_tis.rollouts.groups import Groups, Sample
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping, Claim
+from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry, Key
-from jaxrl_tis.rollouts.replay import Way
+from jaxrl_tis.rollouts.source import SourceParts
 
 PULSE_SECONDS = 0.1
 
 
-class Concurrent(Bookkeeping):
-    """A source adds how weights reach its samplers (`_send`, `_offer`), how orders do (`_decide`),
-    what it looks at before it waits (`_check_samplers`), `_stats` and what it measures beside the
-    others (`_own_metrics`); all but `_send` are called with the lock.
+class Shared:
+    """What the learner's thread and the driver's threads share.
 
-    Args:
-      mode, way: of rollout.mode and rollout.replay.
-      batches: records of prompts.
-      timer: of the phases "data", "rollout" (waiting for a batch) and "reward".
-      load: (the policy's parameters, version) -> serving parameters.
-      pulse: called while the learner waits.
+    Attributes:
+      changed: the lock, and the condition that something has changed.
+      books: used with the lock alone.
+      error: with which a thread of the driver ended.
     """
 
-    def __init__(
-        self, config: ml_collections.ConfigDict, mode: Mode, way: Way | None, groups: Groups, batches: Batches,
-        timer: Timer, load: Callable[[Any, int], Any], pulse: Callable[[], None],
-    ):
-        super().__init__(config, mode, way, groups, batches, timer)
-        self._load, self._pulse = load, pulse
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None  # what another thread ended with
-        self._handed_over = (0.0, 0)  # seconds, bytes since the last batch
+    def __init__(self, books: AsyncBookkeeping):
+        self.changed, self.books = threading.Condition(), books
+        self.error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raises the error of another thread, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+
+class Driver(Protocol):
+    """Samplers, and how weights and commands reach them. `publish`, `decide`, `check`, `stats`,
+    `metrics` and `in_flight` are called with the lock."""
+
+    def stage(self, served: Any, version: int) -> Any:
+        """Brings serving parameters to where samplers take them; they continue with the older."""
+
+    def publish(self, staged: Any, version: int) -> None:
+        """Lets samplers sync to the parameters that `stage` returned."""
+
+    def decide(self) -> None:
+        """Sends the controller's decisions to the samplers."""
+
+    def check(self) -> None:
+        """Looks at the samplers before the learner waits for them."""
+
+    def pause(self) -> None:
+        """Preempts what has to be for a checkpoint; it continues with the next version."""
+
+    def in_flight(self) -> Mapping[Key, Trajectory]:
+        """Returns parts of the sequences that continue after `pause`."""
+
+    def release_cache(self) -> None:
+        """Frees the memory of the caches that are on the learner's machine."""
+
+    def stats(self) -> Stats:
+        """Returns the sum of the samplers' counts since they began."""
+
+    def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
+        """Returns what it counted in the last `seconds`, in which there were so many weight syncs."""
+
+    def close(self, is_over: bool) -> None:
+        """Ends the samplers' threads, or their connections."""
+
+
+class ConcurrentSource:
+    """A source of batches whose samplers run while the learner updates."""
+
+    def __init__(self, parts: SourceParts, shared: Shared, driver: Driver):
+        self._shared, self.books, self.driver = shared, shared.books, driver
+        self._serving_params, self._pulse, self._timer = parts.serving_params, parts.pulse, parts.timer
+        self._synced = (0.0, 0)  # seconds, bytes since the last batch
         self._last_batch = time.monotonic()
 
     def publish(self, params: Any, version: int) -> bool:
-        with self._changed:
-            self._raise()
-            hands_over = self.controller.hands_over(version)
-        sent = self._hand_over(params, version) if hands_over else None
+        with self._shared.changed:
+            self._shared.check()
+            is_synced = self.books.controller.is_sync_due(version)
+        staged = self._stage(params, version) if is_synced else None
         self._reward()
-        with self._changed:
-            if hands_over:
-                self._offer(sent, version)
-            self.controller.published(version)
-            self._taken = []
-            self._decide()
-        return hands_over
+        with self._shared.changed:
+            if is_synced:
+                self.driver.publish(staged, version)
+            self.books.published(version)
+            self.driver.decide()
+        return is_synced
 
-    def _hand_over(self, params: Any, version: int) -> Any:
-        """Brings new weights to where samplers take them; meanwhile these draw with the old."""
+    def parts(self, step: int) -> Iterator[list[Sample]]:
+        """Yields the fresh groups, with `on_arrival` as they come and else all at once, then those
+        that are replayed."""
+        while self.books.lacks_groups:
+            yield self.books.samples(self._next_groups())
+        if replayed := self.books.replayed():
+            yield replayed
+
+    def metrics(self) -> dict[str, float]:
+        with self._shared.changed:
+            now, (seconds, size), counts = time.monotonic(), self._synced, self.books.counts
+            counts.passed = now - self._last_batch
+            of_driver = self.driver.metrics(counts.passed, counts.syncs)
+            values = self.books.metrics(self.driver.stats()) | of_driver
+            self._synced, self._last_batch = (0.0, 0), now
+            return values | {"sync/bytes": size, "sync/seconds": seconds}
+
+    def reduce_staleness(self) -> str:
+        with self._shared.changed:
+            return self.books.reduce_staleness()
+
+    def release_cache(self) -> None:
+        self.driver.release_cache()
+
+    def get_state(self, version: int) -> dict[str, Any]:
+        self.driver.pause()
+        with self._shared.changed:
+            return self.books.get_state(version, self.driver.stats(), self.driver.in_flight())
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        with self._shared.changed:
+            self.books.set_state(state)
+
+    def sync_digest(self) -> dict[str, Any]:
+        with self._shared.changed:
+            return self.books.sync_digest()
+
+    def close(self, is_over: bool) -> None:
+        self.driver.close(is_over)
+
+    def _stage(self, params: Any, version: int) -> Any:
+        """Makes serving parameters and brings them to the samplers, which continue meanwhile."""
         start = time.monotonic()
-        served = jax.block_until_ready(self._load(params, version))
-        sent = self._send(served, version)
+        served = jax.block_until_ready(self._serving_params(params, version))
+        staged = self.driver.stage(served, version)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
-        self._handed_over = time.monotonic() - start, size
-        return sent
+        self._synced = time.monotonic() - start, size
+        return staged
 
-    def _next_entries(self) -> list[Entry]:
+    def _next_groups(self) -> list[Entry]:
+        """Waits for groups of the next batch, and rewards what ends meanwhile."""
         while True:
-            with self._timer("rollout"), self._changed:
-                self._raise()
-                if (entries := self._take()) is not None:
-                    self._decide()
+            with self._timer("rollout"), self._shared.changed:
+                self._shared.check()
+                if (entries := self.books.take()) is not None:
+                    self.driver.decide()
                     return entries
-                if not (keys := self._queue.claim("reward")):
+                if (claim := self.books.claim()) is None:
                     self._wait()
-                claimed = self._claimed(keys)
-            if keys:
-                self._give_rewards(keys, claimed)
+            if claim is not None:
+                self._add_rewards(claim)
             self._pulse()
 
     def _wait(self) -> None:
         """Waits, with the lock, until something has changed, for PULSE_SECONDS at most."""
-        self._check_samplers()
+        self.driver.check()
         start = time.monotonic()
-        self._changed.wait(PULSE_SECONDS)
-        self._counts.waited += time.monotonic() - start
+        self._shared.changed.wait(PULSE_SECONDS)
+        self.books.counts.waited += time.monotonic() - start
 
     def _reward(self) -> None:
-        with self._changed:
-            claimed = self._claimed(keys := self._queue.claim("reward"))
-        if keys:
-            self._give_rewards(keys, claimed)
+        """Rewards what has ended."""
+        with self._shared.changed:
+            claim = self.books.claim()
+        if claim is not None:
+            self._add_rewards(claim)
 
-    def _give_rewards(
-        self, keys: list[Key], claimed: list[tuple[dict[str, str], Trajectory]]
-    ) -> None:
-        samples: list[Sample] = self._scored(claimed)
-        with self._changed:
-            self._rewarded(keys, samples)
-            self._decide()
-
-    def metrics(self) -> dict[str, float]:
-        """Returns what was counted since it was called last: how far the samplers are ahead, who
-        waited, what new weights cost, and what the source itself counts."""
-        with self._changed:
-            now, (seconds, size) = time.monotonic(), self._handed_over
-            self._counts.passed = now - self._last_batch
-            own = self._own_metrics()
-            values = self._measured(self._stats()) | own
-            self._handed_over, self._last_batch = (0.0, 0), now
-            return values | {"sync/bytes": size, "sync/seconds": seconds}
-
-    def tighten(self) -> str:
-        with self._changed:
-            return super().tighten()
-
-    def facts(self) -> dict[str, Any]:
-        with self._changed:
-            return super().facts()
-
-    def _raise(self) -> None:
-        """Raises what another thread ended with."""
-        if self._error is not None:
-            raise self._error
+    def _add_rewards(self, claim: Claim) -> None:
+        samples = self.books.score(claim)
+        with self._shared.changed:
+            self.books.add_rewards(claim.keys, samples)
+            self.driver.decide()

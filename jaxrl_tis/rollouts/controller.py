@@ -51,18 +51,18 @@ class Discard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Swap:
-    """Give a worker the weights of this version."""
+class SyncWeights:
+    """Bring a worker to the weights of this version."""
 
     worker: str
     version: int
 
 
-Decision = Begin | Interrupt | Discard | Swap
+Decision = Begin | Interrupt | Discard | SyncWeights
 
 
 @dataclasses.dataclass
-class Worker:
+class WorkerState:
     """A sampler.
 
     Attributes:
@@ -70,14 +70,14 @@ class Worker:
       version: of its weights; None before it has any.
       running: samples that it draws.
       leaving: of these, the ones that it was told to give back.
-      is_changing: weights are on their way to it.
+      is_syncing: weights are on their way to it.
     """
 
     slots: int
     version: int | None = None
     running: set[Key] = dataclasses.field(default_factory=set)
     leaving: set[Key] = dataclasses.field(default_factory=set)
-    is_changing: bool = False
+    is_syncing: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -94,7 +94,7 @@ class Controller:
 
     Attributes:
       version: of the learner, which is the number of the batch that it takes next.
-      offered: the newest version that workers may have.
+      sync_version: the newest version that workers may sync to.
       next_group: number of the group that begins next; how many have begun.
     """
 
@@ -103,9 +103,9 @@ class Controller:
             raise ValueError(f"a queue of {queue.capacity} groups cannot hold a batch of {batch}")
         self.mode, self.batch, self.queue = mode, batch, queue
         self.version: int | None = None
-        self.offered: int | None = None
+        self.sync_version: int | None = None
         self.next_group = 0
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, WorkerState] = {}
         # Samples to be begun again, with the version of the weights that drew the last of their
         # tokens, None if they have none.
         self._waiting: collections.deque[tuple[Key, int | None]] = collections.deque()
@@ -120,11 +120,11 @@ class Controller:
         """A worker is there; it has no weights yet."""
         if name in self.workers:
             raise ValueError(f"a worker named {name!r} is there already")
-        self.workers[name] = Worker(slots)
+        self.workers[name] = WorkerState(slots)
 
     def left(self, name: str, drawn_by: Mapping[Key, int] = {}) -> None:
         """A worker is gone; others begin again what it drew, or go on with it where somebody knows
-        what there is of it: `drawn_by` has the version of its last token, see `gave_back`."""
+        what there is of it: `drawn_by` has the version of its last token, see `preempted`."""
         for key in sorted(self.workers.pop(name).running):
             self._wait(key, drawn_by.get(key))
         self._discarded.pop(name, None)
@@ -138,20 +138,20 @@ class Controller:
                 f"version {version} was published after {self.version} and {self._taken} of "
                 f"{self.batch} groups of its batch"
             )
-        if self.hands_over(version):
-            self.offered, self._must_sync = version, False
+        if self.is_sync_due(version):
+            self.sync_version, self._must_sync = version, False
         self.version, self._taken = version, 0
 
-    def hands_over(self, version: int) -> bool:
-        """Whether workers may have this version, once it is published."""
-        return self._must_sync or version - self.offered >= self.mode.sync_every
+    def is_sync_due(self, version: int) -> bool:
+        """Whether workers may sync to this version, once it is published."""
+        return self._must_sync or version - self.sync_version >= self.mode.sync_every
 
-    def swapped(self, name: str, version: int) -> None:
+    def synced(self, name: str, version: int) -> None:
         """A worker has these weights; ValueError where it had newer ones."""
         worker = self.workers[name]
         if worker.version is not None and version < worker.version:
             raise ValueError(f"worker {name!r} goes back from version {worker.version} to {version}")
-        worker.version, worker.is_changing = version, False
+        worker.version, worker.is_syncing = version, False
 
     def finished(self, name: str, key: Key) -> bool:
         """A worker has drawn a sample to its end. Returns whether it was to: what it was not given,
@@ -161,7 +161,7 @@ class Controller:
             self._destinations.pop(key, None)
         return is_known
 
-    def gave_back(self, name: str, key: Key, version: int | None) -> bool:
+    def preempted(self, name: str, key: Key, version: int | None) -> bool:
         """A worker has given a sample back unfinished; `version` is that of its last token, None
         without one. Returns whether it was to."""
         is_known = self._forget(name, key)
@@ -173,9 +173,9 @@ class Controller:
         """The learner does not want a group that is complete; another may begin in its place."""
         self.queue.take([group])
 
-    def tighten(self) -> float:
-        """Bounds the staleness of what begins from now on by a version less, if that can be, and
-        hands the next version over. Returns the batches that samplers may begin ahead."""
+    def reduce_staleness(self) -> float:
+        """Lowers the bound on staleness of new groups by one version where it can; the next version
+        that is published is synced. Returns the batches that samplers may begin ahead."""
         ahead = self.mode.ahead
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
@@ -222,10 +222,8 @@ class Controller:
         return self.queue.take(order) or None
 
     def _wait(self, key: Key, version: int | None) -> None:
-        """Puts a sample that its group still needs in line; `version`: see `gave_back`."""
-        group = key[0]
-        is_needed = group in self.queue.entries and not self.queue.has_tokens(group)
-        if is_needed:
+        """Puts a sample that its group still needs in line; `version`: see `preempted`."""
+        if self.queue.is_open(key[0]):
             self._waiting.append((key, version))
         else:
             self._destinations.pop(key, None)
@@ -246,7 +244,7 @@ class Controller:
 
     def _discards(self):
         """Finds what is being drawn of groups that are complete or gone."""
-        is_open = lambda g: g in self.queue.entries and not self.queue.has_tokens(g)
+        is_open = self.queue.is_open
         for key in [key for key, _ in self._waiting if not is_open(key[0])]:
             self._destinations.pop(key, None)
         self._waiting = collections.deque(w for w in self._waiting if is_open(w[0][0]))
@@ -265,7 +263,7 @@ class Controller:
         load = lambda name: len(self.workers[name].running) + coming[name]
         tails = collections.defaultdict(list)
         for name, worker in self.workers.items():
-            is_late = worker.version is not None and worker.version < self.offered
+            is_late = worker.version is not None and worker.version < self.sync_version
             is_tail = 0 < load(name) < self.mode.repack * worker.slots
             if is_late and is_tail and not worker.leaving:
                 tails[worker.version].append(name)
@@ -280,25 +278,25 @@ class Controller:
                     yield from self._interrupt(name, keys)
 
     def _syncs(self):
-        """Brings workers to the version that is offered, but for those that sequences move to."""
+        """Brings workers to `sync_version`, but for those that sequences move to."""
         awaiting = set(self._destinations.values())
         for name, worker in self.workers.items():
-            is_current = self.offered is None or worker.version == self.offered
-            if is_current or worker.is_changing:
+            is_current = self.sync_version is None or worker.version == self.sync_version
+            if is_current or worker.is_syncing:
                 continue
             if worker.running and self.mode.on_sync == "interrupt":
                 yield from self._interrupt(name, worker.running - worker.leaving)
             elif self.mode.on_sync == "in_place" or not (worker.running or name in awaiting):
-                worker.is_changing = True
-                yield Swap(name, self.offered)
+                worker.is_syncing = True
+                yield SyncWeights(name, self.sync_version)
 
     def _begins(self):
         """Gives work to the workers with room that have, or may keep, their weights."""
         yield from self._moved()
         able = [
             name for name, worker in self.workers.items()
-            if worker.version is not None and worker.version == self.offered
-            and not worker.is_changing and not worker.leaving
+            if worker.version is not None and worker.version == self.sync_version
+            and not worker.is_syncing and not worker.leaving
         ]
         of_begun, of_all = self._shares(len(able))
         while ready := [name for name in able if self.workers[name].has_room]:
@@ -320,12 +318,12 @@ class Controller:
         """Returns the samples that a worker may have while others are about to get new weights, so
         that the first to have them leaves the others theirs: its part of those that are begun, and of
         all that may begin."""
-        is_stale = lambda w: self.mode.on_sync == "interrupt" and w.version != self.offered
-        late = sum(w.is_changing or bool(w.leaving) or is_stale(w) for w in self.workers.values())
+        is_stale = lambda w: self.mode.on_sync == "interrupt" and w.version != self.sync_version
+        late = sum(w.is_syncing or bool(w.leaving) or is_stale(w) for w in self.workers.values())
         if not late:
             return math.inf, math.inf
         begun = len(self._waiting) + sum(len(w.running) for w in self.workers.values())
-        new = max(self._room(self.offered), 0) * (self.queue.size + self.mode.redundant)
+        new = max(self._room(self.sync_version), 0) * (self.queue.size + self.mode.redundant)
         return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
@@ -334,14 +332,14 @@ class Controller:
             key, version = self._waiting.popleft()
             name = self._destinations.pop(key, None)
             worker = self.workers.get(name)
-            has_version = worker and worker.version == version and not worker.is_changing
+            has_version = worker and worker.version == version and not worker.is_syncing
             if has_version and worker.has_room:
                 yield self._begin(name, [key], {key: version})
             else:
                 self._waiting.append((key, version))
 
     def _begin(self, name: str, keys: list[Key], drawn_by: dict[Key, int | None]) -> Begin:
-        """`drawn_by`: see `gave_back`. A sequence of one version that another one has begun starts
+        """`drawn_by`: see `preempted`. A sequence of one version that another one has begun starts
         over."""
         worker = self.workers[name]
         worker.running.update(keys)

@@ -2,7 +2,7 @@
 
 After the handshake (`tcp.admit`, `tcp.introduce`) the worker says its name and how many sequences it
 draws at once, and is told where weights come from. From then on it reports what happened, in order, and
-is answered with orders; it does so several times a second, so that silence means that it is gone.
+is answered with commands; it does so several times a second, so that silence means that it is gone.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import wire
-from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests
+from jaxrl_tis.rollouts.sampler import Cancel, NewRequests, Preempt
 
 MESSAGE_BYTES = 1 << 28  # the largest that either end takes
 FITTING_BYTES = 1 << 26  # that `fitting` makes one of
@@ -36,21 +36,21 @@ class Partial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Swapped:
+class Synced:
     """The weights of this version draw from now on."""
 
     version: int
 
 
 @dataclasses.dataclass(frozen=True)
-class TakeWeights:
-    """The order to draw with the weights of this version."""
+class SyncTo:
+    """The command to draw with the weights of this version."""
 
     version: int
 
 
-Event = Done | Partial | Swapped
-Told = NewRequests | GiveBack | Drop | TakeWeights
+Event = Done | Partial | Synced
+Told = NewRequests | Preempt | Cancel | SyncTo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Reply:
     """Orders, the newest version that workers may have and its fingerprint, and whether the run is
     over."""
 
-    orders: tuple[Told, ...]
-    offered: int | None
+    commands: tuple[Told, ...]
+    sync_version: int | None
     fingerprint: str | None
     is_over: bool
 
 
 def fitting(said: list) -> tuple[list, list]:
-    """Returns the first of these events or orders, as many as fit into a message, and at least one;
+    """Returns the first of these events or commands, as many as fit into a message, and at least one;
     and the others."""
     total = 0
     for count, each in enumerate(said):
@@ -76,7 +76,7 @@ def fitting(said: list) -> tuple[list, list]:
 
 
 def _size(said: Event | Told) -> int:
-    if isinstance(said, Drop):
+    if isinstance(said, Cancel):
         return NAMED_BYTES * len(said.ids)
     records = [said.trajectory] if isinstance(said, (Done, Partial)) else []
     if isinstance(said, NewRequests):
@@ -89,8 +89,8 @@ def _size(said: Event | Told) -> int:
 def pack_report(events: list[Event], stats: Stats) -> bytes:
     named, arrays = [], {}
     for i, event in enumerate(events):
-        if isinstance(event, Swapped):
-            named.append(["swapped", event.version])
+        if isinstance(event, Synced):
+            named.append(["synced", event.version])
         else:
             named.append(["done" if isinstance(event, Done) else "partial", i])
             arrays[str(i)] = _bytes(wire.trajectory_message(event.trajectory))
@@ -105,7 +105,7 @@ def read_report(data: bytes | bytearray) -> tuple[list[Event], Stats]:
         stats = Stats(**header["stats"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise wire.Damaged(f"damaged report: {error}") from error
-    if not all(_is_count(event.version) for event in events if isinstance(event, Swapped)):
+    if not all(_is_count(event.version) for event in events if isinstance(event, Synced)):
         raise wire.Damaged("damaged report: a version is no number from 0")
     for name, value in dataclasses.asdict(stats).items():
         is_time = name.endswith("seconds") and isinstance(value, float)
@@ -119,28 +119,28 @@ def _is_count(value: Any) -> bool:
 
 
 def _event(arrays: dict[str, np.ndarray], kind: str, value: int) -> Event:
-    if kind == "swapped":
-        return Swapped(value)
+    if kind == "synced":
+        return Synced(value)
     trajectory = wire.read_trajectory(arrays[str(value)].tobytes())
     return {"done": Done, "partial": Partial}[kind](trajectory)
 
 
 def pack_reply(reply: Reply) -> bytes:
     named, arrays = [], {}
-    for i, order in enumerate(reply.orders):
-        if isinstance(order, NewRequests):
-            names = [f"{i}.{j}" for j in range(len(order.requests))]
+    for i, command in enumerate(reply.commands):
+        if isinstance(command, NewRequests):
+            names = [f"{i}.{j}" for j in range(len(command.requests))]
             named.append(["begin", names])
-            messages = map(wire.request_message, order.requests)
+            messages = map(wire.request_message, command.requests)
             arrays |= dict(zip(names, map(_bytes, messages), strict=True))
-        elif isinstance(order, GiveBack):
-            named.append(["give_back", None])
-        elif isinstance(order, Drop):
-            named.append(["drop", order.ids])
+        elif isinstance(command, Preempt):
+            named.append(["preempt", None])
+        elif isinstance(command, Cancel):
+            named.append(["cancel", command.ids])
         else:
-            named.append(["weights", order.version])
+            named.append(["sync", command.version])
     header = {
-        "orders": named, "offered": reply.offered, "fingerprint": reply.fingerprint,
+        "commands": named, "sync_version": reply.sync_version, "fingerprint": reply.fingerprint,
         "is_over": reply.is_over,
     }
     return wire.pack(header, arrays)
@@ -150,8 +150,8 @@ def read_reply(data: bytes | bytearray) -> Reply:
     """Raises wire.Damaged, or ValueError for a request out of range, where bytes are no reply."""
     header, arrays = wire.unpack(data)
     try:
-        orders = tuple(_told(arrays, *entry) for entry in header["orders"])
-        return Reply(orders, header["offered"], header["fingerprint"], header["is_over"])
+        commands = tuple(_told(arrays, *entry) for entry in header["commands"])
+        return Reply(commands, header["sync_version"], header["fingerprint"], header["is_over"])
     except (AttributeError, KeyError, TypeError) as error:
         raise wire.Damaged(f"damaged reply: {error}") from error
 
@@ -160,8 +160,8 @@ def _told(arrays: dict[str, np.ndarray], kind: str, value: Any) -> Told:
     if kind == "begin":
         return NewRequests(tuple(wire.read_request(arrays[name].tobytes()) for name in value))
     made = {
-        "give_back": lambda: GiveBack(), "drop": lambda: Drop(tuple(value)),
-        "weights": lambda: TakeWeights(value),
+        "preempt": lambda: Preempt(), "cancel": lambda: Cancel(tuple(value)),
+        "sync": lambda: SyncTo(value),
     }
     return made[kind]()
 

@@ -72,11 +72,6 @@ class Mode:
         """The most versions that a token is behind the policy that trains on it; inf: no bound."""
         return math.ceil(self.ahead) if self.ahead < math.inf else math.inf
 
-    @property
-    def mixes_versions(self) -> bool:
-        """Whether tokens of one sequence can be of several versions."""
-        return self.on_sync != "drain" and self.ahead > 0
-
 
 def _is_whole(x, least: int) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= least

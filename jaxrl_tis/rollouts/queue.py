@@ -83,6 +83,10 @@ class Queue:
         """Whether a group has all of its samples."""
         return len(self.entries[group].columns) == self.size
 
+    def is_open(self, group: int) -> bool:
+        """Whether a group is in the queue and lacks samples."""
+        return group in self.entries and not self.has_tokens(group)
+
     def claim(self, consumer: str) -> list[Key]:
         """Hands out, once, the samples that have what the consumer needs, oldest group first."""
         found = []
@@ -94,12 +98,6 @@ class Queue:
                     entry.claimed.add((consumer, sample))
                     found.append((group, sample))
         return found
-
-    def release(self, consumer: str, keys: Iterable[Key]) -> None:
-        """Takes samples back from a consumer that did not do its work."""
-        for group, sample in keys:
-            if group in self.entries:
-                self.entries[group].claimed.discard((consumer, sample))
 
     def is_ready(self, group: int, consumer: str) -> bool:
         """Whether all samples of a group have what the consumer needs."""

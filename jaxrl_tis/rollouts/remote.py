@@ -1,7 +1,7 @@
 """The driver "processes": samplers in processes of their own, which come and go.
 
 The learner listens; `python -m jaxrl_tis.worker` joins, on this machine or another. Each worker has a
-thread here that hears its reports and answers with orders, under one lock; the learner's own thread
+thread here that hears its reports and answers with commands, under one lock; the learner's own thread
 touches no socket, and so waits for no worker. What a worker said that it has drawn so far is kept, so
 that others go on from there when it is gone: dead, silent for `rollout.worker_timeout` seconds, or put
 out because it said what cannot be.
@@ -15,25 +15,21 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts import messages, tcp, transport, verify, wire
-from jaxrl_tis.rollouts.bookkeeping import newest
-from jaxrl_tis.rollouts.concurrent import Concurrent
-from jaxrl_tis.rollouts.controller import Decision, Swap
-from jaxrl_tis.rollouts.groups import Groups
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
+from jaxrl_tis.rollouts.concurrent import ConcurrentSource, Shared
+from jaxrl_tis.rollouts.controller import Decision, SyncWeights
 from jaxrl_tis.rollouts.queue import Key
-from jaxrl_tis.rollouts.replay import Way
 from jaxrl_tis.rollouts.sampler import NewRequests
+from jaxrl_tis.rollouts.source import SourceParts
 from jaxrl_tis.runtime import addresses, fingerprint, processes, storage
 
 TOKEN = "JAXRL_TIS_TOKEN"
@@ -64,7 +60,7 @@ class Session:
     """A worker that is there.
 
     Attributes:
-      inbox: orders that it has not been told.
+      inbox: commands that it has not been told.
       given: by request, of what it draws: the request as it was given, and the version of the weights
         that it had then.
       progress: what it said that there is of them.
@@ -79,41 +75,36 @@ class Session:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
-class Remote(Concurrent):
-    """A source of batches that other processes draw.
+def remote_source(
+    parts: SourceParts, engine: Engine, facts: Mapping[str, Any]
+) -> ConcurrentSource:
+    """Makes a source whose samplers are processes that join over sockets.
 
     Args:
-      mode, way: of rollout.mode and rollout.replay.
-      batches: records of prompts.
-      timer: of the phases "data", "rollout" (waiting for a batch) and "reward".
-      load: (the policy's parameters, version) -> serving parameters.
-      engine: what workers draw with, which their records have to fit.
+      engine: that workers sample with, which their records have to fit.
       facts: what has to be the same there, by name.
-      pulse: called while the learner waits.
     """
+    shared = Shared(AsyncBookkeeping(parts))
+    return ConcurrentSource(parts, shared, RemoteDriver(parts.config, shared, engine, facts))
+
+
+class RemoteDriver:
+    """Workers that are there, and a thread for each, see `remote_source`."""
 
     def __init__(
-        self,
-        config: ml_collections.ConfigDict,
-        mode: Mode,
-        way: Way | None,
-        groups: Groups,
-        batches: Batches,
-        timer: Timer,
-        load: Callable[[Any, int], Any],
-        engine: Engine,
+        self, config: ml_collections.ConfigDict, shared: Shared, engine: Engine,
         facts: Mapping[str, Any],
-        pulse: Callable[[], None] = lambda: None,
     ):
         if not processes.is_alone():
             raise ValueError("rollout.driver = 'processes' is for a learner of one process")
-        super().__init__(config, mode, way, groups, batches, timer, load, pulse)
+        self._config, self._shared = config, shared
+        self._books, self._changed = shared.books, shared.changed
         self._engine, self._timeout = engine, config.rollout.worker_timeout
         self._sessions: dict[str, Session] = {}
-        self._fingerprint: str | None = None  # of the weights that are offered
+        self._fingerprint: str | None = None  # of the weights of `sync_version`
         self._is_over = self._is_closed = False
         self._gone, self._left, self._put_out = Stats(), 0, 0
-        self._said_at = self._last_batch
+        self._said_at = time.monotonic()
         self._facts = tcp.all_facts(facts)
         host, port = addresses.parse(config.rollout.listen)
         self._token = read_token(host)
@@ -134,7 +125,7 @@ class Remote(Concurrent):
         processes.say(f"rollout workers join at {self.host}:{self.port}")
 
     def _open_weights(self, host: str, facts: Mapping[str, Any]) -> None:
-        """Opens what hands weights over, and says where workers find them."""
+        """Opens the transport of weights, and says where workers find them."""
         where = self._config.rollout.transport
         if where == "tcp":
             self._weights = tcp.WeightServer(self._token, facts, host)
@@ -157,27 +148,35 @@ class Remote(Concurrent):
         else:
             storage.folder(self._where["path"]).rmtree(missing_ok=True)
 
-    # What the run calls
+    # The learner's thread
 
-    def _send(self, served: Any, version: int) -> str:
+    def stage(self, served: Any, version: int) -> str:
         self._weights.publish(served, version, transport.tree_digest(served))
         return fingerprint.hex(fingerprint.digest(served))
 
-    def _offer(self, sent: str, version: int) -> None:
-        self._fingerprint = sent
+    def publish(self, staged: str, version: int) -> None:
+        self._fingerprint = staged
 
-    def _check_samplers(self) -> None:
+    def check(self) -> None:
+        """Says from time to time that no worker is there."""
         now = time.monotonic()
         if not self._sessions and now - self._said_at > TELL_SECONDS:
             processes.say(f"no rollout worker is there; they join at {self.host}:{self.port}")
             self._said_at = now
 
-    def _own_metrics(self) -> dict[str, float]:
+    def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
         left, put_out, self._left, self._put_out = self._left, self._put_out, 0, 0
         return {"async/workers": len(self._sessions), "async/left": left, "async/put_out": put_out}
 
-    def rest(self) -> None:
-        """Does nothing: no cache is here."""
+    def release_cache(self) -> None:
+        """Does nothing: the caches are the workers'."""
+
+    def pause(self) -> None:
+        """Does nothing: workers continue. A restart begins their sequences again, from the parts that
+        they reported."""
+
+    def in_flight(self) -> Mapping[Key, Trajectory]:
+        return {k: t for s in self._sessions.values() for k, t in s.progress.items()}
 
     def close(self, is_over: bool) -> None:
         """Sends the workers home where the run is over; else they are to look for it again."""
@@ -192,44 +191,32 @@ class Remote(Concurrent):
         self._listener.server_close()
         self._close_weights()
 
-    def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what is to go on with after the update that made `version`. Workers go on: what they
-        draw is begun again from what they last said that there is of it."""
-        with self._changed:
-            state = self._state(version, self._stats())
-            known = {k: t for s in self._sessions.values() for k, t in s.progress.items()}
-            drawing = sorted(filter(self._is_wanted, self._keys.values()))
-            state["controller"]["waiting"] += [[list(k), newest(known.get(k))] for k in drawing]
-            partials = self._partials | {k: known[k] for k in drawing if k in known}
-            return state | {"partials": self._written_partials(partials)}
-
-    def _stats(self) -> Stats:
+    def stats(self) -> Stats:
         return Stats.sum([self._gone, *(s.stats for s in self._sessions.values())])
 
-    def _decide(self) -> None:
-        """Gives orders, with the lock."""
+    def decide(self) -> None:
         try:
-            while decisions := self.controller.decisions():
+            while decisions := self._books.controller.decisions():
                 for decision in decisions:
                     session = self._sessions[decision.worker]
                     session.inbox.append(self._told_of(session, decision))
-        except Exception as error:  # an order is lost: whichever thread this is, the run cannot go on
-            self._error = error
+        except Exception as error:  # a command is lost: whichever thread this is, the run cannot go on
+            self._shared.error = error
             raise
         finally:
             self._changed.notify_all()
 
     def _told_of(self, session: Session, decision: Decision) -> messages.Told:
-        if isinstance(decision, Swap):
-            return messages.TakeWeights(decision.version)
-        order = self._order(decision)
-        if isinstance(order, NewRequests):
-            version = self.controller.workers[session.name].version
-            for request in order.requests:
+        if isinstance(decision, SyncWeights):
+            return messages.SyncTo(decision.version)
+        command = self._books.command(decision)
+        if isinstance(command, NewRequests):
+            version = self._books.controller.workers[session.name].version
+            for request in command.requests:
                 session.given[request.id] = request, version
                 if request.partial is not None:
-                    session.progress[self._keys[request.id]] = request.partial
-        return order
+                    session.progress[self._books.keys[request.id]] = request.partial
+        return command
 
     # Threads of workers
 
@@ -260,8 +247,8 @@ class Remote(Concurrent):
             if self._is_closed:
                 raise transport.Unavailable("the learner is ending")
             session = self._sessions[name] = Session(name, connection)
-            self.controller.joined(name, slots)
-            self._decide()
+            self._books.controller.joined(name, slots)
+            self.decide()
         processes.say(f"rollout worker {name} joined")
         return session
 
@@ -279,7 +266,7 @@ class Remote(Concurrent):
         except OSError as error:
             why = f"lost: {error}"
         except Exception as error:  # a mistake of ours, which the learner's thread raises
-            self._error = error
+            self._shared.error = error
             raise
         finally:
             self._leave(session, why)
@@ -291,20 +278,20 @@ class Remote(Concurrent):
             for event in events:
                 self._happened(session, event)
             session.stats = stats
-            self._decide()
-            orders, session.inbox = messages.fitting(session.inbox)
-            offered = None if self._fingerprint is None else self.controller.offered
-            return messages.Reply(tuple(orders), offered, self._fingerprint, self._is_over)
+            self.decide()
+            commands, session.inbox = messages.fitting(session.inbox)
+            sync_version = None if self._fingerprint is None else self._books.controller.sync_version
+            return messages.Reply(tuple(commands), sync_version, self._fingerprint, self._is_over)
 
     def _happened(self, session: Session, event: messages.Event) -> None:
         """Takes what a worker said; Lie where it cannot be."""
-        worker = self.controller.workers[session.name]
-        if isinstance(event, messages.Swapped):
+        controller = self._books.controller
+        worker = controller.workers[session.name]
+        if isinstance(event, messages.Synced):
             oldest = -1 if worker.version is None else worker.version
-            if not (worker.is_changing and oldest < event.version <= self.controller.offered):
+            if not (worker.is_syncing and oldest < event.version <= controller.sync_version):
                 raise Lie(f"it has weights of version {event.version}, which it was not told to take")
-            self.controller.swapped(session.name, event.version)
-            self._counts.syncs += 1
+            self._books.synced(session.name, event.version)
             return
         record = event.trajectory
         if record.id not in session.given:
@@ -312,7 +299,7 @@ class Remote(Concurrent):
         request, oldest = session.given[record.id]
         if why := verify.problem(record, request, self._engine, oldest, worker.version):
             raise Lie(why)
-        key = self._keys[record.id]
+        key = self._books.keys[record.id]
         if isinstance(event, messages.Partial):
             if record.stop_reason != "abort":
                 raise Lie(f"{record.id} goes on, and has ended by {record.stop_reason!r}")
@@ -320,21 +307,17 @@ class Remote(Concurrent):
             return
         del session.given[record.id]
         session.progress.pop(key, None)
-        self._hear(session.name, [record])
+        self._books.receive(session.name, [record])
 
     def _leave(self, session: Session, why: str) -> None:
         """Lets others go on with what a worker drew."""
         with self._changed:
             del self._sessions[session.name]
             self._gone, self._left = Stats.sum([self._gone, session.stats]), self._left + 1
-            keys = [self._keys.pop(id) for id in session.given]
-            known = {k: session.progress[k] for k in keys if k in session.progress}
-            known = {k: t for k, t in known.items() if self._is_wanted(k) and len(t.tokens)}
-            self._partials |= known
-            self.controller.left(session.name, {k: newest(t) for k, t in known.items()})
+            known = self._books.lost(session.name, session.given, session.progress)
             self._said_at = time.monotonic()
-            self._decide()
+            self.decide()
         processes.say(
-            f"rollout worker {session.name} left, {why}; {len(keys)} sequences go on elsewhere, "
-            f"{len(known)} of them from what there is"
+            f"rollout worker {session.name} left, {why}; {len(session.given)} sequences go on elsewhere, "
+            f"{known} of them from what there is"
         )

@@ -1,4 +1,4 @@
-"""A worker of an asynchronous run: one scheduler that obeys orders, on one thread."""
+"""A worker of an asynchronous run: one scheduler that executes commands, on one thread."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from jaxrl_tis.engine.stats import Stats
 
 
 @dataclasses.dataclass(frozen=True)
-class NewWeights:
+class SetParams:
     """Serving parameters, and their version, for all tokens drawn from now on."""
 
     params: Any
@@ -24,18 +24,18 @@ class NewRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class GiveBack:
-    """End everything that is being drawn, and return it as it is."""
+class Preempt:
+    """End all sequences, and return them as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop:
-    """End these requests as they are."""
+class Cancel:
+    """End these requests, which no group needs any more."""
 
     ids: tuple[str, ...]
 
 
-Order = NewWeights | NewRequests | GiveBack | Drop
+Command = SetParams | NewRequests | Preempt | Cancel
 
 
 class Sampler:
@@ -58,34 +58,34 @@ class Sampler:
     def stats(self) -> Stats:
         return Stats() if self._scheduler is None else self._scheduler.stats
 
-    def obey(self, order: Order) -> list[Trajectory]:
-        """Does what it is told, and returns what it gives back; "abort" is the stop_reason of what
-        has not ended."""
-        if isinstance(order, NewWeights):
+    def execute(self, command: Command) -> list[Trajectory]:
+        """Executes a command, and returns the sequences that it preempts; the stop_reason of those that
+        have not ended is "abort"."""
+        if isinstance(command, SetParams):
             if self._scheduler is None:
-                self._scheduler = self._start(order.params, order.version)
+                self._scheduler = self._start(command.params, command.version)
             else:
-                self._scheduler.set_params(order.params, order.version)
-        elif isinstance(order, NewRequests):
-            for request in order.requests:
+                self._scheduler.set_params(command.params, command.version)
+        elif isinstance(command, NewRequests):
+            for request in command.requests:
                 self._scheduler.add(request)
-        elif isinstance(order, Drop):
-            for id in order.ids:
-                with contextlib.suppress(KeyError):  # it has ended since it was told so
+        elif isinstance(command, Cancel):
+            for id in command.ids:
+                with contextlib.suppress(KeyError):  # it has ended since
                     self._scheduler.abort(id)
         elif self._scheduler is not None:
             return self._scheduler.pause("abort")
         return []
 
     def records(self) -> list[Trajectory]:
-        """Returns what there is of the sequences that it draws, which go on."""
+        """Returns the records so far of the sequences in flight, which continue."""
         return [] if self._scheduler is None else self._scheduler.records()
 
     def step(self) -> list[Trajectory]:
         """Makes one call of the engine, and returns what has ended."""
         return self._scheduler.step()
 
-    def rest(self) -> None:
-        """Gives the memory of the cache back; ValueError while requests are pending."""
+    def release_cache(self) -> None:
+        """Frees the memory of the cache; ValueError while requests are pending."""
         if self._scheduler is not None:
             self._scheduler.rest()

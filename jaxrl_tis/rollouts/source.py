@@ -1,21 +1,91 @@
-"""The interface of a source of rollouts.
+"""The interface of a source of rollouts, and what all sources are made of.
 
-The run publishes its weights under a version and asks for the batch of a step; which versions drew
-the tokens of that batch is written in its records, and nowhere else.
+The run publishes its weights under a version and asks for the batch of a step. Each token's record
+holds the version that sampled it.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import ml_collections
 
+from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.rollouts.groups import Sample
+from jaxrl_tis.record.metrics import Timer
+from jaxrl_tis.rollouts.groups import Groups, Sample
+from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.replay import Way
 
 
-def run(
+@dataclasses.dataclass(frozen=True)
+class SourceParts:
+    """What every source is made of.
+
+    Attributes:
+      mode: who runs ahead of whom, config.rollout.mode as read.
+      replay: how groups are trained on again, config.rollout.replay as read; None: they are not.
+      groups: makes the requests of an example and its rewarded samples.
+      batches: records of prompts, the same on all processes.
+      timer: of the phases "data", "rollout" and "reward".
+      serving_params: (the policy's parameters, version) -> serving parameters, of one sampler or
+        with the driver "threads" of each.
+      pulse: called between calls of an engine and while the learner waits.
+    """
+
+    config: ml_collections.ConfigDict
+    mode: Mode
+    replay: Way | None
+    groups: Groups
+    batches: Batches
+    timer: Timer
+    serving_params: Callable[[Any, int], Any]
+    pulse: Callable[[], None] = lambda: None
+
+
+class RolloutSource(Protocol):
+    """Where the batches of a run come from."""
+
+    def publish(self, params: Any, version: int) -> bool:
+        """Makes a version of the policy's parameters available to the samplers. Returns whether any
+        tokens will be sampled with it."""
+
+    def parts(self, step: int) -> Iterator[list[Sample]]:
+        """Yields whole groups of the batch of a step as they come; all groups make the batch."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what was counted since the last call, once the parts of a batch are through."""
+
+    def reduce_staleness(self) -> str:
+        """Lowers the bound on staleness by one version where it can, and says what is new."""
+
+    def release_cache(self) -> None:
+        """Frees the memory of the samplers' caches until the next batch."""
+
+    def get_state(self, version: int) -> dict[str, Any]:
+        """Returns what JSON can hold and `set_state` needs to continue from this version of the policy
+        as if there had been no break: the last that was published, or the one after it."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues from a state."""
+
+    def sync_digest(self) -> dict[str, Any]:
+        """Returns by name what decides about the next batch, the same on every process."""
+
+    def close(self, is_over: bool) -> None:
+        """Ends the work in the background. `is_over`: the run is complete, not interrupted."""
+
+
+def next_batch(source: RolloutSource, step: int) -> tuple[list[Sample], dict[str, float]]:
+    """Waits for the batch of a step; returns its samples in the order of their groups, and metrics of
+    how they came about."""
+    samples = [sample for part in source.parts(step) for sample in part]
+    return sorted(samples, key=lambda s: s.group), source.metrics()
+
+
+def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
     pulse: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
@@ -47,33 +117,3 @@ def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str,
     if engine.max_draft:
         metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
     return metrics
-
-
-class RolloutSource(Protocol):
-    """Where the batches of a run come from."""
-
-    def publish(self, params: Any, version: int) -> bool:
-        """Hands over the policy's parameters; tokens drawn with them carry this version. Returns
-        whether any will be drawn with them."""
-
-    def next(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Returns the samples of a step in group order, and metrics of how they came about."""
-
-    def tighten(self) -> str:
-        """Bounds staleness by less, if that can be, and says what is new."""
-
-    def rest(self) -> None:
-        """Gives the memory of the sampler's cache back until the next batch."""
-
-    def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what JSON can hold and `set_state` needs to go on from this version of the policy
-        as if there had been no break: the last that was published, or the one after it."""
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
-
-    def close(self, is_over: bool) -> None:
-        """Ends what works for it in the background; `is_over`: the run has come to its end, and was
-        not interrupted."""
-
-    def facts(self) -> dict[str, Any]:
-        """Returns by name what decides about the next batch, the same on every process."""

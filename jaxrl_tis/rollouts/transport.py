@@ -30,21 +30,6 @@ class Unavailable(RuntimeError):
     weights it has and asks again later."""
 
 
-class WeightPublisher(Protocol):
-    """The learner's end."""
-
-    bytes_sent: int
-
-    def publish(self, params_tree: Any, version: int, digest: str) -> None:
-        """Announces a serving tree, of which it takes a copy; `digest` is `tree_digest` of it.
-
-        Raises:
-          ValueError: the version is not newer than the latest.
-        """
-
-    def latest(self) -> int | None: ...
-
-
 class WeightTransport(Protocol):
     """The worker's end."""
 
@@ -161,6 +146,11 @@ class Directory:
         self.bytes_sent = 0
 
     def publish(self, params_tree: Any, version: int, digest: str) -> None:
+        """Announces a serving tree, of which it takes a copy; `digest` is `tree_digest` of it.
+
+        Raises:
+          ValueError: the version is not newer than the latest.
+        """
         with self._lock:
             check_newer(version, self.latest())
             final = self._folder(version)

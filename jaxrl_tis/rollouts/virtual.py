@@ -5,107 +5,112 @@ counted in turns, too: an update takes `rollout.update_turns` of them, so that w
 token does not depend on a clock, and a run can be repeated bit by bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 
-from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.record.metrics import Timer
-from jaxrl_tis.rollouts.bookkeeping import Bookkeeping
-from jaxrl_tis.rollouts.controller import Swap
-from jaxrl_tis.rollouts.groups import Groups
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
+from jaxrl_tis.rollouts.controller import Decision, SyncWeights
+from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
-from jaxrl_tis.rollouts.replay import Way
-from jaxrl_tis.rollouts.sampler import NewWeights, Sampler
+from jaxrl_tis.rollouts.sampler import Sampler, SetParams
+from jaxrl_tis.rollouts.source import SourceParts
 
 
-class Asynchronous(Bookkeeping):
-    """A source of batches whose samplers run ahead; see `Controller` for what they may.
+class VirtualSource:
+    """A source of batches whose samplers run ahead; see `Controller` for the rules.
 
     Args:
-      mode, way: of rollout.mode and rollout.replay.
-      batches: records of prompts, on all processes alike.
-      timer: of the phases "data", "rollout" and "reward".
-      load: (the policy's parameters, version) -> serving parameters.
       start: (serving parameters, version) -> a scheduler.
       slots: sequences that a sampler draws at once.
-      arrived: see Bookkeeping.
-      pulse: called between two turns.
+      on_records: see `AsyncBookkeeping`.
     """
 
     def __init__(
-        self,
-        config: ml_collections.ConfigDict,
-        mode: Mode,
-        way: Way | None,
-        groups: Groups,
-        batches: Batches,
-        timer: Timer,
-        load: Callable[[Any, int], Any],
-        start: Callable[[Any, int], Scheduler],
-        slots: int,
-        arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
-        pulse: Callable[[], None] = lambda: None,
+        self, parts: SourceParts, start: Callable[[Any, int], Scheduler], slots: int,
+        on_records: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ):
-        super().__init__(config, mode, way, groups, batches, timer, arrived)
-        self._load, self._pulse = load, pulse
-        self._samplers = {f"sampler {i}": Sampler(start) for i in range(config.rollout.workers)}
+        rollout = parts.config.rollout
+        self.books = AsyncBookkeeping(parts, on_records)
+        self._serving_params, self._pulse, self._timer = parts.serving_params, parts.pulse, parts.timer
+        self._update_turns, self._is_updating = rollout.update_turns, False
+        self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
         for name in self._samplers:
-            self.controller.joined(name, slots)
-        self._served: NewWeights | None = None
-        self._is_updating = False
+            self.books.controller.joined(name, slots)
+        self._synced: SetParams | None = None  # the newest that samplers may sync to
 
     # What the run calls
 
     def publish(self, params: Any, version: int) -> bool:
         self._finish_update()
-        self.controller.published(version)
-        self._taken = []
-        is_offered = self.controller.offered == version
-        if is_offered:
-            serving = _apart(self._load(params, version), params)
-            self._served = NewWeights(jax.block_until_ready(serving), version)
+        self.books.published(version)
+        is_synced = self.books.controller.sync_version == version
+        if is_synced:
+            serving = _apart(self._serving_params(params, version), params)
+            self._synced = SetParams(jax.block_until_ready(serving), version)
         self._settle()
-        return is_offered
+        return is_synced
 
-    def _next_entries(self) -> list[Entry]:
-        while (entries := self._take()) is None:
-            self._pulse()
-            if not self._turn():
-                raise self._stuck()
-            self._counts.waited += 1
-        self._is_updating = True
-        return entries
+    def parts(self, step: int) -> Iterator[list[Sample]]:
+        """Yields the fresh groups, with `on_arrival` as they come and else all at once, then those
+        that are replayed."""
+        while self.books.lacks_groups:
+            yield self.books.samples(self._next_groups())
+        if replayed := self.books.replayed():
+            yield replayed
 
     def metrics(self) -> dict[str, float]:
-        """Returns what was counted since it was called last: how far the samplers are ahead and what
-        new weights cost."""
-        return self._measured(self._stats())
+        return self.books.metrics(self._stats())
 
-    def rest(self) -> None:
+    def reduce_staleness(self) -> str:
+        return self.books.reduce_staleness()
+
+    def release_cache(self) -> None:
         self._finish_update()
         self._gather()
         for sampler in self._samplers.values():
             while sampler.pending:
-                sampler.step()  # returns what was dropped
-            sampler.rest()
+                sampler.step()  # returns what was cancelled
+            sampler.release_cache()
+
+    def get_state(self, version: int) -> dict[str, Any]:
+        """All sequences in flight are interrupted for it, and continue afterwards as they do after a
+        restart."""
+        if not self.books.is_untrained(version):
+            self._finish_update()
+        self._gather()
+        return self.books.get_state(version, self._stats())
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.books.set_state(state)
+
+    def sync_digest(self) -> dict[str, Any]:
+        return self.books.sync_digest()
 
     def close(self, is_over: bool) -> None:
-        """Ends nothing, as all happens in the calls of the run."""
+        """Ends nothing: no work is in the background."""
 
     # Turns
+
+    def _next_groups(self) -> list[Entry]:
+        """Takes turns until there are groups of the next batch, and an update begins."""
+        while (entries := self.books.take()) is None:
+            self._pulse()
+            if not self._turn():
+                raise self.books.stuck()
+            self.books.counts.waited += 1
+        self._is_updating = True
+        return entries
 
     def _finish_update(self) -> None:
         """Lets the turns pass that the learner's update takes, once."""
         is_updating, self._is_updating = self._is_updating, False
-        for _ in range(self._config.rollout.update_turns if is_updating else 0):
+        for _ in range(self._update_turns if is_updating else 0):
             self._turn()
 
     def _turn(self) -> bool:
@@ -114,44 +119,42 @@ class Asynchronous(Bookkeeping):
         drawing = [name for name, sampler in self._samplers.items() if sampler.pending]
         with self._timer("rollout"):
             for name in drawing:
-                self._hear(name, self._samplers[name].step())
-        self._counts.passed += 1
-        self._reward()
+                self.books.receive(name, self._samplers[name].step())
+        self.books.counts.passed += 1
+        if claim := self.books.claim():
+            self.books.add_rewards(claim.keys, self.books.score(claim))
         return bool(drawing)
 
     def _settle(self) -> None:
         """Carries out decisions until there are none."""
-        while decisions := self.controller.decisions():
+        while decisions := self.books.controller.decisions():
             for decision in decisions:
-                name, is_swap = decision.worker, isinstance(decision, Swap)
-                order = self._served if is_swap else self._order(decision)
-                sampler = self._samplers[name]
-                if is_swap:
-                    self._tell(sampler.records())
-                with self._timer("rollout"):
-                    self._hear(name, sampler.obey(order))
-                if is_swap:
-                    self.controller.swapped(name, order.version)
-                    self._counts.syncs += 1
+                if isinstance(decision, SyncWeights):
+                    self._sync(decision.worker)
+                else:
+                    self._execute(decision)
+
+    def _sync(self, name: str) -> None:
+        """Brings a sampler to the newest weights."""
+        sampler = self._samplers[name]
+        self.books.report(sampler.records())
+        with self._timer("rollout"):
+            sampler.execute(self._synced)
+        self.books.synced(name, self._synced.version)
+
+    def _execute(self, decision: Decision) -> None:
+        command = self.books.command(decision)
+        with self._timer("rollout"):
+            self.books.receive(decision.worker, self._samplers[decision.worker].execute(command))
+
+    def _gather(self) -> None:
+        """Preempts everything that is in flight."""
+        for decision in self.books.controller.interrupt_all():
+            sampler = self._samplers[decision.worker]
+            self.books.receive(decision.worker, sampler.execute(self.books.command(decision)))
 
     def _stats(self) -> Stats:
         return Stats.sum(sampler.stats for sampler in self._samplers.values())
-
-    # Checkpoints
-
-    def _gather(self) -> None:
-        """Takes everything back from the samplers."""
-        for decision in self.controller.interrupt_all():
-            order = self._order(decision)
-            self._hear(decision.worker, self._samplers[decision.worker].obey(order))
-
-    def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what is to go on with after the update that made `version`: all that samplers
-        draw is interrupted for it, and goes on afterwards as it does after a restart."""
-        if not self._is_untrained(version):
-            self._finish_update()
-        self._gather()
-        return self._state(version, self._stats())
 
 
 def _apart(serving: Any, params: Any) -> Any:

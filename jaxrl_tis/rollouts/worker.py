@@ -1,6 +1,6 @@
-"""A rollout worker's end: a sampler that a learner in another process orders about.
+"""A rollout worker's end: a sampler that a learner in another process commands.
 
-Three threads: the main one alone knows the sampler, obeys orders and makes calls of the engine; one
+Three threads: the main one alone knows the sampler, executes commands and makes calls of the engine; one
 talks to the learner, several times a second, however long a call takes; one fetches weights while older
 ones still draw. Orders that came with new weights wait until these are there, so that sequences are
 interrupted for no longer than it takes to replace one tree by another.
@@ -19,7 +19,7 @@ import jax
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import messages, tcp, transport, wire
-from jaxrl_tis.rollouts.sampler import GiveBack, NewWeights, Order, Sampler
+from jaxrl_tis.rollouts.sampler import Command, Preempt, Sampler, SetParams
 from jaxrl_tis.runtime import fingerprint, processes
 
 TALK_SECONDS = 0.02  # between two reports
@@ -31,7 +31,7 @@ class LearnerLost(ConnectionError):
     """The learner is gone, or does not want this worker now; it may be back later."""
 
 
-class Worker:
+class RolloutWorker:
     """Draws for a learner until that says that the run is over.
 
     Args:
@@ -56,12 +56,12 @@ class Worker:
         self._changed = threading.Condition()
         self._events: list[messages.Event] = []
         self._stats = Stats()
-        self._held: list[messages.Told] = []  # orders that wait for weights
-        self._inbox: list[Order] = []
-        self._offered: int | None = None
-        self._wanted = -1  # the version that orders wait for
-        self._sent: str | None = None  # the fingerprint of what is offered
-        self._fetched: NewWeights | None = None
+        self._held: list[messages.Told] = []  # commands that wait for weights
+        self._inbox: list[Command] = []
+        self._sync_version: int | None = None
+        self._wanted = -1  # the version that commands wait for
+        self._sent: str | None = None  # the fingerprint of that version
+        self._fetched: SetParams | None = None
         self._is_over, self._error = False, None
         self._reported, self._lengths = time.monotonic(), {}
 
@@ -81,8 +81,8 @@ class Worker:
             for thread in threads:
                 thread.start()
             try:
-                while (orders := self._orders()) is not None:
-                    self._work(orders)
+                while (commands := self._commands()) is not None:
+                    self._work(commands)
             finally:
                 self._end()
                 for thread in threads:
@@ -107,20 +107,20 @@ class Worker:
 
     # The sampler's thread
 
-    def _orders(self) -> list[Order] | None:
-        """Waits for orders and returns them; none while there is something to draw, None at the
+    def _commands(self) -> list[Command] | None:
+        """Waits for commands and returns them; none while there is something to draw, None at the
         end."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._sampler.pending or self._is_over)
-            orders, self._inbox = self._inbox, []
-            return None if self._is_over else orders
+            commands, self._inbox = self._inbox, []
+            return None if self._is_over else commands
 
-    def _work(self, orders: list[Order]) -> None:
-        for order in orders:
-            self._say([messages.Done(t) for t in self._sampler.obey(order)])
-            if isinstance(order, NewWeights):
-                self._say([messages.Swapped(order.version)])
-        if not orders:
+    def _work(self, commands: list[Command]) -> None:
+        for command in commands:
+            self._say([messages.Done(t) for t in self._sampler.execute(command)])
+            if isinstance(command, SetParams):
+                self._say([messages.Synced(command.version)])
+        if not commands:
             self._say([messages.Done(t) for t in self._sampler.step()])
             self._say_partials()
 
@@ -171,29 +171,29 @@ class Worker:
 
     def _take(self, reply: messages.Reply) -> None:
         with self._changed:
-            self._offered, self._sent = reply.offered, reply.fingerprint
-            self._held += reply.orders
-            is_changed = any(isinstance(o, (GiveBack, messages.TakeWeights)) for o in reply.orders)
-            if is_changed and reply.offered is not None:
-                self._wanted = reply.offered
+            self._sync_version, self._sent = reply.sync_version, reply.fingerprint
+            self._held += reply.commands
+            is_changed = any(isinstance(o, (Preempt, messages.SyncTo)) for o in reply.commands)
+            if is_changed and reply.sync_version is not None:
+                self._wanted = reply.sync_version
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Gives the sampler its orders, with the lock, once the weights are there that were the newest
+        """Gives the sampler its commands, with the lock, once the weights are there that were the newest
         when one of them interrupted it or was to take them. Newer ones do as well, and are not waited
         for: a learner may publish faster than they come."""
         has = -1 if self._fetched is None else self._fetched.version
         if has < self._wanted:
             return
-        for order in self._held:
-            is_swap = isinstance(order, messages.TakeWeights)
-            self._inbox.append(self._fetched if is_swap else order)
+        for command in self._held:
+            is_sync = isinstance(command, messages.SyncTo)
+            self._inbox.append(self._fetched if is_sync else command)
         self._held = []
         self._changed.notify_all()
 
     def _fetch(self, weights: transport.WeightTransport) -> None:
-        is_old = lambda: self._offered is not None and (
-            self._fetched is None or self._fetched.version < self._offered
+        is_old = lambda: self._sync_version is not None and (
+            self._fetched is None or self._fetched.version < self._sync_version
         )
         since = None  # when weights could not be had for the first time
         while not self._is_over:
@@ -201,7 +201,7 @@ class Worker:
                 self._changed.wait_for(lambda: is_old() or self._is_over, RETRY_SECONDS)
                 if not is_old() or self._is_over:
                     continue
-                version, sent = self._offered, self._sent
+                version, sent = self._sync_version, self._sent
             try:
                 tree = weights.fetch(version, self._like)
             except transport.Unavailable as error:
@@ -216,5 +216,5 @@ class Worker:
             fingerprint.check(params, sent)
             since = None
             with self._changed:
-                self._fetched = NewWeights(params, version)
+                self._fetched = SetParams(params, version)
                 self._pass_on()

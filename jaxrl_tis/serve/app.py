@@ -24,7 +24,7 @@ from starlette.routing import Route
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
-from jaxrl_tis.engine.worker import Worker
+from jaxrl_tis.engine.worker import EngineThread
 from jaxrl_tis.serve.answer import Answer, described
 from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
@@ -47,7 +47,7 @@ class Served:
         without any is asked by every name.
     """
 
-    worker: Worker
+    worker: EngineThread
     tokenizer: Tokenizer
     model: str
     vocab_size: int
@@ -80,7 +80,7 @@ class Inbox:
 class Job:
     """A completion in the scheduler; `close` it whatever happens."""
 
-    def __init__(self, worker: Worker, completion: Completion, deadline: float):
+    def __init__(self, worker: EngineThread, completion: Completion, deadline: float):
         self._worker, self._deadline = worker, deadline
         self._index = {choice.id: i for i, choice in enumerate(completion.choices)}
         self._live = set(self._index)

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.warm import warm_up
-from jaxrl_tis.engine.worker import Worker
+from jaxrl_tis.engine.worker import EngineThread
 from jaxrl_tis.learner.state import initial_params, initial_state, read_params
 from jaxrl_tis.runtime.addresses import is_loopback
 from jaxrl_tis.serve import app
@@ -48,7 +48,7 @@ def make_app(
         setup.engine, params, 0, max_pending=max_pending, decode=setup.tokenizer.decode
     )
     application = app.make(app.Served(
-        Worker(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
+        EngineThread(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
         load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
         hosts=hosts,
     ))

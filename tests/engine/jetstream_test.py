@@ -13,7 +13,6 @@ import pytest
 
 engine_api = pytest.importorskip("jetstream.engine.engine_api")
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine import jetstream
 from jaxrl_tis.engine.config import EngineConfig
@@ -22,6 +21,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.rollouts.source import generate
 
 TOKENIZER = CharTokenizer("".join(map(chr, range(ord("A"), ord("A") + 40))))
 CONFIG = ModelConfig(
@@ -64,7 +64,7 @@ def expected(name="unrolled", sampling=GREEDY):
     })
     scheduler = Scheduler(engine(name), engine(name).load(params()))
     requests = [Request(str(i), prompt, 5, ours) for i, prompt in enumerate(PROMPTS)]
-    trajectories = rollouts.run(scheduler, requests)
+    trajectories = generate(scheduler, requests)
     is_stop = [t.stop_reason == "stop" for t in trajectories]
     return [t.tokens[: len(t.tokens) - s].tolist() for t, s in zip(trajectories, is_stop)]
 

@@ -7,13 +7,13 @@ import pytest
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
-from jaxrl_tis.engine.worker import Worker
+from jaxrl_tis.engine.worker import EngineThread
 from tests.arithmetic import Engine, alone, request
 
 
 @pytest.fixture
 def worker():
-    worker = Worker(Scheduler(Engine(steps=2), 0, max_pending=3))
+    worker = EngineThread(Scheduler(Engine(steps=2), 0, max_pending=3))
     worker.start()
     yield worker
     worker.stop()
@@ -60,7 +60,7 @@ def test_all_requests_are_added_or_none(worker):
 
 def test_of_a_refused_request_no_sample_draws_a_token():
     scheduler = Scheduler(Engine(), 0, max_pending=3)
-    worker = Worker(scheduler)
+    worker = EngineThread(scheduler)
     refused = worker.submit([request(f"r{i}", max_tokens=3) for i in range(4)], Ear(), False)
     worker.start()
     with pytest.raises(Full):
@@ -74,7 +74,7 @@ def test_an_engine_that_failed_is_not_asked_again():
         def generate(self, *args):
             raise MemoryError("no pages")
 
-    worker, ear = Worker(Scheduler(Broken(), 0)), Ear()
+    worker, ear = EngineThread(Scheduler(Broken(), 0)), Ear()
     worker.start()
     worker.submit([request("a")], ear, False).result(5)
     assert "no pages" in str(ear.wait()["a"][0])
@@ -102,7 +102,7 @@ def test_new_weights_draw_the_next_tokens(worker):
 
 
 def test_a_command_that_nobody_waits_for_any_more_is_not_run():
-    worker = Worker(Scheduler(Engine(), 0))
+    worker = EngineThread(Scheduler(Engine(), 0))
     future = worker.set_params(7)
     assert future.cancel()
     worker.start()
@@ -119,7 +119,7 @@ def test_what_is_pending_at_the_end_fails():
             assert go_on.wait(5)
             return super().generate(*args)
 
-    worker, ear = Worker(Scheduler(Slow(), 0)), Ear()
+    worker, ear = EngineThread(Scheduler(Slow(), 0)), Ear()
     worker.start()
     worker.submit([request("a", max_tokens=30)], ear, False)
     assert begun.wait(5)

@@ -22,4 +22,4 @@ def test_the_same_machines_side_by_side_and_divided():
 
 
 def test_new_weights_take_a_moment_and_their_bytes():
-    assert Costs(swap_s=0.5, weights_gib=2.0, gib_s=0.25).handover_s == 1.0
+    assert Costs(swap_s=0.5, weights_gib=2.0, gib_s=0.25).sync_s == 1.0

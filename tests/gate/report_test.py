@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxrl_tis import build, train
+from jaxrl_tis import build
 from jaxrl_tis.data.tokenizer import load_tokenizer
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import trajectory_rows
@@ -19,6 +19,7 @@ from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import attention
+from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.validate import validate
 from tests import commands, tiny
 from tests.gate import noisy
@@ -118,7 +119,7 @@ def test_the_rungs_add_up_to_the_gap_and_none_is_empty(sampled, overrides, cause
     rungs, rows = climbed(sampled, **overrides)
     assert differing(rungs) == causes
     setup, params, trajectories = sampled(**overrides)
-    samples = [train.rollouts.Sample(t, {}, "", 0.0, 0.0, 0) for t in trajectories]
+    samples = [Sample(t, {}, "", 0.0, 0.0, 0) for t in trajectories]
     with tiny.one_device():
         state = {"policy": mock.Mock(params=params)}
         learner = Trainer(setup.training).score(state, samples, {0: params})["logp_old"]

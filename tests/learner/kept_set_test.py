@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner.batch_layout import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.learner.scoring import make_score, response_scores
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.models import transformer
+from jaxrl_tis.rollouts.groups import kept_metrics, sampling_params
+from jaxrl_tis.rollouts.source import generate
 from tests import tiny
 from tests.drawn import reference
 
@@ -40,12 +41,12 @@ def params():
 def sampled(**changes):
     made = setup(**changes)
     scheduler = made.scheduler(made.engine, made.engine.load(params()), 0)
-    sampling = rollouts.sampling_params(
+    sampling = sampling_params(
         made.config, made.tokenizer, made.config.rollout.temperature, is_filtered=True
     )
     prompts = [np.array(made.tokenizer.encode(text), np.int32) for text in ("1+2=", "7+5=")]
     requests = [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(16)]
-    return rollouts.run(scheduler, requests)
+    return generate(scheduler, requests)
 
 
 def scored(rows, learner=None):
@@ -110,12 +111,12 @@ def test_where_a_set_was_too_wide_the_learner_scores_the_whole_vocabulary():
     np.testing.assert_allclose(ratio[~is_wide], 1.0, atol=2e-5)
     assert (ratio[is_wide] < 0.99).all()
     # The metrics say how many tokens those are, and how far below 1 the mean ratio is.
-    found = rollouts.kept_metrics(trajectories)
+    found = kept_metrics(trajectories)
     assert found["rollout/kept_overflow"] == is_wide.mean()
     assert found["rollout/kept_overflow_mass"] == pytest.approx(1 - ratio.mean(), abs=1e-5)
-    assert rollouts.kept_metrics(sampled())["rollout/kept_overflow"] == 0
+    assert kept_metrics(sampled())["rollout/kept_overflow"] == 0
     bare = [dataclasses.replace(t, kept=np.zeros((len(t.tokens), 0), int)) for t in trajectories]
-    assert rollouts.kept_metrics(bare) == {}
+    assert kept_metrics(bare) == {}
 
 
 def test_rows_hold_the_sets_at_their_tokens_and_minus_one_elsewhere():

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import NEVER, Request
 from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.learner.batch_layout import forward_fields
 from jaxrl_tis.learner.scoring import make_score
 from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.rollouts.groups import sampling_params
+from jaxrl_tis.rollouts.source import generate
 from tests import tiny
 
 pytestmark = pytest.mark.compiles
@@ -38,9 +39,9 @@ def params():
 def sampled():
     made = setup()
     scheduler = made.scheduler(made.engine, made.engine.load(params()), 0)
-    sampling = rollouts.sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
+    sampling = sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
     prompts = [np.array(made.tokenizer.encode(text), np.int32) for text in ("1+2=", "7+5=")]
-    return rollouts.run(scheduler, [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(16)])
+    return generate(scheduler, [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(16)])
 
 
 def scored(rows):
@@ -74,9 +75,9 @@ def test_evaluation_keeps_all_keys():
     made = setup()
     assert made.retention == Retention(1, 1)
     scheduler = made.scheduler(made.learner_engine, made.learner_engine.load(params()), 0)
-    sampling = rollouts.sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
+    sampling = sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
     prompt = np.array(made.tokenizer.encode("1+2="), np.int32)
-    found = rollouts.run(scheduler, [Request(f"r{i}", prompt, i, sampling) for i in range(8)])
+    found = generate(scheduler, [Request(f"r{i}", prompt, i, sampling) for i in range(8)])
     assert max(len(t.tokens) for t in found) > 6 and not any(len(t.evict_step) for t in found)
 
 

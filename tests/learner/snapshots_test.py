@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.learner import snapshots
@@ -18,6 +17,7 @@ from jaxrl_tis.learner.snapshots import Average, Replica, Ring, averaged, num_sn
 from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.record import checkpoint
+from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
 from tests.record.checkpoint_test import assert_same
 
@@ -49,7 +49,7 @@ def ring(count=2, **options):
 def test_as_many_snapshots_as_versions_can_be_in_a_batch(staleness):
     kept = ring(count=num_snapshots(float(staleness)))
     for version in range(9):
-        kept.put(version, weights(float(version)))
+        kept.publish(weights(float(version)), version)
         assert all(u in kept for u in range(max(0, version - staleness), version + 1))
     assert len(kept) == staleness + 1
 
@@ -62,18 +62,18 @@ def test_without_a_bound_on_staleness_no_number_is_enough():
 def test_a_ring_keeps_the_newest_and_drops_the_oldest():
     kept = ring(count=2)
     for version in (0, 1, 4):
-        kept.put(version, weights(float(version)))
+        kept.publish(weights(float(version)), version)
     assert list(kept) == [1, 4] and len(kept) == 2 and 0 not in kept
     assert_same(kept[1], weights(1.0))
     with pytest.raises(KeyError):
         kept[0]
     with pytest.raises(ValueError, match="version 3 comes after 4"):
-        kept.put(3, weights(3.0))
+        kept.publish(weights(3.0), 3)
 
 
 def test_the_newest_is_the_policy_itself_until_an_update_donates_it():
     kept, policy = ring(), weights(3.0)
-    kept.put(7, policy)
+    kept.publish(policy, 7)
     assert kept[7] is policy
     after = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)(policy)
     assert policy["a"].is_deleted() and not after["a"].is_deleted()
@@ -86,8 +86,8 @@ def test_a_snapshot_lies_in_host_memory_and_comes_back_where_it_was():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     policy = {"w": jax.device_put(jnp.arange(16.0), sharding)}
     kept = ring()
-    kept.put(0, policy)
-    kept.put(1, weights(1.0))
+    kept.publish(policy, 0)
+    kept.publish(weights(1.0), 1)
     [on_host] = jax.tree.leaves(kept.state()[0]["0"])
     assert on_host.sharding.memory_kind == "pinned_host"
     assert kept[0]["w"].sharding == policy["w"].sharding
@@ -123,10 +123,10 @@ def replica(max_sequences=2):
 
 def test_a_replica_scores_what_its_weights_drew_and_gives_it_out_once():
     found = replica()
-    found.put(0, weights(100.0))
-    found.arrived([trajectory("x", [0, 0])])
-    found.put(1, weights(200.0))
-    found.arrived([trajectory("x", [0, 0, 1]), trajectory("y", [1])])
+    found.publish(weights(100.0), 0)
+    found.add_logps([trajectory("x", [0, 0])])
+    found.publish(weights(200.0), 1)
+    found.add_logps([trajectory("x", [0, 0, 1]), trajectory("y", [1])])
     assert list(found) == [1]
     batch = [trajectory("y", [1]), trajectory("x", [0, 0, 1, 2]), trajectory("z", [2])]
     y, x, z = found.taken([batch[0], trajectory("x", [0, 0, 1]), batch[2]])
@@ -137,9 +137,9 @@ def test_a_replica_scores_what_its_weights_drew_and_gives_it_out_once():
 
 def test_a_replica_keeps_a_bounded_number_of_sequences():
     found = replica(max_sequences=2)
-    found.put(0, weights(0.0))
+    found.publish(weights(0.0), 0)
     for id in "abc":
-        found.arrived([trajectory(id, [0])])
+        found.add_logps([trajectory(id, [0])])
     a, b, c = found.taken([trajectory(id, [0]) for id in "abc"])
     assert np.isnan(a[0]) and b[0] == c[0] == 0
 
@@ -149,8 +149,8 @@ def test_a_replica_keeps_a_bounded_number_of_sequences():
 def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
     before, after = make(), make()
     for version in (3, 5):
-        before.put(version, weights(float(version), "bfloat16"))
-        before.arrived([trajectory("x", [3, 5]), trajectory("y", [5])][: 2 * has_log_probs])
+        before.publish(weights(float(version), "bfloat16"), version)
+        before.add_logps([trajectory("x", [3, 5]), trajectory("y", [5])][: 2 * has_log_probs])
     arrays, meta = before.state()
     with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(0, {"step": jnp.ones(1), **arrays}, json.loads(json.dumps(meta)))
@@ -221,22 +221,22 @@ def drawn(**changes):
         scheduler.set_params(setup.serving_params(params, version), version)
         for request in live.values():
             scheduler.add(request)
-        arrived = []
+        ended = []
         while scheduler.pending:
-            arrived += scheduler.step()
+            ended += scheduler.step()
             longest = max((len(x) for x in scheduler.drawn(live).values()), default=0)
             if version < 2 and longest >= 2 * (version + 1):
-                arrived += scheduler.pause("abort")
+                ended += scheduler.pause("abort")
         for old in (kept, scoring):
-            old.put(version, params)
-            old.arrived(arrived)
-        done |= {t.id: t for t in arrived if t.stop_reason != "abort"}
+            old.publish(params, version)
+            old.add_logps(ended)
+        done |= {t.id: t for t in ended if t.stop_reason != "abort"}
         live = {
             t.id: dataclasses.replace(requests[t.id], partial=t)
-            for t in arrived if t.stop_reason == "abort"
+            for t in ended if t.stop_reason == "abort"
         }
     samples = [
-        rollouts.Sample(done[id], {}, "", 0.0, float(i % 3), i // 4) for i, id in enumerate(requests)
+        Sample(done[id], {}, "", 0.0, float(i % 3), i // 4) for i, id in enumerate(requests)
     ]
     return setup, trainer, policies, kept, scoring, samples
 

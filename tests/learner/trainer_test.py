@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.learner import trainer
@@ -17,6 +16,7 @@ from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import TrainState
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.models import transformer
+from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
 
 pytestmark = [
@@ -39,7 +39,7 @@ def fake_samples(count=16, vocab_size=0, top_n=0):
             top_logps=np.full((n, top_n), -3, np.float32))
         reward = float(rng.random())
         parts = {"closeness": reward + 0.1 * i, "length": -0.1 * i}
-        out.append(rollouts.Sample(trajectory, {}, "", 0.0, reward, i // 4, parts, 0.5))
+        out.append(Sample(trajectory, {}, "", 0.0, reward, i // 4, parts, 0.5))
     return out
 
 
@@ -148,7 +148,7 @@ def test_the_old_policy_stays_fixed_while_the_learner_moves():
 def test_metrics_of_the_samples_by_hand():
     samples = fake_samples(4)
     rewards = [1.0, 1.0, 0.0, 2.0]
-    samples = [rollouts.Sample(s.trajectory, {}, "", 0.5, r, i // 2)
+    samples = [Sample(s.trajectory, {}, "", 0.5, r, i // 2)
                for i, (s, r) in enumerate(zip(samples, rewards))]
     rows = {"rewards": np.array(rewards), "group": np.array([0, 0, 1, 1]),
             "entropy": np.array([[9.0, 1.0], [9.0, 2.0]]), "mask": np.array([[0, 1], [0, 1]], bool)}

@@ -19,7 +19,7 @@ import random
 import sys
 import time
 
-from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, Swap
+from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.modes import MODES, Mode, parse
 from jaxrl_tis.rollouts.queue import Entry, Queue
 
@@ -51,11 +51,11 @@ class Drawer:
     slots: int
     version: int | None = None
     drawing: dict = dataclasses.field(default_factory=dict)  # key -> versions of its tokens
-    orders: collections.deque = dataclasses.field(default_factory=collections.deque)
+    commands: collections.deque = dataclasses.field(default_factory=collections.deque)
     reports: collections.deque = dataclasses.field(default_factory=collections.deque)
     # What the world has heard of it and sent to it.
     told: int | None = None
-    is_swapping: bool = False
+    is_syncing: bool = False
     held: set = dataclasses.field(default_factory=set)
     interrupted: set = dataclasses.field(default_factory=set)
     discarded: set = dataclasses.field(default_factory=set)
@@ -83,9 +83,9 @@ class World:
         self.partials, self.claimed, self.is_flushing = {}, [], False
         self.moving: dict = {}  # key -> version, of what is on its way to another worker
         self.log, self.tokens = [], 0
-        self.haste = [9, *(rng.choice([3, 9, 27]) for _ in range(2))]  # of samplers, orders and reports
+        self.haste = [9, *(rng.choice([3, 9, 27]) for _ in range(2))]  # of samplers, commands and reports
         weights = [rng.choice([3, 9]), *(rng.choice([1, 3, 9]) for _ in range(2))]
-        rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(8)]
+        rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(7)]
         self.weights = weights + rare
         for _ in range(rng.randint(1, 4)):
             self.join()
@@ -97,7 +97,7 @@ class World:
         """One at random, and what is decided then, now or later."""
         [event] = self.rng.choices(
             [self.work, self.reward, self.learn, self.die, self.join, self.junk, self.checkpoint,
-             self.reject, self.tighten, self.rest, self.release], self.weights,
+             self.reject, self.reduce_staleness, self.rest], self.weights,
         )
         event()
         if not self.drawers and self.rng.random() < 0.2:
@@ -107,7 +107,7 @@ class World:
         self.check()
 
     def one(self, field="slots"):
-        """A worker that has orders to obey, say."""
+        """A worker that has commands to execute, say."""
         names = [name for name, drawer in sorted(self.drawers.items()) if getattr(drawer, field)]
         return self.rng.choice(names) if names else None
 
@@ -127,15 +127,15 @@ class World:
             return
         drawer = self.drawers.pop(name)
         self.moving.clear()
-        known = {key: tokens for order, partials in drawer.orders if isinstance(order, Begin)
+        known = {key: tokens for command, partials in drawer.commands if isinstance(command, Begin)
                  for key, tokens in partials.items()} | drawer.drawing
-        known |= {key: tokens for what, key, tokens in drawer.reports if what == "gave_back"}
+        known |= {key: tokens for what, key, tokens in drawer.reports if what == "preempted"}
         known = {k: t for k, t in known.items() if k in drawer.held and t and self.rng.random() < 0.5}
         self.partials |= known
         self.controller.left(name, {key: tokens[-1] for key, tokens in known.items()})
 
     def work(self):
-        for act in self.rng.choices([self.draw, self.obey, self.hear], self.haste, k=8):
+        for act in self.rng.choices([self.draw, self.execute, self.hear], self.haste, k=8):
             act()
 
     def draw(self, name=None):
@@ -149,23 +149,23 @@ class World:
     def length(self, key):
         return LENGTHS[hash((self.seed, *key)) % len(LENGTHS)]
 
-    def obey(self, name=None):
-        drawer = self.drawers.get(name or self.one("orders"))
+    def execute(self, name=None):
+        drawer = self.drawers.get(name or self.one("commands"))
         if drawer is None:
             return
-        order, partials = drawer.orders.popleft()
-        if isinstance(order, Begin):
+        command, partials = drawer.commands.popleft()
+        if isinstance(command, Begin):
             assert not drawer.drawing.keys() & partials.keys()
             drawer.drawing |= partials
-        elif isinstance(order, Swap):
-            assert drawer.version is None or drawer.version <= order.version, "a version goes back"
+        elif isinstance(command, SyncWeights):
+            assert drawer.version is None or drawer.version <= command.version, "a version goes back"
             assert not drawer.drawing or self.mode.on_sync == "in_place", "new weights while it draws"
-            drawer.version = order.version
-            drawer.reports.append(("swapped", order.version, None))
+            drawer.version = command.version
+            drawer.reports.append(("synced", command.version, None))
         else:
-            for key in order.keys:
+            for key in command.keys:
                 if key in drawer.drawing:
-                    drawer.reports.append(("gave_back", key, drawer.drawing.pop(key)))
+                    drawer.reports.append(("preempted", key, drawer.drawing.pop(key)))
 
     def hear(self, name=None):
         name = name or self.one("reports")
@@ -173,9 +173,9 @@ class World:
             return
         drawer = self.drawers[name]
         what, key, tokens = drawer.reports.popleft()
-        if what == "swapped":
-            drawer.told, drawer.is_swapping = key, False
-            self.controller.swapped(name, key)
+        if what == "synced":
+            drawer.told, drawer.is_syncing = key, False
+            self.controller.synced(name, key)
             return
         self.let_go(drawer, key)
         is_wanted = key[0] in self.queue.entries and not self.queue.has_tokens(key[0])
@@ -185,10 +185,10 @@ class World:
             assert self.queue.put(key, "tokens", tokens) == is_wanted
             assert not self.controller.finished(name, key), "a second report counts"
         else:
-            assert self.controller.gave_back(name, key, tokens[-1] if tokens else None)
+            assert self.controller.preempted(name, key, tokens[-1] if tokens else None)
             if is_wanted and tokens:
                 self.partials[key] = tokens
-            assert not self.controller.gave_back(name, key, None), "a second report counts"
+            assert not self.controller.preempted(name, key, None), "a second report counts"
 
     @staticmethod
     def let_go(drawer, key):
@@ -202,9 +202,9 @@ class World:
         key = group, self.rng.randint(0, self.size)
         if name and key not in self.drawers[name].held:
             assert not self.controller.finished(name, key)
-            assert not self.controller.gave_back(name, key, self.version)
+            assert not self.controller.preempted(name, key, self.version)
         assert not self.controller.finished("nobody", key)
-        assert not self.controller.gave_back("nobody", key, None)
+        assert not self.controller.preempted("nobody", key, None)
         right = {0: self.version, self.batch: self.version + 1}.get(len(self.taken))
         for version in range(max(self.version - 1, 0), self.version + 3):
             if version != right:
@@ -212,7 +212,7 @@ class World:
         if name:
             self.refused(lambda: self.controller.joined(name, 1))
             if self.drawers[name].told:
-                self.refused(lambda: self.controller.swapped(name, self.drawers[name].told - 1))
+                self.refused(lambda: self.controller.synced(name, self.drawers[name].told - 1))
 
     @staticmethod
     def refused(call):
@@ -232,10 +232,6 @@ class World:
         for key in now:
             self.queue.put(key, "reward", 1.0)
 
-    def release(self):
-        self.queue.release("reward", self.claimed)
-        self.claimed = []
-
     def reject(self):
         ready = [g for g in self.queue.entries if self.queue.is_ready(g, "learner")]
         if ready:
@@ -243,10 +239,10 @@ class World:
             self.controller.rejected(group)
             self.end(group, "rejected")
 
-    def tighten(self):
+    def reduce_staleness(self):
         bound = self.capacity // self.batch if math.isinf(self.ahead) else self.ahead
         ahead = max(bound - 1, self.mode.sync_every - 1)
-        assert self.controller.tighten() == ahead
+        assert self.controller.reduce_staleness() == ahead
         self.ahead, self.must_sync = ahead, True
 
     def learn(self):
@@ -289,8 +285,8 @@ class World:
     def gather(self):
         self.rest()
         for name, drawer in self.drawers.items():
-            while drawer.orders:
-                self.obey(name)
+            while drawer.commands:
+                self.execute(name)
             while drawer.reports:
                 self.hear(name)
             assert not drawer.held, "not everything comes back"
@@ -346,9 +342,9 @@ class World:
         drawer, partials = self.drawers[decision.worker], {}
         if isinstance(decision, Begin):
             partials = self.began(drawer, decision)
-        elif isinstance(decision, Swap):
-            assert decision.version == self.hand != drawer.told and not drawer.is_swapping
-            drawer.is_swapping = True
+        elif isinstance(decision, SyncWeights):
+            assert decision.version == self.hand != drawer.told and not drawer.is_syncing
+            drawer.is_syncing = True
         elif isinstance(decision, Interrupt):
             assert set(decision.keys) <= drawer.held - drawer.interrupted, "interrupted twice"
             drawer.interrupted |= set(decision.keys)
@@ -360,7 +356,7 @@ class World:
             assert set(decision.keys) <= drawer.held - drawer.discarded, "discarded twice"
             assert all(self.is_over(key[0]) for key in decision.keys), "a sample is thrown away"
             drawer.discarded |= set(decision.keys)
-        drawer.orders.append((decision, partials))
+        drawer.commands.append((decision, partials))
 
     def is_over(self, group):
         return group not in self.queue.entries or self.queue.has_tokens(group)
@@ -369,7 +365,7 @@ class World:
         """There is room on another one of this version, which keeps it meanwhile."""
         version = self.drawers[decision.worker].told
         assert self.mode.repack and any(
-            drawer.told == version and not drawer.is_swapping
+            drawer.told == version and not drawer.is_syncing
             and len(drawer.held) + len(decision.keys) <= drawer.slots
             for name, drawer in self.drawers.items() if name != decision.worker
         ), "a trajectory is taken away for nothing"
@@ -377,7 +373,7 @@ class World:
 
     def began(self, drawer, decision):
         assert drawer.told is not None, "drawn without weights"
-        assert not drawer.is_swapping, "drawn while new weights come"
+        assert not drawer.is_syncing, "drawn while new weights come"
         assert len(drawer.held) < drawer.slots, "drawn without room"
         holders = [key for d in self.drawers.values() for key in d.held]
         assert not set(decision.keys) & set(holders), "drawn by two"
@@ -410,7 +406,7 @@ class World:
         for row in entry.columns.values():
             tokens = row["tokens"]
             assert tokens == sorted(tokens), "versions go back along a sequence"
-            assert len(set(tokens)) == 1 or self.mode.mixes_versions, "a trajectory of two versions"
+            assert len(set(tokens)) == 1 or self.mode.on_sync != "drain", "a trajectory of two versions"
             age = self.version - tokens[0]
             assert 0 <= self.version - tokens[-1], "drawn by a version that is not there yet"
             assert age <= self.bounds[entry.number], f"{age} versions behind"
@@ -430,8 +426,8 @@ class World:
         for _ in range(count):
             self.settle()
             for name, drawer in self.drawers.items():
-                while drawer.orders:
-                    self.obey(name)
+                while drawer.commands:
+                    self.execute(name)
                 self.draw(name)
                 while drawer.reports:
                     self.hear(name)

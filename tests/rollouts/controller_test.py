@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, Swap
+from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.modes import Mode, parse
 from jaxrl_tis.rollouts.queue import Queue
 
@@ -27,13 +27,13 @@ def settle(controller):
     begun = []
     while decisions := controller.decisions():
         for decision in decisions:
-            if isinstance(decision, Swap):
-                controller.swapped(decision.worker, decision.version)
+            if isinstance(decision, SyncWeights):
+                controller.synced(decision.worker, decision.version)
             elif isinstance(decision, Begin):
                 begun += decision.keys
             else:
                 for key in decision.keys:
-                    controller.gave_back(decision.worker, key, 0)
+                    controller.preempted(decision.worker, key, 0)
     return begun
 
 
@@ -59,13 +59,13 @@ def taken(controller):
 
 def test_nothing_is_drawn_before_a_worker_has_weights():
     controller = controller_of("areal", a=1, version=7)
-    assert controller.decisions() == [Swap("a", 7)]
+    assert controller.decisions() == [SyncWeights("a", 7)]
     assert controller.decisions() == []
     controller.joined("b", 1)
-    assert controller.decisions() == [Swap("b", 7)]
-    controller.swapped("b", 7)
+    assert controller.decisions() == [SyncWeights("b", 7)]
+    controller.synced("b", 7)
     assert controller.decisions() == [Begin("b", ((0, 0),))]
-    controller.swapped("a", 7)
+    controller.synced("a", 7)
     assert controller.decisions() == [Begin("a", ((1, 0),))]
 
 
@@ -77,8 +77,8 @@ def test_drain_lets_sequences_end_and_begins_no_others():
     controller.published(1)
     assert controller.decisions() == []
     end(controller, 1)
-    assert controller.decisions() == [Swap("a", 1)]
-    controller.swapped("a", 1)
+    assert controller.decisions() == [SyncWeights("a", 1)]
+    controller.synced("a", 1)
     assert controller.decisions() == [Begin("a", ((2, 0),))]
 
 
@@ -90,9 +90,9 @@ def test_an_interrupted_sequence_goes_on_under_new_weights():
     controller.published(1)
     assert controller.decisions() == [Interrupt("a", ((1, 0),))]
     assert controller.decisions() == []
-    assert controller.gave_back("a", (1, 0), 0)
-    assert controller.decisions() == [Swap("a", 1)]
-    controller.swapped("a", 1)
+    assert controller.preempted("a", (1, 0), 0)
+    assert controller.decisions() == [SyncWeights("a", 1)]
+    controller.synced("a", 1)
     assert controller.decisions() == [Begin("a", ((1, 0),)), Begin("a", ((2, 0),))]
 
 
@@ -102,14 +102,14 @@ def test_weights_come_in_place_while_it_draws():
     end(controller, 0)
     assert taken(controller) == [0]
     controller.published(1)
-    assert controller.decisions() == [Swap("a", 1)]
+    assert controller.decisions() == [SyncWeights("a", 1)]
 
 
 def test_a_worker_does_not_go_back():
     controller = controller_of("areal", a=1, version=3)
-    controller.swapped("a", 3)
+    controller.synced("a", 3)
     with pytest.raises(ValueError, match="'a' goes back from version 3 to 2"):
-        controller.swapped("a", 2)
+        controller.synced("a", 2)
 
 
 # Admission
@@ -144,7 +144,7 @@ def test_the_queue_bounds_what_has_no_other_bound():
 
 
 # The four modes of verl's fully asynchronous recipe: (1 + threshold) * trigger batches begin between
-# two hand-overs, less what is there at the first.
+# two syncs, less what is there at the first.
 @pytest.mark.parametrize("trigger, threshold, partial, most, interrupts", [
     (1, 0.0, True, 4, False),   # on policy
     (3, 0.0, True, 12, False),  # stream
@@ -167,14 +167,14 @@ def test_the_rule_of_verl(trigger, threshold, partial, most, interrupts):
             left, before = len(controller.queue), controller.next_group
         controller.published(version + 1)
         found = controller.decisions()
-        assert all(isinstance(d, Interrupt | Swap) for d in found)
+        assert all(isinstance(d, Interrupt | SyncWeights) for d in found)
         was_interrupted |= any(isinstance(d, Interrupt) for d in found)
         for decision in found:
-            if isinstance(decision, Swap):
-                controller.swapped("a", decision.version)
+            if isinstance(decision, SyncWeights):
+                controller.synced("a", decision.version)
             else:
                 for key in decision.keys:
-                    controller.gave_back("a", key, version)
+                    controller.preempted("a", key, version)
     assert was_interrupted == interrupts
 
 
@@ -226,7 +226,7 @@ def test_a_batch_waits_where_two_would_be_due_at_once():
 def test_what_is_due_first_is_taken_first():
     controller = controller_of("areal(staleness=4)", a=1)
     assert settle(controller) == [(0, 0)]  # due at batch 4
-    assert controller.tighten() == 3
+    assert controller.reduce_staleness() == 3
     end(controller, 0)
     assert settle(controller) == [(1, 0)]  # due at batch 3
     end(controller, 1)
@@ -264,8 +264,8 @@ def test_a_version_is_of_the_batch_before(groups, version):
 
 def test_the_first_to_end_are_the_group_and_the_others_are_given_up():
     controller = controller_of(Mode(redundant=2), size=2, a=9)
-    assert controller.decisions() == [Swap("a", 0)]
-    controller.swapped("a", 0)
+    assert controller.decisions() == [SyncWeights("a", 0)]
+    controller.synced("a", 0)
     assert controller.decisions() == [Begin("a", ((0, 0), (0, 1), (0, 2), (0, 3)))]
     for sample in (3, 1):
         assert controller.decisions() == []
@@ -273,7 +273,7 @@ def test_the_first_to_end_are_the_group_and_the_others_are_given_up():
         controller.queue.put((0, sample), "tokens", "x")
     assert controller.decisions() == [Discard("a", ((0, 0), (0, 2)))]
     assert controller.decisions() == []
-    assert controller.gave_back("a", (0, 0), 0) and controller.finished("a", (0, 2))
+    assert controller.preempted("a", (0, 0), 0) and controller.finished("a", (0, 2))
     assert controller.decisions() == []
     [entry] = controller.take()
     assert list(entry.columns) == [1, 3]
@@ -282,10 +282,10 @@ def test_the_first_to_end_are_the_group_and_the_others_are_given_up():
 def test_reports_count_once_and_only_of_what_was_given():
     controller = controller_of("areal", a=1, b=1)
     assert settle(controller) == [(0, 0), (1, 0)]
-    assert not controller.finished("b", (0, 0)) and not controller.gave_back("b", (0, 0), 0)
+    assert not controller.finished("b", (0, 0)) and not controller.preempted("b", (0, 0), 0)
     assert not controller.finished("nobody", (0, 0))
     assert controller.finished("a", (0, 0)) and not controller.finished("a", (0, 0))
-    assert controller.gave_back("b", (1, 0), 0) and not controller.gave_back("b", (1, 0), 0)
+    assert controller.preempted("b", (1, 0), 0) and not controller.preempted("b", (1, 0), 0)
     controller.queue.put((0, 0), "tokens", "x")
     assert settle(controller) == [(1, 0), (2, 0)]
 
@@ -308,8 +308,8 @@ def test_a_sequence_of_one_version_starts_over_under_another():
     controller.published(1)
     controller.joined("b", 1)
     controller.left("a", {(1, 0): 0})
-    assert controller.decisions() == [Swap("b", 1)]
-    controller.swapped("b", 1)
+    assert controller.decisions() == [SyncWeights("b", 1)]
+    controller.synced("b", 1)
     assert controller.decisions() == [Begin("b", ((1, 0),), frozenset({(1, 0)}))]
 
 
@@ -329,30 +329,30 @@ def moving():
 
 def test_the_last_sequences_are_packed_onto_one_worker():
     controller = moving()
-    controller.gave_back("b", (1, 0), 0)
-    assert controller.decisions() == [Swap("b", 1), Begin("a", ((1, 0),))]
+    controller.preempted("b", (1, 0), 0)
+    assert controller.decisions() == [SyncWeights("b", 1), Begin("a", ((1, 0),))]
 
 
 def test_a_worker_waits_for_what_moves_to_it():
     controller = moving()
     end(controller, 2)
     assert controller.decisions() == []  # new weights now would make it start over
-    controller.gave_back("b", (1, 0), 0)
-    assert controller.decisions() == [Swap("b", 1), Begin("a", ((1, 0),))]
+    controller.preempted("b", (1, 0), 0)
+    assert controller.decisions() == [SyncWeights("b", 1), Begin("a", ((1, 0),))]
 
 
 def test_a_worker_does_not_wait_for_what_has_ended():
     controller = moving()
     end(controller, 1, 2)
-    assert controller.decisions() == [Swap("a", 1), Swap("b", 1)]
+    assert controller.decisions() == [SyncWeights("a", 1), SyncWeights("b", 1)]
 
 
 def test_nothing_is_lost_when_the_worker_that_it_moves_to_is_gone():
     controller = moving()
     controller.left("a")
-    controller.gave_back("b", (1, 0), 0)
-    assert controller.decisions() == [Swap("b", 1)]
-    controller.swapped("b", 1)
+    controller.preempted("b", (1, 0), 0)
+    assert controller.decisions() == [SyncWeights("b", 1)]
+    controller.synced("b", 1)
     assert controller.decisions() == [
         Begin("b", ((2, 0),)), Begin("b", ((1, 0),), frozenset({(1, 0)})),
     ]
@@ -368,30 +368,30 @@ def test_a_worker_is_promised_what_it_has_room_for():
     controller.published(1)
     assert controller.decisions() == [Interrupt("c", ((8, 0),))]
     assert controller.decisions() == []
-    controller.gave_back("c", (8, 0), 0)
-    assert controller.decisions() == [Swap("c", 1), Begin("a", ((8, 0),))]
+    controller.preempted("c", (8, 0), 0)
+    assert controller.decisions() == [SyncWeights("c", 1), Begin("a", ((8, 0),))]
     assert controller.decisions() == []
 
 
 # Checkpoints and control
 
-def test_tightening_keeps_what_a_hand_over_needs():
+def test_reduced_staleness_keeps_what_a_sync_needs():
     controller = controller_of("fully_async(trigger=4, threshold=0.5)", batch=2, a=1)
-    assert [controller.tighten() for _ in range(4)] == [4, 3, 3, 3]
+    assert [controller.reduce_staleness() for _ in range(4)] == [4, 3, 3, 3]
     controller = controller_of("areal(staleness=inf)", batch=2, capacity=9, a=1)
-    assert [controller.tighten() for _ in range(5)] == [3, 2, 1, 0, 0]  # 9 // 2 - 1 batches ahead
+    assert [controller.reduce_staleness() for _ in range(5)] == [3, 2, 1, 0, 0]  # 9 // 2 - 1 batches ahead
     controller = controller_of("fully_async(trigger=4, threshold=inf)", capacity=2, a=1)
-    assert controller.tighten() == 3
+    assert controller.reduce_staleness() == 3
 
 
-def test_tightening_hands_the_next_version_over():
+def test_reduced_staleness_syncs_the_next_version():
     controller = controller_of("fully_async(trigger=4, threshold=0)", a=9)
     settle(controller)
     end(controller, 0)
-    controller.tighten()
+    controller.reduce_staleness()
     assert taken(controller) == [0]
     controller.published(1)
-    assert controller.offered == 1
+    assert controller.sync_version == 1
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -403,7 +403,7 @@ def test_a_checkpoint_goes_on_with_what_there_is(is_trained):
     settle(controller)
     assert controller.interrupt_all() == [Interrupt("a", ((1, 0), (2, 0), (3, 0)))]
     for group in (1, 2, 3):
-        controller.gave_back("a", (group, 0), None if group == 3 else 0)
+        controller.preempted("a", (group, 0), None if group == 3 else 0)
     state = json.loads(json.dumps(controller.get_state(int(is_trained))))
 
     queue = Queue(1, 3, NEEDS)
@@ -415,8 +415,8 @@ def test_a_checkpoint_goes_on_with_what_there_is(is_trained):
     again.joined("b", 9)
     assert again.decisions() == []
     again.published(int(is_trained))
-    assert again.decisions() == [Swap("b", int(is_trained))]
-    again.swapped("b", int(is_trained))
+    assert again.decisions() == [SyncWeights("b", int(is_trained))]
+    again.synced("b", int(is_trained))
     assert [d.keys for d in again.decisions()] == [((g, 0),) for g in (1, 2, 3)]
     assert taken(again) == (None if is_trained else [0])
     assert again.mode.ahead == math.inf and again.next_group == 4
@@ -429,9 +429,9 @@ def test_what_rests_goes_on_with_the_next_version():
     assert taken(controller) == [0]
     assert controller.interrupt_all() == [Interrupt("a", ((1, 0),))]
     assert controller.interrupt_all() == []
-    controller.gave_back("a", (1, 0), 0)
+    controller.preempted("a", (1, 0), 0)
     controller.published(1)
-    assert controller.decisions() == [Swap("a", 1)]
+    assert controller.decisions() == [SyncWeights("a", 1)]
 
 
 def test_what_cannot_be_is_refused():

@@ -6,18 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.rollouts.groups import components, kept_metrics, sampling_params, unknown_ids
+from jaxrl_tis.rollouts.source import next_batch
 from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, collector, fields
 
 
 def test_sampling_parameters():
     config = fields(rollout__top_k=5, rollout__top_p=0.9, rollout__min_p=0.1,
                     rollout__temperature=0.7)
-    filtered = rollouts.sampling_params(config, TOKENIZER, 0.7, is_filtered=True)
+    filtered = sampling_params(config, TOKENIZER, 0.7, is_filtered=True)
     assert filtered == SamplingParams(0.7, 5, 0.9, 0.1, stop_ids=(2,), max_tokens=3)
-    plain = rollouts.sampling_params(config, TOKENIZER, 0.0, is_filtered=False)
+    plain = sampling_params(config, TOKENIZER, 0.0, is_filtered=False)
     assert plain == SamplingParams(0.0, 0, 1.0, 0.0, stop_ids=(2,), max_tokens=3)
 
 
@@ -27,9 +28,9 @@ def test_ids_that_the_tokenizer_lacks_are_counted():
         FakeScheduler()._trajectory(request), tokens=np.array(ids, np.int32)
     )
     size = TOKENIZER.vocab_size
-    found = rollouts.unknown_ids([drawn(3, size, 2), drawn(size + 40, size - 1), drawn()], TOKENIZER)
+    found = unknown_ids([drawn(3, size, 2), drawn(size + 40, size - 1), drawn()], TOKENIZER)
     assert found == {"rollout/unknown_ids": 2.0}
-    assert rollouts.unknown_ids([drawn()], TOKENIZER) == {"rollout/unknown_ids": 0.0}
+    assert unknown_ids([drawn()], TOKENIZER) == {"rollout/unknown_ids": 0.0}
 
 
 def test_the_mass_that_sets_too_wide_to_record_have_dropped():
@@ -40,7 +41,7 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
         kept=np.array([[3, -1], [-1, -1]], np.int32),
         logp_raw=np.log([0.9, 0.6]), logp_behav=np.zeros(2),
     )
-    found = rollouts.kept_metrics([drawn])
+    found = kept_metrics([drawn])
     assert found == {"rollout/kept_overflow": 0.5,
                      "rollout/kept_overflow_mass": pytest.approx(0.4 / 2)}
 
@@ -48,7 +49,7 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
 def test_overlong_penalty_counts_tokens_and_leaves_the_score():
     """Every text has 1 token; with max_new_tokens 3 and a buffer of 3 the penalty is -1/3."""
     config = fields(rollout__overlong_buffer=3)
-    samples, _ = collector(config, lambda text, _: float(text)).next(1)
+    samples, _ = next_batch(collector(config, lambda text, _: float(text)), 1)
     assert [s.score for s in samples[:3]] == [0, 1, 2]
     np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])
 
@@ -64,7 +65,7 @@ def test_a_sample_has_what_its_reward_says():
         return [given[i % 2] for i in range(len(texts))]
 
     c._groups._rewards.results = results
-    [scored, failed, *rest], _ = c.next(1)
+    [scored, failed, *rest], _ = next_batch(c, 1)
     assert scored.score == 0.5 and scored.reward == pytest.approx(0.5 - 1 / 3)
     assert scored.components == {"score": 0.5, "acc": 1.0, "overlong": pytest.approx(-1 / 3)}
     assert not scored.is_failed and failed.is_failed
@@ -76,16 +77,16 @@ def test_a_sample_has_what_its_reward_says():
 
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     c = collector(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
-    samples, _ = c.next(1)
+    samples, _ = next_batch(c, 1)
     assert all(s.reward == sum(s.components.values()) for s in samples)
-    found = rollouts.components(samples)
+    found = components(samples)
     assert set(found) == {"reward", "overlong"} and found["reward"].tolist() == [1.0] * 6
     mixed = [dataclasses.replace(samples[0], components={"a": 2.0, "b": 1.0}),
              dataclasses.replace(samples[1], components={"reward": -1.0})]
-    found, nan = rollouts.components(mixed), float("nan")
+    found, nan = components(mixed), float("nan")
     for name, x in {"a": [2.0, nan], "b": [1.0, nan], "reward": [nan, -1.0]}.items():
         np.testing.assert_array_equal(found[name], x)
     parts = Scored(1.0, {"overlong": 1.0})
     c._groups._rewards.results = lambda texts, records, tokens: [parts] * len(texts)
     with pytest.raises(ValueError, match="component 'overlong'"):
-        c.next(2)
+        next_batch(c, 2)

@@ -6,7 +6,7 @@ from jaxrl_tis.rollouts import modes
 from jaxrl_tis.rollouts.modes import MODES, Mode
 
 
-# Batches ahead, updates between hand-overs, the most versions a token is behind, by hand.
+# Batches ahead, updates between syncs, the most versions a token is behind, by hand.
 @pytest.mark.parametrize("text, ahead, sync_every, staleness, on_sync", [
     ("sync", 0, 1, 0, "drain"),
     ("periodic", 0, 1, 0, "drain"),
@@ -17,7 +17,7 @@ from jaxrl_tis.rollouts.modes import MODES, Mode
     ("dora", 2, 1, 2, "drain"),
     ("roll_flash(alpha=0.5)", 0.5, 1, 1, "interrupt"),
     ("laminar(staleness=3)", 3, 1, 3, "drain"),
-    # verl: (1 + threshold) * trigger batches begin between two hand-overs.
+    # verl: (1 + threshold) * trigger batches begin between two syncs.
     ("fully_async", 5, 4, 5, "interrupt"),  # 1.5 * 4 - 1
     ("fully_async(trigger=1, threshold=0)", 0, 1, 0, "interrupt"),
     ("fully_async(trigger=4, threshold=0)", 3, 4, 3, "interrupt"),
@@ -35,9 +35,8 @@ def test_what_else_tells_modes_apart():
     assert modes.parse("roll_flash(redundant=3)").redundant == 3
     assert modes.parse("laminar(repack=0.25)").repack == 0.25
     assert [name for name in MODES if MODES[name]().is_sync] == ["sync"]
-    mixing = {name for name in MODES if MODES[name]().mixes_versions}
+    mixing = {name for name in MODES if MODES[name]().on_sync != "drain"}
     assert mixing == {"fully_async", "areal", "in_flight", "roll_flash"}
-    assert not modes.parse("areal(staleness=0)").mixes_versions
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -72,5 +71,5 @@ def test_numbers_that_contradict_each_other_are_refused(numbers, problem):
         Mode(**numbers)
 
 
-def test_a_hand_over_may_be_as_rare_as_what_is_begun_lasts():
+def test_a_sync_may_be_as_rare_as_the_groups_that_are_begun_last():
     assert Mode(ahead=2.0, sync_every=3).staleness == 2

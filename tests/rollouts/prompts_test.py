@@ -6,11 +6,11 @@ import ml_collections
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data import tasks, tokenizer
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxrl_tis.rollouts import prompts
+from jaxrl_tis.rollouts.prompts import Prompter
 from tests.data import tokenizer_test
 
 ALPHABET = "0123456789+= "
@@ -34,7 +34,7 @@ class Chat(CharTokenizer):
 
 
 def prompter(own=CharTokenizer(ALPHABET), **changes):
-    return rollouts.Prompter(own, task(**changes))
+    return Prompter(own, task(**changes))
 
 
 def record(prompt, name="x"):

@@ -59,16 +59,6 @@ def test_a_consumer_gets_each_sample_once_and_oldest_groups_first():
     assert queue.claim("learner") == [(0, 1)]
 
 
-def test_what_is_released_is_handed_out_again():
-    queue = queue_of(groups=(0, 1))
-    for key in [(0, 0), (1, 0)]:
-        queue.put(key, "tokens", "x")
-    keys = queue.claim("reward")
-    queue.take([1])
-    queue.release("reward", keys)  # group 1 is gone
-    assert queue.claim("reward") == [(0, 0)]
-
-
 def test_a_group_is_ready_when_all_of_it_has_what_the_consumer_needs():
     queue = queue_of()
     queue.put((0, 0), "tokens", "x")

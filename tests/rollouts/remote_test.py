@@ -14,14 +14,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import (
     messages, modes, remote, replay, sampler, tcp, transport, verify, wire,
 )
 from jaxrl_tis.rollouts import worker as worker_module
-from jaxrl_tis.rollouts.worker import LearnerLost, Worker
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.remote import remote_source
+from jaxrl_tis.rollouts.source import SourceParts, next_batch
+from jaxrl_tis.rollouts.worker import LearnerLost, RolloutWorker
 from tests import tiny
 from tests.rollouts.virtual_test import assert_same, drawn, in_order, made
 from tests.rollouts.synchronous_test import FakeRewards, Timer
@@ -46,17 +49,17 @@ def learner():
                 rollout__mode=mode, rollout__max_new_tokens=6, rollout__driver="processes",
                 rollout__worker_timeout=timeout, **overrides,
             )
-            prompter = rollouts.Prompter(setup.tokenizer, config.task)
+            prompter = Prompter(setup.tokenizer, config.task)
             reward = FakeRewards(lambda text, record: float(len(text)))
-            groups = rollouts.Groups(config, prompter, reward, with_greedy=False)
+            groups = Groups(config, prompter, reward, with_greedy=False)
             batches = Batches(
                 config.task.name, config.task.params, batch_size=config.rollout.prompts,
                 seed=config.seed,
             )
-            source = rollouts.Remote(
-                config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches,
-                Timer(), load=setup.serving_params, engine=setup.engine, facts=FACTS,
+            parts = SourceParts(
+                config, modes.parse(mode), None, groups, batches, Timer(), setup.serving_params
             )
+            source = remote_source(parts, setup.engine, FACTS)
             stack.callback(source.close, is_over=True)
             return source, params
         yield make
@@ -81,8 +84,8 @@ def working(source, name="good", seconds=0.0, facts=FACTS):
     """A worker in a thread; yields what its run ended with, once it has."""
     setup, _ = made()
     start = lambda params, version: Slow(setup.scheduler(setup.engine, params, version), seconds)
-    worker = Worker(
-        (source.host, source.port), remote.NO_TOKEN, facts, name, setup.engine.slots,
+    worker = RolloutWorker(
+        (source.driver.host, source.driver.port), remote.NO_TOKEN, facts, name, setup.engine.slots,
         setup.engine.abstract_params(), start, partial_seconds=0.02,
     )
     ended = []
@@ -106,7 +109,7 @@ class Fake:
     """A worker that says what a test wants it to say."""
 
     def __init__(self, source, name="bad"):
-        self.connection = socket.create_connection((source.host, source.port))
+        self.connection = socket.create_connection((source.driver.host, source.driver.port))
         self.peer = tcp.Peer(self.connection, 20.0, 20.0)
         tcp.introduce(self.peer, remote.NO_TOKEN, tcp.all_facts(FACTS))
         self.peer.tell(name=name, slots=8)
@@ -118,10 +121,10 @@ class Fake:
 
     def begun(self):
         """Takes the first weights, and returns the requests that it is given."""
-        while not (orders := self.say().orders):
+        while not (commands := self.say().commands):
             time.sleep(0.01)
-        assert orders == (messages.TakeWeights(0),)
-        requests = [r for order in self.say(messages.Swapped(0)).orders for r in order.requests]
+        assert commands == (messages.SyncTo(0),)
+        requests = [r for command in self.say(messages.Synced(0)).commands for r in command.requests]
         assert len(requests) == 8
         return requests
 
@@ -185,7 +188,7 @@ def test_what_a_dead_worker_drew_is_gone_on_with(learner):
     fake.say(*map(messages.Partial, said.values()))
     fake.connection.close()
     with working(source):
-        samples, values = source.next(1)
+        samples, values = next_batch(source, 1)
     assert values["async/resumed"] == len(said) > 0 and values["async/left"] == 1
     assert values["async/resumed_tokens"] == 2 * len(said)
     assert_same({s.trajectory.id: s for s in samples}, in_order())
@@ -234,8 +237,8 @@ def _requests():
     """The requests of the first batches of a synchronous run."""
     setup, _ = made()
     config = tiny.config(rollout__max_new_tokens=6)
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    groups = rollouts.Groups(config, prompter, FakeRewards(lambda *_: 0.0), with_greedy=False)
+    prompter = Prompter(setup.tokenizer, config.task)
+    groups = Groups(config, prompter, FakeRewards(lambda *_: 0.0), with_greedy=False)
     batches = Batches(
         config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
     )
@@ -259,7 +262,7 @@ BAD = {
     "a part that has ended": lambda f, r: f.peer.send(messages.pack_report(
         [messages.Partial(records()[r[0].id])], Stats())),
     "weights that there are not": lambda f, r: f.peer.send(
-        messages.pack_report([messages.Swapped(7)], Stats())),
+        messages.pack_report([messages.Synced(7)], Stats())),
     "counts beyond all numbers": lambda f, r: f.peer.send(
         messages.pack_report([], Stats(busy=10**400, slot_steps=1))),
     "no report": _raw(b"GET / HTTP/1.1\r\n\r\n"),
@@ -280,7 +283,7 @@ def test_a_bad_worker_costs_time_alone(what, learner):
     left = put_out = 0
     with working(source):
         for step in (1, 2, 3):  # what the bad one was given is in the second batch at the latest
-            samples, values = source.next(step)
+            samples, values = next_batch(source, step)
             assert_same({s.trajectory.id: s for s in samples}, in_order())
             left, put_out = left + values["async/left"], put_out + values["async/put_out"]
             source.publish(params, step)
@@ -301,7 +304,7 @@ def test_who_is_refused(learner):
 
 
 def _run(source):
-    Worker((source.host, source.port), remote.NO_TOKEN, FACTS, "late", 8, None, None).run()
+    RolloutWorker((source.driver.host, source.driver.port), remote.NO_TOKEN, FACTS, "late", 8, None, None).run()
 
 
 def test_an_address_of_ipv6(learner):
@@ -324,10 +327,10 @@ def test_a_worker_that_comes_back_joins_anew(learner):
     first = Fake(source, "same")
     first.begun()
     first.connection.close()
-    while source._sessions:
+    while source.driver._sessions:
         time.sleep(0.01)
     with working(source, "same"):
-        samples, _ = source.next(1)
+        samples, _ = next_batch(source, 1)
     assert_same({s.trajectory.id: s for s in samples}, in_order())
 
 
@@ -337,7 +340,7 @@ def test_the_learner_waits_for_workers_and_can_be_interrupted(learner, monkeypat
     source._pulse = lambda: (_ for _ in ()).throw(InterruptedError)
     source.publish(params, 0)
     with pytest.raises(InterruptedError):
-        source.next(1)
+        next_batch(source, 1)
     assert "no rollout worker is there; they join at 127.0.0.1:" in capsys.readouterr().out
 
 
@@ -345,7 +348,7 @@ def test_a_learner_that_is_interrupted_is_to_be_looked_for_again(learner):
     source, params = learner()
     with working(source) as ended:
         source.publish(params, 0)
-        source.next(1)
+        next_batch(source, 1)
         source.close(is_over=False)
     assert isinstance(ended[0], LearnerLost)
 
@@ -382,7 +385,7 @@ def test_what_the_learner_cannot_use_is_said_before_anything_is_drawn(
     source, _ = learner()
     monkeypatch.setenv(remote.TOKEN, "0123456789abcdef")
     for where, why in (
-        (f"127.0.0.1:{source.port}", "Address already in use; choose another port, or 0"),
+        (f"127.0.0.1:{source.driver.port}", "Address already in use; choose another port, or 0"),
         ("127.1.2.3.4:0", "; give an address of this machine"),
     ):
         with pytest.raises(ValueError, match=f"cannot listen at rollout.listen = '{where}': .*{why}"):
@@ -420,15 +423,15 @@ def test_an_order_that_is_lost_ends_the_run(learner):
     first, second = Fake(source, "first"), Fake(source, "second")
     first.begun()
     second.say(messages.Done(records()[second.begun()[0].id]))  # it has room again
-    source._order = lambda decision: (_ for _ in ()).throw(ValueError("example 7 is too long"))
+    source.books.command = lambda decision: (_ for _ in ()).throw(ValueError("example 7 is too long"))
     first.connection.close()
     with pytest.raises(ValueError, match="example 7"):
-        source.next(1)
+        next_batch(source, 1)
 
 
 def test_facts_without_names_are_no_facts(learner, capfd):
     source, _ = learner()
-    with socket.create_connection((source.host, source.port)) as connection:
+    with socket.create_connection((source.driver.host, source.driver.port)) as connection:
         peer = tcp.Peer(connection, 20.0, 20.0)
         with pytest.raises(ConnectionError):
             tcp.introduce(peer, remote.NO_TOKEN, ["model"])
@@ -437,25 +440,25 @@ def test_facts_without_names_are_no_facts(learner, capfd):
 
 def test_messages_are_what_was_said():
     record, request = next(iter(records().values())), _requests()[0]
-    events = [messages.Swapped(3), messages.Done(record), messages.Partial(cut(record, 1))]
+    events = [messages.Synced(3), messages.Done(record), messages.Partial(cut(record, 1))]
     found, stats = messages.read_report(messages.pack_report(events, Stats(tokens=7)))
     assert stats == Stats(tokens=7) and found[0] == events[0]
     for ours, theirs in zip(events[1:], found[1:], strict=True):
         assert type(ours) is type(theirs)
         ours, theirs = map(wire.trajectory_message, (ours.trajectory, theirs.trajectory))
         assert ours == theirs
-    orders = (
-        messages.TakeWeights(2), sampler.GiveBack(), sampler.Drop(("a", "b")),
+    commands = (
+        messages.SyncTo(2), sampler.Preempt(), sampler.Cancel(("a", "b")),
         sampler.NewRequests((request,)),
     )
-    reply = messages.read_reply(messages.pack_reply(messages.Reply(orders, 2, "0123456789abcdef", False)))
-    assert reply.orders[:3] == orders[:3] and (reply.offered, reply.is_over) == (2, False)
+    reply = messages.read_reply(messages.pack_reply(messages.Reply(commands, 2, "0123456789abcdef", False)))
+    assert reply.commands[:3] == commands[:3] and (reply.sync_version, reply.is_over) == (2, False)
     assert reply.fingerprint == "0123456789abcdef"
-    assert wire.request_message(reply.orders[3].requests[0]) == wire.request_message(request)
+    assert wire.request_message(reply.commands[3].requests[0]) == wire.request_message(request)
     for data in (b"", wire.pack({"events": [["done", 0]], "stats": {}}, {}),
-                 wire.pack({"events": [["swapped", "x"]], "stats": {}}, {}),
-                 wire.pack({"events": [["swapped", 0.5]], "stats": {}}, {}),
-                 wire.pack({"events": [["swapped", 1 << 70]], "stats": {}}, {}),
+                 wire.pack({"events": [["synced", "x"]], "stats": {}}, {}),
+                 wire.pack({"events": [["synced", 0.5]], "stats": {}}, {}),
+                 wire.pack({"events": [["synced", 1 << 70]], "stats": {}}, {}),
                  wire.pack({"events": [], "stats": {"tokens": -1}}, {}),
                  wire.pack({"events": [], "stats": {"seconds": float("nan")}}, {})):
         with pytest.raises(wire.Damaged):
@@ -467,7 +470,7 @@ def test_a_message_is_as_long_as_the_other_end_takes():
     however long it is."""
     record, request = next(iter(records().values())), _requests()[0]
     long = dataclasses.replace(record, logits=np.zeros((1, 10 << 18), np.float32))
-    events = [messages.Swapped(0)] + [messages.Done(long)] * 20
+    events = [messages.Synced(0)] + [messages.Done(long)] * 20
     sent, rest = messages.fitting(events)
     assert (len(sent), len(rest)) == (7, 14) and sent + rest == events
     longer = dataclasses.replace(record, logits=np.zeros((1, 30 << 20), np.float32))
@@ -476,14 +479,14 @@ def test_a_message_is_as_long_as_the_other_end_takes():
     assert len(messages.fitting([begun] * 3)[0]) == 1
     many = [sampler.NewRequests((request,) * 16)] * 4096
     while many:
-        orders, many = messages.fitting(many)
-        assert len(messages.pack_reply(messages.Reply(tuple(orders), 0, "", False))) < messages.MESSAGE_BYTES
+        commands, many = messages.fitting(many)
+        assert len(messages.pack_reply(messages.Reply(tuple(commands), 0, "", False))) < messages.MESSAGE_BYTES
     assert messages.fitting([]) == ([], [])
 
 
 def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
     record = next(t for t in records().values() if len(t.tokens) > 2)
-    worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None, partial_seconds=0.0)
+    worker = RolloutWorker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None, partial_seconds=0.0)
     worker._sampler = type("Fake", (), {"stats": Stats()})
     for count in (1, 2, 3):
         worker._sampler.records = lambda: [cut(record, count)]
@@ -496,32 +499,32 @@ def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
 
 def test_orders_wait_for_their_weights_and_for_no_newer_ones():
     """Sequences are given back once the weights for which they are interrupted are there, so that old
-    ones draw meanwhile, whatever else is offered by then: a learner may publish faster than its weights
+    ones draw meanwhile, whatever is published by then: a learner may publish faster than its weights
     come."""
-    worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None)
+    worker = RolloutWorker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None)
 
-    def after(*orders, offered, has):
-        worker._fetched = None if has is None else sampler.NewWeights({}, has)
-        worker._take(messages.Reply(orders, offered, "", False))
+    def after(*commands, sync_version, has):
+        worker._fetched = None if has is None else sampler.SetParams({}, has)
+        worker._take(messages.Reply(commands, sync_version, "", False))
         passed, worker._inbox = worker._inbox, []
-        return [getattr(order, "version", type(order).__name__) for order in passed]
+        return [getattr(command, "version", type(command).__name__) for command in passed]
 
     begin = sampler.NewRequests(())
-    assert after(messages.TakeWeights(0), begin, offered=0, has=None) == []
-    assert after(offered=0, has=0) == [0, "NewRequests"]
-    assert after(begin, offered=1, has=0) == ["NewRequests"]
-    assert after(sampler.GiveBack(), offered=3, has=0) == []
-    assert after(begin, offered=4, has=2) == []
-    assert after(offered=5, has=3) == ["GiveBack", "NewRequests"]
-    assert after(messages.TakeWeights(5), offered=5, has=3) == []
-    assert after(offered=7, has=6) == [6]
+    assert after(messages.SyncTo(0), begin, sync_version=0, has=None) == []
+    assert after(sync_version=0, has=0) == [0, "NewRequests"]
+    assert after(begin, sync_version=1, has=0) == ["NewRequests"]
+    assert after(sampler.Preempt(), sync_version=3, has=0) == []
+    assert after(begin, sync_version=4, has=2) == []
+    assert after(sync_version=5, has=3) == ["Preempt", "NewRequests"]
+    assert after(messages.SyncTo(5), sync_version=5, has=3) == []
+    assert after(sync_version=7, has=6) == [6]
 
 
 def test_weights_that_cannot_be_read_are_said(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(worker_module, "TELL_SECONDS", 0.0)
     monkeypatch.setattr(worker_module, "RETRY_SECONDS", 0.01)
-    worker = Worker(("", 0), remote.NO_TOKEN, FACTS, "far", 8, {}, None)
-    worker._offered = 0
+    worker = RolloutWorker(("", 0), remote.NO_TOKEN, FACTS, "far", 8, {}, None)
+    worker._sync_version = 0
     thread = threading.Thread(target=worker._fetch, args=(transport.Directory(str(tmp_path)),))
     thread.start()
     time.sleep(0.2)

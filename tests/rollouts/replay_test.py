@@ -10,6 +10,7 @@ from scipy import stats
 
 from jaxrl_tis.rollouts import modes, replay
 from jaxrl_tis.rollouts.replay import Replay
+from jaxrl_tis.rollouts.source import next_batch
 from tests import tiny
 from tests.rollouts.virtual_test import source
 
@@ -178,14 +179,14 @@ def test_a_batch_is_whole_and_within_its_age(mode, text):
     uses, most = collections.Counter(), replay.parse(text).most
     for step in range(1, 9):
         c.publish(params, step - 1)
-        samples, values = c.next(step)
+        samples, values = next_batch(c, step)
         assert [n for _, n in sorted(collections.Counter(s.group for s in samples).items())] == [4] * 4
         assert [s.group for s in samples] == sorted(s.group for s in samples)
         ages = [step - 1 - s.trajectory.version.min() for s in samples]
         assert 0 <= min(ages) <= max(ages) <= 5
         uses.update(samples[4 * g].trajectory.id for g in range(4))
         assert 1 <= values["replay/uses_mean"] <= most and 0 <= values["replay/age_mean"] <= 5
-        assert values["replay/size"] == len(c.facts()["replay"]) > 0
+        assert values["replay/size"] == len(c.sync_digest()["replay"]) > 0
     assert len(uses) == 8 * 4 // replay.parse(text).uses and max(uses.values()) <= most
 
 
@@ -195,21 +196,21 @@ def test_a_run_that_replays_goes_on_from_its_state(mode, at):
     c, params = made(mode, "fresh(uses=2, most=4, tau=5)", **turns(mode))
     for step in range(1, 4):
         c.publish(params, step - 1)
-        c.next(step)
+        next_batch(c, step)
     if at == "the middle of a step":
         c.publish(params, 3)
-        expected = [s.trajectory.id for s in c.next(4)[0]]
+        expected = [s.trajectory.id for s in next_batch(c, 4)[0]]
     state = json.loads(json.dumps(c.get_state(3)))
     resumed, _ = made(mode, "fresh(uses=2, most=4, tau=5)", **turns(mode))
     resumed.set_state(state)
     for step in range(4, 7):
         resumed.publish(params, step - 1)
-        theirs, values = resumed.next(step)
+        theirs, values = next_batch(resumed, step)
         if at == "the middle of a step":
             assert [s.trajectory.id for s in theirs] == expected
             return
         c.publish(params, step - 1)
-        ours, own = c.next(step)
+        ours, own = next_batch(c, step)
         for a, b in zip(ours, theirs, strict=True):
             assert (a.trajectory.id, a.reward, a.group) == (b.trajectory.id, b.reward, b.group)
             for name in ("tokens", "logp_behav", "version"):

@@ -1,9 +1,9 @@
-"""A sampler obeys, with a scheduler made of arithmetic."""
+"""A sampler executes, with a scheduler made of arithmetic."""
 
 import numpy as np
 
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.rollouts.sampler import Drop, GiveBack, NewRequests, NewWeights, Sampler
+from jaxrl_tis.rollouts.sampler import Cancel, Preempt, NewRequests, SetParams, Sampler
 from tests.rollouts.synchronous_test import FakeScheduler
 
 
@@ -28,15 +28,15 @@ def requests(*ids):
     return tuple(Request(id, np.array([1]), 0, SamplingParams()) for id in ids)
 
 
-def test_orders():
+def test_commands():
     made = []
     sampler = Sampler(lambda *weights: made.append(Scheduler(*weights)) or made[-1])
-    assert sampler.pending == 0 and sampler.obey(GiveBack()) == []
-    sampler.obey(NewWeights("a", 3))
-    sampler.obey(NewWeights("b", 4))
+    assert sampler.pending == 0 and sampler.execute(Preempt()) == []
+    sampler.execute(SetParams("a", 3))
+    sampler.execute(SetParams("b", 4))
     assert len(made) == 1 and made[0].weights == [("a", 3), ("b", 4)]
-    sampler.obey(NewRequests(requests("1", "2", "3", "4")))
-    sampler.obey(Drop(("2",)))
+    sampler.execute(NewRequests(requests("1", "2", "3", "4")))
+    sampler.execute(Cancel(("2",)))
     assert [t.id for t in sampler.step()] == ["4", "3"] and sampler.pending == 1
-    assert [t.id for t in sampler.obey(GiveBack())] == ["1"] and sampler.pending == 0
+    assert [t.id for t in sampler.execute(Preempt())] == ["1"] and sampler.pending == 0
     assert sampler.stats is made[0].stats

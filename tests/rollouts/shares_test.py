@@ -1,7 +1,7 @@
 """Which worker begins what while others do not have their weights yet."""
 
 from jaxrl_tis.rollouts import modes
-from jaxrl_tis.rollouts.controller import Begin, Controller, Interrupt, Swap
+from jaxrl_tis.rollouts.controller import Begin, Controller, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.queue import Queue
 
 WORKERS = ("a", "b")
@@ -14,7 +14,7 @@ def made(mode):
     for name in WORKERS:
         controller.joined(name, 8)
     controller.published(0)
-    assert controller.decisions() == [Swap("a", 0), Swap("b", 0)]
+    assert controller.decisions() == [SyncWeights("a", 0), SyncWeights("b", 0)]
     return controller
 
 
@@ -29,15 +29,15 @@ def begun(controller):
 
 def test_the_first_with_weights_leaves_the_other_half_of_a_batch():
     controller = made(modes.sync())
-    controller.swapped("a", 0)
+    controller.synced("a", 0)
     assert begun(controller) == {"a": 4, "b": 0}
-    controller.swapped("b", 0)
+    controller.synced("b", 0)
     assert begun(controller) == {"a": 0, "b": 4}
 
 
 def test_a_worker_that_goes_leaves_its_part_to_the_other():
     controller = made(modes.sync())
-    controller.swapped("a", 0)
+    controller.synced("a", 0)
     begun(controller)
     controller.left("b")
     assert begun(controller) == {"a": 4, "b": 0}
@@ -48,7 +48,7 @@ def test_interrupted_samples_are_divided_whatever_else_may_begin():
     which lets 4 more groups begin. The first worker has 4 of the 8 that were interrupted."""
     controller = made(modes.areal(staleness=4))
     for name in WORKERS:
-        controller.swapped(name, 0)
+        controller.synced(name, 0)
     while sum(begun(controller).values()) or controller.next_group < 20:
         for name in WORKERS:
             for key in sorted(controller.workers[name].running)[:2]:
@@ -63,9 +63,9 @@ def test_interrupted_samples_are_divided_whatever_else_may_begin():
     controller.decisions()
     for name in WORKERS:
         for key in sorted(controller.workers[name].running):
-            controller.gave_back(name, key, 0)
-    assert controller.decisions() == [Swap("a", 1), Swap("b", 1)]
-    controller.swapped("a", 1)
+            controller.preempted(name, key, 0)
+    assert controller.decisions() == [SyncWeights("a", 1), SyncWeights("b", 1)]
+    controller.synced("a", 1)
     assert begun(controller) == {"a": 4, "b": 0}
-    controller.swapped("b", 1)
+    controller.synced("b", 1)
     assert begun(controller)["b"] == 8  # its part, and new groups

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.rollouts.source import generate
 from tests.rollouts.synchronous_test import FakeScheduler
 
 
@@ -11,6 +11,6 @@ def test_trajectories_come_back_in_the_order_of_the_requests():
     scheduler, ended = FakeScheduler(), []
     sampling = SamplingParams(max_tokens=2)
     requests = [Request(str(i), np.array([1], np.int32), 0, sampling) for i in range(5)]
-    out = rollouts.run(scheduler, requests, ended.append)
+    out = generate(scheduler, requests, ended.append)
     assert [t.id for t in out] == ["0", "1", "2", "3", "4"]
     assert ended == [2, 2, 1]

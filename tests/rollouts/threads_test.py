@@ -7,14 +7,16 @@ import random
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.source import SourceParts, next_batch
+from jaxrl_tis.rollouts.threads import thread_source
 from tests import tiny
 from tests.rollouts.virtual_test import (
     MODES, assert_same, check_equal_groups_make_room, drawn, in_order,
@@ -69,18 +71,18 @@ def source(request):
             rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=workers,
             rollout__driver="threads", **overrides,
         )
-        prompter = rollouts.Prompter(setup.tokenizer, config.task)
-        groups = rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy=False)
+        prompter = Prompter(setup.tokenizer, config.task)
+        groups = Groups(config, prompter, FakeRewards(reward), with_greedy=False)
         batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
         )
         start = lambda engine, params, version: wrap(setup.scheduler(engine, params, version))
-        sources.append(rollouts.Threads(
-            config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches, Timer(),
-            load=lambda params, version: setup.served_params(params, version)[:workers],
-            starts=[functools.partial(start, engine) for engine in setup.engines[:workers]],
-            slots=setup.engine.slots,
-        ))
+        parts = SourceParts(
+            config, modes.parse(mode), None, groups, batches, Timer(),
+            lambda params, version: setup.served_params(params, version)[:workers],
+        )
+        starts = [functools.partial(start, engine) for engine in setup.engines[:workers]]
+        sources.append(thread_source(parts, starts, setup.engine.slots))
         return sources[-1], params
 
     yield make
@@ -115,7 +117,7 @@ def test_the_bound_holds_and_samplers_draw_during_an_update(mode, staleness, sou
     stale, ahead = set(), 0
     for step in range(1, 9):
         c.publish(params, step - 1)
-        samples, values = c.next(step)
+        samples, values = next_batch(c, step)
         stale |= {step - 1 - v for s in samples for v in s.trajectory.version}
         time.sleep(0.05)  # an update
         ahead = max(ahead, values["async/ahead_batches"])
@@ -131,12 +133,12 @@ def test_weights_come_between_two_calls_of_a_sampler_that_keeps_its_keys(source)
     mixed, pauses = [], []
     for step in range(1, 9):
         c.publish(params, step - 1)
-        samples, values = c.next(step)
+        samples, values = next_batch(c, step)
         mixed += [s.trajectory for s in samples if len(set(s.trajectory.version)) > 1]
         pauses.append(values["sync/pause_s"])
-    assert 0 < max(pauses) < 0.1  # of a call and the swap, which waits for nothing
+    assert 0 < max(pauses) < 0.1  # of a call and the sync, which waits for nothing
     assert mixed and all(len(set(t.segment)) == 1 for t in mixed)
-    assert c._counts.interrupted == 0
+    assert c.books.counts.interrupted == 0
 
 
 def test_an_error_of_a_sampler_is_the_error_of_the_run(source):
@@ -146,7 +148,7 @@ def test_an_error_of_a_sampler_is_the_error_of_the_run(source):
 
     c, params = source("areal", wrap=lambda s: Broken(s, 0))
     c.publish(params, 0)
-    for call in (lambda: c.next(1), lambda: c.publish(params, 0), lambda: c.get_state(0)):
+    for call in (lambda: next_batch(c, 1), lambda: c.publish(params, 0), lambda: c.get_state(0)):
         with pytest.raises(FloatingPointError, match="a token that is none"):
             call()
 
@@ -168,7 +170,7 @@ def test_what_interrupts_the_run_comes_while_it_waits(source):
     c._pulse = pulse
     c.publish(params, 0)
     with pytest.raises(InterruptedError):
-        c.next(1)
+        next_batch(c, 1)
     is_over.set()
 
 
@@ -177,7 +179,7 @@ def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode,
     c, params = source(mode, wrap=lambda s: Shaken(s, 3))
     before = drawn(c, params, 1, 3)
     state = json.loads(json.dumps(c.get_state(3)))
-    c.rest()
+    c.release_cache()
     resumed, _ = source(mode)
     resumed.set_state(state)
     for after in (drawn(resumed, params, 4, 6), drawn(c, params, 4, 6)):
@@ -197,11 +199,11 @@ def test_what_decides_is_told_while_samplers_change_it(source):
                 yield item
 
     c, params = source("areal(staleness=2)", wrap=lambda s: Shaken(s, 4))
-    c._queue.entries = Slow()
+    c.books.queue.entries = Slow()
     for step in range(1, 4):
         c.publish(params, step - 1)
-        assert c.facts()["queue"].keys() <= {str(i) for i in range(4 * (step + 2))}
-        c.next(step)
+        assert c.sync_digest()["queue"].keys() <= {str(i) for i in range(4 * (step + 2))}
+        next_batch(c, step)
 
 
 @pytest.mark.compiles

@@ -7,10 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import rollouts
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts.bookkeeping import check_versions
+from jaxrl_tis.rollouts.groups import Groups
+from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.source import SourceParts, next_batch
+from jaxrl_tis.rollouts.synchronous import SyncSource
+from jaxrl_tis.rollouts.virtual import VirtualSource
 from tests import tiny
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
@@ -36,20 +41,19 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
         rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=2 if is_parallel else 1,
         **overrides,
     )
-    prompter = rollouts.Prompter(setup.tokenizer, config.task)
-    groups = rollouts.Groups(config, prompter, FakeRewards(reward), with_greedy=False)
+    prompter = Prompter(setup.tokenizer, config.task)
+    groups = Groups(config, prompter, FakeRewards(reward), with_greedy=False)
     batches = Batches(
         config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
     )
-    given = dict(
-        load=setup.serving_params, start=start or functools.partial(setup.scheduler, setup.engine)
-    )
-    if mode == "sync" and not config.rollout.replay:
-        return rollouts.Collector(config, groups, batches, Timer(), **given), params
-    return rollouts.Asynchronous(
+    parts = SourceParts(
         config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches, Timer(),
-        slots=setup.engine.slots, **given
-    ), params
+        setup.serving_params,
+    )
+    start = start or functools.partial(setup.scheduler, setup.engine)
+    if mode == "sync" and parts.replay is None:
+        return SyncSource(parts, start), params
+    return VirtualSource(parts, start, setup.engine.slots), params
 
 
 def drawn(source, params, first, last):
@@ -57,7 +61,7 @@ def drawn(source, params, first, last):
     found = {}
     for step in range(first, last + 1):
         source.publish(params, step - 1)
-        samples, _ = source.next(step)
+        samples, _ = next_batch(source, step)
         assert [s.group for s in samples] == sorted(s.group for s in samples)
         assert len(samples) == 16
         found |= {s.trajectory.id: s for s in samples}
@@ -90,7 +94,7 @@ def test_a_batch_of_versions():
     c, params = source("areal(staleness=2)", rollout__update_turns=2)
     for step in range(1, 6):
         c.publish(params, step - 1)
-        samples, values = c.next(step)
+        samples, values = next_batch(c, step)
         versions = np.concatenate([s.trajectory.version for s in samples])
         assert step - 3 <= versions.min() <= versions.max() <= step - 1
     assert values["async/syncs"] == 1 and values["async/interrupted"] > 0
@@ -101,7 +105,7 @@ def test_nothing_is_drawn_ahead_where_the_mode_allows_nothing():
     c, params = source("periodic", rollout__update_turns=3)
     for step in range(1, 4):
         c.publish(params, step - 1)
-        samples, _ = c.next(step)
+        samples, _ = next_batch(c, step)
         assert {v for s in samples for v in s.trajectory.version} == {step - 1}
 
 
@@ -115,7 +119,7 @@ def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode,
         c.publish(params, 3)
         for _ in range(2):
             c._turn()
-        c._next_entries()
+        c._next_groups()
     state = json.loads(json.dumps(c.get_state(version)))
     resumed, _ = source(mode, rollout__update_turns=2)
     resumed.set_state(state)
@@ -143,11 +147,11 @@ def test_going_on_after_a_state_was_taken_is_what_a_restart_does(mode):
 def test_a_batch_that_was_taken_and_not_trained_on_is_taken_again():
     c, params = source("areal(staleness=1)")
     c.publish(params, 0)
-    first, _ = c.next(1)
+    first, _ = next_batch(c, 1)
     resumed, _ = source("areal(staleness=1)")
     resumed.set_state(json.loads(json.dumps(c.get_state(0))))
     resumed.publish(params, 0)
-    again, _ = resumed.next(1)
+    again, _ = next_batch(resumed, 1)
     assert [s.trajectory.id for s in first] == [s.trajectory.id for s in again]
 
 
@@ -159,7 +163,7 @@ def check_equal_groups_make_room(make):
     reward = lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)
     c, params = make("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
     c.publish(params, 0)
-    samples, values = c.next(1)
+    samples, values = next_batch(c, 1)
     rewards = np.array([s.reward for s in samples]).reshape(4, 4)
     assert values["rollout/discarded_groups"] > 0
     assert (np.ptp(rewards, axis=1) > 0).all()
@@ -168,24 +172,24 @@ def check_equal_groups_make_room(make):
 def test_a_record_that_is_too_old_stops_the_run():
     c, params = source("areal(staleness=1)")
     c.publish(params, 0)
-    c.next(1)
+    next_batch(c, 1)
     for version in (1, 2):
         c.publish(params, version)
         if version == 1:
-            c.next(2)
-    entry = next(iter(c._queue.entries.values()))
+            next_batch(c, 2)
+    entry = next(iter(c.books.queue.entries.values()))
     entry.columns[0] = {"tokens": next(iter(in_order().values())).trajectory}
     with pytest.raises(RuntimeError, match="versions 0 to 0.*starts from 2; the bound on staleness is 1"):
-        c._check(entry, staleness=1)
+        check_versions(entry, c.books.controller.version, staleness=1)
 
 
 def test_the_policy_may_be_given_away_after_it_was_published():
     """An update donates the arrays that the samplers' weights are made of."""
     c, params = source("one_step")
     own = jax.tree.map(lambda x: x + 0, params)
-    c._load = lambda params, version: params
+    c._serving_params = lambda params, version: params
     c.publish(own, 0)
-    for ours, theirs in zip(jax.tree.leaves(c._served.params), jax.tree.leaves(own)):
+    for ours, theirs in zip(jax.tree.leaves(c._synced.params), jax.tree.leaves(own)):
         assert ours is not theirs
         assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
 
@@ -197,13 +201,13 @@ def test_the_policy_may_be_given_away_after_it_was_published():
 ])
 def test_of_a_group_that_is_gone_nothing_is_kept(settings):
     c, params = source(**settings)
-    for worker in c.controller.workers.values():
+    for worker in c.books.controller.workers.values():
         worker.slots = 2  # so that a group is complete while one of its candidates waits
     for step in range(1, 9):
         c.publish(params, step - 1)
-        c.next(step)
-        assert {group for group, _ in c._requests} <= c._queue.entries.keys()
-        assert {group for group, _ in c._partials} <= c._queue.entries.keys()
+        next_batch(c, step)
+        assert {group for group, _ in c.books._requests} <= c.books.queue.entries.keys()
+        assert {group for group, _ in c.books._partials} <= c.books.queue.entries.keys()
 
 
 def test_a_batch_that_was_begun_changes_nothing_of_what_is_replayed():
@@ -213,10 +217,10 @@ def test_a_batch_that_was_begun_changes_nothing_of_what_is_replayed():
     c, params = source("periodic", **settings)
     for step in (1, 2):
         c.publish(params, step - 1)
-        c.next(step)
-    uses = {g: s.uses for g, s in c._replay.stored.items()}
+        next_batch(c, step)
+    uses = {g: s.uses for g, s in c.books._replay.stored.items()}
     c.publish(params, 2)
     parts = c.parts(3)
-    assert 0 < len(next(parts)) < 8 and c._taken
+    assert 0 < len(next(parts)) < 8 and c.books.taken
     state = json.loads(json.dumps(c.get_state(2)))
     assert {s["group"]: s["uses"] for s in state["replay"]} == uses

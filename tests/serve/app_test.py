@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.engine.worker import Worker
+from jaxrl_tis.engine.worker import EngineThread
 from jaxrl_tis.serve import app as serve_app
 from jaxrl_tis.serve.request import Limits
 from tests import arithmetic
@@ -49,7 +49,7 @@ def application(engine=None, max_pending=8, seconds=20.0, logprobs=2, **served):
         seconds=seconds,
     )
     return serve_app.make(serve_app.Served(
-        Worker(scheduler), TOKENIZER, "m", arithmetic.VOCAB, limits, load=int, **served
+        EngineThread(scheduler), TOKENIZER, "m", arithmetic.VOCAB, limits, load=int, **served
     ))
 
 

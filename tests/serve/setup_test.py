@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis import models, rollouts
+from jaxrl_tis import models
 from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.record.checkpoint import Checkpoints
+from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.serve import setup as serving
 from jaxrl_tis.serve.request import Limits
 from tests import tiny
@@ -120,7 +121,7 @@ def test_a_real_engine(folder):
     scheduler = setup().scheduler(setup().engine, params, 0)
     greedy = SamplingParams(0.0, stop_ids=(2,), max_tokens=3)
     prompt = np.array(setup().tokenizer.encode("1+2=", add_special=True), np.int32)
-    (record,) = rollouts.run(scheduler, [Request("alone", prompt, 0, greedy)])
+    (record,) = generate(scheduler, [Request("alone", prompt, 0, greedy)])
 
     async def script(app):
         ask = lambda **fields: call(app, TEXT, {"prompt": "1+2="} | fields)

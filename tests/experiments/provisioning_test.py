@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from jaxrl_tis.experiments.provisioning import lag_law, least_staleness, least_workers
 from jaxrl_tis.experiments.virtual_clock import simulate
 from jaxrl_tis.rollouts import modes
-from jaxrl_tis.rollouts.provisioning import lag_law, least_staleness, least_workers
 from tests.experiments.virtual_clock_test import TINY
 
 
