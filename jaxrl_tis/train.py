@@ -19,7 +19,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
 from jaxrl_tis.gate import probe
 from jaxrl_tis.gate.report import MismatchError, require
-from jaxrl_tis.learner import optimizer
+from jaxrl_tis.learner import arriving, optimizer
 from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.learner.warmup import examples, warm_up
@@ -91,7 +91,7 @@ class Run:
         self.trainer = Trainer(setup)
         self._old = self.trainer.old_policies()
         self.source = self._make_source()
-        self._accumulates = setup.mode.on_arrival and self.trainer.why_waits is None
+        self._accumulates = setup.mode.on_arrival and arriving.accumulation_blocker(setup) is None
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -368,8 +368,8 @@ class Run:
     def _accumulate(self, step: int) -> tuple:
         """As `_draw_and_update`, of a batch whose gradient is accumulated as its groups come."""
         with self._named("update"):
-            self.state, drawn, rows, measured = self.trainer.update_arriving(
-                self.state, self.source.parts(step), self._old, step, self.version
+            self.state, drawn, rows, measured = arriving.update_arriving(
+                self.trainer, self.state, self.source.parts(step), self._old, step, self.version
             )
         self._check_rewards(step, drawn)
         self._compare(step, rows)
@@ -511,7 +511,7 @@ def run(
         ))
         changed = Changes(tuple(change), fields)
         r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)
-        if setup.mode.on_arrival and (why := r.trainer.why_waits):
+        if setup.mode.on_arrival and (why := arriving.accumulation_blocker(setup)):
             processes.say(f"the learner waits for whole batches: {why}")
         try:
             r.begin()

@@ -65,15 +65,6 @@ class LossSpec:
     scale: chex.Numeric | None = None
 
 
-class LossOutputs(NamedTuple):
-    """The scalar loss, its metrics, and the outputs of the weight and of the masks of the gap; None
-    where the batch brings its weights or there are no such methods."""
-
-    loss: chex.Array
-    metrics: dict[str, chex.Array]
-    methods: MethodOutputs | None
-
-
 def _field(batch, name, user):
     if name not in batch:
         raise KeyError(f"{user} needs the batch field {name!r}; the batch holds {sorted(batch)}.")
@@ -187,22 +178,24 @@ def _log_ratio(batch, learner, user):
 
 
 def _apply_at_update(batch, spec):
-    """Returns (`MethodOutputs` or None, weights, tokens that the masks of the gap accept, tokens that
-    the masks of the update accept, counts of the latter)."""
+    """Returns (weights, accepted tokens, metrics) of the weight and the masks at an update. Where the
+    batch brings `weights`, only the masks of the update are left."""
     mask, (once, live) = ratios.as_bool(batch["mask"]), split(spec.masks, spec.mode)
-    outputs, w_bt, is_kept_bt, is_live_bt, found = None, mask, mask, mask, {}
+    w_bt, is_accepted_bt, metrics = mask, mask, {}
     if live:
         drift_bt = _log_ratio(batch, "logp", live[0][0])
-        is_live_bt, found = accepted(drift_bt, bypassed(batch, spec.mode), live)
+        is_accepted_bt, metrics = accepted(drift_bt, bypassed(batch, spec.mode), live)
+        metrics["actor/rejected_fraction"] = ratios.masked_mean(~is_accepted_bt, batch["mask"])
     if "weights" in batch:
-        w_bt = batch["weights"]
-    elif once or spec.weight[0] != "none":
+        return batch["weights"], is_accepted_bt, metrics
+    if once or spec.weight[0] != "none":
         outputs = apply_methods(
             batch, spec.weight, once, learner="logp" if spec.mode == "bypass" else "logp_old",
             is_batch_normalized=spec.is_batch_normalized,
         )
-        w_bt, is_kept_bt = outputs.weight, outputs.is_accepted
-    return outputs, w_bt, is_kept_bt, is_live_bt, found
+        w_bt, is_accepted_bt = outputs.weight, is_accepted_bt & outputs.is_accepted
+        metrics |= outputs.counts
+    return w_bt, is_accepted_bt, metrics
 
 
 def policy_loss(
@@ -252,33 +245,28 @@ def policy_loss(
         methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
         is_batch_normalized, counts_rejected, parsed("kl", kl), kl_coeff, entropy_coeff, scale,
     )
-    loss, metrics, _ = compute_loss(
+    return compute_loss(
         logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
         num_seqs=num_seqs,
     )
-    return loss, metrics
 
 
 def compute_loss(
     logp: chex.Array, batch: dict[str, chex.Array], spec: LossSpec, *,
     entropy: chex.Array | None = None, logp_top: chex.Array | None = None,
     num_tokens: chex.Numeric | None = None, num_seqs: chex.Numeric | None = None,
-) -> LossOutputs:
+) -> tuple[chex.Array, dict[str, chex.Array]]:
     """Computes `policy_loss` for a `LossSpec`; the other arguments are those of `policy_loss`."""
     name, parameters = spec.objective
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
     seen = bypassed(batch, spec.mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    outputs, w_bt, is_kept_bt, is_live_bt, found = _apply_at_update(batch, spec)
-    if outputs is not None:
-        found = found | outputs.counts
-    if split(spec.masks, spec.mode)[1]:
-        found = found | {"actor/rejected_fraction": ratios.masked_mean(~is_live_bt, mask)}
+    w_bt, is_accepted_bt, found = _apply_at_update(batch, spec)
     if spec.counts_rejected or "weights" in batch:
-        w_bt = jnp.where(is_kept_bt & is_live_bt, w_bt, 0.0)
+        w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
-        mask = is_kept_bt & is_live_bt
+        mask = is_accepted_bt
     batch = seen | {"weights": jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))}
 
     def aggregate(x_bt):
@@ -309,7 +297,7 @@ def compute_loss(
         entropy_loss = aggregate(entropy)
         loss = loss - spec.entropy_coeff * entropy_loss
         metrics |= {"actor/entropy_loss": entropy_loss}
-    return LossOutputs(loss, jax.lax.stop_gradient(metrics), outputs)
+    return loss, jax.lax.stop_gradient(metrics)
 
 
 def kl_term(logp: chex.Array, batch: dict[str, chex.Array], kl: Method) -> chex.Array:
