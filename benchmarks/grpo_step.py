@@ -70,7 +70,7 @@ def main() -> None:
     measure_peers(args, peers)
     step = model.Step(*model.setup(fuse_score=args.fuse_score))
     step(), step()
-    prepared = lambda rows: step.trainer._prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
+    prepared = lambda rows: step.trainer.prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
     collisions = lambda rows: step.trainer._collisions(
         step.state["policy"].params, step.trainer.setup.micro_batches(rows)[0]
     )

@@ -208,14 +208,14 @@ class Layout:
         return jax.lax.with_sharding_constraint(jax.tree.map(join, found), self.replicated())
 
     def everywhere(self, f: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
-        """Returns f: (made, given) -> (value, metrics), as every device computes it by itself from
-        all of its arguments; its gradient is that for `made`."""
+        """Returns f: (scores, inputs) -> (value, others), as every device computes it by itself from
+        all of its arguments; its gradient is that for the scores."""
         spec = PartitionSpec()
         run = jax.shard_map(
             jax.value_and_grad(f, has_aux=True), mesh=self.mesh, in_specs=spec, out_specs=spec,
             check_vma=False,
         )
-        call = jax.custom_vjp(lambda made, given: run(made, given)[0])
+        call = jax.custom_vjp(lambda scores, inputs: run(scores, inputs)[0])
 
         def scaled(gradient, bars):
             return jax.tree.map(lambda x: x * bars[0], gradient), None

@@ -18,6 +18,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
 from jaxrl_tis.gate import probe
 from jaxrl_tis.gate.report import MismatchError, require
+from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
@@ -96,7 +97,7 @@ class Run:
         self.trainer = Trainer(training)
         self.old = self.trainer.old_policies()
         self.source = self._make_source()
-        self.accumulates = setup.mode.on_arrival and self.trainer.why_waits is None
+        self.accumulates = setup.mode.on_arrival and arriving.accumulation_blocker(training) is None
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -385,7 +386,7 @@ def opened(
         ))
         changed = Changes(tuple(change), fields)
         r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)
-        if setup.mode.on_arrival and (why := r.trainer.why_waits):
+        if setup.mode.on_arrival and (why := arriving.accumulation_blocker(setup.training)):
             processes.say(f"the learner waits for whole batches: {why}")
         try:
             yield r
@@ -450,8 +451,8 @@ def run(
                     if r.accumulates:
                         # Rollout and update: the gradient of each group as it arrives
                         with r.named("update"):
-                            r.state, drawn, rows, measured = trainer.update_arriving(
-                                r.state, source.parts(step), old, step, r.version
+                            r.state, drawn, rows, measured = arriving.update_arriving(
+                                trainer, r.state, source.parts(step), old, step, r.version
                             )
                         values = source.metrics()
                         r.check_rewards(step, drawn)

@@ -1,18 +1,22 @@
 """The policy loss: ratio -> mask -> weight -> objective -> reduction, with centred scores, and the KL
 and entropy terms.
 
-A method is a (name, parameters) pair, see `methods.parse`. The policy that sampled can be used in
-two ways.
+`apply_methods` is the one place where a weight and masks are computed. A method is a (name,
+parameters) pair, see `methods.parse`. The behaviour policy can be used in two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
-logp - logp_old is the staleness; masks and weight judge the sampler's gap logp_old - logp_behav,
-once for the rollout batch. Masks in `masks.AT_UPDATE` hold the policy that is trained: they judge
-logp - logp_behav, at every update.
+logp - logp_old is the staleness. Weight and masks see the sampler's gap logp_old - logp_behav, once
+for the rollout batch. Masks in `masks.AT_UPDATE` bound the policy that is trained. They see
+logp - logp_behav at every update.
 
 Bypass: for the objective, the KL term and the masks logp_behav takes the place of logp_old and
-logp_prox, so the objective's ratio counts the whole drift, once. Masks and weight judge the drift
-so far, logp - logp_behav, at every update; a weight with a cap for each factor still sees all four.
+logp_prox, so the objective's ratio counts the whole drift, once. Weight and masks see the drift so
+far, logp - logp_behav, at every update. A weight with a cap for each factor still sees all four
+log-probs.
 """
+
+import dataclasses
+from typing import NamedTuple
 
 import chex
 import jax
@@ -23,6 +27,42 @@ from jaxrl_tis.estimators.masks import AT_UPDATE, all_of
 from jaxrl_tis.estimators.methods import Method
 
 MODES = ("decoupled", "bypass")
+NO_WEIGHT: Method = ("none", {})
+
+
+class MethodOutputs(NamedTuple):
+    """What a weight and masks give for a batch; arrays are [B,T] and have no gradient.
+
+    Attributes:
+      log_ratio: log of learner over sampler that the methods saw, nats.
+      weight: importance weights, 0 at padding; rejected tokens have theirs, too.
+      factor: scalar that the weights were divided by, 1 without batch normalisation.
+      is_accepted: bool, the valid tokens that every mask keeps.
+      counts: integers that add up over micro-batches, see `counts`.
+    """
+
+    log_ratio: chex.Array
+    weight: chex.Array
+    factor: chex.Array
+    is_accepted: chex.Array
+    counts: dict[str, chex.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSpec:
+    """The methods and coefficients of a policy loss; `policy_loss` describes each."""
+
+    objective: Method
+    weight: Method = NO_WEIGHT
+    masks: tuple[Method, ...] = ()
+    mode: str = "decoupled"
+    aggregation: str = "token-mean"
+    is_batch_normalized: bool = False
+    counts_rejected: bool = False
+    kl: Method | None = None
+    kl_coeff: chex.Numeric = 0.0
+    entropy_coeff: float = 0.0
+    scale: chex.Numeric | None = None
 
 
 def _field(batch, name, user):
@@ -111,89 +151,119 @@ def bypassed(batch: dict[str, chex.Array], mode: str) -> dict[str, chex.Array]:
     return batch | dict.fromkeys(("logp_old", "logp_prox"), batch["logp_behav"])
 
 
-def _corrected(batch, weight, masks, mode, is_batch_normalized):
-    """(weights, accepted tokens [B,T], counts of what is judged here): all, but where the batch
-    brings its weights they and the masks that are judged once were before."""
-    mask, (once, live) = ratios.as_bool(batch["mask"]), split(masks, mode)
-    has_weights = "weights" in batch
-    if not live and (has_weights or not masks and weight[0] == "none"):
-        return batch["weights"] if has_weights else mask, mask, {}
-    behav = _field(batch, "logp_behav", live[0][0] if live else weight[0])
+def apply_methods(
+    batch: dict[str, chex.Array], weight: Method, masks: tuple[Method, ...], *,
+    learner: str = "logp_old", is_batch_normalized: bool = False,
+) -> MethodOutputs:
+    """Computes the weight of each token and what the masks accept.
 
-    def log_ratio(learner):
-        return ratios.safe_log_ratio(learner, behav, batch["mask"])
+    Args:
+      batch: `mask`, `logp_behav`, the field `learner`, optional `seg`, and what the methods need.
+      weight: name in `weights.WEIGHTS` and its parameters.
+      masks: names in `masks.MASKS` and their parameters.
+      learner: field of the learner's log-probs [B,T] in the ratio: "logp_old" for the sampler's gap,
+        "logp" for the drift of the policy that is trained.
+      is_batch_normalized: see `importance_weights`.
+    """
+    log_ratio = _log_ratio(batch, learner, weight[0])
+    w_bt, factor = importance_weights(log_ratio, batch, weight, is_batch_normalized)
+    is_accepted_bt, found = accepted(log_ratio, batch, masks)
+    found |= weight_counts(log_ratio, batch, weight)
+    return MethodOutputs(log_ratio, w_bt, factor, is_accepted_bt, found)
 
-    is_accepted_bt, found = accepted(log_ratio(batch["logp"]), bypassed(batch, mode), live)
-    if has_weights:
-        return batch["weights"], is_accepted_bt, found
-    gap_bt = log_ratio(batch["logp"] if mode == "bypass" else batch["logp_old"])
-    w_bt, _ = importance_weights(gap_bt, batch, weight, is_batch_normalized)
-    is_kept_bt, found_once = accepted(gap_bt, batch, once)
-    found |= found_once | weight_counts(gap_bt, batch, weight)
-    return w_bt, is_accepted_bt & is_kept_bt, found
+
+def _log_ratio(batch, learner, user):
+    behav = _field(batch, "logp_behav", user)
+    return ratios.safe_log_ratio(_field(batch, learner, user), behav, batch["mask"])
+
+
+def _apply_at_update(batch, spec):
+    """Returns (weights, accepted tokens, metrics) of the weight and the masks at an update. Where the
+    batch brings `weights`, only the masks of the update are left."""
+    mask, (once, live) = ratios.as_bool(batch["mask"]), split(spec.masks, spec.mode)
+    w_bt, is_accepted_bt, metrics = mask, mask, {}
+    if live:
+        drift_bt = _log_ratio(batch, "logp", live[0][0])
+        is_accepted_bt, metrics = accepted(drift_bt, bypassed(batch, spec.mode), live)
+        metrics["actor/rejected_fraction"] = ratios.masked_mean(~is_accepted_bt, batch["mask"])
+    if "weights" in batch:
+        return batch["weights"], is_accepted_bt, metrics
+    if once or spec.weight[0] != "none":
+        outputs = apply_methods(
+            batch, spec.weight, once, learner="logp" if spec.mode == "bypass" else "logp_old",
+            is_batch_normalized=spec.is_batch_normalized,
+        )
+        w_bt, is_accepted_bt = outputs.weight, is_accepted_bt & outputs.is_accepted
+        metrics |= outputs.counts
+    return w_bt, is_accepted_bt, metrics
 
 
 def policy_loss(
-    logp: chex.Array,
-    batch: dict[str, chex.Array],
-    *,
-    objective: Method,
-    weight: Method = ("none", {}),
-    masks: tuple[Method, ...] = (),
-    mode: str = "decoupled",
-    aggregation: str = "token-mean",
-    is_batch_normalized: bool = False,
-    counts_rejected: bool = False,
-    kl: Method | None = None,
-    kl_coeff: chex.Numeric = 0.0,
-    entropy: chex.Array | None = None,
-    entropy_coeff: float = 0.0,
-    logp_top: chex.Array | None = None,
-    num_tokens: chex.Numeric | None = None,
-    num_seqs: chex.Numeric | None = None,
-    scale: chex.Numeric | None = None,
+    logp: chex.Array, batch: dict[str, chex.Array], *, objective: Method | str,
+    weight: Method | str = NO_WEIGHT, masks: tuple[Method, ...] | str = (), mode: str = "decoupled",
+    aggregation: str = "token-mean", is_batch_normalized: bool = False,
+    counts_rejected: bool = False, kl: Method | str | None = None, kl_coeff: chex.Numeric = 0.0,
+    entropy: chex.Array | None = None, entropy_coeff: float = 0.0,
+    logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
+    num_seqs: chex.Numeric | None = None, scale: chex.Numeric | None = None,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """aggregate(w * objective) + kl_coeff * aggregate(kl) - entropy_coeff * aggregate(entropy).
 
+    A method is text as in a config, "token_tis(cap=2.0)", or a pair ("token_tis", {"cap": 2.0}).
+
     Args:
       logp: [B,T] log-probs of the sampled tokens under the policy that is trained, nats; the
-        gradient flows through it (and through entropy).
-      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
-        with masks or a weight, unless `weights` holds weights that were computed once for the whole
-        rollout batch, whose mask then holds the kept tokens, and no mask is of `masks.AT_UPDATE`;
-        `logp_ref` with kl; and what the methods need, see `methods.needs`.
-      objective: name in `objectives.OBJECTIVES` and its parameters.
-      weight: name in `weights.WEIGHTS` and its parameters; multiplies the objective, detached.
-      masks: names in `masks.MASKS` and their parameters; a token counts if all of them keep it.
+        gradient flows through it (and through entropy and logp_top).
+      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav` with
+        a weight or masks; `logp_ref` with kl; and the fields of `methods.needs`. `weights` replaces
+        `weight` and the masks of the gap by weights that were computed once for the rollout batch.
+      objective: name in `objectives.OBJECTIVES`.
+      weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
+      masks: names in `masks.MASKS`, joined by "&" in text; a token counts if all of them keep it.
       mode: "decoupled" or "bypass", see the top of the file.
       aggregation: one of `reduce.MODES`, used for all terms.
       is_batch_normalized: divide the weights by their mean over the batch at hand.
-      counts_rejected: rejected tokens have weight 0 but stay in the denominators; otherwise they
+      counts_rejected: rejected tokens have weight 0 but stay in the denominators. Otherwise they
         leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not given, as
-        they do within their sequence in "seq-mean-token-mean". What is rejected beside `weights` of
-        the batch always stays.
-      kl: name in `kl.KL` and its parameters, or None for no KL term.
+        they do within their sequence in "seq-mean-token-mean". With `weights` they always stay.
+      kl: name in `kl.KL`, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
       entropy_coeff: weight of the entropy bonus per nat.
-      logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats; the
-        gradient flows through it. With it scores are centred, see `centering`: the batch then has
-        `tokens`, `top_ids`, `top_logps` and `logp_behav`, and rejected tokens must be counted.
+      logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats. With
+        it scores are centred, see `centering`: the batch then has `tokens`, `top_ids`, `top_logps`
+        and `logp_behav`, and rejected tokens must be counted.
       num_tokens, num_seqs, scale: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
-    micro-batches add up to those of the full batch, and so do the counts, see `counts`, of what is
-    judged here; the other metrics are means over the tokens at hand; with masks that are judged
-    here, actor/rejected_fraction is what they reject. KeyError when the batch lacks a field, by name.
+    micro-batches add up to those of the full batch, and so do the counts, see `counts`. The other
+    metrics are means over the tokens at hand. KeyError names a field that the batch lacks.
     """
-    name, parameters = objective
+    parsed = lambda kind, m: methods.parse(kind, m) if isinstance(m, str) else m
+    spec = LossSpec(
+        parsed("objective", objective), parsed("weight", weight),
+        methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
+        is_batch_normalized, counts_rejected, parsed("kl", kl), kl_coeff, entropy_coeff, scale,
+    )
+    return compute_loss(
+        logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
+        num_seqs=num_seqs,
+    )
+
+
+def compute_loss(
+    logp: chex.Array, batch: dict[str, chex.Array], spec: LossSpec, *,
+    entropy: chex.Array | None = None, logp_top: chex.Array | None = None,
+    num_tokens: chex.Numeric | None = None, num_seqs: chex.Numeric | None = None,
+) -> tuple[chex.Array, dict[str, chex.Array]]:
+    """Computes `policy_loss` for a `LossSpec`; the other arguments are those of `policy_loss`."""
+    name, parameters = spec.objective
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
-    seen = bypassed(batch, mode)
+    seen = bypassed(batch, spec.mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    w_bt, is_accepted_bt, found = _corrected(batch, weight, masks, mode, is_batch_normalized)
-    rejected = ratios.masked_mean(~is_accepted_bt, mask)
-    if counts_rejected or "weights" in batch:
+    w_bt, is_accepted_bt, found = _apply_at_update(batch, spec)
+    if spec.counts_rejected or "weights" in batch:
         w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
         mask = is_accepted_bt
@@ -201,7 +271,8 @@ def policy_loss(
 
     def aggregate(x_bt):
         return reduce.aggregate(
-            x_bt, mask, aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg, scale=scale
+            x_bt, mask, spec.aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg,
+            scale=spec.scale,
         )
 
     extra = needed("objective", name, batch)
@@ -212,21 +283,19 @@ def policy_loss(
     loss = aggregate(loss_bt)
     metrics = metrics | found | {"actor/pg_loss": loss}
     if logp_top is not None:
-        f = centering.rule(weight, masks, objective, mode)
+        f = centering.rule(spec.weight, spec.masks, spec.objective, spec.mode)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)
         loss = loss + aggregate(centered_bt)
         metrics |= measured
-    if split(masks, mode)[1]:
-        metrics |= {"actor/rejected_fraction": rejected}
-    if kl is not None:
-        kl_loss = aggregate(kl_term(logp, batch | {"mask": mask}, kl))
-        loss = loss + kl_coeff * kl_loss
-        metrics |= {"actor/kl_loss": kl_loss, "actor/kl_coef": jnp.asarray(kl_coeff)}
-    if entropy_coeff != 0.0:
+    if spec.kl is not None:
+        kl_loss = aggregate(kl_term(logp, batch | {"mask": mask}, spec.kl))
+        loss = loss + spec.kl_coeff * kl_loss
+        metrics |= {"actor/kl_loss": kl_loss, "actor/kl_coef": jnp.asarray(spec.kl_coeff)}
+    if spec.entropy_coeff != 0.0:
         if entropy is None:
-            raise ValueError(f"entropy_coeff is {entropy_coeff}, so pass entropy [B,T] as well.")
+            raise ValueError(f"entropy_coeff is {spec.entropy_coeff}, so pass entropy [B,T] as well.")
         entropy_loss = aggregate(entropy)
-        loss = loss - entropy_coeff * entropy_loss
+        loss = loss - spec.entropy_coeff * entropy_loss
         metrics |= {"actor/entropy_loss": entropy_loss}
     return loss, jax.lax.stop_gradient(metrics)
 

@@ -2,15 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxrl_tis.diagnostics import attribution, batch_metrics, divergences, mismatch
+from jaxrl_tis.diagnostics import batch_metrics, correction_metrics, mismatch
 from jaxrl_tis.estimators import (
-    advantages, factor_weights, loss, methods, presets, rank_masks, ratios, returns,
+    advantages, loss, methods, presets, rank_masks, returns,
 )
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
@@ -18,8 +17,6 @@ from jaxrl_tis.fields import FIELDS, SCORED, shape
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-
-NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Correction:
 
     @property
     def masks_at_update(self) -> tuple[Method, ...]:
-        """The masks that are judged at every update, and not once for the rollout batch."""
+        """The masks that are applied at every update, and not once for the rollout batch."""
         return loss.split(self.masks, self.mode)[1]
 
     @property
@@ -98,7 +95,7 @@ class Correction:
 
     def is_in_update(self, field: str, is_scored: bool = True) -> bool:
         """Whether the updates take this field of the rollout batch: they and all log-probs read it,
-        or a method that is judged at every update names it; so are weight and masks where the batch
+        or a method that is applied at every update names it; so are weight and masks where the batch
         was not scored before."""
         masks = self.masks_at_update if is_scored else self.masks
         at_update = [("objective", self.objective), *(("mask", m) for m in masks)]
@@ -165,52 +162,51 @@ def controlled(c: Correction, batch: Batch) -> Correction:
 
 
 def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
-    """Returns the jitted function that computes, once for a whole rollout batch [N,T], the
-    advantages, the accepted tokens, the weights and the measured gap.
+    """Returns the jitted function that computes the advantages, the weights, the accepted tokens and
+    the metrics of a whole rollout batch [N,T].
 
     The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled),
-    logp_prox (at those that the update starts from), rewards [N], group [N], version, current_version, and
-    what the methods need. Both modes measure the gap; in bypass mode masks and weights are left to
-    the loss. So are, in decoupled mode, the masks that judge the policy of each update.
+    logp_prox (at those that the update starts from), rewards [N], group [N], version,
+    current_version, and what the methods need. The metrics are of the sampler's gap in both modes.
+    In bypass mode weights and masks are left to the updates. So are, in decoupled mode, the masks of
+    `Correction.masks_at_update`.
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:
-        judged = _judge(c, batch)
-        prepared = _prepared(c, batch, judged)
-        return prepared, _prepare_metrics(c, batch, judged, prepared)
+        fields, outputs, rewards = _prepared(c, batch)
+        return fields, _measures(c, batch, fields, outputs, rewards)
 
     return jax.jit(prepare)
 
 
-class _Judged(NamedTuple):
-    """What the methods made of a rollout batch."""
+def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, jax.Array]:
+    """Returns (the fields that updates take beside those of the rollout batch, or in their place;
+    outputs of the weight and the masks; rewards [N] or [N,T])."""
+    seen, rewards = with_key(c, batch | {"logp": batch["logp_prox"]}), _rewards(c, batch)
+    adv = _advantage(c, rewards, seen)
+    outputs = _method_outputs(c, seen | {"adv": adv})
+    fields = {"adv": adv}
+    if c.mode == "decoupled":
+        fields["weights"] = jnp.where(outputs.is_accepted, outputs.weight, 0.0)
+        if not c.counts_rejected:
+            fields["mask"] = outputs.is_accepted
+    return _with_returns(c, rewards, batch, fields), outputs, rewards
 
-    log_ratio: jax.Array  # [N,T] learner over sampler, nats
-    w: jax.Array  # [N,T]
-    factor: jax.Array  # what w was divided by
-    rewards: jax.Array  # [N] or [N,T]
-    adv: jax.Array  # [N,T]
-    is_accepted: jax.Array  # [N,T] bool
-    counts: Metrics  # of the weight and the masks that are judged once, see `counts`
 
-
-def _judge(c: Correction, batch: Batch) -> _Judged:
-    mask = batch["mask"]
-    log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], mask)
-    batch = with_key(c, batch | {"logp": batch["logp_prox"]})
-    w, factor = loss.importance_weights(log_ratio, batch, c.weight, c.is_batch_normalized)
-    batch, rewards = batch | {"weights": w}, _rewards(c, batch)
-    adv = _advantage(c, rewards, batch)
-    now = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
-    is_accepted, counts = loss.accepted(log_ratio, batch | {"adv": adv}, now)
-    counts |= loss.weight_counts(log_ratio, batch, c.weight)
-    if c.mode == "bypass":
-        counts = {}  # the updates judge them
-    return _Judged(log_ratio, w, factor, rewards, adv, is_accepted, counts)
+def _method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
+    """Returns the outputs of the weight and of the masks of the gap. In bypass mode they are of all
+    masks, and the updates count them."""
+    masks = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
+    outputs = loss.apply_methods(batch, c.weight, masks, is_batch_normalized=c.is_batch_normalized)
+    return outputs._replace(counts={}) if c.mode == "bypass" else outputs
 
 
 def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
     name, parameters = c.advantage
+    if "weights" in methods.needs("advantage", name):
+        batch = batch | {"weights": loss.apply_methods(
+            batch, c.weight, (), is_batch_normalized=c.is_batch_normalized
+        ).weight}
     needed = loss.needed("advantage", name, batch)
     function = advantages.ADVANTAGES[name]
     return function(rewards, batch["sampled"], batch["group"], **needed, **parameters)
@@ -226,16 +222,6 @@ def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch
     )}
 
 
-def _prepared(c: Correction, batch: Batch, judged: _Judged) -> Batch:
-    """The fields that updates take beside those of the rollout batch, or in their place."""
-    fields, w = {"adv": judged.adv}, judged.w
-    if c.mode == "decoupled":
-        fields["weights"] = jnp.where(judged.is_accepted, w, 0.0)
-        if not c.counts_rejected:
-            fields["mask"] = judged.is_accepted
-    return _with_returns(c, judged.rewards, batch, fields)
-
-
 def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
     """Returns the jitted function that computes what an update takes of a rollout batch [N,T] that
     was not scored before it, see `Correction.why_scored`: the advantages, and returns."""
@@ -247,37 +233,31 @@ def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
     return jax.jit(unscored)
 
 
-def judged_alone(c: Correction, logp: jax.Array, entropy: jax.Array, batch: Batch) -> Batch:
-    """Returns an update's batch [B,T] with what `make_prepare` would have given it, made of the
-    update's own log-probs and entropies, detached; see `Correction.why_scored`."""
+def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:
+    """Returns the fields that a score before an update would have given, from the update's own
+    log-probs and entropies [B,T], without gradient; see `Correction.why_scored`."""
     logp, entropy = jax.lax.stop_gradient((logp, entropy))
-    batch = batch | {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
-    if c.mode == "bypass":
-        return batch
-    log_ratio = ratios.safe_log_ratio(logp, batch["logp_behav"], batch["mask"])
-    seen = with_key(c, batch | {"logp": logp})
-    w, _ = loss.importance_weights(log_ratio, seen, c.weight)
-    once, _ = loss.split(c.masks, c.mode)
-    is_accepted, _ = loss.accepted(log_ratio, seen | {"weights": w}, once)
-    return batch | {"weights": jnp.where(is_accepted, w, 0.0)}
+    return {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
 
 
-def _prepare_metrics(c: Correction, batch: Batch, judged: _Judged, prepared: Batch) -> Metrics:
-    mask, sampled, rewards = batch["mask"], batch["sampled"], judged.rewards
-    metrics = gap_metrics(c, judged.w * judged.factor, judged.log_ratio, batch)
-    metrics |= rejection_metrics(c, judged.log_ratio, mask, judged.is_accepted)
-    metrics |= judged.counts
-    metrics |= mismatch.kept_sample_size(judged.w, judged.is_accepted, mask)
+def _measures(
+    c: Correction, batch: Batch, fields: Batch, outputs: loss.MethodOutputs, rewards: jax.Array
+) -> Metrics:
+    """Measures a rollout batch; `fields`, `outputs` and `rewards` are those of `_prepared`."""
+    mask, sampled = batch["mask"], batch["sampled"]
+    metrics = correction_metrics.gap_metrics(c.weight, outputs, batch)
+    metrics |= correction_metrics.rejection_metrics(c.masks, outputs, mask) | outputs.counts
+    metrics |= mismatch.kept_sample_size(outputs.weight, outputs.is_accepted, mask)
     metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
     if c.is_batch_normalized:
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = judged.factor
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = outputs.factor
     if c.kl is not None:
         metrics["actor/kl_to_reference"] = sequence_kl(_kl(c, batch), mask)
     total = returns.sequence_rewards(rewards, sampled)
     metrics |= batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(sampled, axis=1))
-    targets = prepared["returns"] if "returns" in prepared else judged.adv
+    targets = fields["returns"] if "returns" in fields else fields["adv"]
     values = batch["values"] if "values" in batch else None
-    return metrics | batch_metrics.advantage_metrics(judged.adv, targets, mask, values)
+    return metrics | batch_metrics.advantage_metrics(fields["adv"], targets, mask, values)
 
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
@@ -294,33 +274,20 @@ def _rewards(c: Correction, batch: Batch) -> jax.Array:
     return penalized_rewards(batch["rewards"], batch["mask"], _kl(c, batch), kl_coeff)
 
 
-def loss_arguments(c: Correction, batch: Batch) -> dict[str, Any]:
-    """Returns the keyword arguments that stand for the chosen methods in `loss.policy_loss`.
+def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
+    """Returns the loss of the chosen methods, with the coefficients that controllers have set.
 
     What masks reject at an update, see `Correction.masks_at_update`, stays in every denominator:
     how much it is becomes known with the gradient.
     """
     now = controlled(c, batch)
-    return dict(
+    return loss.LossSpec(
         objective=now.objective, weight=c.weight, masks=c.masks, mode=c.mode,
         aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
         counts_rejected=c.counts_rejected or c.mode == "bypass",
         kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
         entropy_coeff=c.entropy_coeff, scale=c.scale or None,
     )
-
-
-def drift_metrics(c: Correction, logp: jax.Array, batch: Batch) -> Metrics:
-    """Measures how far the policy of an update is from the sampler, by factor of the ratio.
-
-    In decoupled mode the drift is that of the tokens that the masks accepted: the others have no
-    logp.
-    """
-    chain = logp, batch["logp_prox"], batch["logp_old"], batch["logp_behav"], batch["mask"]
-    drift = attribution.factor_metrics(*chain)
-    if c.mode == "bypass":
-        drift |= _capped_fractions(c, *chain, batch["seg"] if "seg" in batch else None)
-    return drift
 
 
 def check(c: Correction) -> None:
@@ -335,73 +302,14 @@ def check(c: Correction) -> None:
     rows["st_ppo_norm"] = jax.ShapeDtypeStruct((), "float32")
 
     def step(rows):
-        batch = with_key(c, rows | _prepared(c, rows, _judge(c, rows)))
+        batch = with_key(c, rows | _prepared(c, rows)[0])
         batch |= {"group": jnp.broadcast_to(rows["group"][:, None], (b, t))}
-        return loss.policy_loss(
-            rows["logp_prox"], batch, entropy=rows["entropy"], num_tokens=1.0, num_seqs=1.0,
-            logp_top=rows["top_logps"] if c.is_centered else None, **loss_arguments(c, batch),
+        loss.compute_loss(
+            rows["logp_prox"], batch, loss_spec(c, batch), entropy=rows["entropy"], num_tokens=1.0,
+            num_seqs=1.0, logp_top=rows["top_logps"] if c.is_centered else None,
         )
 
     try:
         jax.eval_shape(step, rows)
     except (TypeError, AssertionError) as error:
         raise ValueError(str(error)) from error
-
-
-def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
-    """Measures where the gap is: percentiles within a response, by position in it and, in
-    conversations, by turn and by distance from the last tool token. This sorts the batch."""
-    inputs = batch["logp_old"], batch["logp_behav"]
-    mask, num_buckets = batch["mask"], 1 + batch["mask"].shape[1].bit_length()
-    metrics = divergences.percentile_metrics(*inputs, mask)
-    metrics |= attribution.position_metrics(*inputs, mask, num_buckets=num_buckets)
-    if not has_turns:
-        return metrics
-    metrics |= attribution.turn_metrics(*inputs, batch["turn"], mask, num_turns=NUM_TURNS)
-    return metrics | attribution.after_tool_metrics(*inputs, mask, num_buckets=num_buckets)
-
-
-def gap_metrics(c: Correction, w: jax.Array, log_ratio: jax.Array, batch: Batch) -> Metrics:
-    """Measures the sampler's gap: divergences, |dp|, weights, and what the learner's reward would be.
-
-    That estimate is of all answers with a reward; those that are not trained on have weight 1.
-    """
-    mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
-    parameters = c.weight[1]
-    upper = parameters.get("cap", parameters.get("upper", 2.0))
-    rewarded = returns.known(batch["rewards"], batch["sampled"])
-    snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
-    return _capped_fractions(c, learner, learner, learner, behav, mask) | (
-        mismatch.offpolicy_metrics(learner, behav, mask)
-        | mismatch.probability_metrics(learner, behav, mask)
-        | mismatch.importance_weight_metrics(
-            w, log_ratio, mask, level=loss.weight_level(c.weight[0]), upper=upper,
-            lower=parameters.get("lower"),
-        )
-        | divergences.divergence_metrics(log_ratio, mask)
-        | divergences.response_metrics(learner, behav, mask)
-        | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
-    )
-
-
-def _capped_fractions(c: Correction, *chain: jax.Array) -> Metrics:
-    """Measures how often each cap of a weight with a cap per factor acts; {} for any other
-    weight."""
-    name, caps = c.weight
-    if name not in factor_weights.WEIGHTS:
-        return {}
-    return attribution.capped_fractions(*chain, level=loss.weight_level(name), **caps)
-
-
-def rejection_metrics(
-    c: Correction, log_ratio: jax.Array, mask: jax.Array, is_accepted: jax.Array
-) -> Metrics:
-    """Measures what the masks rejected, and the statistic of each criterion that has one; {}
-    without masks."""
-    if not c.masks:
-        return {}
-    metrics = mismatch.rejected_fractions(is_accepted, mask)
-    for name, parameters in c.masks:
-        if name in mismatch.REJECTION_OPTIONS:
-            metrics |= mismatch.rejection_metrics(log_ratio, mask, option=name, **parameters)
-    return metrics

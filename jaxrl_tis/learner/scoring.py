@@ -65,11 +65,10 @@ class Learner:
             return tree
         return jax.lax.with_sharding_constraint(tree, self.program.layout.replicated())
 
-    def judge(self, f: Callable[[Any, Any], tuple], made: Any, given: Any) -> tuple:
-        """Computes f(made, given) -> (loss, metrics) of what `by_parts` made; where `sums_in_order`
-        on every device alike."""
-        f = self.program.layout.everywhere(f) if self.sums_in_order else f
-        return f(made, given)
+    def replicated(self, loss_fn: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
+        """Returns loss_fn: (scores, inputs) -> (loss, others); where `sums_in_order` every device
+        computes it alike from all of the scores that `by_parts` gave."""
+        return self.program.layout.everywhere(loss_fn) if self.sums_in_order else loss_fn
 
 
 def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:

@@ -10,16 +10,17 @@ of any sequence are then skipped.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl_tis.diagnostics.correction_metrics import drift_metrics
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.learner.correction import (
-    Correction, drift_metrics, judged_alone, loss_arguments, with_key,
+    Correction, fused_fields, loss_spec, with_key,
 )
 from jaxrl_tis.learner.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.learner.scoring import (
@@ -37,19 +38,27 @@ class TrainState:
     opt_state: Any
 
 
-# (parameters, micro-batch, tokens, sequences of the minibatch) -> (loss, metrics), or (loss, metrics,
-# fields [B,T] of the micro-batch that were made with it).
-LossFn = Callable[[Any, Batch, jax.Array, jax.Array], tuple]
+class MicroLoss(NamedTuple):
+    """The loss of a micro-batch [B,...] of a minibatch, in two parts.
+
+    Attributes:
+      forward: (parameters, micro-batch) -> scores [B,...].
+      loss: (scores, (micro-batch, tokens, sequences of the minibatch)) -> (loss, (metrics, fields
+        [B,T] that the update returns)). See `Learner.replicated`.
+    """
+
+    forward: Callable[[Any, Batch], Any]
+    loss: Callable[[Any, tuple], tuple]
 
 
-def _accumulate(
-    learner: Learner, loss_fn: LossFn, params: Any, minibatch: Batch, is_whole: bool = True,
+def accumulate_gradients(
+    learner: Learner, micro_loss: MicroLoss, params: Any, minibatch: Batch, is_whole: bool = True,
     scale: jax.Array | None = None,
 ):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
-    [M,B,T] that `loss_fn` makes, {} if it makes none.
+    [M,B,T] that `micro_loss` returns, {} if there are none.
 
-    `loss_fn` divides by the minibatch's own token and sequence counts; by nothing where the
+    The loss is divided by the minibatch's own token and sequence counts; by nothing where the
     minibatch is a part of one that is not whole yet. Gradients are those of the loss times `scale`,
     divided by it in float32. Metrics named *_loss and `counts` add up by themselves; the others are
     means over tokens and are weighted by each part's tokens.
@@ -60,40 +69,37 @@ def _accumulate(
         num_tokens = jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
         num_seqs = jnp.maximum(_count_sequences(minibatch), 1).astype(jnp.float32)
 
-    def part(params, micro):
-        value, metrics, *made = loss_fn(params, micro, num_tokens, num_seqs)
+    def scaled_loss(params, micro):
+        scores = micro_loss.forward(params, micro)
+        value, (metrics, fields) = learner.replicated(micro_loss.loss)(
+            scores, (micro, num_tokens, num_seqs)
+        )
         share = jnp.sum(micro["mask"]) / num_tokens
         adds_up = lambda name: name.endswith("_loss") or counts.is_count(name)
-        weigh = lambda name, x: x if adds_up(name) else x * share
-        metrics = {name: weigh(name, x) for name, x in metrics.items()}
-        return value if scale is None else value * scale, (metrics, made[0] if made else {})
+        metrics = {name: x if adds_up(name) else x * share for name, x in metrics.items()}
+        return value if scale is None else value * scale, (metrics, fields)
 
-    def unscaled(found):
-        grads, metrics = found
-        if scale is not None:
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        return grads, metrics
+    gradient = jax.grad(scaled_loss, has_aux=True)
 
-    def gradient(params, micro):
-        with learner.program.products():  # those of the backward pass are traced here
-            grads, (metrics, made) = jax.grad(part, has_aux=True)(params, micro)
-        return (grads, metrics), made
-
-    def packed_gradient(params, micro):
+    def gradient_if_any(params, micro):
         # The total is not part of the choice, which would keep a second one.
         return jax.lax.cond(jnp.any(micro["mask"]), gradient, lambda *_: empty, params, micro)
 
     def add(total, micro):
-        found, made = (packed_gradient if "seg" in minibatch else gradient)(params, micro)
-        return jax.tree.map(jnp.add, total, found), made
+        grads, (metrics, fields) = (gradient_if_any if "seg" in minibatch else gradient)(params, micro)
+        return jax.tree.map(jnp.add, total, (grads, metrics)), fields
 
     first = jax.tree.map(lambda x: x[0], minibatch)
-    if len(mask) == 1:
-        found, made = gradient(params, first)
-        return *unscaled(found), jax.tree.map(lambda x: x[None], made)
-    empty = zeros_like(jax.eval_shape(gradient, params, first))
-    found, made = jax.lax.scan(add, empty[0], minibatch)
-    return *unscaled(found), made
+    with learner.program.products():  # those of the backward pass are traced here
+        if len(mask) == 1:
+            grads, (metrics, fields) = gradient(params, first)
+            fields = jax.tree.map(lambda x: x[None], fields)
+        else:
+            empty = zeros_like(jax.eval_shape(gradient, params, first))
+            (grads, metrics), fields = jax.lax.scan(add, (empty[0], empty[1][0]), minibatch)
+    if scale is not None:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+    return grads, metrics, fields
 
 
 def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
@@ -113,14 +119,11 @@ def _count_sequences(minibatch: Batch) -> jax.Array:
 
 
 def _make_step(
-    learner: Learner,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    prefix: str,
+    learner: Learner, micro_loss: MicroLoss, optimizer: optax.GradientTransformation, prefix: str,
     measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
 ):
     """Makes a jitted, donating update; `measure` adds fields that take the parameters. It returns
-    (state, metrics), and the fields that `loss_fn` makes, if any."""
+    (state, metrics), and the fields that `micro_loss` returns, if any."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple:
         minibatch = _laid_out(learner, minibatch)
@@ -128,12 +131,14 @@ def _make_step(
         params, seeds = perturbed(state.params, state.opt_state, minibatch)
         minibatch = minibatch | seeds
         scale = loss_scale(state.opt_state)
-        grads, metrics, made = _accumulate(learner, loss_fn, params, minibatch, scale=scale)
+        grads, metrics, fields = accumulate_gradients(
+            learner, micro_loss, params, minibatch, scale=scale
+        )
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
-        state, taken = _apply(learner, optimizer, prefix, state, grads, factor)
-        metrics |= taken
-        return (state, metrics, made) if made else (state, metrics)
+        state, measured = _apply(learner, optimizer, prefix, state, grads, factor)
+        metrics |= measured
+        return (state, metrics, fields) if fields else (state, metrics)
 
     options = learner.program.compiler_options
     return jax.jit(train_step, donate_argnums=(0,), compiler_options=options)
@@ -173,13 +178,13 @@ def make_train_step(
     [accumulation, rows, ...]; the state is donated.
 
     A batch that was not scored before, see `Correction.why_scored`, gets its logp_old here: the
-    update's own log-prob, detached, of which weights and masks are made. The update then returns
-    (state, metrics, {"logp", "entropy"} [accumulation, rows, T]).
+    update's own log-prob, detached, from which weights and masks are computed. The update then
+    returns (state, metrics, {"logp_old", "entropy"} [accumulation, rows, T]).
     """
-    loss_fn = _policy_loss(learner, c, is_scored)
+    micro_loss = _policy_loss(learner, c, is_scored)
     if "st_ppo_norm" not in c.needs:
-        return _make_step(learner, loss_fn, optimizer, "actor")
-    return _make_step(learner, loss_fn, optimizer, "actor", _clipping_bias_norm(learner, c))
+        return _make_step(learner, micro_loss, optimizer, "actor")
+    return _make_step(learner, micro_loss, optimizer, "actor", _clipping_bias_norm(learner, c))
 
 
 def make_arriving_step(
@@ -187,18 +192,20 @@ def make_arriving_step(
 ) -> tuple[Callable, Callable]:
     """Makes the policy update of a batch that comes in parts and was not scored before. Returns
 
-    add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp", "entropy"} [1,
+    add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp_old", "entropy"} [1,
       rows, T]); the sums are of gradients and metrics, not divided by anything, and donated.
     finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole batch;
       the state is donated.
 
     Sums of the same parts in another order differ by rounding alone.
     """
-    loss_fn = _policy_loss(learner, c, is_scored=False)
+    micro_loss = _policy_loss(learner, c, is_scored=False)
 
     def add(params, sums, micro):
-        *found, made = _accumulate(learner, loss_fn, params, _laid_out(learner, micro), is_whole=False)
-        return found if sums is None else jax.tree.map(jnp.add, sums, found), made
+        *part, fields = accumulate_gradients(
+            learner, micro_loss, params, _laid_out(learner, micro), is_whole=False
+        )
+        return part if sums is None else jax.tree.map(jnp.add, sums, part), fields
 
     def finish(state, sums, num_tokens, num_seqs):
         grads, metrics = sums
@@ -207,42 +214,43 @@ def make_arriving_step(
         mean = lambda name, x: x if counts.is_count(name) else x / divisor(name)
         metrics = {name: mean(name, x) for name, x in metrics.items()}
         grads = jax.tree.map(lambda g: g / count, grads)
-        state, taken = _apply(learner, optimizer, "actor", state, grads)
-        return state, metrics | taken
+        state, measured = _apply(learner, optimizer, "actor", state, grads)
+        return state, metrics | measured
 
     jit = functools.partial(jax.jit, compiler_options=learner.program.compiler_options)
     return jit(add, donate_argnums=(1,)), jit(finish, donate_argnums=(0,))
 
 
-def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> LossFn:
+def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
     pulls_entropy = c.entropy_coeff != 0
-    scores = functools.partial(
+    scores_of = functools.partial(
         response_scores, with_entropy=pulls_entropy or c.is_centered or not is_scored,
         pulls_entropy=pulls_entropy,
     )
 
-    def loss_fn(params, batch, num_tokens, num_seqs):
-        made = learner.by_parts(scores, params, batch)
-        scored = [] if is_scored else [
-            jax.lax.stop_gradient({name: made[name] for name in ("logp", "entropy")})
-        ]
+    def forward(params, batch):
+        scores = learner.by_parts(scores_of, params, batch)
         if "logits" in c.needs:
-            made["logits"] = learner.by_parts(response_logits, params, batch)
-        return *learner.judge(judged, made, (batch, num_tokens, num_seqs)), *scored
+            scores["logits"] = learner.by_parts(response_logits, params, batch)
+        return scores
 
-    def judged(made, given):
-        batch, num_tokens, num_seqs = given
+    def policy_loss(scores, inputs):
+        batch, num_tokens, num_seqs = inputs
+        returned = {}
         if not is_scored:
-            batch = judged_alone(c, made["logp"], made["entropy"], batch)
-        if "logits" in made:
-            batch = batch | {"logits": made["logits"]}
-        value, metrics = loss.policy_loss(
-            made["logp"], with_key(c, batch), entropy=made["entropy"], num_tokens=num_tokens,
-            num_seqs=num_seqs, logp_top=made.get("logp_top"), **loss_arguments(c, batch),
+            batch = batch | fused_fields(scores["logp"], scores["entropy"])
+            returned = {name: batch[name] for name in ("logp_old", "entropy")}
+        if "logits" in scores:
+            batch = batch | {"logits": scores["logits"]}
+        spec = loss_spec(c, batch)
+        value, metrics = loss.compute_loss(
+            scores["logp"], with_key(c, batch), spec, entropy=scores["entropy"],
+            logp_top=scores.get("logp_top"), num_tokens=num_tokens, num_seqs=num_seqs,
         )
-        return value, metrics | drift_metrics(c, made["logp"], batch)
+        metrics |= drift_metrics(spec, scores["logp"], batch)
+        return value, (metrics, returned)
 
-    return loss_fn
+    return MicroLoss(forward, policy_loss)
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):
@@ -250,57 +258,55 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
     clip leaves out."""
     bounds = {name: c.objective[1][name] for name in ("clip_low", "clip_high")}
 
-    def left_out(params, batch, num_tokens, num_seqs):
-        batch = loss.bypassed(batch, c.mode)
-        logp = learner.by_parts(response_logprobs, params, batch)
-        return learner.judge(judged, logp, (batch, num_seqs))
-
-    def judged(logp, given):
-        batch, num_seqs = given
-        seg = batch["seg"] if "seg" in batch else None
+    def clipping_bias(logp, inputs):
+        batch, _, num_seqs = inputs
+        batch, seg = loss.bypassed(batch, c.mode), batch["seg"] if "seg" in batch else None
         loss_bt = sequence_clipped.turn_clipping_bias(
             logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
         )
         mode = "seq-mean-token-mean"
-        return reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg), {}
+        value = reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg)
+        return value, ({}, {})
+
+    left_out = MicroLoss(_log_probs(learner), clipping_bias)
 
     def measure(params, minibatch):
-        grads, *_ = _accumulate(learner, left_out, params, minibatch)
+        grads, *_ = accumulate_gradients(learner, left_out, params, minibatch)
         norm = optax.global_norm(learner.on_every_device(grads))
         return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 
     return measure
 
 
+def _log_probs(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
+    return lambda params, batch: learner.by_parts(response_logprobs, params, batch)
+
+
 def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTransformation):
     """Makes the critic's update with the clipped value loss; the minibatch has the fields values
     and returns."""
 
-    def loss_fn(params, batch, num_tokens, num_seqs):
-        values = learner.by_parts(prefix_values, params, batch)
-        return learner.judge(judged, values, (batch, num_tokens))
+    def forward(params, batch):
+        return learner.by_parts(prefix_values, params, batch)
 
-    def judged(values, given):
-        batch, num_tokens = given
+    def value_loss(values, inputs):
+        batch, num_tokens, _ = inputs
         loss_bt, metrics = objectives.value_loss(
             values, batch["values"], batch["returns"], batch["mask"], clip
         )
         value = reduce.aggregate(loss_bt, batch["mask"], "token-mean", num_tokens=num_tokens)
-        return value, metrics | {"critic/vf_loss": value}
+        return value, (metrics | {"critic/vf_loss": value}, {})
 
-    return _make_step(learner, loss_fn, optimizer, "critic")
+    return _make_step(learner, MicroLoss(forward, value_loss), optimizer, "critic")
 
 
 def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformation):
     """Makes the update by cross-entropy on the masked tokens, mean over tokens."""
 
-    def loss_fn(params, batch, num_tokens, num_seqs):
-        logp = learner.by_parts(response_logprobs, params, batch)
-        return learner.judge(judged, logp, (batch, num_tokens))
-
-    def judged(logp, given):
-        batch, num_tokens = given
+    def cross_entropy(logp, inputs):
+        batch, num_tokens, _ = inputs
         value = -reduce.aggregate(logp, batch["mask"], "token-mean", num_tokens=num_tokens)
-        return value, {"supervised/ce_loss": value}
+        return value, ({"supervised/ce_loss": value}, {})
 
-    return _make_step(learner, loss_fn, optimizer, "supervised")
+    micro_loss = MicroLoss(_log_probs(learner), cross_entropy)
+    return _make_step(learner, micro_loss, optimizer, "supervised")

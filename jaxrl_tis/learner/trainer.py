@@ -2,16 +2,16 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.diagnostics import attribution, batch_metrics
+from jaxrl_tis.diagnostics import attribution, batch_metrics, correction_metrics
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.estimators import counts, rank_masks
+from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, snapshots
 from jaxrl_tis.learner.batch_layout import (
     Rows, minibatches, num_sequences, packed_minibatches, update_fields,
@@ -28,25 +28,29 @@ from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics
 class Trainer:
     """One step of reinforcement learning over the state; the programs are compiled once.
 
-    `weights` are those of the last update's tokens, [N,T], None where the correction gives none
-    before the update.
+    Attributes:
+      weights: those of the last update's tokens, [N,T]; None where the correction gives none before
+        the update.
+      score_metrics: metrics of the last batch's score.
+      prepare, unscored, arriving_step: programs, see `correction.make_prepare` and `make_unscored`,
+        `step.make_arriving_step`.
     """
 
     def __init__(self, setup: LearnerSetup):
         self.setup, learner = setup, setup.update_learner
         self.weights: np.ndarray | None = None
-        self._scored: dict[str, float] = {}  # metrics of the last batch's score
+        self.score_metrics: dict[str, float] = {}
         self._score = make_score(learner)
-        self._prepare = correction.make_prepare(setup.correction)
+        self.prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
-        self._profile = jax.jit(correction.profile_metrics, static_argnums=1)
+        self._profile = jax.jit(correction_metrics.profile_metrics, static_argnums=1)
         self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
         self._train_step = make_train_step(
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.why_scored)
         )
-        self._unscored = correction.make_unscored(setup.correction)
-        self._arriving = make_arriving_step(learner, setup.correction, setup.optimizer)
+        self.unscored = correction.make_unscored(setup.correction)
+        self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
         self._collisions = make_collisions(learner)
         self._logits = make_logits(learner)
         self._score_norms = make_score_norms(learner)
@@ -76,14 +80,45 @@ class Trainer:
             are still to be scored.
         """
         trajectories = [s.trajectory for s in samples]
-        rows, policy = self.setup.rows(trajectories), state["policy"].params
+        rows = self.setup.rows(trajectories)
+        run = self._passes(rows)
         known = _laid_out(trajectories, known, rows["mask"].shape)
-        cut = functools.cache(lambda: self.setup.micro_batches(rows))  # if any pass takes them
-        scored_rows = 0
+        rows |= self._policy_fields(state, rows, run, sampled_by, known)
+        needs, policy = self.setup.correction.needs, state["policy"].params
+        if "critic" in state:
+            rows["values"] = run(self._values, state["critic"].params)
+        if "reference" in state:
+            reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
+            rows["logp_ref"] = run(lambda *a: self._score(*a)["logp"], reference)
+            if "logits_ref" in needs:
+                rows["logits_ref"] = run(self._logits, reference)
+        rows |= reward_fields(samples, needs)
+        by_learner = {
+            "sum_pi_squared": self._collisions, "logits": self._logits,
+            "grad_norms": self._score_norms,
+        }
+        rows |= {name: run(f, policy) for name, f in by_learner.items() if name in needs}
+        trained = are_trained_on(samples, rows, self.setup.config.train.mask_truncated)
+        return rows | {"mask": rows["mask"] & trained[:, None]}
 
-        def measured(measure, params):
+    def _passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
+        """Returns (program, params) -> its results over the rows, [N,T,...] each. The rows are cut
+        into micro-batches once, with the first pass."""
+        cut = functools.cache(lambda: self.setup.micro_batches(rows))
+
+        def run(program, params):
             micro, flat = cut()
-            return flat(measure(params, micro))
+            return jax.tree.map(flat, program(params, micro))
+
+        return run
+
+    def _policy_fields(
+        self, state: dict[str, Any], rows: Rows, run: Callable, sampled_by: Mapping[int, Any],
+        known: np.ndarray | None,
+    ) -> Rows:
+        """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; arguments
+        as in `score` and `at_versions`."""
+        policy, scored_rows, fields = state["policy"].params, 0, {}
 
         def log_probs(params, is_wanted):
             nonlocal scored_rows
@@ -92,12 +127,11 @@ class Trainer:
             return flat(self._score(params, micro)["logp"])
 
         if self.setup.why_scored:
-            micro, flat = cut()
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
-            scored = self._score(centre, micro)
-            rows["logp_prox"], rows["entropy"] = flat(scored["logp"]), flat(scored["entropy"])
-            rows["logp_old"] = rows["logp_prox"] if self.setup.has_stand_in else at_versions(
-                rows, policy, sampled_by, log_probs, known
+            scores = run(lambda *a: {n: self._score(*a)[n] for n in ("logp", "entropy")}, centre)
+            fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
+            fields["logp_old"] = fields["logp_prox"] if self.setup.has_stand_in else at_versions(
+                rows | fields, policy, sampled_by, log_probs, known
             )
         elif not self.setup.has_stand_in and any(
             sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
@@ -106,29 +140,11 @@ class Trainer:
                 "tokens were drawn by other weights than those that the update starts from, which it "
                 "cannot score: set train.fuse_score to never"
             )
-        self._scored = {
+        self.score_metrics = {
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
             "old_logp/scored_rows": scored_rows,
         }
-        if "critic" in state:
-            rows["values"] = measured(self._values, state["critic"].params)
-        needs = self.setup.correction.needs
-        if "reference" in state:
-            reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
-            rows["logp_ref"] = measured(lambda *a: self._score(*a)["logp"], reference)
-            if "logits_ref" in needs:
-                rows["logits_ref"] = measured(self._logits, reference)
-        rows |= reward_fields(samples, needs)
-        by_learner = {
-            "sum_pi_squared": self._collisions, "logits": self._logits,
-            "grad_norms": self._score_norms,
-        }
-        rows |= {
-            name: measured(measure, policy) for name, measure in by_learner.items()
-            if name in needs
-        }
-        trained = are_trained_on(samples, rows, self.setup.config.train.mask_truncated)
-        return rows | {"mask": rows["mask"] & trained[:, None]}
+        return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
         """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
@@ -160,80 +176,13 @@ class Trainer:
         of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes
         return snapshots.Replica(size, most, self.log_probs, groups * of_group)
 
-    @property
-    def why_waits(self) -> str | None:
-        """Why a batch has to be whole before its update begins; None if its gradient can be
-        accumulated from parts."""
-        chosen = self.setup.correction
-        names = [name for name, _ in chosen.controllers]
-        if self.setup.why_scored:
-            return self.setup.why_scored
-        if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
-            return f"the mask {ranking[0]} ranks the tokens of the batch"
-        if "key" in chosen.needs:
-            return f"{chosen.needs['key']} draws at random for the batch"
-        if self.setup.has_critic:
-            return "the critic's update comes after it"
-        if self.setup.learner.program.dtype == "float16":
-            return "gradients in float16 are scaled for a whole update"
-        if others := [name for name in names if name != "gradient_alignment"]:
-            return f"{others[0]} looks at the batch before its update"
-        return None
-
-    def update_arriving(
-        self, state: dict[str, Any], parts: Iterable[list[Sample]], sampled_by: Mapping[int, Any],
-        step: int, version: int,
-    ):
-        """As `score` and `update` of a batch that comes in parts of whole groups, see `why_waits`:
-        the gradient of each is taken as it comes. Returns (new state, samples, rows, metrics), the
-        samples in the order of their groups.
-
-        The update is that of the whole batch, whatever the order of its parts, but for rounding.
-        """
-        setup, size, layout = self.setup, self.setup.config.train.microbatch_rows, self.setup.layout
-        add, finish = self._arriving
-        held, sums, samples, made = [], None, [], []
-        for part in parts:
-            held += part
-            count = len(held) - (0 if setup.packer else len(held) % size)
-            now, held = held[:count], held[count:]
-            if not now:
-                continue
-            rows = self.score(state, now, sampled_by)
-            rows |= update_fields(len(now), version, step, setup.config.seed)
-            updated = self._of_update(rows, self._unscored(rows))
-            [(minibatch, _, flat)] = self._minibatches(updated, (setup.config.seed, step, 0))
-            scored = []
-            for m in range(len(minibatch["mask"])):
-                micro = layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
-                sums, found = add(state["policy"].params, sums, micro)
-                scored.append(jax.tree.map(layout.fetch, found))
-            joined = {n: flat(np.concatenate([s[n] for s in scored])) for n in ("logp", "entropy")}
-            samples += now
-            made.append(rows | {"logp_old": joined["logp"], "logp_prox": joined["logp"],
-                                "entropy": joined["entropy"]})
-        order = np.argsort([s.group for s in samples], kind="stable")
-        samples = [samples[i] for i in order]
-        rows = {name: np.concatenate([r[name] for r in made])[order] for name in made[0]}
-        count, num_tokens = num_sequences(rows), rows["mask"].sum()
-        policy, values = state["policy"], {}
-        if num_tokens:
-            policy, values = finish(policy, sums, np.float32(num_tokens), np.float32(count))
-        prepared, measured = self._prepare(rows)
-        rows |= {name: np.asarray(value) for name, value in prepared.items()}
-        self.weights = rows["weights"] if "weights" in rows else None
-        values = jax.device_get(values)
-        shares = attribution.shares(values) if values else {}
-        measured = jax.device_get(measured) | self._scored | values | shares
-        return state | {"policy": policy}, samples, rows, measured
-
-    def _of_update(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
+    def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
         """Returns the fields that the updates take, of a batch and of what was prepared of it."""
-        made = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
         is_scored, is_taken = bool(self.setup.why_scored), self.setup.correction.is_in_update
-        return {name: x for name, x in made.items() if is_taken(name, is_scored)}
+        return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
 
-    def _minibatches(self, rows: Rows, seed: tuple[int, ...]):
+    def minibatches(self, rows: Rows, seed: tuple[int, ...]):
         """Yields the updates' (minibatch, metrics of its packing, a function that turns its results
         [M,R,T] back into rows [N,T] of all)."""
         train, packer = self.setup.config.train, self.setup.packer
@@ -254,6 +203,12 @@ class Trainer:
             unpacked = lambda x: back(index, packing.unpack(fetch(x), shape[1]))
             yield minibatch, packing.metrics(packer.shards), unpacked
 
+    def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
+        """Returns the rows with what was prepared of them, and keeps their weights."""
+        rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        self.weights = rows["weights"] if "weights" in rows else None
+        return rows
+
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
         """Runs all epochs and minibatches and returns (new state, rows, metrics): the rows with all
         that `score` or the update has computed of them. `version` is that of the state's policy;
@@ -265,20 +220,19 @@ class Trainer:
         rows |= control.fields(settings, count)
         is_profiled = step % config.metrics.percentile_every == 0
         is_scored = bool(self.setup.why_scored)
-        prepared, measured = self._prepare(rows) if is_scored else (self._unscored(rows), {})
+        prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:
-            micro, flat = self.setup.micro_batches(rows)
-            collisions = flat(self._collisions(state["policy"].params, micro))
-        updated = self._of_update(rows, prepared)
-        collected, num_seqs = [], []
+            collisions = self._passes(rows)(self._collisions, state["policy"].params)
+        updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
+        fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
-            for minibatch, packing, flat in self._minibatches(updated, (config.seed, step, epoch)):
+            for minibatch, packing, flat in self.minibatches(updated, (config.seed, step, epoch)):
                 if not minibatch["mask"].any():
                     continue
                 num_seqs.append(num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)
-                policy, values, *scored = self._train_step(state["policy"], minibatch)
+                policy, values, *outputs = self._train_step(state["policy"], minibatch)
                 state = state | {"policy": policy}
                 if "ewma" in state:
                     centre = config.rollout.ewma_centre
@@ -286,18 +240,16 @@ class Trainer:
                 if "critic" in state:
                     critic, critic_values = self._critic_step(state["critic"], minibatch)
                     state, values = state | {"critic": critic}, values | critic_values
+                if outputs:
+                    fused = jax.tree.map(flat, outputs[0])
                 collected.append(values | packing)
         if not is_scored:
-            logp = entropy = np.zeros_like(rows["logp_behav"])
-            if collected:
-                logp, entropy = (flat(scored[0][name]) for name in ("logp", "entropy"))
-            rows |= {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
-            prepared, measured = self._prepare(rows)
+            rows |= fused | {"logp_prox": fused["logp_old"]}
+            prepared, measured = self.prepare(rows)
         if is_profiled:
             measured |= self._profile(rows, bool(rows["turn"].any()))
-        measured |= self._scored | {f"control/{name}": x for name, x in settings.items()}
-        rows |= {name: np.asarray(value) for name, value in prepared.items()}
-        self.weights = rows["weights"] if "weights" in rows else None
+        measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
+        rows = self.with_prepared(rows, prepared)
         measured, collected = jax.device_get((measured, collected))
         if not collected:
             return state, rows, measured

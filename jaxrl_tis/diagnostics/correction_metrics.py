@@ -1,0 +1,111 @@
+"""Metrics of the correction of a batch: the sampler's gap, weights, rejection, the updates' drift.
+
+Every function works under jit and returns a dict of scalars. Batches hold one sequence a row, those
+of `drift_metrics` may be packed.
+"""
+
+import jax
+
+from jaxrl_tis.diagnostics import attribution, divergences, mismatch
+from jaxrl_tis.estimators import factor_weights, loss, returns
+from jaxrl_tis.estimators.methods import Method
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+NUM_TURNS = 8  # metrics by turn; later turns join the last
+
+
+def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Metrics:
+    """Measures the sampler's gap: divergences, |dp|, weights, and the learner's expected reward.
+
+    That estimate is over all answers with a reward; those that are not trained on have weight 1.
+
+    Args:
+      weight: name in `weights.WEIGHTS` and its parameters.
+      outputs: of `loss.apply_methods` for this weight.
+      batch: `mask`, `sampled`, `logp_old`, `logp_behav` [N,T] and `rewards` [N].
+    """
+    mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
+    log_ratio, (name, parameters) = outputs.log_ratio, weight
+    upper = parameters.get("cap", parameters.get("upper", 2.0))
+    rewarded = returns.known(batch["rewards"], batch["sampled"])
+    snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
+    return _capped_fractions(weight, learner, learner, learner, behav, mask) | (
+        mismatch.offpolicy_metrics(learner, behav, mask)
+        | mismatch.probability_metrics(learner, behav, mask)
+        | mismatch.importance_weight_metrics(
+            outputs.weight * outputs.factor, log_ratio, mask, level=loss.weight_level(name),
+            upper=upper, lower=parameters.get("lower"),
+        )
+        | divergences.divergence_metrics(log_ratio, mask)
+        | divergences.response_metrics(learner, behav, mask)
+        | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
+    )
+
+
+def rejection_metrics(
+    masks: tuple[Method, ...], outputs: loss.MethodOutputs, mask: jax.Array
+) -> Metrics:
+    """Measures what the masks rejected, and the statistic of each criterion that has one; {}
+    without masks.
+
+    Args:
+      masks: names in `masks.MASKS` and their parameters.
+      outputs: of `loss.apply_methods` for these masks.
+      mask: [N,T] valid tokens, before any rejection.
+    """
+    if not masks:
+        return {}
+    metrics = mismatch.rejected_fractions(outputs.is_accepted, mask)
+    for name, parameters in masks:
+        if name in mismatch.REJECTION_OPTIONS:
+            metrics |= mismatch.rejection_metrics(
+                outputs.log_ratio, mask, option=name, **parameters
+            )
+    return metrics
+
+
+def drift_metrics(spec: loss.LossSpec, logp: jax.Array, batch: Batch) -> Metrics:
+    """Measures how far the policy of an update is from the sampler, by factor of the ratio.
+
+    In decoupled mode the drift is that of the tokens that the masks accepted: the others have no
+    logp.
+
+    Args:
+      spec: the loss of the update.
+      logp: [B,T] log-probs of the policy that is trained, nats.
+      batch: `logp_prox`, `logp_old`, `logp_behav`, `mask` [B,T]; optional `seg`.
+    """
+    chain = logp, batch["logp_prox"], batch["logp_old"], batch["logp_behav"], batch["mask"]
+    drift = attribution.factor_metrics(*chain)
+    if spec.mode == "bypass":
+        drift |= _capped_fractions(spec.weight, *chain, batch["seg"] if "seg" in batch else None)
+    return drift
+
+
+def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
+    """Measures where the gap is: percentiles within a response, by position in it and, in
+    conversations, by turn and by distance from the last tool token. This sorts the batch.
+
+    Args:
+      batch: `logp_old`, `logp_behav`, `mask` [N,T], and `turn` with has_turns.
+      has_turns: static.
+    """
+    inputs = batch["logp_old"], batch["logp_behav"]
+    mask, num_buckets = batch["mask"], 1 + batch["mask"].shape[1].bit_length()
+    metrics = divergences.percentile_metrics(*inputs, mask)
+    metrics |= attribution.position_metrics(*inputs, mask, num_buckets=num_buckets)
+    if not has_turns:
+        return metrics
+    metrics |= attribution.turn_metrics(*inputs, batch["turn"], mask, num_turns=NUM_TURNS)
+    return metrics | attribution.after_tool_metrics(*inputs, mask, num_buckets=num_buckets)
+
+
+def _capped_fractions(weight: Method, *chain: jax.Array) -> Metrics:
+    """Measures how often each cap of a weight with a cap per factor acts; {} for any other
+    weight."""
+    name, caps = weight
+    if name not in factor_weights.WEIGHTS:
+        return {}
+    return attribution.capped_fractions(*chain, level=loss.weight_level(name), **caps)

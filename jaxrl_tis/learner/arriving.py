@@ -1,0 +1,82 @@
+"""The update of a batch that comes in parts: the gradient of each part is taken as it arrives."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis.diagnostics import attribution
+from jaxrl_tis.estimators import rank_masks
+from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
+from jaxrl_tis.learner.setup import LearnerSetup
+from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.rollouts.groups import Sample
+
+
+def accumulation_blocker(setup: LearnerSetup) -> str | None:
+    """Returns why a batch has to be whole before its update begins; None if its gradient can be
+    accumulated from parts."""
+    chosen = setup.correction
+    if setup.why_scored:
+        return setup.why_scored
+    if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
+        return f"the mask {ranking[0]} ranks the tokens of the batch"
+    if "key" in chosen.needs:
+        return f"{chosen.needs['key']} draws at random for the batch"
+    if setup.has_critic:
+        return "the critic's update comes after it"
+    if setup.learner.program.dtype == "float16":
+        return "gradients in float16 are scaled for a whole update"
+    names = [name for name, _ in chosen.controllers]
+    if others := [name for name in names if name != "gradient_alignment"]:
+        return f"{others[0]} looks at the batch before its update"
+    return None
+
+
+def update_arriving(
+    trainer: Trainer, state: dict[str, Any], parts: Iterable[list[Sample]],
+    sampled_by: Mapping[int, Any], step: int, version: int,
+) -> tuple[dict[str, Any], list[Sample], Rows, dict[str, Any]]:
+    """Scores and updates as `Trainer.score` and `Trainer.update` do, part by part.
+
+    Args:
+      trainer: of a setup without an `accumulation_blocker`.
+      state: is donated.
+      parts: whole groups each; their order changes the update by rounding alone.
+      sampled_by, step, version: see `Trainer`.
+
+    Returns (new state, samples in the order of their groups, their rows, metrics).
+    """
+    setup, waiting, sums, samples, scored = trainer.setup, [], None, [], []
+    add, finish = trainer.arriving_step
+    for part in parts:
+        waiting += part
+        size = 1 if setup.packer else setup.config.train.microbatch_rows
+        count = len(waiting) - len(waiting) % size
+        ready, waiting = waiting[:count], waiting[count:]
+        if not ready:
+            continue
+        rows = trainer.score(state, ready, sampled_by)
+        rows |= update_fields(len(ready), version, step, setup.config.seed)
+        updated = trainer.update_fields(rows, trainer.unscored(rows))
+        [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
+        outputs = []
+        for m in range(len(minibatch["mask"])):
+            micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
+            sums, found = add(state["policy"].params, sums, micro)
+            outputs.append(jax.tree.map(setup.layout.fetch, found))
+        rows |= {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
+        samples += ready
+        scored.append(rows | {"logp_prox": rows["logp_old"]})
+    order = np.argsort([s.group for s in samples], kind="stable")
+    rows = {name: np.concatenate([part[name] for part in scored])[order] for name in scored[0]}
+    num_tokens, policy, values = rows["mask"].sum(), state["policy"], {}
+    if num_tokens:
+        count = num_sequences(rows)
+        policy, values = finish(policy, sums, np.float32(num_tokens), np.float32(count))
+    prepared, measured = trainer.prepare(rows)
+    rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
+    shares = attribution.shares(values) if values else {}
+    measured = jax.device_get(measured) | trainer.score_metrics | values | shares
+    return state | {"policy": policy}, [samples[i] for i in order], rows, measured
