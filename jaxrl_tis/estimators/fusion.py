@@ -14,18 +14,15 @@ meant for alpha > 0; afterwards the authors go on with PPO-clip.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import clipped, ratios
 
 
 def fusion_alpha(
-    step: chex.Numeric,
-    *,
-    fusion_alpha_start: chex.Numeric = 0.5,
-    fusion_steps: chex.Numeric = 1000,
-    difficulty: chex.Numeric = 1.0,
-) -> chex.Array:
+    step: Numeric, *,
+    fusion_alpha_start: Numeric = 0.5, fusion_steps: Numeric = 1000, difficulty: Numeric = 1.0,
+) -> Array:
     """The teacher's share alpha = fusion_alpha_start max(0, 1 - step / fusion_steps) difficulty.
 
     For the same sampler as `fused_log_probs`.
@@ -41,9 +38,7 @@ def fusion_alpha(
     return fusion_alpha_start * jnp.maximum(0.0, 1.0 - step / fusion_steps) * difficulty
 
 
-def fused_log_probs(
-    logits: chex.Array, logits_teacher: chex.Array, alpha: chex.Numeric
-) -> chex.Array:
+def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Array:
     """log pi_mix [..., V] in nats, the normalised log of pi_teacher^alpha pi_student^(1 - alpha).
 
     For a sampler that draws from it, once rollouts can be mixed with a teacher; the log-probs that
@@ -62,14 +57,8 @@ def fused_log_probs(
 
 
 def fusion_cap(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    cap: chex.Numeric = 3.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, cap: Numeric = 3.0,
 ) -> clipped.Loss:
     """Logit fusion with a capped ratio (Zhang et al. 2026), l = -min(r, cap) A.
 
@@ -96,14 +85,8 @@ def fusion_cap(
 
 
 def fusion_shaped(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    fusion_gamma: chex.Numeric = 0.1,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, fusion_gamma: Numeric = 0.1,
 ) -> clipped.Loss:
     """Logit fusion with a shaped ratio (Zhang et al. 2026), l = -r / (r + fusion_gamma) A.
 

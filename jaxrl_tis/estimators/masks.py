@@ -32,13 +32,12 @@ Args of every entry:
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import binary_masks, rank_masks, ratios, weights
 
 
-def statistic(
-    name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def statistic(name: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """What the entry `name` of the eleven compares, [B, T]; a sequence's is on all its tokens.
 
     Args:
@@ -55,9 +54,7 @@ def statistic(
     return ratios.zero_padding(x_bt, mask)
 
 
-def sequence_statistic(
-    name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def sequence_statistic(name: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """`statistic` of each sequence, [B, S]; the name begins with "seq_"."""
     _, reduction, estimator = name.split("_")
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
@@ -90,13 +87,9 @@ def _whole_sequences(is_good, mask, seg):
 
 
 def token_k1(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    upper: Numeric, lower: Numeric | None = None,
+) -> Array:
     """Tokens by verl's band on the inverse ratio.
 
     Unit: token. Trust region: lower <= mu / pi_old <= upper. Use: bounds copied from a verl config;
@@ -106,13 +99,9 @@ def token_k1(
 
 
 def seq_sum_k1(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    upper: Numeric, lower: Numeric | None = None,
+) -> Array:
     """Sequences by verl's band on the inverse ratio.
 
     Unit: sequence. Trust region: lower <= prod_t mu / pi_old <= upper. Use: short responses in
@@ -122,13 +111,9 @@ def seq_sum_k1(
 
 
 def seq_mean_k1(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    upper: Numeric, lower: Numeric | None = None,
+) -> Array:
     """Sequences by verl's band on the geometric mean of the inverse ratio.
 
     Unit: sequence. Trust region: lower <= geometric mean of mu / pi_old <= upper. Use: outliers of
@@ -137,9 +122,7 @@ def seq_mean_k1(
     return _inside_k1("seq_mean_k1", log_ratio, mask, seg, lower, upper)
 
 
-def token_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+def token_k2(log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric) -> Array:
     """Tokens by k2 (verl).
 
     Unit: token. Trust region: k2 <= upper. Use: outlying tokens, both ways; their response stays.
@@ -147,9 +130,7 @@ def token_k2(
     return _at_most("token_k2", log_ratio, mask, seg, upper)
 
 
-def seq_sum_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+def seq_sum_k2(log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric) -> Array:
     """Sequences by the sum of k2 (verl).
 
     Unit: sequence. Trust region: sum_t k2 <= upper. Use: a budget per response; it fills up with
@@ -159,8 +140,8 @@ def seq_sum_k2(
 
 
 def seq_mean_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric
+) -> Array:
     """Sequences by the mean of k2 (verl).
 
     Unit: sequence. Trust region: mean_t k2 <= upper. Use: as `seq_mean_k1`, with gaps of both signs
@@ -169,9 +150,7 @@ def seq_mean_k2(
     return _at_most("seq_mean_k2", log_ratio, mask, seg, upper)
 
 
-def seq_max_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+def seq_max_k2(log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric) -> Array:
     """Sequences by their worst token's k2 (verl).
 
     Unit: sequence. Trust region: max_t k2 <= upper. Use: to drop the responses that one bad token
@@ -180,9 +159,7 @@ def seq_max_k2(
     return _at_most("seq_max_k2", log_ratio, mask, seg, upper)
 
 
-def token_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+def token_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric) -> Array:
     """Tokens by k3 (verl).
 
     Unit: token. Trust region: k3 <= upper. Use: as `token_k2`, but stricter where rho > 1.
@@ -190,9 +167,7 @@ def token_k3(
     return _at_most("token_k3", log_ratio, mask, seg, upper)
 
 
-def seq_sum_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+def seq_sum_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric) -> Array:
     """Sequences by the sum of k3 (verl), whose mean under mu is their KL(mu || pi_old).
 
     Unit: sequence. Trust region: sum_t k3 <= upper. Use: a KL budget per response; it fills up with
@@ -202,8 +177,8 @@ def seq_sum_k3(
 
 
 def seq_mean_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric
+) -> Array:
     """Sequences by the mean of k3 (verl; 0.01 in its presets).
 
     Unit: sequence. Trust region: mean_t k3 <= upper. Use: KL(mu || pi_old) per token at any length
@@ -212,9 +187,7 @@ def seq_mean_k3(
     return _at_most("seq_mean_k3", log_ratio, mask, seg, upper)
 
 
-def seq_max_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
+def seq_max_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric) -> Array:
     """Sequences by their worst token's k3 (verl).
 
     Unit: sequence. Trust region: max_t k3 <= upper. Use: as `seq_max_k2`, stricter where rho > 1.
@@ -223,13 +196,8 @@ def seq_max_k3(
 
 
 def token_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric = 0.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric, lower: Numeric = 0.0
+) -> Array:
     """`token_k1` with the band on the ratio itself. Source as `token_k1`.
 
     Unit: token. Trust region: lower <= pi_old / mu <= upper. Use: what `token_mis` keeps, as a mask
@@ -239,13 +207,8 @@ def token_ratio(
 
 
 def token_dp(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    upper: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
+) -> Array:
     """Tokens by the difference of their probabilities, prime-rl's band; no paper.
 
     Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: beside `token_tis`, as prime-rl
@@ -264,13 +227,8 @@ def token_dp(
 
 
 def seq_sum_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric = 0.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric, lower: Numeric = 0.0
+) -> Array:
     """`seq_sum_k1` on the ratio, the sum of logs clamped, not each. Source as `seq_sum_k1`.
 
     Unit: sequence. Trust region: lower <= prod_t pi_old / mu <= upper. Use: what `seq_mis` keeps,
@@ -280,13 +238,8 @@ def seq_sum_ratio(
 
 
 def seq_mean_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric = 0.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric, lower: Numeric = 0.0
+) -> Array:
     """`seq_mean_k1` with the band on the ratio itself. Source as `seq_mean_k1`.
 
     Unit: sequence. Trust region: lower <= geometric mean of pi_old / mu <= upper. Use: what
@@ -296,12 +249,8 @@ def seq_mean_ratio(
 
 
 def veto(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    veto_ratio: chex.Numeric = 1e-4,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, veto_ratio: Numeric = 1e-4
+) -> Array:
     """Sequences without a catastrophic token (slime; no paper).
 
     Unit: sequence. Trust region: rho_t >= veto_ratio at every token. Use: beside another mask or
@@ -317,14 +266,9 @@ def veto(
 
 
 def trm(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logits_behav: chex.Array,
-    logits: chex.Array,
-    trm_delta: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logits_behav: Array, logits: Array, trm_delta: Numeric,
+) -> Array:
     """Trust-region masking (arXiv:2512.23075), over the whole vocabulary.
 
     The paper divides by the number of all sequences, dropped ones too. Taken from secondary notes.
@@ -350,13 +294,7 @@ def trm(
     return _whole_sequences(kl_bt <= trm_delta, mask, seg)
 
 
-def trm_k3(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    trm_delta: chex.Numeric,
-) -> chex.Array:
+def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta: Numeric) -> Array:
     """`trm` from sampled tokens alone (arXiv:2512.23075): k3 has the mean KL(mu || pi) under mu.
 
     Unit: sequence. Trust region: max_t k3 <= trm_delta. Use: `trm` without logits, deciding as
@@ -366,15 +304,9 @@ def trm_k3(
 
 
 def opsm(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp: chex.Array,
-    logp_behav: chex.Array,
-    adv: chex.Array,
-    opsm_delta: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp: Array, logp_behav: Array, adv: Array, opsm_delta: Numeric,
+) -> Array:
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556 eqs 8-9).
 
     A run judges it at every update, so that staleness counts too. The paper keeps dropped tokens in
@@ -400,14 +332,9 @@ def opsm(
 
 
 def staleness(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    version: chex.Array,
-    current_version: chex.Numeric,
-    staleness_max: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    version: Array, current_version: Numeric, staleness_max: Numeric,
+) -> Array:
     """Sequences by the age of their oldest token, the filter of asynchronous trainers; no paper.
 
     Unit: sequence. Trust region: current_version - version <= staleness_max at every token. Use:
@@ -426,12 +353,9 @@ def staleness(
 
 
 def all_of(
-    criteria: list[tuple[str, dict]],
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    **fields: chex.Array,
-) -> tuple[chex.Array, list[chex.Array]]:
+    criteria: list[tuple[str, dict]], log_ratio: Array, mask: Array, seg: Array | None = None,
+    **fields: Array,
+) -> tuple[Array, list[Array]]:
     """(tokens that every criterion keeps, those that each keeps), [B, T] each; every criterion looks
     at the mask as sampled.
 

@@ -13,6 +13,7 @@ penalties and regressions in place of a clip (soft_trust_region.py).
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import (
     clipped, detached, flipped, fusion, ratios, sequence_clipped, soft_trust_region,
@@ -24,12 +25,8 @@ NEEDS = {name: fields for family in FAMILIES for name, fields in family.NEEDS.it
 
 
 def value_loss(
-    values: chex.Array,
-    values_old: chex.Array,
-    returns: chex.Array,
-    mask: chex.Array,
-    clip: chex.Numeric = 0.5,
-) -> tuple[chex.Array, dict[str, chex.Array]]:
+    values: Array, values_old: Array, returns: Array, mask: Array, clip: Numeric = 0.5
+) -> tuple[Array, dict[str, Array]]:
     """Clipped value loss beside PPO (arXiv:1707.06347; its clip is from the authors' code).
 
     l = max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2.

@@ -10,17 +10,14 @@ have one per sequence, the same on all of its tokens.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import prefix_weights
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import clipped, prefix_weights, ratios
 
 LOG_RATIO_BOUND = 10.0  # verl's bound on the log of a sequence ratio
 
 
-def high_entropy(
-    entropy: chex.Array, mask: chex.Array, seg: chex.Array | None, share: chex.Numeric
-) -> chex.Array:
+def high_entropy(entropy: Array, mask: Array, seg: Array | None, share: Numeric) -> Array:
     """The round(share n) tokens of highest entropy of each sequence of n valid tokens, [B, T] bool.
 
     Ties go to the earlier token. No gradient.
@@ -63,14 +60,8 @@ def _local(log_ratio_bt):
 
 
 def seq_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> clipped.Loss:
     """PPO-clip (arXiv:1707.06347) with the whole response as one action, l = max(-R A, -clip(R, 1 -
     clip_low, 1 + clip_high) A) with R = prod_t r_t, on each of its tokens.
@@ -97,14 +88,8 @@ def seq_ppo(
 
 
 def gspo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 3e-4,
-    clip_high: chex.Numeric = 4e-4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
 ) -> clipped.Loss:
     """GSPO (arXiv:2507.18071), l = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A) with s =
     exp(mean_t l_t).
@@ -131,14 +116,8 @@ def gspo(
 
 
 def gspo_token(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 3e-4,
-    clip_high: chex.Numeric = 4e-4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
 ) -> clipped.Loss:
     """GSPO-token (arXiv:2507.18071): `gspo` with s_t = sg(s) pi_t / sg(pi_t).
 
@@ -163,15 +142,8 @@ def gspo_token(
 
 
 def gmpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    weights: chex.Array | None = None,
-    clip_low: chex.Numeric = 0.4,
-    clip_high: chex.Numeric = 0.4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    weights: Array | None = None, clip_low: Numeric = 0.4, clip_high: Numeric = 0.4,
 ) -> clipped.Loss:
     """GMPO (arXiv:2507.20673), l = -mean(A) exp(mean_t c_t) with c_t = sgn(A) min(sgn(A) l_t,
     sgn(A) clip(l_t, -clip_low, clip_high)).
@@ -208,15 +180,8 @@ def gmpo(
 
 
 def tbpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 3e-4,
-    clip_high: chex.Numeric = 4e-4,
-    tbpo_high: chex.Numeric = 7e-4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4, tbpo_high: Numeric = 7e-4,
 ) -> clipped.Loss:
     """TBPO (QaRL, arXiv:2604.07853): GSPO for A > 0, and l = -clip(s, 1 - clip_low, 1 + tbpo_high)
     A for A < 0.
@@ -256,15 +221,8 @@ def _turn_surrogate(logp, logp_old, adv, mask, seg, turn, clip_low, clip_high):
 
 
 def turn_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    turn: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> clipped.Loss:
     """Turn-PPO (arXiv:2511.20718), l_t = max(-w A_t, -clip(w, 1 - clip_low, 1 + clip_high) A_t)
     with w = exp(mean of l over the token's turn).
@@ -292,16 +250,9 @@ def turn_ppo(
 
 
 def turn_clipping_bias(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-) -> chex.Array:
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    turn: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
+) -> Array:
     """-1[clipped] sg(w) A log pi [B, T]: what `turn_ppo` leaves out by clipping.
 
     Its gradient under seq-mean-token-mean is minus the clipping bias C of arXiv:2511.20718; the
@@ -315,16 +266,8 @@ def turn_clipping_bias(
 
 
 def st_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    st_ppo_norm: chex.Numeric,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    turn: Array, st_ppo_norm: Numeric, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
     form: str = "paper",
 ) -> clipped.Loss:
     """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
@@ -369,16 +312,8 @@ def st_ppo(
 
 
 def espo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    entropy: chex.Array,
-    vocab_size: int,
-    espo_alpha: chex.Numeric = 0.02,
-    espo_top: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    entropy: Array, vocab_size: int, espo_alpha: Numeric = 0.02, espo_top: Numeric = 0.2,
     espo_uses_old: bool = False,
 ) -> clipped.Loss:
     """ESPO (arXiv:2512.00499): GSPO-token on two groups per response, the tokens of highest entropy
@@ -430,15 +365,8 @@ def espo(
 
 
 def ctpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    ctpo_low: chex.Numeric = 0.025,
-    ctpo_high: chex.Numeric = 0.05,
-    ctpo_power: chex.Numeric = 0.5,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    ctpo_low: Numeric = 0.025, ctpo_high: Numeric = 0.05, ctpo_power: Numeric = 0.5,
     ctpo_geomean: bool = False,
 ) -> clipped.Loss:
     """CTPO (arXiv:2605.07331): PPO on the prefix ratio R_t = prod_{s <= t} r_s, clipped to

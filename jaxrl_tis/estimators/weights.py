@@ -30,31 +30,30 @@ Every entry returns w [B, T]. `NEEDS` names what an entry takes by keyword besid
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import factor_weights
-from jaxrl_tis.estimators import prefix_weights
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import factor_weights, prefix_weights, ratios
 
 
-def raw_token(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def raw_token(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Untruncated token ratios exp(clamp(log_ratio, +-20)), 0 at padding, without gradient."""
     del seg
     return ratios.zero_padding(jnp.exp(ratios.detached_log_ratio(log_ratio, mask)), mask)
 
 
-def raw_seq(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def raw_seq(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Untruncated sequence ratios exp(clamp(sum_t log_ratio, +-20)) on every valid token."""
     return _on_tokens(sequence_log_ratio("seq", log_ratio, mask, seg), mask, seg)
 
 
-def raw_geo(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def raw_geo(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Untruncated geometric means exp(clamp(mean_t log_ratio, +-20)) on every valid token."""
     return _on_tokens(sequence_log_ratio("geo", log_ratio, mask, seg), mask, seg)
 
 
 def sequence_log_ratio(
-    level: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+    level: str, log_ratio: Array, mask: Array, seg: Array | None = None
+) -> Array:
     """Logarithm of the raw weight of each sequence at level "seq" or "geo", not clamped, [B, S]."""
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
     if level == "seq":
@@ -72,9 +71,7 @@ def _on_tokens(log_w_bs, mask, seg):
 RAW = {"token": raw_token, "seq": raw_seq, "geo": raw_geo}
 
 
-def log_raw(
-    level: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def log_raw(level: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Logarithm of the raw weight of each token, clamped to +-20, without gradient, [B, T]; what
     stands at padding has no meaning.
 
@@ -90,14 +87,12 @@ def log_raw(
     return jax.lax.stop_gradient(ratios.to_tokens(log_w_bs, seg, mask.shape[1]))
 
 
-def truncate(raw: chex.Array, cap: chex.Numeric) -> chex.Array:
+def truncate(raw: Array, cap: Numeric) -> Array:
     """min(raw, cap)."""
     return jnp.minimum(raw, cap)
 
 
-def keep_band(
-    raw: chex.Array, log_raw: chex.Array, lower: chex.Numeric, upper: chex.Numeric
-) -> chex.Array:
+def keep_band(raw: Array, log_raw: Array, lower: Numeric, upper: Numeric) -> Array:
     """raw where lower <= exp(log_raw) <= upper (both inclusive), 0 elsewhere."""
     return jnp.where(ratios.is_inside(log_raw, lower, upper), raw, 0.0)
 
@@ -107,14 +102,12 @@ def _masked(level, log_ratio, mask, seg, lower, upper):
     return keep_band(raw_bt, log_raw(level, log_ratio, mask, seg), lower, upper)
 
 
-def clip_both(
-    raw: chex.Array, mask: chex.Array, lower: chex.Numeric, upper: chex.Numeric
-) -> chex.Array:
+def clip_both(raw: Array, mask: Array, lower: Numeric, upper: Numeric) -> Array:
     """min(max(raw, lower), upper) on valid tokens, 0 at padding."""
     return ratios.zero_padding(ratios.clamp(raw, lower, upper), mask)
 
 
-def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def none(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """No correction: weight 1 on every valid token; no paper.
 
     Unit: token. Trust region: w = 1. Use: engines that agree (Yao et al. report no gain from TIS at
@@ -126,9 +119,7 @@ def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None)
     return ratios.as_bool(mask).astype(ratios.as_float(log_ratio).dtype)
 
 
-def token_vanilla(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Vanilla importance sampling, w_t = rho_t; the limit of `token_tis` for an infinite cap.
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
@@ -140,9 +131,7 @@ def token_vanilla(
     return raw_token(log_ratio, mask, seg)
 
 
-def seq_vanilla(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def seq_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
 
     Unit: sequence. Trust region: none but |log w| <= 20. Use: short responses, as the unbiased
@@ -152,12 +141,8 @@ def seq_vanilla(
 
 
 def token_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, cap: Numeric = 2.0
+) -> Array:
     """Token truncated importance sampling, w_t = min(rho_t, cap).
 
     Truncated weights are from Ionides 2008, for the sampler-learner gap from Yao et al. 2025, "Your
@@ -176,12 +161,8 @@ def token_tis(
 
 
 def seq_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, cap: Numeric = 2.0
+) -> Array:
     """Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.
 
     Unit: sequence. Trust region: w <= cap. Use: short responses, where the bias vanishes as the cap
@@ -196,12 +177,8 @@ def seq_tis(
 
 
 def geo_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, cap: Numeric = 2.0
+) -> Array:
     """Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.
 
     Unit: sequence. Trust region: w <= cap. Use: a weight whose size does not grow with the length;
@@ -215,13 +192,9 @@ def geo_tis(
 
 
 def token_clip(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.5, upper: Numeric = 2.0,
+) -> Array:
     """Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper), as AReaL, slime, OpenRLHF
     and NeMo-RL offer it; no paper.
 
@@ -238,13 +211,9 @@ def token_clip(
 
 
 def seq_clip(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.5, upper: Numeric = 2.0,
+) -> Array:
     """Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper).
 
     Source as `token_clip`, and so are defaults and arguments.
@@ -257,13 +226,9 @@ def seq_clip(
 
 
 def geo_clip(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.5, upper: Numeric = 2.0,
+) -> Array:
     """Geometric mean clipped on both sides, w = clip(exp(mean_t log rho_t), lower, upper).
 
     Source as `token_clip`, and so are defaults and arguments.
@@ -275,13 +240,9 @@ def geo_clip(
 
 
 def token_mis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.0,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.0, upper: Numeric = 2.0,
+) -> Array:
     """Token masked importance sampling, w_t = rho_t 1[lower <= rho_t <= upper].
 
     Liu et al. 2025, "When Speed Kills Stability", whose band has an upper end only.
@@ -299,13 +260,9 @@ def token_mis(
 
 
 def seq_mis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.0,
-    upper: chex.Numeric = 3.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.0, upper: Numeric = 3.0,
+) -> Array:
     """Sequence masked importance sampling, w = p 1[lower <= p <= upper] with p = prod_t rho_t.
 
     Source as `token_mis`.
@@ -323,13 +280,9 @@ def seq_mis(
 
 
 def geo_mis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.9999,
-    upper: chex.Numeric = 1.0001,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.9999, upper: Numeric = 1.0001,
+) -> Array:
     """Geometric masked importance sampling, w = g 1[lower <= g <= upper], g = exp(mean log rho).
 
     Source as `token_mis`; this level is slime's, whose band has both ends: a mean over hundreds of
@@ -347,13 +300,9 @@ def geo_mis(
 
 
 def token_icepop(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 5.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.5, upper: Numeric = 5.0,
+) -> Array:
     """IcePop, w_t = rho_t if lower <= rho_t <= upper, else 0 (arXiv:2510.18855).
 
     Unit: token. Trust region: w = 0 outside [lower, upper]. Use: mixture-of-experts models, for
@@ -369,13 +318,9 @@ def token_icepop(
 
 
 def seq_icepop(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 5.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.5, upper: Numeric = 5.0,
+) -> Array:
     """IcePop's band on the sequence ratio, as verl's sequence level offers it.
 
     Bounds as `token_icepop` (arXiv:2510.18855, which is token level).
@@ -387,13 +332,9 @@ def seq_icepop(
 
 
 def geo_icepop(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 5.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.5, upper: Numeric = 5.0,
+) -> Array:
     """IcePop's band on the geometric mean of the sequence.
 
     Bounds as `token_icepop` (arXiv:2510.18855, which is token level); not published at this level.
@@ -405,13 +346,9 @@ def geo_icepop(
 
 
 def seq_mask_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.999,
-    upper: chex.Numeric = 1.002,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.999, upper: Numeric = 1.002,
+) -> Array:
     """Sequences chosen by their geometric mean, each kept token with its own rho_t, not truncated.
 
     "seq-mask-tis" of NeMo-RL and OpenRLHF; no paper.
@@ -430,8 +367,8 @@ def seq_mask_tis(
 
 
 def batch_normalize(
-    w: chex.Array, mask: chex.Array, level: str, seg: chex.Array | None = None
-) -> tuple[chex.Array, chex.Array]:
+    w: Array, mask: Array, level: str, seg: Array | None = None
+) -> tuple[Array, Array]:
     """Divides the weights by their batch mean, as verl does after truncation.
 
     The whole rollout batch must be in the call: a mean over a micro-batch is another estimator.
