@@ -39,7 +39,7 @@ WEIGHTS = (
 MASKS = ("token_k1", "token_k2", "token_k3", "token_ratio", "token_dp")
 OBJECTIVES = ("gpg", "reinforce", "cispo")
 # At a ratio of 1 these have the gradient of `reinforce`.
-AT_RATIO_ONE = ("ppo", "dual_clip", "two_sided")
+AT_RATIO_ONE = ("ppo", "dual_clip")
 SMALLEST_TAIL = 1e-6  # of the learner's mass outside the head
 
 

@@ -79,6 +79,8 @@ def dual_clip_ppo(
 ) -> Loss:
     """Dual-clip PPO (arXiv:1912.09729): PPO-clip, and for A < 0 l = min(-dual_clip A, l_ppo).
 
+    The two-sided clip of INTELLECT-2 (arXiv:2505.07291) is the same loss with dual_clip = 4.
+
     Unit: token. Trust region: that of `ppo`, and r <= dual_clip where A < 0. Gradient: as `ppo`,
     and 0 where A < 0 and r > dual_clip. Use: verl's default, against bad tokens whose ratio
     explodes; those teach nothing any more.
@@ -86,7 +88,8 @@ def dual_clip_ppo(
     Args:
       clip_low: width of the band below 1.
       clip_high: width of the band above 1.
-      dual_clip: largest ratio at a negative advantage, > 1; 3.0 as in the paper and in verl.
+      dual_clip: largest ratio at a negative advantage, > 1; 3.0 as in the paper and in verl,
+        4.0 in INTELLECT-2 (`delta` in TRL).
 
     Returns loss_bt, the metrics of `ppo_clip` and "actor/pg_clipfrac_lower": fraction of tokens at
     the bound.
@@ -101,41 +104,6 @@ def dual_clip_ppo(
     bound_bt = -adv_bt * dual_clip
     is_bounded_bt = (adv_bt < 0) & (pessimistic_bt > bound_bt)
     loss_bt = jnp.where(adv_bt < 0, jnp.minimum(bound_bt, pessimistic_bt), pessimistic_bt)
-    return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
-
-
-def two_sided(
-    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
-    clip_low: float = 0.2, clip_high: float = 0.2, two_sided_delta: float = 4.0,
-) -> Loss:
-    """Two-sided clip (INTELLECT-2, arXiv:2505.07291), l = -min(min(r, delta) A, clip(r) A), the
-    loss of `dual_clip_ppo` with dual_clip = delta.
-
-    Unit: token. Trust region: that of `ppo`, and r <= two_sided_delta where A < 0. Gradient: as
-    `ppo`, and 0 where A < 0 and r > two_sided_delta. Use: settings of INTELLECT-2 or TRL; otherwise
-    `dual_clip`, which is the same loss.
-
-    Args:
-      clip_low: width of the band below 1.
-      clip_high: width of the band above 1.
-      two_sided_delta: largest ratio at a negative advantage, above 1 + clip_high; 4.0 as in the
-        paper (`delta` in TRL).
-
-    Returns loss_bt and the metrics of `dual_clip_ppo`.
-    """
-    del seg
-    if two_sided_delta <= 1.0 + clip_high:
-        raise ValueError(
-            f"two_sided_delta is {two_sided_delta} and the band ends at {1.0 + clip_high}; give a "
-            "delta above it."
-        )
-    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
-    log_ratio_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
-    ratio_bt = jnp.exp(log_ratio_bt)
-    bounded_bt = ratios.clamp(ratio_bt, 0.0, two_sided_delta)
-    loss_bt, is_clipped_bt = pessimistic(bounded_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
-    is_bounded_bt = (adv_bt < 0) & (ratio_bt > two_sided_delta)
-    metrics = clip_metrics(log_ratio_bt, is_clipped_bt, mask)
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
 
 
@@ -366,7 +334,6 @@ def kl_cov(
 OBJECTIVES = {
     "ppo": ppo_clip,
     "dual_clip": dual_clip_ppo,
-    "two_sided": two_sided,
     "decoupled": decoupled,
     "a3po": a3po,
     "qurl_acr": qurl_acr,

@@ -297,7 +297,7 @@ def layerwise_perturbation(
 
 
 class KLCoefficient(NamedTuple):
-    """State of `fixed_kl` and `adaptive_kl`: the coefficient of the KL penalty, per nat."""
+    """State of `adaptive_kl`: the coefficient of the KL penalty, per nat."""
 
     kl_coeff: Array
 
@@ -305,16 +305,6 @@ class KLCoefficient(NamedTuple):
 def kl_coefficient_init(kl_coeff: float = 0.001) -> KLCoefficient:
     """The state before the first step; 0.001 is verl's default."""
     return KLCoefficient(jnp.asarray(kl_coeff, jnp.float32))
-
-
-def fixed_kl(state: KLCoefficient, kl: Numeric, num_seqs: Numeric) -> KLCoefficient:
-    """Keeps the coefficient whatever the KL; no paper.
-
-    Reads: nothing. Sets: kl_coeff. Use: a known price per nat, as in every run; the KL itself is
-    free to go anywhere.
-    """
-    del kl, num_seqs
-    return state
 
 
 def adaptive_kl(
@@ -352,6 +342,5 @@ CONTROLLERS = {
     "gradient_alignment": gradient_alignment,
     "layerwise_perturbation": layerwise_perturbation,
     "r2vpo_dual": r2vpo_dual,
-    "fixed_kl": fixed_kl,
     "adaptive_kl": adaptive_kl,
 }

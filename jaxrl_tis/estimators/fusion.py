@@ -2,9 +2,9 @@
 
 Zhang et al. 2026, "Learning from Mixed Rollouts: Logit Fusion as a Bridge Between Imitation and
 Exploration" (a Notion page without an arXiv id) and the authors' trainer. The behaviour policy is
-off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling to
-0 over the run. What the losses share (logp, logp_old, adv, mask, seg and the result) is described
-in `objectives`.
+off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling
+from 0.5 to 0 over 1000 steps. What the losses share (logp, logp_old, adv, mask, seg and the result)
+is described in `objectives`.
 
 The ratio of both losses is r = pi / pi_mix from the log-probs that the sampler recorded, the
 log-ratio clamped to +-20: it holds the whole correction, so use them with weight "none". They are
@@ -17,25 +17,6 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import clipped, ratios
-
-
-def fusion_alpha(
-    step: Numeric, *,
-    fusion_alpha_start: Numeric = 0.5, fusion_steps: Numeric = 1000, difficulty: Numeric = 1.0,
-) -> Array:
-    """The teacher's share alpha = fusion_alpha_start max(0, 1 - step / fusion_steps) difficulty.
-
-    For the same sampler as `fused_log_probs`.
-
-    Args:
-      step: training step, from 0.
-      fusion_alpha_start: share at step 0; 0.5 as in the authors' config.
-      fusion_steps: step from which the share is 0; 1000 as in the authors' config, 5000 in their
-        launch script.
-      difficulty: scalar or [B], how hard the prompt is, in [0, 1]; 1 scales nothing, the authors'
-        default.
-    """
-    return fusion_alpha_start * jnp.maximum(0.0, 1.0 - step / fusion_steps) * difficulty
 
 
 def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Array:

@@ -225,20 +225,6 @@ def seq_clip(
     return clip_both(raw_seq(log_ratio, mask, seg), mask, lower, upper)
 
 
-def geo_clip(
-    log_ratio: Array, mask: Array, seg: Array | None = None, *,
-    lower: Numeric = 0.5, upper: Numeric = 2.0,
-) -> Array:
-    """Geometric mean clipped on both sides, w = clip(exp(mean_t log rho_t), lower, upper).
-
-    Source as `token_clip`, and so are defaults and arguments.
-
-    Unit: sequence. Trust region: lower <= w <= upper. Use: `geo_tis` with a floor; a mean over
-    hundreds of tokens hardly leaves the default band, so that neither end acts.
-    """
-    return clip_both(raw_geo(log_ratio, mask, seg), mask, lower, upper)
-
-
 def token_mis(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     lower: Numeric = 0.0, upper: Numeric = 2.0,
@@ -331,20 +317,6 @@ def seq_icepop(
     return _masked("seq", log_ratio, mask, seg, lower, upper)
 
 
-def geo_icepop(
-    log_ratio: Array, mask: Array, seg: Array | None = None, *,
-    lower: Numeric = 0.5, upper: Numeric = 5.0,
-) -> Array:
-    """IcePop's band on the geometric mean of the sequence.
-
-    Bounds as `token_icepop` (arXiv:2510.18855, which is token level); not published at this level.
-
-    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: comparison with the other
-    levels; a mean over hundreds of tokens hardly leaves a band this wide.
-    """
-    return _masked("geo", log_ratio, mask, seg, lower, upper)
-
-
 def seq_mask_tis(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     lower: Numeric = 0.999, upper: Numeric = 1.002,
@@ -404,13 +376,11 @@ WEIGHTS = {
     "geo_tis": geo_tis,
     "token_clip": token_clip,
     "seq_clip": seq_clip,
-    "geo_clip": geo_clip,
     "token_mis": token_mis,
     "seq_mis": seq_mis,
     "geo_mis": geo_mis,
     "token_icepop": token_icepop,
     "seq_icepop": seq_icepop,
-    "geo_icepop": geo_icepop,
     "seq_mask_tis": seq_mask_tis,
     **prefix_weights.WEIGHTS,
     **factor_weights.WEIGHTS,
