@@ -5,9 +5,9 @@ metrics): the loss of each token, 0 at padding, not yet multiplied by importance
 reduced, and metrics as means over the valid tokens. The gradient flows through logp alone;
 logp_old must be the policy of the start of the learner's steps and not the current one, or the
 ratio is 1 for ever and a clip never acts. By family: clipped token ratios (clipped.py), clipped
-ratios of sequences, turns and prefixes (sequence_clipped.py), detached weights on log-probs
-(detached.py), flipped ratios (flipped.py), mixtures with a teacher (fusion.py), and gates,
-penalties and regressions in place of a clip (soft_trust_region.py).
+ratios of sequences and prefixes (sequence_clipped.py) and of turns (turn_clipped.py), detached
+weights on log-probs (detached.py), flipped ratios (flipped.py), mixtures with a teacher
+(fusion.py), and gates, penalties and regressions in place of a clip (soft_trust_region.py).
 """
 
 import chex
@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import (
-    clipped, detached, flipped, fusion, ratios, sequence_clipped, soft_trust_region,
+    clipped, detached, flipped, fusion, ratios, sequence_clipped, soft_trust_region, turn_clipped,
 )
 
-FAMILIES = (clipped, sequence_clipped, detached, flipped, fusion, soft_trust_region)
+FAMILIES = (
+    clipped, sequence_clipped, turn_clipped, detached, flipped, fusion, soft_trust_region,
+)
 OBJECTIVES = {name: entry for family in FAMILIES for name, entry in family.OBJECTIVES.items()}
 NEEDS = {name: fields for family in FAMILIES for name, fields in family.NEEDS.items()}
 

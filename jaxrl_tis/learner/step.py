@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
+from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, turn_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.learner.correction import (
     Correction, drift_metrics, judged_alone, loss_arguments, with_key,
@@ -258,7 +258,7 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
     def judged(logp, given):
         batch, num_seqs = given
         seg = batch["seg"] if "seg" in batch else None
-        loss_bt = sequence_clipped.turn_clipping_bias(
+        loss_bt = turn_clipped.turn_clipping_bias(
             logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
         )
         mode = "seq-mean-token-mean"
