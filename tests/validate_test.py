@@ -188,8 +188,6 @@ def test_a_run_may_measure_and_not_train(name):
           correction__batch_normalize=True), ["batch_normalize", "whole batch", "microbatch_rows"]),
     (dict(correction__advantage="gdpo", correction__kl_coeff=0.1,
           correction__kl_placement="reward"), ["'gdpo'", "KL penalty", "kl_placement"]),
-    (dict(correction__controllers="adaptive_kl & fixed_kl", correction__kl_coeff=0.1),
-     ["'fixed_kl' and 'adaptive_kl'", "name one"]),
     (dict(correction__advantage="oapl(oapl_beta_value=0.0)"), ["oapl_beta_value"]),
     (dict(correction__controllers="ess_scale(vcpo_rule='cube')"), ["vcpo_rule 'cube'"]),
     (dict(correction__weight="token_tis(cap='a')"), ["'token_tis' takes a number as cap, not 'a'"]),

@@ -25,12 +25,13 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array
 
 from jaxrl_tis.estimators import baselines, ratios, returns
 from jaxrl_tis.kernels.segment import segment_scan
 
 
-def whiten(x: chex.Array, mask: chex.Array) -> chex.Array:
+def whiten(x: Array, mask: Array) -> Array:
     """(x - mean) / sqrt(var + 1e-8) over the valid tokens, unbiased variance; 0 at padding.
 
     Values that are all equal give exactly 0; so does one valid token, and none.
@@ -41,9 +42,7 @@ def whiten(x: chex.Array, mask: chex.Array) -> chex.Array:
     return jnp.where(ratios.masked_max(x, mask) == ratios.masked_min(x, mask), 0.0, white)
 
 
-def grpo(
-    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, eps: float = 1e-6
-) -> chex.Array:
+def grpo(rewards: Array, mask: Array, group: Array, *, eps: float = 1e-6) -> Array:
     """GRPO (arXiv:2402.03300), A = (R - mean) / (std + eps) within the group, std with ddof 1.
 
     A group whose rewards are all equal gives exactly 0. A group of one has mean 0 and std 1, as in
@@ -65,7 +64,7 @@ def grpo(
     return returns.on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
 
 
-def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def dr_grpo(rewards: Array, mask: Array, group: Array) -> Array:
     """Dr. GRPO (arXiv:2503.20783), A = R - mean of the group; no division by its std.
 
     The other half of the method is the aggregation "seq-mean-token-sum-norm". A group whose rewards
@@ -86,7 +85,7 @@ def dr_grpo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Ar
     return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
-def maxrl(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def maxrl(rewards: Array, mask: Array, group: Array) -> Array:
     """MaxRL (arXiv:2602.02710), A = (R - mean) / mean of the group, 0 where the mean is not positive.
 
     With rewards 0 and 1, of which a response earns the 1 with chance p, and G responses in a group
@@ -109,13 +108,9 @@ def maxrl(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Arra
 
 
 def grpo_passk(
-    rewards: chex.Array,
-    mask: chex.Array,
-    group: chex.Array,
-    *,
-    eps: float = 1e-6,
-    passk_is_normalized: bool = True,
-) -> chex.Array:
+    rewards: Array, mask: Array, group: Array, *,
+    eps: float = 1e-6, passk_is_normalized: bool = True,
+) -> Array:
     """Pass@k form of GRPO (arXiv:2503.19595): the best sample gets R_(1) - R_(2), the others 0.
 
     R_(1) and R_(2) are the highest and the second highest reward of the group, divided by its std +
@@ -145,7 +140,7 @@ def grpo_passk(
     return returns.on_tokens(adv_b / (std + eps) if passk_is_normalized else adv_b, mask)
 
 
-def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def rloo(rewards: Array, mask: Array, group: Array) -> Array:
     """RLOO (arXiv:2402.14740), A = R - mean of the other samples = n / (n - 1) (R - mean).
 
     A group whose rewards are all equal gives exactly 0. A group of one has no others and gives 0,
@@ -166,7 +161,7 @@ def rloo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array
     return returns.on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
 
 
-def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def gpg(rewards: Array, mask: Array, group: Array) -> Array:
     """GPG (arXiv:2504.02546), A = alpha (R - mean of the group), alpha = B / max(1, #{R != 0}).
 
     alpha is one number for the whole batch, verl's count, which includes fully masked rows and,
@@ -190,14 +185,9 @@ def gpg(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
 
 
 def gdpo(
-    rewards: chex.Array,
-    mask: chex.Array,
-    group: chex.Array,
-    *,
-    reward_components: chex.Array,
-    gdpo_weights: tuple[float, ...] | None = None,
-    eps: float = 1e-6,
-) -> chex.Array:
+    rewards: Array, mask: Array, group: Array, *,
+    reward_components: Array, gdpo_weights: tuple[float, ...] | None = None, eps: float = 1e-6,
+) -> Array:
     """GDPO (arXiv:2601.05242), A = whiten(sum_k weight_k grpo(component k)) over the batch.
 
     Each component is normalised within its group before they are added; one that is constant in a
@@ -238,9 +228,7 @@ def gdpo(
     return whiten(sum(parts), functools.reduce(jnp.logical_or, is_compared))
 
 
-def oapl(
-    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, oapl_beta_value: float
-) -> chex.Array:
+def oapl(rewards: Array, mask: Array, group: Array, *, oapl_beta_value: float) -> Array:
     """Advantage of OAPL (arXiv:2602.19362), A = R - V with V = beta' log mean_j exp(R_j / beta').
 
     V is the soft value of the prompt from its group: between the mean of the rewards (beta' ->
@@ -291,15 +279,9 @@ def _gae_recursion(rewards, mask, values, gamma, lam):
 
 
 def gae(
-    rewards: chex.Array,
-    mask: chex.Array,
-    group: chex.Array,
-    *,
-    values: chex.Array,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    is_whitened: bool = True,
-) -> chex.Array:
+    rewards: Array, mask: Array, group: Array, *,
+    values: Array, gamma: float = 1.0, lam: float = 1.0, is_whitened: bool = True,
+) -> Array:
     """Generalised advantage estimation (arXiv:1506.02438), A_t = delta_t + gamma lam A_t+1.
 
     delta_t = r_t + gamma V_t+1 - V_t. The recursion runs over valid tokens and steps over the
@@ -326,22 +308,15 @@ def gae(
 
 
 def gae_returns(
-    rewards: chex.Array,
-    mask: chex.Array,
-    *,
-    values: chex.Array,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> chex.Array:
+    rewards: Array, mask: Array, *, values: Array, gamma: float = 1.0, lam: float = 1.0
+) -> Array:
     """Targets of the critic, unwhitened A_t + V_t [B, T], 0 at padding; arguments as `gae`."""
     rewards, mask = returns.known(rewards, mask)
     adv_bt, values_bt = _gae_recursion(rewards, mask, values, gamma, lam)
     return adv_bt + jax.lax.stop_gradient(values_bt)
 
 
-def reinforce_plus_plus(
-    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, gamma: float = 1.0
-) -> chex.Array:
+def reinforce_plus_plus(rewards: Array, mask: Array, group: Array, *, gamma: float = 1.0) -> Array:
     """REINFORCE++ (arXiv:2501.03262), A = whiten(G) over the batch, G_t = r_t + gamma G_t+1.
 
     The recursion steps over masked tokens without discounting them. Where all returns of the batch
@@ -365,9 +340,7 @@ def reinforce_plus_plus(
     return whiten(returns_bt, mask)
 
 
-def reinforce_plus_plus_baseline(
-    rewards: chex.Array, mask: chex.Array, group: chex.Array
-) -> chex.Array:
+def reinforce_plus_plus_baseline(rewards: Array, mask: Array, group: Array) -> Array:
     """REINFORCE++-baseline (arXiv:2501.03262), A = whiten(R - mean of the group) over the batch.
 
     A group of one has mean 0, as in verl. Where R minus the mean is equal for the whole batch, A is

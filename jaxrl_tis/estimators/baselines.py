@@ -7,6 +7,7 @@ None carries a gradient.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array
 
 from jaxrl_tis.estimators import ratios, returns
 
@@ -24,9 +25,7 @@ def _minus_weighted_mean(scores_b, power_b, group):
     return jnp.where(is_constant, 0.0, scores_b - baseline_b)
 
 
-def remax(
-    rewards: chex.Array, mask: chex.Array, group: chex.Array, *, greedy_rewards: chex.Array
-) -> chex.Array:
+def remax(rewards: Array, mask: Array, group: Array, *, greedy_rewards: Array) -> Array:
     """ReMax (arXiv:2310.10505), A_t = sum_{s >= t} r_s - R(greedy response to the same prompt).
 
     No normalisation and no group: a group of one is like any other.
@@ -52,7 +51,7 @@ def remax(
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
 
 
-def batch_mean(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def batch_mean(rewards: Array, mask: Array, group: Array) -> Array:
     """FlashREINFORCE's advantage (Hu et al. 2026), A = R - mean of the batch; no division by its std.
 
     The mean is over sequences, each counted once, fully masked rows too: pass no rows that only
@@ -76,7 +75,7 @@ def batch_mean(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex
     return returns.on_tokens(jnp.where(is_constant, 0.0, scores_b - mean), mask)
 
 
-def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def opo(rewards: Array, mask: Array, group: Array) -> Array:
     """OPO (arXiv:2505.23585), A = R - sum_j n_j R_j / sum_j n_j with n the number of valid tokens.
 
     The baseline minimises sum_j n_j (R_j - b)^2 over the group: the variance of the gradient if the
@@ -100,14 +99,9 @@ def opo(rewards: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
 
 
 def opob(
-    rewards: chex.Array,
-    mask: chex.Array,
-    group: chex.Array,
-    *,
-    grad_norms: chex.Array,
-    logp_prox: chex.Array,
-    logp_behav: chex.Array,
-) -> chex.Array:
+    rewards: Array, mask: Array, group: Array, *,
+    grad_norms: Array, logp_prox: Array, logp_behav: Array,
+) -> Array:
     """OPOB of VCPO (arXiv:2602.17616), A = R - sum_j w_j^2 |g_j|^2 R_j / sum_j w_j^2 |g_j|^2.
 
     w_j = prod_t pi / mu, not truncated, and g_j = grad log pi(y_j), summed over tokens. The
@@ -187,16 +181,10 @@ def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
 
 
 def otb(
-    rewards: chex.Array,
-    mask: chex.Array,
-    group: chex.Array,
-    *,
-    logp_old: chex.Array,
-    sum_pi_squared: chex.Array,
-    weights: chex.Array | None = None,
-    otb_zero_tail: bool = True,
-    form: str = "paper",
-) -> chex.Array:
+    rewards: Array, mask: Array, group: Array, *,
+    logp_old: Array, sum_pi_squared: Array, weights: Array | None = None,
+    otb_zero_tail: bool = True, form: str = "paper",
+) -> Array:
     """Optimal token baseline (arXiv:2602.07078), A_t = G_t - sum_i G_it W_it / sum_i W_it.
 
     G is the reward to go, W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 the squared norm of
@@ -236,16 +224,10 @@ def otb(
 
 
 def tir_otb(
-    rewards: chex.Array,
-    mask: chex.Array,
-    group: chex.Array,
-    *,
-    logp_old: chex.Array,
-    sum_pi_squared: chex.Array,
-    weights: chex.Array | None = None,
-    otb_zero_tail: bool = True,
-    form: str = "paper",
-) -> chex.Array:
+    rewards: Array, mask: Array, group: Array, *,
+    logp_old: Array, sum_pi_squared: Array, weights: Array | None = None,
+    otb_zero_tail: bool = True, form: str = "paper",
+) -> Array:
     """`otb` of multi-turn responses (arXiv:2602.07078): positions count generated tokens only.
 
     The valid tokens of each row are moved to its left before the baseline and back after it, so

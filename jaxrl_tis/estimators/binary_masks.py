@@ -15,13 +15,14 @@ import math
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
 
 MARGIN = 1e-6  # of probabilities to 0 and 1, as in the code of FlashREINFORCE's authors
 
 
-def binary_kl(log_ratio: chex.Array, logp_behav: chex.Array, mask: chex.Array) -> chex.Array:
+def binary_kl(log_ratio: Array, logp_behav: Array, mask: Array) -> Array:
     """d_t of the module [B, T] in nats, never below 0; 0 at padding, without gradient.
 
     Args:
@@ -46,13 +47,8 @@ def binary_kl(log_ratio: chex.Array, logp_behav: chex.Array, mask: chex.Array) -
 
 
 def token_binary_kl(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    upper: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
+) -> Array:
     """Tokens by their binary KL, an option of OpenRLHF; no paper.
 
     Unit: token. Trust region: binary KL(mu || pi_old) of the drawn token <= upper. Use: as
@@ -69,13 +65,9 @@ def token_binary_kl(
 
 
 def seq_mean_binary_kl(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    upper: chex.Numeric = 3e-3,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, upper: Numeric = 3e-3,
+) -> Array:
     """The Sequence Trust Region of FlashREINFORCE (Hu et al. 2026): sequences by the mean of their
     tokens' binary KL.
 

@@ -23,15 +23,15 @@ subtracted.
 import re
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
+from chex import Array
 
 from jaxrl_tis.estimators import methods, ratios
 from jaxrl_tis.estimators.methods import Method
 
 # f: ([B,S] log of learner over sampler, [B,S] log-prob of the sampler) -> weights [B,S].
-Rule = Callable[[chex.Array, chex.Array], chex.Array]
+Rule = Callable[[Array, Array], Array]
 
 WEIGHTS = (
     "none", "token_vanilla", "token_tis", "token_clip", "token_mis", "token_icepop",
@@ -39,7 +39,7 @@ WEIGHTS = (
 MASKS = ("token_k1", "token_k2", "token_k3", "token_ratio", "token_dp")
 OBJECTIVES = ("gpg", "reinforce", "cispo")
 # At a ratio of 1 these have the gradient of `reinforce`.
-AT_RATIO_ONE = ("ppo", "dual_clip", "two_sided")
+AT_RATIO_ONE = ("ppo", "dual_clip")
 SMALLEST_TAIL = 1e-6  # of the learner's mass outside the head
 
 
@@ -91,7 +91,7 @@ def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str
     """The weight f of any token under methods of which `why_not` is None. In decoupled mode the ratio
     of the objective is 1, and its weight too; in bypass mode it is that of the token."""
 
-    def f(log_ratio: chex.Array, logp_behav: chex.Array) -> chex.Array:
+    def f(log_ratio: Array, logp_behav: Array) -> Array:
         everywhere = jnp.ones(log_ratio.shape, bool)
         w = methods.function("weight", weight[0])(log_ratio, everywhere, **weight[1])
         for name, parameters in masks:
@@ -113,9 +113,7 @@ def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str
     return lambda *args: jax.lax.stop_gradient(f(*args))
 
 
-def coefficients(
-    logp: chex.Array, logq: chex.Array, is_token: chex.Array, f: Rule
-) -> tuple[chex.Array, chex.Array, chex.Array]:
+def coefficients(logp: Array, logq: Array, is_token: Array, f: Rule) -> tuple[Array, Array, Array]:
     """(c [B,T,K] of the centering term, P_H and Q_H [B,T]), without gradient.
 
     Args:
@@ -139,8 +137,8 @@ def coefficients(
 
 
 def centered(
-    logp_top: chex.Array, batch: dict[str, chex.Array], entropy: chex.Array, f: Rule
-) -> tuple[chex.Array, dict[str, chex.Array]]:
+    logp_top: Array, batch: dict[str, Array], entropy: Array, f: Rule
+) -> tuple[Array, dict[str, Array]]:
     """(loss_bt [B,T], metrics): A sum_H sg[c(v)] log p(v) of every valid token, 0 at padding.
 
     Gradient: through logp_top.

@@ -10,15 +10,14 @@ policy, with logp_old = logp_behav and weight "none": a weight beside it would c
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric, PRNGKey
 
 from jaxrl_tis.estimators import rank_masks, ratios
 
-Loss = tuple[chex.Array, dict[str, chex.Array]]
+Loss = tuple[Array, dict[str, Array]]
 
 
-def token_inputs(
-    logp: chex.Array, logp_old: chex.Array, adv: chex.Array, mask: chex.Array
-) -> tuple[chex.Array, chex.Array]:
+def token_inputs(logp: Array, logp_old: Array, adv: Array, mask: Array) -> tuple[Array, Array]:
     """(logp - logp_old, adv) [B, T], 0 at padding; the gradient flows through logp alone.
 
     The log-ratio is not clamped.
@@ -29,18 +28,14 @@ def token_inputs(
     return log_ratio_bt, jax.lax.stop_gradient(ratios.zero_padding(adv, mask))
 
 
-def pessimistic(
-    ratio_bt: chex.Array, adv_bt: chex.Array, low: chex.Numeric, high: chex.Numeric
-) -> tuple[chex.Array, chex.Array]:
+def pessimistic(ratio_bt: Array, adv_bt: Array, low: Numeric, high: Numeric) -> tuple[Array, Array]:
     """max(-r A, -clip(r, low, high) A) and whether the clipped branch is the larger, [B, T]."""
     unclipped_bt = -adv_bt * ratio_bt
     clipped_bt = -adv_bt * ratios.clamp(ratio_bt, low, high)
     return jnp.maximum(unclipped_bt, clipped_bt), clipped_bt > unclipped_bt
 
 
-def clip_metrics(
-    log_ratio_bt: chex.Array, is_clipped_bt: chex.Array, mask: chex.Array
-) -> dict[str, chex.Array]:
+def clip_metrics(log_ratio_bt: Array, is_clipped_bt: Array, mask: Array) -> dict[str, Array]:
     """verl's actor/pg_clipfrac and actor/ppo_kl, without gradient."""
     return {
         "actor/pg_clipfrac": ratios.masked_mean(is_clipped_bt, mask),
@@ -56,14 +51,8 @@ def _surrogate(log_ratio_bt, adv_bt, mask, low, high):
 
 
 def ppo_clip(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> Loss:
     """PPO-clip (arXiv:1707.06347; DAPO's clip-higher, arXiv:2503.14476), l = max(-r A, -clip(r, 1 -
     clip_low, 1 + clip_high) A). Aggregation: token-mean in verl, seq-mean-token-mean in GRPO.
@@ -85,17 +74,12 @@ def ppo_clip(
 
 
 def dual_clip_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    dual_clip: float = 3.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, dual_clip: float = 3.0,
 ) -> Loss:
     """Dual-clip PPO (arXiv:1912.09729): PPO-clip, and for A < 0 l = min(-dual_clip A, l_ppo).
+
+    The two-sided clip of INTELLECT-2 (arXiv:2505.07291) is the same loss with dual_clip = 4.
 
     Unit: token. Trust region: that of `ppo`, and r <= dual_clip where A < 0. Gradient: as `ppo`,
     and 0 where A < 0 and r > dual_clip. Use: verl's default, against bad tokens whose ratio
@@ -104,7 +88,8 @@ def dual_clip_ppo(
     Args:
       clip_low: width of the band below 1.
       clip_high: width of the band above 1.
-      dual_clip: largest ratio at a negative advantage, > 1; 3.0 as in the paper and in verl.
+      dual_clip: largest ratio at a negative advantage, > 1; 3.0 as in the paper and in verl,
+        4.0 in INTELLECT-2 (`delta` in TRL).
 
     Returns loss_bt, the metrics of `ppo_clip` and "actor/pg_clipfrac_lower": fraction of tokens at
     the bound.
@@ -122,48 +107,6 @@ def dual_clip_ppo(
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
 
 
-def two_sided(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    two_sided_delta: float = 4.0,
-) -> Loss:
-    """Two-sided clip (INTELLECT-2, arXiv:2505.07291), l = -min(min(r, delta) A, clip(r) A), the
-    loss of `dual_clip_ppo` with dual_clip = delta.
-
-    Unit: token. Trust region: that of `ppo`, and r <= two_sided_delta where A < 0. Gradient: as
-    `ppo`, and 0 where A < 0 and r > two_sided_delta. Use: settings of INTELLECT-2 or TRL; otherwise
-    `dual_clip`, which is the same loss.
-
-    Args:
-      clip_low: width of the band below 1.
-      clip_high: width of the band above 1.
-      two_sided_delta: largest ratio at a negative advantage, above 1 + clip_high; 4.0 as in the
-        paper (`delta` in TRL).
-
-    Returns loss_bt and the metrics of `dual_clip_ppo`.
-    """
-    del seg
-    if two_sided_delta <= 1.0 + clip_high:
-        raise ValueError(
-            f"two_sided_delta is {two_sided_delta} and the band ends at {1.0 + clip_high}; give a "
-            "delta above it."
-        )
-    log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
-    log_ratio_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
-    ratio_bt = jnp.exp(log_ratio_bt)
-    bounded_bt = ratios.clamp(ratio_bt, 0.0, two_sided_delta)
-    loss_bt, is_clipped_bt = pessimistic(bounded_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
-    is_bounded_bt = (adv_bt < 0) & (ratio_bt > two_sided_delta)
-    metrics = clip_metrics(log_ratio_bt, is_clipped_bt, mask)
-    return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
-
-
 def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper):
     """sg(pi_prox / mu) times PPO-clip around pi_prox; weights above `upper` are 0."""
     chex.assert_equal_shape([logp, logp_prox, logp_behav])
@@ -175,17 +118,9 @@ def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, uppe
 
 
 def decoupled(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_prox: chex.Array,
-    logp_behav: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    upper: chex.Numeric = jnp.inf,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_prox: Array, logp_behav: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
+    upper: Numeric = jnp.inf,
 ) -> Loss:
     """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298), l = sg(pi_prox / mu) l_ppo(u).
 
@@ -225,19 +160,9 @@ def _interpolated(logp, logp_behav, mask, lag_bt, is_linear):
 
 
 def a3po(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    version: chex.Array,
-    current_version: chex.Numeric,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    upper: chex.Numeric = jnp.inf,
-    a3po_linear: bool = False,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, version: Array, current_version: Numeric, clip_low: Numeric = 0.2,
+    clip_high: Numeric = 0.2, upper: Numeric = jnp.inf, a3po_linear: bool = False,
 ) -> Loss:
     """A-3PO (arXiv:2512.06547): `decoupled` with log pi_prox = log mu + alpha (log pi - log mu).
 
@@ -267,16 +192,8 @@ def a3po(
 
 
 def qurl_acr(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    cap: chex.Numeric = 2.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, cap: Numeric = 2.0,
 ) -> Loss:
     """QuRL's adaptive clipping range (arXiv:2602.13953), l = -w min(r A, clip(r, 1 - clip_low, (1 +
     clip_high) / w) A).
@@ -308,15 +225,8 @@ def qurl_acr(
 
 
 def m2po(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    m2po_threshold: chex.Numeric = 0.04,
-    m2po_low: chex.Numeric = 0.3,
-    m2po_high: chex.Numeric = 0.5,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    m2po_threshold: Numeric = 0.04, m2po_low: Numeric = 0.3, m2po_high: Numeric = 0.5,
 ) -> Loss:
     """M2PO (arXiv:2510.01161), the authors' code: PPO-clip with the band [min(exp(-tau), 1 -
     m2po_low), max(exp(tau), 1 + m2po_high)].
@@ -342,29 +252,16 @@ def m2po(
     del seg
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
     below, above = rank_masks.m2po_bounds(
-        log_ratio_bt,
-        adv,
-        mask,
-        m2po_threshold=m2po_threshold,
-        m2po_low=m2po_low,
+        log_ratio_bt, adv, mask, m2po_threshold=m2po_threshold, m2po_low=m2po_low,
         m2po_high=m2po_high,
     )
     return _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - below, 1.0 + above)
 
 
 def clip_cov(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    key: chex.PRNGKey,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    clip_cov_ratio: chex.Numeric = 2e-4,
-    clip_cov_lower: chex.Numeric = 1.0,
-    clip_cov_upper: chex.Numeric = 5.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    key: PRNGKey, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, clip_cov_ratio: Numeric = 2e-4,
+    clip_cov_lower: Numeric = 1.0, clip_cov_upper: Numeric = 5.0,
 ) -> Loss:
     """Clip-Cov (arXiv:2505.22617): PPO-clip with loss 0 on a few tokens of high covariance.
 
@@ -388,17 +285,8 @@ def clip_cov(
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
     loss_bt, _ = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
     is_accepted_bt = rank_masks.clip_cov(
-        log_ratio_bt,
-        mask,
-        seg,
-        logp=logp,
-        logp_old=logp_old,
-        adv=adv,
-        key=key,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_cov_ratio=clip_cov_ratio,
-        clip_cov_lower=clip_cov_lower,
+        log_ratio_bt, mask, seg, logp=logp, logp_old=logp_old, adv=adv, key=key, clip_low=clip_low,
+        clip_high=clip_high, clip_cov_ratio=clip_cov_ratio, clip_cov_lower=clip_cov_lower,
         clip_cov_upper=clip_cov_upper,
     )
     metrics = clip_metrics(log_ratio_bt, ~is_accepted_bt, mask)
@@ -406,15 +294,8 @@ def clip_cov(
 
 
 def kl_cov(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    kl_cov_ratio: chex.Numeric = 2e-3,
-    kl_cov_coeff: chex.Numeric = 1.0,
-    form: str = "paper",
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    kl_cov_ratio: Numeric = 2e-3, kl_cov_coeff: Numeric = 1.0, form: str = "paper",
 ) -> Loss:
     """KL-Cov (arXiv:2505.22617), l = -r A, plus kl_cov_coeff |log r| on the tokens of highest
     covariance.
@@ -453,7 +334,6 @@ def kl_cov(
 OBJECTIVES = {
     "ppo": ppo_clip,
     "dual_clip": dual_clip_ppo,
-    "two_sided": two_sided,
     "decoupled": decoupled,
     "a3po": a3po,
     "qurl_acr": qurl_acr,

@@ -8,9 +8,9 @@ the parameters as keywords. None of them carries a gradient.
 
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
 
@@ -20,13 +20,9 @@ ESS_POWERS = {"sqrt": 0.5, "linear": 1.0}
 
 
 def ess_scale(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    vcpo_ess_target: float = 1.0,
-    vcpo_rule: str = "sqrt",
-) -> tuple[chex.Array, chex.Array]:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    vcpo_ess_target: float = 1.0, vcpo_rule: str = "sqrt",
+) -> tuple[Array, Array]:
     """Learning-rate factor of VCPO (arXiv:2602.17616), min(1, e / e_0)^(1/2), for this step alone.
 
     e = (sum_i w_i)^2 / (B sum_i w_i^2) with w_i = prod_t pi / mu, not truncated: the effective
@@ -67,10 +63,10 @@ def ess_scale(
 class LengthSurge(NamedTuple):
     """State of `length_surge`; multiply the learning rate by `scale`."""
 
-    lengths: chex.Array  # [window] mean response length of the last steps, a ring
-    step: chex.Array  # updates so far
-    cooldown: chex.Array  # updates left in which no further cut is made
-    scale: chex.Array  # factor of the learning rate, 1 at the start
+    lengths: Array  # [window] mean response length of the last steps, a ring
+    step: Array  # updates so far
+    cooldown: Array  # updates left in which no further cut is made
+    scale: Array  # factor of the learning rate, 1 at the start
 
 
 def length_surge_init(surge_window: int = 100) -> LengthSurge:
@@ -87,13 +83,8 @@ def length_surge_init(surge_window: int = 100) -> LengthSurge:
 
 
 def length_surge(
-    state: LengthSurge,
-    mean_length: chex.Numeric,
-    *,
-    surge_cooldown: int,
-    surge_floor: float,
-    surge_ratio: float = 1.2,
-    surge_factor: float = 0.5,
+    state: LengthSurge, mean_length: Numeric, *,
+    surge_cooldown: int, surge_floor: float, surge_ratio: float = 1.2, surge_factor: float = 0.5,
 ) -> LengthSurge:
     """Cuts the learning rate when responses grow (arXiv:2602.01826): if L_t > 1.2 L_{t - 100}, lr
     halves.
@@ -159,7 +150,7 @@ def _tree_dot(a, b):
 
 def gradient_alignment(
     state: GradientAlignment, gradient: Any, *, gac_low: float, gac_high: float
-) -> tuple[GradientAlignment, Any, dict[str, chex.Array]]:
+) -> tuple[GradientAlignment, Any, dict[str, Array]]:
     """GAC (arXiv:2603.01501): takes out of g_k what it shares with g_{k-1}, c = cos(g_k, g_{k-1}).
 
       c <= gac_low              g_k stays
@@ -213,7 +204,7 @@ def gradient_alignment(
 class R2VPODual(NamedTuple):
     """State of `r2vpo_dual`: the multiplier that the objective "r2vpo" takes."""
 
-    r2vpo_lambda: chex.Array
+    r2vpo_lambda: Array
 
 
 def r2vpo_dual_init(r2vpo_lambda: float = 0.0) -> R2VPODual:
@@ -221,7 +212,7 @@ def r2vpo_dual_init(r2vpo_lambda: float = 0.0) -> R2VPODual:
     return R2VPODual(jnp.asarray(r2vpo_lambda, jnp.float32))
 
 
-def ratio_variance(logp: chex.Array, logp_old: chex.Array, mask: chex.Array) -> chex.Array:
+def ratio_variance(logp: Array, logp_old: Array, mask: Array) -> Array:
     """Mean of (r - 1)^2 over the valid tokens, r = exp(clamp(logp - logp_old, +-20)), no gradient.
 
     Args:
@@ -235,7 +226,7 @@ def ratio_variance(logp: chex.Array, logp_old: chex.Array, mask: chex.Array) -> 
 
 
 def r2vpo_dual(
-    state: R2VPODual, variance: chex.Numeric, *, r2vpo_bound: float, r2vpo_step: float
+    state: R2VPODual, variance: Numeric, *, r2vpo_bound: float, r2vpo_step: float
 ) -> R2VPODual:
     """Dual ascent of R2VPO (arXiv:2601.03320), lambda <- max(0, lambda + step (variance - bound)).
 
@@ -270,7 +261,7 @@ def r2vpo_dual(
 class LayerwisePerturbation(NamedTuple):
     """State of `layerwise_perturbation`: log of sigma, [layers]."""
 
-    log_std: chex.Array
+    log_std: Array
 
 
 def layerwise_perturbation(
@@ -306,9 +297,9 @@ def layerwise_perturbation(
 
 
 class KLCoefficient(NamedTuple):
-    """State of `fixed_kl` and `adaptive_kl`: the coefficient of the KL penalty, per nat."""
+    """State of `adaptive_kl`: the coefficient of the KL penalty, per nat."""
 
-    kl_coeff: chex.Array
+    kl_coeff: Array
 
 
 def kl_coefficient_init(kl_coeff: float = 0.001) -> KLCoefficient:
@@ -316,23 +307,9 @@ def kl_coefficient_init(kl_coeff: float = 0.001) -> KLCoefficient:
     return KLCoefficient(jnp.asarray(kl_coeff, jnp.float32))
 
 
-def fixed_kl(state: KLCoefficient, kl: chex.Numeric, num_seqs: chex.Numeric) -> KLCoefficient:
-    """Keeps the coefficient whatever the KL; no paper.
-
-    Reads: nothing. Sets: kl_coeff. Use: a known price per nat, as in every run; the KL itself is
-    free to go anywhere.
-    """
-    del kl, num_seqs
-    return state
-
-
 def adaptive_kl(
-    state: KLCoefficient,
-    kl: chex.Numeric,
-    num_seqs: chex.Numeric,
-    *,
-    kl_target: float = 0.1,
-    kl_horizon: float = 10000.0,
+    state: KLCoefficient, kl: Numeric, num_seqs: Numeric, *,
+    kl_target: float = 0.1, kl_horizon: float = 10000.0,
 ) -> KLCoefficient:
     """Proportional control of the KL (arXiv:1909.08593), coeff *= 1 + clip(kl / target - 1, +-0.2)
     n / horizon.
@@ -365,6 +342,5 @@ CONTROLLERS = {
     "gradient_alignment": gradient_alignment,
     "layerwise_perturbation": layerwise_perturbation,
     "r2vpo_dual": r2vpo_dual,
-    "fixed_kl": fixed_kl,
     "adaptive_kl": adaptive_kl,
 }

@@ -6,8 +6,8 @@ Nothing here looks at a sequence: what does, in packed rows, has been computed f
 masks themselves.
 """
 
-import chex
 import jax.numpy as jnp
+from chex import Array
 
 from jaxrl_tis.estimators import ratios
 
@@ -20,11 +20,11 @@ def is_count(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def _count(is_so_bt: chex.Array, mask: chex.Array) -> chex.Array:
+def _count(is_so_bt: Array, mask: Array) -> Array:
     return jnp.sum(ratios.as_bool(mask) & is_so_bt)
 
 
-def of_weight(w: chex.Array, raw: chex.Array, mask: chex.Array) -> dict[str, chex.Array]:
+def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
     """Counts of a weight.
 
     Args:
@@ -53,9 +53,7 @@ def labels(names: list[str]) -> list[str]:
     return [f"{n}_{k}" if k > 1 else n for n, k in zip(names, numbers, strict=True)]
 
 
-def of_masks(
-    names: list[str], kept: list[chex.Array], mask: chex.Array
-) -> dict[str, chex.Array]:
+def of_masks(names: list[str], kept: list[Array], mask: Array) -> dict[str, Array]:
     """correction/mask/<label>/{seen,dropped}: the valid tokens that each mask saw and, whatever the
     others do, dropped.
 

@@ -12,11 +12,9 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import prefix_weights
-from jaxrl_tis.estimators import ratios
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import clipped, prefix_weights, ratios, weights
 
 PROBABILITY_EPS = 1e-8  # keeps log(1 - p) finite in `dppo_kl`, as in verl
 
@@ -36,11 +34,7 @@ def _drift(log_ratio_bt, mask):
 
 
 def gpg(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None
 ) -> clipped.Loss:
     """GPG's loss (arXiv:2504.02546), l = -A log pi, with its own advantage in `advantages`.
 
@@ -59,11 +53,7 @@ def gpg(
 
 
 def reinforce(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None
 ) -> clipped.Loss:
     """REINFORCE (Williams 1992; verl's loss of that name), l = -A log pi: `gpg` that also reports
     the drift from logp_old.
@@ -82,16 +72,9 @@ def reinforce(
 
 
 def cispo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 10.0,
-    clip_high: chex.Numeric = 0.2,
-    cispo_mask_low: chex.Numeric = jnp.inf,
-    cispo_mask_high: chex.Numeric = jnp.inf,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 10.0, clip_high: Numeric = 0.2, cispo_mask_low: Numeric = jnp.inf,
+    cispo_mask_high: Numeric = jnp.inf,
 ) -> clipped.Loss:
     """CISPO (MiniMax-M1, arXiv:2506.13585), l = -sg(clip(r, 1 - clip_low, 1 + clip_high) M) A log
     pi.
@@ -126,16 +109,9 @@ def cispo(
 
 
 def dispo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    dispo_low_pos: chex.Numeric,
-    dispo_high_pos: chex.Numeric,
-    dispo_low_neg: chex.Numeric,
-    dispo_high_neg: chex.Numeric,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    dispo_low_pos: Numeric, dispo_high_pos: Numeric, dispo_low_neg: Numeric,
+    dispo_high_neg: Numeric,
 ) -> clipped.Loss:
     """DISPO (arXiv:2602.00983): `cispo` with a band of its own for correct and incorrect responses.
 
@@ -165,14 +141,8 @@ def dispo(
 
 
 def dis(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 0.3,
-    clip_high: chex.Numeric = 5.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 0.3, clip_high: Numeric = 5.0,
 ) -> clipped.Loss:
     """Direct double-sided importance sampling of GLM-5 (arXiv:2602.15763) and SAO (arXiv:2607.07508
     eqs 1-3), l = -sg(f(r)) A log pi with f(r) = r within the band and 0 outside, whatever the sign
@@ -214,13 +184,8 @@ def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
 
 
 def topr(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 1.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    cap: Numeric = 1.0,
 ) -> clipped.Loss:
     """TOPR (arXiv:2503.14286), l = -A log pi for A > 0 and l = -sg(min(prod_t r_t, cap)) A log pi
     for A <= 0.
@@ -243,13 +208,8 @@ def topr(
 
 
 def topr_token(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 1.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    cap: Numeric = 1.0,
 ) -> clipped.Loss:
     """TOPR (arXiv:2503.14286) with the ratio r_t of each token, as ROLL and Trinity-RFT have it.
 
@@ -263,13 +223,8 @@ def topr_token(
 
 
 def topr_geo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 1.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    cap: Numeric = 1.0,
 ) -> clipped.Loss:
     """TOPR (arXiv:2503.14286) with the geometric mean of a sequence's ratios, as proposed for verl.
 
@@ -283,13 +238,8 @@ def topr_geo(
 
 
 def minpro(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = jnp.inf,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    cap: Numeric = jnp.inf,
 ) -> clipped.Loss:
     """MinPRO (arXiv:2601.22718), l = -sg(min(r_t min_{s < t} r_s, cap)) A log pi.
 
@@ -329,15 +279,8 @@ def _truncated(is_accepted_bt, logp, logp_old, adv, mask, cap):
 
 
 def dppo_tv(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 20.0,
-    dppo_tv_low: chex.Numeric = 0.15,
-    dppo_tv_high: chex.Numeric = 0.15,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    cap: Numeric = 20.0, dppo_tv_low: Numeric = 0.15, dppo_tv_high: Numeric = 0.15,
 ) -> clipped.Loss:
     """DPPO-Binary-TV (arXiv:2602.04879), l = -sg(min(r, cap) M) A log pi with M = 1[pi - pi_old <=
     dppo_tv_high] for A > 0 and M = 1[pi - pi_old >= -dppo_tv_low] else.
@@ -371,15 +314,8 @@ def dppo_tv(
 
 
 def dppo_kl(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 20.0,
-    dppo_kl_low: chex.Numeric = 0.05,
-    dppo_kl_high: chex.Numeric = 0.05,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    cap: Numeric = 20.0, dppo_kl_low: Numeric = 0.05, dppo_kl_high: Numeric = 0.05,
 ) -> clipped.Loss:
     """DPPO-Binary-KL (arXiv:2602.04879): `dppo_tv` with the KL of the token against all others, D =
     p_o log(p_o / p) + (1 - p_o) log((1 - p_o) / (1 - p)).
@@ -414,16 +350,9 @@ def dppo_kl(
 
 
 def vespo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    vespo_k_pos: chex.Numeric = 2.0,
-    vespo_lambda_pos: chex.Numeric = 3.0,
-    vespo_k_neg: chex.Numeric = 3.0,
-    vespo_lambda_neg: chex.Numeric = 2.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    vespo_k_pos: Numeric = 2.0, vespo_lambda_pos: Numeric = 3.0, vespo_k_neg: Numeric = 3.0,
+    vespo_lambda_neg: Numeric = 2.0,
 ) -> clipped.Loss:
     """VESPO (arXiv:2602.10693), l = -sg(W^k exp(lambda (1 - W))) A log pi with W = prod_t r_t.
 

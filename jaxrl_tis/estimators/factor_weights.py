@@ -14,9 +14,9 @@ the engine's factor; in bypass mode it is judged at every update, and what the u
 the trust region's factor.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
 
@@ -24,12 +24,8 @@ FACTORS = ("engine", "staleness", "trust_region")
 
 
 def split_ratio(
-    logp: chex.Array,
-    logp_prox: chex.Array,
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-) -> dict[str, chex.Array]:
+    logp: Array, logp_prox: Array, logp_old: Array, logp_behav: Array, mask: Array
+) -> dict[str, Array]:
     """The log of each factor of pi / mu, [B, T] each, 0 at padding; their sum is logp - logp_behav.
 
     Args:
@@ -49,33 +45,25 @@ def split_ratio(
 
 
 def log_caps(
-    cap_engine: chex.Numeric, cap_staleness: chex.Numeric, cap_trust_region: chex.Numeric
-) -> dict[str, chex.Numeric]:
+    cap_engine: Numeric, cap_staleness: Numeric, cap_trust_region: Numeric
+) -> dict[str, Numeric]:
     """The logarithm of each factor's cap."""
     caps = (cap_engine, cap_staleness, cap_trust_region)
     return {factor: ratios.log_bound(c) for factor, c in zip(FACTORS, caps, strict=True)}
 
 
-def log_product(logs: dict[str, chex.Array], caps: dict[str, chex.Numeric]) -> chex.Array:
+def log_product(logs: dict[str, Array], caps: dict[str, Numeric]) -> Array:
     """clamp(sum_f min(logs_f, caps_f), +-20): log of the product of the capped factors."""
     total = sum(jnp.minimum(logs[factor], caps[factor]) for factor in FACTORS)
     return ratios.clamp(total, -ratios.LOG_BOUND, ratios.LOG_BOUND)
 
 
 def capped_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp: chex.Array,
-    logp_prox: chex.Array,
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    cap: chex.Numeric = jnp.inf,
-    cap_engine: chex.Numeric = 2.0,
-    cap_staleness: chex.Numeric = jnp.inf,
-    cap_trust_region: chex.Numeric = jnp.inf,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp: Array, logp_prox: Array, logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf,
+    cap_engine: Numeric = 2.0, cap_staleness: Numeric = jnp.inf,
+    cap_trust_region: Numeric = jnp.inf,
+) -> Array:
     """Token ratio with a cap for each factor, w_t = min(prod_f min(rho_ft, cap_f), cap); no paper.
 
     A survey of how corrections compose writes the ratio as these factors, each with a bound of its
@@ -105,19 +93,11 @@ def capped_ratio(
 
 
 def seq_capped_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp: chex.Array,
-    logp_prox: chex.Array,
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    cap: chex.Numeric = jnp.inf,
-    cap_engine: chex.Numeric = 2.0,
-    cap_staleness: chex.Numeric = jnp.inf,
-    cap_trust_region: chex.Numeric = jnp.inf,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp: Array, logp_prox: Array, logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf,
+    cap_engine: Numeric = 2.0, cap_staleness: Numeric = jnp.inf,
+    cap_trust_region: Numeric = jnp.inf,
+) -> Array:
     """`capped_ratio` of sequences: each factor is its product over the sequence; no paper.
 
     Arguments as `capped_ratio`. With the engine's cap alone, and one update, it is `seq_tis`.

@@ -7,14 +7,12 @@ What it shares with all losses (logp, logp_old, adv, mask, seg and the result) i
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import clipped, ratios
 
 
-def entropy_quantile(
-    entropy: chex.Array, mask: chex.Array, seg: chex.Array | None, quantile: chex.Numeric
-) -> chex.Array:
+def entropy_quantile(entropy: Array, mask: Array, seg: Array | None, quantile: Numeric) -> Array:
     """The quantile of the entropy over the valid tokens of each token's sequence, [B, T].
 
     Between two order statistics it is interpolated linearly, as in `numpy.quantile`. What a
@@ -41,19 +39,9 @@ def entropy_quantile(
 
 
 def aspo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    entropy: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    dual_clip: float = 3.0,
-    aspo_wide: chex.Numeric = 0.4,
-    aspo_quantile: chex.Numeric = 0.8,
-    form: str = "paper",
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    entropy: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, dual_clip: float = 3.0,
+    aspo_wide: Numeric = 0.4, aspo_quantile: Numeric = 0.8, form: str = "paper",
 ) -> clipped.Loss:
     """ASPO (arXiv:2510.06062): the ratio of good tokens is flipped, l = -A c / sg(c)^2 with c =
     min(r, 1 + clip_high); for A < 0, l = -A c with c = max(r, 1 - clip_low).

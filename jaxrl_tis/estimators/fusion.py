@@ -2,9 +2,9 @@
 
 Zhang et al. 2026, "Learning from Mixed Rollouts: Logit Fusion as a Bridge Between Imitation and
 Exploration" (a Notion page without an arXiv id) and the authors' trainer. The behaviour policy is
-off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling to
-0 over the run. What the losses share (logp, logp_old, adv, mask, seg and the result) is described
-in `objectives`.
+off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling
+from 0.5 to 0 over 1000 steps. What the losses share (logp, logp_old, adv, mask, seg and the result)
+is described in `objectives`.
 
 The ratio of both losses is r = pi / pi_mix from the log-probs that the sampler recorded, the
 log-ratio clamped to +-20: it holds the whole correction, so use them with weight "none". They are
@@ -14,36 +14,12 @@ meant for alpha > 0; afterwards the authors go on with PPO-clip.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import ratios
-
-
-def fusion_alpha(
-    step: chex.Numeric,
-    *,
-    fusion_alpha_start: chex.Numeric = 0.5,
-    fusion_steps: chex.Numeric = 1000,
-    difficulty: chex.Numeric = 1.0,
-) -> chex.Array:
-    """The teacher's share alpha = fusion_alpha_start max(0, 1 - step / fusion_steps) difficulty.
-
-    For the same sampler as `fused_log_probs`.
-
-    Args:
-      step: training step, from 0.
-      fusion_alpha_start: share at step 0; 0.5 as in the authors' config.
-      fusion_steps: step from which the share is 0; 1000 as in the authors' config, 5000 in their
-        launch script.
-      difficulty: scalar or [B], how hard the prompt is, in [0, 1]; 1 scales nothing, the authors'
-        default.
-    """
-    return fusion_alpha_start * jnp.maximum(0.0, 1.0 - step / fusion_steps) * difficulty
+from jaxrl_tis.estimators import clipped, ratios
 
 
-def fused_log_probs(
-    logits: chex.Array, logits_teacher: chex.Array, alpha: chex.Numeric
-) -> chex.Array:
+def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Array:
     """log pi_mix [..., V] in nats, the normalised log of pi_teacher^alpha pi_student^(1 - alpha).
 
     For a sampler that draws from it, once rollouts can be mixed with a teacher; the log-probs that
@@ -62,14 +38,8 @@ def fused_log_probs(
 
 
 def fusion_cap(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    cap: chex.Numeric = 3.0,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, cap: Numeric = 3.0,
 ) -> clipped.Loss:
     """Logit fusion with a capped ratio (Zhang et al. 2026), l = -min(r, cap) A.
 
@@ -96,14 +66,8 @@ def fusion_cap(
 
 
 def fusion_shaped(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    fusion_gamma: chex.Numeric = 0.1,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, fusion_gamma: Numeric = 0.1,
 ) -> clipped.Loss:
     """Logit fusion with a shaped ratio (Zhang et al. 2026), l = -r / (r + fusion_gamma) A.
 

@@ -40,24 +40,25 @@ Estimators: Schulman, "Approximating KL Divergence"; gradients: arXiv:2510.01555
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios, returns
 
 K3_BOUND = 10.0  # verl's bound on the k3 value
 
 
-def _difference(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def _difference(logp: Array, logp_ref: Array) -> Array:
     chex.assert_rank([logp, logp_ref], 2)
     chex.assert_equal_shape([logp, logp_ref])
     return ratios.as_float(logp) - jax.lax.stop_gradient(ratios.as_float(logp_ref))
 
 
-def _straight_through(value: chex.Array, surrogate: chex.Array) -> chex.Array:
+def _straight_through(value: Array, surrogate: Array) -> Array:
     """`value` forward, the gradient of `surrogate` backward."""
     return jax.lax.stop_gradient(value) + (surrogate - jax.lax.stop_gradient(surrogate))
 
 
-def k1(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def k1(logp: Array, logp_ref: Array) -> Array:
     """z = logp - logp_ref, [B, T]; Schulman 2020, "Approximating KL Divergence".
 
     Unit: token. Gradient: 1 per log pi, whose expectation on-policy is 0. Use: in the reward
@@ -67,7 +68,7 @@ def k1(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return _difference(logp, logp_ref)
 
 
-def k2(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def k2(logp: Array, logp_ref: Array) -> Array:
     """z^2 / 2, [B, T]; Schulman 2020, "Approximating KL Divergence". `k2+` is the same.
 
     Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: as a loss on fresh
@@ -76,7 +77,7 @@ def k2(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return 0.5 * jnp.square(_difference(logp, logp_ref))
 
 
-def k3(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def k3(logp: Array, logp_ref: Array) -> Array:
     """exp(-z) - 1 + z, [B, T]; Schulman 2020, "Approximating KL Divergence", verl's low_var_kl.
 
     -z is clamped to +-20 and the result to +-10.
@@ -89,7 +90,7 @@ def k3(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return ratios.clamp(jnp.expm1(log_ratio) - log_ratio, -K3_BOUND, K3_BOUND)
 
 
-def absolute(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def absolute(logp: Array, logp_ref: Array) -> Array:
     """|z|, [B, T], as in verl's `kl_penalty`.
 
     Unit: token. Gradient: sign(z) per log pi, 0 at z = 0; on-policy that of no KL. Use: configs of
@@ -99,7 +100,7 @@ def absolute(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return jax.lax.stop_gradient(jnp.sign(difference)) * difference
 
 
-def k1_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def k1_plus(logp: Array, logp_ref: Array) -> Array:
     """Value of k1, gradient of k2 (verl's "k1+"), [B, T].
 
     Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: `k2` as a loss whose
@@ -108,7 +109,7 @@ def k1_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return _straight_through(k1(logp, logp_ref), k2(logp, logp_ref))
 
 
-def k3_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def k3_plus(logp: Array, logp_ref: Array) -> Array:
     """Value of k3 with its clamps, gradient of k2 without any (verl's "k3+"), [B, T].
 
     Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: a loss on fresh
@@ -118,7 +119,7 @@ def k3_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return _straight_through(k3(logp, logp_ref), k2(logp, logp_ref))
 
 
-def absolute_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
+def absolute_plus(logp: Array, logp_ref: Array) -> Array:
     """Value |z|, gradient of k2 (verl's "abs+"), [B, T].
 
     Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: configs of verl that
@@ -127,7 +128,7 @@ def absolute_plus(logp: chex.Array, logp_ref: chex.Array) -> chex.Array:
     return _straight_through(absolute(logp, logp_ref), k2(logp, logp_ref))
 
 
-def is_k3(logp: chex.Array, logp_ref: chex.Array, *, logp_old: chex.Array) -> chex.Array:
+def is_k3(logp: Array, logp_ref: Array, *, logp_old: Array) -> Array:
     """Unbiased KL of DeepSeek-V3.2 (arXiv:2512.02556, eq. 7), r (exp(-z) - 1 + z), r = pi / pi_old.
 
     On samples of pi_old, value and gradient have the expectations KL(pi || ref) and its gradient.
@@ -157,13 +158,9 @@ def is_k3(logp: chex.Array, logp_ref: chex.Array, *, logp_old: chex.Array) -> ch
 
 
 def clipped_is_k2(
-    logp: chex.Array,
-    logp_ref: chex.Array,
-    *,
-    logp_old: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-) -> chex.Array:
+    logp: Array, logp_ref: Array, *,
+    logp_old: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
+) -> Array:
     """KL loss for several updates per batch (arXiv:2510.01555), max(r z, clip(r) z), z detached.
 
     z is the gradient coefficient of k2 as a loss, i.e. k1 as a reward; r = pi / pi_old and its band
@@ -205,9 +202,7 @@ def _full_kl(logits_p, logits_q):
     return jnp.sum(jnp.exp(logp_btv) * gap_btv, axis=-1)
 
 
-def exact_reverse(
-    logp: chex.Array, logp_ref: chex.Array, *, logits: chex.Array, logits_ref: chex.Array
-) -> chex.Array:
+def exact_reverse(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Array) -> Array:
     """KL(pi || ref) over the whole vocabulary, [B, T].
 
     As in the trust-region masking of arXiv:2512.23075, there between sampler and learner. Infinite
@@ -227,9 +222,7 @@ def exact_reverse(
     return _full_kl(logits, jax.lax.stop_gradient(logits_ref))
 
 
-def exact_forward(
-    logp: chex.Array, logp_ref: chex.Array, *, logits: chex.Array, logits_ref: chex.Array
-) -> chex.Array:
+def exact_forward(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Array) -> Array:
     """KL(ref || pi) over the whole vocabulary, [B, T]. Source as `exact_reverse`, and so are the
     arguments.
 
@@ -240,9 +233,7 @@ def exact_forward(
     return _full_kl(jax.lax.stop_gradient(logits_ref), logits)
 
 
-def penalized_rewards(
-    rewards: chex.Array, mask: chex.Array, kl_bt: chex.Array, kl_coeff: chex.Numeric
-) -> chex.Array:
+def penalized_rewards(rewards: Array, mask: Array, kl_bt: Array, kl_coeff: Numeric) -> Array:
     """Rewards per token minus kl_coeff times the KL: the reward placement, without gradient.
 
     With k1 of the policy that sampled (k1(logp_old, logp_ref)) a policy gradient on these rewards
@@ -261,7 +252,7 @@ def penalized_rewards(
     return jax.lax.stop_gradient(returns.token_rewards(rewards, mask) - penalty_bt)
 
 
-def sequence_kl(kl_bt: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def sequence_kl(kl_bt: Array, mask: Array, seg: Array | None = None) -> Array:
     """Mean over sequences of the mean over tokens, a scalar in nats: what a controller watches.
 
     verl counts a row without valid tokens as 0; here it is not counted.

@@ -32,13 +32,12 @@ Args of every entry:
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import binary_masks, rank_masks, ratios, weights
+from jaxrl_tis.estimators import binary_masks, entries, rank_masks, ratios, weights
 
 
-def statistic(
-    name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def statistic(name: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """What the entry `name` of the eleven compares, [B, T]; a sequence's is on all its tokens.
 
     Args:
@@ -55,9 +54,7 @@ def statistic(
     return ratios.zero_padding(x_bt, mask)
 
 
-def sequence_statistic(
-    name: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def sequence_statistic(name: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """`statistic` of each sequence, [B, S]; the name begins with "seq_"."""
     _, reduction, estimator = name.split("_")
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
@@ -66,20 +63,39 @@ def sequence_statistic(
     return getattr(stats, f"{estimator}_{reduction}")
 
 
-def _at_most(name, log_ratio, mask, seg, upper):
+def _at_most(
+    name: str, log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric
+) -> Array:
     return ratios.as_bool(mask) & (statistic(name, log_ratio, mask, seg) <= upper)
 
 
-def _inside_k1(name, log_ratio, mask, seg, lower, upper):
+def _inside_k1(
+    name: str, log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    upper: Numeric, lower: Numeric | None = None,
+) -> Array:
     k1_bt = statistic(name, log_ratio, mask, seg)
     log_upper = ratios.log_bound(upper)
     log_lower = -log_upper if lower is None else ratios.log_bound(lower)
     return ratios.as_bool(mask) & (k1_bt >= log_lower) & (k1_bt <= log_upper)
 
 
-def _inside_ratio(level, log_ratio, mask, seg, lower, upper):
+def _inside_ratio(
+    name: str, log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    upper: Numeric, lower: Numeric = 0.0,
+) -> Array:
+    level = {"token_ratio": "token", "seq_sum_ratio": "seq", "seq_mean_ratio": "geo"}[name]
     log_w_bt = weights.log_raw(level, log_ratio, mask, seg)
     return ratios.as_bool(mask) & ratios.is_inside(log_w_bt, lower, upper)
+
+
+# The last part of a name: which tokens it keeps.
+ESTIMATORS = {"k1": _inside_k1, "k2": _at_most, "k3": _at_most, "ratio": _inside_ratio}
+
+
+def _mask(name: str, what: str, region: str, use: str):
+    """The entry of a level and an estimator, see `entries.entry`."""
+    function = ESTIMATORS[name.rpartition("_")[2]]
+    return entries.entry(function, name, name, what, region, use)
 
 
 def _whole_sequences(is_good, mask, seg):
@@ -89,163 +105,79 @@ def _whole_sequences(is_good, mask, seg):
     return ratios.as_bool(mask) & (ratios.to_tokens(num_bad_bs, seg, mask.shape[1]) == 0.0)
 
 
-def token_k1(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-) -> chex.Array:
-    """Tokens by verl's band on the inverse ratio.
-
-    Unit: token. Trust region: lower <= mu / pi_old <= upper. Use: bounds copied from a verl config;
-    `token_ratio` needs no inversion.
-    """
-    return _inside_k1("token_k1", log_ratio, mask, seg, lower, upper)
-
-
-def seq_sum_k1(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-) -> chex.Array:
-    """Sequences by verl's band on the inverse ratio.
-
-    Unit: sequence. Trust region: lower <= prod_t mu / pi_old <= upper. Use: short responses in
-    verl's terms; products spread with the length, so long responses are lost first.
-    """
-    return _inside_k1("seq_sum_k1", log_ratio, mask, seg, lower, upper)
-
-
-def seq_mean_k1(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-) -> chex.Array:
-    """Sequences by verl's band on the geometric mean of the inverse ratio.
-
-    Unit: sequence. Trust region: lower <= geometric mean of mu / pi_old <= upper. Use: outliers of
-    any length (verl's geo_rs presets); one bad token hides in a long mean: add `veto`.
-    """
-    return _inside_k1("seq_mean_k1", log_ratio, mask, seg, lower, upper)
-
-
-def token_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Tokens by k2 (verl).
-
-    Unit: token. Trust region: k2 <= upper. Use: outlying tokens, both ways; their response stays.
-    """
-    return _at_most("token_k2", log_ratio, mask, seg, upper)
-
-
-def seq_sum_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Sequences by the sum of k2 (verl).
-
-    Unit: sequence. Trust region: sum_t k2 <= upper. Use: a budget per response; it fills up with
-    the length, so long responses are lost first.
-    """
-    return _at_most("seq_sum_k2", log_ratio, mask, seg, upper)
-
-
-def seq_mean_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Sequences by the mean of k2 (verl).
-
-    Unit: sequence. Trust region: mean_t k2 <= upper. Use: as `seq_mean_k1`, with gaps of both signs
-    adding up instead of cancelling.
-    """
-    return _at_most("seq_mean_k2", log_ratio, mask, seg, upper)
-
-
-def seq_max_k2(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Sequences by their worst token's k2 (verl).
-
-    Unit: sequence. Trust region: max_t k2 <= upper. Use: to drop the responses that one bad token
-    would spoil; the longer a response, the likelier it has one.
-    """
-    return _at_most("seq_max_k2", log_ratio, mask, seg, upper)
-
-
-def token_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Tokens by k3 (verl).
-
-    Unit: token. Trust region: k3 <= upper. Use: as `token_k2`, but stricter where rho > 1.
-    """
-    return _at_most("token_k3", log_ratio, mask, seg, upper)
-
-
-def seq_sum_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Sequences by the sum of k3 (verl), whose mean under mu is their KL(mu || pi_old).
-
-    Unit: sequence. Trust region: sum_t k3 <= upper. Use: a KL budget per response; it fills up with
-    the length, so long responses are lost first.
-    """
-    return _at_most("seq_sum_k3", log_ratio, mask, seg, upper)
-
-
-def seq_mean_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Sequences by the mean of k3 (verl; 0.01 in its presets).
-
-    Unit: sequence. Trust region: mean_t k3 <= upper. Use: KL(mu || pi_old) per token at any length
-    (verl's k3_rs presets); one bad token hides in a long mean: add `veto`.
-    """
-    return _at_most("seq_mean_k3", log_ratio, mask, seg, upper)
-
-
-def seq_max_k3(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, upper: chex.Numeric
-) -> chex.Array:
-    """Sequences by their worst token's k3 (verl).
-
-    Unit: sequence. Trust region: max_t k3 <= upper. Use: as `seq_max_k2`, stricter where rho > 1.
-    """
-    return _at_most("seq_max_k3", log_ratio, mask, seg, upper)
-
-
-def token_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric = 0.0,
-) -> chex.Array:
-    """`token_k1` with the band on the ratio itself. Source as `token_k1`.
-
-    Unit: token. Trust region: lower <= pi_old / mu <= upper. Use: what `token_mis` keeps, as a mask
-    beside any weight; the rest of a bad response stays.
-    """
-    return _inside_ratio("token", log_ratio, mask, seg, lower, upper)
+token_k1 = _mask(
+    "token_k1", "Tokens by verl's band on the inverse ratio.", "lower <= mu / pi_old <= upper",
+    "bounds copied from a verl config; `token_ratio` needs no inversion",
+)
+seq_sum_k1 = _mask(
+    "seq_sum_k1", "Sequences by verl's band on the inverse ratio.",
+    "lower <= prod_t mu / pi_old <= upper",
+    "short responses in verl's terms; products spread with the length, so long responses are lost "
+    "first",
+)
+seq_mean_k1 = _mask(
+    "seq_mean_k1", "Sequences by verl's band on the geometric mean of the inverse ratio.",
+    "lower <= geometric mean of mu / pi_old <= upper",
+    "outliers of any length (verl's geo_rs presets); one bad token hides in a long mean: add "
+    "`veto`",
+)
+token_k2 = _mask(
+    "token_k2", "Tokens by k2 (verl).", "k2 <= upper",
+    "outlying tokens, both ways; their response stays",
+)
+seq_sum_k2 = _mask(
+    "seq_sum_k2", "Sequences by the sum of k2 (verl).", "sum_t k2 <= upper",
+    "a budget per response; it fills up with the length, so long responses are lost first",
+)
+seq_mean_k2 = _mask(
+    "seq_mean_k2", "Sequences by the mean of k2 (verl).", "mean_t k2 <= upper",
+    "as `seq_mean_k1`, with gaps of both signs adding up instead of cancelling",
+)
+seq_max_k2 = _mask(
+    "seq_max_k2", "Sequences by their worst token's k2 (verl).", "max_t k2 <= upper",
+    "to drop the responses that one bad token would spoil; the longer a response, the likelier it "
+    "has one",
+)
+token_k3 = _mask(
+    "token_k3", "Tokens by k3 (verl).", "k3 <= upper",
+    "as `token_k2`, but stricter where rho > 1",
+)
+seq_sum_k3 = _mask(
+    "seq_sum_k3",
+    "Sequences by the sum of k3 (verl), whose mean under mu is their KL(mu || pi_old).",
+    "sum_t k3 <= upper",
+    "a KL budget per response; it fills up with the length, so long responses are lost first",
+)
+seq_mean_k3 = _mask(
+    "seq_mean_k3", "Sequences by the mean of k3 (verl; 0.01 in its presets).", "mean_t k3 <= upper",
+    "KL(mu || pi_old) per token at any length (verl's k3_rs presets); one bad token hides in a "
+    "long mean: add `veto`",
+)
+seq_max_k3 = _mask(
+    "seq_max_k3", "Sequences by their worst token's k3 (verl).", "max_t k3 <= upper",
+    "as `seq_max_k2`, stricter where rho > 1",
+)
+token_ratio = _mask(
+    "token_ratio", "`token_k1` with the band on the ratio itself. Source as `token_k1`.",
+    "lower <= pi_old / mu <= upper",
+    "what `token_mis` keeps, as a mask beside any weight; the rest of a bad response stays",
+)
+seq_sum_ratio = _mask(
+    "seq_sum_ratio",
+    "`seq_sum_k1` on the ratio, the sum of logs clamped, not each. Source as `seq_sum_k1`.",
+    "lower <= prod_t pi_old / mu <= upper",
+    "what `seq_mis` keeps, for short responses; long ones are lost first",
+)
+seq_mean_ratio = _mask(
+    "seq_mean_ratio", "`seq_mean_k1` with the band on the ratio itself. Source as `seq_mean_k1`.",
+    "lower <= geometric mean of pi_old / mu <= upper",
+    "what `geo_mis` keeps, at any length; one bad token hides in a long mean",
+)
 
 
 def token_dp(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    upper: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
+) -> Array:
     """Tokens by the difference of their probabilities, prime-rl's band; no paper.
 
     Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: beside `token_tis`, as prime-rl
@@ -263,45 +195,9 @@ def token_dp(
     return ratios.as_bool(mask) & (jnp.abs(jax.lax.stop_gradient(dp_bt)) <= upper)
 
 
-def seq_sum_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric = 0.0,
-) -> chex.Array:
-    """`seq_sum_k1` on the ratio, the sum of logs clamped, not each. Source as `seq_sum_k1`.
-
-    Unit: sequence. Trust region: lower <= prod_t pi_old / mu <= upper. Use: what `seq_mis` keeps,
-    for short responses; long ones are lost first.
-    """
-    return _inside_ratio("seq", log_ratio, mask, seg, lower, upper)
-
-
-def seq_mean_ratio(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    upper: chex.Numeric,
-    lower: chex.Numeric = 0.0,
-) -> chex.Array:
-    """`seq_mean_k1` with the band on the ratio itself. Source as `seq_mean_k1`.
-
-    Unit: sequence. Trust region: lower <= geometric mean of pi_old / mu <= upper. Use: what
-    `geo_mis` keeps, at any length; one bad token hides in a long mean.
-    """
-    return _inside_ratio("geo", log_ratio, mask, seg, lower, upper)
-
-
 def veto(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    veto_ratio: chex.Numeric = 1e-4,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, veto_ratio: Numeric = 1e-4
+) -> Array:
     """Sequences without a catastrophic token (slime; no paper).
 
     Unit: sequence. Trust region: rho_t >= veto_ratio at every token. Use: beside another mask or
@@ -317,14 +213,9 @@ def veto(
 
 
 def trm(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logits_behav: chex.Array,
-    logits: chex.Array,
-    trm_delta: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logits_behav: Array, logits: Array, trm_delta: Numeric,
+) -> Array:
     """Trust-region masking (arXiv:2512.23075), over the whole vocabulary.
 
     The paper divides by the number of all sequences, dropped ones too. Taken from secondary notes.
@@ -350,31 +241,19 @@ def trm(
     return _whole_sequences(kl_bt <= trm_delta, mask, seg)
 
 
-def trm_k3(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    trm_delta: chex.Numeric,
-) -> chex.Array:
+def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta: Numeric) -> Array:
     """`trm` from sampled tokens alone (arXiv:2512.23075): k3 has the mean KL(mu || pi) under mu.
 
     Unit: sequence. Trust region: max_t k3 <= trm_delta. Use: `trm` without logits, deciding as
     `seq_max_k3`; one sample per token is a noisy KL.
     """
-    return _at_most("seq_max_k3", log_ratio, mask, seg, trm_delta)
+    return seq_max_k3(log_ratio, mask, seg, upper=trm_delta)
 
 
 def opsm(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp: chex.Array,
-    logp_behav: chex.Array,
-    adv: chex.Array,
-    opsm_delta: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp: Array, logp_behav: Array, adv: Array, opsm_delta: Numeric,
+) -> Array:
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556 eqs 8-9).
 
     A run judges it at every update, so that staleness counts too. The paper keeps dropped tokens in
@@ -400,14 +279,9 @@ def opsm(
 
 
 def staleness(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    version: chex.Array,
-    current_version: chex.Numeric,
-    staleness_max: chex.Numeric,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    version: Array, current_version: Numeric, staleness_max: Numeric,
+) -> Array:
     """Sequences by the age of their oldest token, the filter of asynchronous trainers; no paper.
 
     Unit: sequence. Trust region: current_version - version <= staleness_max at every token. Use:
@@ -426,12 +300,9 @@ def staleness(
 
 
 def all_of(
-    criteria: list[tuple[str, dict]],
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    **fields: chex.Array,
-) -> tuple[chex.Array, list[chex.Array]]:
+    criteria: list[tuple[str, dict]], log_ratio: Array, mask: Array, seg: Array | None = None,
+    **fields: Array,
+) -> tuple[Array, list[Array]]:
     """(tokens that every criterion keeps, those that each keeps), [B, T] each; every criterion looks
     at the mask as sampled.
 

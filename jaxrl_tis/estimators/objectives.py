@@ -5,31 +5,30 @@ metrics): the loss of each token, 0 at padding, not yet multiplied by importance
 reduced, and metrics as means over the valid tokens. The gradient flows through logp alone;
 logp_old must be the policy of the start of the learner's steps and not the current one, or the
 ratio is 1 for ever and a clip never acts. By family: clipped token ratios (clipped.py), clipped
-ratios of sequences, turns and prefixes (sequence_clipped.py), detached weights on log-probs
-(detached.py), flipped ratios (flipped.py), mixtures with a teacher (fusion.py), and gates,
-penalties and regressions in place of a clip (soft_trust_region.py).
+ratios of sequences and prefixes (sequence_clipped.py) and of turns (turn_clipped.py), detached
+weights on log-probs (detached.py), flipped ratios (flipped.py), mixtures with a teacher
+(fusion.py), and gates, penalties and regressions in place of a clip (soft_trust_region.py).
 """
 
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import (
-    clipped, detached, flipped, fusion, ratios, sequence_clipped, soft_trust_region,
+    clipped, detached, flipped, fusion, ratios, sequence_clipped, soft_trust_region, turn_clipped,
 )
 
-FAMILIES = (clipped, sequence_clipped, detached, flipped, fusion, soft_trust_region)
+FAMILIES = (
+    clipped, sequence_clipped, turn_clipped, detached, flipped, fusion, soft_trust_region,
+)
 OBJECTIVES = {name: entry for family in FAMILIES for name, entry in family.OBJECTIVES.items()}
 NEEDS = {name: fields for family in FAMILIES for name, fields in family.NEEDS.items()}
 
 
 def value_loss(
-    values: chex.Array,
-    values_old: chex.Array,
-    returns: chex.Array,
-    mask: chex.Array,
-    clip: chex.Numeric = 0.5,
-) -> tuple[chex.Array, dict[str, chex.Array]]:
+    values: Array, values_old: Array, returns: Array, mask: Array, clip: Numeric = 0.5
+) -> tuple[Array, dict[str, Array]]:
     """Clipped value loss beside PPO (arXiv:1707.06347; its clip is from the authors' code).
 
     l = max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2.

@@ -11,6 +11,7 @@ tokens that are not valid (a tool's reply).
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
 
@@ -21,12 +22,8 @@ def _before(x_bt, fill):
 
 
 def prefix_minpro(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = jnp.inf,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, cap: Numeric = jnp.inf
+) -> Array:
     """MinPRO, w_t = min(rho_t min_{s < t} rho_s, cap) (arXiv:2601.22718).
 
     The smallest ratio of the tokens before t stands in for their product; it is 1 where there are
@@ -52,14 +49,9 @@ def prefix_minpro(
 
 
 def prefix_ctpo(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    ctpo_low: chex.Numeric = 0.025,
-    ctpo_high: chex.Numeric = 0.05,
-    ctpo_power: chex.Numeric = 0.5,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    ctpo_low: Numeric = 0.025, ctpo_high: Numeric = 0.05, ctpo_power: Numeric = 0.5,
+) -> Array:
     """CTPO's prefix product, log w_t = clip(sum_{s <= t} log rho_s, -low t^p, high t^p).
 
     arXiv:2605.07331. t counts the valid tokens from 1, so for p = 1/2 the band widens like the
@@ -83,7 +75,7 @@ def prefix_ctpo(
     return ratios.zero_padding(ratios.bounded_exp(log_w_bt), mask)
 
 
-def turn_ids(turn: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def turn_ids(turn: Array, mask: Array, seg: Array | None = None) -> Array:
     """Numbers the turns of each row from 1 in order of appearance, [B, T] int32; 0 at padding.
 
     A turn begins at a valid token that differs in turn or seg from the valid token before it. The
@@ -116,13 +108,8 @@ def _turn_weight(log_w_bs, mask, ids_bt, cap):
 
 
 def turn_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, turn: Array, cap: Numeric = 2.0
+) -> Array:
     """Truncated product within a turn, w = min(prod_{t in turn} rho_t, cap), on the turn's tokens.
 
     The unit of correction is one action of a multi-turn agent (arXiv:2511.20718, taken from
@@ -143,13 +130,8 @@ def turn_tis(
 
 
 def turn_geo(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, turn: Array, cap: Numeric = 2.0
+) -> Array:
     """Truncated geometric mean within a turn, w = min(exp(mean_{t in turn} log rho_t), cap).
 
     The turn ratio of arXiv:2511.20718 as most secondary notes give it. One turn in all is

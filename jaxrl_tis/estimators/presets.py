@@ -39,6 +39,8 @@ def _centered(weight: str) -> dict[str, str]:
     return _bypass("reinforce", weight) | {"centering": "top(32)"}
 
 
+NORMAL, TIS_2 = _ppo("none"), _ppo("token_tis(cap=2.0)")
+
 PRESETS = {
     "decoupled_token_is": _decoupled("token_tis"),
     "decoupled_seq_is": _decoupled("seq_tis"),
@@ -60,10 +62,10 @@ PRESETS = {
     "bypass_pg_geo_rs_token_tis": _bypass("reinforce", "token_tis", GEO_BAND),
     "disabled": _decoupled("none"),
     # The blog post's comparison.
-    "normal": _ppo("none"),
+    "normal": NORMAL,
     "ppo_is": _ppo("none", mode="bypass"),
     "vanilla_is": _ppo("token_vanilla"),
-    "tis_2": _ppo("token_tis(cap=2.0)"),
+    "tis_2": TIS_2,
     "tis_8": _ppo("token_tis(cap=8.0)"),
     # Centred scores (arXiv:2609.20807), alone and with a weight.
     "centered": _centered("none"),
@@ -71,9 +73,9 @@ PRESETS = {
     # FlashREINFORCE (Hu et al. 2026); its advantage and aggregation are fields of their own.
     "flash_reinforce": _bypass("reinforce", "token_vanilla", "seq_mean_binary_kl(upper=0.003)"),
     # By system: what samples, and how far behind the learner.
-    "same_engine": _ppo("none"),
-    "colocated": _ppo("token_tis(cap=2.0)"),
-    "disaggregated": _ppo("token_tis(cap=2.0)"),
+    "same_engine": NORMAL,
+    "colocated": TIS_2,
+    "disaggregated": TIS_2,
     "async": _asynchronous(),
     "moe": _ppo(ICEPOP),
     "async_moe": _asynchronous() | {"masks": "veto & seq_mean_k3(upper=0.01)"},

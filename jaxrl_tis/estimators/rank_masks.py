@@ -16,6 +16,7 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric, PRNGKey
 
 from jaxrl_tis.estimators import ratios
 
@@ -29,20 +30,20 @@ def _sign_bit(bits):
     return jnp.array(1, bits.dtype) << (8 * bits.dtype.itemsize - 1)
 
 
-def sortable(x: chex.Array) -> chex.Array:
+def sortable(x: Array) -> Array:
     """Unsigned integers as wide as the floats x, in the same order."""
     x = jnp.where(x == 0.0, 0.0, x)  # -0 is 0
     bits = jax.lax.bitcast_convert_type(x, _unsigned(x))
     return jnp.where(bits >= _sign_bit(bits), ~bits, bits | _sign_bit(bits))
 
 
-def from_sortable(key: chex.Array, dtype: jnp.dtype) -> chex.Array:
+def from_sortable(key: Array, dtype: jnp.dtype) -> Array:
     """The floats whose `sortable` is key."""
     bits = jnp.where(key >= _sign_bit(key), key ^ _sign_bit(key), ~key)
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
-def _largest(is_low: Callable[[chex.Array], chex.Array], dtype: jnp.dtype) -> chex.Array:
+def _largest(is_low: Callable[[Array], Array], dtype: jnp.dtype) -> Array:
     """The largest unsigned integer with is_low, which holds up to some integer and not beyond."""
     num_bits = 8 * jnp.dtype(dtype).itemsize
 
@@ -82,12 +83,8 @@ def _share(fraction, x, mask):
 
 
 def m2po(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    m2po_threshold: chex.Numeric = 0.04,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, m2po_threshold: Numeric = 0.04
+) -> Array:
     """M2PO that drops tokens (arXiv:2510.01161 as AReaL has it): mean(log_ratio^2) < threshold.
 
     Tokens are dropped from the largest |log_ratio| down until the mean square of the rest is below
@@ -121,14 +118,9 @@ def m2po(
 
 
 def m2po_bounds(
-    log_ratio: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    *,
-    m2po_threshold: chex.Numeric = 0.04,
-    m2po_low: chex.Numeric = 0.3,
-    m2po_high: chex.Numeric = 0.5,
-) -> tuple[chex.Array, chex.Array]:
+    log_ratio: Array, adv: Array, mask: Array, *,
+    m2po_threshold: Numeric = 0.04, m2po_low: Numeric = 0.3, m2po_high: Numeric = 0.5,
+) -> tuple[Array, Array]:
     """M2PO that clips (arXiv:2510.01161, the authors' code): clip_low and clip_high for a batch.
 
     Only tokens that PPO's clip can reach count: A > 0 with a ratio above 1, or A < 0 below 1. If
@@ -165,7 +157,7 @@ def m2po_bounds(
     return jnp.maximum(-jnp.expm1(-tau), m2po_low), jnp.maximum(jnp.expm1(tau), m2po_high)
 
 
-def covariance(logp: chex.Array, adv: chex.Array, mask: chex.Array) -> chex.Array:
+def covariance(logp: Array, adv: Array, mask: Array) -> Array:
     """(A - mean A) (log pi - mean log pi) of each token, [B, T]; means over the valid tokens.
 
     arXiv:2505.22617: the larger its mean over the batch, the faster the entropy falls.
@@ -187,20 +179,11 @@ def covariance(logp: chex.Array, adv: chex.Array, mask: chex.Array) -> chex.Arra
 
 
 def clip_cov(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    key: chex.PRNGKey,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    clip_cov_ratio: chex.Numeric = 2e-4,
-    clip_cov_lower: chex.Numeric = 1.0,
-    clip_cov_upper: chex.Numeric = 5.0,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp: Array, logp_old: Array, adv: Array, key: PRNGKey, clip_low: Numeric = 0.2,
+    clip_high: Numeric = 0.2, clip_cov_ratio: Numeric = 2e-4, clip_cov_lower: Numeric = 1.0,
+    clip_cov_upper: Numeric = 5.0,
+) -> Array:
     """Clip-cov (arXiv:2505.22617): all tokens but a few of high covariance, drawn at random.
 
     Candidates have lower < cov < upper (see `covariance`) and are not clipped by PPO already. Of
@@ -238,13 +221,7 @@ def clip_cov(
     return is_valid_bt & ~_smallest(draw_bt, is_candidate_bt, _share(clip_cov_ratio, cov_bt, mask))
 
 
-def kl_cov(
-    logp: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    *,
-    kl_cov_ratio: chex.Numeric = 2e-3,
-) -> chex.Array:
+def kl_cov(logp: Array, adv: Array, mask: Array, *, kl_cov_ratio: Numeric = 2e-3) -> Array:
     """KL-cov (arXiv:2505.22617): True at the tokens of highest covariance, which get the penalty.
 
     Their loss is -r A + coeff |logp - logp_old| (with subgradient 0 at r = 1), that of the others
@@ -265,13 +242,9 @@ def kl_cov(
 
 
 def top_entropy(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    entropy: chex.Array,
-    top_entropy_fraction: chex.Numeric = 0.2,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    entropy: Array, top_entropy_fraction: Numeric = 0.2,
+) -> Array:
     """Tokens of highest entropy in the batch: the forks of a reasoning path (arXiv:2506.01939).
 
     The paper takes policy gradients of these tokens only. Known from its abstract alone: whether

@@ -17,67 +17,68 @@ from collections.abc import Iterable
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.kernels import segment, segment_reference
 from jaxrl_tis.kernels.segment import LOG_BOUND, RatioStats, Segments
 
 
-def as_float(x: chex.Array) -> chex.Array:
+def as_float(x: Array) -> Array:
     """x in its compute dtype, promote_types(x, float32)."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def as_bool(mask: chex.Array) -> chex.Array:
+def as_bool(mask: Array) -> Array:
     """The mask as booleans; any non-zero entry is valid."""
     return jnp.asarray(mask) != 0
 
 
-def zero_padding(x: chex.Array, mask: chex.Array) -> chex.Array:
+def zero_padding(x: Array, mask: Array) -> Array:
     """x in its compute dtype with 0 outside the mask, whatever was there."""
     return jnp.where(as_bool(mask), as_float(x), 0.0)
 
 
-def safe_divide(numerator: chex.Array, denominator: chex.Numeric) -> chex.Array:
+def safe_divide(numerator: Array, denominator: Numeric) -> Array:
     """numerator / denominator in the numerator's dtype; 0 where the denominator is not positive."""
     denominator = jnp.asarray(denominator, numerator.dtype)
     is_positive = denominator > 0
     return jnp.where(is_positive, numerator / jnp.where(is_positive, denominator, 1.0), 0.0)
 
 
-def masked_count(x: chex.Array, mask: chex.Array, axis: int | None = None) -> chex.Array:
+def masked_count(x: Array, mask: Array, axis: int | None = None) -> Array:
     """Number of valid entries along axis, in the compute dtype of x."""
     return jnp.sum(as_bool(mask), axis=axis, dtype=as_float(x).dtype)
 
 
-def masked_sum(x: chex.Array, mask: chex.Array, axis: int | None = None) -> chex.Array:
+def masked_sum(x: Array, mask: Array, axis: int | None = None) -> Array:
     """Sum over the valid entries; 0 for an empty mask."""
     return jnp.sum(zero_padding(x, mask), axis=axis)
 
 
-def masked_mean(x: chex.Array, mask: chex.Array, axis: int | None = None) -> chex.Array:
+def masked_mean(x: Array, mask: Array, axis: int | None = None) -> Array:
     """Mean over the valid entries; 0 for an empty mask."""
     return safe_divide(masked_sum(x, mask, axis), masked_count(x, mask, axis))
 
 
-def masked_std(x: chex.Array, mask: chex.Array, ddof: int = 0) -> chex.Array:
+def masked_std(x: Array, mask: Array, ddof: int = 0) -> Array:
     """Standard deviation over all valid entries; 0 with `ddof` entries or fewer."""
     squares = jnp.square(as_float(x) - masked_mean(x, mask))
     return jnp.sqrt(safe_divide(masked_sum(squares, mask), masked_count(x, mask) - ddof))
 
 
-def masked_max(x: chex.Array, mask: chex.Array) -> chex.Array:
+def masked_max(x: Array, mask: Array) -> Array:
     """Largest valid entry; 0 for an empty mask."""
     mask = as_bool(mask)
     return jnp.where(jnp.any(mask), jnp.max(jnp.where(mask, as_float(x), -jnp.inf)), 0.0)
 
 
-def masked_min(x: chex.Array, mask: chex.Array) -> chex.Array:
+def masked_min(x: Array, mask: Array) -> Array:
     """Smallest valid entry; 0 for an empty mask."""
     return -masked_max(-as_float(x), mask)
 
 
-def clamp(x: chex.Array, low: chex.Numeric, high: chex.Numeric) -> chex.Array:
+def clamp(x: Array, low: Numeric, high: Numeric) -> Array:
     """min(max(x, low), high) with gradient 1 on the closed interval and 0 outside.
 
     At an exact bound `jnp.clip` has gradient 0.5 and `lax.clamp` 0; PyTorch's clamp has 1, and a
@@ -87,12 +88,12 @@ def clamp(x: chex.Array, low: chex.Numeric, high: chex.Numeric) -> chex.Array:
     return jnp.where(is_inside, x, jax.lax.stop_gradient(jnp.clip(x, low, high)))
 
 
-def bounded_exp(x: chex.Array) -> chex.Array:
+def bounded_exp(x: Array) -> Array:
     """exp(clamp(x, +-20)): a ratio from a log-ratio; no gradient outside the bounds."""
     return jnp.exp(clamp(x, -LOG_BOUND, LOG_BOUND))
 
 
-def log_bound(x: chex.Numeric) -> chex.Numeric:
+def log_bound(x: Numeric) -> Numeric:
     """log; of a Python number in double precision.
 
     Bounds of a ratio are compared with its logarithm, which is what a batch holds: exp would round
@@ -101,7 +102,7 @@ def log_bound(x: chex.Numeric) -> chex.Numeric:
     return math.log(x) if isinstance(x, (int, float)) and x > 0 else jnp.log(x)
 
 
-def is_inside(log_ratio: chex.Array, lower: chex.Numeric, upper: chex.Numeric) -> chex.Array:
+def is_inside(log_ratio: Array, lower: Numeric, upper: Numeric) -> Array:
     """Whether lower <= exp(log_ratio) <= upper, both inclusive; compared as logarithms."""
     return (log_ratio >= log_bound(lower)) & (log_ratio <= log_bound(upper))
 
@@ -112,7 +113,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         raise ValueError(f"Unknown {name} {value!r}; choose {' or '.join(choices)}.")
 
 
-def safe_log_ratio(logp: chex.Array, logp_base: chex.Array, mask: chex.Array) -> chex.Array:
+def safe_log_ratio(logp: Array, logp_base: Array, mask: Array) -> Array:
     """logp - logp_base on valid tokens and 0 on padding, so that exp() of it is always safe.
 
     Args:
@@ -127,21 +128,21 @@ def safe_log_ratio(logp: chex.Array, logp_base: chex.Array, mask: chex.Array) ->
     return zero_padding(logp, mask) - zero_padding(logp_base, mask)
 
 
-def detached_log_ratio(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
+def detached_log_ratio(log_ratio: Array, mask: Array) -> Array:
     """clamp(log_ratio, +-20) token by token, 0 at padding, without gradient; [B, T] each."""
     chex.assert_rank([log_ratio, mask], 2)
     chex.assert_equal_shape([log_ratio, mask])
     return jax.lax.stop_gradient(clamp(zero_padding(log_ratio, mask), -LOG_BOUND, LOG_BOUND))
 
 
-def segment_ids(seg: chex.Array | Segments | None, mask: chex.Array) -> chex.Array:
+def segment_ids(seg: Array | Segments | None, mask: Array) -> Array:
     """The sequence ids [B, T], however they are given; 1 everywhere without seg."""
     if seg is None:
         return jnp.ones(mask.shape, jnp.int32)
     return seg.ids if isinstance(seg, Segments) else seg
 
 
-def segments(seg: chex.Array | Segments | None, mask: chex.Array) -> Segments:
+def segments(seg: Array | Segments | None, mask: Array) -> Segments:
     """seg with the padding of the mask; a row of T tokens holds at most T sequences."""
     if seg is None:
         return Segments(as_bool(mask).astype(jnp.int32), 1)
@@ -157,22 +158,22 @@ def _reduce(op, x, mask, seg):
     return segment.segment_reduce(as_float(x), here.ids, here.num_segments, op, rows=here.rows)
 
 
-def sequence_sum(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def sequence_sum(x: Array, mask: Array, seg: Array | None = None) -> Array:
     """Sum of x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
     return _reduce("sum", x, mask, seg)
 
 
-def sequence_count(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def sequence_count(x: Array, mask: Array, seg: Array | None = None) -> Array:
     """Number of valid tokens of each sequence, [B, S], in the compute dtype of x."""
     return _reduce("count", x, mask, seg)
 
 
-def sequence_mean(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def sequence_mean(x: Array, mask: Array, seg: Array | None = None) -> Array:
     """Mean of x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
     return safe_divide(sequence_sum(x, mask, seg), sequence_count(x, mask, seg))
 
 
-def to_tokens(x_bs: chex.Array, seg: chex.Array | None, num_tokens: int) -> chex.Array:
+def to_tokens(x_bs: Array, seg: Array | None, num_tokens: int) -> Array:
     """Each sequence's value on its tokens, [B, S] -> [B, num_tokens]; 0 at padding of packed
     rows."""
     if seg is None:
@@ -181,14 +182,12 @@ def to_tokens(x_bs: chex.Array, seg: chex.Array | None, num_tokens: int) -> chex
     return segment.segment_broadcast(x_bs, segment_ids(seg, x_bs), rows=rows)
 
 
-def sequence_max(x: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def sequence_max(x: Array, mask: Array, seg: Array | None = None) -> Array:
     """Largest x over the valid tokens of each sequence, [B, S]; 0 for a sequence without any."""
     return _reduce("max", x, mask, seg)
 
 
-def log_ratio_stats(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> RatioStats:
+def log_ratio_stats(log_ratio: Array, mask: Array, seg: Array | None = None) -> RatioStats:
     """Per-sequence statistics [B, S] of a log-ratio [B, T], without gradient.
 
     Weights, masks and metrics that ask for any of them make the same call, which a compiled program
@@ -201,7 +200,7 @@ def log_ratio_stats(
 
 
 def ratio_stats(
-    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None
+    logp_old: Array, logp_behav: Array, mask: Array, seg: Array | None = None
 ) -> RatioStats:
     """`log_ratio_stats` of logp_old - logp_behav, and the statistics of the probabilities."""
     here = segments(seg, mask)
@@ -210,15 +209,13 @@ def ratio_stats(
     )
 
 
-def segment_starts(x: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def segment_starts(x: Array, seg: Array | None = None) -> Array:
     """True at the first position of every sequence of x [B, T]: column 0, and where seg changes."""
     ids_bt = segment_ids(seg, x)
     return jnp.pad(ids_bt[:, 1:] != ids_bt[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
-def running(
-    op: str, x: chex.Array | tuple, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array | tuple:
+def running(op: str, x: Array | tuple, mask: Array, seg: Array | None = None) -> Array | tuple:
     """`segment.segment_scan` over the positions of each sequence, contiguous in packed rows.
 
     The caller puts the operation's neutral element where nothing counts.
@@ -229,15 +226,13 @@ def running(
     return segment_reference.scan(x, is_start_bt, op)
 
 
-def prefix_sums(
-    x: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> tuple[chex.Array, chex.Array]:
+def prefix_sums(x: Array, mask: Array, seg: Array | None = None) -> tuple[Array, Array]:
     """Sum of x over the valid tokens of the sequence up to t, and their number, [B, T] each."""
     x_bt = zero_padding(x, mask)
     return running("sum", (x_bt, as_bool(mask).astype(x_bt.dtype)), mask, seg)
 
 
-def effective_sample_size(w: chex.Array, mask: chex.Array) -> chex.Array:
+def effective_sample_size(w: Array, mask: Array) -> Array:
     """mean(w)^2 / mean(w^2) over the valid entries, in (0, 1]; 0 if they are all 0 or none is
     valid."""
     largest = masked_max(w, mask)

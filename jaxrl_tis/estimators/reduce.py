@@ -8,6 +8,7 @@ hand.
 
 import chex
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
 
@@ -20,9 +21,7 @@ MODES = (
 )
 
 
-def denominator(
-    mode: str, num_tokens: chex.Numeric, num_seqs: chex.Numeric
-) -> chex.Numeric:
+def denominator(mode: str, num_tokens: Numeric, num_seqs: Numeric) -> Numeric:
     """Returns the count of the full batch that a mode divides the sum over all tokens by."""
     if mode == "token-sum":
         return 1.0
@@ -30,15 +29,10 @@ def denominator(
 
 
 def aggregate(
-    loss_bt: chex.Array,
-    mask: chex.Array,
-    mode: str,
-    *,
-    num_tokens: chex.Numeric | None = None,
-    num_seqs: chex.Numeric | None = None,
-    seg: chex.Array | None = None,
-    scale: chex.Numeric | None = None,
-) -> chex.Array:
+    loss_bt: Array, mask: Array, mode: str, *,
+    num_tokens: Numeric | None = None, num_seqs: Numeric | None = None, seg: Array | None = None,
+    scale: Numeric | None = None,
+) -> Array:
     """Reduces a loss per token to a scalar under one of verl's five modes.
 
       token-mean               sum_bt l / num_tokens

@@ -7,11 +7,12 @@ reward function failed. Reductions over a group leave it out.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array
 
 from jaxrl_tis.estimators import ratios
 
 
-def sequence_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
+def sequence_rewards(rewards: Array, mask: Array) -> Array:
     """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]; NaN where it
     is unknown."""
     rewards = jnp.asarray(rewards)
@@ -22,7 +23,7 @@ def sequence_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
     return ratios.masked_sum(rewards, mask, axis=1)
 
 
-def token_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
+def token_rewards(rewards: Array, mask: Array) -> Array:
     """Rewards per token [B, T]; a reward per sequence [B] goes to the last valid token."""
     rewards = jnp.asarray(rewards)
     chex.assert_rank(rewards, {1, 2})
@@ -35,14 +36,14 @@ def token_rewards(rewards: chex.Array, mask: chex.Array) -> chex.Array:
     return jnp.where(position == last, ratios.as_float(rewards)[:, None], 0.0)
 
 
-def known(rewards: chex.Array, mask: chex.Array) -> tuple[chex.Array, chex.Array]:
+def known(rewards: Array, mask: Array) -> tuple[Array, Array]:
     """(rewards, mask [B, T]) with reward 0 and no valid token where a sequence's reward is NaN."""
     is_known_b = ~jnp.isnan(sequence_rewards(rewards, mask))
     is_known = is_known_b[:, None] if jnp.ndim(rewards) == 2 else is_known_b
     return jnp.where(is_known, rewards, 0), ratios.as_bool(mask) & is_known_b[:, None]
 
 
-def compared(scores_b: chex.Array, mask: chex.Array, group: chex.Array) -> chex.Array:
+def compared(scores_b: Array, mask: Array, group: Array) -> Array:
     """The mask [B, T] of the sequences that their group says something of.
 
     A sequence of unknown reward has no valid token. Neither has one that is the only known sequence
@@ -54,13 +55,13 @@ def compared(scores_b: chex.Array, mask: chex.Array, group: chex.Array) -> chex.
     return ratios.as_bool(mask) & is_compared_b[:, None]
 
 
-def rewards_to_go(rewards: chex.Array, mask: chex.Array) -> chex.Array:
+def rewards_to_go(rewards: Array, mask: Array) -> Array:
     """Undiscounted sum of the rewards at this valid token and after it, [B, T], 0 at padding."""
     returns_bt = jax.lax.cumsum(token_rewards(rewards, mask), axis=1, reverse=True)
     return ratios.zero_padding(returns_bt, mask)
 
 
-def group_ids(group: chex.Array) -> chex.Array:
+def group_ids(group: Array) -> Array:
     """[B] the first row of each row's group; `group` may hold any integers."""
     group = jnp.asarray(group)
     chex.assert_rank(group, 1)
@@ -69,19 +70,17 @@ def group_ids(group: chex.Array) -> chex.Array:
     return jnp.min(jnp.where(is_same_bb, jnp.arange(size)[None, :], size), axis=1)
 
 
-def group_sum(x: chex.Array, ids: chex.Array) -> chex.Array:
+def group_sum(x: Array, ids: Array) -> Array:
     """Sum of x [B, ...] over the rows of each row's group, on each of them; ids of `group_ids`."""
     return jax.ops.segment_sum(x, ids, num_segments=ids.shape[0])[ids]
 
 
-def group_max(x: chex.Array, ids: chex.Array) -> chex.Array:
+def group_max(x: Array, ids: Array) -> Array:
     """Largest x [B, ...] among the rows of each row's group, on each of them."""
     return jax.ops.segment_max(x, ids, num_segments=ids.shape[0])[ids]
 
 
-def group_moments(
-    scores_b: chex.Array, group: chex.Array
-) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
+def group_moments(scores_b: Array, group: Array) -> tuple[Array, Array, Array, Array]:
     """Of the known rewards of each row's group, [B] each: number, mean, std (ddof 1, 0 if alone),
     whether all are equal."""
     chex.assert_equal_shape([scores_b, group])
@@ -95,7 +94,7 @@ def group_moments(
     return count, mean, jnp.sqrt(variance), highest == -lowest
 
 
-def on_tokens(adv_b: chex.Array, mask: chex.Array) -> chex.Array:
+def on_tokens(adv_b: Array, mask: Array) -> Array:
     """One advantage per sequence, on each of its valid tokens, without gradient."""
     adv_bt = jnp.broadcast_to(adv_b[:, None], mask.shape)
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))

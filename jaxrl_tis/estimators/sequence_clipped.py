@@ -1,5 +1,5 @@
-"""Clipped surrogates whose ratio belongs to more than one token: a sequence, a turn, the tokens of
-one entropy level, a prefix.
+"""Clipped surrogates whose ratio belongs to more than one token: a sequence, the tokens of one
+entropy level, a prefix; those of a turn are in `turn_clipped`.
 
 What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
 l = logp - logp_old. Means run over valid tokens. The log of a ratio is bounded by 10 from above, as
@@ -10,17 +10,14 @@ have one per sequence, the same on all of its tokens.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import prefix_weights
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import clipped, ratios
 
 LOG_RATIO_BOUND = 10.0  # verl's bound on the log of a sequence ratio
 
 
-def high_entropy(
-    entropy: chex.Array, mask: chex.Array, seg: chex.Array | None, share: chex.Numeric
-) -> chex.Array:
+def high_entropy(entropy: Array, mask: Array, seg: Array | None, share: Numeric) -> Array:
     """The round(share n) tokens of highest entropy of each sequence of n valid tokens, [B, T] bool.
 
     Ties go to the earlier token. No gradient.
@@ -43,11 +40,12 @@ def high_entropy(
     return is_valid_bt & (rank_bt < count_bt)
 
 
-def _bounded_ratio(log_ratio_bt):
+def bounded_ratio(log_ratio_bt: Array) -> Array:
+    """exp(log_ratio), at most exp(10) and without gradient beyond."""
     return jnp.exp(ratios.clamp(log_ratio_bt, -jnp.inf, LOG_RATIO_BOUND))
 
 
-def _mean_on_tokens(x_bt, mask, seg):
+def mean_on_tokens(x_bt: Array, mask: Array, seg: Array | None) -> Array:
     """The mean of x over the valid tokens of each token's sequence, [B, T]."""
     return ratios.to_tokens(ratios.sequence_mean(x_bt, mask, seg), seg, x_bt.shape[1])
 
@@ -63,14 +61,8 @@ def _local(log_ratio_bt):
 
 
 def seq_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> clipped.Loss:
     """PPO-clip (arXiv:1707.06347) with the whole response as one action, l = max(-R A, -clip(R, 1 -
     clip_low, 1 + clip_high) A) with R = prod_t r_t, on each of its tokens.
@@ -91,20 +83,14 @@ def seq_ppo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
-    ratio_bt = _bounded_ratio(_sum_on_tokens(log_ratio_bt, mask, seg))
+    ratio_bt = bounded_ratio(_sum_on_tokens(log_ratio_bt, mask, seg))
     loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
     return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gspo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 3e-4,
-    clip_high: chex.Numeric = 4e-4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
 ) -> clipped.Loss:
     """GSPO (arXiv:2507.18071), l = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A) with s =
     exp(mean_t l_t).
@@ -125,20 +111,14 @@ def gspo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
-    ratio_bt = _bounded_ratio(_mean_on_tokens(log_ratio_bt, mask, seg))
+    ratio_bt = bounded_ratio(mean_on_tokens(log_ratio_bt, mask, seg))
     loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
     return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gspo_token(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 3e-4,
-    clip_high: chex.Numeric = 4e-4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
 ) -> clipped.Loss:
     """GSPO-token (arXiv:2507.18071): `gspo` with s_t = sg(s) pi_t / sg(pi_t).
 
@@ -156,22 +136,15 @@ def gspo_token(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
-    mean_bt = jax.lax.stop_gradient(_mean_on_tokens(log_ratio_bt, mask, seg))
-    ratio_bt = _bounded_ratio(mean_bt + _local(log_ratio_bt))
+    mean_bt = jax.lax.stop_gradient(mean_on_tokens(log_ratio_bt, mask, seg))
+    ratio_bt = bounded_ratio(mean_bt + _local(log_ratio_bt))
     loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
     return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gmpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    weights: chex.Array | None = None,
-    clip_low: chex.Numeric = 0.4,
-    clip_high: chex.Numeric = 0.4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    weights: Array | None = None, clip_low: Numeric = 0.4, clip_high: Numeric = 0.4,
 ) -> clipped.Loss:
     """GMPO (arXiv:2507.20673), l = -mean(A) exp(mean_t c_t) with c_t = sgn(A) min(sgn(A) l_t,
     sgn(A) clip(l_t, -clip_low, clip_high)).
@@ -196,27 +169,20 @@ def gmpo(
     sign_bt = jnp.sign(adv_bt)
     banded_bt = ratios.clamp(log_ratio_bt, -clip_low, clip_high)
     worst_bt = sign_bt * jnp.minimum(sign_bt * log_ratio_bt, sign_bt * banded_bt)
-    ratio_bt = ratios.bounded_exp(_mean_on_tokens(worst_bt, mask, seg))
+    ratio_bt = ratios.bounded_exp(mean_on_tokens(worst_bt, mask, seg))
     is_outside_bt = log_ratio_bt != banded_bt
     metrics = clipped.clip_metrics(log_ratio_bt, is_outside_bt & (adv_bt > 0), mask)
     lower = ratios.masked_mean(is_outside_bt & (adv_bt < 0), mask)
     if weights is not None:
         log_w_bt = jnp.log(ratios.zero_padding(jax.lax.stop_gradient(weights), mask) + 1e-10)
-        ratio_bt = ratio_bt * jnp.exp(_mean_on_tokens(log_w_bt, mask, seg))
-    loss_bt = ratios.zero_padding(-_mean_on_tokens(adv_bt, mask, seg) * ratio_bt, mask)
+        ratio_bt = ratio_bt * jnp.exp(mean_on_tokens(log_w_bt, mask, seg))
+    loss_bt = ratios.zero_padding(-mean_on_tokens(adv_bt, mask, seg) * ratio_bt, mask)
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": lower}
 
 
 def tbpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    clip_low: chex.Numeric = 3e-4,
-    clip_high: chex.Numeric = 4e-4,
-    tbpo_high: chex.Numeric = 7e-4,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4, tbpo_high: Numeric = 7e-4,
 ) -> clipped.Loss:
     """TBPO (QaRL, arXiv:2604.07853): GSPO for A > 0, and l = -clip(s, 1 - clip_low, 1 + tbpo_high)
     A for A < 0.
@@ -238,7 +204,7 @@ def tbpo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens without gradient.
     """
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
-    ratio_bt = _bounded_ratio(_mean_on_tokens(log_ratio_bt, mask, seg))
+    ratio_bt = bounded_ratio(mean_on_tokens(log_ratio_bt, mask, seg))
     good_bt = ratios.clamp(ratio_bt, 0.0, 1.0 + clip_high)
     bad_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + tbpo_high)
     banded_bt = jnp.where(adv_bt < 0, bad_bt, good_bt)
@@ -246,139 +212,9 @@ def tbpo(
     return -banded_bt * adv_bt, metrics
 
 
-def _turn_surrogate(logp, logp_old, adv, mask, seg, turn, clip_low, clip_high):
-    """(loss, whether clipped, turn ratio, advantage, log-ratio), [B, T] each."""
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
-    ids_bt = prefix_weights.turn_ids(turn, mask, seg)
-    ratio_bt = _bounded_ratio(_mean_on_tokens(log_ratio_bt, mask, ids_bt))
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
-    return loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt
-
-
-def turn_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-) -> clipped.Loss:
-    """Turn-PPO (arXiv:2511.20718), l_t = max(-w A_t, -clip(w, 1 - clip_low, 1 + clip_high) A_t)
-    with w = exp(mean of l over the token's turn).
-
-    One turn is the ratio of `gspo`, a turn per token is PPO. Aggregation: seq-mean-token-mean, with
-    advantages from a critic (GAE). Taken from notes on the paper, which agree on the geometric mean
-    but for one (an arithmetic mean).
-
-    Unit: turn. Trust region: exp(mean of log r in the turn) within [1 - clip_low, 1 + clip_high],
-    on the side that A pushes to. Gradient: through that ratio to all tokens of the turn; 0 where
-    clipped. Use: agents of several turns, each clipped as one action; the mean of a long turn is
-    near 1, where a band of 0.2 hardly acts.
-
-    Args:
-      turn: [B, T] int, the turn of each token, counted from 0.
-      clip_low: width of the band below 1; 0.2 as in the paper.
-      clip_high: width of the band above 1; 0.2 as in the paper.
-
-    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
-    """
-    loss_bt, is_clipped_bt, _, _, log_ratio_bt = _turn_surrogate(
-        logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
-    )
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
-
-
-def turn_clipping_bias(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-) -> chex.Array:
-    """-1[clipped] sg(w) A log pi [B, T]: what `turn_ppo` leaves out by clipping.
-
-    Its gradient under seq-mean-token-mean is minus the clipping bias C of arXiv:2511.20718; the
-    norm of that gradient is `st_ppo_norm`. Arguments as `turn_ppo`.
-    """
-    _, is_clipped_bt, ratio_bt, adv_bt, _ = _turn_surrogate(
-        logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
-    )
-    weight_bt = jax.lax.stop_gradient(jnp.where(is_clipped_bt, ratio_bt, 0.0))
-    return -weight_bt * adv_bt * ratios.zero_padding(logp, mask)
-
-
-def st_ppo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    turn: chex.Array,
-    st_ppo_norm: chex.Numeric,
-    clip_low: chex.Numeric = 0.2,
-    clip_high: chex.Numeric = 0.2,
-    form: str = "paper",
-) -> clipped.Loss:
-    """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
-
-    C is the gradient of `turn_clipping_bias`, 0 where nothing is clipped; the caller measures its
-    norm over the whole minibatch. The scale changes no direction. With a turn per token it is
-    S-PPO. The normaliser was not read in the paper and notes on it contradict each other, so it is
-    required. A survey has another stabiliser: where a turn is clipped, its weights are normalised
-    anew within it (form="survey").
-
-    Unit: turn. Trust region: that of `turn_ppo`; the step is divided by max(1, |C|), C the gradient
-    that clipping leaves out. Gradient: that of `turn_ppo`, scaled, C detached; in the survey's form
-    through r on a clipped turn's tokens. Use: `turn_ppo` where clipping makes it unstable; C costs
-    a second backward pass, and its form is not confirmed by the paper.
-
-    Args:
-      turn: [B, T] int, the turn of each token, counted from 0.
-      st_ppo_norm: scalar, the L2 norm of C over the parameters.
-      clip_low: width of the band below 1; 0.2 as in the paper.
-      clip_high: width of the band above 1; 0.2 as in the paper.
-      form: "paper", or "survey": nothing is divided by |C|, which is not used. The token of a
-        clipped turn has l = -b r_t / sg(mean of r in the turn) A, b the end of the band: its
-        weights average b, and no token loses its gradient. The survey says so in words; the formula
-        is ours.
-
-    Returns loss_bt and the metrics of `turn_ppo`.
-    """
-    ratios.check_choice("form", form, ("paper", "survey"))
-    loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt = _turn_surrogate(
-        logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
-    )
-    metrics = clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
-    if form == "paper":
-        divisor = jax.lax.stop_gradient(jnp.maximum(jnp.asarray(st_ppo_norm, loss_bt.dtype), 1.0))
-        return loss_bt / divisor, metrics
-    own_bt = ratios.bounded_exp(log_ratio_bt)
-    mean_bt = _mean_on_tokens(own_bt, mask, prefix_weights.turn_ids(turn, mask, seg))
-    bound_bt = jnp.clip(ratio_bt, 1.0 - clip_low, 1.0 + clip_high)
-    mean_bt, bound_bt = jax.lax.stop_gradient((mean_bt, bound_bt))
-    renormalised_bt = -adv_bt * bound_bt * ratios.safe_divide(own_bt, mean_bt)
-    return jnp.where(is_clipped_bt, renormalised_bt, loss_bt), metrics
-
-
 def espo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    entropy: chex.Array,
-    vocab_size: int,
-    espo_alpha: chex.Numeric = 0.02,
-    espo_top: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    entropy: Array, vocab_size: int, espo_alpha: Numeric = 0.02, espo_top: Numeric = 0.2,
     espo_uses_old: bool = False,
 ) -> clipped.Loss:
     """ESPO (arXiv:2512.00499): GSPO-token on two groups per response, the tokens of highest entropy
@@ -415,7 +251,7 @@ def espo(
         return ratios.to_tokens(counts_bs, seg, mask.shape[1])
 
     def group_mean(x_bt):
-        high_bt, low_bt = (_mean_on_tokens(x_bt, of, seg) for of in (is_high_bt, is_low_bt))
+        high_bt, low_bt = (mean_on_tokens(x_bt, of, seg) for of in (is_high_bt, is_low_bt))
         return jax.lax.stop_gradient(jnp.where(is_high_bt, high_bt, low_bt))
 
     num_high_bt, num_low_bt = count(is_high_bt), count(is_low_bt)
@@ -423,22 +259,15 @@ def espo(
     size_bt = num_groups_bt * jnp.where(is_high_bt, num_high_bt, num_low_bt)
     width_bt = espo_alpha / jnp.log(vocab_size) * group_mean(ratios.zero_padding(entropy, mask))
     own_bt = log_ratio_bt if espo_uses_old else _local(log_ratio_bt)
-    ratio_bt = _bounded_ratio(group_mean(log_ratio_bt) + own_bt)
+    ratio_bt = bounded_ratio(group_mean(log_ratio_bt) + own_bt)
     loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
     loss_bt = loss_bt * ratios.safe_divide(num_high_bt + num_low_bt, size_bt)
     return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def ctpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    ctpo_low: chex.Numeric = 0.025,
-    ctpo_high: chex.Numeric = 0.05,
-    ctpo_power: chex.Numeric = 0.5,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    ctpo_low: Numeric = 0.025, ctpo_high: Numeric = 0.05, ctpo_power: Numeric = 0.5,
     ctpo_geomean: bool = False,
 ) -> clipped.Loss:
     """CTPO (arXiv:2605.07331): PPO on the prefix ratio R_t = prod_{s <= t} r_s, clipped to
@@ -473,7 +302,7 @@ def ctpo(
         prefix_bt = prefix_bt / step_bt
     growth_bt = jnp.power(step_bt, ctpo_power)
     high_bt = jnp.exp(jnp.minimum(ctpo_high * growth_bt, LOG_RATIO_BOUND))  # no ratio is larger
-    ratio_bt = _bounded_ratio(prefix_bt + _local(log_ratio_bt))
+    ratio_bt = bounded_ratio(prefix_bt + _local(log_ratio_bt))
     loss_bt, is_clipped_bt = clipped.pessimistic(
         ratio_bt, adv_bt, jnp.exp(-ctpo_low * growth_bt), high_bt
     )
@@ -489,14 +318,10 @@ OBJECTIVES = {
     "gspo_token": gspo_token,
     "gmpo": gmpo,
     "tbpo": tbpo,
-    "turn_ppo": turn_ppo,
-    "st_ppo": st_ppo,
     "espo": espo,
     "ctpo": ctpo,
 }
 NEEDS = {
     "gmpo": ("weights",),
-    "turn_ppo": ("turn",),
-    "st_ppo": ("turn", "st_ppo_norm"),
     "espo": ("entropy",),
 }

@@ -10,6 +10,7 @@ actor/pg_clipfrac is 0, but for a survey's form of `r2vpo`.
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import clipped, controllers, ratios, returns
 from jaxrl_tis.kernels import segment_reference
@@ -26,14 +27,8 @@ def _drift(log_ratio_bt, mask):
 
 
 def sapo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    temperature_pos: chex.Numeric = 1.0,
-    temperature_neg: chex.Numeric = 1.05,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    temperature_pos: Numeric = 1.0, temperature_neg: Numeric = 1.05,
 ) -> clipped.Loss:
     """SAPO (arXiv:2511.20347), l = -(4 / tau) sigmoid(tau (r - 1)) A.
 
@@ -80,16 +75,9 @@ def _group_variance(x_bt, group, mask, seg):
 
 
 def r2vpo(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    r2vpo_lambda: chex.Numeric,
-    group: chex.Array | None = None,
-    form: str = "paper",
-    r2vpo_clip: chex.Numeric = 0.2,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    r2vpo_lambda: Numeric, group: Array | None = None, form: str = "paper",
+    r2vpo_clip: Numeric = 0.2,
 ) -> clipped.Loss:
     """R2VPO (arXiv:2601.03320), l = -(r A - r2vpo_lambda (r - 1)^2).
 
@@ -150,13 +138,8 @@ def _tilt_divergence(excess_b, count_b, ids, weight_b):
 
 
 def quatro_multiplier(
-    scores_b: chex.Array,
-    group_b: chex.Array,
-    is_valid_b: chex.Array,
-    *,
-    quatro_delta: float,
-    quatro_floor: float,
-) -> chex.Array:
+    scores_b: Array, group_b: Array, is_valid_b: Array, *, quatro_delta: float, quatro_floor: float
+) -> Array:
     """QUATRO's multiplier of a prompt (arXiv:2602.04620), argmin over lambda of lambda delta +
     lambda log mean_i exp(R_i / lambda).
 
@@ -203,15 +186,8 @@ def quatro_multiplier(
 
 
 def quatro(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    group: chex.Array,
-    quatro_delta: float,
-    quatro_floor: float,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    group: Array, quatro_delta: float, quatro_floor: float,
 ) -> clipped.Loss:
     """QUATRO (arXiv:2602.04620), l = -(r A - lambda_q (r log r - r)) with a multiplier per prompt.
 
@@ -252,14 +228,8 @@ def quatro(
 
 
 def oapl(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    logp_behav: chex.Array,
-    oapl_beta: float,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, oapl_beta: float,
 ) -> clipped.Loss:
     """OAPL (arXiv:2602.19362), l = (oapl_beta log(pi(y) / mu(y)) - A)^2 of a sequence, on each of
     its valid tokens.
@@ -292,12 +262,7 @@ def oapl(
 
 
 def dro(
-    logp: chex.Array,
-    logp_old: chex.Array,
-    adv: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     dro_beta: float,
 ) -> clipped.Loss:
     """DRO (arXiv:2405.19107; per token as in verl), l = -(A log pi - dro_beta / 2 (log r)^2).

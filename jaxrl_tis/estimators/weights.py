@@ -30,31 +30,30 @@ Every entry returns w [B, T]. `NEEDS` names what an entry takes by keyword besid
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Array, Numeric
 
-from jaxrl_tis.estimators import factor_weights
-from jaxrl_tis.estimators import prefix_weights
-from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators import entries, factor_weights, prefix_weights, ratios
 
 
-def raw_token(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def raw_token(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Untruncated token ratios exp(clamp(log_ratio, +-20)), 0 at padding, without gradient."""
     del seg
     return ratios.zero_padding(jnp.exp(ratios.detached_log_ratio(log_ratio, mask)), mask)
 
 
-def raw_seq(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def raw_seq(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Untruncated sequence ratios exp(clamp(sum_t log_ratio, +-20)) on every valid token."""
     return _on_tokens(sequence_log_ratio("seq", log_ratio, mask, seg), mask, seg)
 
 
-def raw_geo(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def raw_geo(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Untruncated geometric means exp(clamp(mean_t log_ratio, +-20)) on every valid token."""
     return _on_tokens(sequence_log_ratio("geo", log_ratio, mask, seg), mask, seg)
 
 
 def sequence_log_ratio(
-    level: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+    level: str, log_ratio: Array, mask: Array, seg: Array | None = None
+) -> Array:
     """Logarithm of the raw weight of each sequence at level "seq" or "geo", not clamped, [B, S]."""
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
     if level == "seq":
@@ -72,9 +71,7 @@ def _on_tokens(log_w_bs, mask, seg):
 RAW = {"token": raw_token, "seq": raw_seq, "geo": raw_geo}
 
 
-def log_raw(
-    level: str, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def log_raw(level: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Logarithm of the raw weight of each token, clamped to +-20, without gradient, [B, T]; what
     stands at padding has no meaning.
 
@@ -90,31 +87,7 @@ def log_raw(
     return jax.lax.stop_gradient(ratios.to_tokens(log_w_bs, seg, mask.shape[1]))
 
 
-def truncate(raw: chex.Array, cap: chex.Numeric) -> chex.Array:
-    """min(raw, cap)."""
-    return jnp.minimum(raw, cap)
-
-
-def keep_band(
-    raw: chex.Array, log_raw: chex.Array, lower: chex.Numeric, upper: chex.Numeric
-) -> chex.Array:
-    """raw where lower <= exp(log_raw) <= upper (both inclusive), 0 elsewhere."""
-    return jnp.where(ratios.is_inside(log_raw, lower, upper), raw, 0.0)
-
-
-def _masked(level, log_ratio, mask, seg, lower, upper):
-    raw_bt = RAW[level](log_ratio, mask, seg)
-    return keep_band(raw_bt, log_raw(level, log_ratio, mask, seg), lower, upper)
-
-
-def clip_both(
-    raw: chex.Array, mask: chex.Array, lower: chex.Numeric, upper: chex.Numeric
-) -> chex.Array:
-    """min(max(raw, lower), upper) on valid tokens, 0 at padding."""
-    return ratios.zero_padding(ratios.clamp(raw, lower, upper), mask)
-
-
-def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
+def none(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """No correction: weight 1 on every valid token; no paper.
 
     Unit: token. Trust region: w = 1. Use: engines that agree (Yao et al. report no gain from TIS at
@@ -126,9 +99,7 @@ def none(log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None)
     return ratios.as_bool(mask).astype(ratios.as_float(log_ratio).dtype)
 
 
-def token_vanilla(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Vanilla importance sampling, w_t = rho_t; the limit of `token_tis` for an infinite cap.
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
@@ -140,9 +111,7 @@ def token_vanilla(
     return raw_token(log_ratio, mask, seg)
 
 
-def seq_vanilla(
-    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
+def seq_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
 
     Unit: sequence. Trust region: none but |log w| <= 20. Use: short responses, as the unbiased
@@ -151,267 +120,131 @@ def seq_vanilla(
     return raw_seq(log_ratio, mask, seg)
 
 
-def token_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Token truncated importance sampling, w_t = min(rho_t, cap).
-
-    Truncated weights are from Ionides 2008, for the sampler-learner gap from Yao et al. 2025, "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training". A cap below 1 would truncate
-    on-policy tokens.
-
-    Unit: token. Trust region: w <= cap. Use: first choice for an engine gap, ahead in small batches
-    at 256 and 1,024 tokens (docs/oracle.md); biased at every cap, as prefixes and continuations
-    stay the sampler's.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      cap: upper bound of a weight; 2.0 is verl's default.
-    """
-    return truncate(raw_token(log_ratio, mask, seg), cap)
+def _tis(
+    level: str, log_ratio: Array, mask: Array, seg: Array | None = None, *, cap: Numeric
+) -> Array:
+    return jnp.minimum(RAW[level](log_ratio, mask, seg), cap)
 
 
-def seq_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.
-
-    Unit: sequence. Trust region: w <= cap. Use: short responses, where the bias vanishes as the cap
-    grows (docs/oracle.md); over hundreds of tokens products sit at the cap or near 0 unless the gap
-    is tiny, and the ESS collapses.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      cap: upper bound of a weight; 2.0 is verl's default.
-    """
-    return truncate(raw_seq(log_ratio, mask, seg), cap)
+def _clip(
+    level: str, log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric, upper: Numeric,
+) -> Array:
+    raw_bt = RAW[level](log_ratio, mask, seg)
+    return ratios.zero_padding(ratios.clamp(raw_bt, lower, upper), mask)
 
 
-def geo_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    cap: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.
-
-    Unit: sequence. Trust region: w <= cap. Use: a weight whose size does not grow with the length;
-    over hundreds of tokens it is close to 1 and corrects next to nothing (docs/oracle.md).
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      cap: upper bound of a weight; 2.0 is ms-swift's default (its "sequence_truncate").
-    """
-    return truncate(raw_geo(log_ratio, mask, seg), cap)
+def _inside(
+    level: str, log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric, upper: Numeric,
+) -> Array:
+    raw_bt = RAW[level](log_ratio, mask, seg)
+    is_inside_bt = ratios.is_inside(log_raw(level, log_ratio, mask, seg), lower, upper)
+    return jnp.where(is_inside_bt, raw_bt, 0.0)
 
 
-def token_clip(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper), as AReaL, slime, OpenRLHF
-    and NeMo-RL offer it; no paper.
-
-    Unit: token. Trust region: lower <= w <= upper. Use: `token_tis` with a floor, so that every
-    token teaches; the floor biases where rho < lower, the side that Yao et al. suspect behind
-    entropy collapse.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      lower: smallest weight; 0.5 is slime's example, no floor (0.0) its core's default.
-      upper: largest weight; 2.0 is slime's example, 5.0 OpenRLHF's default.
-    """
-    return clip_both(raw_token(log_ratio, mask, seg), mask, lower, upper)
+# The second part of a name: what becomes of the raw weight, and the trust region.
+SHAPES = {
+    "tis": (_tis, "w <= cap"),
+    "clip": (_clip, "lower <= w <= upper"),
+    "mis": (_inside, "w = 0 outside [lower, upper]"),
+    "icepop": (_inside, "w = 0 outside [lower, upper]"),
+}
 
 
-def seq_clip(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper).
-
-    Source as `token_clip`, and so are defaults and arguments.
-
-    Unit: sequence. Trust region: lower <= w <= upper. Use: `seq_tis` with a floor, so that unlikely
-    responses do not fade; over hundreds of tokens most weights sit at an end unless the gap is
-    tiny.
-    """
-    return clip_both(raw_seq(log_ratio, mask, seg), mask, lower, upper)
+def _weight(name: str, defaults: dict[str, float], what: str, use: str, bounds: str = ""):
+    """The entry of a level and a shape, see `entries.entry`."""
+    level, _, shape = name.partition("_")
+    function, region = SHAPES[shape]
+    return entries.entry(function, level, name, what, region, use, bounds, **defaults)
 
 
-def geo_clip(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Geometric mean clipped on both sides, w = clip(exp(mean_t log rho_t), lower, upper).
-
-    Source as `token_clip`, and so are defaults and arguments.
-
-    Unit: sequence. Trust region: lower <= w <= upper. Use: `geo_tis` with a floor; a mean over
-    hundreds of tokens hardly leaves the default band, so that neither end acts.
-    """
-    return clip_both(raw_geo(log_ratio, mask, seg), mask, lower, upper)
-
-
-def token_mis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.0,
-    upper: chex.Numeric = 2.0,
-) -> chex.Array:
-    """Token masked importance sampling, w_t = rho_t 1[lower <= rho_t <= upper].
-
-    Liu et al. 2025, "When Speed Kills Stability", whose band has an upper end only.
-
-    Unit: token. Trust region: w = 0 outside [lower, upper]. Use: a severe gap, whose largest ratios
-    are artefacts to drop rather than signal to scale; what is dropped is bias, so watch how much it
-    is.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      lower: smallest ratio kept, inclusive; none as in the source, 0.5 in slime's example.
-      upper: largest ratio kept, inclusive; 2.0 is slime's example.
-    """
-    return _masked("token", log_ratio, mask, seg, lower, upper)
-
-
-def seq_mis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.0,
-    upper: chex.Numeric = 3.0,
-) -> chex.Array:
-    """Sequence masked importance sampling, w = p 1[lower <= p <= upper] with p = prod_t rho_t.
-
-    Source as `token_mis`.
-
-    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: whole responses that went
-    astray (TRL's default correction); products spread with the length, so long responses are lost
-    first.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      lower: smallest ratio kept, inclusive; none as in the source and in TRL.
-      upper: largest ratio kept, inclusive; 3.0 is TRL's default.
-    """
-    return _masked("seq", log_ratio, mask, seg, lower, upper)
-
-
-def geo_mis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.9999,
-    upper: chex.Numeric = 1.0001,
-) -> chex.Array:
-    """Geometric masked importance sampling, w = g 1[lower <= g <= upper], g = exp(mean log rho).
-
-    Source as `token_mis`; this level is slime's, whose band has both ends: a mean over hundreds of
-    tokens is close to 1, and so are its bounds.
-
-    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: as `seq_mis`, by a criterion
-    that does not grow with the length; the default band is tight, so watch how much it drops.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      lower: smallest mean kept, inclusive; about 0.9999 in slime's example.
-      upper: largest mean kept, inclusive; about 1.0001 in slime's example.
-    """
-    return _masked("geo", log_ratio, mask, seg, lower, upper)
-
-
-def token_icepop(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 5.0,
-) -> chex.Array:
-    """IcePop, w_t = rho_t if lower <= rho_t <= upper, else 0 (arXiv:2510.18855).
-
-    Unit: token. Trust region: w = 0 outside [lower, upper]. Use: mixture-of-experts models, for
-    which it was made, as other routes give extreme ratios; where it masks over 10-25 %, a survey
-    advises to repair the engine instead.
-
-    Args:
-      log_ratio, mask, seg: see the module.
-      lower: alpha of the paper, inclusive, 0.5 there.
-      upper: beta of the paper, inclusive, 5.0 there.
-    """
-    return _masked("token", log_ratio, mask, seg, lower, upper)
-
-
-def seq_icepop(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 5.0,
-) -> chex.Array:
-    """IcePop's band on the sequence ratio, as verl's sequence level offers it.
-
-    Bounds as `token_icepop` (arXiv:2510.18855, which is token level).
-
-    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: short responses; over hundreds
-    of tokens products leave a fixed band unless the gap is tiny.
-    """
-    return _masked("seq", log_ratio, mask, seg, lower, upper)
-
-
-def geo_icepop(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.5,
-    upper: chex.Numeric = 5.0,
-) -> chex.Array:
-    """IcePop's band on the geometric mean of the sequence.
-
-    Bounds as `token_icepop` (arXiv:2510.18855, which is token level); not published at this level.
-
-    Unit: sequence. Trust region: w = 0 outside [lower, upper]. Use: comparison with the other
-    levels; a mean over hundreds of tokens hardly leaves a band this wide.
-    """
-    return _masked("geo", log_ratio, mask, seg, lower, upper)
+token_tis = _weight(
+    "token_tis", {"cap": 2.0},
+    "Token truncated importance sampling, w_t = min(rho_t, cap). Truncated weights are from "
+    'Ionides 2008, for the sampler-learner gap from Yao et al. 2025, "Your Efficient RL Framework '
+    'Secretly Brings You Off-Policy RL Training". A cap below 1 would truncate on-policy tokens.',
+    "first choice for an engine gap, ahead in small batches at 256 and 1,024 tokens "
+    "(docs/oracle.md); biased at every cap, as prefixes and continuations stay the sampler's",
+    "cap: upper bound of a weight; 2.0 is verl's default.",
+)
+seq_tis = _weight(
+    "seq_tis", {"cap": 2.0},
+    "Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.",
+    "short responses, where the bias vanishes as the cap grows (docs/oracle.md); over hundreds of "
+    "tokens products sit at the cap or near 0 unless the gap is tiny, and the ESS collapses",
+    "cap: upper bound of a weight; 2.0 is verl's default.",
+)
+geo_tis = _weight(
+    "geo_tis", {"cap": 2.0},
+    "Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.",
+    "a weight whose size does not grow with the length; over hundreds of tokens it is close to 1 "
+    "and corrects next to nothing (docs/oracle.md)",
+    "cap: upper bound of a weight; 2.0 is ms-swift's default (its \"sequence_truncate\").",
+)
+token_clip = _weight(
+    "token_clip", {"lower": 0.5, "upper": 2.0},
+    "Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper), as AReaL, slime, OpenRLHF "
+    "and NeMo-RL offer it; no paper.",
+    "`token_tis` with a floor, so that every token teaches; the floor biases where rho < lower, "
+    "the side that Yao et al. suspect behind entropy collapse",
+    "lower: smallest weight; 0.5 is slime's example, no floor (0.0) its core's default. upper: "
+    "largest weight; 2.0 is slime's example, 5.0 OpenRLHF's default.",
+)
+seq_clip = _weight(
+    "seq_clip", {"lower": 0.5, "upper": 2.0},
+    "Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper). Source as "
+    "`token_clip`, and so are the defaults.",
+    "`seq_tis` with a floor, so that unlikely responses do not fade; over hundreds of tokens most "
+    "weights sit at an end unless the gap is tiny",
+)
+token_mis = _weight(
+    "token_mis", {"lower": 0.0, "upper": 2.0},
+    "Token masked importance sampling, w_t = rho_t 1[lower <= rho_t <= upper]. Liu et al. 2025, "
+    '"When Speed Kills Stability", whose band has an upper end only.',
+    "a severe gap, whose largest ratios are artefacts to drop rather than signal to scale; what is "
+    "dropped is bias, so watch how much it is",
+    "lower: smallest ratio kept, inclusive; none as in the source, 0.5 in slime's example. upper: "
+    "largest ratio kept, inclusive; 2.0 is slime's example.",
+)
+seq_mis = _weight(
+    "seq_mis", {"lower": 0.0, "upper": 3.0},
+    "Sequence masked importance sampling, w = p 1[lower <= p <= upper] with p = prod_t rho_t. "
+    "Source as `token_mis`.",
+    "whole responses that went astray (TRL's default correction); products spread with the length, "
+    "so long responses are lost first",
+    "lower: smallest ratio kept, inclusive; none as in the source and in TRL. upper: largest ratio "
+    "kept, inclusive; 3.0 is TRL's default.",
+)
+geo_mis = _weight(
+    "geo_mis", {"lower": 0.9999, "upper": 1.0001},
+    "Geometric masked importance sampling, w = g 1[lower <= g <= upper], g = exp(mean log rho). "
+    "Source as `token_mis`; this level is slime's, whose band has both ends: a mean over hundreds "
+    "of tokens is close to 1, and so are its bounds.",
+    "as `seq_mis`, by a criterion that does not grow with the length; the default band is tight, "
+    "so watch how much it drops",
+    "lower, upper: smallest and largest mean kept, inclusive; about 0.9999 and 1.0001 in slime's "
+    "example.",
+)
+token_icepop = _weight(
+    "token_icepop", {"lower": 0.5, "upper": 5.0},
+    "IcePop, w_t = rho_t if lower <= rho_t <= upper, else 0 (arXiv:2510.18855).",
+    "mixture-of-experts models, for which it was made, as other routes give extreme ratios; where "
+    "it masks over 10-25 %, a survey advises to repair the engine instead",
+    "lower, upper: alpha and beta of the paper, inclusive, 0.5 and 5.0 there.",
+)
+seq_icepop = _weight(
+    "seq_icepop", {"lower": 0.5, "upper": 5.0},
+    "IcePop's band on the sequence ratio, as verl's sequence level offers it. Bounds as "
+    "`token_icepop` (arXiv:2510.18855, which is token level).",
+    "short responses; over hundreds of tokens products leave a fixed band unless the gap is tiny",
+)
 
 
 def seq_mask_tis(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    lower: chex.Numeric = 0.999,
-    upper: chex.Numeric = 1.002,
-) -> chex.Array:
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    lower: Numeric = 0.999, upper: Numeric = 1.002,
+) -> Array:
     """Sequences chosen by their geometric mean, each kept token with its own rho_t, not truncated.
 
     "seq-mask-tis" of NeMo-RL and OpenRLHF; no paper.
@@ -430,8 +263,8 @@ def seq_mask_tis(
 
 
 def batch_normalize(
-    w: chex.Array, mask: chex.Array, level: str, seg: chex.Array | None = None
-) -> tuple[chex.Array, chex.Array]:
+    w: Array, mask: Array, level: str, seg: Array | None = None
+) -> tuple[Array, Array]:
     """Divides the weights by their batch mean, as verl does after truncation.
 
     The whole rollout batch must be in the call: a mean over a micro-batch is another estimator.
@@ -467,13 +300,11 @@ WEIGHTS = {
     "geo_tis": geo_tis,
     "token_clip": token_clip,
     "seq_clip": seq_clip,
-    "geo_clip": geo_clip,
     "token_mis": token_mis,
     "seq_mis": seq_mis,
     "geo_mis": geo_mis,
     "token_icepop": token_icepop,
     "seq_icepop": seq_icepop,
-    "geo_icepop": geo_icepop,
     "seq_mask_tis": seq_mask_tis,
     **prefix_weights.WEIGHTS,
     **factor_weights.WEIGHTS,

@@ -329,15 +329,3 @@ def top_p(logits: np.ndarray, mass: float) -> np.ndarray:
     np.put_along_axis(is_kept, order, before < mass, axis=1)
     return np.where(is_kept, logits, -np.inf)
 
-
-def improved(
-    logits: np.ndarray,
-    reward: Callable[[np.ndarray], float],
-    horizon: int,
-    step_size: float,
-    num_steps: int,
-) -> np.ndarray:
-    """The policy after exact gradient ascent from `logits`, which are then its stale weights."""
-    for _ in range(num_steps):
-        logits = logits + step_size * Problem(logits, logits, reward, horizon).true_gradient()
-    return logits

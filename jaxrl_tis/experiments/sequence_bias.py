@@ -16,7 +16,7 @@ from jaxrl_tis.experiments.group_bias import Row, Step
 WEIGHTS = tuple(n for n in methods.TABLES["weight"][0] if not methods.needs("weight", n))
 OBJECTIVES = (
     "ppo",
-    "two_sided",
+    "dual_clip",
     "gspo",
     "gmpo",
     "ctpo",

@@ -271,8 +271,6 @@ def _controllers(c):
     names = [name for name, _ in c.controllers]
     if len(set(names)) < len(names):
         yield f"correction.controllers names one twice: {', '.join(names)}"
-    elif {"fixed_kl", "adaptive_kl"} <= set(names):
-        yield "controllers 'fixed_kl' and 'adaptive_kl' set the same coefficient: name one"
     elif "adaptive_kl" in names and c.kl is None:
         yield "controller 'adaptive_kl' has no penalty to control: set correction.kl_coeff above 0"
     elif "r2vpo_dual" in names and c.objective[0] != "r2vpo":
@@ -299,7 +297,7 @@ def _bounds(name, parameters):
         if not 0 <= low <= 1 <= high:
             yield f"the band [{low}, {high}] of {name!r} must hold the ratio 1"
     clip_low, clip_high = (parameters.get(key, 0.0) for key in ("clip_low", "clip_high"))
-    if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "two_sided", "dis")):
+    if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "dis")):
         yield f"clip_low is {clip_low} in {name!r}; the ratio's lower bound is 1 - clip_low"
     if clip_high < 0:
         yield f"clip_high is {clip_high} in {name!r}; the ratio's upper bound is 1 + clip_high"

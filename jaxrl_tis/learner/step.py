@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_tis.diagnostics.correction_metrics import drift_metrics
-from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, sequence_clipped
+from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, turn_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.learner.correction import (
     Correction, fused_fields, loss_spec, with_key,
@@ -261,7 +261,7 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
     def clipping_bias(logp, inputs):
         batch, _, num_seqs = inputs
         batch, seg = loss.bypassed(batch, c.mode), batch["seg"] if "seg" in batch else None
-        loss_bt = sequence_clipped.turn_clipping_bias(
+        loss_bt = turn_clipped.turn_clipping_bias(
             logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
         )
         mode = "seq-mean-token-mean"

@@ -29,7 +29,6 @@ BOUNDED = [1, -1, 0, -1.350, 0.741, 0, 0, 0, 0.223, 0]
 COEFFICIENTS = [
     ("ppo", {}, [1, -1, 0, -1.350, 0.741, 0, 0, -4.482, 0.223, 0]),
     ("dual_clip", {}, BOUNDED),
-    ("two_sided", {}, BOUNDED),
     ("ppo", {"clip_low": 1.0, "clip_high": np.inf}, UNCLIPPED),
     ("m2po", {"m2po_threshold": np.inf}, UNCLIPPED),
     ("kl_cov", {"kl_cov_coeff": 0.0}, UNCLIPPED),
@@ -53,14 +52,7 @@ def make_batch(spread=0.4):
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "name",
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "two_sided_delta",
-        "a3po_linear",
-        "upper",
-        "form",
+        "name", "clip_low", "clip_high", "dual_clip", "a3po_linear", "upper", "form",
     ),
 )
 def evaluate(name, batch, seg=None, **parameters):
@@ -112,13 +104,6 @@ def dual_token(x):
     return (-3.0 * x["adv"], 0.0, is_clipped) if is_bounded else (loss, gradient, is_clipped)
 
 
-def two_sided_token(x):
-    ratio, adv = np.exp(x["logp"] - x["logp_old"]), x["adv"]
-    if adv < 0 and ratio > 4.0:
-        return -4.0 * adv, 0.0, False
-    return ppo_token(ratio, adv)
-
-
 def decoupled_token(x, logp_prox):
     w = np.exp(logp_prox - x["logp_behav"])
     loss, gradient, is_clipped = ppo_token(np.exp(x["logp"] - logp_prox), x["adv"])
@@ -146,7 +131,6 @@ def qurl_token(x):
 LOOPS = [
     ("ppo", {}, lambda x: ppo_token(np.exp(x["logp"] - x["logp_old"]), x["adv"])),
     ("dual_clip", {}, dual_token),
-    ("two_sided", {}, two_sided_token),
     ("decoupled", {"upper": 1.3}, lambda x: decoupled_token(x, x["logp_prox"])),
     ("a3po", {"upper": 1.3}, lambda x: a3po_token(x, False)),
     ("a3po", {"upper": 1.3, "a3po_linear": True}, lambda x: a3po_token(x, True)),
@@ -191,21 +175,9 @@ def test_values_of_the_dual_clip():
     np.testing.assert_array_equal(loose, ppo)
 
 
-def test_two_sided_is_dual_clip_below_zero_and_ppo_above():
-    log_ratio = [-1.5, -0.3, 0.0, 0.3, 1.0, 1.5, 3.0]
-    for adv, other in ((-2.0, "dual_clip"), (2.0, "ppo")):
-        parameters = {"dual_clip": 4.0} if other == "dual_clip" else {}
-        expected = row(other, log_ratio, [adv] * 7, **parameters)
-        actual = row("two_sided", log_ratio, [adv] * 7, two_sided_delta=4.0)
-        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
-        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
-    _, metrics, _ = row("two_sided", log_ratio, [-2.0] * 7)
-    np.testing.assert_allclose(metrics["actor/pg_clipfrac_lower"], 2 / 7, rtol=1e-6)  # e^1.5, e^3
-
-
 def test_upper_and_lower_clip_are_separate():
     # A > 0, r = 1.25: inside 1.28 (DAPO), outside 1.2. A < 0, r = 0.75: inside 0.7, outside 0.8.
-    for name in ("ppo", "dual_clip", "two_sided"):
+    for name in ("ppo", "dual_clip"):
         log_ratio, adv = np.log([1.25, 0.75]), [1.0, -1.0]
         _, _, wide_up = row(name, log_ratio, adv, clip_low=0.2, clip_high=0.28)
         np.testing.assert_allclose(wide_up, [[-1.25, 0.0]], rtol=1e-6)
@@ -214,14 +186,14 @@ def test_upper_and_lower_clip_are_separate():
 
 
 def test_a_ratio_on_the_edge_of_the_band_keeps_its_gradient():
-    for name in ("ppo", "dual_clip", "two_sided"):  # r = 1 and a band of width 0
+    for name in ("ppo", "dual_clip"):  # r = 1 and a band of width 0
         _, _, gradient = row(name, [0.0, 0.0], [2.0, -2.0], clip_low=0.0, clip_high=0.0)
         np.testing.assert_array_equal(gradient, [[-2.0, 2.0]])
 
 
 def test_a_ratio_at_its_bound_counts_as_inside():
     # r = 1 in a band of width 0, and a cap on exactly the loss that is there: max(-r A, -2 A) = 2.
-    for name in ("ppo", "dual_clip", "two_sided"):
+    for name in ("ppo", "dual_clip"):
         _, metrics, _ = row(name, [0.0, 0.0], [2.0, -2.0], clip_low=0.0, clip_high=0.0)
         assert metrics["actor/pg_clipfrac"] == 0.0
     at_the_bound = {"clip_low": -1.0, "clip_high": 2.0, "dual_clip": 2.0}
@@ -234,8 +206,6 @@ def test_a_ratio_at_its_bound_counts_as_inside():
 def test_bounds_that_are_none_are_refused():
     with pytest.raises(ValueError, match="dual_clip is 1.0"):
         row("dual_clip", [0.0], [1.0], dual_clip=1.0)
-    with pytest.raises(ValueError, match="two_sided_delta is 1.2 and the band ends at 1.2"):
-        row("two_sided", [0.0], [1.0], two_sided_delta=1.2)
 
 
 def test_log_ratios_beyond_the_bound_are_flat():

@@ -299,13 +299,6 @@ def test_adaptive_kl_in_a_scan_keeps_the_type_of_its_state():
     np.testing.assert_allclose(end.kl_coeff, 1.152, rtol=1e-6)
 
 
-def test_fixed_kl_stays(transform):
-    state = controllers.kl_coefficient_init()
-    np.testing.assert_allclose(
-        transform(controllers.fixed_kl)(state, 100.0, 256).kl_coeff, 0.001
-    )
-
-
 @pytest.mark.parametrize("parameters", [{"kl_target": 0.0}, {"kl_horizon": -1.0}])
 def test_adaptive_kl_checks_its_constants(parameters):
     with pytest.raises(ValueError, match="give both > 0"):

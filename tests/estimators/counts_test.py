@@ -36,7 +36,7 @@ def of(weight, log_ratio=LOG_RATIO, batch=BATCH):
     ("token_icepop(lower=0.5, upper=3.0)", (6, 4, 4, 0, 2)),  # 4 and 1/4
     ("seq_tis(cap=1.5)", (6, 6, 6, 3, 0)),  # the products are 2 and 1/2
     ("seq_mis(upper=1.5)", (6, 6, 6, 0, 3)),
-    ("geo_clip(lower=0.9, upper=1.1)", (6, 6, 6, 6, 0)),
+    ("geo_tis(cap=1.1)", (6, 6, 6, 3, 0)),  # the means are 2^(1/3) and 2^(-1/3)
     ("seq_mask_tis(lower=0.9, upper=2.0)", (6, 4, 5, 0, 3)),  # the second, with its ratio of 1
     ("prefix_ctpo", (6, 5, 5, 5, 0)),  # products 4, 4, 2 and 1, 1/4, 1/2
     # Times the least ratio before: 4, 4, 1/2 and 1, 1/4, 1/2.

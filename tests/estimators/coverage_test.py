@@ -15,8 +15,8 @@ pytestmark = [
 PUBLISHED = {
     "TIS": [("weight", "token_tis"), ("weight", "seq_tis"), ("weight", "geo_tis")],
     "MIS": [("weight", "token_mis"), ("weight", "seq_mis"), ("weight", "geo_mis")],
-    "IcePop": [("weight", "token_icepop"), ("weight", "seq_icepop"), ("weight", "geo_icepop")],
-    "two-sided clip of weights": [("weight", f"{u}_clip") for u in ("token", "seq", "geo")],
+    "IcePop": [("weight", "token_icepop"), ("weight", "seq_icepop")],
+    "two-sided clip of weights": [("weight", f"{u}_clip") for u in ("token", "seq")],
     "seq-mask-tis": [("weight", "seq_mask_tis")],
     "vanilla IS": [("weight", "token_vanilla"), ("weight", "seq_vanilla")],
     "prefix weights": [("weight", "prefix_minpro"), ("weight", "prefix_ctpo")],
@@ -37,8 +37,7 @@ PUBLISHED = {
     "Clip-cov": [("mask", "clip_cov"), ("objective", "clip_cov")],
     "KL-cov": [("objective", "kl_cov")],
     "PPO": [("objective", "ppo")],
-    "dual-clip": [("objective", "dual_clip")],
-    "two-sided clip": [("objective", "two_sided")],
+    "dual-clip and two-sided clip": [("objective", "dual_clip")],
     "decoupled PPO": [("objective", "decoupled")],
     "A-3PO": [("objective", "a3po")],
     "PPO on sequences": [("objective", "seq_ppo")],
@@ -96,8 +95,7 @@ SOURCE = re.compile(
 ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
 TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
 # Entries that are no publication's.
-WITHOUT_SOURCE = {("weight", "none"), ("weight", "capped_ratio"), ("weight", "seq_capped_ratio"),
-                  ("controller", "fixed_kl")}
+WITHOUT_SOURCE = {("weight", "none"), ("weight", "capped_ratio"), ("weight", "seq_capped_ratio")}
 
 
 def test_nothing_is_missing_and_nothing_is_unlisted():

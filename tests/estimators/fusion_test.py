@@ -27,14 +27,6 @@ def test_a_larger_teacher_vocabulary_is_cut():
     )
 
 
-def test_schedule():
-    # 0.5 (1 - 250 / 1000) = 0.375; a prompt of difficulty 0.4 gets 0.15; 0 from step 1000 on.
-    alpha = jax.jit(fusion.fusion_alpha)
-    np.testing.assert_allclose([alpha(0), alpha(250), alpha(1000), alpha(5000)], [0.5, 0.375, 0, 0])
-    np.testing.assert_allclose(alpha(250, difficulty=jnp.array([0.4, 1.0])), [0.15, 0.375])
-    np.testing.assert_allclose(fusion.fusion_alpha(5, fusion_alpha_start=0.8, fusion_steps=10), 0.4)
-
-
 def test_losses_use_the_mixture_and_not_the_old_policy():
     # r = e^(-2.5 + 3.5) = e = 2.718 < 3; shaped e / (e + 0.1), slope 0.1 e / (e + 0.1)^2.
     logp, adv, mask = jnp.array([[-2.5]]), jnp.array([[2.0]]), jnp.array([[1]])

@@ -1,104 +1,19 @@
-"""Clipped surrogates of sequences, turns, entropy groups and prefixes: loops, limits, numbers."""
-
-import functools
-import itertools
+"""Clipped surrogates of sequences, entropy groups and prefixes: loops, limits, numbers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import clipped
-from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators import sequence_clipped
+from jaxrl_tis.estimators import reduce, sequence_clipped
+from tests.estimators.sequence_losses import (
+    POINTS, WIDTH, bands, check_a_loop, check_an_empty_batch, check_one_token, check_the_bound,
+    evaluate, gspo_loop, make_batch, row,
+)
 
 pytestmark = pytest.mark.compiles  # hundreds of small programs
 
-FIELDS = ("logp", "logp_old", "adv", "entropy", "share")
-LENGTHS = (7, 3, 1, 5, 0)
-WIDTH = 7
-PARAMETERS = {"espo": {"vocab_size": 64}}
-STATIC = ("vocab_size", "espo_uses_old", "ctpo_geomean", "form")
-
-
-def make_batch(spread=0.4):
-    """Four sequences, a tool token inside the first that cuts turn 1 in two, and an empty row."""
-    rng = np.random.default_rng(3)
-    mask = np.arange(WIDTH)[None, :] < np.array(LENGTHS)[:, None]
-    mask[0, 3] = False
-    logp = -rng.exponential(1.0, mask.shape)
-    floats = {
-        "logp": logp,
-        "logp_old": logp + spread * rng.normal(size=mask.shape),
-        "adv": rng.normal(size=mask.shape),
-        "entropy": rng.exponential(1.0, mask.shape),
-        "share": rng.normal(size=mask.shape),  # of each token's loss in the total
-    }
-    batch = {name: jnp.array(x, jnp.float32) for name, x in floats.items()}
-    turn = np.array([[0, 0, 1, 7, 1, 2, 2], [0, 1, 1, 0, 0, 0, 0], [4] + [0] * 6, [0] * 7, [0] * 7])
-    return batch | {"turn": jnp.array(turn), "mask": jnp.array(mask), "st_ppo_norm": 2.5}
-
-
-@functools.partial(jax.jit, static_argnames=("name", *STATIC))
-def evaluate(name, batch, seg=None, **parameters):
-    """(loss_bt, metrics, gradient of sum_bt share * loss with respect to logp)."""
-    needed = sequence_clipped.NEEDS[name] if name in sequence_clipped.NEEDS else ()
-    needed = [field for field in needed if field != "weights"]  # optional
-    parameters = (PARAMETERS[name] if name in PARAMETERS else {}) | parameters
-
-    def total(logp):
-        loss_bt, metrics = sequence_clipped.OBJECTIVES[name](
-            logp,
-            batch["logp_old"],
-            batch["adv"],
-            batch["mask"],
-            seg,
-            **{field: batch[field] for field in needed},
-            **parameters,
-        )
-        share = jnp.where(batch["mask"], batch["share"], 0.0)
-        return jnp.sum(share * loss_bt), (loss_bt, metrics)
-
-    (_, (loss_bt, metrics)), gradient = jax.value_and_grad(total, has_aux=True)(batch["logp"])
-    return loss_bt, metrics, gradient
-
-
-def row(name, log_ratio, adv, **fields):
-    """The entry on one row with logp_old = log 0.2, everything valid and shares of 1."""
-    log_ratio = np.array([log_ratio], np.float32)
-    adv = np.broadcast_to(np.array(adv, np.float32), log_ratio.shape)
-    old = np.full(log_ratio.shape, np.log(0.2), np.float32)
-    batch = {"logp": old + log_ratio, "logp_old": old, "adv": adv, "mask": np.ones(old.shape)}
-    batch["share"] = batch["mask"]
-    for field in ("entropy", "turn", "st_ppo_norm"):
-        if field in fields:
-            batch[field] = jnp.array(fields.pop(field))
-    return evaluate(name, batch, **fields)
-
-
-# The formulas once more, one sequence at a time in float64: each returns the losses [n], their
-# derivatives d loss_t / d logp_s [n, n] and whether each token is clipped.
-
-
-def ppo_token(ratio, adv, low, high):
-    if adv > 0 and ratio > high:
-        return -high * adv, 0.0, True
-    if adv < 0 and ratio < low:
-        return -low * adv, 0.0, True
-    return -ratio * adv, -ratio * adv, False
-
-
-def bands(ratio_t, adv_t, low_t, high_t):
-    columns = [ppo_token(*x) for x in zip(ratio_t, adv_t, low_t, high_t, strict=True)]
-    loss, slope, is_clipped = (np.array(x) for x in zip(*columns, strict=True))
-    return loss, slope, is_clipped
-
-
-def gspo_loop(x, low=1 - 3e-4, high=1 + 4e-4):
-    n = len(x["l"])
-    s = np.exp(np.mean(x["l"]))
-    loss, slope, is_clipped = bands([s] * n, x["adv"], [low] * n, [high] * n)
-    return loss, np.outer(slope, np.ones(n) / n), is_clipped
+# The formulas, see `sequence_losses`.
 
 
 def seq_ppo_loop(x):
@@ -135,22 +50,6 @@ def tbpo_loop(x):
     return -value * x["adv"], np.outer(slope, np.ones(n) / n), is_clipped
 
 
-def turn_loop(x):
-    n, start = len(x["l"]), 0
-    loss, jacobian, is_clipped = np.zeros(n), np.zeros((n, n)), np.zeros(n, bool)
-    for _, run in itertools.groupby(x["turn"]):
-        part = slice(start, start + len(list(run)))
-        start = part.stop
-        inside = {k: v[part] for k, v in x.items()}
-        loss[part], jacobian[part, part], is_clipped[part] = gspo_loop(inside, 0.8, 1.2)
-    return loss, jacobian, is_clipped
-
-
-def st_ppo_loop(x):
-    loss, jacobian, is_clipped = turn_loop(x)
-    return loss / 2.5, jacobian / 2.5, is_clipped
-
-
 def espo_loop(x):
     n = len(x["l"])
     num_high = int(np.floor(0.2 * n + 0.5))
@@ -182,8 +81,6 @@ LOOPS = {
     "gspo_token": gspo_token_loop,
     "gmpo": gmpo_loop,
     "tbpo": tbpo_loop,
-    "turn_ppo": turn_loop,
-    "st_ppo": st_ppo_loop,
     "espo": espo_loop,
     "ctpo": ctpo_loop,
 }
@@ -192,31 +89,15 @@ LOOPS = {
 @pytest.mark.parametrize("name", sequence_clipped.OBJECTIVES)
 @pytest.mark.parametrize("spread", [0.7, 0.003])
 def test_entry_equals_a_loop_over_sequences(name, spread):
-    batch = make_batch(spread)
-    loss, metrics, gradient = evaluate(name, batch)
-    expected_loss, expected_gradient = np.zeros(loss.shape), np.zeros(loss.shape)
-    num_clipped, mask = 0, np.asarray(batch["mask"])
-    for i in np.flatnonzero(mask.any(axis=1)):
-        valid = mask[i]
-        x = {k: np.asarray(batch[k][i], np.float64)[valid] for k in (*FIELDS, "turn")}
-        x["l"] = x["logp"] - x["logp_old"]
-        expected_loss[i, valid], jacobian, is_clipped = LOOPS[name](x)
-        expected_gradient[i, valid] = x["share"] @ jacobian
-        num_clipped += np.sum(is_clipped)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], num_clipped / mask.sum(), rtol=1e-6)
+    check_a_loop(name, spread, LOOPS[name])
 
 
 @pytest.mark.parametrize("name", sequence_clipped.OBJECTIVES)
 def test_a_batch_without_tokens_is_zero(name):
-    batch = make_batch()
-    nothing = evaluate(name, batch | {"mask": jnp.zeros_like(batch["mask"])})
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.zeros(x.shape)), nothing)
+    check_an_empty_batch(name)
 
 
-# Coefficients on the gradient of log pi for a sequence of one token, as in clipped_test.
-POINTS = list(itertools.product((0.0, 0.3, -0.3, 1.5, -1.5), (1.0, -1.0)))
+# Coefficients on the gradient of log pi at POINTS.
 PUBLISHED = {
     "gmpo": [1, -1, 1.350, -1.350, 0.741, -0.741, 0, -4.482, 0.223, 0],
     "ctpo": [1, -1, 0, 0, 0.741, 0, 0, 0, 0.223, 0],
@@ -230,14 +111,9 @@ def test_published_coefficients(name):
         np.testing.assert_allclose(-gradient, [[coefficient]], atol=6e-4)
 
 
-@pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token", "turn_ppo"])
+@pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token"])
 def test_one_token_is_ppo(name):
-    for log_ratio, adv in POINTS:
-        actual = row(name, [log_ratio], adv, turn=[[0]], clip_low=0.2, clip_high=0.2)
-        ratio = np.exp(log_ratio)
-        expected = ppo_token(ratio, adv, 0.8, 1.2)
-        np.testing.assert_allclose(actual[0], [[expected[0]]], rtol=1e-6)
-        np.testing.assert_allclose(actual[2], [[expected[1]]], rtol=1e-6)
+    check_one_token(name)
 
 
 def test_seq_ppo_clips_the_product():
@@ -301,13 +177,9 @@ def test_gspo_token_takes_the_advantage_of_each_token():
     np.testing.assert_allclose(gradient, [[-s, 2 * s, 0.0]], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token", "turn_ppo", "ctpo"])
+@pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token", "ctpo"])
 def test_ratios_are_bounded_by_exp_10(name):
-    loose = {"ctpo_low": 100.0, "ctpo_high": 100.0} if name == "ctpo" else {}
-    for log_ratio, value in ((9.5, np.exp(9.5)), (12.0, np.exp(10.0)), (300.0, np.exp(10.0))):
-        loss, _, gradient = row(name, [log_ratio], -1.0, turn=[[0]], **loose)
-        np.testing.assert_allclose(loss, [[value]], rtol=1e-4)
-        np.testing.assert_allclose(gradient, [[value if log_ratio < 10 else 0.0]], rtol=1e-4)
+    check_the_bound(name)
 
 
 def test_verl_examples():
@@ -372,76 +244,6 @@ def test_tbpo_drops_bad_responses_on_both_sides():
         expected = row("gspo", [log_ratio, 0.1], -1.0)
         np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
         np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
-
-
-def test_turns_of_one_token_are_ppo_and_one_turn_is_gspo():
-    batch = make_batch(0.7) | {"turn": jnp.tile(jnp.arange(WIDTH), (len(LENGTHS), 1))}
-    fields = (batch[k] for k in ("logp", "logp_old", "adv", "mask"))
-    actual, metrics, _ = evaluate("turn_ppo", batch)
-    expected, expected_metrics = clipped.ppo_clip(*fields)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
-    for key, value in metrics.items():
-        np.testing.assert_allclose(value, expected_metrics[key], rtol=1e-5)
-    batch["turn"] = jnp.full(batch["mask"].shape, 2)
-    actual = evaluate("turn_ppo", batch)
-    expected = evaluate("gspo", batch, clip_low=0.2, clip_high=0.2)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), actual, expected)
-
-
-def test_clipping_bias_by_hand():
-    # Turns (0.4, 0.2) and (0.1,): w = e^0.3 = 1.35 is clipped at A = 2, e^0.1 = 1.105 is not.
-    # What is lost is -sg(w) A log pi of the clipped tokens: gradient -2 e^0.3 each.
-    fields = {"turn": [[0, 0, 1]]}
-    _, _, gradient = row("turn_ppo", [0.4, 0.2, 0.1], 2.0, **fields)
-    np.testing.assert_allclose(gradient, [[0.0, 0.0, -2 * np.exp(0.1)]], rtol=1e-5)
-    old, mask = jnp.full((1, 3), -2.0), jnp.ones((1, 3))
-
-    def lost(logp):
-        bias = sequence_clipped.turn_clipping_bias(
-            logp, old, 2.0 * mask, mask, turn=jnp.array([[0, 0, 1]])
-        )
-        return jnp.sum(bias)
-
-    value, gradient = jax.value_and_grad(lost)(old + jnp.array([[0.4, 0.2, 0.1]]))
-    np.testing.assert_allclose(gradient, [[-2 * np.exp(0.3)] * 2 + [0.0]], rtol=1e-5)
-    np.testing.assert_allclose(value, -2 * np.exp(0.3) * (-1.6 - 1.8), rtol=1e-5)
-
-
-def test_st_ppo_only_scales():
-    turn = [[0, 0, 1]]
-    expected = row("turn_ppo", [0.4, 0.2, 0.1], [[1.0, -1.0, 2.0]], turn=turn)
-    for norm, divisor in ((0.0, 1.0), (0.9, 1.0), (4.0, 4.0)):
-        actual = row("st_ppo", [0.4, 0.2, 0.1], [[1.0, -1.0, 2.0]], turn=turn, st_ppo_norm=norm)
-        np.testing.assert_allclose(actual[0], expected[0] / divisor, rtol=1e-6)
-        np.testing.assert_allclose(actual[2], expected[2] / divisor, rtol=1e-6)
-    _, gradient = jax.value_and_grad(
-        lambda norm: row("st_ppo", [0.4], 1.0, turn=[[0]], st_ppo_norm=norm)[0].sum()
-    )(2.0)
-    assert gradient == 0.0
-
-
-def test_st_ppo_of_the_survey_renormalises_clipped_turns():
-    # Turns (0.4, 0.2) and (0.1,), A = 2: w = e^0.3 > 1.2 is clipped, e^0.1 is not. The clipped
-    # turn has r = (1.491825, 1.221403), mean 1.356614: weights 1.2 r / mean, which average 1.2.
-    up = np.array([1.2 * 1.491825 / 1.356614, 1.2 * 1.221403 / 1.356614, np.exp(0.1)])
-    fields = {"turn": [[0, 0, 1]], "st_ppo_norm": 7.0, "form": "survey"}
-    loss, metrics, gradient = row("st_ppo", [0.4, 0.2, 0.1], 2.0, **fields)
-    np.testing.assert_allclose(loss, [-2 * up], rtol=1e-5)
-    np.testing.assert_allclose(gradient, [-2 * up], rtol=1e-5)
-    np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 2 / 3, rtol=1e-6)
-    # A = -1, l = (-0.5, -0.1): w = e^-0.3 < 0.8; r = (0.606531, 0.904837), mean 0.755684.
-    down = np.array([0.8 * 0.606531 / 0.755684, 0.8 * 0.904837 / 0.755684, np.exp(-0.1)])
-    loss, _, gradient = row("st_ppo", [-0.5, -0.1, -0.1], -1.0, **fields)
-    np.testing.assert_allclose(loss, [down], rtol=1e-5)
-    np.testing.assert_allclose(gradient, [down], rtol=1e-5)
-    # Where nothing is clipped, at the end of the band too, it is Turn-PPO.
-    for log_ratio, width in (([0.1, 0.05, -0.1], 0.2), ([0.0, 0.0, 0.0], 0.0)):
-        bands = {"clip_low": width, "clip_high": width}
-        actual = row("st_ppo", log_ratio, [[1.0, -1.0, 2.0]], **fields, **bands)
-        expected = row("turn_ppo", log_ratio, [[1.0, -1.0, 2.0]], turn=[[0, 0, 1]], **bands)
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):
-        row("st_ppo", [0.0], 1.0, turn=[[0]], st_ppo_norm=1.0, form="code")
 
 
 def test_high_entropy_of_packed_sequences():

@@ -40,11 +40,14 @@ MUTANTS = [
         ("the geometric mean takes the better ratio",
          "jnp.minimum(sign_bt * log_ratio_bt, sign_bt * banded_bt)",
          "jnp.maximum(sign_bt * log_ratio_bt, sign_bt * banded_bt)"),
-        ("a turn is the whole sequence",
-         "_mean_on_tokens(log_ratio_bt, mask, ids_bt)", "_mean_on_tokens(log_ratio_bt, mask, seg)"),
         ("the band of prefixes is symmetric",
          "jnp.exp(-ctpo_low * growth_bt)", "jnp.exp(-ctpo_high * growth_bt)"),
         ("one token too many has high entropy", "rank_bt < count_bt", "rank_bt <= count_bt"),
+    ),
+    *of(
+        "estimators/turn_clipped.py",
+        ("a turn is the whole sequence",
+         "mean_on_tokens(log_ratio_bt, mask, ids_bt)", "mean_on_tokens(log_ratio_bt, mask, seg)"),
     ),
     *of(
         "estimators/detached.py",

@@ -27,7 +27,9 @@ MUTANTS = [
     ),
     *of(
         "estimators/weights.py",
-        ("truncation from below", "jnp.minimum(raw, cap)", "jnp.maximum(raw, cap)"),
+        ("truncation from below",
+         "jnp.minimum(RAW[level](log_ratio, mask, seg), cap)",
+         "jnp.maximum(RAW[level](log_ratio, mask, seg), cap)"),
         ("the geometric mean is the product",
          "ratios.safe_divide(stats.log_ratio_sum, stats.count)", "stats.log_ratio_sum"),
         ("a gradient flows through token weights",
@@ -40,8 +42,8 @@ MUTANTS = [
          "jnp.where(is_accepted_bt, raw_token(log_ratio, mask, seg), 0.0)",
          "jnp.where(is_accepted_bt, geo_bt, 0.0)"),
         ("padding has a clipped weight",
-         "ratios.zero_padding(ratios.clamp(raw, lower, upper), mask)",
-         "ratios.clamp(raw, lower, upper)"),
+         "ratios.zero_padding(ratios.clamp(raw_bt, lower, upper), mask)",
+         "ratios.clamp(raw_bt, lower, upper)"),
     ),
     *of(
         "estimators/prefix_weights.py",
