@@ -19,6 +19,7 @@ from etils import epath
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
+from jaxrl_tis.record import names
 from jaxrl_tis.runtime import storage
 from jaxrl_tis.runtime.cli import Unwritable
 
@@ -27,30 +28,12 @@ FILE_NAME = "metrics.jsonl"
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-# What metrics.record="compact" keeps, beside all of an evaluation: names, or their beginnings.
-COMPACT = (
-    "actor/entropy", "actor/grad_norm", "actor/is_skipped", "actor/left_out_ratio",
-    "actor/loss_scale", "actor/lr",
-    "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "centering/drift", "centering/learner_mass",
-    "centering/sampler_mass", "correction/", "critic/is_skipped", "critic/loss_scale",
-    "critic/vf_loss", "data/", "eval/", "reward/", "response_length/mean",
-    "response_length/truncated_ratio", "rollout_corr/kl", "rollout_corr/k3_kl",
-    "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max",
-    "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction",
-    "time/step_s", "training/rollout_probs_diff_", "warmup/", "loss",
-)
-
-
 class Sink(Protocol):
     """Where a run's values go beside its record."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
-
-
-def is_compact(name: str) -> bool:
-    return name.startswith(COMPACT)
 
 
 def has_ended(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
@@ -195,7 +178,7 @@ class MetricsWriter:
             them again. None: the run starts at its beginning, and a record that an earlier attempt
             left behind is renamed to metrics.jsonl.old.
           sinks: where values go, too.
-          is_compact: metrics.jsonl gets those of COMPACT alone; the others get all.
+          is_compact: metrics.jsonl gets the compact metrics of names.py alone; the others get all.
         """
         path = pathlib.Path(workdir) / FILE_NAME
         kept, self.lost_seconds = None, 0.0
@@ -218,7 +201,7 @@ class MetricsWriter:
           Unwritable: the line cannot be written (disk full, read-only, ...).
         """
         line = encode(step, phase, values)
-        kept = {name: x for name, x in values.items() if is_compact(name)}
+        kept = {name: x for name, x in values.items() if names.is_compact(name)}
         self._file.write(encode(step, phase, kept) if self._is_compact else line)
         numbers = {n: x for n, x in decode(line).items() if n not in ("step", "phase")}
         with self._file.explained_errors():
