@@ -70,10 +70,18 @@ def encode(step: int, phase: str, values: Mapping[str, Any]) -> str:
 
 
 def decode(line: str) -> dict[str, Any]:
-    """Returns the record of one line, with "nan", "inf" and "-inf" turned back into floats."""
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} instead of an object")
+    """Returns the record of one line, with "nan", "inf" and "-inf" turned back into floats.
+
+    Raises:
+      ValueError: `encode` writes no such line; says what is wrong with it.
+    """
+    record = parse_object(line)
+    if not {"step", "phase"} <= record.keys() or type(record["step"]) is not int:
+        raise ValueError('no "phase" or no whole number "step"')
+    for name, value in record.items():
+        is_number = type(value) in (int, float) or value in tuple(NON_FINITE)
+        if name != "phase" and not is_number:
+            raise ValueError(f"metric {name!r} is {value!r}, not a number")
     return {name: NON_FINITE[value] if name != "phase" and value in NON_FINITE else value
             for name, value in record.items()}
 
@@ -83,7 +91,7 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the folder has no metrics.jsonl.
-      ValueError: a line other than the last is no JSON object.
+      ValueError: a line is not a record, see `decode`; names the file and the line.
     """
     path = storage.folder(workdir) / FILE_NAME
     if not path.exists():
@@ -97,14 +105,25 @@ def read_lines(path: epath.Path, parse: Callable[[str], Any]) -> list[Any]:
     Raises:
       ValueError: `parse` raised it for another line.
     """
-    lines, found = path.read_bytes().decode(errors="replace").splitlines(), []
+    lines, found = path.read_bytes().decode(errors="replace").split("\n"), []
     for number, line in enumerate(lines, start=1):
         try:
             found.append(parse(line))
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+                raise ValueError(f"{path}, line {number}: {error}") from error
     return found
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """Returns the JSON object of a line; ValueError says why there is none."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    return record
 
 
 def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
