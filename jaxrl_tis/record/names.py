@@ -44,8 +44,7 @@ compact = functools.partial(Metric, is_compact=True)
 
 LEARNING = (
     compact("reward/mean", "reward",
-            "Mean reward of the sampled answers, penalties included; absent while no reward is "
-            "known."),
+            "Mean reward of the sampled answers, with penalties; absent if no reward is known."),
     compact("reward/std", "reward", "Standard deviation of the rewards of the answers."),
     compact("reward/score_mean", "reward", "Mean of the reward function, without penalties."),
     compact("reward/equal_groups_ratio", "share",
@@ -66,11 +65,9 @@ LEARNING = (
     compact("reward/learner_snis_ess", "share",
             "Effective sample size of that estimate: 1 if all answers count the same.", "Kish"),
     compact("eval/{greedy,sampled}_reward", "reward",
-            "Mean reward of the learner's answers to the held-out prompts; failed rewards are left "
-            "out."),
+            "Mean reward of the learner's held-out answers; failed rewards are left out."),
     compact("eval/{greedy,sampled}_accuracy", "share",
-            "Held-out answers with a reward of at least eval.threshold, of those with a known "
-            "reward."),
+            "Held-out answers with a reward of at least eval.threshold, of the known rewards."),
     compact("eval/constant_accuracy", "share",
             "Accuracy of always giving the most common answer; for data with answers."),
     compact("eval/failed_rewards", "answers",
@@ -102,8 +99,7 @@ UPDATE = (
             "answer's), or the answer is truncated and train.mask_truncated is set.",
             "DAPO, 2503.14476"),
     compact("actor/grad_norm", "norm",
-            "Gradient norm before clipping; 0 for a skipped update. Spikes often come before a "
-            "collapse.", VERL),
+            "Norm before clipping; 0 for a skipped update. Spikes often precede a collapse.", VERL),
     compact("{actor,critic}/loss_scale", "factor",
             "Factor on the next loss, where the learner computes in float16.", "2510.26788"),
     compact("{actor,critic}/is_skipped", "share",
@@ -161,8 +157,8 @@ MISMATCH = (
            "Correlation of the sampler's and the learner's probability of the sampled tokens.",
            VERL),
     compact("rollout_corr/kl", "nats per token",
-            "KL of the learner from the sampler by k1, the mean of μ − π_old: unbiased, and "
-            "negative by chance.", VERL),
+            "KL of learner from sampler by k1, the mean of μ − π_old: unbiased, may be negative.",
+            VERL),
     compact("rollout_corr/k3_kl", "nats per token",
             "The same KL by k3, the mean of ρ − 1 − log ρ: never negative, less noisy.", VERL),
     Metric("rollout_corr/{chi2_token,chi2_seq}", "χ²",
@@ -196,8 +192,7 @@ MISMATCH = (
     Metric(f"mismatch/turn_<n>/{_PROFILE}", "of the measure",
            "The gap by turn, where a record has several."),
     Metric(f"mismatch/after_tool_<distance>/{_PROFILE}", "of the measure",
-           "The gap by distance from the last token of a tool, 1, 2 to 3, 4 to 7, ...; none before "
-           "any."),
+           "The gap by distance from a tool's last token, 1, 2 to 3, 4 to 7, ...; none before any."),
     Metric("mismatch/{engine,staleness,trust_region,product}/log_ratio_abs_mean", "nats",
            "Mean size of π_old − μ, π_prox − π_old, π − π_prox, and of their sum.",
            "3-policy factorisation"),
@@ -301,8 +296,7 @@ ASYNC = (
     Metric("async/ahead_batches", "batches",
            "Batches begun since the start of the run, less those trained on."),
     Metric("async/learner_idle", "share",
-           "Time without a batch to train on: in turns of the samplers with driver virtual, else "
-           "seconds."),
+           "Time without a batch to train on, in seconds; with driver virtual in samplers' turns."),
     Metric("async/interrupted", "sequences", "Sequences interrupted before their end."),
     Metric("async/resumed", "sequences",
            "Interrupted sequences resumed from their sampled tokens."),
@@ -331,8 +325,7 @@ ASYNC = (
 MACHINE = (
     compact("time/step_s", "s", "Wall-clock time of a whole step."),
     Metric("time/{data,sync,rollout,reward,score,update}_s", "s",
-           "Phases of a step. An update that scores its batch itself leaves almost nothing for "
-           "score."),
+           "Phases of a step. The phase score is almost 0 if the update scores its batch itself."),
     Metric("time/compile_s", "s",
            "Lowering and compiling, or reading from the cache, since the last line."),
     Metric("time/checkpoint_s", "s", "Blocking part of the save after the step before."),

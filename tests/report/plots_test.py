@@ -88,7 +88,7 @@ def test_nothing_to_draw_is_an_error(tmp_path):
 
 def test_a_caption_names_the_metrics_that_mean_different_things():
     of = {plot.title: plot for plot in plots.PLOTS}
-    assert of["KL divergence of learner from sampler"].caption.startswith("k1: KL of the learner")
+    assert of["KL divergence of learner from sampler"].caption.startswith("k1: KL of learner")
     assert " k3: " in of["KL divergence of learner from sampler"].caption
     assert of["Probability difference"].caption.startswith("Δp, the difference")  # of both
     assert of["Held-out accuracy, greedy"].caption.endswith(" Band: 95 % Wilson interval.")
