@@ -23,7 +23,7 @@ for name in "$@"; do
     frontier)
       "$PY" -m jaxrl_tis.experiments.oracle --centred | tee docs/experiments/frontier.md
       "$PY" -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=mean --batch=10000 \
-        --png=docs/experiments/frontier.png | tee docs/experiments/frontier.txt ;;
+        --png=docs/experiments/frontier.png ;;
     parallelism)
       ./launch/smollm2.sh --fetch
       XLA_FLAGS=--xla_force_host_platform_device_count=8 "$PY" -m jaxrl_tis.experiments.parallelism ;;

@@ -1,9 +1,7 @@
-"""docs/metrics.md has a row for every name that a run writes, and every name of it is written."""
+"""docs/metrics.md is what its generator writes, every metric of a run has a row, and every row a run."""
 
 import contextlib
 import functools
-import itertools
-import pathlib
 import re
 import socket
 import threading
@@ -14,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
+from docs import make_metrics
 from jaxrl_tis.estimators import masks, rank_masks
 from jaxrl_tis.learner import correction
-from jaxrl_tis.record import goodput, metrics
+from jaxrl_tis.record import goodput, metrics, names
 from jaxrl_tis.rollouts import remote
 from jaxrl_tis.rollouts.worker import RolloutWorker
 from tests import hosts, tiny
@@ -24,7 +23,6 @@ from tests.resume_test import cut_at
 
 pytestmark = pytest.mark.compiles
 
-ROOT = pathlib.Path(__file__).parents[1]
 # Runs that together write every name but those of `further`.
 RUNS = {
     "default": {"metrics__percentile_every": 1, "warmup__steps": 1},
@@ -64,31 +62,8 @@ RUNS = {
     },
     "threads": {"rollout__mode": "one_step", "rollout__driver": "threads"},
 }
-# Beginnings of names that the gate alone writes.
-OF_THE_GATE = "mismatch/kept_", "mismatch/route_flip_"
 # What may stand for a placeholder.
-PLACEHOLDERS = {"<mask>": "|".join([*masks.MASKS, *rank_masks.MASKS]), "<n>": r"\d+"}
-
-
-def rows():
-    """[(names with braces expanded, is compact, rest of the cells)] of all tables."""
-    found = []
-    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
-        if line.startswith("| `"):
-            name, compact, *rest = [cell.strip() for cell in line.strip("|").split("|")]
-            found.append((expanded(name.strip("`")), compact == "c", rest))
-    return found
-
-
-def expanded(pattern):
-    parts = re.split(r"\{([^}]*)\}", pattern)
-    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
-    return ["".join(words) for words in itertools.product(*choices)]
-
-
-def as_regex(name):
-    of = lambda part: f"({PLACEHOLDERS.get(part, '.+')})" if part.startswith("<") else re.escape(part)
-    return "".join(map(of, re.split(r"(<[^>]*>)", name)))
+PLACEHOLDERS = {"<mask>": "|".join([*masks.MASKS, *rank_masks.MASKS])}
 
 
 @pytest.fixture(scope="module")
@@ -148,59 +123,22 @@ def further():
         return {*correction.profile_metrics(batch, has_turns=True), *goodput.memory()}
 
 
-def test_expanding_braces():
-    assert expanded("a/{b,c}/{d,e}") == ["a/b/d", "a/b/e", "a/c/d", "a/c/e"]
-    assert re.fullmatch(as_regex("a/<n>_b"), "a/17_b") and not re.fullmatch(as_regex("a/<n>_b"), "a/_b")
-
-
-def row_of(name):
-    """The row of a name: one without a placeholder before one that has some."""
-    matching = [row for row in rows() if any(re.fullmatch(as_regex(n), name) for n in row[0])]
-    exact = [row for row in matching if name in row[0]]
-    return (exact or matching or [None])[0]
+def test_the_page_is_current():
+    assert make_metrics.PAGE.read_text(encoding="utf-8") == make_metrics.page()
 
 
 def test_every_value_has_a_row(written):
     assert len(written) > 150
-    assert sorted(name for name in written if row_of(name) is None) == []
-
-
-def test_no_name_has_two_rows(written):
-    for name in written:
-        assert sum(name in names for names, *_ in rows()) <= 1, name
-
-
-def test_the_compact_set_is_as_marked(written):
-    wrong = [name for name in written if row_of(name)[1] != metrics.is_compact(name)]
-    assert wrong == []
+    assert sorted(name for name in written if names.find(name) is None) == []
 
 
 def test_every_row_is_of_something(written):
-    """Every name in the tables is written; one with a placeholder, by a name that has no other row."""
-    rest = {name for name in written if name not in row_of(name)[0]}
-    matches = lambda name: any(re.fullmatch(as_regex(name), w) for w in rest)
-    unknown = [name for names, *_ in rows() for name in names
+    """Every name in the table is written; one with a placeholder, by a name that has no other row."""
+    rest = {name for name in written if name not in names.find(name).names}
+    matches = lambda name: any(re.fullmatch(names.regex(name, PLACEHOLDERS), w) for w in rest)
+    unknown = [name for metric in names.METRICS for name in metric.names
                if name not in written and not ("<" in name and matches(name))]
     assert unknown == []
-
-
-def test_a_name_that_no_run_writes_is_found():
-    """`actor/lr` is not written by writing `critic/lr`, nor is it a name of `control/lr_scale`."""
-    assert not re.fullmatch(as_regex("actor/lr"), "critic/lr")
-    assert not re.fullmatch(as_regex("actor/lr"), "actor/lr_scale")
-    assert not re.fullmatch(as_regex("a/<mask>_b"), "a/no such mask_b")
-
-
-def test_every_name_in_the_sources_has_a_row():
-    """Or is the beginning of one: an unusual setting may write what no run here does."""
-    documented = [name for names, *_ in rows() for name in names]
-    groups = "|".join(dict.fromkeys(name.split("/")[0] for name in documented))
-    texts = [path.read_text() for folder in (".", "estimators", "rollouts")
-             for path in (ROOT / "jaxrl_tis" / folder).glob("*.py")]
-    found = {name for text in texts for name in re.findall(rf'"((?:{groups})/[a-z0-9_]+)"', text)}
-    begins = lambda name: any(other.startswith(name) for other in documented)
-    left = [name for name in sorted(found) if row_of(name) is None and not begins(name)]
-    assert len(found) > 60 and [name for name in left if not name.startswith(OF_THE_GATE)] == []
 
 
 def test_a_compact_line_is_a_fifth(tmp_path):

@@ -14,7 +14,6 @@ COLUMNS = (*TOKEN, *SEQUENCE)
 REQUIRED = ("logp_behav", "logp_old")
 
 ROUNDING = 1e-4  # a log-softmax in float32 may end this much above 0
-DTYPES = {"mask": bool, **dict.fromkeys(WHOLE_NUMBERS, np.int32)}  # of tokens; else float32
 
 
 class Bad(Exception):

@@ -24,43 +24,6 @@ FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS
 # Reading
 
 
-def read_records(path: epath.Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that is still being written is left out.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a line is not a record of `metrics.encode`; names the file and the line.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} not found: is {path.parent} the --workdir of a run?")
-    records = []
-    lines = path.read_bytes().decode(errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        problem = _problem(line)
-        if problem is None:
-            records.append(metrics.decode(line))
-        elif number < len(lines):
-            raise ValueError(f"{path}, line {number}: {problem}")
-    return records
-
-
-def _problem(line):
-    """Says what keeps a line from being a record, or None."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return f"not JSON ({error.msg}, column {error.colno})"
-    if not isinstance(record, dict):
-        return "not a JSON object"
-    if not {"step", "phase"} <= record.keys() or type(record["step"]) is not int:
-        return 'no "phase" or no whole number "step"'
-    for name, value in record.items():
-        is_number = type(value) in (int, float) or value in tuple(metrics.NON_FINITE)
-        if name != "phase" and not is_number:
-            return f"metric {name!r} is {value!r}, not a number"
-    return None
-
-
 def read_config(path: epath.Path) -> dict[str, Any]:
     """The configuration in a config.json, {} without such a file.
 
@@ -84,7 +47,7 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
     limits = limits_of(thresholds)
     workdir = storage.folder(workdir)
     series, nans, last_step = {}, {}, 0
-    for record in read_records(workdir / metrics.FILE_NAME):
+    for record in metrics.read(workdir):
         # Without a valid token the metrics of a batch are 0 and mean nothing.
         if record["phase"] != "train" or (IS_VALID in record and record[IS_VALID] == 0):
             continue

@@ -19,6 +19,7 @@ from etils import epath
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
+from jaxrl_tis.record import names
 from jaxrl_tis.runtime import storage
 from jaxrl_tis.runtime.cli import Unwritable
 
@@ -27,30 +28,12 @@ FILE_NAME = "metrics.jsonl"
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-# What metrics.record="compact" keeps, beside all of an evaluation: names, or their beginnings.
-COMPACT = (
-    "actor/entropy", "actor/grad_norm", "actor/is_skipped", "actor/left_out_ratio",
-    "actor/loss_scale", "actor/lr",
-    "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "centering/drift", "centering/learner_mass",
-    "centering/sampler_mass", "correction/", "critic/is_skipped", "critic/loss_scale",
-    "critic/vf_loss", "data/", "eval/", "reward/", "response_length/mean",
-    "response_length/truncated_ratio", "rollout_corr/kl", "rollout_corr/k3_kl",
-    "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max",
-    "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction",
-    "time/step_s", "training/rollout_probs_diff_", "warmup/", "loss",
-)
-
-
 class Sink(Protocol):
     """Where a run's values go beside its record."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
-
-
-def is_compact(name: str) -> bool:
-    return name.startswith(COMPACT)
 
 
 def has_ended(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
@@ -87,10 +70,18 @@ def encode(step: int, phase: str, values: Mapping[str, Any]) -> str:
 
 
 def decode(line: str) -> dict[str, Any]:
-    """Returns the record of one line, with "nan", "inf" and "-inf" turned back into floats."""
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} instead of an object")
+    """Returns the record of one line, with "nan", "inf" and "-inf" turned back into floats.
+
+    Raises:
+      ValueError: `encode` writes no such line; says what is wrong with it.
+    """
+    record = parse_object(line)
+    if not {"step", "phase"} <= record.keys() or type(record["step"]) is not int:
+        raise ValueError('no "phase" or no whole number "step"')
+    for name, value in record.items():
+        is_number = type(value) in (int, float) or value in tuple(NON_FINITE)
+        if name != "phase" and not is_number:
+            raise ValueError(f"metric {name!r} is {value!r}, not a number")
     return {name: NON_FINITE[value] if name != "phase" and value in NON_FINITE else value
             for name, value in record.items()}
 
@@ -100,7 +91,7 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the folder has no metrics.jsonl.
-      ValueError: a line other than the last is no JSON object.
+      ValueError: a line is not a record, see `decode`; names the file and the line.
     """
     path = storage.folder(workdir) / FILE_NAME
     if not path.exists():
@@ -114,14 +105,25 @@ def read_lines(path: epath.Path, parse: Callable[[str], Any]) -> list[Any]:
     Raises:
       ValueError: `parse` raised it for another line.
     """
-    lines, found = path.read_bytes().decode(errors="replace").splitlines(), []
+    lines, found = path.read_bytes().decode(errors="replace").split("\n"), []
     for number, line in enumerate(lines, start=1):
         try:
             found.append(parse(line))
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+                raise ValueError(f"{path}, line {number}: {error}") from error
     return found
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """Returns the JSON object of a line; ValueError says why there is none."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    return record
 
 
 def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
@@ -195,7 +197,7 @@ class MetricsWriter:
             them again. None: the run starts at its beginning, and a record that an earlier attempt
             left behind is renamed to metrics.jsonl.old.
           sinks: where values go, too.
-          is_compact: metrics.jsonl gets those of COMPACT alone; the others get all.
+          is_compact: metrics.jsonl gets the compact metrics of names.py alone; the others get all.
         """
         path = pathlib.Path(workdir) / FILE_NAME
         kept, self.lost_seconds = None, 0.0
@@ -218,7 +220,7 @@ class MetricsWriter:
           Unwritable: the line cannot be written (disk full, read-only, ...).
         """
         line = encode(step, phase, values)
-        kept = {name: x for name, x in values.items() if is_compact(name)}
+        kept = {name: x for name, x in values.items() if names.is_compact(name)}
         self._file.write(encode(step, phase, kept) if self._is_compact else line)
         numbers = {n: x for n, x in decode(line).items() if n not in ("step", "phase")}
         with self._file.explained_errors():

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.record.metrics import LineFile, read_lines
+from jaxrl_tis.record.metrics import LineFile, parse_object, read_lines
 from jaxrl_tis.runtime import storage
 
 FILE_NAME = "samples.jsonl"
@@ -110,4 +110,4 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
       ValueError: another line is not JSON.
     """
     path = storage.folder(workdir) / FILE_NAME
-    return read_lines(path, json.loads) if path.exists() else []
+    return read_lines(path, parse_object) if path.exists() else []

@@ -1,5 +1,5 @@
 """The pictures of a report: which metrics are drawn, and how. To show another metric, add a line to
-PLOTS."""
+PLOTS; its unit and caption are those of record/names.py."""
 
 import dataclasses
 import io
@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib import figure, lines, ticker
 from matplotlib.axes import Axes
 
-from jaxrl_tis.record import intervals
+from jaxrl_tis.record import intervals, names
 from jaxrl_tis.record.failures import Failure
 
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
@@ -69,84 +69,66 @@ class Plot:
 
     section: str
     title: str
-    unit: str
     series: dict[str, str]
-    note: str
     phase: str = "train"
     log: bool = False
     in_overview: bool = False
+
+    @property
+    def unit(self) -> str:
+        return names.find(next(iter(self.series))).unit
+
+    @property
+    def caption(self) -> str:
+        """What the metrics mean, each after its name in the legend where they mean different things."""
+        meanings = {names.find(metric).meaning: label for metric, label in self.series.items()}
+        texts = [f"{label}: {text}" if len(meanings) > 1 else text for text, label in meanings.items()]
+        has_interval = not set(INTERVALS).isdisjoint(self.series)
+        return " ".join([*texts, "Band: 95 % Wilson interval."] if has_interval else texts)
 
 
 LEARNING, GAP, WEIGHTS = "Learning", "Sampler against learner", "Importance weights"
 OPTIMISATION, TIME = "Optimisation", "Time"
 PLOTS = (
-    Plot(LEARNING, "Reward", "mean reward per response",
-         {"reward/mean": "sampler", "reward/learner_snis": "learner (SNIS)"},
-         "What the sampler earned, and what the learner would earn by the self-normalised "
-         "importance-sampling estimate from the same responses.", in_overview=True),
-    Plot(LEARNING, "Effective sample size of the SNIS estimate", "effective responses",
-         {"reward/learner_snis_ess": "ESS"}, "How many responses the learner's estimate rests on."),
-    Plot(LEARNING, "Held-out accuracy, greedy", "fraction correct",
-         {"eval/greedy_accuracy": "greedy", "eval/constant_accuracy": "best constant answer"},
-         "Band: 95 % Wilson interval.", "eval", in_overview=True),
-    Plot(LEARNING, "Held-out accuracy, sampled", "fraction correct",
-         {"eval/sampled_accuracy": "sampled", "eval/constant_accuracy": "best constant answer"},
-         "Band: 95 % Wilson interval.", "eval"),
-    Plot(LEARNING, "Held-out reward", "mean reward per answer",
-         {"eval/greedy_reward": "greedy", "eval/sampled_reward": "sampled"},
-         "Of the learner itself; answers whose reward failed are left out.", "eval"),
-    Plot(LEARNING, "Response length", "tokens",
-         {"response_length/mean": "mean", "response_length/max": "longest"},
-         "Sampled tokens per response, the end token included."),
-    Plot(LEARNING, "Truncated responses", "fraction of responses",
-         {"response_length/truncated_ratio": "truncated"}, "Responses cut at the token limit."),
-    Plot(LEARNING, "Warm-up loss", "nats per token", {"warmup/loss": "loss"},
-         "Supervised steps before reinforcement learning.", "warmup"),
-    Plot(LEARNING, "Warm-up accuracy", "fraction correct", {"warmup/accuracy": "accuracy"},
-         "Supervised steps before reinforcement learning.", "warmup"),
-
-    Plot(GAP, "Probability difference", "|p_sampler − p_learner|",
-         {"training/rollout_probs_diff_max": "largest", "training/rollout_probs_diff_mean": "mean"},
-         "Over the sampled tokens of a step, both at the weights that sampled. 0: bitwise equal.",
-         log=True, in_overview=True),
-    Plot(GAP, "Correlation of the probabilities", "Pearson's r",
-         {"training/rollout_actor_probs_pearson_corr": "r"},
-         "Between the sampler's and the learner's probability of the sampled tokens."),
-    Plot(GAP, "KL divergence of learner from sampler", "nats per token",
-         {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"},
-         "Two estimators of one quantity: k1 has no bias and may be negative, k3 never is.",
+    Plot(LEARNING, "Reward", {"reward/mean": "sampler", "reward/learner_snis": "learner (SNIS)"},
          in_overview=True),
-    Plot(GAP, "χ² divergence", "χ²",
-         {"rollout_corr/chi2_token": "per token", "rollout_corr/chi2_seq": "per sequence"},
-         "Mean squared ratio minus 1: the variance that importance weights add.", log=True),
-    Plot(GAP, "Perplexity ratio", "learner / sampler", {"rollout_corr/ppl_ratio": "ratio"},
-         "1: both find the responses equally likely."),
+    Plot(LEARNING, "Effective sample size of the SNIS estimate", {"reward/learner_snis_ess": "ESS"}),
+    Plot(LEARNING, "Held-out accuracy, greedy",
+         {"eval/greedy_accuracy": "greedy", "eval/constant_accuracy": "best constant answer"}, "eval",
+         in_overview=True),
+    Plot(LEARNING, "Held-out accuracy, sampled",
+         {"eval/sampled_accuracy": "sampled", "eval/constant_accuracy": "best constant answer"}, "eval"),
+    Plot(LEARNING, "Held-out reward",
+         {"eval/greedy_reward": "greedy", "eval/sampled_reward": "sampled"}, "eval"),
+    Plot(LEARNING, "Response length",
+         {"response_length/mean": "mean", "response_length/max": "longest"}),
+    Plot(LEARNING, "Truncated responses", {"response_length/truncated_ratio": "truncated"}),
+    Plot(LEARNING, "Warm-up loss", {"warmup/loss": "loss"}, "warmup"),
 
-    Plot(WEIGHTS, "Mean importance weight", "weight", {"rollout_corr/rollout_is_mean": "mean"},
-         "1 in expectation without truncation; below 1 is the bias that truncation pays with."),
-    Plot(WEIGHTS, "Largest importance weight", "weight", {"rollout_corr/rollout_is_max": "max"},
-         "One response far above the others dominates its step.", log=True),
-    Plot(WEIGHTS, "Effective sample size", "fraction of the batch",
-         {"rollout_corr/rollout_is_eff_sample_size": "ESS"},
-         "1: all weights are equal.", in_overview=True),
-    Plot(WEIGHTS, "Truncated weights", "fraction of the weights",
-         {"rollout_corr/rollout_is_ratio_fraction_high": "above the threshold"},
-         "Weights that the upper threshold cut."),
+    Plot(GAP, "Probability difference",
+         {"training/rollout_probs_diff_max": "largest", "training/rollout_probs_diff_mean": "mean"},
+         log=True, in_overview=True),
+    Plot(GAP, "Correlation of the probabilities", {"training/rollout_actor_probs_pearson_corr": "r"}),
+    Plot(GAP, "KL divergence of learner from sampler",
+         {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}, in_overview=True),
+    Plot(GAP, "χ² divergence",
+         {"rollout_corr/chi2_token": "per token", "rollout_corr/chi2_seq": "per sequence"}, log=True),
+    Plot(GAP, "Perplexity ratio, learner / sampler", {"rollout_corr/ppl_ratio": "ratio"}),
 
-    Plot(OPTIMISATION, "Entropy", "nats per token", {"actor/entropy": "entropy"},
-         "Of the learner's distribution. A fall to 0 is a collapse.", in_overview=True),
-    Plot(OPTIMISATION, "Gradient norm", "L2 norm before clipping", {"actor/grad_norm": "norm"},
-         "Spikes often come before a collapse.", log=True),
-    Plot(OPTIMISATION, "Policy loss", "loss", {"actor/pg_loss": "loss"},
-         "Its value says little; a jump says a lot."),
-    Plot(OPTIMISATION, "Clipped tokens", "fraction of tokens", {"actor/pg_clipfrac": "clipped"},
-         "Tokens that the trust region stops from moving further."),
-    Plot(OPTIMISATION, "KL to the old policy", "nats per token", {"actor/ppo_kl": "KL"},
-         "How far the learner moved within a step."),
+    Plot(WEIGHTS, "Mean importance weight", {"rollout_corr/rollout_is_mean": "mean"}),
+    Plot(WEIGHTS, "Largest importance weight", {"rollout_corr/rollout_is_max": "max"}, log=True),
+    Plot(WEIGHTS, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "ESS"},
+         in_overview=True),
+    Plot(WEIGHTS, "Truncated weights", {"rollout_corr/rollout_is_ratio_fraction_high": "above the cap"}),
 
-    Plot(TIME, "Time per step", "seconds", {"time/step_s": "step"}, "Wall clock.", log=True),
-    Plot(TIME, "Sampling speed", "tokens per second", {"time/rollout_tokens_per_s": "tokens/s"},
-         "Sampled tokens over the time of the rollout phase."),
+    Plot(OPTIMISATION, "Entropy", {"actor/entropy": "entropy"}, in_overview=True),
+    Plot(OPTIMISATION, "Gradient norm", {"actor/grad_norm": "norm"}, log=True),
+    Plot(OPTIMISATION, "Policy loss", {"actor/pg_loss": "loss"}),
+    Plot(OPTIMISATION, "Clipped tokens", {"actor/pg_clipfrac": "clipped"}),
+    Plot(OPTIMISATION, "KL to the old policy", {"actor/ppo_kl": "KL"}),
+
+    Plot(TIME, "Time per step", {"time/step_s": "step"}, log=True),
+    Plot(TIME, "Sampling speed", {"time/rollout_tokens_per_s": "tokens/s"}),
 )
 
 
@@ -217,14 +199,14 @@ def legend_entries(plot: Plot, runs: Sequence[Run]) -> list[lines.Line2D]:
     """Returns legend lines: the runs when there are several, at most MOST_NAMED, the metrics when there are
     several."""
     runs = [run for run in runs if is_present(plot, [run])]
-    names = {name: style for (key, name), style in zip(plot.series.items(), LINE_STYLES)
-             if any(run.curve(plot.phase, key)[0].size for run in runs)}
+    labels = {label: style for (key, label), style in zip(plot.series.items(), LINE_STYLES)
+              if any(run.curve(plot.phase, key)[0].size for run in runs)}
     entries = []
     if 1 < len(runs) <= MOST_NAMED:
         entries += [_entry(run.label, run.color, "-") for run in runs]
-    if len(names) > 1:
+    if len(labels) > 1:
         color = "#444444" if len(runs) > 1 else runs[0].color
-        entries += [_entry(name, color, style) for name, style in names.items()]
+        entries += [_entry(label, color, style) for label, style in labels.items()]
     return entries
 
 
@@ -293,7 +275,7 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
                 entries = legend_entries(plot, runs)
                 if entries:
                     picture.legend(handles=entries, loc="outside lower center", ncols=4)
-                sections.setdefault(plot.section, []).append((svg(picture), plot.note))
+                sections.setdefault(plot.section, []).append((svg(picture), plot.caption))
         timed = [run for run in runs if sum(phase_seconds(run).values()) > 0]
         if timed:
             picture = figure.Figure(figsize=(6.0, 1.7 + 0.4 * len(timed)))

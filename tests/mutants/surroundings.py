@@ -259,6 +259,12 @@ MUTANTS = [
          "message"),
     ),
     *of(
+        "record/names.py",
+        ("a family comes before the very name", "_EXACT[name] if name in _EXACT else next(families, None)",
+         "next(families, _EXACT.get(name))"),
+        ("the beginning of a name is enough", "pattern.fullmatch(name)", "pattern.match(name)"),
+    ),
+    *of(
         "record/metrics.py",
         ("the step of the checkpoint is dropped",
          'record["step"] <= resume_step', 'record["step"] < resume_step'),

@@ -148,7 +148,7 @@ def test_read_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="is .* the --workdir of a run"):
         metrics.read(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "pha\n{"step": 2, "phase": "train"}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl, line 1 is not JSON"):
+    with pytest.raises(ValueError, match="metrics.jsonl, line 1: not JSON"):
         metrics.read(tmp_path)
 
 

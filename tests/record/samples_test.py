@@ -90,7 +90,7 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one(tmp_path):
     file.close()
     assert [x["step"] for x in samples.read(tmp_path)] == [0, 1, 2]
     (tmp_path / "samples.jsonl").write_text("nonsense\n{}\n")
-    with pytest.raises(ValueError, match="samples.jsonl, line 1 is not JSON"):
+    with pytest.raises(ValueError, match="samples.jsonl, line 1: not JSON"):
         samples.read(tmp_path)
 
 

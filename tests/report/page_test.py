@@ -117,7 +117,7 @@ def test_both_runs_are_in_the_legend_of_every_plot(page):
         assert "int8 & $\\gamma$" in words
         assert "\u200b_exact" in words
     assert {"sampler", "learner (SNIS)"} <= set(page.figures[0])
-    assert {"largest", "mean", "training step", "|p_sampler − p_learner|"} <= set(page.figures[2])
+    assert {"largest", "mean", "training step", "probability"} <= set(page.figures[2])
 
 
 def test_summary_table(page):

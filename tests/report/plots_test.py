@@ -86,10 +86,19 @@ def test_nothing_to_draw_is_an_error(tmp_path):
         plots.write_png([plots.Run("empty", "black", [], {})], tmp_path / "overview.png")
 
 
+def test_a_caption_names_the_metrics_that_mean_different_things():
+    of = {plot.title: plot for plot in plots.PLOTS}
+    assert of["KL divergence of learner from sampler"].caption.startswith("k1: KL of learner")
+    assert " k3: " in of["KL divergence of learner from sampler"].caption
+    assert of["Probability difference"].caption.startswith("Δp, the difference")  # of both
+    assert of["Held-out accuracy, greedy"].caption.endswith(" Band: 95 % Wilson interval.")
+    assert of["Probability difference"].unit == "probability"
+
+
 def test_plots_are_well_formed():
     keys = [(plot.phase, key, plot.title) for plot in plots.PLOTS for key in plot.series]
     assert len(keys) == len(set(keys)) and len({plot.title for plot in plots.PLOTS}) == len(
         plots.PLOTS)
     assert all(len(plot.series) <= len(plots.LINE_STYLES) for plot in plots.PLOTS)
-    assert all(plot.unit and plot.note for plot in plots.PLOTS)
+    assert all(plot.unit for plot in plots.PLOTS)
     assert sum(plot.in_overview for plot in plots.PLOTS) == 6

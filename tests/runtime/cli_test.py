@@ -40,7 +40,7 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: tiny.run(folder / "broken", steps=1), "config.json is not what a run writes"),
     (lambda folder: tiny.run(folder / "file", steps=1), "cannot make"),
     (lambda folder: report_main([str(folder)]), "metrics.jsonl not found: is"),
-    (lambda folder: report_main([str(folder / "broken")]), "metrics.jsonl, line 1 is not JSON"),
+    (lambda folder: report_main([str(folder / "broken")]), "metrics.jsonl, line 1: not a JSON object"),
     (lambda folder: doctor_main([str(folder)]), "metrics.jsonl not found: is"),
     (lambda folder: doctor_main([str(folder), "--threshold", "a=b"]), "invalid _threshold value"),
     (lambda folder: oracle.main(["--horizons", "0"]), "argument --horizons: 0 is not at least 1"),

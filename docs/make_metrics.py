@@ -1,0 +1,102 @@
+"""Writes docs/metrics.md from jaxrl_tis/record/names.py: python docs/make_metrics.py."""
+
+import pathlib
+import re
+from collections.abc import Iterable
+
+from jaxrl_tis.doctor.case import THRESHOLDS
+from jaxrl_tis.record import names
+
+PAGE = pathlib.Path(__file__).with_name("metrics.md")
+HEAD = """\
+# Metrics
+
+Every value that a run writes, with its unit and meaning. Written by `python docs/make_metrics.py` from
+`jaxrl_tis/record/names.py`; edit that.
+
+`metrics.jsonl` has one line for each training step, evaluation and warm-up step. A line has `step`, `phase`
+(`train`, `eval` or `warmup`) and the values. TensorBoard and the sinks name a value `phase/name`.
+
+## What to look at first
+
+`python -m jaxrl_tis.report WORKDIR` plots these metrics. `python -m jaxrl_tis.doctor WORKDIR` compares them with
+the thresholds below and names the cause ([doctor.md](doctor.md)).
+
+| question | metric | fine | act |
+|---|---|---|---|
+| Does the learner improve? | `eval/greedy_accuracy`, `eval/sampled_accuracy` | rises by more than its interval | |
+| Do sampler and learner agree? | `training/rollout_actor_probs_pearson_corr` | {pearson_healthy} or more | below {pearson_broken} |
+| | `rollout_corr/kl`, nats per token | below {kl_fine} | above {kl_bug}, or below {kl_negative} |
+| How noisy are the weights? | `rollout_corr/chi2_token` | up to {chi2_moderate} | above {chi2_high} |
+| | `rollout_corr/kept_eff_sample_size` | {ess_low} or more | below {ess_broken} |
+| How much is rejected? | `rollout_corr/rollout_rs_masked_fraction` | up to {rejected_high} | above {rejected_stop} |
+| Does the trust region hold the update? | `actor/pg_clipfrac` | up to {clipped} | above, and it rises |
+| How old are the samples? | `training/off_policy/trajectory_staleness_worst/mean`, versions | up to {lag_naive}, with decoupled PPO {lag} | above |
+| Does the policy collapse? | `actor/entropy`, `actor/grad_norm` | steady | entropy falls to 0, or the norm has spikes |
+
+## How to read the tables
+
+- `{{a,b}}` in a name stands for each of the words, `<x>` for any text.
+- **c**: also in the compact record, `--config.metrics.record=compact`, a fifth of the full one. TensorBoard and the
+  sinks always get all values.
+- Source verl: verl has the same metric, with this name and formula.
+- A mean is over valid tokens unless the row says otherwise. A mean of nothing (an empty mask) is 0.
+
+| symbol | meaning |
+|---|---|
+| π | learner during the update |
+| π_prox | learner at the start of the update |
+| π_old | learner at the weights that sampled |
+| μ | sampler |
+| ρ | exp(π_old − μ) of a token; Π ρ is the product over a sequence |
+| Δp | absolute difference of the two probabilities, exp π_old and exp μ |
+
+π, π_prox, π_old and μ are log-probs of the sampled token.
+"""
+# What stands above the table of a section: the files that compute it, and what all its rows share.
+INTRODUCTIONS = {
+    "Learning": "`learner/trainer.py`, `diagnostics/batch_metrics.py`, `evaluate.py`.",
+    "The update": "`learner/step.py`, `estimators/objectives.py`. Values are means over the updates of a step.",
+    "Sampler against learner": """\
+`diagnostics/mismatch.py`, `divergences.py`, `attribution.py`, `agreement.py`.
+
+`config.rollout.old_logp` sets the source of π_old. With `ring` and `replica` it is as above. With `ewma` and
+`none` it is π_prox, and staleness counts as the engine's.""",
+    "Importance weights and rejection": """\
+`diagnostics/mismatch.py`, `estimators/counts.py`.
+
+`correction/*` count tokens. In decoupled mode they count once for the rollout batch. In bypass mode, and for
+masks inside the update, they are sums over the updates: with two epochs every token counts twice. A weight
+`none` and objectives with a weight of their own have no counts.""",
+    "Rollouts": "`rollouts/source.py`, `rollouts/groups.py`, `diagnostics/batch_metrics.py`.",
+    "Samplers that run ahead": """\
+`rollouts/bookkeeping.py` and the drivers; `gate/probe.py`. [async.md](async.md) explains the modes. Counts are
+since the last batch.""",
+    "The machine": """\
+`record/goodput.py`, `record/metrics.py`. Two runs of the same program may differ only in values of `time/`. Phases
+are disjoint. Compilation within a phase counts as `compile`; `step` is the whole step. The goodput of the report
+is the share of rollout, reward, score and update in the sum of all.""",
+}
+
+
+def row(metric: names.Metric) -> str:
+    """Returns the row of a metric, with links to the papers and pages of its source."""
+    source = re.sub(r"\b(\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", metric.source)
+    source = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", source)
+    compact = "c" if metric.is_compact else ""
+    cells = f"`{metric.pattern}`", compact, metric.unit, metric.meaning, source
+    return " | ".join(cell.replace("|", r"\|") for cell in cells)
+
+
+def section(title: str, metrics: Iterable[names.Metric]) -> str:
+    lines = ["name | c | unit | meaning | source", "---|---|---|---|---", *map(row, metrics)]
+    return f"\n## {title}\n\n{INTRODUCTIONS[title]}\n\n" + "".join(f"| {line} |\n" for line in lines)
+
+
+def page() -> str:
+    limits = {name: f"{value:g}" for name, value in THRESHOLDS.items()}
+    return HEAD.format(**limits) + "".join(section(*item) for item in names.SECTIONS.items())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
