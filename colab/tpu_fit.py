@@ -79,4 +79,4 @@ plt.show()
 # ## Next
 #
 # `python -m jaxrl_tis.aot --config=... --fit` searches the largest slots and micro-batches that fit;
-# `docs/tpu.md` has the tables of the shipped configs, `docs/launch.md` the way to a machine.
+# `docs/tpu_programs.md` has the tables of the shipped configs, `docs/launch.md` the way to a machine.

@@ -1,4 +1,7 @@
-"""Every field of a run, with its default. The other configs start from this one."""
+"""Every field of a run, with its default. The other configs start from this one.
+
+Each section ends with the fields that only an expert sets, under "For experts".
+"""
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -23,15 +26,18 @@ def get_config() -> ConfigDict:
     c.model.tie_embeddings = True
     c.model.param_dtype = "float32"  # bfloat16 loses every update below 1/512 of its weight
     c.model.dtype = "float32"  # compute dtype of the learner: float32, bfloat16 or float16
-    # What the backward pass recomputes: none, dots (keeps matrix products), full (keeps the input of
-    # each layer) or host (keeps it in host memory; TPU)
+    # Part of the forward pass that is recomputed in the backward pass: none, dots (keeps products),
+    # full (keeps the input of each layer) or host (keeps it in host memory; TPU)
     c.model.remat = "none"
+    # For experts
     c.model.highest_head = False  # float32 output head at full precision (matters on TPU)
-    c.model.quantization = "none"  # the engine's: the learner then computes the same 8-bit products
-    c.model.unquantized = ()  # and the engine's here
+    # The engine's quantisation, where the learner is to compute the same 8-bit products
+    c.model.quantization = "none"
+    c.model.unquantized = ()  # with that, the engine's engine.unquantized
     # fast, or invariant: sampler and learner compute the same log-probs, bit by bit, at a cost
     c.model.numerics = "fast"
-    c.model.uaq_scale = 1.0  # times the size of an update beside a quantisation step (QuRL: 1.5)
+    # Factor on the size of an update relative to a quantisation step (QuRL: 1.5)
+    c.model.uaq_scale = 1.0
 
     c.task = ConfigDict()
     c.task.name = "arithmetic"  # a name in jaxrl_tis.data.tasks.TASKS
@@ -49,7 +55,8 @@ def get_config() -> ConfigDict:
     # config.json then keeps
     c.task.date = ""
     c.task.max_prompt_tokens = 32
-    # error: a record that cannot be used ends the start, before step 1; skip: it is left out and counted
+    # A record that cannot be used. error: it ends the start, before step 1; skip: it is left out
+    # and counted
     c.task.on_bad_record = "error"
 
     c.reward = ConfigDict()
@@ -59,11 +66,12 @@ def get_config() -> ConfigDict:
     # Of an answer whose function raises, hangs or returns no finite number: "drop" leaves it out of
     # the loss and of its group, a number as text is its score
     c.reward.on_error = "drop"
-    c.reward.signature = "auto"  # one of jaxrl_tis.data.signatures.SIGNATURES; auto: by parameters
     c.reward.weights = ConfigDict()  # of components by name: 1, or 0 beside a "score", if not here
     c.reward.weights.unlock()
     c.reward.network = False  # whether the function may use it
     c.reward.workers = 1  # processes that score at once; for an async function, calls at once
+    # For experts
+    c.reward.signature = "auto"  # one of jaxrl_tis.data.signatures.SIGNATURES; auto: by parameters
 
     c.warmup = ConfigDict()  # supervised steps before reinforcement learning
     c.warmup.steps = 0
@@ -80,40 +88,42 @@ def get_config() -> ConfigDict:
     c.rollout.top_k = 0  # 0 keeps all tokens
     c.rollout.top_p = 1.0
     c.rollout.min_p = 0.0
-    c.rollout.kept_set = 0  # most tokens of a recorded support that the learner scores over; 0: off
-    c.rollout.allow_filter_bias = False  # filters bias every ratio; True accepts that
     c.rollout.dynamic_sampling = False  # replace groups whose rewards are all equal (DAPO)
-    c.rollout.max_rounds = 4  # of fresh prompts per batch with dynamic sampling
     c.rollout.overlong_buffer = 0  # soft overlong penalty over the last n tokens (DAPO); 0 is off
-    # Who runs ahead of whom, spelled as a method is: sync, periodic, one_step, fully_async(trigger=4,
-    # threshold=0.5, partial=True), areal(staleness=4), in_flight(staleness=4), dora(staleness=2),
-    # roll_flash(alpha=1, redundant=0) or laminar(staleness=4, repack=0.5); docs/async.md
+    # How far samplers run ahead of the learner, spelled as a method is: sync, periodic, one_step,
+    # fully_async(trigger=4, threshold=0.5, partial=True), areal(staleness=4),
+    # in_flight(staleness=4), dora(staleness=2), roll_flash(alpha=1, redundant=0) or
+    # laminar(staleness=4, repack=0.5); docs/async.md
     c.rollout.mode = "sync"
     c.rollout.driver = "virtual"  # virtual (in turns), threads or processes; docs/async.md
-    c.rollout.workers = 1  # samplers; of processes as many draw as join
-    # Where python -m jaxrl_tis.worker joins (processes); port 0 takes a free one. An address that others
-    # reach needs a secret in JAXRL_TIS_TOKEN.
+    c.rollout.workers = 1  # samplers; with driver processes, as many sample as join
+    # Where python -m jaxrl_tis.worker joins (processes); port 0 takes a free one. An address that
+    # other machines reach needs a secret in JAXRL_TIS_TOKEN.
     c.rollout.listen = "127.0.0.1:0"
-    c.rollout.transport = "tcp"  # how weights get there: tcp, or a folder that all share (gs:// too)
-    c.rollout.worker_timeout = 30.0  # seconds of silence after which a worker is gone
-    c.rollout.queue = 0  # most groups that are begun and not trained on; 0: what the mode allows
-    c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
-    # Steps between probes of the gap, by engine and by staleness, beside the bounds of c.gate; 0: none
-    c.rollout.probe_every = 0
-    # Above a bound: warn, sync (also bound staleness by one version less) or stop
-    c.rollout.on_budget = "warn"
-    # What the learner says of tokens that older weights drew, see jaxrl_tis/learner/snapshots.py:
-    # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
-    # stands in, PPO-EWMA) or none (the policy does: decoupled, a3po and bypass need no more)
-    c.rollout.old_logp = "ring"
-    c.rollout.snapshots = 0  # of the ring; 0: one more than the mode lets a token be versions old
-    c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
-    # Mean age in updates of what the average holds: its decay is 1 - 1 / (centre + 1)
-    c.rollout.ewma_centre = 10.0
-    # Groups that are trained on again, drawn by uniform(uses=2, most=4), newest(uses=2, most=4) or
-    # fresh(uses=2, most=4, tau=500), prompts / uses of each batch being new ones; "": none
+    c.rollout.transport = "tcp"  # of weights: tcp, or a folder that all share (gs:// too)
+    # Groups that are trained on again: uniform(uses=2, most=4), newest(uses=2, most=4) or
+    # fresh(uses=2, most=4, tau=500); prompts / uses of each batch are new. "": none
     c.rollout.replay = ""
-    c.rollout.max_age = 0  # most versions that replayed tokens are old; 0: 4 more than the mode's
+    # For experts
+    c.rollout.kept_set = 0  # most tokens of a recorded support that the learner scores over; 0: off
+    c.rollout.allow_filter_bias = False  # top_k, top_p, min_p bias every ratio; True accepts that
+    c.rollout.max_rounds = 4  # rounds of fresh prompts per batch with dynamic sampling
+    c.rollout.worker_timeout = 30.0  # seconds of silence after which a worker is gone
+    c.rollout.queue = 0  # most groups begun and not yet trained on; 0: as many as the mode allows
+    c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
+    # Steps between probes of the gap, by engine and by staleness, against c.gate's bounds; 0: none
+    c.rollout.probe_every = 0
+    # Above a bound: warn, sync (also lower the bound on staleness by one version) or stop
+    c.rollout.on_budget = "warn"
+    # Source of the learner's log-probs under older weights, see jaxrl_tis/learner/snapshots.py:
+    # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
+    # takes their place, PPO-EWMA) or none (the policy does: for decoupled, a3po and bypass)
+    c.rollout.old_logp = "ring"
+    c.rollout.snapshots = 0  # of the ring; 0: one more than the mode's bound on a token's age
+    c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
+    # Mean age of the average's weights in updates: its decay is 1 - 1 / (centre + 1)
+    c.rollout.ewma_centre = 10.0
+    c.rollout.max_age = 0  # most versions that a replayed token is old; 0: 4 more than the mode's
 
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together
@@ -121,27 +131,28 @@ def get_config() -> ConfigDict:
     c.engine.cache_dtype = "float32"  # or bfloat16, float16, int8, float8_e4m3fn
     c.engine.page_size = 16  # positions of a page of the cache
     c.engine.num_pages = 0  # pages of each data shard; 0: every slot can hold the longest sequence
-    # Pages that a sequence keeps beside the one it fills, (first, last); (0, 0): all. The learner
-    # then attends to what was kept, too.
-    c.engine.retention = (0, 0)
     # none, int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8)
     c.engine.quantization = "w8a8"
+    c.engine.max_draft = 0  # tokens of a speculative draft (n-grams), 2^n - 1; 0: no speculation
+    c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
+    # For experts
+    # Pages that a sequence keeps besides the one it fills, (first, last); (0, 0): all. The learner
+    # then attends to the kept positions alone, too.
+    c.engine.retention = (0, 0)
     c.engine.unquantized = ()  # projections left as they are, of q, k, v, o, gate, up and down
     c.engine.noise_start = 0.0  # standard deviation of noise on the norms (QeRL); 0 is off
     c.engine.noise_end = 5e-4
     c.engine.noise_stages = 10  # from start to end, after a first part of the run without noise
-    c.engine.injected = ""  # a gap that is put in to study gaps, as in "logits(scale=0.5)"
-    c.engine.steps_per_call = 4  # decode steps between two looks of the scheduler
+    c.engine.injected = ""  # an artificial gap to study gaps with, as in "logits(scale=0.5)"
+    c.engine.steps_per_call = 4  # decode steps per call; the scheduler runs between calls
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call
     c.engine.prefill_calls = 4  # prefill calls between two calls that decode
-    c.engine.overlap = False  # send a call off before the tokens of the last are read; no drafts
-    c.engine.policy = "first_come"  # who runs next: jaxrl_tis/engine/policies.py
+    c.engine.overlap = False  # dispatch a call before the tokens of the last are read; no drafts
+    c.engine.policy = "first_come"  # which sequence runs next: jaxrl_tis/engine/policies.py
     c.engine.max_bypass = 0  # admissions after which a waiting sequence goes first; 0: no bound
     c.engine.divide = 0  # tokens after which a sequence makes room for a waiting one; 0: never
-    c.engine.max_draft = 0  # tokens of a speculative draft (n-grams), 2^n - 1; 0: no speculation
     c.engine.free_rows = 128  # slots * (draft + 1) that a pass computes at the price of one
-    c.engine.unroll = True  # unroll the layers (CPU) or scan them (TPU: compiles once per layer)
 
     c.correction = ConfigDict()
     # A method is spelled "name" or "name(parameter=value, ...)"; docs/methods.md lists them.
@@ -152,19 +163,21 @@ def get_config() -> ConfigDict:
     c.correction.objective = placeholder(str)  # e.g. "ppo(clip_low=0.2, clip_high=0.28)"
     # Scores are centred over the likeliest tokens, "top(32)", or over the recorded support, "kept"
     c.correction.centering = placeholder(str)  # or "none"
-    c.correction.batch_normalize = False  # divide the weights by their batch mean
-    # Rejected tokens stay in the denominators. Those that masks reject at an update always do: all
-    # of bypass mode, and opsm, trm, trm_k3, m2po, clip_cov, which judge the policy of the update.
-    c.correction.counts_rejected = False
     c.correction.advantage = "grpo"  # a name in jaxrl_tis.estimators.advantages.ADVANTAGES
     c.correction.aggregation = "token-mean"  # one of jaxrl_tis.estimators.reduce.MODES
-    c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length
     c.correction.kl = "k3"  # a name in jaxrl_tis.estimators.kl.KL
     c.correction.kl_coeff = 0.0  # 0 keeps no reference model
     c.correction.kl_placement = "loss"  # loss, or reward: subtracted from each token's reward
-    c.correction.offload_reference = False  # keep the reference in host memory between uses
     c.correction.entropy_coeff = 0.0
     c.correction.controllers = ""  # joined by &, e.g. "ess_scale & adaptive_kl(kl_target=0.05)"
+    # For experts
+    c.correction.batch_normalize = False  # divide the weights by their batch mean
+    # Rejected tokens stay in the denominators. Tokens that a mask rejects at the update always do:
+    # of all masks in bypass mode, and of opsm, trm, trm_k3, m2po and clip_cov, which compare with
+    # the policy of the update.
+    c.correction.counts_rejected = False
+    c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length
+    c.correction.offload_reference = False  # keep the reference in host memory between uses
 
     # Bounds of jaxrl_tis.gate on the gap of learner and sampler at the same weights; inf: none
     c.gate = ConfigDict()
@@ -183,26 +196,29 @@ def get_config() -> ConfigDict:
     c.train.minibatches = 1  # updates per epoch over a rollout batch
     c.train.epochs = 1
     c.train.microbatch_rows = 32  # rows per forward and backward pass
-    # Leave answers that end at rollout.max_new_tokens out of the loss (DAPO's overlong filtering); their
-    # rewards still count in their groups, also for rollout.dynamic_sampling
+    # Leave answers that end at rollout.max_new_tokens out of the loss (DAPO's overlong filtering);
+    # their rewards still count in their groups, also for rollout.dynamic_sampling
     c.train.mask_truncated = False
     c.train.pack_length = 0  # tokens of a row shared by several sequences; 0: one sequence a row
-    # auto: a batch that gets one update is scored by it, where the methods allow; never: before it
+    # For experts
+    # auto: the update of a batch scores it, where it is the only one and the methods allow that;
+    # never: a program of its own scores it before
     c.train.fuse_score = "auto"
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
-    # In which gradients of matrices are summed over the devices of mesh.train that cut them: float32
-    # or, at half the bytes, bfloat16
+    # Number format of gradients' sums over the devices of mesh.train that cut a matrix: float32 or,
+    # at half the bytes, bfloat16
     c.train.sum_dtype = "float32"
 
     c.metrics = ConfigDict()
-    # Steps between percentiles and profiles by position, which sort the rollout batch, and variance
-    # proxies, which take a forward pass over it.
-    c.metrics.percentile_every = 10
     c.metrics.record = "full"  # or compact: what metrics.jsonl gets; docs/metrics.md marks it
     c.metrics.sinks = ()  # of wandb and trackio, which get all of it, too
     # Answers that samples.jsonl gets of each evaluation and, every so many steps, of training.
     c.metrics.samples = 4
     c.metrics.samples_every = 10  # 0: of evaluations alone
+    # For experts
+    # Steps between percentiles and profiles by position, which sort the rollout batch, and variance
+    # proxies, which take a forward pass over it.
+    c.metrics.percentile_every = 10
 
     # (data, fsdp, tensor) and, to cut long rows, context; -1 takes the devices that are left
     c.mesh = ConfigDict()
@@ -219,8 +235,9 @@ def get_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also after the last
     c.checkpoint.keep = 2
-    # Seconds that a step may go on once the run is asked to stop. A run that reaches no place to stop
-    # within 20 more ends without a save; GKE kills after the time that the manifest gives.
+    # For experts
+    # Seconds that a step may go on once the run is asked to stop. A run that reaches no place to
+    # stop within 20 more ends without a save; GKE kills after the time that the manifest gives.
     c.checkpoint.grace = 10.0
 
     c.watchdog = ConfigDict()
@@ -238,9 +255,10 @@ def _optimizer(lr: float) -> ConfigDict:
     c.lr = lr  # 0 trains nothing: the run measures a fixed policy
     c.schedule = "constant"  # constant, linear or cosine (to 0 at the last update)
     c.warmup = 0  # updates with a rising rate
+    c.weight_decay = 0.0
+    c.clip_norm = 1.0
+    # For experts
     c.b1 = 0.9
     c.b2 = 0.999
     c.eps = 1e-8
-    c.weight_decay = 0.0
-    c.clip_norm = 1.0
     return c

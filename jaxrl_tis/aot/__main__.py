@@ -63,7 +63,7 @@ def main() -> None:
         setup, topology, NAMES.value,
         lambda entry: print(report.text(entry), flush=True),
     )
-    print(report.table(result, MARKDOWN.value))
+    print("\n" + report.table(result, MARKDOWN.value))
     if setup.is_apart:
         print("\n" + handover.table(result["handover"], MARKDOWN.value))
     if JSON.value:

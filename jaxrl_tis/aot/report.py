@@ -317,12 +317,16 @@ COLUMNS = (
 
 def table(result: dict[str, Any], markdown: bool = False) -> str:
     """Writes a line for each program. Bytes are those of one device, FLOPs those of the job."""
-    rows = [COLUMNS, *(_row(e) for e in result["programs"].values())]
+    return grid([COLUMNS, *(_row(e) for e in result["programs"].values())], markdown)
+
+
+def grid(rows: list[tuple[str, ...]], markdown: bool = False) -> str:
+    """Lays out rows of cells, the heading first, as columns of text or as Markdown."""
     if markdown:
-        rows.insert(1, ("---",) * len(COLUMNS))
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n" + "\n".join(
+        rule = ("---",) * len(rows[0])
+        return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows
     )
 

@@ -1,4 +1,4 @@
-"""Bytes that new weights move, by hand on eight devices, and as the run moves them."""
+"""Bytes of a weight sync, by hand on eight devices, and as the run moves them."""
 
 import jax
 import numpy as np
@@ -14,80 +14,43 @@ from tests import tiny
 FSDP, BOTH = (1, 4, 1), (1, 2, 2)  # four devices that learn
 
 
-def counted(shape, source, target, learner=FSDP, sampler=(2, 1, 2)):
-    """A float32 array, from devices 0 to 3 to 4 to 7."""
-    learner, sampler = make_mesh(learner, jax.devices()[:4]), make_mesh(sampler, jax.devices()[4:])
-    found = handover.count([
-        Moved(shape, 4, NamedSharding(learner, P(*source)), NamedSharding(sampler, P(*target)))
-    ])
-    axes = {(x["does"], x["axis"]): (x["bytes"], x["device_bytes"]) for x in found.pop("axes")}
-    return found, axes
+def moved(shape, itemsize, *target):
+    """An array on the learner's devices 0 to 3, and on the sampler's 4 to 7, a mesh of 2 x 1 x 2."""
+    learner, sampler = make_mesh(FSDP, jax.devices()[:4]), make_mesh((2, 1, 2), jax.devices()[4:])
+    return Moved(
+        shape, itemsize, NamedSharding(learner, P("fsdp")), NamedSharding(sampler, P(*target))
+    )
 
 
-def test_rows_that_become_columns():
-    """[8,4], 128 bytes: two rows of each learner's device; two columns, 64 bytes, of each sampler's,
-    a quarter of them from every learner's device."""
-    found, axes = counted((8, 4), ("fsdp", None), (None, "tensor"))
-    assert found == {
-        "bytes": 4 * 64, "device_bytes": 64, "distinct_bytes": 128, "whole_bytes": 4 * 16,
-        "sent_device_bytes": 64, "senders": 4,
-    }
-    assert axes == {
-        ("copied", "data"): (128, 64), ("cut", "tensor"): (256, 64),
-        ("gathered", "fsdp"): (192, 48),
-    }
-
-
-def test_parts_that_lie_within_one_another():
-    """Four columns, one of each learner's device: each sampler's two columns come from two."""
-    found, axes = counted((8, 4), (None, "fsdp"), (None, "tensor"))
-    assert (found["whole_bytes"], found["senders"]) == (4 * 32, 2)
-    assert found["sent_device_bytes"] == 2 * 32  # its column to two samplers' devices
-    assert axes["gathered", "fsdp"] == (128, 32)
-
-
-def test_what_everybody_has():
-    """A norm [8], 32 bytes: copied over data to both of the second row of the sampler's mesh, and
-    over tensor within the first; no two devices are sent it by the same one."""
-    found, axes = counted((8,), (None,), (None,))
-    assert found == {
-        "bytes": 128, "device_bytes": 32, "distinct_bytes": 32, "whole_bytes": 128,
-        "sent_device_bytes": 32, "senders": 1,
-    }
-    assert axes == {
-        ("copied", "data"): (64, 32), ("copied", "tensor"): (32, 32), ("same", "fsdp"): (128, 32),
-    }
-
-
-def test_pieces_count_for_the_first_axis_on_which_they_are_elsewhere():
-    """[8,4] in four blocks [4,2] of 32 bytes, joined whole by each of four devices: one piece is the
-    first, one is beside it on tensor, and two are elsewhere on fsdp."""
-    found, axes = counted((8, 4), ("fsdp", "tensor"), (None, None), BOTH, (4, 1, 1))
-    assert (found["bytes"], found["distinct_bytes"], found["whole_bytes"]) == (512, 128, 128)
-    assert axes == {
-        ("copied", "data"): (384, 128), ("gathered", "fsdp"): (256, 64),
-        ("gathered", "tensor"): (128, 32),
-    }
-
-
-def test_pieces_that_several_have():
-    """Rows [8,4] that the two devices along tensor have alike: they take turns."""
-    found, axes = counted((8, 4), ("fsdp", None), ("tensor", None), BOTH)
-    assert axes[("same", "tensor")] == (256, 64) and ("gathered", "tensor") not in axes
-    assert (found["whole_bytes"], found["senders"], found["sent_device_bytes"]) == (256, 1, 64)
+@pytest.mark.parametrize("shape, target, expected", [
+    # [8,4] float32, 128 bytes: two columns on each device of a pair along tensor; two such pairs.
+    ((8, 4), (None, "tensor"), {"bytes": 4 * 64, "device_bytes": 64, "distinct_bytes": 128}),
+    # A norm [8], 32 bytes, whole on each.
+    ((8,), (None,), {"bytes": 4 * 32, "device_bytes": 32, "distinct_bytes": 32}),
+    # Cut over both axes, nothing arrives twice.
+    ((8, 4), ("data", "tensor"), {"bytes": 128, "device_bytes": 32, "distinct_bytes": 128}),
+])
+def test_an_array_is_counted_on_each_device_and_once(shape, target, expected):
+    assert handover.count([moved(shape, 4, *target)]) == expected
 
 
 def test_arrays_add_up():
-    mesh = make_mesh(FSDP, jax.devices()[:4]), make_mesh((2, 1, 2), jax.devices()[4:])
-    place = lambda i, *spec: NamedSharding(mesh[i], P(*spec))
-    matrix = Moved((8, 4), 1, place(0, "fsdp", None), place(1, None, "tensor"))
-    norm = Moved((8,), 4, place(0), place(1))
-    found = handover.count([matrix, matrix, norm])
-    assert (found["bytes"], found["device_bytes"]) == (2 * 4 * 16 + 128, 2 * 16 + 32)
-    assert found["sent_device_bytes"] == 2 * 16 + 32 and found["senders"] == 4
-    by = lambda does: sum(x["bytes"] for x in found["axes"] if x["does"] == does)
-    assert found["distinct_bytes"] + by("copied") == found["bytes"]
-    assert found["whole_bytes"] + by("gathered") == found["bytes"]
+    matrix, norm = moved((8, 4), 1, None, "tensor"), moved((8,), 4)
+    assert handover.count([matrix, matrix, norm]) == {
+        "bytes": 4 * (2 * 16 + 32), "device_bytes": 2 * 16 + 32, "distinct_bytes": 2 * 32 + 32,
+    }
+
+
+def test_the_table_has_a_line_for_each_format():
+    counts = {"w8a8": {"bytes": 4000, "device_bytes": 1000, "distinct_bytes": 2000, "passed_on_bytes": 0}}
+    assert handover.table(counts, markdown=True).splitlines() == [
+        "| weight sync | distinct bytes | bytes on each device | bytes on all devices | "
+        "passed on to other samplers |",
+        "| --- | --- | --- | --- | --- |",
+        "| w8a8 | 2,000 | 1,000 | 4,000 | 0 |",
+    ]
+    heading, row = handover.table(counts).splitlines()
+    assert row.index("2,000") == heading.index("distinct")
 
 
 # Of a run
@@ -120,6 +83,10 @@ def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(set
     arrived = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
     assert found["distinct_bytes"] == nbytes(served[0])  # sync/bytes, for each sampler
     assert found["bytes"] == arrived(served[0]) and found["passed_on_bytes"] == arrived(served[1])
+    on_each = {device: 0 for device in setup.engine.layout.mesh.devices.flat}
+    for shard in (s for x in jax.tree.leaves(served[0]) for s in x.addressable_shards):
+        on_each[shard.device] += shard.data.nbytes
+    assert set(on_each.values()) == {found["device_bytes"]}
 
 
 def test_formats(setup):
@@ -137,15 +104,3 @@ def test_formats(setup):
         rollout__mode="one_step", rollout__driver="threads", engine__quantization="none",
     )
     assert list(handover.by_format(plain)) == ["float32", "w8a8"]
-
-
-def test_the_table_says_what_each_axis_does(setup):
-    shown = handover.table(handover.by_format(setup), markdown=True).splitlines()
-    found = handover.by_format(setup)["w8a8"]
-    assert len({line.count("|") for line in shown}) == 1
-    assert f"| w8a8 | all | {found['bytes']:,} | {found['device_bytes']:,} |" in shown
-    [line] = [x for x in shown if x.startswith("| w8a8 | gathered over fsdp (")]
-    axis = next(x for x in found["axes"] if (x["does"], x["axis"]) == ("gathered", "fsdp"))
-    assert line.endswith(f"| {axis['bytes']:,} | {axis['device_bytes']:,} |")
-    assert f"{found['passed_on_bytes']:,}" in shown[-1]
-    assert f"{found['bytes']:,}" in handover.table(handover.by_format(setup))

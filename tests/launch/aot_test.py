@@ -1,0 +1,60 @@
+"""launch/aot.sh: the page that it writes of the shipped configs' programs, with a stand-in for python."""
+
+import pathlib
+import shutil
+import subprocess
+
+from jaxrl_tis.aot import handover, report
+
+ROOT = pathlib.Path(__file__).parents[2]
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *version*) echo 1.2.3 ;;
+  *"$FAILS"*) echo "DOES NOT FIT"; exit 1 ;;
+  *) printf 'a title\\n\\ntrain: compiled in 1 s\\n  1 x all-gather\\n\\n| program |\\n| --- |\\n| train |\\n'
+     printf '\\n| weight sync |\\n| --- |\\n' ;;
+esac
+"""
+
+
+def run(folder, fails="nothing"):
+    (folder / "launch").mkdir()
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / "launch" / "aot.sh", folder / "launch")
+    python = folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (folder / "launch" / "venv.sh").write_text(f'cd "{folder}"; prepare_venv() {{ PY={python}; }}\n')
+    command = ["bash", "launch/aot.sh", "logs"]
+    return subprocess.run(
+        command, cwd=folder, env={"PATH": "/usr/bin:/bin", "FAILS": fails}, capture_output=True,
+        text=True,
+    )
+
+
+def headings(page):
+    return [line for line in page.splitlines() if line.startswith("## ")]
+
+
+def test_the_page_has_a_title_and_the_tables_of_each_config(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "docs" / "tpu_programs.md").read_text()
+    section = "a title\n\n| program |\n| --- |\n| train |\n\n| weight sync |\n| --- |\n"
+    assert page.count(section) == len(headings(page)) == 5
+    assert "with jax 1.2.3 and libtpu 1.2.3" in page and "all-gather" not in page
+    assert "all-gather" in (tmp_path / "logs" / "dapo_qwen25_32b:async.log").read_text()
+    assert headings(page) == headings((ROOT / "docs" / "tpu_programs.md").read_text())
+
+
+def test_a_program_that_does_not_fit_ends_it_and_leaves_the_page(tmp_path):
+    done = run(tmp_path, fails="dapo_qwen25_32b.py:async")
+    assert done.returncode == 1 and "DOES NOT FIT" in done.stderr
+    assert not (tmp_path / "docs" / "tpu_programs.md").exists()
+
+
+def test_the_page_has_the_columns_of_the_tables():
+    lines = (ROOT / "docs" / "tpu_programs.md").read_text().splitlines()
+    firsts = {a for a, b in zip(lines, lines[1:]) if b.startswith("| ---")}
+    rows = (report.COLUMNS, ("weight sync", *handover.COLUMNS))
+    assert firsts == {"| " + " | ".join(row) + " |" for row in rows}
