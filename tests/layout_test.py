@@ -93,7 +93,7 @@ COVERED = {
     "doctor/case": "doctor/diagnose_test",
     "engine/config": "engine/engine_test",
     "engine/protocol": "engine/scheduler_test",
-    "engine/residency": "engine/scheduler_interruptions_test",
+    "engine/block_manager": "engine/scheduler_interruptions_test",
     "engine/shards": "engine/sharded_test",
     "engine/stats": "engine/scheduler_fuzz_test",
     "experiments/critic": "experiments/rescue_test",

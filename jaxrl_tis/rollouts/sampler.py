@@ -88,4 +88,4 @@ class Sampler:
     def rest(self) -> None:
         """Gives the memory of the cache back; ValueError while requests are pending."""
         if self._scheduler is not None:
-            self._scheduler.rest()
+            self._scheduler.release_cache()

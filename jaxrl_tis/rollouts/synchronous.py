@@ -83,7 +83,7 @@ class Collector:
 
     def rest(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.rest()
+            self._scheduler.release_cache()
 
     def close(self, is_over: bool) -> None:
         """Ends nothing, as all happens in the calls of the run."""
