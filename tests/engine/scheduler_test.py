@@ -399,7 +399,7 @@ def test_prompts_that_begin_alike_are_filled_once_though_they_came_together():
 def test_no_page_is_found_under_new_weights_nor_after_a_rest():
     prompt = tuple(range(9))
     scheduler, engine = of_prompts(prompt)
-    for forget in (lambda: scheduler.set_params(1, 1), scheduler.rest):
+    for forget in (lambda: scheduler.set_params(1, 1), scheduler.release_cache):
         forget()
         r = request("again", prompt, max_tokens=1)
         scheduler.add(r)
