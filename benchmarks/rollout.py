@@ -216,7 +216,7 @@ def oversubscribed(args: argparse.Namespace) -> dict:
                 scheduler.add(Request(f"{tag}/{i}", prompts[i], 0, sampling))
             while scheduler.pending:
                 scheduler.step()
-        scheduler.rest()
+        scheduler.release_cache()
         return time.perf_counter() - start
 
     static, continuous = np.arange(count).reshape(-1, slots), [np.arange(count)]

@@ -12,12 +12,12 @@ import ml_collections
 
 from jaxrl_tis import models, sharding
 from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import MAX_STOP_IDS
-from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
@@ -74,10 +74,10 @@ class Setup:
         return learning.isdisjoint(serving)
 
     @property
-    def retention(self) -> Retention | None:
+    def retention(self) -> KVEviction | None:
         """The pages that the sequences of `engine` keep; None if they keep all."""
         sinks, window = self.config.engine.retention
-        return Retention(sinks, window) if window else None
+        return KVEviction(sinks, window) if window else None
 
     @property
     def facts(self) -> dict[str, Any]:

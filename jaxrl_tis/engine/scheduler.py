@@ -28,17 +28,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_tis.engine.block_manager import BlockManager, KVEviction
 from jaxrl_tis.engine.drafts import Drafts, NoDrafts
 from jaxrl_tis.engine.pages import NULL, Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefixes import Prefix
 from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion, ResultTokens
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.residency import Residency, Retention
 from jaxrl_tis.engine.sequences import Drawn, Sequence
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.engine.text import StopSearch
-from jaxrl_tis.engine.waiting import Waiting
+from jaxrl_tis.engine.wait_queue import WaitQueue
 from jaxrl_tis.fields import DRAWN
 
 PAUSES = ("abort", "retract", "in_place")
@@ -98,7 +98,7 @@ class Scheduler:
         max_pending: int | None = None,
         prefill_calls: int = 4,
         divide: int = 0,
-        retention: Retention | None = None,
+        retention: KVEviction | None = None,
         keeps_pages: bool = True,
         drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
@@ -113,12 +113,12 @@ class Scheduler:
         self._overlap = overlap and drafts is None and retention is None
         self._call: Call | None = None
         self._decode, self._texts = decode, None
-        self._waiting = Waiting(self._policy, max_bypass, engine.page_size)
+        self._waiting = WaitQueue(self._policy, max_bypass, engine.page_size)
         self._ended: list[Trajectory] = []
         self._live: dict[str, Sequence] = {}
         self._arrivals = 0
         self.stats = Stats()
-        self._residency = Residency(
+        self._blocks = BlockManager(
             engine, self._waiting, self.stats, divide, retention, keeps_pages
         )
 
@@ -132,27 +132,27 @@ class Scheduler:
     @property
     def pages(self) -> list[Pages]:
         """The pages of each shard."""
-        return self._residency.pages
+        return self._blocks.pages
 
     def set_params(self, params: Any, version: int) -> None:
         """Replaces the weights of all tokens that are drawn from now on. Running sequences keep the
         keys that older weights wrote (`kv_version` says so), while prompts are filled anew, in
         other pages where running sequences may read the old ones."""
         self._params, self._version = params, version
-        for sequence in self._residency.prefixes.following():
-            self._residency.retract(sequence)
-        self._residency.prefixes.forget()
+        for sequence in self._blocks.prefixes.following():
+            self._blocks.retract(sequence)
+        self._blocks.prefixes.forget()
         self._drafts.forget()
 
     def facts(self) -> dict[str, Any]:
         """Returns by name what it has counted and what decides its next step: who waits and lives,
         and the pages in the order in which they will be taken, which tells of all that was given
         back."""
-        residency = self._residency
+        blocks = self._blocks
         return self.stats.counts() | {
             "live": list(self._live), "waiting": [s.request.id for s in self._waiting],
-            "free_pages": [pages.order for pages in residency.pages], "table": residency.table,
-            "shift": residency.shift,
+            "free_pages": [pages.order for pages in blocks.pages], "table": blocks.table,
+            "shift": blocks.shift,
         }
 
     def add(self, request: Request) -> None:
@@ -174,7 +174,7 @@ class Scheduler:
         if request_id not in self._live:
             raise KeyError(f"no live request has the id {request_id!r}")
         self._read()
-        if self._residency.holds(self._live[request_id]):
+        if self._blocks.holds(self._live[request_id]):
             self._abort(self._live[request_id])
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
@@ -182,13 +182,13 @@ class Scheduler:
         far as they have been read. Later ones follow them; but a stop string may end the record
         before the last of them, and a sequence that saw evicted keys may have to start again."""
         live = {id: self._live[id] for id in request_ids if id in self._live}
-        return {id: s.field("tokens") for id, s in live.items() if self._residency.holds(s)}
+        return {id: s.field("tokens") for id, s in live.items() if self._blocks.holds(s)}
 
     def records(self) -> list[Trajectory]:
         """Returns the records, as an abort would write them, of the sequences that have drawn a
         token; they go on."""
         self._read()
-        drawn = [s for s in self._residency.sequences() if s.count]
+        drawn = [s for s in self._blocks.sequences() if s.count]
         return [s.trajectory("abort", self._engine.quant_id, s.count) for s in drawn]
 
     def pause(self, mode: str) -> list[Trajectory]:
@@ -201,11 +201,11 @@ class Scheduler:
         if mode not in PAUSES:
             raise ValueError(f"pause mode {mode!r} is none of {', '.join(PAUSES)}")
         self._read()
-        for sequence in self._residency.sequences():
+        for sequence in self._blocks.sequences():
             if mode == "abort":
                 self._abort(sequence)
             elif mode == "retract" and sequence.pages:
-                self._residency.retract(sequence)
+                self._blocks.retract(sequence)
         return self._returned() if mode == "abort" else []
 
     def step(self) -> list[Trajectory]:
@@ -217,13 +217,13 @@ class Scheduler:
             self._read()
         self._let_go()
         # The last token's key is not in its pages yet: decode writes it.
-        parked = self._residency.admit()
+        parked = self._blocks.admit()
         self._insert({s: (s.length - 1, (NULL, NULL)) for s in parked})
         self._fill()
         width, drafts = self._propose()
-        if not self._residency.can_grow(width):
+        if not self._blocks.can_grow(width):
             self._read()
-        self._residency.grow(width)
+        self._blocks.grow(width)
         call = self._generate(width, drafts)
         self._read()
         self._call = call
@@ -235,13 +235,13 @@ class Scheduler:
         self.stats.seconds += time.perf_counter() - start
         return finished
 
-    def rest(self) -> None:
+    def release_cache(self) -> None:
         """Gives the memory of slots and pages back until the next step; ValueError while requests
         are pending."""
         if self.pending:
             raise ValueError(f"{self.pending} requests are pending; step until there are none")
-        self._residency.prefixes.forget()
-        self._state, self._residency.left = None, set()
+        self._blocks.prefixes.forget()
+        self._state, self._blocks.left = None, set()
 
     def close(self) -> None:
         """Ends the thread that looks for stop strings, if any request had one."""
@@ -315,8 +315,8 @@ class Scheduler:
     def _fill(self) -> None:
         self._insert_filled()
         calls = 0
-        while calls < self._prefill_calls or not self._residency.running():
-            unfilled = self._residency.prefixes.unfilled()
+        while calls < self._prefill_calls or not self._blocks.running():
+            unfilled = self._blocks.prefixes.unfilled()
             if not unfilled:
                 return
             self._prefill(unfilled)
@@ -325,7 +325,7 @@ class Scheduler:
 
     def _prefill(self, unfilled: list[Prefix]) -> None:
         """Prefills one chunk of each of the first prefixes, as far as they fit into one call."""
-        engine, prefixes = self._engine, self._residency.prefixes
+        engine, prefixes = self._engine, self._blocks.prefixes
         left = dict.fromkeys(range(engine.shards), engine.prefill_batch // engine.shards)
         next_chunk = lambda p: p.tokens[p.filled : p.filled + engine.prefill_chunk]
         kind = lambda p: (engine.bucket(len(next_chunk(p))), p.logps is None)
@@ -353,7 +353,7 @@ class Scheduler:
                 prefix.logps.append(logps_of_chunk)
 
     def _insert_filled(self) -> None:
-        rows, filled = {}, self._residency.prefixes.filled()
+        rows, filled = {}, self._blocks.prefixes.filled()
         for prefix in filled:
             rest = len(prefix.tokens) % self._engine.page_size
             for sequence in prefix.waiters:
@@ -365,7 +365,7 @@ class Scheduler:
             prefix.waiters = []
         self._insert(rows)
         for sequence in rows:
-            self._residency.drop_idle(sequence)
+            self._blocks.drop_idle(sequence)
 
     def _insert(self, rows: dict[Sequence, tuple[int, tuple[int, int]]]) -> None:
         """Puts sequences into their slots, with the number of positions that their pages hold and
@@ -378,14 +378,14 @@ class Scheduler:
         }
         self._state = self._timed(self._engine.insert, self._state, insertions)
         for sequence in rows:
-            self._residency.settle(sequence)
+            self._blocks.settle(sequence)
             self._drafts.begin(sequence)
 
     # Decode
 
     def _propose(self) -> tuple[int, dict[Sequence, list[int]]]:
         """Returns (how many tokens the next call may draw, the drafts if there are any)."""
-        length, drafts = self._drafts.propose(self._residency.running())
+        length, drafts = self._drafts.propose(self._blocks.running())
         return (length + 1 if drafts else self._engine.steps), drafts
 
     def _let_go(self) -> None:
@@ -393,19 +393,19 @@ class Scheduler:
         their tokens fall: what comes into them is written after it."""
         for sequence, (slot, _) in self._call.rows.items() if self._call else ():
             if sequence.is_running and sequence.in_flight == sequence.remaining:
-                self._residency.leave(sequence)
-                self._residency.left.discard(slot)
+                self._blocks.leave(sequence)
+                self._blocks.left.discard(slot)
 
     def _generate(self, width: int, drafts: dict[Sequence, list[int]]) -> Call | None:
-        engine, residency = self._engine, self._residency
-        going_on = [s for s in residency.running() if s.in_flight < s.remaining]
+        engine, blocks = self._engine, self._blocks
+        going_on = [s for s in blocks.running() if s.in_flight < s.remaining]
         if not going_on:
             return None
         # Copies: the engine may read them while the next step changes them.
-        arrays = residency.table.copy(), residency.shift.copy()
-        if residency.left:
-            self._state = self._timed(engine.release, self._state, sorted(residency.left))
-            residency.left.clear()
+        arrays = blocks.table.copy(), blocks.shift.copy()
+        if blocks.left:
+            self._state = self._timed(engine.release, self._state, sorted(blocks.left))
+            blocks.left.clear()
         call = engine.generate
         if drafts:
             tokens = np.zeros((engine.slots, width - 1), np.int32)
@@ -463,8 +463,8 @@ class Scheduler:
                 is_stop = result.tokens[count - 1, slot] in sampling.stop_ids
                 self._finish(sequence, "stop" if is_stop else "length", sequence.count)
             else:
-                self._residency.evict(sequence)
-        self._residency.left -= set(np.flatnonzero(result.remaining == 0).tolist())
+                self._blocks.evict(sequence)
+        self._blocks.left -= set(np.flatnonzero(result.remaining == 0).tolist())
 
     def _learn(self, sequence, drawn: np.ndarray, draft: list[int], is_last: bool) -> None:
         self._drafts.extend(sequence, drawn)
@@ -496,8 +496,8 @@ class Scheduler:
         self._finish(sequence, reason, count)
 
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
-        if self._residency.holds(sequence):
-            self._residency.leave(sequence)
+        if self._blocks.holds(sequence):
+            self._blocks.leave(sequence)
         sequence.has_ended = True
         self._waiting.ended(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)

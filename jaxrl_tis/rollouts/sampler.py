@@ -88,4 +88,4 @@ class Sampler:
     def release_cache(self) -> None:
         """Frees the memory of the cache; ValueError while requests are pending."""
         if self._scheduler is not None:
-            self._scheduler.rest()
+            self._scheduler.release_cache()

@@ -74,7 +74,7 @@ class SyncSource:
 
     def release_cache(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.rest()
+            self._scheduler.release_cache()
 
     def get_state(self, version: int) -> dict[str, Any]:
         at, batches = self._published

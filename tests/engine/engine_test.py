@@ -143,11 +143,11 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
 def test_rows_are_prefilled_in_blocks_of_one_size_and_only_where_there_are_prompts():
     """Of 8 rows of 64 tokens 4 at a time: 5 prompts take two blocks, one takes one."""
     sampler, calls = engine("blocks"), []
-    assert [sampler._block_rows(n) for n in (8, 16, 24, 32, 48, 64)] == [8, 8, 8, 8, 8, 4]
+    assert [sampler._spec.block_rows(n) for n in (8, 16, 24, 32, 48, 64)] == [8, 8, 8, 8, 8, 4]
     requests = [request(f"b{n}", n, max_tokens=4) for n in (49, 52, 55, 58, 60)]
-    plain = sampler._prefill
+    plain = sampler._programs.prefill
     count = lambda *args: calls.append(int(args[-1])) or plain(*args)
-    with mock.patch.object(sampler, "_prefill", count):
+    with mock.patch.object(sampler._programs, "prefill", count):
         together = run("blocks", requests)
         alone = {r.id: run("blocks", [r])[r.id] for r in requests}
     assert calls == [2, 1, 1, 1, 1, 1]

@@ -9,7 +9,7 @@ from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome
 from jaxrl_tis.engine.prefixes import Prefixes
 from jaxrl_tis.engine.sequences import Sequence
-from jaxrl_tis.engine.waiting import Waiting
+from jaxrl_tis.engine.wait_queue import WaitQueue
 from tests import arithmetic
 
 SIZE = 4
@@ -26,7 +26,7 @@ def sequence(id, length, drawn=()):
             ended, tokens=np.array(drawn, np.int32), segment=np.zeros(count, np.int32)
         )
     s = Sequence.of(arithmetic.request(id, prompt, partial=partial), 0, 0)
-    Waiting(FirstCome(), None, SIZE).add(s)
+    WaitQueue(FirstCome(), None, SIZE).add(s)
     return s
 
 

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from tests import arithmetic
 
@@ -39,7 +39,7 @@ class Run:
             self.engine, 0, 0, policy=POLICIES[rng.choice(list(POLICIES))](),
             max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
             prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
-            retention=rng.choice([None, None, Retention(1, 2), Retention(0, 1)]),
+            retention=rng.choice([None, None, KVEviction(1, 2), KVEviction(0, 1)]),
             keeps_pages=rng.random() < 0.8, overlap=self.engine.is_read_late,
             decode=arithmetic.text_of,
             drafts=rng.choice([None, Drafts(self.engine.slots, 7, rng.randint(1, 60))]),

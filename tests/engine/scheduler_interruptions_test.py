@@ -6,10 +6,10 @@ import weakref
 import numpy as np
 import pytest
 
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import LongestFirst
 from jaxrl_tis.engine.records import NEVER
-from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.engine.scheduler import Scheduler
 from tests.arithmetic import (
     Engine, alone, assert_as_alone, assert_replays, being_filled, drain, request, started, text_of,
@@ -409,7 +409,7 @@ def test_a_sequence_with_evicted_keys_makes_no_way():
     engine = Engine(slots=1, steps=4, page_size=2)
     requests = [request("a", max_tokens=20), request("b", max_tokens=30)]
     scheduler = started(
-        engine, requests[:1], policy=LongestFirst(), divide=1, retention=Retention(0, 1)
+        engine, requests[:1], policy=LongestFirst(), divide=1, retention=KVEviction(0, 1)
     )
     scheduler.step()
     scheduler.add(requests[1])
@@ -490,13 +490,13 @@ def test_a_stop_string_may_begin_before_the_interruption():
     assert (t.stop_reason, t.tokens.tolist()) == ("stop", [0, 3, 21])
 
 
-# Retention
+# KV eviction
 
 
 def test_evicted_positions_are_recorded_as_the_engine_saw_them():
     engine = Engine(slots=1, steps=1, page_size=4, max_length=40)
     r = request("a", np.arange(10), max_tokens=14)
-    scheduler = started(engine, [r], retention=Retention(sinks=1, window=1))
+    scheduler = started(engine, [r], retention=KVEviction(sinks=1, window=1))
     (t,) = drain(scheduler)
     # Pages 0, 1, 2 are full when position 11 is written: the query at 12 is the first without
     # page 1; that at 16 without page 2, that at 20 without page 3.
@@ -511,7 +511,7 @@ def test_evicted_positions_are_recorded_as_the_engine_saw_them():
 def test_the_engine_read_what_evict_step_says(steps, sinks, window):
     engine = Engine(slots=2, steps=steps, page_size=4, max_length=60)
     requests = [request("a", np.arange(21), max_tokens=35), request("b", (1,), max_tokens=40)]
-    scheduler = started(engine, requests, retention=Retention(sinks, window))
+    scheduler = started(engine, requests, retention=KVEviction(sinks, window))
     for t, r in zip(sorted(drain(scheduler), key=lambda t: t.id), requests):
         start, length = len(t.prompt), len(t.prompt) + len(t.tokens)
         assert len(t.evict_step) == length and t.evict_step.min() < NEVER
@@ -524,14 +524,14 @@ def test_the_engine_read_what_evict_step_says(steps, sinks, window):
 
 
 def test_nothing_is_evicted_of_short_sequences():
-    (t,) = drain(started(Engine(), [request("a", max_tokens=9)], retention=Retention(1, 2)))
+    (t,) = drain(started(Engine(), [request("a", max_tokens=9)], retention=KVEviction(1, 2)))
     assert t.evict_step.shape == (0,) and t.tokens.tolist() == alone(request("a", max_tokens=9))[0]
 
 
 def test_a_sequence_that_saw_evicted_keys_starts_again_when_its_pages_are_lost():
     r = request("a", stop_strings=("zz",), max_tokens=20)
     scheduler = started(
-        Engine(slots=1, steps=4), [r], retention=Retention(0, 1), decode=text_of
+        Engine(slots=1, steps=4), [r], retention=KVEviction(0, 1), decode=text_of
     )
     for _ in range(3):
         scheduler.step()
@@ -547,7 +547,7 @@ def test_a_sequence_that_starts_again_forgets_what_was_found_in_its_old_text():
     def run(stops, steps_before):
         r = request("a", stop_strings=stops, max_tokens=12)
         engine = Engine(slots=1, steps=4, page_size=2)
-        scheduler = started(engine, [r], retention=Retention(0, 1), decode=text_of)
+        scheduler = started(engine, [r], retention=KVEviction(0, 1), decode=text_of)
         assert [t for _ in range(steps_before) for t in scheduler.step()] == []
         if steps_before:
             scheduler.pause("retract")
@@ -566,7 +566,7 @@ def test_a_sequence_that_starts_again_forgets_what_was_found_in_its_old_text():
 @pytest.mark.parametrize("sinks, window", [(-1, 1), (0, 0)])
 def test_a_retention_that_keeps_nothing_is_refused(sinks, window):
     with pytest.raises(ValueError, match="keep at least one page of the window"):
-        Retention(sinks, window)
+        KVEviction(sinks, window)
 
 
 # Memory between two phases of a run
@@ -583,10 +583,10 @@ def test_a_scheduler_at_rest_holds_no_cache_and_goes_on():
     engine, requests = Counted(slots=2), [request(i, max_tokens=6) for i in "abc"]
     scheduler = started(engine, requests)
     with pytest.raises(ValueError, match="3 requests are pending"):
-        scheduler.rest()
+        scheduler.release_cache()
     drain(scheduler)
     state = weakref.ref(scheduler._state)
-    scheduler.rest()
+    scheduler.release_cache()
     assert state() is None and engine.made == 1
     assert all(pages.free == engine.num_pages - 1 for pages in scheduler.pages)
     again = [request(i, max_tokens=6) for i in "ad"]

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import LongestFirst
-from jaxrl_tis.engine.residency import Retention
 from tests import arithmetic
 from tests.arithmetic import alone, assert_as_alone, assert_replays, drain, request, started
 
@@ -82,7 +82,7 @@ def test_a_call_is_sent_off_before_the_one_before_is_read():
 
 
 @pytest.mark.parametrize("options", [
-    dict(drafts=Drafts(1, 3, free_rows=9)), dict(retention=Retention(1, 1)),
+    dict(drafts=Drafts(1, 3, free_rows=9)), dict(retention=KVEviction(1, 1)),
 ])
 def test_what_needs_the_tokens_reads_them_at_once(options):
     engine = Engine(slots=1)

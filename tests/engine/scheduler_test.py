@@ -11,7 +11,7 @@ from jaxrl_tis.engine.policies import POLICIES, LongestFirst, ShortestPrompt
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
-from jaxrl_tis.engine.waiting import Waiting
+from jaxrl_tis.engine.wait_queue import WaitQueue
 from tests import arithmetic
 from tests.arithmetic import (
     Engine, alone, assert_as_alone, being_filled, drain, request, started,
@@ -243,8 +243,8 @@ def test_the_bound_holds_over_shards_for_sequences_that_made_way(divide, monkeyp
         overtakes.update((seed, s.request.id, s.admitted_after) for s in passed)
         plain(waiting, sequence)
 
-    plain = Waiting.admit
-    monkeypatch.setattr(Waiting, "admit", admit)
+    plain = WaitQueue.admit
+    monkeypatch.setattr(WaitQueue, "admit", admit)
     for seed in range(15):
         rng = np.random.default_rng(seed)
         engine = Engine(slots=4, shards=2, max_length=60, num_pages=20)
@@ -399,7 +399,7 @@ def test_prompts_that_begin_alike_are_filled_once_though_they_came_together():
 def test_no_page_is_found_under_new_weights_nor_after_a_rest():
     prompt = tuple(range(9))
     scheduler, engine = of_prompts(prompt)
-    for forget in (lambda: scheduler.set_params(1, 1), scheduler.rest):
+    for forget in (lambda: scheduler.set_params(1, 1), scheduler.release_cache):
         forget()
         r = request("again", prompt, max_tokens=1)
         scheduler.add(r)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.build import build
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.records import NEVER, Request
-from jaxrl_tis.engine.residency import Retention
 from jaxrl_tis.learner.batch_layout import forward_fields
 from jaxrl_tis.learner.scoring import make_score
 from jaxrl_tis.learner.state import initial_params
@@ -73,7 +73,7 @@ def test_packed_rows_drop_them_too():
 
 def test_evaluation_keeps_all_keys():
     made = setup()
-    assert made.retention == Retention(1, 1)
+    assert made.retention == KVEviction(1, 1)
     scheduler = made.scheduler(made.learner_engine, made.learner_engine.load(params()), 0)
     sampling = sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
     prompt = np.array(made.tokenizer.encode("1+2="), np.int32)

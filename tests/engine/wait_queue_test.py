@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_tis.engine.policies import POLICIES, FirstCome, GroupLongestFirst, ShortestPrompt
 from jaxrl_tis.engine.sequences import Sequence
-from jaxrl_tis.engine.waiting import Waiting
+from jaxrl_tis.engine.wait_queue import WaitQueue
 from tests import arithmetic
 
 
@@ -22,7 +22,7 @@ def ids(waiting):
 
 @pytest.mark.parametrize("policy, expected", [(FirstCome, "abc"), (ShortestPrompt, "cab")])
 def test_the_order_is_the_policys_then_that_of_arrival(policy, expected):
-    waiting = Waiting(policy(), None, 4)
+    waiting = WaitQueue(policy(), None, 4)
     for id, length, order in (("b", 4, 1), ("c", 2, 2), ("a", 4, 0)):
         waiting.add(sequence(id, length, order))
     assert ids(waiting) == list(expected)
@@ -30,7 +30,7 @@ def test_the_order_is_the_policys_then_that_of_arrival(policy, expected):
 
 @pytest.mark.parametrize("admissions, expected", [(2, "cba"), (3, "acb"), (4, "abc")])
 def test_who_was_passed_over_too_often_goes_first(admissions, expected):
-    waiting = Waiting(ShortestPrompt(), max_bypass=3, page_size=4)
+    waiting = WaitQueue(ShortestPrompt(), max_bypass=3, page_size=4)
     for order, (id, length, since) in enumerate([("a", 5, 0), ("b", 4, 1), ("c", 2, 2)]):
         waiting.add(sequence(id, length, order, since))
     waiting.admissions = admissions
@@ -117,7 +117,7 @@ def play(waiting, policy, seed):
 def test_the_order_that_is_kept_is_that_of_sorting_anew(name, max_bypass):
     for seed in range(12):
         mine, oracle = POLICIES[name](), POLICIES[name]()
-        kept = play(Waiting(mine, max_bypass, 4), mine, seed)
+        kept = play(WaitQueue(mine, max_bypass, 4), mine, seed)
         assert kept == play(Sorted(oracle, max_bypass), oracle, seed), seed
 
 
@@ -131,7 +131,7 @@ def test_who_comes_and_goes_costs_no_look_at_those_who_wait():
             return super().key(request, drawn)
 
     policy = Counted()
-    waiting = Waiting(policy, None, 4)
+    waiting = WaitQueue(policy, None, 4)
     for i in range(2000):
         s = sequence(f"r{i}", 1, i)
         s.request.prompt[:] = i // 8
@@ -153,7 +153,7 @@ def test_who_comes_and_goes_costs_no_look_at_those_who_wait():
 
 
 def test_those_with_pages_are_known_by_their_shard():
-    waiting = Waiting(FirstCome(), None, 4)
+    waiting = WaitQueue(FirstCome(), None, 4)
     a, b, c = (sequence(id, 3, order) for order, id in enumerate("abc"))
     a.pages, a.shard, b.pages, b.shard = [7], 1, [8], 0
     for s in (a, b, c):
@@ -164,7 +164,7 @@ def test_those_with_pages_are_known_by_their_shard():
 
 
 def test_tokens_are_awaited_as_long_as_one_waits_with_them():
-    waiting = Waiting(FirstCome(), None, 4)
+    waiting = WaitQueue(FirstCome(), None, 4)
     a, b = sequence("a", 3, 0), sequence("b", 3, 1)
     waiting.add(a)
     waiting.add(b)
@@ -175,7 +175,7 @@ def test_tokens_are_awaited_as_long_as_one_waits_with_them():
 
 
 def test_a_sequence_with_tokens_also_awaits_the_full_pages_of_its_prompt():
-    waiting = Waiting(FirstCome(), None, 4)
+    waiting = WaitQueue(FirstCome(), None, 4)
     prompt = np.array([1, 2, 3, 4, 5, 6], np.int32)
     new = Sequence.of(arithmetic.request("a", prompt), 0, 0)
     partial = dataclasses.replace(

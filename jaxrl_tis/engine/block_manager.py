@@ -16,11 +16,11 @@ from jaxrl_tis.engine.prefixes import Prefixes
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.sequences import Sequence
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.engine.waiting import Waiting
+from jaxrl_tis.engine.wait_queue import WaitQueue
 
 
 @dataclasses.dataclass(frozen=True)
-class Retention:
+class KVEviction:
     """How much of its pages a sequence keeps: its first `sinks` and its last `window` full ones
     (StreamingLLM, arXiv:2309.17453). What it loses is recorded as evict_step."""
 
@@ -32,7 +32,7 @@ class Retention:
             raise ValueError(f"{self}: keep at least one page of the window and no negative sinks")
 
 
-class Residency:
+class BlockManager:
     """The slots and pages of an engine, and the sequences that live there.
 
     Args:
@@ -51,10 +51,10 @@ class Residency:
     def __init__(
         self,
         engine: EngineProtocol,
-        waiting: Waiting,
+        waiting: WaitQueue,
         stats: Stats,
         divide: int = 0,
-        retention: Retention | None = None,
+        retention: KVEviction | None = None,
         keeps_pages: bool = True,
     ):
         self._engine, self._waiting, self._stats = engine, waiting, stats

@@ -11,7 +11,7 @@ from jaxrl_tis.engine.sequences import Sequence
 SCORED = b"s"  # makes a key that is no row of tokens
 
 
-class Waiting:
+class WaitQueue:
     """The waiting sequences in the order of a policy, unless one was passed over too often. Both
     orders are kept from call to call, so that a sequence that comes or goes costs a search, however
     many wait.

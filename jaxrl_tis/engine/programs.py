@@ -1,0 +1,304 @@
+"""The jitted programs of an engine: pure functions of a Spec, serving parameters and a DecodeState.
+
+Shapes: r prefill row, b slot, t token, p page of a slot, g drafted token, m = b * t, n stop id,
+d embed, v vocab. A data shard holds an equal part of r and of b.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine.penalties import Penalties
+from jaxrl_tis.engine.protocol import Draw, ResultTokens
+from jaxrl_tis.engine.records import MAX_STOP_IDS, SamplingParams
+from jaxrl_tis.engine.sampling import SamplingRows
+from jaxrl_tis.engine.spec import Spec
+from jaxrl_tis.engine.state import DecodeState, Slots
+from jaxrl_tis.fields import DRAWN
+from jaxrl_tis.kernels.logprob import token_logprob
+from jaxrl_tis.models import transformer
+from jaxrl_tis.sharding import Layout
+
+LOGPROB_CHUNK = 256  # positions of prompts whose logits are alive at a time
+
+
+class Programs:
+    """The compiled programs of one Spec. Each consumes (donates) the state that it is given.
+
+    Attributes:
+      shardings: where the arrays of a DecodeState are, in its tree.
+      init: () -> state of free slots.
+      prefill: (params, state, tokens_rt, starts_r, lengths_r, table_rp, number of blocks) -> state.
+      prefill_scored: (params, state, tokens_rt, starts_r, lengths_r, table_rp, targets_rt) ->
+        (state, logp_rt).
+      insert: (state, arrays of `Engine.insert`) -> state.
+      generate: (params, state, table_bp, shift_b) -> (state, ResultTokens).
+      verify: (params, state, drafts_bg, counts_b, table_bp, shift_b) -> (state, ResultTokens).
+    """
+
+    def __init__(self, spec: Spec):
+        bind = lambda program, *args: functools.partial(program, spec, *args)
+        options = dict(compiler_options=spec.program.compiler_options)
+        rows, row = spec.layout.sharding(("batch", None)), spec.layout.sharding(("batch",))
+        self.empty_state = bind(_empty_state)
+        self.shardings = _shardings(spec)
+        self.init = jax.jit(self.empty_state, out_shardings=self.shardings)
+        self.prefill = jax.jit(
+            bind(_prefill_rows), in_shardings=(None, None, rows, row, row, rows, None),
+            donate_argnums=(1,), **options,
+        )
+        self.prefill_scored = jax.jit(
+            bind(_prefill_scored_rows), in_shardings=(None, None, rows, row, row, rows, rows),
+            donate_argnums=(1,), **options,
+        )
+        self.insert = jax.jit(bind(_insert_rows, self.shardings.cache), donate_argnums=(0,))
+        self.generate = jax.jit(bind(_decode), donate_argnums=(1,), **options)
+        self.verify = jax.jit(bind(_decode_drafts), donate_argnums=(1,), **options)
+
+
+# State
+
+
+def _empty_state(spec: Spec) -> DecodeState:
+    b, config = spec.config.slots, spec.config
+    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+    params = [SamplingParams()] * b
+    penalties = None
+    if spec.num_penalised:
+        penalties = Penalties.of(params).seen(
+            zeros((b, 0)), zeros(b), zeros(b), spec.num_penalised, spec.layout
+        )
+    kv = cache.empty(
+        spec.model, spec.shards * spec.num_pages, config.page_size, config.cache_dtype,
+        config.unroll,
+    )
+    slots = Slots(
+        zeros(b), zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
+        jnp.full((b, MAX_STOP_IDS), -1, jnp.int32),
+        *jax.tree.map(jnp.asarray, (SamplingRows.of(params), penalties)),
+    )
+    return DecodeState(kv, slots)
+
+
+def _shardings(spec: Spec) -> DecodeState:
+    """Cuts slots and pages over the data axes, and key/value heads over the tensor axis."""
+    state = jax.eval_shape(functools.partial(_empty_state, spec))
+    of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
+    place = lambda tree, axes: jax.tree.map(lambda x: spec.layout.sharding(axes(x)), tree)
+    slots = place(state.slots, of_slots)
+    if spec.num_penalised:
+        slots = dataclasses.replace(slots, penalties=Penalties.places(spec.layout.sharding))
+    return DecodeState(place(state.cache, cache.axes), slots)
+
+
+# Prefill
+
+
+def _prefill_rows(spec: Spec, params, state, *arrays_and_blocks) -> DecodeState:
+    """Prefills the first blocks of the rows of each shard."""
+    *arrays, blocks = arrays_and_blocks
+    size = spec.block_rows(arrays[0].shape[1])
+    if size == spec.config.prefill_batch // spec.shards:
+        return _forward_rows(spec, params, state, *arrays)[0]
+
+    def block(i, x):
+        rows = x.reshape(spec.shards, -1, *x.shape[1:])
+        rows = jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1)
+        return rows.reshape(-1, *x.shape[1:])
+
+    def fill(i, state):
+        return _forward_rows(spec, params, state, *[block(i, x) for x in arrays])[0]
+
+    return jax.lax.fori_loop(0, blocks, fill, state)
+
+
+def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
+    """Prefills all rows and returns (state, log-probs of the targets [R,T])."""
+    *rows, targets_rt = rows_and_targets
+    state, x_rtd = _forward_rows(spec, params, state, *rows)
+    logp_rt = token_logprob(
+        transformer.output_head(params, spec.program), x_rtd, targets_rt,
+        jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
+        numerics=spec.program.numerics,
+    ).logp
+    return state, _replicated(spec.layout, logp_rt)
+
+
+def _forward_rows(spec: Spec, params, state, tokens_rt, starts_r, lengths_r, table_rp):
+    """Returns (state with the keys of the rows written, their hidden states [R,T,D])."""
+    positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
+    attend = cache.fill(starts_r, lengths_r, table_rp, spec.layout, spec.program.numerics)
+    x_rtd, kv = transformer.hidden(
+        params, spec.model, spec.program, tokens_rt, positions_rt, attend, state.cache
+    )
+    return DecodeState(kv, state.slots), x_rtd
+
+
+# Insert
+
+
+def _insert_rows(
+    spec: Spec, pools, state, new, seeds_b, hashes_b, sources_b, targets_b, is_new_b, seen
+) -> DecodeState:
+    """Writes the slots where `is_new_b`, and copies page sources_b to page targets_b of each slot.
+
+    `seen` is (tokens [B,T], prompt lengths [B], lengths [B]): the tokens that penalties count.
+    """
+    new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
+    if spec.num_penalised:
+        penalties = new.penalties.seen(*seen, spec.num_penalised, spec.layout)
+        new = dataclasses.replace(new, penalties=penalties)
+
+    def choose(old, fresh):
+        return jnp.where(is_new_b.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
+
+    slots = jax.tree.map(choose, state.slots, new)
+    return DecodeState(_copy_pages(spec.layout, pools, state.cache, sources_b, targets_b), slots)
+
+
+def _copy_pages(layout: Layout, pools, kv, sources_b, targets_b):
+    """Copies pages on every device, for the slots that it holds."""
+    pools = jax.tree.map(lambda sharding: sharding.spec, pools)
+    slots = layout.sharding(("batch",)).spec
+    is_pool = lambda x: isinstance(x, (cache.KV, cache.StackedKV))
+    copy = lambda kv, sources, targets: jax.tree.map(
+        lambda pool: pool.copy(sources, targets), kv, is_leaf=is_pool
+    )
+    return layout.shard(copy, (pools, slots, slots), pools)(kv, sources_b, targets_b)
+
+
+# Generate
+
+
+def _decode(spec: Spec, params, state: DecodeState, table_bp, shift_b):
+    """Samples `steps` tokens for each slot, or fewer once all slots have finished."""
+    b, steps = spec.config.slots, spec.config.steps
+    nothing = jnp.zeros((b, 0), jnp.int32), jnp.zeros(b, jnp.int32)
+
+    def running(carry):
+        i, state, _ = carry
+        return (i < steps) & jnp.any(state.slots.remaining > 0)
+
+    def body(carry):
+        i, state, rows = carry
+        state, row = _pass(spec, params, state, *nothing, table_bp, shift_b)
+        write = lambda buffer, new: buffer.at[i].set(new[:, 0])
+        return i + 1, state, jax.tree.map(write, rows, row)
+
+    _, state, rows = jax.lax.while_loop(running, body, (0, state, _empty_draws(spec)))
+    return state, _result(spec.layout, state, *rows)
+
+
+def _decode_drafts(spec: Spec, params, state, drafts_bg, counts_b, table_bp, shift_b):
+    """Samples the tokens after the last one and after each drafted one, in one forward pass."""
+    state, rows = _pass(spec, params, state, drafts_bg, counts_b, table_bp, shift_b)
+    rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
+    return state, _result(spec.layout, state, *rows)
+
+
+def _result(layout: Layout, state: DecodeState, drawn: Draw, valid) -> ResultTokens:
+    fields = {name: getattr(drawn, name) for name in DRAWN}
+    return _replicated(
+        layout, ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
+    )
+
+
+def _replicated(layout: Layout, result: Any) -> Any:
+    """Puts a result whole onto every device if the schedulers of several processes read it."""
+    if not layout.is_shared:
+        return result
+    return jax.lax.with_sharding_constraint(result, layout.replicated())
+
+
+def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array]:
+    """Returns zeros in the shape of the draws of a whole call, and of the booleans that say which
+    of them count."""
+    shape, widths = (spec.config.steps, spec.config.slots), spec.widths
+
+    def zeros(field):
+        width = (widths[field.width],) if field.width else ()
+        return None if 0 in width else jnp.zeros((*shape, *width), field.dtype)
+
+    return Draw(**{name: zeros(f) for name, f in DRAWN.items()}), jnp.zeros(shape, bool)
+
+
+def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
+    """Samples a token after the last one and after each drafted one, T = g + 1 in all.
+
+    A sampled token counts as long as the draft before it equals what was sampled.
+
+    Returns: (state, (draws [B,T], which of them count [B,T])).
+    """
+    slots, config, numerics = state.slots, spec.config, spec.program.numerics
+    width = drafts_bg.shape[1] + 1
+    step_t, is_running = jnp.arange(width)[None], slots.remaining > 0
+    limit_b = jnp.where(is_running, jnp.minimum(counts_b + 1, slots.remaining), 0)
+    is_live_bt = step_t < limit_b[:, None]
+    tokens_bt = jnp.concatenate([slots.token[:, None], drafts_bg], axis=1)
+    position_bt = slots.position[:, None] + step_t
+    index_bt = jnp.where(is_live_bt, position_bt - shift_b[:, None], 0)
+    is_written_bt = is_live_bt & (position_bt >= slots.cached[:, None])
+    attend = cache.append(index_bt, is_written_bt, table_bp, spec.layout, numerics)
+    x_btd, kv = transformer.hidden(
+        params, spec.model, spec.program, tokens_bt, position_bt, attend, state.cache
+    )
+    rows = lambda x: x.reshape(-1, *x.shape[2:])
+    each = lambda x: jnp.repeat(x, width, axis=0)
+    logits_mv = transformer.head_logits(params, spec.program, rows(x_btd))
+    logits_mv = spec.inject(logits_mv, rows(position_bt + 1))
+    sampling_m = jax.tree.map(each, slots.rows)
+    penalties_m = _penalties_along(spec.layout, slots.penalties, drafts_bg, is_live_bt)
+    drawn_m = sampling.sample(
+        logits_mv, sampling_m, each(slots.key), rows(position_bt + 1), spec.layout,
+        penalties=penalties_m, top_n=config.top_n, num_kept=config.num_kept, numerics=numerics,
+    )
+    if spec.num_logits:
+        logits_mv = sampling.distribution(logits_mv, sampling_m, penalties_m)
+        drawn_m = dataclasses.replace(drawn_m, logits=logits_mv)
+    drawn = jax.tree.map(lambda x: x.reshape(config.slots, width, *x.shape[1:]), drawn_m)
+    slots, is_valid_bt = _advance(spec.layout, slots, drawn.tokens, drafts_bg, is_live_bt)
+    return DecodeState(kv, slots), (drawn, is_valid_bt)
+
+
+def _penalties_along(layout: Layout, penalties: Penalties | None, drafts_bg, is_live_bt):
+    """Returns the penalties of the rows [B*T] of a pass: those after each token of the draft."""
+    if penalties is None:
+        return None
+    along = [penalties]
+    for t in range(drafts_bg.shape[1]):
+        along.append(along[-1].draw(drafts_bg[:, t], is_live_bt[:, t + 1], layout))
+    rows = lambda *xs: jnp.stack(xs, axis=1).reshape(-1, *xs[0].shape[1:])
+    return jax.tree.map(rows, *along)
+
+
+def _advance(
+    layout: Layout, slots: Slots, drawn_bt, drafts_bg, is_live_bt
+) -> tuple[Slots, jax.Array]:
+    """Moves the slots behind the sampled tokens that count, and returns which of [B,T] count: all
+    up to the first one that is a stop id or differs from the draft."""
+    is_stop_bt = jnp.any(drawn_bt[..., None] == slots.stop_ids[:, None], axis=-1)
+    goes_on_bg = (drawn_bt[:, :-1] == drafts_bg) & ~is_stop_bt[:, :-1] & is_live_bt[:, 1:]
+    goes_on_bg = jnp.cumprod(goes_on_bg, axis=1, dtype=jnp.int32).astype(bool)
+    is_valid_bt = jnp.concatenate([is_live_bt[:, :1], goes_on_bg], axis=1)
+    count_b = jnp.sum(is_valid_bt, axis=1)
+    last = lambda x_bt: jnp.take_along_axis(
+        x_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1
+    )[:, 0]
+    is_ended = last(is_stop_bt) | (count_b == 0)
+    remaining = jnp.where(is_ended, 0, slots.remaining - count_b)
+    penalties = slots.penalties
+    if penalties is not None:
+        for t in range(drawn_bt.shape[1]):
+            penalties = penalties.draw(drawn_bt[:, t], is_valid_bt[:, t], layout)
+    slots = dataclasses.replace(
+        slots,
+        penalties=penalties,
+        token=jnp.where(count_b > 0, last(drawn_bt), slots.token),
+        position=slots.position + jnp.where(remaining > 0, count_b, 0),
+        remaining=remaining,
+    )
+    return slots, is_valid_bt

@@ -1,0 +1,115 @@
+"""Everything static that the programs of an engine are compiled for."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from jaxrl_tis.engine.config import EngineConfig
+from jaxrl_tis.engine.shards import Shards
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import invariant, transformer
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.sharding import Layout
+
+BLOCK_TOKENS = 256  # on a CPU larger blocks take no less time per token
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The model, the sizes and the mesh of an engine. `check` says whether they fit together.
+
+    Attributes:
+      model: architecture of the model.
+      config: sizes and formats of the engine.
+      program: how a forward pass is computed, and its mesh.
+      inject: (logits [M,V] float32, positions [M]) -> logits, see injection.py.
+    """
+
+    model: ModelConfig
+    config: EngineConfig
+    program: transformer.Program
+    inject: Callable[[jax.Array, jax.Array], jax.Array]
+
+    @property
+    def layout(self) -> Layout:
+        return self.program.layout
+
+    @property
+    def shards(self) -> int:
+        """The number of data shards. Each has an equal part of slots, prefill rows and pages."""
+        return self.layout.shards
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each shard, page 0 included."""
+        config = self.config
+        if config.num_pages is None:
+            return config.slots // self.shards * config.pages_per_slot + 2
+        return config.num_pages
+
+    @property
+    def num_penalised(self) -> int:
+        """Tokens of the vocabulary whose logits requests may change: all or none."""
+        return self.model.vocab_size if self.config.penalties else 0
+
+    @property
+    def num_logits(self) -> int:
+        """Log-probs recorded of each sampled token: of the whole vocabulary or none."""
+        return self.model.vocab_size if self.config.records_logits else 0
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The number of entries per sampled token by attribute name, see fields.DrawnField."""
+        config = self.config
+        return dict(num_logits=self.num_logits, top_n=config.top_n, num_kept=config.num_kept)
+
+    def block_rows(self, length: int) -> int:
+        """Returns how many prefill rows of a shard are computed at a time, a divisor of all of them.
+
+        On a CPU a block has at least BLOCK_TOKENS tokens and blocks without a prompt are skipped,
+        since late prompts come alone. The size of a block depends on the padded length alone, so
+        batch composition changes no bit of a prompt.
+        """
+        rows = self.config.prefill_batch // self.shards
+        if self.layout.platform != "cpu":
+            return rows
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and n * length >= BLOCK_TOKENS
+                    or n == rows)
+
+    def check(self) -> None:
+        """Raises ValueError where the sizes do not fit the mesh or each other."""
+        config, mesh = self.config, dict(self.layout.mesh.shape)
+        for name in ("slots", "prefill_batch"):
+            count = getattr(config, name)
+            if count % self.shards:
+                raise ValueError(
+                    f"engine.{name}={count} cannot be cut into the {self.shards} data shards of "
+                    f"mesh {mesh}; make it a multiple"
+                )
+        if self.num_pages < config.pages_per_slot + 2:
+            raise ValueError(
+                f"{self.num_pages} pages of {config.page_size} positions cannot hold a sequence of "
+                f"{config.max_length}; give engine.num_pages at least {config.pages_per_slot + 2}"
+            )
+        vocab = self.model.vocab_size // Shards.of(self.layout).count
+        if config.top_n > vocab:
+            raise ValueError(
+                f"top_n = {config.top_n} tokens of every draw, of the {vocab} that a device has"
+            )
+        if self.program.is_invariant:
+            self._check_invariant()
+
+    def _check_invariant(self) -> None:
+        config = self.config
+        invariant.check(self.model, dict(self.layout.mesh.shape), config.recipe.scheme)
+        if config.page_size != tiles.PAGE:
+            raise ValueError(
+                f"numerics='invariant' attends to pages of {tiles.PAGE} positions, "
+                f"engine.page_size is {config.page_size}"
+            )
+        if config.cache_dtype not in (config.dtype, "float32"):
+            raise ValueError(
+                f"numerics='invariant' needs keys as they were computed, in {config.dtype}; "
+                f"engine.cache_dtype is {config.cache_dtype}"
+            )
