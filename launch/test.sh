@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Runs the tests from a bare clone: ./launch/test.sh [--quick] [pytest arguments]
-# --quick leaves out those that compile large programs or inject faults.
+# Runs the tests from a bare clone: ./launch/test.sh [--all | --quick] [pytest arguments]
+# By default those without the marker "all", which notice every wrong number. --all runs every test,
+# --quick none that compiles large programs or injects faults. An own -m replaces the choice.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv test
-chosen=()
-if [ "${1:-}" = --quick ]; then
-  chosen=(-m "not compiles and not faults")
-  shift
-fi
+chosen=(-m "not all")
+case "${1:-}" in
+  --all) chosen=() && shift ;;
+  --quick) chosen=(-m "not all and not compiles and not faults") && shift ;;
+esac
 # A file stays in one process, whose fixtures and programs its tests share.
 exec "$PY" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder \
   "${chosen[@]}" "$@"

@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, and what is drawn of the estimators is what they hold."""
 
+import ast
 import importlib.util
 import json
 import math
@@ -152,6 +153,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 @pytest.mark.by_jax("the notebook's calls of jax")
 def test_estimators_draws_what_it_says(monkeypatch):
@@ -227,6 +229,7 @@ def check_tpu_fit(outputs):
     assert fits == ([True, False] if IS_SHORT else [True, True, False])
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 @pytest.mark.parametrize("name, check", [
     ("estimators", lambda outputs: None), ("quickstart", check_quickstart),
@@ -252,6 +255,17 @@ def test_a_notebook_is_stored_without_outputs(path):
     assert len(set(ids)) == len(ids)
     for cell in code_cells(path):
         assert cell["outputs"] == [] and cell["execution_count"] is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_imports_what_is_there(path):
+    """Its cells run with --all alone."""
+    cells = ["".join(cell["source"]) for cell in code_cells(path)]
+    nodes = [node for cell in cells for node in ast.walk(ast.parse(cell))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        exec(compile(ast.Module([node], []), path.name, "exec"), {})
 
 
 def notebooks():

@@ -150,7 +150,8 @@ def imported(text: str) -> list[tuple[str, str | None]]:
             for alias in node.names:
                 module = PACKAGE.joinpath(*parts, alias.name)
                 is_module = module.is_dir() or module.with_suffix(".py").exists()
-                found.append((parts[0] if parts else alias.name, alias.asname and is_module or None))
+                if parts or is_module:
+                    found.append((parts[0] if parts else alias.name, alias.asname and is_module or None))
     return found
 
 

@@ -4,10 +4,7 @@ import contextlib
 import datetime
 import json
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -27,7 +24,6 @@ from tests import tiny
 
 pytestmark = pytest.mark.compiles
 
-ROOT = pathlib.Path(__file__).parents[1]
 CRITIC = dict(
     correction__advantage="gae", correction__kl_coeff=0.05,
     correction__objective="r2vpo(r2vpo_lambda=0.5)",
@@ -175,26 +171,6 @@ def test_controllers_act_on_every_step():
     state, _ = final_state(tiny.finished(**CRITIC), **CRITIC)
     lengths = state["controllers"]["length_surge"].lengths[: len(records)]
     np.testing.assert_allclose(lengths, column("response_length/mean"), rtol=1e-6)
-
-
-def test_killed_without_warning(tmp_path):
-    """SIGKILL in a process of its own; this process continues."""
-    code = (
-        "from tests import resume_test, tiny\n"
-        "with resume_test.cut_at(4, 9):\n"
-        f"    tiny.run({str(tmp_path / 'run')!r})\n"
-    )
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "JAX_NUMPY_RANK_PROMOTION": "raise",
-    }
-    child = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=200,
-                           capture_output=True, text=True)
-    assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
-    assert tiny.lines(tmp_path / "run")[-1] == {
-        **next(r for r in tiny.lines(tiny.finished()) if (r["step"], r["phase"]) == (3, "train"))
-    }
-    tiny.run(tmp_path / "run")
-    assert_same_run(tmp_path / "run")
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capsys):

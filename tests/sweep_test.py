@@ -292,10 +292,14 @@ def test_each_variant_of_a_config_has_a_folder():
     assert list(folders) == ["runs/sweep-a", "runs/sweep-a-b"]
 
 
-def test_the_command(tmp_path):
-    log = tmp_path.with_suffix(".log")
-    call = lambda *words: forked.run(
-        ["-m", "jaxrl_tis.sweep", "--config=tests/small_sweep.py", f"--out={tmp_path}", *words], log)
+@pytest.fixture
+def call(tmp_path):
+    """Runs the command with these flags; returns its exit code and what it printed."""
+    command = ["-m", "jaxrl_tis.sweep", "--config=tests/small_sweep.py", f"--out={tmp_path}"]
+    return lambda *words: forked.run([*command, *words], tmp_path.with_suffix(".log"))
+
+
+def test_the_command_shows_its_runs_and_refuses_before_any_of_them(tmp_path, call):
     code, dry = call("--dry_run", "--seeds=0,1")
     assert code == 0 and len(dry.splitlines()) == 6, dry
     assert shlex.split(dry.splitlines()[0])[-1] == f"--workdir={tmp_path}/lr=0.001-seed0"
@@ -305,6 +309,9 @@ def test_the_command(tmp_path):
     code, wrong = call("--seeds=0,x")
     assert code == 2 and "give whole numbers" in wrong
 
+
+@pytest.mark.all
+def test_the_command(tmp_path, call):
     code, done = call("--jobs=2")
     assert code == 1
     assert "1 of 3 runs failed: name=tests.tiny_rewards_absent, seed 0" in done

@@ -107,6 +107,7 @@ def made():
     return get
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SMALL)
 def test_a_config_compiles_for_its_topology(made, name):
     setup, report = made(name)
@@ -125,6 +126,7 @@ def test_the_configs_between_them_compile_every_program():
     assert {p for names in COMPILED.values() for p in names} == set(aot.PROGRAMS)
 
 
+@pytest.mark.all
 def test_every_key_is_documented(made):
     """A key of the JSON is in docs/tpu.md as `key`."""
     page = (ROOT / "docs" / "tpu.md").read_text()
@@ -142,6 +144,7 @@ def test_every_key_is_documented(made):
     assert [k for k in sorted(names) if f"`{k}`" not in page] == []
 
 
+@pytest.mark.all
 def test_what_the_compiler_counts_of_a_training_step(made):
     """The FLOPs of the program against those of the shapes. Of the layers no product is computed
     again; the head makes four passes for the model's three, and is most of two layers' work. Short
@@ -152,6 +155,7 @@ def test_what_the_compiler_counts_of_a_training_step(made):
     assert large and {tuple(c["axes"]) for c in large} == {("fsdp",)}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["gsm8k_qwen25_0p5b:grpo", "dapo_qwen3_8b"])
 def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
     """No sum of more than a MiB reaches every device whole, and of the token table and the head a
@@ -174,6 +178,7 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
     assert share <= max(wide) <= 2 * share
 
 
+@pytest.mark.all
 def test_half_of_a_slice_learns_and_the_other_samples(made):
     """Each half has its programs, and in its memory what is kept there and nothing else."""
     setup, found = made("dapo_qwen25_32b:async")
@@ -194,6 +199,7 @@ def test_half_of_a_slice_learns_and_the_other_samples(made):
     assert beside["insert"] == 2 * held["serving weights"]
 
 
+@pytest.mark.all
 def test_the_weight_sync_from_one_half_to_the_other(made):
     """One layer of 5120 x (5120 + 1024 + 1024 + 5120 + 3 * 27648) = 487,587,840 in int8, an embedding
     in bfloat16 and a head in float32 of 152064 x 5120 are cut over tensor, as are their scales, but for
@@ -212,6 +218,7 @@ def test_the_weight_sync_from_one_half_to_the_other(made):
     )
 
 
+@pytest.mark.all
 def test_the_learner_leaves_weights_where_the_hand_over_counts_them(made):
     """As the TPU's compiler lays them out."""
     setup, _ = made("dapo_qwen25_32b:async")
@@ -223,6 +230,7 @@ def test_the_learner_leaves_weights_where_the_hand_over_counts_them(made):
     assert all(y.is_equivalent_to(x.source, len(x.shape)) for x, y in zip(listed, left))
 
 
+@pytest.mark.all
 def test_the_flags_change_the_program():
     """Without them a gathered weight of a quantised learner, whose products the partitioner cuts,
     becomes a ring of products (collective-permutes)."""
@@ -249,6 +257,7 @@ def test_an_unknown_flag_is_refused():
         aot.compiled("add", add, (x,), {"xla_no_such_flag": "1"})
 
 
+@pytest.mark.all
 def test_two_slices():
     """Data parallelism over two slices: gradients go between them, weights do not."""
     tpu.devices("v5e:2x2")
@@ -267,6 +276,7 @@ def test_two_slices():
 # What does not fit
 
 
+@pytest.mark.all
 def test_a_decode_state_that_is_too_large_is_named(capsys):
     tpu.devices("v5e:2x2")
     command = commands.load("aot.__main__")

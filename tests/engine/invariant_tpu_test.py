@@ -17,7 +17,7 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import tpu
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
+pytestmark = [pytest.mark.all, pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
 TENSOR, STEPS, LAYERS, SLOTS, EMBED, MLP = 4, 3, 2, 16, 192, 512
 LEVELS = TENSOR.bit_length() - 1  # of the tree that lie across devices

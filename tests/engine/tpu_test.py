@@ -119,10 +119,12 @@ def whole_copies(program, layers=2):
 ADDED = ("all-reduce", "add", (ROWS, EMBED))
 LARGEST = ("all-reduce", "maximum", (ROWS,))
 REDUCED = {"w8a16": [ADDED] * 2, "w8a8": [ADDED] * 2 + [LARGEST] * 2}
+IN_ALL = functools.partial(pytest.param, marks=pytest.mark.all)
+# By default one program is compiled.
 DECODED = pytest.mark.parametrize("scheme, kv", [
-    ("w8a16", "bfloat16"), ("w8a8", "bfloat16"), ("w8a8", "int8"),
+    ("w8a8", "bfloat16"), IN_ALL("w8a16", "bfloat16"), IN_ALL("w8a8", "int8"),
 ])
-WRITTEN = pytest.mark.parametrize("kv", ["bfloat16", "int8"])
+WRITTEN = pytest.mark.parametrize("kv", ["bfloat16", IN_ALL("int8")])
 
 
 @DECODED
@@ -172,12 +174,14 @@ def test_decode_holds_no_copy_of_a_weight_or_of_keys_and_values(scheme, kv):
     assert not whole_copies(compiled("decode", scheme, kv=kv))
 
 
+@pytest.mark.all
 @WRITTEN
 def test_no_other_program_holds_one(kv):
     for name in ("prefill", "insert"):
         assert not whole_copies(compiled(name, kv=kv))
 
 
+@pytest.mark.all
 @WRITTEN
 def test_nor_does_the_verification_of_a_draft(kv):
     """In 64 layers: the scales of two fit into the fast memory, to which they would be moved."""
@@ -208,7 +212,9 @@ def cache_bytes(layers, kv):
 
 
 @WRITTEN
-@pytest.mark.parametrize("name", ["prefill", "insert", "decode", "verify"])
+@pytest.mark.parametrize("name", [
+    "decode", *(IN_ALL(name) for name in ("prefill", "insert", "verify")),
+])
 def test_the_cache_is_written_in_place(name, kv):
     program = compiled(name, kv=kv)
     aliased = sum(alias.shape.bytes for alias in module(program).aliases())
@@ -252,6 +258,7 @@ def test_gathered_pages_are_no_small_temporaries():
     assert not temporaries_are_small(attention_by_gathers())
 
 
+@pytest.mark.all
 def test_temporaries_of_decode_do_not_grow_with_depth():
     assert temporaries(compiled("decode", layers=6)) <= temporaries(compiled("decode")) + 2**16
     deep = lambda n: array((n, EMBED, MLP), jnp.int8, None, None, "tensor")
@@ -299,6 +306,7 @@ def dequantized(w):
     return jax.lax.optimization_barrier(w.q.astype(jnp.bfloat16) * w.scale.astype(jnp.bfloat16))
 
 
+@pytest.mark.all
 def test_products_of_another_kind_are_told_apart():
     """A scheme's program fails the check of the others, and int8 weights that are dequantised
     first fail that of W8A16."""
@@ -339,12 +347,14 @@ def test_attention_is_the_decode_kernel(kv):
     assert kernel_runs(attention_by_gathers()) == []
 
 
+@pytest.mark.all
 def test_a_cache_of_float8_is_read_by_the_kernel_and_never_copied():
     program = compiled("decode", kv="float8_e4m3fn")
     assert kernel_runs(program) == [STEPS * 2]
     assert not whole_copies(program)
 
 
+@pytest.mark.all
 def test_thousands_of_slots_of_a_device_have_room_for_their_tables():
     """Scalar memory is one MiB; rows of a table that were padded to 128 lanes would fill it."""
     slots, columns = 4096, 6
@@ -370,6 +380,7 @@ def test_nothing_goes_to_the_host_inside_decode():
     assert module(violation(prints, array((8, 128), jnp.float32))).host_transfers()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_float16_is_drawn_with_its_bits(name):
     """Without a kernel, as those cannot store it."""

@@ -8,7 +8,7 @@ import pytest
 from tests import forked, tiny
 from tests.resume_test import assert_same_run
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.all]
 
 CODE = """
 import jax, sys

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 MOUNT = ("unshare", "--mount", "--map-root-user")
 IS_ALLOWED = subprocess.run([*MOUNT, "true"], capture_output=True).returncode == 0
 NEEDS = pytest.mark.skipif(not IS_ALLOWED, reason="the system lets nobody mount a file system")
+SETTINGS = dict(steps=2, warmup__steps=2, checkpoint__every=1)
 # Runs in the mounted folder and copies what is left of it out.
 CODE = """
 import json, shutil, sys, traceback
@@ -25,7 +26,7 @@ from tests import tiny
 
 workdir, kept = sys.argv[1:]
 try:
-    tiny.run(workdir + "/run", checkpoint__every=1)
+    tiny.run(workdir + "/run", **{SETTINGS})
     print("ended")
 except Exception as error:
     traceback.print_exc()
@@ -39,9 +40,10 @@ def run_in_mount(folder, options):
     what the folder held in FOLDER/kept."""
     mount, kept = folder / "mount", folder / "kept"
     mount.mkdir(exist_ok=True)
+    code = CODE.replace("{SETTINGS}", repr(SETTINGS))
     command = f'mount -t tmpfs {options} none "$1" && shift && exec "$@"'
     done = subprocess.run(
-        [*MOUNT, "bash", "-c", command, "_", mount, sys.executable, "-c", CODE, mount, kept],
+        [*MOUNT, "bash", "-c", command, "_", mount, sys.executable, "-c", code, mount, kept],
         cwd=ROOT, text=True, capture_output=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_RANK_PROMOTION": "raise"},
     )
@@ -51,12 +53,12 @@ def run_in_mount(folder, options):
 
 @pytest.fixture(scope="module")
 def bytes_of_a_run():
-    paths = tiny.finished(checkpoint__every=1).rglob("*")
+    paths = tiny.finished(**SETTINGS).rglob("*")
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 @NEEDS
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("share", [0.6, pytest.param(1.0, marks=pytest.mark.all)])
 def test_a_disk_that_fills_up_stops_the_run_and_more_room_continues_it(
     tmp_path, bytes_of_a_run, share
 ):
@@ -65,10 +67,11 @@ def test_a_disk_that_fills_up_stops_the_run_and_more_room_continues_it(
     name, message, code = json.loads(line)
     assert (name, code) == ("Unwritable", 2), told
     assert "No space left on device" in message and "start the same command again" in message
-    tiny.run(tmp_path / "kept", checkpoint__every=1)
-    assert_same_run(tmp_path / "kept", checkpoint__every=1)
+    tiny.run(tmp_path / "kept", **SETTINGS)
+    assert_same_run(tmp_path / "kept", **SETTINGS)
 
 
+@pytest.mark.all
 @NEEDS
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path):
     (tmp_path / "mount").mkdir()

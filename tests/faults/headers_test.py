@@ -17,7 +17,7 @@ from jaxrl_tis.models import gguf, safetensors, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests.models import gguf_test
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.all]
 
 MODEL = ModelConfig(
     family="llama", vocab_size=24, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1,

@@ -8,7 +8,7 @@ import pytest
 
 from tests import hosts, tiny
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.all]
 
 ARGUMENTS = ["--config=tests/small_run.py:cut"]
 FORGED = """

@@ -8,7 +8,7 @@ import pytest
 from tests import resume_test, tiny
 from tests.resume_test import Cut, assert_same_run, cut_at
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")

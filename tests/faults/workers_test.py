@@ -51,6 +51,7 @@ def until_step(folder, step, learner):
         time.sleep(0.02)
 
 
+@pytest.mark.all
 def test_workers_and_the_learner_are_killed_and_started_again(tmp_path):
     folder, port = tmp_path / "run", free_port()
     learn = lambda log: start(

@@ -118,7 +118,9 @@ def stacked_gathers(module, dtype="bf16"):
     return [dims for dims, _ in weight_gathers(module, dtype) if len(dims) == 3 and dims[0] > 1]
 
 
-@pytest.mark.parametrize("chips", ["v5e:2x4", "v5p:2x2x2"])
+@pytest.mark.parametrize("chips", [
+    "v5e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.all),
+])
 def test_weights_are_gathered_layer_by_layer_inside_the_scan(chips):
     _, module = update(chips=chips)
     gathers = weight_gathers(module)
@@ -174,6 +176,7 @@ def activations_by_layer(module):
     }
 
 
+@pytest.mark.all
 def test_arrays_of_every_layer_are_what_remat_keeps():
     """Of every layer the backward pass keeps the input, in the compute dtype."""
     assert activations_by_layer(update()[1]) == {("bf16", (L, T, D))}
@@ -181,6 +184,7 @@ def test_arrays_of_every_layer_are_what_remat_keeps():
     assert {("bf16", (L, T, D)), ("bf16", (L, T, F))} < kept
 
 
+@pytest.mark.all
 def test_inputs_of_the_layers_wait_in_the_memory_of_the_host():
     """Space 5; without the policy they stay on the device, in HBM or, as small as here, in VMEM."""
     spaces = lambda remat: {
@@ -190,6 +194,7 @@ def test_inputs_of_the_layers_wait_in_the_memory_of_the_host():
     assert spaces("full") <= {0, 1} and spaces("host") == {5}
 
 
+@pytest.mark.all
 def test_temporaries_grow_with_depth_by_no_more_than_what_remat_keeps():
     temporaries = lambda *which: update(*which)[0].memory_analysis().temp_size_in_bytes
     inputs = B * T * D * 2 / layout().mesh.size  # of a layer
@@ -214,6 +219,7 @@ def inexact_products(module):
     return {d.precision for d in module.dots() if any(s.dtype == "f16" for s in d.operands)} - {"highest"}
 
 
+@pytest.mark.all
 def test_products_of_float16_keep_its_bits():
     """Those of the backward pass, too; a kernel's are of float32."""
     module = update(layers=2, dtype="float16")[1]

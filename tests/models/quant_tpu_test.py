@@ -33,7 +33,9 @@ def compiled(topology, scheme):
 
 
 @pytest.mark.parametrize("scheme", quant.SCHEMES)
-@pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", [
+    "v5e:2x2", pytest.param("tpu7x:2x2x1", marks=pytest.mark.all),
+])
 def test_a_product_reads_the_8_bit_values_and_copies_no_weight(topology, scheme):
     program = compiled(topology, scheme)
     (product,) = hlo.Module(program.as_text(), assumed_trips=1).dots()

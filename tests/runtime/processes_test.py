@@ -158,6 +158,7 @@ def reference(tmp_path_factory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.all
 def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
     reference, tmp_path
 ):
@@ -206,6 +207,7 @@ def test_two_processes_train_to_the_parameters_of_one(tmp_path):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
 
 
+@pytest.mark.all
 def test_the_gate_of_two_processes_is_that_of_one(tmp_path):
     reports = []
     for count in (1, 2):
@@ -218,6 +220,7 @@ def test_the_gate_of_two_processes_is_that_of_one(tmp_path):
     assert reports[0] == reports[1]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("case, arguments, per_host, code, told", [
     ("another seed", [], {1: ["--config.seed=1"]}, 2,
      "config.seed is not the same everywhere: 0 on process 0, 1 on process 1"),
@@ -235,6 +238,7 @@ def test_a_mistake_ends_all_with_its_message_and_2(
     assert all(told in text and "Traceback" not in text for text in texts)
 
 
+@pytest.mark.all
 def test_a_reward_that_always_fails_ends_all_and_is_told_by_one(tmp_path):
     codes, texts = run(
         tmp_path / "run", 2, "--config.reward.name=tests.tiny_rewards:always_raises"
