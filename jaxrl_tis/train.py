@@ -446,7 +446,7 @@ def run(
                     with r.phase("sync"):
                         params = r.state["policy"].params
                         if source.publish(params, r.version):
-                            old.publish(r.version, params)
+                            old.publish(params, r.version)
 
                     if r.accumulates:
                         # Rollout and update: the gradient of each group as it arrives
