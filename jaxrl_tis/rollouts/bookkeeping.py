@@ -65,7 +65,8 @@ class Bookkeeping:
 
     def __init__(
         self, config: ml_collections.ConfigDict, mode: Mode, way: replay.Way | None,
-        groups: Groups, batches: Batches, timer: Timer, arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
+        groups: Groups, batches: Batches, timer: Timer,
+        arrived: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ):
         rollout = config.rollout
         self._config, self._mode, self._groups = config, mode, groups

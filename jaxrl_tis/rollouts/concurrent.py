@@ -39,8 +39,8 @@ class Concurrent(Bookkeeping):
     """
 
     def __init__(
-        self, config: ml_collections.ConfigDict, mode: Mode, way: Way | None, groups: Groups, batches: Batches,
-        timer: Timer, load: Callable[[Any, int], Any], pulse: Callable[[], None],
+        self, config: ml_collections.ConfigDict, mode: Mode, way: Way | None, groups: Groups,
+        batches: Batches, timer: Timer, load: Callable[[Any, int], Any], pulse: Callable[[], None],
     ):
         super().__init__(config, mode, way, groups, batches, timer)
         self._load, self._pulse = load, pulse

@@ -123,4 +123,4 @@ def test_it_refuses_tokens_of_other_weights():
     (dict(correction__objective="st_ppo"), "the objective st_ppo needs st_ppo_norm"),
 ])
 def test_why_a_batch_is_scored_before(changes, why):
-    assert why in tiny.setup(**ONE | changes).why_scored
+    assert why in tiny.setup(**ONE | changes).training.why_scored
