@@ -53,7 +53,8 @@ def setup(
         top_n=head_size(chosen.centering, 0),
     ))
     training = LearnerSetup(
-        config=config, correction=chosen, mode=modes.sync(), staleness=0, model=model, layout=layout,
+        config=config, correction=chosen, mode=modes.sync(), staleness=0, model=model,
+        layout=layout,
         learner=Learner(model, Program(), new_tokens, config.train.logprob_chunk),
         packer=None, optimizer=tx, critic_optimizer=tx,
     )

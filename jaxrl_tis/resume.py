@@ -1,7 +1,7 @@
 """How a run is saved, and how it goes on from a checkpoint.
 
-A checkpoint holds the state of `learner.state`, under "old" the weights that tokens in the queue were
-sampled with, and meta, which JSON can hold: the fields NEEDED.
+A checkpoint holds the state of `learner.state`; under "old" the weights that tokens in the queue
+were sampled with; and meta, which JSON can hold: the fields NEEDED.
 """
 
 import pathlib
@@ -73,8 +73,8 @@ def restore(
         ) from error
     if missing := [name for name in NEEDED if name not in meta]:
         raise ValueError(
-            f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of another "
-            "version of jaxrl_tis; use that one, or a new workdir"
+            f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of "
+            "another version of jaxrl_tis; use that one, or a new workdir"
         )
     old.restore(state.pop("old", {}), meta["old_policies"])
     return state, meta
@@ -84,8 +84,8 @@ def move_to_other_data(
     meta: dict[str, Any], batches: Batches, held_out: str, changed: Changes,
     workdir: str | pathlib.Path,
 ) -> dict[str, list]:
-    """Moves the position that `meta` holds to other data, where --change names them. Returns what is
-    different about the data, as `Changes.fields` has it.
+    """Moves the position that `meta` holds to other data, where --change names them. Returns what
+    is different about the data, as `Changes.fields` has it.
 
     Args:
       batches: of the training data of this start.
@@ -105,8 +105,8 @@ def move_to_other_data(
     is_meant |= any(changes.is_within(field, ("eval.params",)) for field in changed.fields)
     if before != held_out and not is_meant:
         raise ValueError(
-            f"the held-out examples are others than those that the run in {workdir} was measured on. "
-            "Use those, a new workdir, or --change=eval.params to go on with these"
+            f"the held-out examples are others than those that the run in {workdir} was measured "
+            "on. Use those, a new workdir, or --change=eval.params to go on with these"
         )
     return fields | ({"data.held_out": [before, held_out]} if before != held_out else {})
 

@@ -106,15 +106,13 @@ class Run:
         self._is_rewarded = False  # a batch of this run was
 
     def _make_source(self) -> RolloutSource:
-        setup, config = self.setup, self.setup.config
+        setup, config, needs = self.setup, self.setup.config, self.setup.training.correction.needs
         self._batches = batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
             seed=config.seed, **processes.shard(), check=self._check,
         )
         self._data = batches.source
-        groups = Groups(
-            config, self._prompter, self.rewards, "greedy_rewards" in setup.training.correction.needs
-        )
+        groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
         is_apart = config.rollout.driver == "threads"
         parts = SourceParts(
@@ -134,8 +132,8 @@ class Run:
         return self._prompter.checked(source, "training data", reject, pulse=self._watchdog.beat)
 
     def begin(self) -> None:
-        """Makes the state at step 0, or reads that of the newest checkpoint. Evaluates it where that
-        is due and was not done."""
+        """Makes the state at step 0, or reads that of the newest checkpoint. Evaluates it where
+        that is due and was not done."""
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
             agreed = facts(self.setup.config.to_dict()) | self.source.sync_digest()
@@ -284,7 +282,8 @@ class Run:
         self, step: int, values: dict[str, float], drawn: list[Sample], rows: Rows,
         start: float,
     ) -> None:
-        """Writes the metrics of a step that began at `start`, and its samples where they are due."""
+        """Writes the metrics of a step that began at `start`, and its samples where these are
+        due."""
         config = self.setup.config.metrics
         self._timer.add("step", time.monotonic() - start)
         times = self._timer.collect() | goodput.memory()
@@ -406,8 +405,8 @@ def opened(
 def _pinned(
     config: ml_collections.ConfigDict, workdir: str
 ) -> tuple[dict[str, str], ml_collections.ConfigDict]:
-    """Returns (the revisions of what comes from the hub, the config with them and with the date that
-    every process, and every start of this run, renders prompts of)."""
+    """Returns (revisions of what comes from the hub, the config with these and with a date). Every
+    process, and every start of this run, renders its prompts with the same date."""
     pins = processes.first(lambda: hub.pins(config.to_dict(), saved(workdir, "pins") or {}))
     values = hub.replaced(config.to_dict(), pins)
     values["task"]["date"] = processes.first(lambda: date(values, workdir))

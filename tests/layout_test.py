@@ -109,7 +109,6 @@ COVERED = {
     "kernels/segment_reference": "kernels/segment_test",
     "learner/check": "validate_test",
     "learner/scoring": "learner/step_test",
-    "learner/setup": "learner/fused_update_test",
     "libtpu_flags": "runtime/cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",

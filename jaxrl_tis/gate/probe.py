@@ -62,8 +62,8 @@ def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
 def of_step(
     setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any, tighten: Callable[[], str]
 ) -> tuple[dict[str, float], str | None]:
-    """Measures the parts of a batch's gap where rollout.probe_every says so, and acts on a gap above
-    the budget as rollout.on_budget says.
+    """Measures the parts of a batch's gap where rollout.probe_every says so. Acts on a gap above the
+    budget as rollout.on_budget says.
 
     Args:
       rows, params: see `split`; rows have the log-probs of before the update.

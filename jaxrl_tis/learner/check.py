@@ -31,6 +31,8 @@ OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 
 def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterator[str]:
     """Yields a sentence for each problem of the methods `c` of config.correction."""
+    if (preset := config.correction.preset) in PRESETS_REFUSED:
+        yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
     yield from _batch(c, config)
     yield from _replayed(c, config)
     yield from _weight(c)
@@ -75,9 +77,6 @@ def _batch(c: Correction, config):
             "correction.batch_normalize divides by the mean of the whole batch: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
-    preset = config.correction.preset
-    if preset in PRESETS_REFUSED:
-        yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
 
 
 def _is_whole(config) -> bool:

@@ -43,8 +43,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def check_shared(workdir: str, folder: pathlib.Path) -> None:
-    """Raises ValueError where the processes do not work in one folder; `folder` holds the lock of the
-    first one."""
+    """Raises ValueError where the processes do not work in one folder; the first one holds the lock
+    in `folder`."""
     if difference := processes.difference({"workdir": workdir}):
         raise ValueError(difference)
     if processes.is_alone() or storage.is_remote(workdir):
@@ -53,6 +53,6 @@ def check_shared(workdir: str, folder: pathlib.Path) -> None:
     path = folder / "lock"
     if processes.any_of(not path.exists() or path.read_text() != owner):
         raise ValueError(
-            f"--workdir={workdir} is not one folder for all processes: give one on a disk that all of "
-            "them see, or gs://BUCKET/FOLDER"
+            f"--workdir={workdir} is not one folder for all processes: give one on a disk that all "
+            "of them see, or gs://BUCKET/FOLDER"
         )

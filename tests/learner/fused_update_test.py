@@ -107,20 +107,3 @@ def test_it_refuses_tokens_of_other_weights():
         trainer.score(state, fake_samples(), {0: older})
     with pytest.raises(ValueError, match="weights of version 0"):
         trainer.score(state, fake_samples(), {1: state["policy"].params})
-
-
-@pytest.mark.parametrize("changes, why", [
-    (dict(train__minibatches=2), "a rollout batch gets 2 updates"),
-    (dict(train__epochs=2), "a rollout batch gets 2 updates"),
-    (dict(train__fuse_score="never"), "train.fuse_score is never"),
-    (dict(correction__batch_normalize=True), "weights are divided by their mean"),
-    (dict(correction__masks="token_k2(upper=1.0)"), "how many tokens the masks keep"),
-    (dict(correction__masks="top_entropy", correction__counts_rejected=True),
-     "the mask top_entropy ranks the tokens"),
-    (dict(correction__kl_coeff=0.1, correction__kl_placement="reward"), "a part of the reward"),
-    (dict(correction__controllers="ess_scale"), "ess_scale looks at the batch"),
-    (dict(correction__advantage="otb"), "the advantage otb needs"),
-    (dict(correction__objective="st_ppo"), "the objective st_ppo needs st_ppo_norm"),
-])
-def test_why_a_batch_is_scored_before(changes, why):
-    assert why in tiny.setup(**ONE | changes).why_scored

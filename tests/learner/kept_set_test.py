@@ -76,7 +76,8 @@ def test_scores_are_centred_over_all_of_a_kept_set():
     """Sampler and learner have the same probabilities of its tokens, which sum to 1."""
     rows = rows_of(sampled(correction__preset="centered", correction__centering="kept"))
     assert rows["top_ids"].shape[-1] == 9
-    found = jax.jit(lambda rows: response_scores(params(), setup().training.learner, rows, False))(rows)
+    learner = setup().training.learner
+    found = jax.jit(lambda rows: response_scores(params(), learner, rows, False))(rows)
     is_token = rows["mask"][..., None] & (rows["top_ids"] >= 0)
     p, q = (np.where(is_token, np.exp(x), 0) for x in (found["logp_top"], rows["top_logps"]))
     np.testing.assert_allclose(p, q, atol=2e-5)

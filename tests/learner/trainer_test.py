@@ -305,8 +305,8 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
 
 
 def test_what_keeps_a_learner_waiting_for_the_whole_batch():
-    waits = lambda **settings: Trainer(tiny.setup(
-        rollout__mode="periodic", train__minibatches=1, train__epochs=1, **settings).training).why_waits
+    arriving = dict(rollout__mode="periodic", train__minibatches=1, train__epochs=1)
+    waits = lambda **settings: Trainer(tiny.setup(**arriving, **settings).training).why_waits
     assert "clip_cov ranks" in waits(correction__masks="clip_cov", correction__counts_rejected=True)
     assert "ess_scale" in waits(correction__controllers="ess_scale")
 

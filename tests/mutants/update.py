@@ -47,7 +47,7 @@ MUTANTS = [
          "learner/fused_update_test.py::test_an_update_that_scores_its_batch_is_that_of_a_scored_one"),
         ("an update scores what a controller looks at before it",
          'if "ess_scale" in dict(self.controllers):', 'if "none" in dict(self.controllers):',
-         "learner/fused_update_test.py::test_why_a_batch_is_scored_before"),
+         "learner/setup_test.py::test_why_a_batch_is_scored_before"),
         ("the draw of a selection ignores the step",
          'jax.random.key(batch["draw"][0])', "jax.random.key(0)"),
     ),
