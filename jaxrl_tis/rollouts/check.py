@@ -56,7 +56,7 @@ def problems(config: ml_collections.ConfigDict) -> Iterator[str]:
     if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
-            f"{rollout.prompts} that are begun between two hand-overs of weights"
+            f"{rollout.prompts} that are begun between two weight syncs"
         )
     if rollout.driver != "virtual" and rollout.update_turns:
         yield (
