@@ -35,7 +35,7 @@ class Costs:
       train_s: for each token, on one device: 8 FLOP a parameter (forward and backward pass, and
         another forward pass for log-probs) at 40 % of 990 TFLOP/s.
       update_s: of an update, however many devices and tokens.
-      weights_gib, gib_s: weights to hand over, and the time of a GiB; 3 GB at 10 GB/s. swap_s: what a
+      weights_gib, gib_s: weights of a sync, and the time of a GiB; 3 GB at 10 GB/s. swap_s: what a
         swap takes beyond that. Both assumed. The learner does not wait for it.
       reward_s: from the end of a response to its reward. Assumed: 1 s.
     """

@@ -3,7 +3,7 @@
 A learner that trains on a batch every T seconds is never idle if two things hold. Samplers draw a
 batch in T seconds: their rates add up to batch / T, over the time in which new weights do not stop
 them. And a batch that may begin when version v is published, that is batch v + S, is there S updates
-later: S T >= the time to hand the weights over, and from then on to draw the batch to its last
+later: S T >= the time to sync the weights, and from then on to draw the batch to its last
 reward. This is the overlap of ECHO-2 (arXiv:2602.02192), whose own formula was not read: the
 derivation is ours, and `experiments.virtual_clock` is its test.
 """
@@ -27,7 +27,7 @@ def least_workers(samples: float, train_s: float, rate: float, pause_s: float = 
     if not 0 <= pause_s < train_s:
         raise ValueError(
             f"new weights stop a sampler for {pause_s} s of an update of {train_s} s: no number of "
-            "samplers is enough; hand weights over less often"
+            "samplers is enough; sync weights less often"
         )
     return max(_ceil(samples / (rate * (train_s - pause_s))), 1)
 

@@ -5,8 +5,8 @@ takes time, samplers and the learner, is a cost model: events on a heap, so that
 and throughput come out exactly, in seconds, and alike every time.
 
 A sampler works in calls: it prefills what is new to it, then draws `call_steps` tokens a call for
-all of its sequences. Between two calls it hears commands. As nothing else changes between the ends of
-two sequences, all calls up to the next end are one event, which a command cuts short.
+all of its sequences. Between two calls it receives commands. Nothing else changes between the ends
+of two sequences: all calls up to the next end are one event, which a command cuts short.
 """
 
 import bisect
@@ -83,7 +83,7 @@ class Outcome:
         not nothing.
       mean_staleness: over tokens, versions. max_staleness: of any token.
       partial: share of the sequences that several versions have drawn.
-      longest_pause: from the command to take new weights to the next token of a sampler that keeps its
+      longest_pause: from the command to sync to the next token of a sampler that keeps its
         sequences; 0 if none does. longest_call: of any sampler.
       counts: of the whole run.
       trained: groups in the order in which they were trained on.
@@ -324,7 +324,7 @@ class Clock:
             self.controller.synced(name, version)
             self._execute(name)
 
-        self._wake_at(name, self.now + self.costs.sync_s, swapped)
+        self._wake_at(name, self.now + self.costs.sync_s, synced)
 
     # Results
 

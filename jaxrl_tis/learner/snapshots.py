@@ -207,8 +207,8 @@ class Replica(Mapping):
 
 
 class Newest(Mapping):
-    """The parameters that were published last, and no copy of them: for runs on policy, and for the ways
-    in which another policy stands in."""
+    """The parameters that were published last, and no copy of them: for runs on policy, and for the
+    ways in which another policy stands in."""
 
     def __init__(self):
         self._newest: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""What an asynchronous source remembers: requests, partial sequences, rewards, batches, checkpoints.
+"""What an asynchronous source remembers: requests, partial sequences, rewards and batches.
 
-A source has one `AsyncBookkeeping` and samplers of its own. It turns the controller's decisions into
-commands for them (`command`), reports what they return (`receive`), and takes batches (`take`).
+A source has one `AsyncBookkeeping` and samplers of its own. It turns the controller's decisions
+into commands for them (`command`), notes what they return (`receive`), and takes batches (`take`).
 Nothing here waits or locks: a source with threads calls it from one at a time.
 """
 
@@ -71,8 +71,8 @@ class AsyncBookkeeping:
     """The state of an asynchronous source apart from its samplers.
 
     Args:
-      on_records: called with the records of sequences that have ended, were interrupted, or are about
-        to continue with new weights, while the weights that sampled them are still in use.
+      on_records: called with the records of sequences that have ended, were interrupted, or are
+        about to continue with new weights, while the weights that sampled them are still in use.
 
     Attributes:
       controller: who may begin what, and which groups are the next batch.
@@ -151,8 +151,8 @@ class AsyncBookkeeping:
         self.counts.syncs += 1
 
     def lost(self, name: str, ids: Collection[str], known: Mapping[Key, Trajectory]) -> int:
-        """Lets others continue the sequences of a sampler that is gone, from the parts that are `known`;
-        returns how many have a part."""
+        """Lets others continue the sequences of a sampler that is gone, from their `known` parts;
+        returns how many have one."""
         keys = [self.keys.pop(id) for id in ids]
         wanted = [key for key in keys if key in known and self.queue.is_open(key[0])]
         parts = {key: known[key] for key in wanted if len(known[key].tokens)}
@@ -173,8 +173,8 @@ class AsyncBookkeeping:
         return dataclasses.replace(request, partial=partial)
 
     def _open(self, group: int) -> None:
-        """Reads the example of a group. Its requests have the names that the synchronous source gives
-        them, so that their noise is the same."""
+        """Reads the example of a group. Its requests have the names that the synchronous source
+        gives them, so that their noise is the same."""
         if not self._records:
             with self._timer("data"):
                 self._records = processes.gather(next(self._batches))
@@ -238,7 +238,7 @@ class AsyncBookkeeping:
         return entries
 
     def samples(self, entries: list[Entry]) -> list[Sample]:
-        """Returns the samples of groups; their group is the number of groups that had begun before."""
+        """Returns the samples of groups, numbered as the groups began."""
         return [sample for entry in entries for sample in self._samples(entry, entry.number)]
 
     def replayed(self) -> list[Sample]:
@@ -285,7 +285,7 @@ class AsyncBookkeeping:
         )
 
     def metrics(self, stats: Stats) -> dict[str, float]:
-        """Measures what happened since the last batch; `stats` of all samplers, since they began."""
+        """Measures what happened since the last batch; `stats`: of all samplers, ever."""
         counts, self.counts = self.counts, Counts()
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         since, self._before = stats.since(self._before), stats
@@ -365,8 +365,8 @@ class AsyncBookkeeping:
 
 
 def check_versions(entry: Entry, version: int, staleness: float) -> None:
-    """Raises RuntimeError for a token of a group that is more than `staleness` versions older than the
-    policy, or of a version that the learner has not had."""
+    """Raises RuntimeError for a token of a group that is more than `staleness` versions older than
+    the policy, or of a version that the learner has not had."""
     for row in entry.columns.values():
         versions = row["tokens"].version
         oldest, latest = versions.min(initial=version), versions.max(initial=0)

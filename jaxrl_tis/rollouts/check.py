@@ -80,7 +80,7 @@ def _queue(rollout, mode: modes.Mode) -> Iterator[str]:
     if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
-            f"{rollout.prompts} that are begun between two hand-overs of weights"
+            f"{rollout.prompts} that are begun between two weight syncs"
         )
 
 

@@ -70,7 +70,7 @@ class Driver(Protocol):
         """Returns the sum of the samplers' counts since they began."""
 
     def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
-        """Returns what it counted in the last `seconds`, in which there were so many weight syncs."""
+        """Returns what it counted in the last `seconds`, which had so many weight syncs."""
 
     def close(self, is_over: bool) -> None:
         """Ends the samplers' threads, or their connections."""
@@ -81,7 +81,8 @@ class ConcurrentSource:
 
     def __init__(self, parts: SourceParts, shared: Shared, driver: Driver):
         self._shared, self.books, self.driver = shared, shared.books, driver
-        self._serving_params, self._pulse, self._timer = parts.serving_params, parts.pulse, parts.timer
+        self._serving_params = parts.serving_params
+        self._pulse, self._timer = parts.pulse, parts.timer
         self._synced = (0.0, 0)  # seconds, bytes since the last batch
         self._last_batch = time.monotonic()
 

@@ -69,7 +69,7 @@ class WorkerState:
       slots: sequences that it draws at once.
       version: of its weights; None before it has any.
       running: samples that it draws.
-      leaving: of these, the ones that it was told to give back.
+      leaving: of these, the ones that it was told to preempt.
       is_syncing: weights are on their way to it.
     """
 
@@ -154,16 +154,16 @@ class Controller:
         worker.version, worker.is_syncing = version, False
 
     def finished(self, name: str, key: Key) -> bool:
-        """A worker has drawn a sample to its end. Returns whether it was to: what it was not given,
-        or has given back, does not count."""
+        """A worker has sampled a sequence to its end. Returns whether it counts: not one that the
+        worker was not given, or that was preempted."""
         is_known = self._forget(name, key)
         if is_known:
             self._destinations.pop(key, None)
         return is_known
 
     def preempted(self, name: str, key: Key, version: int | None) -> bool:
-        """A worker has given a sample back unfinished; `version` is that of its last token, None
-        without one. Returns whether it was to."""
+        """A worker has returned a sequence unfinished; `version` is that of its last token, None
+        without one. Returns whether it counts."""
         is_known = self._forget(name, key)
         if is_known:
             self._wait(key, version)

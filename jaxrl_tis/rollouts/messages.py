@@ -23,7 +23,7 @@ MOST = 1 << 60  # of what is counted
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A sequence that has ended or was given back."""
+    """A sequence that has ended or was preempted."""
 
     trajectory: Trajectory
 
@@ -65,8 +65,8 @@ class Reply:
 
 
 def fitting(said: list) -> tuple[list, list]:
-    """Returns the first of these events or commands, as many as fit into a message, and at least one;
-    and the others."""
+    """Returns the first of these events or commands, as many as fit into a message and at least
+    one, and the others."""
     total = 0
     for count, each in enumerate(said):
         total += _size(each)

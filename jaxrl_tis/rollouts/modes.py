@@ -21,7 +21,7 @@ class Mode:
     Attributes:
       ahead: batches that workers with the weights of version u may begin beyond batch u. Whole
         groups count, so that half a batch is a number here, too.
-      sync_every: updates between two hand-overs of weights.
+      sync_every: updates between two weight syncs.
       on_sync: "drain" lets a worker's sequences end first, so that each is of one version;
         "interrupt" goes on with them under the new weights, which read them anew; "in_place" goes
         on with the keys and values that the old weights have written.
@@ -44,7 +44,7 @@ class Mode:
             f"it runs {self.ahead} batches ahead; the bound is 0 or more": not self.ahead >= 0,
             f"on_sync is {self.on_sync!r}, none of {', '.join(ON_SYNC)}":
                 self.on_sync not in ON_SYNC,
-            f"weights are handed over every {self.sync_every} updates; give a whole number from 1":
+            f"weights are synced every {self.sync_every} updates; give a whole number from 1":
                 not _is_whole(self.sync_every, 1),
             f"{self.redundant} redundant candidates; give a whole number from 0":
                 not _is_whole(self.redundant, 0),
@@ -58,7 +58,7 @@ class Mode:
             raise ValueError("a learner that begins before its batch is there trains on policy")
         if self.sync_every > self.ahead + 1:
             raise ValueError(
-                f"weights are handed over every {self.sync_every} updates, but samplers may begin "
+                f"weights are synced every {self.sync_every} updates, but samplers may begin "
                 f"only {self.ahead + 1:g} batches with each: the learner would wait for ever"
             )
 
@@ -106,7 +106,7 @@ def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Mode:
     (trigger > 1, 0), with stale samples (threshold > 0), and with partial rollouts.
 
     Args:
-      trigger: updates between two hand-overs of weights.
+      trigger: updates between two weight syncs.
       threshold: samples that are begun beyond those of `trigger` updates, as a share of them.
       partial: sequences go on under new weights; else a worker waits until its own have ended.
     """

@@ -1,10 +1,10 @@
 """The driver "processes": samplers in processes of their own, which come and go.
 
 The learner listens; `python -m jaxrl_tis.worker` joins, on this machine or another. Each worker has a
-thread here that hears its reports and answers with commands, under one lock; the learner's own thread
-touches no socket, and so waits for no worker. What a worker said that it has drawn so far is kept, so
-that others go on from there when it is gone: dead, silent for `rollout.worker_timeout` seconds, or put
-out because it said what cannot be.
+thread here that receives its reports and answers with commands, under one lock. The learner's own
+thread touches no socket, and so waits for no worker. The parts of sequences that a worker reported are
+kept, so that others continue from there when it is gone: dead, silent for `rollout.worker_timeout`
+seconds, or evicted because it reported what cannot be.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Session:
     """A worker that is there.
 
     Attributes:
-      inbox: commands that it has not been told.
+      inbox: commands that were not sent to it yet.
       given: by request, of what it draws: the request as it was given, and the version of the weights
         that it had then.
       progress: what it said that there is of them.
@@ -172,8 +172,8 @@ class RemoteDriver:
         """Does nothing: the caches are the workers'."""
 
     def pause(self) -> None:
-        """Does nothing: workers continue. A restart begins their sequences again, from the parts that
-        they reported."""
+        """Does nothing: workers continue. A restart begins their sequences again, from the parts
+        that they reported."""
 
     def in_flight(self) -> Mapping[Key, Trajectory]:
         return {k: t for s in self._sessions.values() for k, t in s.progress.items()}
@@ -200,7 +200,7 @@ class RemoteDriver:
                 for decision in decisions:
                     session = self._sessions[decision.worker]
                     session.inbox.append(self._told_of(session, decision))
-        except Exception as error:  # a command is lost: whichever thread this is, the run cannot go on
+        except Exception as error:  # a command is lost: the run cannot continue
             self._shared.error = error
             raise
         finally:
@@ -280,8 +280,8 @@ class RemoteDriver:
             session.stats = stats
             self.decide()
             commands, session.inbox = messages.fitting(session.inbox)
-            sync_version = None if self._fingerprint is None else self._books.controller.sync_version
-            return messages.Reply(tuple(commands), sync_version, self._fingerprint, self._is_over)
+            version = None if self._fingerprint is None else self._books.controller.sync_version
+            return messages.Reply(tuple(commands), version, self._fingerprint, self._is_over)
 
     def _happened(self, session: Session, event: messages.Event) -> None:
         """Takes what a worker said; Lie where it cannot be."""
@@ -290,7 +290,7 @@ class RemoteDriver:
         if isinstance(event, messages.Synced):
             oldest = -1 if worker.version is None else worker.version
             if not (worker.is_syncing and oldest < event.version <= controller.sync_version):
-                raise Lie(f"it has weights of version {event.version}, which it was not told to take")
+                raise Lie(f"it has weights of version {event.version}, to which it was not to sync")
             self._books.synced(session.name, event.version)
             return
         record = event.trajectory
@@ -318,6 +318,6 @@ class RemoteDriver:
             self._said_at = time.monotonic()
             self.decide()
         processes.say(
-            f"rollout worker {session.name} left, {why}; {len(session.given)} sequences go on elsewhere, "
-            f"{known} of them from what there is"
+            f"rollout worker {session.name} left, {why}; {len(session.given)} sequences go on "
+            f"elsewhere, {known} of them from what there is"
         )

@@ -39,7 +39,7 @@ Command = SetParams | NewRequests | Preempt | Cancel
 
 
 class Sampler:
-    """Draws what it is told to.
+    """Samples for the commands that it executes.
 
     Args:
       start: (serving parameters, version) -> a scheduler.
@@ -59,8 +59,8 @@ class Sampler:
         return Stats() if self._scheduler is None else self._scheduler.stats
 
     def execute(self, command: Command) -> list[Trajectory]:
-        """Executes a command, and returns the sequences that it preempts; the stop_reason of those that
-        have not ended is "abort"."""
+        """Executes a command, and returns the sequences that it preempts; the stop_reason of those
+        that have not ended is "abort"."""
         if isinstance(command, SetParams):
             if self._scheduler is None:
                 self._scheduler = self._start(command.params, command.version)

@@ -65,8 +65,8 @@ class RolloutSource(Protocol):
         """Frees the memory of the samplers' caches until the next batch."""
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what JSON can hold and `set_state` needs to continue from this version of the policy
-        as if there had been no break: the last that was published, or the one after it."""
+        """Returns what JSON can hold and `set_state` needs to continue from this version of the
+        policy without a trace: the last that was published, or the one after it."""
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues from a state."""
@@ -79,8 +79,8 @@ class RolloutSource(Protocol):
 
 
 def next_batch(source: RolloutSource, step: int) -> tuple[list[Sample], dict[str, float]]:
-    """Waits for the batch of a step; returns its samples in the order of their groups, and metrics of
-    how they came about."""
+    """Waits for the batch of a step; returns its samples in the order of their groups, and the
+    source's metrics."""
     samples = [sample for part in source.parts(step) for sample in part]
     return sorted(samples, key=lambda s: s.group), source.metrics()
 

@@ -13,8 +13,8 @@ from jaxrl_tis.runtime import processes
 
 
 class SyncSource:
-    """The learner waits while a batch of rollout.prompts groups of rollout.group_size rewarded samples
-    is filled, all sampled by the weights that were published last.
+    """The learner waits for a batch of rollout.prompts groups of rollout.group_size rewarded
+    samples, all by the weights that were published last.
 
     Args:
       start: (serving parameters, version) -> a scheduler.
@@ -64,9 +64,9 @@ class SyncSource:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of the last batch: groups discarded, rewards that failed, and the shares of the
-        slots that were busy, of the prompt tokens that were cache hits, and of the drafted tokens
-        that were accepted."""
+        """Returns counts of the last batch: groups discarded, rewards that failed, and the shares
+        of the slots that were busy, of the prompt tokens that were cache hits, and of the drafted
+        tokens that were accepted."""
         return self._metrics
 
     def reduce_staleness(self) -> str:

@@ -2,7 +2,7 @@
 
 Each sampler's thread executes its commands and steps its engine: a scheduler is for one thread.
 Decisions are made by the thread that has just reported something. No thread holds the lock while an
-engine is at work, so that new weights wait for the end of one call of the engine and for nothing else.
+engine is at work: new weights wait for the end of one call of the engine and for nothing else.
 """
 
 import collections

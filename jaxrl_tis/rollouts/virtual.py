@@ -37,7 +37,8 @@ class VirtualSource:
     ):
         rollout = parts.config.rollout
         self.books = AsyncBookkeeping(parts, on_records)
-        self._serving_params, self._pulse, self._timer = parts.serving_params, parts.pulse, parts.timer
+        self._serving_params = parts.serving_params
+        self._pulse, self._timer = parts.pulse, parts.timer
         self._update_turns, self._is_updating = rollout.update_turns, False
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
         for name in self._samplers:
@@ -79,8 +80,7 @@ class VirtualSource:
             sampler.release_cache()
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """All sequences in flight are interrupted for it, and continue afterwards as they do after a
-        restart."""
+        """Interrupts all sequences in flight; they continue as they do after a restart."""
         if not self.books.is_untrained(version):
             self._finish_update()
         self._gather()

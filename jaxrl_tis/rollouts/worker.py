@@ -1,9 +1,9 @@
 """A rollout worker's end: a sampler that a learner in another process commands.
 
-Three threads: the main one alone knows the sampler, executes commands and makes calls of the engine; one
-talks to the learner, several times a second, however long a call takes; one fetches weights while older
-ones still draw. Orders that came with new weights wait until these are there, so that sequences are
-interrupted for no longer than it takes to replace one tree by another.
+Three threads. The main one alone uses the sampler: it executes commands and makes calls of the engine.
+One talks to the learner, several times a second, however long a call takes. One fetches weights while
+older ones still sample. Commands that came with new weights wait until these are there, so that
+sequences are interrupted for no longer than it takes to replace one tree by another.
 """
 
 import contextlib
@@ -179,9 +179,9 @@ class RolloutWorker:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Gives the sampler its commands, with the lock, once the weights are there that were the newest
-        when one of them interrupted it or was to take them. Newer ones do as well, and are not waited
-        for: a learner may publish faster than they come."""
+        """Gives the sampler its commands, with the lock, once the weights are there that were
+        newest when one of them preempted it or was to sync. Newer ones do as well, and are not
+        waited for: a learner may publish faster than they come."""
         has = -1 if self._fetched is None else self._fetched.version
         if has < self._wanted:
             return

@@ -83,7 +83,7 @@ class World:
         self.partials, self.claimed, self.is_flushing = {}, [], False
         self.moving: dict = {}  # key -> version, of what is on its way to another worker
         self.log, self.tokens = [], 0
-        self.haste = [9, *(rng.choice([3, 9, 27]) for _ in range(2))]  # of samplers, commands and reports
+        self.haste = [9, *(rng.choice([3, 9, 27]) for _ in range(2))]  # samplers, commands, reports
         weights = [rng.choice([3, 9]), *(rng.choice([1, 3, 9]) for _ in range(2))]
         rare = [rng.choice([0, 0, 0.05, 0.3]) for _ in range(7)]
         self.weights = weights + rare
@@ -158,7 +158,7 @@ class World:
             assert not drawer.drawing.keys() & partials.keys()
             drawer.drawing |= partials
         elif isinstance(command, SyncWeights):
-            assert drawer.version is None or drawer.version <= command.version, "a version goes back"
+            assert (drawer.version or 0) <= command.version, "a version goes back"
             assert not drawer.drawing or self.mode.on_sync == "in_place", "new weights while it draws"
             drawer.version = command.version
             drawer.reports.append(("synced", command.version, None))
@@ -406,7 +406,7 @@ class World:
         for row in entry.columns.values():
             tokens = row["tokens"]
             assert tokens == sorted(tokens), "versions go back along a sequence"
-            assert len(set(tokens)) == 1 or self.mode.on_sync != "drain", "a trajectory of two versions"
+            assert len(set(tokens)) == 1 or self.mode.on_sync != "drain", "of two versions"
             age = self.version - tokens[0]
             assert 0 <= self.version - tokens[-1], "drawn by a version that is not there yet"
             assert age <= self.bounds[entry.number], f"{age} versions behind"

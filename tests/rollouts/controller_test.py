@@ -379,7 +379,8 @@ def test_reduced_staleness_keeps_what_a_sync_needs():
     controller = controller_of("fully_async(trigger=4, threshold=0.5)", batch=2, a=1)
     assert [controller.reduce_staleness() for _ in range(4)] == [4, 3, 3, 3]
     controller = controller_of("areal(staleness=inf)", batch=2, capacity=9, a=1)
-    assert [controller.reduce_staleness() for _ in range(5)] == [3, 2, 1, 0, 0]  # 9 // 2 - 1 batches ahead
+    # 9 // 2 - 1 batches ahead
+    assert [controller.reduce_staleness() for _ in range(5)] == [3, 2, 1, 0, 0]
     controller = controller_of("fully_async(trigger=4, threshold=inf)", capacity=2, a=1)
     assert controller.reduce_staleness() == 3
 

@@ -124,7 +124,8 @@ class Fake:
         while not (commands := self.say().commands):
             time.sleep(0.01)
         assert commands == (messages.SyncTo(0),)
-        requests = [r for command in self.say(messages.Synced(0)).commands for r in command.requests]
+        commands = self.say(messages.Synced(0)).commands
+        requests = [request for command in commands for request in command.requests]
         assert len(requests) == 8
         return requests
 
@@ -304,7 +305,8 @@ def test_who_is_refused(learner):
 
 
 def _run(source):
-    RolloutWorker((source.driver.host, source.driver.port), remote.NO_TOKEN, FACTS, "late", 8, None, None).run()
+    address = source.driver.host, source.driver.port
+    RolloutWorker(address, remote.NO_TOKEN, FACTS, "late", 8, None, None).run()
 
 
 def test_an_address_of_ipv6(learner):
@@ -423,7 +425,8 @@ def test_an_order_that_is_lost_ends_the_run(learner):
     first, second = Fake(source, "first"), Fake(source, "second")
     first.begun()
     second.say(messages.Done(records()[second.begun()[0].id]))  # it has room again
-    source.books.command = lambda decision: (_ for _ in ()).throw(ValueError("example 7 is too long"))
+    too_long = ValueError("example 7 is too long")
+    source.books.command = lambda decision: (_ for _ in ()).throw(too_long)
     first.connection.close()
     with pytest.raises(ValueError, match="example 7"):
         next_batch(source, 1)
@@ -451,7 +454,8 @@ def test_messages_are_what_was_said():
         messages.SyncTo(2), sampler.Preempt(), sampler.Cancel(("a", "b")),
         sampler.NewRequests((request,)),
     )
-    reply = messages.read_reply(messages.pack_reply(messages.Reply(commands, 2, "0123456789abcdef", False)))
+    sent = messages.Reply(commands, 2, "0123456789abcdef", False)
+    reply = messages.read_reply(messages.pack_reply(sent))
     assert reply.commands[:3] == commands[:3] and (reply.sync_version, reply.is_over) == (2, False)
     assert reply.fingerprint == "0123456789abcdef"
     assert wire.request_message(reply.commands[3].requests[0]) == wire.request_message(request)
@@ -480,13 +484,16 @@ def test_a_message_is_as_long_as_the_other_end_takes():
     many = [sampler.NewRequests((request,) * 16)] * 4096
     while many:
         commands, many = messages.fitting(many)
-        assert len(messages.pack_reply(messages.Reply(tuple(commands), 0, "", False))) < messages.MESSAGE_BYTES
+        reply = messages.Reply(tuple(commands), 0, "", False)
+        assert len(messages.pack_reply(reply)) < messages.MESSAGE_BYTES
     assert messages.fitting([]) == ([], [])
 
 
 def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
     record = next(t for t in records().values() if len(t.tokens) > 2)
-    worker = RolloutWorker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None, partial_seconds=0.0)
+    worker = RolloutWorker(
+        ("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None, partial_seconds=0.0
+    )
     worker._sampler = type("Fake", (), {"stats": Stats()})
     for count in (1, 2, 3):
         worker._sampler.records = lambda: [cut(record, count)]
@@ -498,9 +505,9 @@ def test_what_there_is_does_not_pile_up_while_the_learner_is_slow():
 
 
 def test_orders_wait_for_their_weights_and_for_no_newer_ones():
-    """Sequences are given back once the weights for which they are interrupted are there, so that old
-    ones draw meanwhile, whatever is published by then: a learner may publish faster than its weights
-    come."""
+    """Sequences are preempted once the weights for which they are interrupted are there, so that
+    old ones sample meanwhile, whatever is published by then: a learner may publish faster than its
+    weights come."""
     worker = RolloutWorker(("", 0), remote.NO_TOKEN, FACTS, "slow", 8, None, None)
 
     def after(*commands, sync_version, has):
