@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import masks, rank_masks
-from jaxrl_tis.learner import correction
 from jaxrl_tis.record import goodput, metrics
 from jaxrl_tis.rollouts import remote
 from jaxrl_tis.rollouts.worker import Worker
@@ -145,7 +145,7 @@ def further():
     device = mock.Mock()
     device.memory_stats.return_value = {"peak_bytes_in_use": 2**30}
     with mock.patch.object(jax, "local_devices", lambda: [device]):
-        return {*correction.profile_metrics(batch, has_turns=True), *goodput.memory()}
+        return {*correction_metrics.profile_metrics(batch, has_turns=True), *goodput.memory()}
 
 
 def test_expanding_braces():
