@@ -81,7 +81,7 @@ def masks(batch):
 
 
 def metrics(batch):
-    """The measured gap, as `correction.gap_metrics` records it, and verl's rejection metrics."""
+    """The measured gap, as `correction_metrics.gap_metrics` records it, and verl's rejection metrics."""
     old, behav, mask, seg = (batch[f] for f in ("logp_old", "logp_behav", "mask", "seg"))
     log_ratio = ratios.safe_log_ratio(old, behav, mask)
     w = methods.function("weight", "token_tis")(log_ratio, mask, seg)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.rollouts.groups import Groups, components
@@ -70,9 +71,11 @@ def begin(**changes):
 def update(trainer, begun, samples, step=1):
     """(state, rows, metrics) of a step."""
     weights = {0: begun["policy"].params}
-    if trainer.setup.mode.on_arrival and trainer.why_waits is None:
+    if trainer.setup.mode.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
         parts = [list(g) for _, g in itertools.groupby(samples, lambda s: s.group)]
-        found, samples, rows, metrics = trainer.update_arriving(begun, parts, weights, step, 0)
+        found, samples, rows, metrics = arriving.update_arriving(
+            trainer, begun, parts, weights, step, 0
+        )
     else:
         rows = trainer.score(begun, samples, weights)
         found, rows, metrics = trainer.update(begun, rows, step, 0)

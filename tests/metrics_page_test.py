@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from docs import make_metrics
+from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import masks, rank_masks
-from jaxrl_tis.learner import correction
 from jaxrl_tis.record import goodput, metrics, names
 from jaxrl_tis.rollouts import remote
 from jaxrl_tis.rollouts.worker import RolloutWorker
@@ -121,7 +121,7 @@ def further():
     device = mock.Mock()
     device.memory_stats.return_value = {"peak_bytes_in_use": 2**30}
     with mock.patch.object(jax, "local_devices", lambda: [device]):
-        return {*correction.profile_metrics(batch, has_turns=True), *goodput.memory()}
+        return {*correction_metrics.profile_metrics(batch, has_turns=True), *goodput.memory()}
 
 
 def test_the_page_is_current():

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 from jaxrl_tis.estimators import reduce
+from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import make_arriving_step, make_train_step
 from jaxrl_tis.learner.trainer import Trainer
@@ -122,7 +123,7 @@ def trainer_of(way: str, pack_length: int, microbatch_rows: int, aggregation: st
     trainer = copy.copy(trainer)
     parts = setup.update_learner, correction, KEEP
     trainer._train_step = make_train_step(*parts, is_scored=bool(setup.why_scored))
-    trainer._arriving = make_arriving_step(*parts)
+    trainer.arriving_step = make_arriving_step(*parts)
     return trainer
 
 
@@ -131,9 +132,9 @@ def updated(kind: str, way: str, pack_length: int, microbatch_rows: int, aggrega
     trainer = trainer_of(way, pack_length, microbatch_rows, aggregation)
     samples, begun = batch(kind), made(way, pack_length, microbatch_rows)[1]()
     weights = {0: begun["policy"].params}
-    if trainer.setup.mode.on_arrival and trainer.why_waits is None:
+    if trainer.setup.mode.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
         groups = [[s for s in samples if s.group == g] for g in (2, 0, 3, 1)]
-        found, _, _, metrics = trainer.update_arriving(begun, groups, weights, 1, 0)
+        found, _, _, metrics = arriving.update_arriving(trainer, begun, groups, weights, 1, 0)
     else:
         found, _, metrics = trainer.update(begun, trainer.score(begun, samples, weights), 1, 0)
     return jax.device_get(found["policy"].opt_state), metrics

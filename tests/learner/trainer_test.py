@@ -6,7 +6,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxrl_tis.engine.records import Trajectory
@@ -263,52 +262,6 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
     assert proxy["proxy1_signal_strength"] == pytest.approx(norms[0] ** 2, rel=1e-5)
     assert min(abs(x / norms[0] - 1) for x in (*norms[1:4], np.mean(norms[:4]))) > 1e-3
     assert proxies.call_args.kwargs["num_sequences"] == 8
-
-
-# Batches that arrive in parts
-
-
-@pytest.mark.parametrize("settings", [
-    dict(),
-    dict(correction__aggregation="seq-mean-token-mean", correction__mode="bypass",
-         correction__weight="none"),
-    dict(train__pack_length=16, train__microbatch_rows=2),
-    dict(correction__kl_coeff=0.05, correction__entropy_coeff=0.01, correction__masks="veto",
-         correction__counts_rejected=True),
-], ids=["dense", "sequences", "packed", "kl"])
-def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
-    made = tiny.setup(train__minibatches=1, train__epochs=1, rollout__mode="periodic", **settings)
-    trainer = Trainer(made.training)
-    assert trainer.why_waits is None
-    batch = fake_samples(vocab_size=0)
-    groups = sorted({s.group for s in batch})
-    state = lambda: initial_state(made.training, initial_params(made.training))
-    start = state()
-    rows = trainer.score(start, batch, {0: start["policy"].params})
-    whole, rows, measured = trainer.update(start, rows, 1, 0)
-    for order in (groups, groups[::-1], [1, 3, 0, 2]):
-        parts = [[s for s in batch if s.group == g] for g in order]
-        begun = state()
-        found, drawn, found_rows, values = trainer.update_arriving(
-            begun, iter([parts[0] + parts[1], *parts[2:]]), {0: begun["policy"].params}, 1, 0
-        )
-        assert [s.group for s in drawn] == sorted(s.group for s in batch)
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
-        jax.tree.map(close, found["policy"].params, whole["policy"].params)
-        for name in ("logp_old", "adv", "mask"):
-            close(found_rows[name], rows[name])
-        assert measured.keys() - values.keys() <= {
-            n for n in measured if n.startswith(("packing/", "train/", "control/"))
-        }
-        for name in values.keys() & measured.keys():
-            np.testing.assert_allclose(values[name], measured[name], rtol=1e-3, atol=1e-5, err_msg=name)
-
-
-def test_what_keeps_a_learner_waiting_for_the_whole_batch():
-    arriving = dict(rollout__mode="periodic", train__minibatches=1, train__epochs=1)
-    waits = lambda **settings: Trainer(tiny.setup(**arriving, **settings).training).why_waits
-    assert "clip_cov ranks" in waits(correction__masks="clip_cov", correction__counts_rejected=True)
-    assert "ess_scale" in waits(correction__controllers="ess_scale")
 
 
 def test_the_updates_of_a_step_are_joined():

@@ -17,7 +17,7 @@ import pytest
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import (
-    messages, modes, remote, replay, sampler, tcp, transport, verify, wire,
+    messages, modes, remote, sampler, tcp, transport, verify, wire,
 )
 from jaxrl_tis.rollouts import worker as worker_module
 from jaxrl_tis.rollouts.groups import Groups
