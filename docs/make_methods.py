@@ -12,8 +12,9 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from jaxrl_tis.estimators import advantages, centering, controllers, kl, masks, methods, objectives, presets
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import (
+    advantages, centering, controllers, kl, masks, methods, objectives, presets, weights,
+)
 from jaxrl_tis.fields import FIELDS
 
 PAGE = pathlib.Path(__file__).with_name("methods.md")
@@ -25,7 +26,8 @@ CONTROLLER_COLUMNS = {"Reads": "reads", "Sets": "sets"}
 LABEL = re.compile(r"(?:^|(?<= ))(Unit|Trust region|Gradient|Reads|Sets|Use): ")
 # An author with a year, or the program for what has no paper.
 NAMED = re.compile(
-    r"[A-Z][a-z]+(?: et al\.)? (?:19|20)\d\d|\b(?:verl|slime|prime-rl|TRL|AReaL|NeMo-RL|OpenRLHF)\b|no paper"
+    r"[A-Z][a-z]+(?: et al\.)? (?:19|20)\d\d"
+    r"|\b(?:verl|slime|prime-rl|TRL|AReaL|NeMo-RL|OpenRLHF)\b|no paper"
 )
 HEAD = """\
 # Methods
@@ -95,7 +97,8 @@ from Mixed Rollouts"; Schulman 2020, "Approximating KL Divergence"; Ionides 2008
 Importance Sampling"; Hu et al. 2026, "FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for
 Agentic Language Models"; Williams 1992, "Simple Statistical Gradient-Following Algorithms"; else code.
 Presets: verl's up to `disabled`, those that Yao et al. compare up to `tis_8`, those of
-arXiv:2609.20807, FlashREINFORCE's, then by system.
+arXiv:2609.20807, FlashREINFORCE's, then by system (`same_engine` is `normal`, `colocated` and
+`disaggregated` are `tis_2`).
 """
 
 
@@ -136,10 +139,14 @@ def defaults(parameters: dict) -> str:
     return ", ".join(texts) or "–"
 
 
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def needs(kind: str, name: str) -> str:
-    mark = lambda field: f"`{field}`†" if FIELDS[field].is_large else f"`{field}`"
-    fields = [mark(field) for field in methods.needs(kind, name)]
-    return ", ".join(fields) or "–"
+    fields = methods.needs(kind, name)
+    marked = [f"`{field}`" + "†" * FIELDS[field].is_large for field in fields]
+    return ", ".join(marked) or "–"
 
 
 def section(title: str, header: list[str], rows: Iterable[list[str]]) -> str:
@@ -161,12 +168,11 @@ def controller_row(name: str) -> list[str]:
 
 def page() -> str:
     header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
-    at_update = ", ".join(f"`{name}`" for name in masks.MASKS if name in masks.AT_UPDATE)
-    names = lambda of: ", ".join(f"`{name}`" for name in of)
+    at_update = [name for name in masks.MASKS if name in masks.AT_UPDATE]
     text = HEAD.format(
-        at_update=at_update, centred_weights=names(centering.WEIGHTS),
-        centred_masks=names(centering.MASKS), centred_objectives=names(centering.OBJECTIVES),
-        centred_at_one=names(centering.AT_RATIO_ONE),
+        at_update=listed(at_update), centred_weights=listed(centering.WEIGHTS),
+        centred_masks=listed(centering.MASKS), centred_objectives=listed(centering.OBJECTIVES),
+        centred_at_one=listed(centering.AT_RATIO_ONE),
     )
     text += "".join(section(KINDS[k][0], header, method_rows(k)) for k in KINDS)
     header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]

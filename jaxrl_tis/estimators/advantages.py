@@ -86,14 +86,15 @@ def dr_grpo(rewards: Array, mask: Array, group: Array) -> Array:
 
 
 def maxrl(rewards: Array, mask: Array, group: Array) -> Array:
-    """MaxRL (arXiv:2602.02710), A = (R - mean) / mean of the group, 0 where the mean is not positive.
+    """MaxRL (arXiv:2602.02710), A = (R - mean) / mean of the group, 0 where the mean is not
+    positive.
 
     With rewards 0 and 1, of which a response earns the 1 with chance p, and G responses in a group
     the expected step is the gradient of -sum_k (1 - p)^k / k over k < G, the first terms of log p
     (docs/oracle.md). A group whose rewards are all equal gives exactly 0; so does a group of one.
 
-    Unit: group. Use: rewards of 0 and 1, to learn most from prompts that are seldom solved; negative
-    rewards have no meaning here.
+    Unit: group. Use: rewards of 0 and 1, to learn most from prompts that are seldom solved;
+    negative rewards have no meaning here.
 
     Args:
       rewards, mask, group: see the module.
@@ -193,8 +194,8 @@ def gdpo(
     Each component is normalised within its group before they are added; one that is constant in a
     group adds exactly 0 there. A component of NaN is void: it is left out of its own statistics and
     adds 0, and the sequence's other components count. Groups of one as in `grpo`. The whitening
-    shifts every advantage, also those of a group that is constant in all components; where all advantages of the batch are
-    equal, they are exactly 0.
+    shifts every advantage, also those of a group that is constant in all components; where all
+    advantages of the batch are equal, they are exactly 0.
 
     Unit: group (components), batch (whitening). Use: several rewards, none of which is to dominate
     by its scale; a rare component is blown up to the size of the others, and the gradient turns

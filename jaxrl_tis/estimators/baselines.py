@@ -52,7 +52,8 @@ def remax(rewards: Array, mask: Array, group: Array, *, greedy_rewards: Array) -
 
 
 def batch_mean(rewards: Array, mask: Array, group: Array) -> Array:
-    """FlashREINFORCE's advantage (Hu et al. 2026), A = R - mean of the batch; no division by its std.
+    """FlashREINFORCE's advantage (Hu et al. 2026), A = R - mean of the batch; no division by its
+    std.
 
     The mean is over sequences, each counted once, fully masked rows too: pass no rows that only
     fill up the batch. As it holds the sequence's own reward, the expected step is (B - 1) / B of

@@ -6,8 +6,9 @@ centering (arXiv:2609.20807) subtracts it from the step of the drawn token y,
 
   g = A (w(y) grad log p(y) - sum_v q(v) w(v) grad log p(v)),
 
-whose mean over y ~ q is Cov_q(A, w grad log p). The weight of a token that was not drawn is what the
-chosen weight, masks and objective would give it: those that judge every token by itself have one.
+whose mean over y ~ q is Cov_q(A, w grad log p). The weight of a token that was not drawn is what
+the chosen weight, masks and objective would give it: those that judge every token by itself have
+one.
 
 The sum runs over a head H of tokens whose ids and q were recorded. The others are modelled as
 q = rho p with rho = (1 - Q_H) / (1 - P_H), Q_H and P_H the masses of H, and cost nothing, because
@@ -15,9 +16,9 @@ sum_v p grad log p = 0 over all tokens: with f the weight as a function of p / q
 
   c(v) = q f(p / q) - rho f(1 / rho) p  on H,     L += A sum_H sg[c(v)] log p(v).
 
-Where H is all that could be drawn (a kept set, over which p is normalised, too) nothing is modelled.
-Where more could be drawn than a kept set holds, q and p are of different supports, and nothing is
-subtracted.
+Where H is all that could be drawn (a kept set, over which p is normalised, too) nothing is
+modelled. Where more could be drawn than a kept set holds, q and p are of different supports, and
+nothing is subtracted.
 """
 
 import re
@@ -73,14 +74,16 @@ def why_not(
         return f"the weight {weight[0]!r} is not one of each token; choose {', '.join(WEIGHTS)}"
     for name, _ in masks:
         if name not in MASKS:
-            return f"the mask {name!r} does not judge each token by itself; choose {', '.join(MASKS)}"
+            choices = ", ".join(MASKS)
+            return f"the mask {name!r} does not judge each token by itself; choose {choices}"
     name, parameters = objective
     if mode == "decoupled" and not is_one_update:
         return (
             "decoupled mode judges the policy before the first of several updates: set "
             "correction.mode to 'bypass' and correction.objective to 'reinforce'"
         )
-    if name == "cispo" and any(parameters[f"cispo_mask_{end}"] < jnp.inf for end in ("low", "high")):
+    ends = ("cispo_mask_low", "cispo_mask_high")
+    if name == "cispo" and any(parameters[end] < jnp.inf for end in ends):
         return "the masks of objective 'cispo' look at the advantage: leave them infinite"
     if name in OBJECTIVES or (name in AT_RATIO_ONE and mode == "decoupled"):
         return None
@@ -88,8 +91,8 @@ def why_not(
 
 
 def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str) -> Rule:
-    """The weight f of any token under methods of which `why_not` is None. In decoupled mode the ratio
-    of the objective is 1, and its weight too; in bypass mode it is that of the token."""
+    """The weight f of any token under methods of which `why_not` is None. In decoupled mode the
+    ratio of the objective is 1, and its weight too; in bypass mode it is that of the token."""
 
     def f(log_ratio: Array, logp_behav: Array) -> Array:
         everywhere = jnp.ones(log_ratio.shape, bool)

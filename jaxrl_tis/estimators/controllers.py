@@ -267,18 +267,19 @@ class LayerwisePerturbation(NamedTuple):
 def layerwise_perturbation(
     num_layers: int, *, perturb_std: float = 1e-2, perturb_lr: float = 5e-4
 ) -> LayerwisePerturbation:
-    """The first state of adaptive layerwise perturbation, ALP (arXiv:2603.19470 and its repository): the
-    input h of layer l is h + sigma_l eps in the update's own forward pass, eps ~ N(0, 1).
+    """The first state of adaptive layerwise perturbation, ALP (arXiv:2603.19470 and its
+    repository): the input h of layer l is h + sigma_l eps in the update's own forward pass, eps ~
+    N(0, 1).
 
-    The ratio of the loss then has the perturbed policy above and one that nothing perturbs below: in
-    bypass mode, as in the paper, the sampler; in decoupled mode the policy before the update.
+    The ratio of the loss then has the perturbed policy above and one that nothing perturbs below:
+    in bypass mode, as in the paper, the sampler; in decoupled mode the policy before the update.
     sigma_l = exp(log_std_l) is a parameter of the loss like any other, with an Adam of its own. The
     noise depends on the row of the minibatch, the update and the layer, and not on how rows are cut
     into micro-batches or over devices. Old log-probs need a forward pass before the update.
 
-    Reads: the gradient by sigma. Sets: the noise of the layers. Use: sharp policies, whose ratios have
-    heavy tails; it costs bits of the signal, and its start is to be found (the authors' settings go
-    from 1e-6, which activations of 16 bits do not see, to 2e-2).
+    Reads: the gradient by sigma. Sets: the noise of the layers. Use: sharp policies, whose ratios
+    have heavy tails; it costs bits of the signal, and its start is to be found (the authors'
+    settings go from 1e-6, which activations of 16 bits do not see, to 2e-2).
 
     Args:
       num_layers: of the model.

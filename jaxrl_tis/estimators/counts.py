@@ -1,5 +1,5 @@
-"""How many tokens a weight and a mask saw, and what became of them: a correction that does nothing, or
-far too much, is to be seen in the record.
+"""How many tokens a weight and a mask saw, and what became of them: a correction that does nothing,
+or far too much, is to be seen in the record.
 
 Counts are integers named correction/<...>; those of micro-batches add up to those of their batch.
 Nothing here looks at a sequence: what does, in packed rows, has been computed for the weights and

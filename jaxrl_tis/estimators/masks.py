@@ -180,9 +180,9 @@ def token_dp(
 ) -> Array:
     """Tokens by the difference of their probabilities, prime-rl's band; no paper.
 
-    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: beside `token_tis`, as prime-rl
-    has it; a ratio far from 1 passes where both probabilities are small, and a likely token is
-    dropped at a ratio near 1.
+    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: beside `token_tis`, as
+    prime-rl has it; a ratio far from 1 passes where both probabilities are small, and a likely
+    token is dropped at a ratio near 1.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -303,8 +303,8 @@ def all_of(
     criteria: list[tuple[str, dict]], log_ratio: Array, mask: Array, seg: Array | None = None,
     **fields: Array,
 ) -> tuple[Array, list[Array]]:
-    """(tokens that every criterion keeps, those that each keeps), [B, T] each; every criterion looks
-    at the mask as sampled.
+    """(tokens that every criterion keeps, those that each keeps), [B, T] each; every criterion
+    looks at the mask as sampled.
 
     Args:
       criteria: (name in `MASKS`, its parameters) each; none of them keeps the whole mask.

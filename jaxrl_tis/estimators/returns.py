@@ -1,7 +1,7 @@
 """Returns of a rollout batch, and their reductions over a prompt's group.
 
-Rows are unpacked, one sequence each. Nothing here carries a gradient. A reward of NaN is unknown: the
-reward function failed. Reductions over a group leave it out.
+Rows are unpacked, one sequence each. Nothing here carries a gradient. A reward of NaN is unknown:
+the reward function failed. Reductions over a group leave it out.
 """
 
 import chex
@@ -13,8 +13,8 @@ from jaxrl_tis.estimators import ratios
 
 
 def sequence_rewards(rewards: Array, mask: Array) -> Array:
-    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]; NaN where it
-    is unknown."""
+    """The reward of each sequence [B], from rewards [B] or from rewards per token [B, T]; NaN where
+    it is unknown."""
     rewards = jnp.asarray(rewards)
     chex.assert_rank(rewards, {1, 2})
     chex.assert_equal_shape_prefix([rewards, mask], 1)

@@ -46,6 +46,14 @@ MUTANTS = [
          "ratios.clamp(raw_bt, lower, upper)"),
     ),
     *of(
+        "estimators/entries.py",
+        ("an entry forgets its defaults",
+         "functools.partial(function, first, **defaults)", "functools.partial(function, first)"),
+        ("an entry has the signature of its function",
+         "call.__signature__ = inspect.signature(bound)",
+         "call.__signature__ = inspect.signature(function)"),
+    ),
+    *of(
         "estimators/prefix_weights.py",
         ("the smallest ratio includes the token's own",
          "jnp.where(is_start_bt, jnp.inf, _before(upto_bt, jnp.inf))", "upto_bt"),
