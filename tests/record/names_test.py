@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +21,11 @@ FOREIGN = "frameworks.py", "console.py"  # hold the names of other frameworks
 
 def test_the_page_is_current():
     assert make_metrics.PAGE.read_text(encoding="utf-8") == make_metrics.page()
+
+
+def test_it_is_imported_without_jax():
+    code = "import sys; from jaxrl_tis.record import names; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_expanding_braces():
