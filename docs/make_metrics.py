@@ -53,27 +53,27 @@ the thresholds below and names the cause ([doctor.md](doctor.md)).
 
 π, π_prox, π_old and μ are log-probs of the sampled token.
 """
-# What stands above the table of a section: the files that compute it, and what all its rows share.
+# What stands above the table of a section: where it is computed, and what all its rows share.
 INTRODUCTIONS = {
-    "Learning": "`learner/trainer.py`, `diagnostics/batch_metrics.py`, `evaluate.py`.",
-    "The update": "`learner/step.py`, `estimators/objectives.py`. Values are means over the updates of a step.",
+    "Learning": "Computed in `learner/`, `diagnostics/` and `evaluate.py`.",
+    "The update": "Computed in `learner/`. Values are means over the updates of a step.",
     "Sampler against learner": """\
-`diagnostics/mismatch.py`, `divergences.py`, `attribution.py`, `agreement.py`.
+Computed in `diagnostics/`.
 
 `config.rollout.old_logp` sets the source of π_old. With `ring` and `replica` it is as above. With `ewma` and
 `none` it is π_prox, and staleness counts as the engine's.""",
     "Importance weights and rejection": """\
-`diagnostics/mismatch.py`, `estimators/counts.py`.
+Computed in `diagnostics/`.
 
 `correction/*` count tokens. In decoupled mode they count once for the rollout batch. In bypass mode, and for
 masks inside the update, they are sums over the updates: with two epochs every token counts twice. A weight
 `none` and objectives with a weight of their own have no counts.""",
-    "Rollouts": "`rollouts/source.py`, `rollouts/groups.py`, `diagnostics/batch_metrics.py`.",
+    "Rollouts": "Computed in `rollouts/`, from the counters of the engine.",
     "Samplers that run ahead": """\
-`rollouts/bookkeeping.py` and the drivers; `gate/probe.py`. [async.md](async.md) explains the modes. Counts are
-since the last batch.""",
+Computed in `rollouts/`; `gate/*` by the probe of `gate/`. [async.md](async.md) explains the modes. Counts are since
+the last batch.""",
     "The machine": """\
-`record/goodput.py`, `record/metrics.py`. Two runs of the same program may differ only in values of `time/`. Phases
+Computed in `record/`. Two runs of the same program may differ only in values of `time/`. Phases
 are disjoint. Compilation within a phase counts as `compile`; `step` is the whole step. The goodput of the report
 is the share of rollout, reward, score and update in the sum of all.""",
 }

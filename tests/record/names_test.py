@@ -1,10 +1,13 @@
-"""The table of metrics: what a row is of, and that all names of the sources are in it."""
+"""The table of metrics: its rows, its page, and that all names of the sources are in it."""
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
+from docs import make_metrics
 from jaxrl_tis.doctor import frameworks
 from jaxrl_tis.record import names
 from jaxrl_tis.report import plots
@@ -14,6 +17,15 @@ GROUPS = "|".join(sorted({name.split("/")[0] for m in names.METRICS for name in 
 # Beginnings of names that the gate alone writes, and a column of experiments/records.py.
 OTHERS = "mismatch/kept_", "mismatch/route_flip_", "eval/steps"
 FOREIGN = "frameworks.py", "console.py"  # hold the names of other frameworks
+
+
+def test_the_page_is_current():
+    assert make_metrics.PAGE.read_text(encoding="utf-8") == make_metrics.page()
+
+
+def test_it_is_imported_without_jax():
+    code = "import sys; from jaxrl_tis.record import names; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_expanding_braces():
