@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from configs import default
 from jaxrl_tis import rollouts
 from jaxrl_tis.data import tasks
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 
 MEAN_WORDS, WORDS = 45, 4000
 TEMPLATE = (

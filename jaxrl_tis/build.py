@@ -12,7 +12,8 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis import models, sharding
-from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl_tis.data.tokenizer import check_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
