@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import default
 from jaxrl_tis.data import tasks
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.rollouts.prompts import Prompter
 
 MEAN_WORDS, WORDS = 45, 4000

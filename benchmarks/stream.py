@@ -20,7 +20,7 @@ import numpy as np
 
 from configs import quickstart
 from jaxrl_tis import build
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine

@@ -11,7 +11,8 @@ import jax
 import ml_collections
 
 from jaxrl_tis import models, sharding
-from jaxrl_tis.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl_tis.data.tokenizer import check_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts

@@ -20,7 +20,8 @@ import numpy as np
 
 from jaxrl_tis import models
 from jaxrl_tis.build import small_model
-from jaxrl_tis.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import GENERATION
 from jaxrl_tis.record.checkpoint import Checkpoints

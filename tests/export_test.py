@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import export, models
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.models import transformer
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import write_run_files
@@ -143,9 +143,9 @@ def test_end_tokens_that_no_model_file_names_are_written(tmp_path):
 
 
 def test_the_tokenizer_of_a_gguf_file_becomes_files(tmp_path):
-    from tests.data import tokenizer_test
+    from tests.data import tokenizer_files_test
 
-    path = tokenizer_test.write_gguf(tmp_path / "model.gguf", pad=2, add_bos=True)
+    path = tokenizer_files_test.write_gguf(tmp_path / "model.gguf", pad=2, add_bos=True)
     tokenizer = load_tokenizer(path)
     (tmp_path / "folder").mkdir()
     folder = export._described(tokenizer, tmp_path / "folder")
@@ -159,7 +159,7 @@ def test_the_tokenizer_of_a_gguf_file_becomes_files(tmp_path):
     assert (named["bos_token"], named["eos_token"], named["pad_token"]) == (
         "<|im_start|>", "<|im_end|>", "<|im_end|>"
     )
-    assert named["chat_template"] == tokenizer_test.TEMPLATE
+    assert named["chat_template"] == tokenizer_files_test.TEMPLATE
     text = "ab a"
     assert again.encode(text, add_special=True) == tokenizer.encode(text, add_special=True)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import export, train
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.learner.warmup import warm_up

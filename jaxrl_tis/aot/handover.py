@@ -76,6 +76,7 @@ COLUMNS = {  # a heading of the table -> a key of the counts
 def table(counts: dict[str, dict[str, int]], markdown: bool = False) -> str:
     """Writes one line for each format."""
     rows = [
-        (name, *(f"{counted[key]:,}" for key in COLUMNS.values())) for name, counted in counts.items()
+        (name, *(f"{counted[key]:,}" for key in COLUMNS.values()))
+        for name, counted in counts.items()
     ]
     return grid([("weight sync", *COLUMNS), *rows], markdown)

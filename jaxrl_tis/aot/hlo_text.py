@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 
 WIDTHS = {
     "pred": 1, "s2": 0.25, "u2": 0.25, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
@@ -12,6 +11,7 @@ WIDTHS = {
     "token": 0, "opaque": 0,
 }
 _PASSED_ON = {"copy", "convert", "bitcast", "reshape", "copy-done", "opt-barrier"}
+_EVALUATED = _PASSED_ON | {"tuple", "fusion", "get-tuple-element", "add", "subtract"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,102 +122,75 @@ def root(computation: Computation) -> Instruction:
     return next(line for line in computation.values() if line.is_root)
 
 
-# Trip counts. A value of a loop is (index of the loop's state or None, constant added to it); None
-# is anything else.
+# Trip counts. The CPU's compiler prints them, libtpu does not.
 
-Value = tuple[int | None, int] | None
+Value = int | list | None  # of an integer, of a tuple; None: not known before the program runs
 
 
 def trips(computations: dict[str, Computation], loop: Instruction) -> tuple[int | None, str]:
     """(runs of a while loop's body, "exact" | "bound" | "unknown").
 
+    Where the text does not give the count, it is the distance of a counter to its limit before the
+    loop, divided by the part of it that one run of the body takes away.
     "bound": the condition has other parts than `counter < limit`, so that it may end earlier.
     """
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.config)
     if known:
         return int(known[1]), "exact"
-    condition = computations[loop.names("condition")[0]]
-    parts = _comparisons(computations, condition, root(condition), None)
-    counts = [c for part in parts if (c := _count(computations, loop, part)) is not None]
+    condition, body = (root(computations[loop.names(x)[0]]) for x in ("condition", "body"))
+    states = [_value(computations, computations[loop.computation][loop.operands[0]], None)]
+    for _ in range(2):
+        states.append(_value(computations, body, [states[-1]]))
+    parts = list(zip(*(_distances(computations, condition, [state]) for state in states)))
+    counts = [
+        max(0, math.ceil(first / (first - second))) for first, second, third in parts
+        if None not in (first, second, third) and first - second == second - third > 0
+    ]
     if not counts:
         return None, "unknown"
     return min(counts), "exact" if len(parts) == 1 else "bound"
 
 
-def _count(computations, loop: Instruction, comparison) -> int | None:
-    if comparison is None or None in comparison:
-        return None
-    direction, counter, limit = comparison
-    if counter[0] is None:
-        counter, limit = limit, counter
-    if counter[0] is None:
-        return None
-    start, end = (_start(computations, loop, v) for v in (counter, limit))
-    step = _next(computations, loop, counter[0])
-    if None in (start, end, step) or step[0] != counter[0] or not step[1]:
-        return None
-    if limit[0] is not None and _next(computations, loop, limit[0]) != (limit[0], 0):
-        return None
-    inclusive = direction in ("LE", "GE")
-    return max(0, math.ceil((abs(end - start) + inclusive) / abs(step[1])))
-
-
-def _start(computations, loop: Instruction, value: Value) -> int | None:
-    """Returns a value as it is before the first run of a loop."""
-    if value[0] is None:
-        return value[1]
-    caller = computations[loop.computation]
-    state = caller[loop.operands[0]]
-    if state.opcode != "tuple":
-        return None
-    initial = _value(computations, caller, caller[state.operands[value[0]]], None)
-    return None if initial is None or initial[0] is not None else initial[1] + value[1]
-
-
-def _next(computations, loop: Instruction, index: int) -> Value:
-    """Returns item `index` of the state after a run, in terms of the state before it."""
-    body = computations[loop.names("body")[0]]
-    state = root(body)
-    if state.opcode != "tuple":
-        return None
-    return _value(computations, body, body[state.operands[index]], None)
-
-
-def _comparisons(computations, scope: Computation, line: Instruction, inputs) -> list:
-    """(direction, left, right) for each part of a conjunction, None for a part that is none."""
-    if line.opcode == "compare":
-        values = (_value(computations, scope, scope[x], inputs) for x in line.operands)
-        return [(line.attribute("direction"), *values)]
+def _distances(computations, line: Instruction, inputs: list[Value]) -> list[int | None]:
+    """How far each comparison of a conjunction is from failing; None: not a known distance."""
+    scope = computations[line.computation]
     if line.opcode == "and":
-        parts = (_comparisons(computations, scope, scope[x], inputs) for x in line.operands)
-        return sum(parts, [])
-    return _through(computations, scope, line, inputs, _comparisons) or [None]
+        return sum((_distances(computations, scope[x], inputs) for x in line.operands), [])
+    values = [_value(computations, scope[x], inputs) for x in line.operands]
+    if line.opcode == "fusion":
+        return _distances(computations, _fused_root(computations, line), values)
+    direction = line.attribute("direction")
+    if line.opcode != "compare" or direction[0] not in "LG" or None in values:
+        return [None]
+    left, right = values
+    distance = right - left if direction[0] == "L" else left - right
+    return [distance + (direction in ("LE", "GE"))]
 
 
-def _value(computations, scope: Computation, line: Instruction, inputs) -> Value:
-    """Value of a line of a loop (inputs None) or of a fusion in it (inputs: its operands')."""
+def _value(computations, line: Instruction, inputs: list[Value] | None) -> Value:
+    """Value of a line of a computation whose parameters have the values `inputs`."""
+    if len(line.shapes) == 1 and (line.shapes[0].size > 1 or line.shapes[0].dtype[0] not in "su"):
+        return None
     if line.opcode == "constant":
-        return (None, int(line.arguments)) if re.fullmatch(r"-?\d+", line.arguments) else None
+        return int(line.arguments) if re.fullmatch(r"-?\d+", line.arguments) else None
     if line.opcode == "parameter":
         return inputs and inputs[int(line.arguments)]
-    if line.opcode == "get-tuple-element" and inputs is None:
-        is_state = scope[line.operands[0]].opcode == "parameter"
-        return (int(line.attribute("index")), 0) if is_state else None
-    if line.opcode in _PASSED_ON:
-        return _value(computations, scope, scope[line.operands[0]], inputs)
-    if line.opcode in ("add", "subtract"):
-        a, b = (_value(computations, scope, scope[x], inputs) for x in line.operands)
-        sign = 1 if line.opcode == "add" else -1
-        if None in (a, b) or b[0] is not None and (a[0] is not None or sign < 0):
-            return None
-        return (b[0] if a[0] is None else a[0], a[1] + sign * b[1])
-    return _through(computations, scope, line, inputs, _value)
-
-
-def _through(computations, scope: Computation, line: Instruction, inputs, read: Callable):
-    """Returns what `read` says of the root of a fusion, and None for other lines."""
-    if line.opcode != "fusion":
+    if line.opcode not in _EVALUATED:
         return None
-    values = [_value(computations, scope, scope[x], inputs) for x in line.operands]
-    inner = computations[line.names("calls")[0]]
-    return read(computations, inner, root(inner), values)
+    scope = computations[line.computation]
+    values = [_value(computations, scope[x], inputs) for x in line.operands]
+    if line.opcode == "tuple":
+        return values
+    if line.opcode == "fusion":
+        return _value(computations, _fused_root(computations, line), values)
+    if None in values:
+        return None
+    if line.opcode == "get-tuple-element":
+        return values[0][int(line.attribute("index"))]
+    if line.opcode in _PASSED_ON:
+        return values[0]
+    return values[0] + values[1] if line.opcode == "add" else values[0] - values[1]
+
+
+def _fused_root(computations, line: Instruction) -> Instruction:
+    return root(computations[line.names("calls")[0]])

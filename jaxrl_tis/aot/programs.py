@@ -19,7 +19,7 @@ from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, entry, header
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.step import make_critic_step, make_train_step

@@ -37,15 +37,11 @@ SPLASH_TILE, SPLASH_BLOCK, FUSED_BLOCKS = 128, 512, 4
 SPLASH_RESIDUALS = "splash_residuals"
 
 
-def row_mask(segment_ids_bt: jax.Array) -> jax.Array:
-    """Returns [B,T,T] bool: token t may look at s <= t of its own segment; segment 0 is padding."""
-    return _causal_mask(segment_ids_bt, segment_ids_bt, None, 0)
-
-
 def _causal_mask(
     segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None, first: jax.Array
 ) -> jax.Array:
-    """Returns [B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens."""
+    """Returns [B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens: token t
+    may look at s <= t of its own segment; segment 0 is padding."""
     same = segments_bt[:, :, None] == segments_bs[:, None, :]
     position_t = first + jnp.arange(segments_bt.shape[1])
     mask_bts = same & (position_t[:, None] >= jnp.arange(segments_bs.shape[1])[None])[None]

@@ -7,9 +7,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer, from_folder, from_gguf
+from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
+from jaxrl_tis.data.tokenizer_files import from_folder, from_gguf
 from jaxrl_tis.engine.text import INCOMPLETE, StopSearch, Text
-from tests.data.tokenizer_test import write_folder, write_gguf
+from tests.data.tokenizer_files_test import write_folder, write_gguf
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 MULTIBYTE = "\u00e9\u20ac\U0001f600".encode()  # of two, three and four bytes

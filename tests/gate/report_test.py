@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import build
-from jaxrl_tis.data.tokenizer import load_tokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import trajectory_rows
 from jaxrl_tis.learner.scoring import make_logits, make_score

@@ -99,9 +99,15 @@ def test_rows_by_length_equal_numpy(b, pages):
         np.testing.assert_array_equal(other[row], out[row])
 
 
-def test_row_mask_by_hand():
+def row_mask(ids):
+    """[B,T,T]: causal within a segment, never across."""
+    return (ids[:, :, None] == ids[:, None, :]) & np.tri(ids.shape[1], dtype=bool)[None]
+
+
+def test_the_mask_by_hand():
     # Two segments and padding: causal within the segment, never across.
-    mask = np.asarray(attention.row_mask(jnp.array([[1, 1, 2, 2, 0]])))[0]
+    ids = jnp.array([[1, 1, 2, 2, 0]])
+    mask = np.asarray(attention._causal_mask(ids, ids, None, 0))[0]
     expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]], bool)
     np.testing.assert_array_equal(mask[:4, :4], expected)
     assert not mask[:4, 4].any() and not mask[4, :4].any()
@@ -109,7 +115,7 @@ def test_row_mask_by_hand():
 
 def test_segments_are_isolated_bit_by_bit():
     segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    mask = attention.row_mask(segment_ids)
+    mask = row_mask(segment_ids)
     q, k, v = arrays(2, 8, 8, 4, 2, 8)
     before = np.asarray(attend(q, k, v, mask))
     for changed in ([0, 1, 2], [3, 4, 5], [6, 7]):
@@ -124,7 +130,7 @@ def test_segments_are_isolated_bit_by_bit():
 
 
 def test_the_future_changes_nothing():
-    mask = attention.row_mask(jnp.ones((1, 6), int))
+    mask = row_mask(jnp.ones((1, 6), int))
     q, k, v = arrays(1, 6, 6, 2, 2, 4)
     before = np.asarray(attend(q, k, v, mask))
     k[0, 4:], v[0, 4:] = -50.0, 1e6
@@ -139,7 +145,7 @@ def test_rows_that_may_attend_to_nothing_are_finite_in_value_and_gradient():
     assert np.isfinite(attend(q, k, v, mask)).all()
     for gradient in jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v):
         assert np.isfinite(gradient).all()
-    padding = attention.row_mask(jnp.zeros((1, 3), int))
+    padding = row_mask(jnp.zeros((1, 3), int))
     assert np.isfinite(attend(q, k[:, :3], v[:, :3], padding)).all()
 
 
@@ -261,7 +267,7 @@ def test_short_rows_keep_their_bits():
     """Recorded runs on CPU rely on it, up to 1,024 tokens."""
     q, k, v = arrays(2, 1024, 1024, 2, 1, 4)
     segment_ids = segmentation(2, 1024)
-    of_scores = lambda q, k, v, ids: attention.attention(q, k, v, attention.row_mask(ids))
+    of_scores = lambda q, k, v, ids: attention.attention(q, k, v, row_mask(ids))
     ours = value_and_gradients(q, k, v, segment_ids, q)
     for a, b in zip(ours, value_and_gradients(q, k, v, segment_ids, q, of_scores), strict=True):
         np.testing.assert_array_equal(a, b)

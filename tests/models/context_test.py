@@ -12,6 +12,7 @@ from jaxrl_tis import sharding
 from jaxrl_tis.learner.scoring import Learner, response_scores
 from jaxrl_tis.models import attention, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests.models.attention_test import row_mask
 
 pytestmark = [
     pytest.mark.compiles,
@@ -70,7 +71,7 @@ def check_equal(length, shards, tensor):
     q, k, v = normal(4), normal(2), normal(2)
     segment_ids, layout = crossing(length), train_layout(1, 1, tensor, shards)
     of_row = lambda *x: attention.row_attention(*x, segment_ids, layout)
-    of_scores = lambda ids: lambda *x: attention.attention(*x, attention.row_mask(ids))
+    of_scores = lambda ids: lambda *x: attention.attention(*x, row_mask(ids))
     sharded = value_and_gradients(of_row, q, k, v)
     assert sharded[0].sharding.shard_shape(q.shape) == (2, length // shards, 4 // tensor, 8)
     for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), q, k, v)):
@@ -94,7 +95,7 @@ def test_keys_that_become_unseen_in_another_shard():
     q, k, v = normal(4), normal(2), normal(2)
     place = np.arange(length)
     unseen = np.broadcast_to(np.where(place < 16, place + 10, length), (2, length))
-    mask = attention.row_mask(crossing(length)) & (place[:, None] < unseen[:, None])
+    mask = row_mask(crossing(length)) & (place[:, None] < unseen[:, None])
     of_row = lambda *x: attention.row_attention(
         *x, crossing(length), train_layout(1, 1, 2, 4), unseen
     )

@@ -8,10 +8,11 @@ import pytest
 
 from jaxrl_tis.data import tasks, tokenizer
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.data.tokenizer import CharTokenizer, load_tokenizer
+from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.rollouts import prompts
 from jaxrl_tis.rollouts.prompts import Prompter
-from tests.data import tokenizer_test
+from tests.data import tokenizer_files_test
 
 ALPHABET = "0123456789+= "
 
@@ -114,7 +115,7 @@ def test_an_empty_prompt_at_the_last_of_many_places(tmp_path):
 
 
 def test_a_model_without_a_start_token(tmp_path):
-    tokenizer_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
+    tokenizer_files_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
     p = prompter(load_tokenizer(tmp_path / "model"))
     source = write(tmp_path / "a.jsonl", [f"{i}+1=" if i != 7 else "" for i in range(20)])
     with pytest.raises(ValueError, match=r"1 of 20 .*\n- .*a.jsonl:8: the prompt has 0 tokens"):
@@ -129,7 +130,7 @@ def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypat
         jinja = "{% if messages[0].content in wrong %}" + said + "{% endif %}{{ messages[0].content }}"
         jinja = "{% set wrong = '" + "21"[i] + "' %}" + jinja
         folder = tmp_path / f"model{i}"
-        tokenizer_test.write_folder(folder, config={"eos_token": "<|im_end|>"}, jinja=jinja)
+        tokenizer_files_test.write_folder(folder, config={"eos_token": "<|im_end|>"}, jinja=jinja)
         loaded.append(load_tokenizer(folder))
     with pytest.raises(ValueError, match=r"1 of 3 .*\n- .*a.jsonl:2: the chat template.*no twos"):
         prompter(loaded[0], chat=True).checked(source, "training data")
@@ -138,7 +139,7 @@ def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypat
 
 
 def test_messages_need_a_chat_template(tmp_path):
-    tokenizer_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
+    tokenizer_files_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
     source = write(tmp_path / "a.jsonl", [[{"role": "user", "content": "1"}]])
     with pytest.raises(ValueError, match="no chat template; .*use prompts that are text"):
         prompter(load_tokenizer(tmp_path / "model")).checked(source, "training data")
