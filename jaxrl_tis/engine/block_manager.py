@@ -8,6 +8,8 @@ sequence ends.
 
 import collections
 import dataclasses
+import operator
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.sequences import Sequence
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.engine.wait_queue import WaitQueue
+
+ORDER = operator.attrgetter("order")  # the oldest sequence first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class BlockManager:
       divide, retention, keeps_pages: see Scheduler.
 
     Attributes:
-      left: slots that are free here and still count in the engine.
+      to_release: slots that are free here and still count in the engine.
       table, shift: pages of each slot and positions evicted from them, as the engine takes them.
       pages: of each shard.
       prefixes: tokens whose pages several sequences share.
@@ -60,28 +64,35 @@ class BlockManager:
         self._engine, self._waiting, self._stats = engine, waiting, stats
         self._divide, self._retention = divide, retention
         self._slots: dict[int, Sequence] = {}
-        self.left: set[int] = set()
+        self.to_release: set[int] = set()
         per_slot = -(-engine.max_length // engine.page_size)
         self.table = np.zeros((engine.slots, per_slot), np.int32)
         self.shift = np.zeros(engine.slots, np.int32)
         self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
         self.prefixes = Prefixes(self.pages, engine.page_size, keeps_pages)
 
+    def facts(self) -> dict[str, Any]:
+        """Returns the pages by name. The order of the free ones reflects every allocation and
+        release so far."""
+        orders = [pages.order for pages in self.pages]
+        return {"free_pages": orders, "table": self.table, "shift": self.shift}
+
     def holds(self, sequence: Sequence) -> bool:
         """Whether it lives in a slot or waits for one."""
         return sequence.slot >= 0 or sequence in self._waiting
 
     def sequences(self) -> list[Sequence]:
-        return sorted([*self._waiting, *self._slots.values()], key=lambda s: s.order)
+        """Returns all sequences, in a slot or waiting, the oldest first."""
+        return sorted([*self._waiting, *self._slots.values()], key=ORDER)
 
     def running(self, shard: int | None = None) -> list[Sequence]:
         """Returns the sequences that decode, in one shard or in all, the oldest first."""
-        is_in = lambda s: s.is_running and shard in (None, s.shard)
-        return sorted(filter(is_in, self._slots.values()), key=lambda s: s.order)
+        running = [s for s in self._slots.values() if s.is_running and shard in (None, s.shard)]
+        return sorted(running, key=ORDER)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         if sequence.is_running:
-            self.left.add(sequence.slot)
+            self.to_release.add(sequence.slot)
         else:
             self.prefixes.find(sequence.key, sequence.shard).waiters.remove(sequence)
         self.table[sequence.slot], self.shift[sequence.slot] = 0, 0
@@ -89,7 +100,7 @@ class BlockManager:
         sequence.slot, sequence.is_running = -1, False
         sequence.admitted_after = self._waiting.admissions
 
-    def leave(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Takes a sequence out of wherever it is, and gives its pages back."""
         if sequence.slot >= 0:
             self._leave_slot(sequence)
@@ -100,10 +111,23 @@ class BlockManager:
         sequence.pages, sequence.page_numbers = [], []
         self.drop_idle(sequence)
 
+    def free_ending(self, rows: dict[Sequence, tuple[int, int]]) -> None:
+        """Frees slots and pages of the sequences that must end in a call that has not been read.
+
+        Their tokens cannot change that. Every later write into slots or pages comes after the call.
+
+        Args:
+          rows: {sequence: (its slot, the most tokens that it samples)} of the call.
+        """
+        for sequence, (slot, _) in rows.items():
+            if sequence.is_running and sequence.in_flight == sequence.remaining:
+                self.free(sequence)
+                self.to_release.discard(slot)
+
     def retract(self, sequence: Sequence) -> None:
         """Puts a sequence back among the waiting ones, without pages."""
         had_pages = bool(sequence.pages)
-        self.leave(sequence)
+        self.free(sequence)
         if had_pages:
             sequence.forget()
         self._waiting.add(sequence)
@@ -209,7 +233,7 @@ class BlockManager:
             return True
         parked = self._waiting.parked(shard)
         if parked:
-            self.retract(max(parked, key=lambda s: s.order))
+            self.retract(max(parked, key=ORDER))
         return bool(parked)
 
     def drop_idle(self, sequence: Sequence) -> None:
@@ -220,7 +244,7 @@ class BlockManager:
 
     def settle(self, sequence: Sequence) -> None:
         """Notes that the sequence is in its slot and decodes from now on."""
-        self.left.discard(sequence.slot)
+        self.to_release.discard(sequence.slot)
         sequence.is_running = True
         self.shift[sequence.slot] = sequence.shift
         self._tabulate(sequence)
@@ -268,9 +292,7 @@ class BlockManager:
         shard. Returns False if that was the sequence itself."""
         if self._reclaim(sequence.shard):
             return True
-        youngest = max(
-            (s for s in self._slots.values() if s.shard == sequence.shard), key=lambda s: s.order
-        )
+        youngest = max((s for s in self._slots.values() if s.shard == sequence.shard), key=ORDER)
         self.retract(youngest)
         self._stats.preempted += 1
         return youngest is not sequence

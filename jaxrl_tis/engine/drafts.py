@@ -51,6 +51,21 @@ def lengths(longest: int) -> list[int]:
     return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
 
 
+def draft_rows(
+    drafts: dict[Sequence, list[int]], slots: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lays the drafts of running sequences into the arguments of `verify`.
+
+    Returns: (tokens [slots, length] int32, how many of them each slot has [slots] int32).
+    """
+    tokens, counts = np.zeros((slots, length), np.int32), np.zeros(slots, np.int32)
+    for sequence, draft in drafts.items():
+        if sequence.is_running:
+            tokens[sequence.slot, : len(draft)] = draft
+            counts[sequence.slot] = len(draft)
+    return tokens, counts
+
+
 class NoDrafts:
     """Never guesses, so that the engine decodes token by token."""
 

@@ -5,8 +5,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from jaxrl_tis.engine.pages import content_keys
-from jaxrl_tis.engine.protocol import ResultTokens
+from jaxrl_tis.engine.pages import NULL, content_keys
+from jaxrl_tis.engine.protocol import Insertion, ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.text import StopSearch
 from jaxrl_tis.fields import DRAWN
@@ -107,6 +107,17 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.sampling.max_tokens - self.count
+
+    def insertion(self, cached: int, copy: tuple[int, int] = (NULL, NULL)) -> Insertion:
+        """Returns what goes into its slot, see protocol.Insertion."""
+        return Insertion(self.request, self.tokens(), self.remaining, cached, copy)
+
+    def append(self, drawn: Drawn, in_flight: int) -> None:
+        """Appends the tokens of a call, which had at most `in_flight` tokens for this sequence."""
+        self.pieces.append(drawn)
+        self.in_flight -= in_flight
+        self.count += drawn.count
+        self.since_admission += drawn.count
 
     def field(self, name: str) -> np.ndarray:
         """Returns a field of all that it drew so far, which nobody may change. What was read before

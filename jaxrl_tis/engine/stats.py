@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterable
 
+import numpy as np
+
 
 @dataclasses.dataclass
 class Stats:
@@ -30,6 +32,21 @@ class Stats:
     evicted: int = 0
     engine_seconds: float = 0.0
     seconds: float = 0.0
+
+    def add_call(self, is_drawn_kb: np.ndarray) -> None:
+        """Counts a decode call.
+
+        Args:
+          is_drawn_kb: [K,B] bool, the slots that sampled a token in each decode step.
+        """
+        self.calls += 1
+        self.busy += int(is_drawn_kb.sum())
+        self.slot_steps += int(is_drawn_kb.any(axis=1).sum()) * is_drawn_kb.shape[1]
+
+    def add_draft(self, drafted: int, accepted: int) -> None:
+        """Counts the tokens of one draft."""
+        self.drafted += drafted
+        self.accepted += accepted
 
     @property
     def occupancy(self) -> float:

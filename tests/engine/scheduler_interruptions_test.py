@@ -585,7 +585,7 @@ def test_a_scheduler_at_rest_holds_no_cache_and_goes_on():
     with pytest.raises(ValueError, match="3 requests are pending"):
         scheduler.release_cache()
     drain(scheduler)
-    state = weakref.ref(scheduler._state)
+    state = weakref.ref(scheduler._runner.state)
     scheduler.release_cache()
     assert state() is None and engine.made == 1
     assert all(pages.free == engine.num_pages - 1 for pages in scheduler.pages)

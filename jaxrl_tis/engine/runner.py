@@ -1,0 +1,80 @@
+"""The calls of an engine, with the weights and the decode state that they need."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion, ResultTokens
+from jaxrl_tis.engine.stats import Stats
+
+
+class Runner:
+    """Calls an engine on one decode state, and counts the seconds in or waiting for it.
+
+    Args:
+      engine: see EngineProtocol.
+      params: serving parameters.
+      version: version of these parameters.
+      stats: where the seconds are counted.
+
+    Attributes:
+      state: the decode state; None before `start` and after `release_cache`.
+    """
+
+    def __init__(self, engine: EngineProtocol, params: Any, version: int, stats: Stats):
+        self._engine, self._stats = engine, stats
+        self.params, self.version = params, version
+        self.state: Any = None
+
+    def start(self) -> None:
+        """Allocates the decode state if there is none."""
+        if self.state is None:
+            self.state = self._engine.init_state()
+
+    def release_cache(self) -> None:
+        """Frees the memory of slots and pages."""
+        self.state = None
+
+    def prefill(self, chunks: list[Chunk]) -> None:
+        self.state = self._timed(self._engine.prefill, self.params, self.state, chunks)
+
+    def prefill_scored(self, chunks: list[Chunk]) -> list[np.ndarray]:
+        """Prefills, and returns the log-probs of the targets of each chunk."""
+        self.state, logps = self._timed(
+            self._engine.prefill_scored, self.params, self.state, chunks
+        )
+        return logps
+
+    def insert(self, rows: dict[int, Insertion]) -> None:
+        self.state = self._timed(self._engine.insert, self.state, rows)
+
+    def release(self, slots: list[int]) -> None:
+        """Stops slots."""
+        self.state = self._timed(self._engine.release, self.state, slots)
+
+    def generate(self, table: np.ndarray, shift: np.ndarray) -> ResultTokens:
+        self.state, result = self._timed(
+            self._engine.generate, self.params, self.state, table, shift
+        )
+        return result
+
+    def verify(
+        self, drafts: np.ndarray, counts: np.ndarray, table: np.ndarray, shift: np.ndarray
+    ) -> ResultTokens:
+        self.state, result = self._timed(
+            self._engine.verify, self.params, self.state, drafts, counts, table, shift
+        )
+        return result
+
+    def read(self, result: ResultTokens) -> ResultTokens:
+        """Waits for a call and returns its result in numpy arrays."""
+        return self._timed(jax.tree.map, np.asarray, result)
+
+    def _timed(self, call: Callable, *args) -> Any:
+        start = time.perf_counter()
+        out = call(*args)
+        self._stats.engine_seconds += time.perf_counter() - start
+        return out

@@ -1,0 +1,47 @@
+"""The search for stop strings, in one thread beside the engine."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from jaxrl_tis.engine.sequences import Sequence
+from jaxrl_tis.engine.text import StopSearch
+
+
+class StopStrings:
+    """Searches the text of sequences for their stop strings.
+
+    Args:
+      decode: tokens -> text; None where no request has stop strings.
+    """
+
+    def __init__(self, decode: Callable[[np.ndarray], str] | None):
+        self._decode, self._thread = decode, None
+
+    def search(self, sequence: Sequence, tokens: list[int], is_last: bool) -> int | None:
+        """Starts the search in new tokens of a sequence, already appended to it.
+
+        Returns: the number of tokens up to the end of a stop string, None if none was found. The
+        result covers the tokens of all calls before. It covers the new tokens only if `is_last`,
+        because otherwise their search runs while the engine computes the next call.
+        """
+        stop = sequence.found_stop()
+        if stop is None:
+            if sequence.search is None:
+                sequence.search = self._search_of(sequence, sequence.count - len(tokens))
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1)
+            sequence.stop = self._thread.submit(sequence.search, tokens)
+        return sequence.found_stop() if is_last else stop
+
+    def _search_of(self, sequence: Sequence, count: int) -> StopSearch:
+        """Returns the search of a sequence whose first `count` tokens hold no stop string."""
+        before, sampling = sequence.field("tokens")[:count].tolist(), sequence.sampling
+        return StopSearch(sampling.stop_strings, self._decode, before, sampling.min_tokens)
+
+    def close(self) -> None:
+        """Ends the thread, if any request had stop strings."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
