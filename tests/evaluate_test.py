@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from jaxrl_tis import evaluate, export
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from jaxrl_tis.record import intervals
 from jaxrl_tis.rollouts.prompts import Prompter
-from tests import tiny
+from tests import forked, tiny
 from tests.rollouts.synchronous_test import FakeRewards, FakeScheduler
 
 NAN = float("nan")
@@ -220,15 +217,12 @@ def test_an_older_checkpoint_is_measured_where_it_is_asked_for():
 
 def test_the_command_line(tmp_path):
     run = tiny.finished()
-    call = lambda *words: subprocess.run(
-        [sys.executable, "-m", "jaxrl_tis.evaluate", *words], capture_output=True, text=True,
-        cwd=pathlib.Path(__file__).parents[1],
+    call = lambda *words: forked.run(["-m", "jaxrl_tis.evaluate", *words], tmp_path / "log")
+    code, said = call(
+        str(run), "--config=tests/small_run.py", "--samples=2", f"--json={tmp_path / 'a.json'}"
     )
-    done = call(str(run), "--config=tests/small_run.py", "--samples=2", f"--json={tmp_path / 'a.json'}")
-    assert done.returncode == 0, done.stderr
-    assert "8 prompts, 2 draws each" in done.stdout and "pass_at_2" in done.stdout
+    assert code == 0 and "8 prompts, 2 draws each" in said and "pass_at_2" in said, said
     assert json.loads((tmp_path / "a.json").read_text())["samples"] == 2
-    missing = call("--config=tests/small_run.py")
-    assert (missing.returncode, missing.stderr) == (2, "WORKDIR|MODEL is missing\n")
-    none = call(str(tmp_path / "none"), "--config=tests/small_run.py")
-    assert none.returncode == 2 and "No model folder" in none.stderr
+    assert call("--config=tests/small_run.py") == (2, "WORKDIR|MODEL is missing\n")
+    code, said = call(str(tmp_path / "none"), "--config=tests/small_run.py")
+    assert code == 2 and "No model folder" in said

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+IN_ALL = "in --all"  # of a row whose killer is no test of the default choice
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
@@ -10,7 +11,8 @@ class Mutant:
 
     `source` is relative to jaxrl_tis/ (a launcher is ../launch/...); `old` stands in it exactly once; `tests` are the files that
     have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
-    "name" in the first of the files or as "file::name".
+    "name" in the first of the files or as "file::name". The tests of the default choice have to find
+    it, unless `in_all`: then it takes one that only `./launch/test.sh --all` runs, the killer.
     """
 
     name: str
@@ -19,6 +21,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     killer: str = ""
+    in_all: bool = False
 
     @property
     def path(self) -> str:
@@ -43,6 +46,8 @@ class Mutant:
         missing = [file for file in self.files if not (root / file).is_file()]
         if missing:
             return f"{', '.join(missing)} is missing"
+        if self.in_all and not self.killer:
+            return "the test of --all that kills it is not named"
         if self.old == self.new:
             return "the new text is the old one"
         found = {-1: f"{self.path} is missing", 0: "text not found", 1: ""}
@@ -50,7 +55,7 @@ class Mutant:
 
 
 def of(source: str, *rows: tuple[str, ...], tests: str = "") -> list[Mutant]:
-    """Mutants of one source from rows (name, old, new[, killer]).
+    """Mutants of one source from rows (name, old, new[, killer[, IN_ALL]]).
 
     `tests` are its test files, separated by blanks; by default the one that mirrors the source. The
     file of a killer is one of them.
@@ -59,6 +64,8 @@ def of(source: str, *rows: tuple[str, ...], tests: str = "") -> list[Mutant]:
     found = []
     for name, old, new, *rest in rows:
         killer = rest[0] if rest else ""
+        assert rest[1:] in ([], [IN_ALL]), name
         own = [killer.partition("::")[0]] if "::" in killer else []
-        found.append(Mutant(name, source, old, new, tuple(dict.fromkeys(files + own)), killer))
+        found.append(Mutant(name, source, old, new, tuple(dict.fromkeys(files + own)), killer,
+                            in_all=rest[1:] == [IN_ALL]))
     return found

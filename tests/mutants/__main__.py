@@ -9,6 +9,9 @@ One that no test finds survives: a test is missing. Before, the tests that are e
 them must pass on the sources as they are. Exit status: 0 if every mutant was killed, 1 if one
 survived, does not apply any more or could not be judged.
 
+The tests are those of the default choice of ./launch/test.sh; a mutant that one of --all alone
+finds says so (`in_all`). --check also looks whether every killer is there, and where it belongs.
+
 It is no part of the suite: it takes half an hour on two cores.
 """
 
@@ -51,7 +54,7 @@ class Session:
             self._copies.put(runner.Copy(folder / str(i), cache))
         self._pool = concurrent.futures.ThreadPoolExecutor(processes)
         self._seconds: dict[str, float] = {}  # of a test or file on the sources as they are
-        self._files: dict[tuple[str, ...], concurrent.futures.Future] = {}
+        self._files: dict[tuple, concurrent.futures.Future] = {}
         self._unknown: set[str] = set()  # killers that are no tests any more
         self._lock = threading.Lock()
 
@@ -64,27 +67,27 @@ class Session:
 
     def failing_killers(self, mutants: list[Mutant]) -> list[str]:
         """The killers that do not pass on the sources as they are."""
-        by_file = {}
+        groups = {}
         for mutant in mutants:
             if mutant.first_try:
                 file = mutant.first_try.partition("::")[0]
-                by_file.setdefault(file, {})[mutant.first_try] = None
-        groups = [list(tests) for tests in by_file.values()]
+                groups.setdefault((file, mutant.in_all), {})[mutant.first_try] = None
+        clean = lambda copy, group: self._clean(copy, list(group[1]), in_all=group[0][1])
         failing = []
-        for found in self._pool.map(lambda g: self._with_copy(self._clean, g), groups):
+        for found in self._pool.map(lambda g: self._with_copy(clean, g), groups.items()):
             failing += found
         return failing
 
-    def _clean(self, copy: runner.Copy, tests: list[str]) -> list[str]:
+    def _clean(self, copy: runner.Copy, tests: list[str], in_all: bool) -> list[str]:
         """Those of the killers, all of one file, that fail without a mutant."""
-        found = copy.pytest(tests, runner.LIMIT_S)
+        found = copy.pytest(tests, runner.LIMIT_S, in_all=in_all)
         self._seconds |= dict.fromkeys(tests, found.seconds)
         file = tests[0].partition("::")[0]
         print(f"  {found.seconds:6.1f} s  {len(tests)} of {file}", flush=True)
         if found.status in (runner.PASSED, runner.FAILED):
             return list(found.failed)
         if len(tests) > 1:
-            return [test for alone in tests for test in self._clean(copy, [alone])]
+            return [test for alone in tests for test in self._clean(copy, [alone], in_all)]
         self._unknown.update(tests)
         print(f"    {tests[0]} is not there: all of {file} is tried in its place", flush=True)
         return []
@@ -101,12 +104,13 @@ class Session:
         """Seconds for the tests with a mutant: much more than they take without."""
         return 60.0 + 5.0 * sum(self._seconds.get(test, runner.LIMIT_S / 5) for test in tests)
 
-    def _is_sound(self, copy: runner.Copy, files: tuple[str, ...]) -> bool:
+    def _is_sound(self, copy: runner.Copy, mutant: Mutant) -> bool:
+        files, key = mutant.files, (mutant.files, mutant.in_all)
         with self._lock:
-            is_first = files not in self._files
-            sound = self._files.setdefault(files, concurrent.futures.Future())
+            is_first = key not in self._files
+            sound = self._files.setdefault(key, concurrent.futures.Future())
         if is_first:
-            found = copy.pytest(list(files), runner.LIMIT_S)
+            found = copy.pytest(list(files), runner.LIMIT_S, in_all=mutant.in_all)
             self._seconds |= dict.fromkeys(files, found.seconds / len(files))
             print(f"  {found.seconds:6.1f} s  all of {' '.join(files)}"
                   + "".join(f"\n    fails: {test}" for test in found.failed), flush=True)
@@ -131,13 +135,15 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     parser.add_argument("--out", metavar="FILE", help="also write the table here")
     parser.add_argument("--check", action="store_true",
-                        help="only check that every mutant applies to the sources")
+                        help="only check that every mutant applies and its killer is chosen")
     args = parser.parse_args()
     mutants = chosen(args.only)
     broken = [f"{m.source}: mutant {m.name!r} no longer applies: {problem}"
               for m in mutants if (problem := m.problem(runner.ROOT))]
     names = collections.Counter(f"{m.source}: mutant {m.name!r}" for m in mutants)
     broken += [f"{name} is there {count} times" for name, count in names.items() if count > 1]
+    if args.check and not broken:
+        broken += runner.misplaced(mutants)
     if broken or args.check or not mutants:
         print("\n".join([*broken, f"{len(mutants)} mutants, {len(broken)} do not apply"]))
         return int(bool(broken) or not mutants)

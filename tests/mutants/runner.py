@@ -1,6 +1,8 @@
 """Copies of the repository in which mutants are applied and tested, one at a time."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import os
 import pathlib
@@ -10,10 +12,13 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.mutants import Mutant, plugin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PASSED, FAILED, NOTHING = 0, 1, 5  # exit statuses of pytest
+DEFAULT_CHOICE = ("-m", "not all")  # as in launch/test.sh
 LIMIT_S = 900.0  # of a run on the sources as they are
 
 
@@ -58,8 +63,9 @@ class Copy:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, target)
 
-    def pytest(self, tests: list[str], limit_s: float, *options: str) -> Run:
-        """A run of the tests, given as files or node ids."""
+    def pytest(self, tests: list[str], limit_s: float, *options: str, in_all: bool = False) -> Run:
+        """A run of the tests, given as files or node ids; of the default choice, or of all."""
+        options += () if in_all else DEFAULT_CHOICE
         self._record.write_text("")
         environment = os.environ | {
             "PYTHONPATH": str(self.root), plugin.RECORD: str(self._record),
@@ -94,8 +100,8 @@ class Copy:
     def judge(self, mutant: Mutant, limit_s, is_sound) -> Verdict:
         """Applies the mutant, runs its killer and, if that does not fail, all tests of its files.
 
-        `limit_s(tests)` gives the seconds of a run, `is_sound(copy, files)` whether the files pass
-        without the mutant; they are asked where the killer alone did not find it.
+        `limit_s(tests)` gives the seconds of a run, `is_sound(copy, mutant)` whether its files pass
+        without it; that is asked where the killer alone did not find it.
         """
         start = time.monotonic()
         original = (self.root / mutant.path).read_text(encoding="utf-8")
@@ -104,12 +110,13 @@ class Copy:
         killer = how = ""
         for tests in attempts:
             is_alone = tests == [mutant.first_try]
-            if not is_alone and not is_sound(self, mutant.files):
+            if not is_alone and not is_sound(self, mutant):
                 how = "its test files fail without it"
                 break
             self.write(mutant.path, original.replace(mutant.old, mutant.new))
             try:
-                killer, how = _reading(self.pytest(tests, limit_s(tests), "-x"))
+                run = self.pytest(tests, limit_s(tests), "-x", in_all=mutant.in_all)
+                killer, how = _reading(run)
             finally:
                 self.write(mutant.path, original)
             if killer or how:
@@ -117,6 +124,37 @@ class Copy:
         if killer and mutant.first_try and not is_alone:
             how = f"{how}; not by {mutant.first_try}"
         return Verdict(mutant, killer, how, time.monotonic() - start)
+
+
+class _Collected:
+    """A plugin of pytest: the tests by name, and whether the default choice has one of that name."""
+
+    def __init__(self):
+        self.is_default: dict[str, bool] = {}
+
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            is_default = item.get_closest_marker("all") is None
+            for name in (item.nodeid, item.nodeid.partition("[")[0]):
+                self.is_default[name] = self.is_default.get(name, False) or is_default
+
+
+def misplaced(mutants: list[Mutant]) -> list[str]:
+    """What is wrong with the killers: one is no test, or not of the choice that it is said to be of."""
+    named = [mutant for mutant in mutants if mutant.killer]
+    files = sorted({mutant.first_try.partition("::")[0] for mutant in named})
+    found = _Collected()
+    if files:
+        with contextlib.redirect_stdout(io.StringIO()):
+            pytest.main(["--collect-only", "-p", "no:cacheprovider", *files], [found])
+    wrong = []
+    for mutant in named:
+        place = f"{mutant.source}: the killer of {mutant.name!r}, {mutant.first_try},"
+        if mutant.first_try not in found.is_default:
+            wrong.append(f"{place} is no test")
+        elif found.is_default[mutant.first_try] == mutant.in_all:
+            wrong.append(f"{place} is {'a' if mutant.in_all else 'no'} test of the default choice")
+    return wrong
 
 
 def _reading(run: Run) -> tuple[str, str]:

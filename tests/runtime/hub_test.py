@@ -243,6 +243,7 @@ def sums(shift):
     ])
 
 
+@pytest.mark.all
 def test_a_run_goes_on_with_the_commit_that_it_began_with(served, tmp_path):
     server, client = served
     server.put("datasets/o/d", "1", {"train-0.parquet": sums(1), "test-0.parquet": sums(2)})

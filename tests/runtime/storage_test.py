@@ -244,6 +244,7 @@ def start(workdir, cache):
     return forked.Command(command, cache.with_suffix(".log"), {"XDG_CACHE_HOME": str(cache)})
 
 
+@pytest.mark.all
 def test_a_lost_machine_loses_the_steps_since_the_last_checkpoint_and_no_more(bucket, tmp_path):
     """The first machine dies while it writes its third checkpoint; another one goes on."""
     process = start("gs://bucket/run", cache=tmp_path / "machine1")
