@@ -182,7 +182,7 @@ def importance_weight_metrics(
 
 
 def _raw_weight_of_sequences(level, log_ratio, mask, seg):
-    """Untruncated weight of each sequence [B, S]: the mean of its tokens' ratios at level "token"."""
+    """Untruncated weight of each sequence [B, S]; at level "token" the mean of its ratios."""
     if level == "token":
         stats = ratios.log_ratio_stats(log_ratio, mask, seg)
         return ratios.safe_divide(stats.ratio_sum, stats.count)
@@ -321,7 +321,8 @@ def kept_sample_size(
     w = 0 where rejected: at most the share that is kept, 0 if every token is rejected.
     """
     kept_bt = jnp.where(ratios.as_bool(is_accepted), w, 0.0)
-    return detached({"kept_eff_sample_size": ratios.effective_sample_size(kept_bt, mask)}, "rollout_corr/")
+    metrics = {"kept_eff_sample_size": ratios.effective_sample_size(kept_bt, mask)}
+    return detached(metrics, "rollout_corr/")
 
 
 def _centred(x, mask):

@@ -131,7 +131,7 @@ def test_bypass_counts_the_whole_drift_once():
     np.testing.assert_allclose(decoupled, expected, rtol=1e-5)
 
 
-def test_bypass_judges_the_learner_as_it_is_now():
+def test_bypass_weighs_the_policy_of_the_update():
     # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7, so the ratios are 1.649, 0.819, 1.105 | 1.221,
     # 2.014. The mask drops what is above 1.55, where logp_old - logp_behav (0.4, -0.1, 0 | 0, 0.6)
     # would leave the first; the cap of 1.2 holds the fourth. -w A log pi is then
@@ -155,7 +155,7 @@ OPSM = (("opsm", {"opsm_delta": 0.05}),)
 
 
 @pytest.mark.parametrize("brings_weights", [False, True])
-def test_decoupled_judges_a_mask_of_the_policy_at_every_update(brings_weights):
+def test_decoupled_applies_a_mask_of_the_policy_at_every_update(brings_weights):
     """The second sequence has A < 0. mean log(mu / pi) is -0.3 at the old policy, 0.1 at the moved
     one, above 0.05; its tokens then have weight 0 and stay among the five."""
     moved = LOGP.at[1].set(BATCH["logp_behav"][1] - 0.1)
@@ -174,13 +174,13 @@ def test_decoupled_judges_a_mask_of_the_policy_at_every_update(brings_weights):
     np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
 
 
-def test_a_mask_of_the_gap_is_judged_with_the_weights():
-    """With the weights of a batch it was judged before, and nothing is rejected any more."""
+def test_a_mask_of_the_gap_is_applied_with_the_weights():
+    """With the weights of a batch it was applied before, and nothing is rejected any more."""
     masks = (("token_ratio", {"upper": 1.55}),)
     parts = {"objective": ("reinforce", {}), "masks": masks, "aggregation": "token-sum"}
-    judged, metrics = policy_loss(LOGP, BATCH, **parts)
+    value, metrics = policy_loss(LOGP, BATCH, **parts)
     # logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: the last token goes.
-    np.testing.assert_allclose(judged, 0.9 + 1.1 + 0.4 - 0.5 * 0.8, rtol=1e-5)
+    np.testing.assert_allclose(value, 0.9 + 1.1 + 0.4 - 0.5 * 0.8, rtol=1e-5)
     assert "actor/rejected_fraction" not in metrics
     given, _ = policy_loss(LOGP, BATCH | {"weights": jnp.ones((2, 3))}, **parts)
     np.testing.assert_allclose(given, 0.9 + 1.1 + 0.4 - 0.5 * (0.8 + 1.9), rtol=1e-5)
