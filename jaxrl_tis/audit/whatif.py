@@ -125,7 +125,7 @@ def _reason(parts, more, fields):
 # Numbers
 
 
-def judge(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
+def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
     """[(factor of each token [R,T], share of the tokens whose factor a bound has changed, but not to
     0)] of each part. Works under jit. Arguments as `table`."""
     mask, seg, none = batch["mask"], batch["seg"], jnp.zeros(())
@@ -257,11 +257,11 @@ def _ratios(learner, batch):
 
 
 def _made(known, batch):
-    """{part: what `judge` makes of it}, by a program for each kind; they are compiled side by side."""
+    """{part: its result of `evaluate_parts`}, by a program for each kind; they are compiled side by side."""
     parts = list(dict.fromkeys(part for rule in known for part in rule.parts))
     kinds = [[p for p in parts if p.kind == kind] for kind in ("weight", "mask", "objective")]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = [jax.jit(functools.partial(judge, ours)) for ours in kinds]
+        programs = [jax.jit(functools.partial(evaluate_parts, ours)) for ours in kinds]
         results = list(pool.map(lambda program: program(batch), programs))
     return {part: x for ours, made in zip(kinds, results) for part, x in zip(ours, made)}
 

@@ -1,4 +1,4 @@
-"""Do sampler and learner make the same discrete choices: experts of a router, kept tokens, tokens.
+"""Do sampler and learner make the same discrete choices: experts of a router, kept tokens.
 
 For runs that record them. Every function is pure, works under jit and has no gradient. Metrics are
 scalars named mismatch/<metric>, 0 for an empty mask.
@@ -104,17 +104,3 @@ def kept_metrics(
         "token_outside": ratios.masked_mean(~is_inside_bt & (old_bt > 0), mask),
     }
     return mismatch.detached(metrics, "mismatch/kept_")
-
-
-def token_differences(
-    tokens: chex.Array, other: chex.Array, mask: chex.Array, seg: chex.Array | None = None
-) -> chex.Array:
-    """Number of valid positions of each sequence at which two token arrays differ, [B, S].
-
-    Args:
-      tokens, other: [B, T] token ids, for instance of the same requests drawn twice.
-      mask: [B, T] positions to compare.
-      seg: [B, T] sequence ids of packed rows, or None.
-    """
-    chex.assert_equal_shape([tokens, other, mask])
-    return ratios.sequence_sum(tokens != other, mask, seg)

@@ -141,15 +141,9 @@ def staleness_metrics(
 
 
 def variance_proxy_metrics(
-    logp_old: chex.Array,
-    adv: chex.Array,
-    sum_pi_squared: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    w: chex.Array | None = None,
-    gradient_norm: chex.Numeric | None = None,
-    num_sequences: chex.Numeric | None = None,
+    logp_old: chex.Array, adv: chex.Array, sum_pi_squared: chex.Array, mask: chex.Array,
+    seg: chex.Array | None = None, *, w: chex.Array | None = None,
+    gradient_norm: chex.Numeric | None = None, num_sequences: chex.Numeric | None = None,
 ) -> dict[str, chex.Array]:
     """Proxies of the gradient's signal and noise, from the squared norm of the scores.
 
@@ -189,15 +183,7 @@ def variance_proxy_metrics(
     score_bt = 1.0 - 2.0 * p_bt + ratios.zero_padding(sum_pi_squared, mask)
     is_sequence_bs = ratios.sequence_count(logp_old, mask, seg) > 0
     a_squared_bs = jnp.square(ratios.sequence_mean(adv, mask, seg))
-    if w is None:
-        score_bs = weighted_bs = ratios.sequence_sum(score_bt, mask, seg)
-        w_squared_bs = jnp.ones_like(score_bs)
-    else:
-        w_squared_bt = jnp.square(ratios.zero_padding(w, mask))
-        weighted_bt = score_bt * w_squared_bt
-        weighted_bs = ratios.sequence_sum(weighted_bt, mask, seg)
-        score_bs = ratios.sequence_sum(weighted_bt / jnp.maximum(w_squared_bt, 1e-10), mask, seg)
-        w_squared_bs = jnp.square(ratios.sequence_mean(w, mask, seg))
+    score_bs, weighted_bs, w_squared_bs = _score_norms(score_bt, w, mask, seg)
     power_bs = w_squared_bs * a_squared_bs * jnp.maximum(score_bs, 0.0)
     power = ratios.masked_mean(power_bs, is_sequence_bs)
     signal = noise = jnp.zeros_like(power)
@@ -214,3 +200,17 @@ def variance_proxy_metrics(
         "expected_w": ratios.masked_mean(weighted_bs, is_sequence_bs),
     }
     return mismatch.detached(metrics, "variance_proxy/")
+
+
+def _score_norms(score_bt, w, mask, seg):
+    """Of each sequence [B, S]: its squared score norm W, the same with each token's counted w^2
+    times, and the square of its mean weight."""
+    if w is None:
+        score_bs = ratios.sequence_sum(score_bt, mask, seg)
+        return score_bs, score_bs, jnp.ones_like(score_bs)
+    w_squared_bt = jnp.square(ratios.zero_padding(w, mask))
+    weighted_bt = score_bt * w_squared_bt
+    weighted_bs = ratios.sequence_sum(weighted_bt, mask, seg)
+    score_bs = ratios.sequence_sum(weighted_bt / jnp.maximum(w_squared_bt, 1e-10), mask, seg)
+    w_squared_bs = jnp.square(ratios.sequence_mean(w, mask, seg))
+    return score_bs, weighted_bs, w_squared_bs

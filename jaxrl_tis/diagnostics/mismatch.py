@@ -127,14 +127,8 @@ def offpolicy_metrics(
 
 
 def importance_weight_metrics(
-    w: chex.Array,
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    *,
-    level: str,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
-    seg: chex.Array | None = None,
+    w: chex.Array, log_ratio: chex.Array, mask: chex.Array, *, level: str, upper: chex.Numeric,
+    lower: chex.Numeric | None = None, seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Distribution of the importance weights, as truncated and as they were before.
 
@@ -169,12 +163,7 @@ def importance_weight_metrics(
     else:
         extremes_of, log_raw, is_valid = w_bt, log_bt, mask
     mean_bs = ratios.sequence_mean(w_bt, mask, seg)
-    if level == "token":
-        raw_mean_bs = ratios.safe_divide(stats.ratio_sum, stats.count)
-    else:
-        raw_mean_bs = ratios.bounded_exp(
-            weights.sequence_log_ratio(level, log_ratio, mask, seg)
-        )
+    raw_mean_bs = _raw_weight_of_sequences(level, log_ratio, mask, seg)
     metrics = {
         "mean": ratios.masked_mean(w_bt, mask),
         "max": ratios.masked_max(extremes_of, is_valid),
@@ -192,6 +181,14 @@ def importance_weight_metrics(
     return detached(metrics, "rollout_corr/rollout_is_")
 
 
+def _raw_weight_of_sequences(level, log_ratio, mask, seg):
+    """Untruncated weight of each sequence [B, S]; at level "token" the mean of its ratios."""
+    if level == "token":
+        stats = ratios.log_ratio_stats(log_ratio, mask, seg)
+        return ratios.safe_divide(stats.ratio_sum, stats.count)
+    return ratios.bounded_exp(weights.sequence_log_ratio(level, log_ratio, mask, seg))
+
+
 def _sequence_statistics(x_bs, is_sequence_bs, centre):
     """Mean, std, extremes and largest deviation from `centre` of one value per sequence."""
     return {
@@ -204,13 +201,8 @@ def _sequence_statistics(x_bs, is_sequence_bs, centre):
 
 
 def rejection_metrics(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    option: str,
-    upper: chex.Numeric,
-    lower: chex.Numeric | None = None,
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, option: str,
+    upper: chex.Numeric, lower: chex.Numeric | None = None,
 ) -> dict[str, chex.Array]:
     """Distribution of the statistic of one of verl's rejection criteria, and what it rejects.
 
@@ -237,18 +229,13 @@ def rejection_metrics(
         )
     level, _, estimator = option.rpartition("_")
     is_band = estimator == "k1"
-    if is_band:
-        high = ratios.log_bound(upper)
-        low = -high if lower is None else ratios.log_bound(lower)
-    else:
-        high, low = upper, -jnp.inf
+    low, high = _interval(is_band, upper, lower)
 
     def is_lost(x):
         return ~((x >= low) & (x <= high))
 
     stat_bt = masks.statistic(f"token_{estimator}", log_ratio, mask)
     num_tokens_bs = ratios.log_ratio_stats(log_ratio, mask, seg).count
-    is_sequence_bs = num_tokens_bs > 0
     if level == "token":
         x, weight = stat_bt, ratios.as_bool(mask).astype(stat_bt.dtype)
         stat_bs = masks.sequence_statistic(f"seq_mean_{estimator}", log_ratio, mask, seg)
@@ -256,7 +243,7 @@ def rejection_metrics(
     else:
         x = stat_bs = masks.sequence_statistic(option, log_ratio, mask, seg)
         weight, is_lost_bs = num_tokens_bs, is_lost(stat_bs)
-    clipped = ratios.clamp(x, low if is_band else 0.0, high)
+    clipped, is_sequence_bs = ratios.clamp(x, low if is_band else 0.0, high), num_tokens_bs > 0
     variance = _weighted_mean(jnp.square(clipped - _weighted_mean(clipped, weight)), weight)
     metrics = {
         "mean": _weighted_mean(x, weight),
@@ -273,6 +260,14 @@ def rejection_metrics(
     if is_band:
         metrics["seq_fraction_low"] = ratios.masked_mean(stat_bs < low, is_sequence_bs)
     return detached(metrics, f"rollout_corr/rollout_rs_{option}_")
+
+
+def _interval(is_band, upper, lower):
+    """Interval of a statistic that its criterion keeps; a band is of logarithms of ratios."""
+    if not is_band:
+        return -jnp.inf, upper
+    high = ratios.log_bound(upper)
+    return (-high if lower is None else ratios.log_bound(lower)), high
 
 
 def _weighted_mean(x, weight):
@@ -326,7 +321,8 @@ def kept_sample_size(
     w = 0 where rejected: at most the share that is kept, 0 if every token is rejected.
     """
     kept_bt = jnp.where(ratios.as_bool(is_accepted), w, 0.0)
-    return detached({"kept_eff_sample_size": ratios.effective_sample_size(kept_bt, mask)}, "rollout_corr/")
+    metrics = {"kept_eff_sample_size": ratios.effective_sample_size(kept_bt, mask)}
+    return detached(metrics, "rollout_corr/")
 
 
 def _centred(x, mask):

@@ -1,5 +1,4 @@
-"""The policy loss: ratio -> mask -> weight -> objective -> reduction, with centred scores, and the KL
-and entropy terms.
+"""The policy loss: ratio -> mask -> weight -> objective -> reduction, centred scores, KL, entropy.
 
 `apply_methods` is the one place where a weight and masks are computed. A method is a (name,
 parameters) pair, see `methods.parse`. The behaviour policy can be used in two ways.
@@ -109,8 +108,10 @@ def importance_weights(
 def weight_counts(
     log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method
 ) -> dict[str, chex.Array]:
-    """`counts.of_weight`, beside what the weight would be without bounds; {} for "none". Arguments as
-    `importance_weights`; its repeated calls are one in a compiled program."""
+    """`counts.of_weight`, compared with the weight without bounds; {} for "none".
+
+    Arguments as `importance_weights`; its repeated calls are one in a compiled program.
+    """
     name, parameters = weight
     if name == "none":
         return {}
@@ -139,7 +140,7 @@ def accepted(
 def split(
     masks: tuple[Method, ...], mode: str
 ) -> tuple[tuple[Method, ...], tuple[Method, ...]]:
-    """(masks that are judged once for a rollout batch, masks that are judged at every update)."""
+    """(masks that are applied once for a rollout batch, masks that are applied at every update)."""
     is_live = lambda m: mode == "bypass" or m[0] in AT_UPDATE
     return tuple(m for m in masks if not is_live(m)), tuple(m for m in masks if is_live(m))
 
@@ -161,8 +162,8 @@ def apply_methods(
       batch: `mask`, `logp_behav`, the field `learner`, optional `seg`, and what the methods need.
       weight: name in `weights.WEIGHTS` and its parameters.
       masks: names in `masks.MASKS` and their parameters.
-      learner: field of the learner's log-probs [B,T] in the ratio: "logp_old" for the sampler's gap,
-        "logp" for the drift of the policy that is trained.
+      learner: field of the learner's log-probs [B,T] in the ratio: "logp_old" for the sampler's
+        gap, "logp" for the drift of the policy that is trained.
       is_batch_normalized: see `importance_weights`.
     """
     log_ratio = _log_ratio(batch, learner, weight[0])
@@ -178,8 +179,8 @@ def _log_ratio(batch, learner, user):
 
 
 def _apply_at_update(batch, spec):
-    """Returns (weights, accepted tokens, metrics) of the weight and the masks at an update. Where the
-    batch brings `weights`, only the masks of the update are left."""
+    """Returns (weights, accepted tokens, metrics) at an update. Where the batch brings `weights`,
+    only the masks of the update are left."""
     mask, (once, live) = ratios.as_bool(batch["mask"]), split(spec.masks, spec.mode)
     w_bt, is_accepted_bt, metrics = mask, mask, {}
     if live:
@@ -214,9 +215,9 @@ def policy_loss(
     Args:
       logp: [B,T] log-probs of the sampled tokens under the policy that is trained, nats; the
         gradient flows through it (and through entropy and logp_top).
-      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav` with
-        a weight or masks; `logp_ref` with kl; and the fields of `methods.needs`. `weights` replaces
-        `weight` and the masks of the gap by weights that were computed once for the rollout batch.
+      batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
+        with a weight or masks; `logp_ref` with kl; and the fields of `methods.needs`. `weights`
+        replaces `weight` and the masks of the gap by what was computed once for the rollout batch.
       objective: name in `objectives.OBJECTIVES`.
       weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
       masks: names in `masks.MASKS`, joined by "&" in text; a token counts if all of them keep it.
@@ -230,9 +231,9 @@ def policy_loss(
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
       entropy_coeff: weight of the entropy bonus per nat.
-      logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats. With
-        it scores are centred, see `centering`: the batch then has `tokens`, `top_ids`, `top_logps`
-        and `logp_behav`, and rejected tokens must be counted.
+      logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats.
+        With it scores are centred, see `centering`: the batch then has `tokens`, `top_ids`,
+        `top_logps` and `logp_behav`, and rejected tokens must be counted.
       num_tokens, num_seqs, scale: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
@@ -293,7 +294,7 @@ def compute_loss(
         metrics |= {"actor/kl_loss": kl_loss, "actor/kl_coef": jnp.asarray(spec.kl_coeff)}
     if spec.entropy_coeff != 0.0:
         if entropy is None:
-            raise ValueError(f"entropy_coeff is {spec.entropy_coeff}, so pass entropy [B,T] as well.")
+            raise ValueError(f"entropy_coeff is {spec.entropy_coeff}, so pass entropy [B,T] too.")
         entropy_loss = aggregate(entropy)
         loss = loss - spec.entropy_coeff * entropy_loss
         metrics |= {"actor/entropy_loss": entropy_loss}

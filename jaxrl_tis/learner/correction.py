@@ -95,8 +95,8 @@ class Correction:
 
     def is_in_update(self, field: str, is_scored: bool = True) -> bool:
         """Whether the updates take this field of the rollout batch: they and all log-probs read it,
-        or a method that is applied at every update names it; so are weight and masks where the batch
-        was not scored before."""
+        or a method that is applied at every update names it. So are weight and masks where the
+        batch was not scored before."""
         masks = self.masks_at_update if is_scored else self.masks
         at_update = [("objective", self.objective), *(("mask", m) for m in masks)]
         if self.mode == "bypass" or not is_scored:
@@ -162,14 +162,14 @@ def controlled(c: Correction, batch: Batch) -> Correction:
 
 
 def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
-    """Returns the jitted function that computes the advantages, the weights, the accepted tokens and
-    the metrics of a whole rollout batch [N,T].
+    """Returns the jitted function that computes the advantages, the weights, the accepted tokens
+    and the metrics of a whole rollout batch [N,T].
 
     The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled),
     logp_prox (at those that the update starts from), rewards [N], group [N], version,
     current_version, and what the methods need. The metrics are of the sampler's gap in both modes.
-    In bypass mode weights and masks are left to the updates. So are, in decoupled mode, the masks of
-    `Correction.masks_at_update`.
+    In bypass mode weights and masks are left to the updates. So are, in decoupled mode, the masks
+    of `Correction.masks_at_update`.
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:

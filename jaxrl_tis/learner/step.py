@@ -86,7 +86,8 @@ def accumulate_gradients(
         return jax.lax.cond(jnp.any(micro["mask"]), gradient, lambda *_: empty, params, micro)
 
     def add(total, micro):
-        grads, (metrics, fields) = (gradient_if_any if "seg" in minibatch else gradient)(params, micro)
+        take = gradient_if_any if "seg" in minibatch else gradient
+        grads, (metrics, fields) = take(params, micro)
         return jax.tree.map(jnp.add, total, (grads, metrics)), fields
 
     first = jax.tree.map(lambda x: x[0], minibatch)
@@ -192,10 +193,10 @@ def make_arriving_step(
 ) -> tuple[Callable, Callable]:
     """Makes the policy update of a batch that comes in parts and was not scored before. Returns
 
-    add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp_old", "entropy"} [1,
-      rows, T]); the sums are of gradients and metrics, not divided by anything, and donated.
-    finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole batch;
-      the state is donated.
+    add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp_old", "entropy"}
+      [1, rows, T]); the sums are of gradients and metrics, not divided by anything, and donated.
+    finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole
+      batch; the state is donated.
 
     Sums of the same parts in another order differ by rounding alone.
     """

@@ -116,8 +116,8 @@ class Trainer:
         self, state: dict[str, Any], rows: Rows, run: Callable, sampled_by: Mapping[int, Any],
         known: np.ndarray | None,
     ) -> Rows:
-        """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; arguments
-        as in `score` and `at_versions`."""
+        """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; `run`
+        is of `_passes`, the other arguments of `score`."""
         policy, scored_rows, fields = state["policy"].params, 0, {}
 
         def log_probs(params, is_wanted):
@@ -137,8 +137,8 @@ class Trainer:
             sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
         ):
             raise ValueError(
-                "tokens were drawn by other weights than those that the update starts from, which it "
-                "cannot score: set train.fuse_score to never"
+                "tokens were drawn by other weights than those that the update starts from, which "
+                "it cannot score: set train.fuse_score to never"
             )
         self.score_metrics = {
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
@@ -173,7 +173,7 @@ class Trainer:
             count = rollout.snapshots or snapshots.num_snapshots(setup.staleness)
             return snapshots.Ring(count, size, most)
         groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
-        of_group = rollout.group_size + mode.redundant + 1  # with the greedy answer that ReMax takes
+        of_group = rollout.group_size + mode.redundant + 1  # with ReMax's greedy answer
         return snapshots.Replica(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
@@ -302,8 +302,8 @@ def at_versions(
 def check_versions(
     rows: Rows, sampled_by: Mapping[int, Any], known: np.ndarray | None = None
 ) -> list[int]:
-    """Returns the versions that drew tokens, but for those whose log-probs are known; ValueError for
-    one whose weights are not there."""
+    """Returns the versions that drew tokens, but for those whose log-probs are known; ValueError
+    for one whose weights are not there."""
     versions = np.unique(rows["version"][_unknown(rows, known)]).tolist()
     missing = [v for v in versions if v not in sampled_by]
     if missing:
@@ -370,8 +370,8 @@ _length_metrics = jax.jit(batch_metrics.length_metrics)
 def sample_metrics(
     samples: list[Sample], rows: Rows, config: ml_collections.ConfigDict
 ) -> dict[str, float]:
-    """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards are of
-    those that are known; there is none where no reward is."""
+    """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards are
+    of those that are known; there is none where no reward is."""
     prompts, lengths = (
         np.array([len(getattr(s.trajectory, field)) for s in samples])
         for field in ("prompt", "tokens")
@@ -394,7 +394,9 @@ def sample_metrics(
     ) | {
         "reward/equal_groups_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
         "response_length/truncated_ratio": _are_truncated(samples).mean(),
-        "actor/left_out_ratio": np.mean(~are_trained_on(samples, rows, config.train.mask_truncated)),
+        "actor/left_out_ratio": np.mean(
+            ~are_trained_on(samples, rows, config.train.mask_truncated)
+        ),
     }
 
 

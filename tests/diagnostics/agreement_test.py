@@ -84,17 +84,6 @@ def test_kept_sets_as_bits():
     assert_metrics(metrics, EXPECTED, "mismatch/kept_")
 
 
-def test_token_differences():
-    tokens = jnp.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]])
-    other = jnp.array([[1, 0, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6]])
-    mask, seg = jnp.array([[1, 1, 1, 1, 1, 0]] * 2), jnp.array([[1, 1, 1, 2, 2, 0]] * 2)
-    np.testing.assert_array_equal(
-        agreement.token_differences(tokens, other, mask), [[3.0], [0.0]]
-    )
-    packed = agreement.token_differences(tokens, other, mask, seg)
-    np.testing.assert_array_equal(packed, [[1, 2, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
-
-
 def test_padding_and_the_type_of_the_mask_do_not_count():
     is_valid = np.array(MASK) > 0
     for dtype, fill in ((bool, -1), (np.int32, 0), (np.float32, 999)):

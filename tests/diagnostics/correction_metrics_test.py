@@ -53,10 +53,13 @@ def test_the_learners_reward_counts_an_answer_that_is_left_out_with_weight_one()
     assert found == pytest.approx((w * data["rewards"]).sum() / w.sum(), rel=1e-5)
 
 
+profile_metrics = jax.jit(correction_metrics.profile_metrics, static_argnums=1)
+
+
 def test_the_gap_by_place():
     data = whole_batch()
     mask, z = data["mask"], log_ratio()
-    metrics = jax.device_get(jax.jit(correction_metrics.profile_metrics, static_argnums=1)(data, False))
+    metrics = jax.device_get(profile_metrics(data, False))
     position = np.where(mask, np.cumsum(data["segment_ids"], axis=1), 0)
     position -= np.array([np.min(p[m], initial=99) for p, m in zip(position, mask)])[:, None]
     for first, last in ((0, 0), (1, 1), (2, 3)):
@@ -66,7 +69,7 @@ def test_the_gap_by_place():
         assert metrics[f"{name}/token_fraction"] == pytest.approx(here.sum() / mask.sum())
     assert not any("turn" in name or "tool" in name for name in metrics)
     data["turn"] = np.where(np.arange(T) < 5, 0, 1)[None].repeat(B, axis=0).astype(np.int32)
-    metrics = jax.device_get(jax.jit(correction_metrics.profile_metrics, static_argnums=1)(data, True))
+    metrics = jax.device_get(profile_metrics(data, True))
     later = mask & (data["turn"] == 1)
     assert metrics["mismatch/turn_1/log_ratio_mean"] == pytest.approx(z[later].mean(), rel=1e-3)
     assert 0 < metrics["mismatch/after_tool_1/token_fraction"] < 1

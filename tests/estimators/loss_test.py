@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import baselines, methods, presets
-from jaxrl_tis.estimators.loss import importance_weights, policy_loss
+from jaxrl_tis.estimators.loss import apply_methods, importance_weights, policy_loss
 
 LOGP = jnp.array([[-0.9, -1.1, -0.4], [-0.8, -1.9, -0.7]])
 BATCH = {
@@ -131,7 +131,7 @@ def test_bypass_counts_the_whole_drift_once():
     np.testing.assert_allclose(decoupled, expected, rtol=1e-5)
 
 
-def test_bypass_judges_the_learner_as_it_is_now():
+def test_bypass_weighs_the_policy_of_the_update():
     # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7, so the ratios are 1.649, 0.819, 1.105 | 1.221,
     # 2.014. The mask drops what is above 1.55, where logp_old - logp_behav (0.4, -0.1, 0 | 0, 0.6)
     # would leave the first; the cap of 1.2 holds the fourth. -w A log pi is then
@@ -155,7 +155,7 @@ OPSM = (("opsm", {"opsm_delta": 0.05}),)
 
 
 @pytest.mark.parametrize("brings_weights", [False, True])
-def test_decoupled_judges_a_mask_of_the_policy_at_every_update(brings_weights):
+def test_decoupled_applies_a_mask_of_the_policy_at_every_update(brings_weights):
     """The second sequence has A < 0. mean log(mu / pi) is -0.3 at the old policy, 0.1 at the moved
     one, above 0.05; its tokens then have weight 0 and stay among the five."""
     moved = LOGP.at[1].set(BATCH["logp_behav"][1] - 0.1)
@@ -174,16 +174,51 @@ def test_decoupled_judges_a_mask_of_the_policy_at_every_update(brings_weights):
     np.testing.assert_allclose(metrics["actor/rejected_fraction"], 2 / 5, rtol=1e-6)
 
 
-def test_a_mask_of_the_gap_is_judged_with_the_weights():
-    """With the weights of a batch it was judged before, and nothing is rejected any more."""
+def test_a_mask_of_the_gap_is_applied_with_the_weights():
+    """With the weights of a batch it was applied before, and nothing is rejected any more."""
     masks = (("token_ratio", {"upper": 1.55}),)
     parts = {"objective": ("reinforce", {}), "masks": masks, "aggregation": "token-sum"}
-    judged, metrics = policy_loss(LOGP, BATCH, **parts)
+    value, metrics = policy_loss(LOGP, BATCH, **parts)
     # logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: the last token goes.
-    np.testing.assert_allclose(judged, 0.9 + 1.1 + 0.4 - 0.5 * 0.8, rtol=1e-5)
+    np.testing.assert_allclose(value, 0.9 + 1.1 + 0.4 - 0.5 * 0.8, rtol=1e-5)
     assert "actor/rejected_fraction" not in metrics
     given, _ = policy_loss(LOGP, BATCH | {"weights": jnp.ones((2, 3))}, **parts)
     np.testing.assert_allclose(given, 0.9 + 1.1 + 0.4 - 0.5 * (0.8 + 1.9), rtol=1e-5)
+
+
+def test_the_outputs_of_the_methods_by_hand():
+    """logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: ratios 1.492, 0.905, 1 | 1, 1.822."""
+    masks = (("token_ratio", {"upper": 1.3}), ("token_ratio", {"lower": 0.95, "upper": 9.0}))
+    outputs = apply_methods(BATCH, TIS, masks, is_batch_normalized=True)
+    w = np.array([[1.4918, 0.9048, 1.0], [1.0, 1.5, 0.0]])  # the cap is 1.5
+    np.testing.assert_allclose(outputs.factor, w.sum() / 5, rtol=1e-4)
+    np.testing.assert_allclose(outputs.weight, w / (w.sum() / 5), rtol=1e-4)
+    np.testing.assert_array_equal(outputs.is_accepted, [[0, 0, 1], [1, 0, 0]])
+    np.testing.assert_allclose(outputs.log_ratio, [[0.4, -0.1, 0.0], [0.0, 0.6, 0.0]], atol=1e-6)
+    counts = {name.removeprefix("correction/"): int(x) for name, x in outputs.counts.items()}
+    assert counts == {
+        "mask/token_ratio/seen": 5, "mask/token_ratio/dropped": 2,
+        "mask/token_ratio_2/seen": 5, "mask/token_ratio_2/dropped": 1,
+        "weight/seen": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
+        "weight/dropped": 0,
+    }
+    drift = apply_methods(BATCH | {"logp": LOGP}, NONE, masks, learner="logp")
+    # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7
+    np.testing.assert_array_equal(drift.is_accepted, [[0, 0, 1], [1, 0, 0]])
+    np.testing.assert_allclose(drift.log_ratio[0], [0.5, -0.2, 0.1], atol=1e-6)
+    np.testing.assert_array_equal(drift.weight, BATCH["mask"])
+
+
+def test_a_method_may_be_text_as_in_a_config():
+    pairs, found = policy_loss(
+        LOGP, BATCH, objective=PPO, weight=TIS, kl=("k2", {}), kl_coeff=0.3,
+        masks=(("token_ratio", {"upper": 1.3}), ("veto", {})),
+    )
+    text, others = policy_loss(
+        LOGP, BATCH, objective="dual_clip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)",
+        weight="token_tis(cap=1.5)", kl="k2", kl_coeff=0.3, masks="token_ratio(upper=1.3) & veto",
+    )
+    assert text == pairs and found.keys() == others.keys()
 
 
 def test_the_clip_looks_at_staleness_and_not_at_the_sampler():

@@ -35,7 +35,8 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
         parts = [[s for s in batch if s.group == g] for g in order]
         begun = state()
         found, drawn, found_rows, values = update_arriving(
-            trainer, begun, iter([parts[0] + parts[1], *parts[2:]]), {0: begun["policy"].params}, 1, 0
+            trainer, begun, iter([parts[0] + parts[1], *parts[2:]]), {0: begun["policy"].params},
+            1, 0,
         )
         assert [s.group for s in drawn] == sorted(s.group for s in batch)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
@@ -46,7 +47,9 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
             n for n in measured if n.startswith(("packing/", "train/", "control/"))
         }
         for name in values.keys() & measured.keys():
-            np.testing.assert_allclose(values[name], measured[name], rtol=1e-3, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                values[name], measured[name], rtol=1e-3, atol=1e-5, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("changes, reason", [
@@ -57,7 +60,8 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     (dict(correction__objective="clip_cov"), "clip_cov draws at random for the batch"),
     (dict(correction__advantage="gae", rollout__group_size=1, rollout__prompts=16),
      "the critic's update comes after it"),
-    (dict(correction__controllers="length_surge"), "length_surge looks at the batch before its update"),
+    (dict(correction__controllers="length_surge"),
+     "length_surge looks at the batch before its update"),
     (dict(correction__controllers="gradient_alignment"), None),
 ])
 def test_what_keeps_a_learner_waiting_for_the_whole_batch(changes, reason):

@@ -298,7 +298,7 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
     num_seqs = np.float32(fields["mask"].any(1).sum())
 
     @functools.partial(jax.jit, static_argnums=1)
-    def judged(rows, is_packed):
+    def computed(rows, is_packed):
         if is_packed:
             rows = rows | {"seg": _segments(PACKED, rows["segment_ids"])}
         loss = lambda logp: update_loss(
@@ -306,9 +306,9 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
         )
         return jax.value_and_grad(loss, has_aux=True)(rows["logp"])
 
-    (value, metrics), gradient = jax.device_get(judged(fields, False))
+    (value, metrics), gradient = jax.device_get(computed(fields, False))
     packed = {name: x[0] for name, x in packing.pack(by_sequence(fields)).items()}
-    (packed_value, packed_metrics), packed_gradient = jax.device_get(judged(packed, True))
+    (packed_value, packed_metrics), packed_gradient = jax.device_get(computed(packed, True))
     assert packed_value == pytest.approx(value, abs=1e-6, rel=1e-5)
     back, mask = packing.unpack(packed_gradient[None], T), fields["mask"]
     np.testing.assert_allclose(back[mask], gradient[mask], atol=1e-6)

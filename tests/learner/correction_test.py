@@ -72,7 +72,7 @@ def test_decoupled_keeps_three_log_probs_apart():
 def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
     out, metrics = prepared(mode="bypass", weight="none")
     data, mask = rollout(), rollout()["mask"]
-    assert "weights" not in out  # the loss judges the drift at every update
+    assert "weights" not in out  # the loss weighs the drift at every update
     c = correction.parse(fields(mode="bypass", weight="none", objective="ppo"))
     _, found = update_loss(c, data["logp_old"], None, data | out, 1.0, 1.0)
     assert found["actor/ppo_kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
@@ -114,7 +114,7 @@ def test_other_weights(weight, band):
     np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-4, atol=1e-7)
 
 
-def test_a_cap_per_factor_is_judged_once_or_at_every_update():
+def test_a_cap_per_factor_is_applied_once_or_at_every_update():
     caps = "cap_engine=1.2, cap_trust_region=1.1"
     data, z = rollout(), log_ratio()
     out, metrics = prepared(weight=f"capped_ratio({caps})")  # nothing has moved: the engine's alone
@@ -251,7 +251,7 @@ def test_masks_of_the_policy_are_left_to_the_update():
     assert correction.parse(fields(masks="veto")).masks_at_update == ()
 
 
-def test_counts_of_what_is_judged_once():
+def test_counts_of_methods_that_are_applied_once():
     z, mask = log_ratio(), rollout()["mask"]
     masks = "token_k1(upper=1.3) & opsm(opsm_delta=0.1)"
     _, metrics = prepared(masks=masks)
@@ -267,14 +267,14 @@ def test_counts_of_what_is_judged_once():
     }
     normalized = prepared(masks=masks, batch_normalize=True)[1]
     assert all(normalized[name] == x for name, x in found.items())
-    none = prepared(masks=masks, mode="bypass")[1]  # its updates judge all of it
+    none = prepared(masks=masks, mode="bypass")[1]  # its updates count all of it
     assert not any(map(counts.is_count, none))
 
 
 @pytest.mark.parametrize("preset", presets.PRESETS)
 @pytest.mark.parametrize("masks", [None, "veto & opsm(opsm_delta=0.1) & veto(veto_ratio=0.1)"])
 def test_every_configured_method_is_counted_in_one_place(preset, masks):
-    """A method that is judged neither once for the batch nor at its updates would have no counts."""
+    """A method that is applied neither once for the batch nor at its updates would have no counts."""
     chosen = default.get_config().correction
     chosen.preset, chosen.masks = preset, masks
     c, data = correction.parse(chosen), rollout()

@@ -17,7 +17,7 @@ MUTANTS = [
          "fields_test.py::test_updates_take_what_they_and_their_methods_read"),
         ("what is rejected in bypass mode leaves the denominators",
          'c.counts_rejected or c.mode == "bypass"', "c.counts_rejected"),
-        ("masks of the policy are judged before the update too",
+        ("masks of the policy are applied before the update too",
          "c.masks if c.mode == \"bypass\" else loss.split(c.masks, c.mode)[0]", "c.masks"),
         ("what updates count is counted before them, too",
          'outputs._replace(counts={}) if c.mode == "bypass" else outputs', "outputs"),
