@@ -107,6 +107,7 @@ def test_what_an_answer_that_is_left_out_says_changes_nothing(method, kind, left
     assert metrics["response_length/truncated_ratio"] == (kind == "truncated") * len(left_out) / 16
 
 
+@pytest.mark.cases("fused", "arriving")
 @pytest.mark.parametrize("changes", [
     dict(), dict(train__fuse_score="never"), dict(rollout__mode="periodic"),
     dict(train__pack_length=24, train__minibatches=2, train__epochs=2),

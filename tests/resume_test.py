@@ -139,6 +139,7 @@ def test_another_seed_gives_another_run(tmp_path):
     assert ours["warmup/loss"] != theirs["warmup/loss"]
 
 
+@pytest.mark.all
 def test_with_a_critic_a_reference_and_controllers(tmp_path):
     with cut_at(2, signal.SIGINT):
         tiny.run(tmp_path, **CRITIC)
@@ -154,6 +155,7 @@ def test_with_a_critic_a_reference_and_controllers(tmp_path):
     assert moved(policy["embed"], critic["decoder"]["embed"]) > 1e-3
 
 
+@pytest.mark.all
 def test_controllers_act_on_every_step():
     records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]
     column = lambda name: [r[name] for r in records]
@@ -212,6 +214,7 @@ def clock_at(date):
         yield
 
 
+@pytest.mark.all
 def test_a_template_that_reads_the_clock_gives_the_same_prompts_on_another_day(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     path = export._described(load_tokenizer("char"), tmp_path / "tokenizer")

@@ -104,6 +104,7 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
     assert all(by_cause[c]["is_same"] for c in ("dtype", "tensor_parallel", "kv_dtype", "filter"))
 
 
+@pytest.mark.cases("overrides0-causes0", "overrides1-causes1")
 @pytest.mark.parametrize("overrides, causes", [
     ({}, ["batch_shape", "weights", "activations", "decode"]),
     (dict(engine__quantization="w8a16", engine__cache_dtype="int8"),
@@ -161,6 +162,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     assert meshes == [(1, 1, 1, 2)] * 4 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
 
 
+@pytest.mark.all
 def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     """A fault in the attention of cut rows is found in the rung where they become whole."""
     setup = even_setup(

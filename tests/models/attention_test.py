@@ -253,6 +253,7 @@ def test_chunked_rows_equal_numpy(chunks_of_32):
     check_rows(80, 6, 2, 8)  # three chunks, the last half full
 
 
+@pytest.mark.all
 def test_splash_attention_equals_numpy(interpreted_splash):
     check_rows(384, 4, 2, 64)  # three blocks of 128
 

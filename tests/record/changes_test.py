@@ -166,6 +166,7 @@ def test_another_rate_takes_over_the_state_of_the_optimizer(tmp_path, capsys):
     assert [change["step"] for change in described(tmp_path)["changes"]] == [1, 2]
 
 
+@pytest.mark.all
 @BY_JAX
 @pytest.mark.compiles
 def test_more_steps_of_a_cosine_are_asked_for_and_told(tmp_path, capsys):
@@ -179,6 +180,7 @@ def test_more_steps_of_a_cosine_are_asked_for_and_told(tmp_path, capsys):
     assert "the learning rate of the policy is 0.0015 now, and was 0\n" in capsys.readouterr().out
 
 
+@pytest.mark.all
 @BY_JAX
 @pytest.mark.compiles
 def test_what_is_free_changes_no_bit(tmp_path):
