@@ -235,6 +235,7 @@ def test_a_template_that_reads_the_clock_gives_the_same_prompts_on_another_day(t
     assert config["task"]["date"] == "2026-03-04T05:06:07"
 
 
+@pytest.mark.all
 def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_path):
     tiny.run(tmp_path, steps=1)
     restore = checkpoint.Checkpoints.restore

@@ -186,6 +186,7 @@ def test_pages_of_earlier_prompts_change_no_bit():
     check_same(found[True], found[False])
 
 
+@pytest.mark.all
 def test_pages_that_the_same_call_writes_change_no_bit():
     """The second prompt begins with the first one's full page, and is filled in the same call."""
     stem = np.random.default_rng(2).integers(0, CONFIG.vocab_size, 36).astype(np.int32)

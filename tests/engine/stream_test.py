@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import stream
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.all]
 
 COUNT = 50
 
@@ -23,7 +23,6 @@ def streamed():
     return run, {id: replay(run.requests[id], t) for id, t in run.done.items()}
 
 
-@pytest.mark.all
 def test_records_of_a_stream_with_updates_and_aborts_are_those_of_each_request_alone(streamed):
     run, replays = streamed
     assert len(run.done) == COUNT

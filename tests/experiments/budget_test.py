@@ -41,6 +41,7 @@ def get_config():
 """
 
 
+@pytest.mark.all
 def test_gaps_of_a_small_run(monkeypatch, tmp_path):
     """Each cause alone has a gap, and two together another than one."""
     (tmp_path / "tiny.py").write_text(TINY)

@@ -314,6 +314,7 @@ def test_filters_cost_the_kept_mass(sampled):
     assert result["largest"] == "filter" and result["inside_support"] == 1.0
 
 
+@pytest.mark.all
 def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     """What is left of it are the tokens whose set was too wide to be recorded."""
     overrides = SAME | FILTERED | dict(rollout__kept_set=3)
@@ -363,6 +364,7 @@ def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
 
 
+@pytest.mark.all
 def test_a_run_within_the_bounds_is_the_run_without_the_gate(tmp_path, capsys):
     tiny.run(tmp_path, gate__required=True, **SAME, steps=1)
     assert "largest: decode" in capsys.readouterr().out

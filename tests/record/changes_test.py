@@ -210,6 +210,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
     assert {r["rollout/occupancy"] for r in ours} != {r["rollout/occupancy"] for r in theirs}
 
 
+@pytest.mark.cases("correction__kl_coeff-0.1")
 @pytest.mark.compiles
 @pytest.mark.parametrize("field, value", [
     ("model__mlp_dim", 64), ("correction__kl_coeff", 0.1),
