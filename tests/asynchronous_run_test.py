@@ -49,6 +49,7 @@ def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
     )
 
 
+@pytest.mark.all
 def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monkeypatch):
     """It goes on with what was begun: six batches of four groups, none of which comes twice."""
     seen, calls = [], []
