@@ -28,7 +28,9 @@ def params(folder, setup):
         return checkpoints.restore(wanted, is_part=True)[0]["policy"]["params"]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [
+    "ring", *(pytest.param(name, marks=pytest.mark.all) for name in RUNS if name != "ring"),
+])
 def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
     settings = RUNS[name] | dict(
         rollout__update_turns=2, rollout__max_new_tokens=5, eval__every=3
@@ -47,6 +49,7 @@ def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
     )
 
 
+@pytest.mark.all
 def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monkeypatch):
     """It goes on with what was begun: six batches of four groups, none of which comes twice."""
     seen, calls = [], []

@@ -415,6 +415,7 @@ def test_only_damaged_checkpoints_are_an_error(copied):
     assert tiny.lines(copied) == before
 
 
+@pytest.mark.all
 def test_no_space_left_for_a_checkpoint(tmp_path):
     """The older checkpoint is intact; with space again the run ends as if nothing had been."""
     write = checkpoint.write_manifest

@@ -239,6 +239,7 @@ ROWS = ("tokens", "positions", "segment_ids", "mask", "sampled", "logp_behav", "
         "temperature")
 
 
+@pytest.mark.cases("gsm8k_qwen25_0p5b:grpo")
 @pytest.mark.compiles
 def test_one_full_step_of_the_learner(large):
     config, setup, chips, count = large

@@ -44,6 +44,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them garbage
 
 
+def pytest_itemcollected(item):
+    """Of a test with the marker `cases`, those are of the default choice, and the others of --all."""
+    cases = item.get_closest_marker("cases")
+    if cases and item.callspec.id not in cases.args:
+        item.add_marker("all")
+
+
 def pytest_collection_modifyitems(items):
     """Files that compile or inject faults come first, so that no long one is left to a single process
     at the end."""

@@ -215,6 +215,7 @@ def test_an_older_checkpoint_is_measured_where_it_is_asked_for():
     assert measured["greedy"]["mean"] == record["eval/greedy_accuracy"]
 
 
+@pytest.mark.all
 def test_the_command_line(tmp_path):
     run = tiny.finished()
     call = lambda *words: forked.run(["-m", "jaxrl_tis.evaluate", *words], tmp_path / "log")

@@ -216,6 +216,7 @@ def test_refusals(run, tmp_path):
         export.export(str(run), str(tmp_path / "out"))
 
 
+@pytest.mark.all
 def test_the_command(run, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl_tis.export", str(run), str(tmp_path / "out")],

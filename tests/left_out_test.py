@@ -82,6 +82,7 @@ def update(trainer, begun, samples, step=1):
     return found, rows, metrics | sample_metrics(samples, rows, trainer.setup.config)
 
 
+@pytest.mark.cases("failed-left_out0-masks", "failed-left_out0-critic", "truncated-left_out1-masks")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind, left_out", [("failed", FAILED), ("truncated", TRUNCATED)])
 def test_what_an_answer_that_is_left_out_says_changes_nothing(method, kind, left_out):
@@ -110,6 +111,7 @@ def test_what_an_answer_that_is_left_out_says_changes_nothing(method, kind, left
     assert metrics["response_length/truncated_ratio"] == (kind == "truncated") * len(left_out) / 16
 
 
+@pytest.mark.cases("fused", "arriving")
 @pytest.mark.parametrize("changes", [
     dict(), dict(train__fuse_score="never"), dict(rollout__mode="periodic"),
     dict(train__pack_length=24, train__minibatches=2, train__epochs=2),

@@ -61,6 +61,7 @@ def test_the_page_has_five_layouts():
     assert len(re.findall(r"^### [1-5]\. ", PAGE, re.MULTILINE)) == len(RUNS) == 5
 
 
+@pytest.mark.all
 def test_the_first_command_as_it_is_written(clone):
     done = as_written(RUNS[0], clone)
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_each_layout_is_trained_on(clone, command):
     }
 
 
+@pytest.mark.all
 def test_bad_records_end_the_start_and_the_mended_file_starts(clone):
     done = as_written(REFUSED, clone)
     assert (done.returncode, done.stderr) == (2, SAID)

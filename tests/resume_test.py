@@ -140,6 +140,7 @@ def test_another_seed_gives_another_run(tmp_path):
     assert ours["warmup/loss"] != theirs["warmup/loss"]
 
 
+@pytest.mark.all
 def test_with_a_critic_a_reference_and_controllers(tmp_path):
     with cut_at(2, signal.SIGINT):
         tiny.run(tmp_path, **CRITIC)
@@ -155,6 +156,7 @@ def test_with_a_critic_a_reference_and_controllers(tmp_path):
     assert moved(policy["embed"], critic["decoder"]["embed"]) > 1e-3
 
 
+@pytest.mark.all
 def test_controllers_act_on_every_step():
     records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]
     column = lambda name: [r[name] for r in records]
@@ -213,6 +215,7 @@ def clock_at(date):
         yield
 
 
+@pytest.mark.all
 def test_a_template_that_reads_the_clock_gives_the_same_prompts_on_another_day(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     path = export._described(load_tokenizer("char"), tmp_path / "tokenizer")
@@ -233,6 +236,7 @@ def test_a_template_that_reads_the_clock_gives_the_same_prompts_on_another_day(t
     assert config["task"]["date"] == "2026-03-04T05:06:07"
 
 
+@pytest.mark.all
 def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_path):
     tiny.run(tmp_path, steps=1)
     restore = checkpoint.Checkpoints.restore

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
 GOLDEN = pathlib.Path(__file__).parent / "models" / "golden" / "llama_linear"
 
 
+@pytest.mark.all
 def test_command_writes_the_golden_logits(tmp_path):
     """And nothing else: not on the terminal either, where libtpu is installed without a TPU."""
     out = tmp_path / "logits.npy"

@@ -266,7 +266,10 @@ def two_updates(setup):
 @pytest.mark.parametrize("vocab_size, others, in_order", [
     (24, CRITIC, True),
     # The tensor shards do not divide 25.
-    (25, {"train__epochs": 1, "correction__preset": "centered_tis_2"}, False),
+    pytest.param(
+        25, {"train__epochs": 1, "correction__preset": "centered_tis_2"}, False,
+        marks=pytest.mark.all,
+    ),
 ])
 def test_eight_devices_give_the_numbers_of_one(vocab_size, others, in_order, tmp_path, monkeypatch):
     """Policy, critic and reference, with sums in order; and, as on a TPU, where XLA adds the gradients

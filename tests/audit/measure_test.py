@@ -40,6 +40,7 @@ def tokens(lines, *columns):
     return [np.concatenate([line[c] for line in lines])[mask] for c in columns]
 
 
+@pytest.mark.all
 def test_the_head_counts(report, lines):
     valid = sum(sum(line["mask"]) for line in lines)
     assert report["sequences"] == len(lines) and report["tokens"] == valid
@@ -121,6 +122,7 @@ def test_the_doctor_judges_by_these_metrics(report, tmp_path):
 OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
 
 
+@pytest.mark.cases("behav1-old1-9 valid tokens")
 @pytest.mark.parametrize("behav, old, reason", [
     ([-1.0], [-1.7], "1 valid tokens, a verdict needs 10"),
     ([-1.0] * 9, [-1.7] * 9, "9 valid tokens"),

@@ -84,6 +84,7 @@ def test_what_is_recorded_is_of_the_distribution_drawn_from():
     assert (found.tokens == found.top_ids[:, 0]).sum() > 10
 
 
+@pytest.mark.cases("304-shape1")
 @pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8))])
 def test_a_split_vocabulary_records_what_the_whole_one_records(v, shape):
     one, split = sampled(v), sampled(v, shape)
@@ -115,6 +116,7 @@ def sampled_alike(v, shape=None):
 
 
 # 300 tokens are fewer than a unit, so that some parts are empty; 1,028 are a few more than one.
+@pytest.mark.cases("300-shape1")
 @pytest.mark.parametrize("v, shape", [
     (1024, (1, 1, 8)), (300, (1, 1, 4)), (1028, (2, 1, 4)),
 ])

@@ -288,6 +288,7 @@ def distance(plain, drafted):
     return np.abs(values(drafted) - values(plain)).max()
 
 
+@pytest.mark.all
 def test_in_fast_numerics_on_a_mesh_drafts_change_rounding_alone():
     engine = Engine(engine_test.CONFIG, EngineConfig(
         unroll=False, penalties=True, num_kept=8, **SIZES,
@@ -296,6 +297,7 @@ def test_in_fast_numerics_on_a_mesh_drafts_change_rounding_alone():
     assert max(distance(*pair) for pair in pairs) < 2e-5
 
 
+@pytest.mark.all
 def test_eight_bit_keys_round_alike_but_for_one_beside_the_middle_of_two_codes():
     distances = sorted(distance(*p) for p in both(engine_test.engine("kv8"), temperature=0.7))
     assert distances[-2] < 2e-5 and distances[-1] < 0.02

@@ -128,6 +128,7 @@ def assert_bitwise_equal(actual, expected):
             getattr(actual, field), getattr(expected, field), err_msg=f"{actual.id} {field}")
 
 
+@pytest.mark.cases("w8a8")
 @pytest.mark.parametrize("name", ["f32", "w8a8"])
 def test_company_slot_and_order_of_arrival_change_no_bit(name):
     requests = mixed_requests()
@@ -229,6 +230,7 @@ def test_logprobs_equal_teacher_forcing_at_every_bucket_edge(length):
     np.testing.assert_allclose(t.entropy, -(np.exp(logp) * logp).sum(-1), atol=1e-4)
 
 
+@pytest.mark.cases("f32")
 @pytest.mark.parametrize("name", ["f32", "chunked"])
 def test_log_probs_of_prompts_equal_teacher_forcing(name):
     asked = [request(f"p{n}", n, max_tokens=2, prompt_logprobs=True) for n in (1, 7, 9, 33)]
@@ -282,6 +284,7 @@ def test_greedy_takes_the_most_likely_token():
     assert (t.logp_raw < 0).all()
 
 
+@pytest.mark.cases("chunked-f32", "crowded-f32")
 @pytest.mark.parametrize("name, like", [
     ("scanned", "f32"), ("kv8_scanned", "kv8_as_scanned"), ("chunked", "f32"), ("crowded", "f32"),
 ])
@@ -379,6 +382,7 @@ def test_new_parameters_draw_the_next_tokens():
     assert np.abs(old_logp - new_logp)[3:].min() > 1e-3
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mesh, options", [
     ((1, 1, 1), {}), ((2, 1, 2), dict(unroll=False, penalties=True)),
 ])

@@ -33,6 +33,7 @@ def assert_same(actual, expected):
         assert_bitwise_equal(actual[name], t)
 
 
+@pytest.mark.cases("sharpness(scale=0)", "weights(scale=0.0)")
 @pytest.mark.parametrize("injected", [
     "logits(scale=0.0, growth=3.0)", "sharpness(scale=0)", "weights(scale=0.0)",
 ])
@@ -47,6 +48,7 @@ def z(*path):
     return np.asarray(jax.random.normal(key, path[-1]))
 
 
+@pytest.mark.cases("logits(scale=-0.5, seed=7)-<lambda>", "sharpness(scale=0.2)-<lambda>")
 @pytest.mark.parametrize("injected, change", [
     ("logits(scale=-0.5, seed=7)", lambda x, t: x - 0.5 * z((V,))),
     ("logits(scale=0.3, growth=0.1, seed=7)", lambda x, t: x + 0.3 * (1 + 0.1 * t) * z((V,))),

@@ -143,6 +143,7 @@ def check_same(found, expected):
             np.testing.assert_array_equal(getattr(t, field), getattr(expected[id], field))
 
 
+@pytest.mark.cases("float32-(1,)")
 @pytest.mark.parametrize("dtype, place", [
     ("float32", (1,)), ("float32", (8, 16)), ("bfloat16", (4, 16)),
 ], ids=str)
@@ -155,6 +156,7 @@ def test_a_sequence_is_sampled_alike_on_every_mesh_in_every_batch(dtype, place):
             check_same(sampled(sampler, reversed(range(count))), expected)
 
 
+@pytest.mark.cases("float32-mesh0")
 @pytest.mark.parametrize("dtype, mesh", [
     ("float32", (1, 1, 1)), ("float32", (2, 2, 2)), ("bfloat16", (1, 1, 1)),
     ("bfloat16", (1, 2, 4)),
@@ -184,6 +186,7 @@ def test_pages_of_earlier_prompts_change_no_bit():
     check_same(found[True], found[False])
 
 
+@pytest.mark.all
 def test_pages_that_the_same_call_writes_change_no_bit():
     """The second prompt begins with the first one's full page, and is filled in the same call."""
     stem = np.random.default_rng(2).integers(0, CONFIG.vocab_size, 36).astype(np.int32)
@@ -206,6 +209,7 @@ def test_pages_that_the_same_call_writes_change_no_bit():
     check_same(found[True], found[False])
 
 
+@pytest.mark.all
 def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
     asked = [
         dataclasses.replace(r, sampling=SamplingParams(max_tokens=1, prompt_logprobs=True))
@@ -232,6 +236,7 @@ def test_some_kept_sets_are_recorded_and_some_are_not():
     assert any((comparable(t) != t.logp_behav).any() for t in found)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scheme, tensor, unroll", [("w8a16", 1, True), ("w8a8", 8, False)])
 def test_eight_bit_products_are_the_learners_too(scheme, tensor, unroll):
     sampler = engine("bfloat16", tensor, scheme=scheme, unroll=unroll)
@@ -240,6 +245,7 @@ def test_eight_bit_products_are_the_learners_too(scheme, tensor, unroll):
     assert differing(scores, trajectories) == 0
 
 
+@pytest.mark.all
 def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch):
     """300 tokens: a sampler that holds them in four parts of 75, a learner in two of 150."""
     here = sys.modules[__name__]

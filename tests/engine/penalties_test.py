@@ -128,6 +128,7 @@ def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
     np.testing.assert_allclose(np.exp(logs), p, atol=1e-6)
 
 
+@pytest.mark.cases("24-shape0")
 @pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2))])
 def test_a_split_vocabulary_is_penalised_as_the_whole_one(v, shape):
     layout, rng = sharding.layout(shape, sharding.SERVE_RULES), np.random.default_rng(v)
@@ -243,6 +244,7 @@ def test_the_counts_come_back_with_an_interrupted_sequence(interrupt):
         np.testing.assert_allclose(cut[id].logp_behav, t.logp_behav, atol=1e-4)
 
 
+@pytest.mark.all
 def test_four_devices_penalise_as_one_does():
     one, four = run(engine()), run(engine((2, 1, 2)))
     for id, t in one.items():

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import stream
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.all]
 
 COUNT = 50
 

@@ -19,7 +19,7 @@ from jaxrl_tis.engine.warm import prefill_lengths, warm_up
 from jaxrl_tis.models import transformer
 from tests.engine.engine_test import CONFIG
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.all]
 
 MODEL = dataclasses.replace(CONFIG, num_layers=1, embed_dim=16, mlp_dim=16, vocab_size=32)
 LENGTH = 14

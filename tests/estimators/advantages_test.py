@@ -173,8 +173,10 @@ def test_gdpo_weights_its_components():
 
 
 @pytest.mark.parametrize("name", [n for n in advantages.ADVANTAGES if n not in NOT_RELATIVE])
-@pytest.mark.parametrize("reward", [0.0, 0.1, -0.7])
-@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("reward", [
+    0.1, pytest.param(0.0, marks=pytest.mark.all), pytest.param(-0.7, marks=pytest.mark.all),
+])
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.all) for n in (2, 6))])
 def test_a_constant_group_gives_exactly_zero(name, reward, size):
     mask = jnp.ones((6, 4), int) * (jnp.arange(6) < size)[:, None]
     adv = compute(name, jnp.full(6, reward), mask, jnp.minimum(jnp.arange(6) // size, 1))

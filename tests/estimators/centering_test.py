@@ -113,6 +113,7 @@ def expected(rule, head, behaviour="noisy"):
 BEHAVIOUR = {"noisy": NOISY, "same": POLICY, "proportional": proportional_tail(POLICY, 2)}
 
 
+@pytest.mark.cases("rule0", "rule5", "rule9")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_expected_step_is_the_covariance(rule):
     problem, step = expected(rule, VOCAB)
@@ -128,6 +129,7 @@ def test_a_tail_in_proportion_costs_nothing(rule):
     np.testing.assert_allclose(step, covariance(problem, rule), **EXACT)
 
 
+@pytest.mark.cases("rule0", "rule8")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_constant_advantage_of_a_prefix_moves_nothing(rule):
     problem, step = expected(rule, VOCAB)

@@ -25,7 +25,9 @@ LEVELS = {"token": "token", "sequence": "seq"}
 COUNTED = ("fraction", "clipfrac", "length", "oob_ratio", "aborted_ratio")
 
 
-@pytest.fixture(params=RUNS, scope="module")
+@pytest.fixture(
+    params=["float64", pytest.param("float32", marks=pytest.mark.all)], scope="module"
+)
 def run(request):
     is_double = RUNS[request.param][0] is np.float64
     with jax.enable_x64(True) if is_double else contextlib.nullcontext():

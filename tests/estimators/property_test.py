@@ -130,6 +130,7 @@ def assert_dtype(results, dtype):
         assert {x.dtype for x in jax.tree.leaves(parts)} == {np.dtype(dtype)}, entry
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, SIZES, SEED, st.permutations(range(NUM_ROWS)))
 def test_permuted_rows_have_permuted_results(lengths, sizes, seed, order):
@@ -199,6 +200,7 @@ def test_micro_batches_add_up(lengths, sizes, seed, part_of):
     assert_same(actual, evaluate(logp, batch), COUPLED)
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, SIZES, SEED)
 def test_float64_stays_float64_and_agrees_with_float32(lengths, sizes, seed):

@@ -62,6 +62,7 @@ def test_on_policy_gradient_is_minus_the_advantage():
         np.testing.assert_allclose(gradient, wanted, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.all
 def test_a_stated_number_of_sequences_changes_nothing():
     """Packed rows of two sequences: ids alone, and the ids with a bound of three."""
     logp, batch = samples.make()

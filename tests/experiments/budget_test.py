@@ -1,5 +1,6 @@
 """Gaps of combinations: additivity by hand, and one measured batch."""
 
+import pytest
 from matplotlib.figure import Figure
 
 from jaxrl_tis.experiments import budget
@@ -41,6 +42,7 @@ def get_config():
 """
 
 
+@pytest.mark.all
 def test_gaps_of_a_small_run(monkeypatch, tmp_path):
     """Each cause alone has a gap, and two together another than one."""
     (tmp_path / "tiny.py").write_text(TINY)

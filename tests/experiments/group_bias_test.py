@@ -14,7 +14,7 @@ from jaxrl_tis.experiments import group_bias
 from jaxrl_tis.experiments import exact
 from jaxrl_tis.experiments.group_bias import ADVANTAGES, STEPS, Step
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.all]
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 UP = np.array([[-1.0, 1.0]])  # the direction that makes token 1 likelier

@@ -28,6 +28,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(parallelism, "PROMPT", 8)
 
 
+@pytest.mark.all
 def test_learners_of_all_degrees_score_what_was_drawn(small):
     setup = parallelism.setup_of(3, 2)
     params = initial_params(setup.training)

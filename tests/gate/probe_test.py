@@ -71,6 +71,7 @@ def test_a_run_stops_above_its_budget_and_is_saved(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "1" / "manifest.json").exists()
 
 
+@pytest.mark.all
 def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(tmp_path):
     tiny.run(tmp_path / "run", rollout__old_logp="none", steps=3, correction__weight="none",
              correction__objective="decoupled", **BUSY)

@@ -106,6 +106,7 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
     assert all(by_cause[c]["is_same"] for c in ("dtype", "tensor_parallel", "kv_dtype", "filter"))
 
 
+@pytest.mark.cases("overrides0-causes0", "overrides1-causes1")
 @pytest.mark.parametrize("overrides, causes", [
     ({}, ["batch_shape", "weights", "activations", "decode"]),
     (dict(engine__quantization="w8a16", engine__cache_dtype="int8"),
@@ -163,6 +164,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     assert meshes == [(1, 1, 1, 2)] * 4 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
 
 
+@pytest.mark.all
 def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     """A fault in the attention of cut rows is found in the rung where they become whole."""
     setup = even_setup(
@@ -316,6 +318,7 @@ def test_filters_cost_the_kept_mass(sampled):
     assert result["largest"] == "filter" and result["inside_support"] == 1.0
 
 
+@pytest.mark.all
 def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     """What is left of it are the tokens whose set was too wide to be recorded."""
     overrides = SAME | FILTERED | dict(rollout__kept_set=3)
@@ -365,6 +368,7 @@ def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
 
 
+@pytest.mark.all
 def test_a_run_within_the_bounds_is_the_run_without_the_gate(tmp_path, capsys):
     tiny.run(tmp_path, gate__required=True, **SAME, steps=1)
     assert "largest: decode" in capsys.readouterr().out

@@ -52,6 +52,7 @@ def split_product(x, w, count, add):
     return np.asarray(jit(run)(x, w))
 
 
+@pytest.mark.cases("float32")
 @OPTIMIZED
 @DTYPES
 def test_a_product_over_devices_is_that_of_one(dtype):
@@ -68,6 +69,7 @@ def test_a_product_over_devices_is_that_of_one(dtype):
     assert is_changed == {2: False, 4: True, 8: True}  # of two numbers there is one sum
 
 
+@pytest.mark.cases("bfloat16")
 @OPTIMIZED
 @DTYPES
 def test_a_row_has_one_product_in_every_batch(dtype):

@@ -13,6 +13,7 @@ from tests.learner.trainer_test import fake_samples
 pytestmark = pytest.mark.compiles
 
 
+@pytest.mark.cases("dense")
 @pytest.mark.parametrize("settings", [
     dict(),
     dict(correction__aggregation="seq-mean-token-mean", correction__mode="bypass",

@@ -317,6 +317,7 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
         assert packed_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
 
 
+@pytest.mark.cases("sequence, bypass")
 @pytest.mark.parametrize("case", ["sequence, bypass", "turn, clipping bias"])
 def test_packed_rows_give_the_same_update(case):
     (c, fields), tx = chosen(case), optax.sgd(1.0)
@@ -359,6 +360,7 @@ def test_a_token_that_sees_its_neighbour_in_the_row_would_be_noticed():
 # In a run
 
 
+@pytest.mark.all
 def test_a_run_on_packed_rows(tmp_path):
     """The first step sees the same samples and scores as a run with one sequence a row."""
     shared = dict(steps=1, train__epochs=1, train__minibatches=1, metrics__percentile_every=1)

@@ -80,6 +80,7 @@ def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
     assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
 
 
+@pytest.mark.cases("rloo")
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
 def test_group_advantages(advantage):
     out, _ = prepared(advantage=advantage)
@@ -97,6 +98,7 @@ def test_group_advantages(advantage):
     np.testing.assert_allclose(out["adv"], expected[:, None] * data["mask"], atol=1e-5)
 
 
+@pytest.mark.cases("seq_tis(cap=1.2)-None", "token_mis(lower=0.5)-band1")
 @pytest.mark.parametrize("weight, band", [
     ("seq_tis(cap=1.2)", None), ("token_mis(lower=0.5)", (0.5, 2.0)), ("token_mis", (0.0, 2.0)),
     ("seq_icepop", (0.5, 5.0)), ("none", None),
@@ -171,6 +173,7 @@ def test_gae_and_returns():
     np.testing.assert_allclose(out["adv"], white, atol=1e-4)
 
 
+@pytest.mark.cases("reward")
 @pytest.mark.parametrize("placement", ["loss", "reward"])
 def test_rewards_of_answers_that_are_left_out_stay_in_their_group(placement):
     """Row 0 is left out by the mask alone, as a truncated answer is. The others of its group have the
@@ -272,7 +275,9 @@ def test_counts_of_methods_that_are_applied_once():
 
 
 @pytest.mark.parametrize("preset", presets.PRESETS)
-@pytest.mark.parametrize("masks", [None, "veto & opsm(opsm_delta=0.1) & veto(veto_ratio=0.1)"])
+@pytest.mark.parametrize("masks", [
+    None, pytest.param("veto & opsm(opsm_delta=0.1) & veto(veto_ratio=0.1)", marks=pytest.mark.all),
+])
 def test_every_configured_method_is_counted_in_one_place(preset, masks):
     """A method that is applied neither once for the batch nor at its updates would have no counts."""
     chosen = default.get_config().correction

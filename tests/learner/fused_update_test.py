@@ -59,6 +59,7 @@ def both_ways(changes):
     return out
 
 
+@pytest.mark.cases("masks", "entropy and reference")
 @pytest.mark.parametrize("case", FUSED)
 def test_an_update_that_scores_its_batch_is_that_of_a_scored_one(case):
     """The gradient by what it moves, every field of the rows, every metric."""
@@ -75,6 +76,7 @@ def test_an_update_that_scores_its_batch_is_that_of_a_scored_one(case):
     assert metrics["actor/grad_norm"] > 1e-3 and np.abs(rows["logp_old"][rows["mask"]]).min() > 0
 
 
+@pytest.mark.all
 def test_in_invariant_numerics_it_is_bit_by_bit(optimized):
     (params, rows, _), (expected, scored, _) = both_ways(
         FUSED["tis"] | {"model__numerics": "invariant", "engine__quantization": "none"}

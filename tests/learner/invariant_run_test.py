@@ -9,6 +9,7 @@ from jaxrl_tis import train
 from tests import tiny
 
 pytestmark = [
+    pytest.mark.all,
     pytest.mark.compiles,
     pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
 ]

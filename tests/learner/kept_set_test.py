@@ -150,6 +150,7 @@ def test_a_gathered_response_scores_as_a_whole_row():
     np.testing.assert_allclose(scored(rows, whole)["logp"], scored(rows)["logp"], atol=2e-5)
 
 
+@pytest.mark.all
 def test_a_run_on_kept_sets_measures_no_gap(tmp_path):
     tiny.run(
         tmp_path, steps=1, rollout__top_p=0.8, rollout__kept_set=16, engine__quantization="none",

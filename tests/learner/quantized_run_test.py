@@ -20,6 +20,7 @@ def gaps(**overrides):
     return [x["training/rollout_probs_diff_mean"] for x in lines if x["phase"] == "train"]
 
 
+@pytest.mark.all
 @BY_JAX
 def test_a_learner_with_the_samplers_products_agrees_with_it():
     """To the noise of float32, but for an activation that by chance lies so near to the middle of

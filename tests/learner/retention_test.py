@@ -81,6 +81,7 @@ def test_evaluation_keeps_all_keys():
     assert max(len(t.tokens) for t in found) > 6 and not any(len(t.evict_step) for t in found)
 
 
+@pytest.mark.all
 def test_the_run_measures_no_gap(tmp_path):
     """Sampled, scored and updated in packed rows."""
     tiny.run(tmp_path / "dropped", steps=1, warmup__steps=0, **DROPPED)

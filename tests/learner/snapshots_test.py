@@ -252,6 +252,7 @@ def test_sequences_are_of_several_versions():
     assert {0, 1, 2} in spans and sum(map(len, spans)) > 2 * len(spans)
 
 
+@pytest.mark.cases("changes1")
 @pytest.mark.parametrize("changes", [{}, {"train__pack_length": 128}])
 def test_the_ring_scores_every_segment_at_the_weights_that_drew_it(changes):
     """In invariant numerics sampler and learner agree bit by bit: k is 1 wherever a token was drawn,
@@ -307,6 +308,7 @@ def test_weights_of_another_version_are_seen():
     assert pearson < THRESHOLDS["pearson_broken"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("changes, micro_batches", [
     # Version 0 drew of 3 rows and version 1 of 9; a micro-batch has 4 rows of one sequence each, or a
     # row of 128 tokens.
@@ -342,6 +344,7 @@ def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_bat
     assert metrics["old_logp/scored_rows"] == 3 + 9
 
 
+@pytest.mark.all
 def test_the_policy_can_stand_in_for_all_versions():
     """With the weight of the objective itself, which needs no more."""
     setup = tiny.setup(**INVARIANT, rollout__old_logp="none", correction__preset="async")
@@ -407,6 +410,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
 
 
+@pytest.mark.cases("changes1")
 @pytest.mark.parametrize("changes", [
     dict(correction__controllers="ess_scale"),
     dict(correction__controllers="length_surge(surge_cooldown=2, surge_floor=0.1)"),

@@ -29,6 +29,7 @@ def test_the_value_head_is_there_with_gae_only_and_starts_at_zero():
     assert set(initial_state(setup.training, initial_params(setup.training))) == {"policy"}
 
 
+@pytest.mark.all
 def test_a_reference_in_the_dtype_of_the_policy_survives_the_donation_of_the_policy():
     """With bfloat16 parameters the reference could share the policy's buffers, which updates
     donate."""
@@ -55,6 +56,7 @@ def test_the_date_of_a_run_goes_along_where_its_policy_is_measured_or_served(tmp
     assert as_begun(undated, "hf://owner/model") is undated
 
 
+@pytest.mark.cases("float32", "int8")
 @pytest.mark.parametrize("changes", [
     dict(),
     dict(train__pack_length=24),

@@ -170,6 +170,7 @@ def difference(ours, theirs):
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), ours, theirs)))
 
 
+@pytest.mark.all
 def test_counts_add_up_over_micro_batches_and_arriving_parts():
     chosen = correction.parse(fields(
         mode="bypass", objective="reinforce", masks="token_ratio(lower=0.9, upper=1.1)",
@@ -228,6 +229,7 @@ def test_score_runs_micro_batches_one_by_one():
 # The policy update
 
 
+@pytest.mark.cases("seq-mean-token-mean")
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
     data = batch()
@@ -250,6 +252,7 @@ def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
 HALF = dataclasses.replace(LEARNER, program=transformer.Program(dtype="float16"))
 
 
+@pytest.mark.all
 def test_a_float16_update_is_the_reference_gradient_where_it_is_scaled():
     """Advantages of 1e-6 make gradients of activations below float16's 6e-8."""
     data = batch() | {"adv": 1e-6 * batch()["adv"]}
@@ -397,6 +400,7 @@ def test_the_noise_is_on_the_input_of_each_layer():
     assert np.abs(found - reference_logprob(params(), data) * data["mask"]).max() > 0.1
 
 
+@pytest.mark.cases("full")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_each_layer_has_noise_and_a_deviation_of_its_own(remat):
     """The gradient by a layer's deviation is that of small differences, also where the backward pass
@@ -420,6 +424,7 @@ def test_each_layer_has_noise_and_a_deviation_of_its_own(remat):
     assert np.abs(noise(0, 11) - noise(1, 11)).max() > 1
 
 
+@pytest.mark.all
 def test_a_small_perturbation_is_no_perturbation_and_a_large_one_is_learned():
     """The ratio is that of the perturbed policy, whether in one micro-batch or four. Adam's first step
     is its learning rate, against the gradient."""

@@ -165,6 +165,7 @@ def test_metrics_of_the_samples_by_hand():
     assert values["actor/entropy"] == 1.5
 
 
+@pytest.mark.cases("changes0")
 @pytest.mark.parametrize("changes", [
     dict(correction__advantage="remax", correction__masks="seq_mean_k3(upper=0.5) & veto"),
     dict(correction__mode="bypass", correction__objective="clip_cov", correction__weight="none",
@@ -192,6 +193,7 @@ def test_methods_that_ask_for_more_than_the_usual(changes):
     assert record["variance_proxy/proxy1_signal_strength"] > 0  # after two updates too
 
 
+@pytest.mark.cases("decoupled")
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_counts_are_of_the_whole_batch(mode):
     """31 tokens in minibatches of micro-batches; an update sees them once in each of two epochs."""

@@ -125,6 +125,7 @@ def test_a_row_of_8k_tokens():
         close(out[0, t, 0], probs @ v[0, seen, 0] / probs.sum(), err_msg=str(t))
 
 
+@pytest.mark.cases("256-2-2")
 @pytest.mark.parametrize("length, shards, tensor", [(256, 2, 2), (512, 4, 1)])
 def test_splash(monkeypatch, length, shards, tensor):
     """A TPU's program, its kernels interpreted; each shard has its own part of the causal mask."""

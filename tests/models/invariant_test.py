@@ -97,6 +97,7 @@ def test_logits_of_any_vocabulary_are_those_of_one_device(size, tensor):
     assert single.shape == (3, size)
 
 
+@pytest.mark.cases("20")
 @OPTIMIZED
 @VOCABULARIES
 def test_log_probs_of_any_vocabulary_and_their_gradients(size):

@@ -60,6 +60,7 @@ def fake(x_ri, w, scheme):
     return (restored @ (q.q.astype(jnp.float32) * q.scale)).astype(x_ri.dtype)
 
 
+@pytest.mark.cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_learners_products_are_the_samplers_bit_by_bit(dtype):
     x, w = operands(24, dtype)
@@ -135,6 +136,7 @@ def forward(params, program, tokens=TOKENS):
     return jax.jit(lambda p, t: transformer.logits(p, CONFIG, t, program=program))(params, tokens)
 
 
+@pytest.mark.cases("w8a8", "w8a16")
 @pytest.mark.parametrize("recipe", [
     Recipe("w8a8"), Recipe("w8a16"), Recipe("w8a8", ("down", "q")), Recipe("fp8_w8a8"),
 ], ids=lambda recipe: recipe.id)
@@ -147,6 +149,7 @@ def test_the_model_computes_what_the_quantised_model_does(recipe):
     assert np.abs(learned - forward(PARAMS, transformer.Program())).max() > 1e-3
 
 
+@pytest.mark.cases("none")
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_every_parameter_of_a_quantised_model_has_the_gradient_of_its_layers(remat):
     """Near that of the float model: the operands differ by the error of quantisation alone."""

@@ -166,6 +166,7 @@ def test_another_rate_takes_over_the_state_of_the_optimizer(tmp_path, capsys):
     assert [change["step"] for change in described(tmp_path)["changes"]] == [1, 2]
 
 
+@pytest.mark.all
 @BY_JAX
 @pytest.mark.compiles
 def test_more_steps_of_a_cosine_are_asked_for_and_told(tmp_path, capsys):
@@ -179,6 +180,7 @@ def test_more_steps_of_a_cosine_are_asked_for_and_told(tmp_path, capsys):
     assert "the learning rate of the policy is 0.0015 now, and was 0\n" in capsys.readouterr().out
 
 
+@pytest.mark.all
 @BY_JAX
 @pytest.mark.compiles
 def test_what_is_free_changes_no_bit(tmp_path):
@@ -208,6 +210,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
     assert {r["rollout/occupancy"] for r in ours} != {r["rollout/occupancy"] for r in theirs}
 
 
+@pytest.mark.cases("correction__kl_coeff-0.1")
 @pytest.mark.compiles
 @pytest.mark.parametrize("field, value", [
     ("model__mlp_dim", 64), ("correction__kl_coeff", 0.1),

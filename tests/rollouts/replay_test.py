@@ -220,6 +220,7 @@ def test_a_run_that_replays_goes_on_from_its_state(mode, at):
             n: v for n, v in values.items() if n.startswith("replay/")}
 
 
+@pytest.mark.cases("areal(staleness=1)")
 @pytest.mark.compiles
 @pytest.mark.parametrize("mode", ["sync", "areal(staleness=1)"])
 def test_to_use_groups_once_is_not_to_replay(mode, tmp_path):
@@ -233,6 +234,7 @@ def test_to_use_groups_once_is_not_to_replay(mode, tmp_path):
         assert {n: once[n] for n in shared} == {n: plain[n] for n in shared}
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 def test_a_synchronous_run_that_replays_scores_old_tokens_at_the_weights_that_drew_them(tmp_path):
     tiny.run(

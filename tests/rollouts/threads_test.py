@@ -102,6 +102,15 @@ def test_each_has_devices_of_its_own():
                    mesh__train=(2, 1, 1), mesh__serve=(4, 1, 1))
 
 
+@pytest.mark.cases(
+    "one_step",
+    "fully_async(trigger=2, threshold=0.5, partial=True)",
+    "fully_async(trigger=1, threshold=0.5, partial=False)",
+    "areal(staleness=2)",
+    "in_flight(staleness=3)",
+    "roll_flash(alpha=1, redundant=1)",
+    "laminar(staleness=2, repack=0.9)",
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(mode, source):
     found = drawn(*source(mode, wrap=lambda s: Shaken(s, 0)), 1, 4)
@@ -206,6 +215,7 @@ def test_what_decides_is_told_while_samplers_change_it(source):
         next_batch(c, step)
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 def test_a_run_trains_and_resumes(tmp_path):
     settings = dict(

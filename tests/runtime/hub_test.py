@@ -220,7 +220,7 @@ def test_a_branch_keeps_its_commit_too(served):
     assert again == first and other == {"hf://o/m": "hf://o/m@" + "3" * 40}
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", [429, pytest.param(503, marks=pytest.mark.all)])
 def test_a_busy_hub_is_asked_again_later(served, status):
     server, client = served
     server.put("models/o/m", "1", MODEL)
