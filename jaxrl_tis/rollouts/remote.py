@@ -2,9 +2,9 @@
 
 The learner listens; `python -m jaxrl_tis.worker` joins, on this machine or another. Each worker has a
 thread here that receives its reports and answers with commands, under one lock. The learner's own
-thread touches no socket, and so waits for no worker. The parts of sequences that a worker reported are
-kept, so that others continue from there when it is gone: dead, silent for `rollout.worker_timeout`
-seconds, or evicted because it reported what cannot be.
+thread touches no socket, and so waits for no worker. The parts of sequences that a worker reported
+are kept, so that others continue from there when it is gone: dead, silent for
+`rollout.worker_timeout` seconds, or evicted because it reported what cannot be.
 """
 
 import contextlib

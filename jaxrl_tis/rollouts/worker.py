@@ -1,8 +1,8 @@
 """A rollout worker's end: a sampler that a learner in another process commands.
 
-Three threads. The main one alone uses the sampler: it executes commands and makes calls of the engine.
-One talks to the learner, several times a second, however long a call takes. One fetches weights while
-older ones still sample. Commands that came with new weights wait until these are there, so that
+Three threads. The main one alone uses the sampler: it executes commands and makes calls of the
+engine. One talks to the learner, several times a second, however long a call takes. One fetches
+weights while older ones still sample. Commands that came with new weights wait until these are there, so that
 sequences are interrupted for no longer than it takes to replace one tree by another.
 """
 

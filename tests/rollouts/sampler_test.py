@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.rollouts.sampler import Cancel, Preempt, NewRequests, SetParams, Sampler
+from jaxrl_tis.rollouts.sampler import Cancel, NewRequests, Preempt, Sampler, SetParams
 from tests.rollouts.synchronous_test import FakeScheduler
 
 
