@@ -27,8 +27,8 @@ def abstract_minibatch(setup: Setup) -> Structs:
     batch |= {name: jax.ShapeDtypeStruct((count,), "float32") for name in settings}
     prepare = (lambda batch: make_prepare(c)(batch)[0]) if is_scored else make_unscored(c)
     batch |= jax.eval_shape(prepare, batch)
-    taken = {name: x for name, x in batch.items() if c.is_in_update(name, is_scored)}
-    return _in_rows(setup, taken, setup.config.train.minibatches)
+    in_update = {name: x for name, x in batch.items() if c.is_in_update(name, is_scored)}
+    return _in_rows(setup, in_update, setup.config.train.minibatches)
 
 
 def _rollout_batch(setup: Setup) -> Structs:

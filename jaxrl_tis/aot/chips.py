@@ -1,5 +1,4 @@
-"""Published facts of TPU chips, how slices of them are rented, and those that the shipped configs are
-meant for.
+"""Published facts of TPU chips, how slices of them are rented, and the slices of shipped configs.
 
 Sources, per chip: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; what they do not give is
 named beside the number. Peak rates are peaks: no program reaches them. Labels, machine types and

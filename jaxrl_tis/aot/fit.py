@@ -1,8 +1,8 @@
 """The largest settings of a config that fit a topology, by compiling the true programs.
 
 Serving: decode slots for each tensor split, with pages for all of them at full length; training:
-rows of a micro-batch for each mesh split and remat policy; of those that fit the one that is best in
-the model of report's roofline is advised. Everything else stays as it is.
+rows of a micro-batch for each mesh split and remat policy. Of the settings that fit, the one that
+is best in the model of report's roofline is advised. Everything else stays as it is.
 A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
 the largest that fits is bisected, and the number of compilations is capped.
 """
@@ -113,10 +113,10 @@ class Search:
         return setup
 
     def _entry(self, name: str, setup: Setup) -> dict[str, Any]:
-        made = programs.compiled(
+        compiled = programs.compiled(
             name, *programs.programs(setup)[name], FLAGS[self._topology.kind]
         )
-        return report.entry(setup, self._topology, made, programs.resident(setup))
+        return report.entry(setup, self._topology, compiled, programs.resident(setup))
 
 
 def _divisors(count: int) -> list[int]:
@@ -142,12 +142,12 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     seconds of the roofline, to two digits, then of most rows, then the one that recomputes least.
     Of equals it takes the one of least tensor parallelism, which stands first. A program that never
     fits is absent."""
-    found = {}
+    best = {}
     for row in (r for r in rows if r["fits"]):
-        best = found.get(row["program"])
-        if best is None or _rank(row) > _rank(best):
-            found[row["program"]] = row
-    return found
+        previous = best.get(row["program"])
+        if previous is None or _rank(row) > _rank(previous):
+            best[row["program"]] = row
+    return best
 
 
 def _rank(row: dict[str, Any]) -> tuple:

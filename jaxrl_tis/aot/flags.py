@@ -5,10 +5,10 @@ Only flags that libtpu accepts and that change the program of a shipped config a
 check both. None was timed on a TPU.
 """
 
-# A product with a weight that the partitioner gathers, as a learner's with 8-bit products, stays one
-# product behind one gather, instead of a ring of partial products with the weight's shards: an FSDP
-# layer then has one collective for each weight, which the scheduler overlaps with the layer before,
-# and compiles in a fraction of the time.
+# A product with a weight that the partitioner gathers (a learner with 8-bit products) stays one
+# product behind one gather. Otherwise it becomes a ring of partial products with the weight's
+# shards. An FSDP layer then has one collective for each weight, which overlaps with the layer
+# before, and compiles in a fraction of the time.
 _WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 FLAGS = {"v4": {}, "v5e": _WHOLE_GATHERS, "v5p": {}, "v6e": {}, "tpu7x": {}}

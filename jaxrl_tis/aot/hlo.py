@@ -208,14 +208,14 @@ class Module:
 
     def collectives(self, mesh: dict[str, int] | None = None) -> list[Collective]:
         """All collectives; `mesh` (axis -> size, in the order of the devices) names their axes."""
-        found = []
+        collectives = []
         for line in self._lines():
             kind = line.opcode.removesuffix("-start")
             if kind in KINDS and not self._is_later_part(line):
-                found.append(self._collective(line, kind, mesh))
+                collectives.append(self._collective(line, kind, mesh))
             elif line.opcode == "send" and "xla_megascale" in line.attributes:
-                found.append(self._between_slices(line))
-        return found
+                collectives.append(self._between_slices(line))
+        return collectives
 
     def _is_later_part(self, line: Instruction) -> bool:
         """A TPU chain repeats one collective in the fusions that start, overlap and end it."""
@@ -267,8 +267,8 @@ class Module:
 
     def _dot(self, line: Instruction) -> Dot:
         lhs, rhs = self._operands(line)
-        found = re.search(r"operand_precision=\{([\w,]+)\}", line.attributes)
-        precisions = set(found[1].split(",")) if found else {"default"}
+        precision = re.search(r"operand_precision=\{([\w,]+)\}", line.attributes)
+        precisions = set(precision[1].split(",")) if precision else {"default"}
         multiplications = dot_size if line.opcode == "dot" else convolution_size
         return Dot(
             line.name, line.shapes[0], (lhs.shapes[0], rhs.shapes[0]),
@@ -350,16 +350,16 @@ class Module:
 
     def custom_calls(self) -> list[CustomCall]:
         """All custom calls; target MOSAIC is a Pallas TPU kernel."""
-        found = []
+        calls = []
         for line in self._lines():
             if line.opcode == "custom-call":
                 target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
                 flops = re.search(r'"flops":"?(\d+)', line.config)
-                found.append(CustomCall(
+                calls.append(CustomCall(
                     line.name, target, line.shapes, int(flops[1]) if flops else None,
                     **self._place(line),
                 ))
-        return found
+        return calls
 
     def host_transfers(self) -> list[HostTransfer]:
         """Sends, receives, feeds, callbacks and copies to or from the host's memory; traffic

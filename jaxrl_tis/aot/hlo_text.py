@@ -65,12 +65,12 @@ Computation = dict[str, Instruction]
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
     """The arrays of a shape, tuples flattened."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?", text)
-    spaces = (re.search(r"S\((\d+)\)", layout) for _, _, layout in found)
+    arrays = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?", text)
+    spaces = (re.search(r"S\((\d+)\)", layout) for _, _, layout in arrays)
     return tuple(
         Shape(dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d),
               int(space[1]) if space else 0)
-        for (dtype, dims, _), space in zip(found, spaces)
+        for (dtype, dims, _), space in zip(arrays, spaces)
     )
 
 
@@ -111,10 +111,10 @@ def _instruction(line: str, computation: str) -> Instruction | None:
 def _closing(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return parenthesis.start()
     raise ValueError(f"no closing parenthesis in {text[start : start + 200]!r}")
 
 

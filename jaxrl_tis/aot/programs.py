@@ -147,12 +147,12 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     state = abstract_state(setup.training)
     engines = setup.engine, setup.learner_engine
     sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
-    held = {name: state[name] for name in state if name != "controllers"}
+    arrays = {name: state[name] for name in state if name != "controllers"}
     if setup.config.correction.offload_reference:
-        held.pop("reference", None)
+        arrays.pop("reference", None)
     if setup.is_apart:  # the next ones come while samplers draw on
-        held["arriving weights"] = sampling[0]
-    return held | {
+        arrays["arriving weights"] = sampling[0]
+    return arrays | {
         "serving weights": sampling[0], "decode state": sampling[1],
         "evaluation weights": evaluating[0], "evaluation state": evaluating[1],
     }
@@ -170,10 +170,10 @@ def report(
         raise ValueError(
             f"programs {', '.join(unknown)} are none of this run's: {', '.join(available)}"
         )
-    held, entries = resident(setup), {}
+    kept, entries = resident(setup), {}
     for name in names or available:
-        made = compiled(name, *available[name], FLAGS[topology.kind])
-        entries[name] = entry(setup, topology, made, held)
+        program = compiled(name, *available[name], FLAGS[topology.kind])
+        entries[name] = entry(setup, topology, program, kept)
         on_program(entries[name])
     moved = {"handover": handover.by_format(setup)} if setup.is_apart else {}
-    return header(setup, topology, held) | moved | {"programs": entries}
+    return header(setup, topology, kept) | moved | {"programs": entries}

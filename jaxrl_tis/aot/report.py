@@ -22,7 +22,7 @@ LARGEST = 8  # arrays named of a program
 LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
 
-def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, Any]:
+def header(setup: Setup, topology: Topology, resident: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys that are the same for all programs."""
     c = setup.model
     return {
@@ -38,33 +38,36 @@ def header(setup: Setup, topology: Topology, held: dict[str, Any]) -> dict[str, 
             "serve": dict(setup.engine.layout.mesh.shape),
         },
         "layers": c.num_layers,
-        "resident_bytes": {name: device_bytes(tree) for name, tree in held.items()},
+        "resident_bytes": {name: device_bytes(tree) for name, tree in resident.items()},
     }
 
 
-def entry(setup: Setup, topology: Topology, made: Any, held: dict[str, Any]) -> dict[str, Any]:
+def entry(
+    setup: Setup, topology: Topology, compiled: Any, resident: dict[str, Any]
+) -> dict[str, Any]:
     """Describes one `programs.Compiled`; all bytes are those of one device."""
-    hbm, job = _hbm(setup, topology), work.work(made.name, setup, made.args)
-    beside = _beside(made.args, _alive(made.name, made.args, held))
-    found = {
-        "name": made.name, "runs_on": runs_on(setup, made.name), "compile_seconds": round(made.seconds, 2),
+    hbm, job = _hbm(setup, topology), work.work(compiled.name, setup, compiled.args)
+    beside = _beside(compiled.args, _alive(compiled.name, compiled.args, resident))
+    result = {
+        "name": compiled.name, "runs_on": runs_on(setup, compiled.name),
+        "compile_seconds": round(compiled.seconds, 2),
         "model_flops": job.flops,
         "must_move_bytes": {
             "weights": job.weight_bytes, "kv": job.kv_bytes,
             "activations": job.activation_bytes,
         },
     }
-    if made.refusal:
-        memory, over, where = _refused(made, beside, hbm)
-        found |= {"refusal": made.refusal[:2000]}
+    if compiled.refusal:
+        memory, over, where = _refused(compiled, beside, hbm)
+        result |= {"refusal": compiled.refusal[:2000]}
     else:
-        memory, where = _memory(made.memory, beside, hbm), "hbm"
+        memory, where = _memory(compiled.memory, beside, hbm), "hbm"
         over = memory["peak_bytes"] + beside - hbm
-        found |= _hlo(setup, topology, made, job)
-    fits = not made.refusal and over <= 0
-    return found | {
+        result |= _hlo(setup, topology, compiled, job)
+    fits = not compiled.refusal and over <= 0
+    return result | {
         "memory": memory, "fits": fits, "over_bytes": max(0, over), "over_in": where,
-        "largest": largest(made),
+        "largest": largest(compiled),
     }
 
 
@@ -86,16 +89,16 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 # Memory
 
 
-def _alive(program: str, args: tuple, held: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a run keeps on the devices of this program while it is at it. An evaluation has
-    weights and a cache of its own, from `reshard` on, and the sampler's cache is given back for that
-    time, in which no weights arrive."""
+def _alive(program: str, args: tuple, resident: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arrays that a run keeps on the devices of this program while it runs. From
+    `reshard` on an evaluation has weights and a cache of its own; the sampler's cache is freed for
+    that time, and no weights arrive."""
     absent = {"decode state", "arriving weights"} if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
     here = _devices(args)
     return {
-        name: tree for name, tree in held.items()
+        name: tree for name, tree in resident.items()
         if name not in absent and not here.isdisjoint(_devices(tree))
     }
 
@@ -109,14 +112,14 @@ def _is_placed(x: Any) -> bool:
     return getattr(x, "sharding", None) is not None
 
 
-def _beside(args: tuple, held: dict[str, Any]) -> int:
+def _beside(args: tuple, resident: dict[str, Any]) -> int:
     """Counts the bytes that a run keeps on a device and the program does not take."""
     key = lambda x: (x.shape, x.dtype, getattr(x, "sharding", None))
-    taken = Counter(key(x) for x in jax.tree.leaves(args))
+    arguments = Counter(key(x) for x in jax.tree.leaves(args))
     rest = []
-    for leaf in jax.tree.leaves(held):
-        if taken[key(leaf)]:
-            taken[key(leaf)] -= 1
+    for leaf in jax.tree.leaves(resident):
+        if arguments[key(leaf)]:
+            arguments[key(leaf)] -= 1
         else:
             rest.append(leaf)
     return device_bytes(rest)
@@ -134,17 +137,17 @@ def _memory(memory: Any, beside: int, hbm: int) -> dict[str, int]:
     }
 
 
-def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
+def _refused(compiled: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
     """Returns (memory, bytes too many, name of the memory space) of a refused program. Where HBM is
     too small, the compiler's own sum stands for the peak; where another space is (smem, vmem), only
     the arguments are known."""
     unit = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
     number = r" ?([\d.]+)([KMGT]?)"
     said = lambda words: [
-        int(float(n) * unit[u]) for n, u in re.findall(words + number, made.refusal)
+        int(float(n) * unit[u]) for n, u in re.findall(words + number, compiled.refusal)
     ]
-    arguments = device_bytes(made.args)
-    space = re.search(r"memory space (\w+)", made.refusal)
+    arguments = device_bytes(compiled.args)
+    space = re.search(r"memory space (\w+)", compiled.refusal)
     where = space.group(1) if space else "hbm"
     memory = {
         "argument_bytes": arguments, "output_bytes": None, "alias_bytes": None,
@@ -156,30 +159,30 @@ def _refused(made: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], i
     return memory, max(memory["peak_bytes"] + beside - hbm, 1), where
 
 
-def largest(made: Any) -> list[dict[str, Any]]:
+def largest(compiled: Any) -> list[dict[str, Any]]:
     """Names the largest arrays on a device: arguments by name, arrays that the program makes by
     shape."""
     arguments = [
         {"bytes": device_bytes(leaf), "what": "argument" + jax.tree_util.keystr(path),
          "shape": f"{leaf.dtype}{list(leaf.shape)}"}
-        for path, leaf in jax.tree_util.tree_flatten_with_path(made.args)[0]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(compiled.args)[0]
     ]
-    if made.module is None:
-        made_here = _allocations(made.refusal)
+    if compiled.module is None:
+        arrays = _allocations(compiled.refusal)
     else:
-        made_here = _buffers(made.module)
-    return sorted(arguments + made_here, key=lambda x: -x["bytes"])[:LARGEST]
+        arrays = _buffers(compiled.module)
+    return sorted(arguments + arrays, key=lambda x: -x["bytes"])[:LARGEST]
 
 
 def _buffers(module: Module) -> list[dict[str, Any]]:
     """Returns one entry for each shape and origin; an update in place is no further array."""
-    found = {}
+    arrays = {}
     for b in module.buffers():
         if not b.in_place and b.shape.memory_space == 0:
             key = str(b.shape), b.op_name
             what = f"{b.opcode} {b.op_name}".strip()
-            found[key] = {"bytes": b.shape.bytes, "what": what, "shape": str(b.shape)}
-    return list(found.values())
+            arrays[key] = {"bytes": b.shape.bytes, "what": what, "shape": str(b.shape)}
+    return list(arrays.values())
 
 
 def _allocations(refusal: str) -> list[dict[str, Any]]:
@@ -195,9 +198,9 @@ def _allocations(refusal: str) -> list[dict[str, Any]]:
 # Operations
 
 
-def _hlo(setup: Setup, topology: Topology, made: Any, job: work.Work) -> dict[str, Any]:
-    module = made.module
-    is_learners = runs_on(setup, made.name) == "train"
+def _hlo(setup: Setup, topology: Topology, compiled: Any, job: work.Work) -> dict[str, Any]:
+    module = compiled.module
+    is_learners = runs_on(setup, compiled.name) == "train"
     layout = setup.training.layout if is_learners else setup.engine.layout
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
@@ -228,11 +231,11 @@ def _hlo(setup: Setup, topology: Topology, made: Any, job: work.Work) -> dict[st
     }
 
 
-def _collectives(found: list) -> list[dict[str, Any]]:
+def _collectives(collectives: list) -> list[dict[str, Any]]:
     """Joins equal collectives: each entry says the `count` of them in a run, of `bytes` each. The
     one that moves most bytes comes first."""
     counts = Counter()
-    for c in found:
+    for c in collectives:
         shapes = ", ".join(map(str, c.shapes))
         counts[c.kind, c.axes, c.network, c.group_size, c.bytes, shapes] += c.runs
     rows = [
@@ -243,11 +246,11 @@ def _collectives(found: list) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: -r["bytes"] * r["count"])
 
 
-def _dots(found: list) -> list[dict[str, Any]]:
+def _dots(dots: list) -> list[dict[str, Any]]:
     """Sums large products by their dtypes: `flops` on one device in a run."""
-    total = sum(d.flops * d.runs for d in found)
+    total = sum(d.flops * d.runs for d in dots)
     flops = Counter()
-    for d in found:
+    for d in dots:
         key = (
             tuple(s.dtype for s in d.operands), tuple(s.dtype for s in d.sources), d.result.dtype,
             d.precision,
@@ -265,10 +268,11 @@ def _dots(found: list) -> list[dict[str, Any]]:
 def title(setup: Setup, topology: Topology) -> str:
     meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
+    where = " on other devices" if setup.is_apart else ""
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
-        f"({topology.product_name}), {setup.model.num_layers} layers; mesh {' x '.join(MESH_AXES)}: "
-        f"{train} to train, {serve} to serve" + (" on other devices" if setup.is_apart else "")
+        f"({topology.product_name}), {setup.model.num_layers} layers; "
+        f"mesh {' x '.join(MESH_AXES)}: {train} to train, {serve} to serve{where}"
     )
 
 
