@@ -16,7 +16,7 @@ import numpy as np
 
 from configs import quickstart
 from jaxrl_tis import build
-from jaxrl_tis.engine.engine import Chunk, Insertion
+from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sampling import SamplingParams
 from jaxrl_tis.learner.batch_layout import Rows

@@ -1,9 +1,9 @@
-"""Who lives where: the slots of an engine and the pages of its cache, and who has to leave them.
+"""Slots and pages of an engine: admission, growth, preemption and eviction of sequences.
 
-A waiting sequence is admitted to a slot once there are pages for what it has so far. It may lose
-them to an older one, or make way for one that comes before it; what it drew stays in any case. All
-pages of a shard hold the longest sequence, and the oldest of a shard never loses its own, so every
-sequence ends.
+A waiting sequence is admitted to a slot once there are pages for its tokens so far. An older
+sequence may take its pages, and a sequence with a higher priority may take its slot. It keeps its
+tokens in both cases. All pages of a shard hold the longest sequence, and the oldest sequence of a
+shard never loses its pages, so every sequence ends.
 """
 
 import collections
@@ -25,8 +25,10 @@ ORDER = operator.attrgetter("order")  # the oldest sequence first
 
 @dataclasses.dataclass(frozen=True)
 class KVEviction:
-    """How much of its pages a sequence keeps: its first `sinks` and its last `window` full ones
-    (StreamingLLM, arXiv:2309.17453). What it loses is recorded as evict_step."""
+    """Which pages a sequence keeps: its first `sinks` and its last `window` full ones.
+
+    StreamingLLM, arXiv:2309.17453. The other pages are evicted and recorded as evict_step.
+    """
 
     sinks: int
     window: int
@@ -37,18 +39,19 @@ class KVEviction:
 
 
 class BlockManager:
-    """The slots and pages of an engine, and the sequences that live there.
+    """Assigns slots and pages of an engine to sequences.
 
     Args:
       engine: sizes, see EngineProtocol.
       waiting: sequences without a slot.
-      stats: where admissions and losses are counted.
+      stats: where cache hits, preemptions and evictions are counted.
       divide, retention, keeps_pages: see Scheduler.
 
     Attributes:
-      to_release: slots that are free here and still count in the engine.
-      table, shift: pages of each slot and positions evicted from them, as the engine takes them.
-      pages: of each shard.
+      to_release: slots that are free here but still decode in the engine.
+      table: [slots, n] int32, pages of each slot in order.
+      shift: [slots] int32, positions evicted from each slot.
+      pages: the pages of each shard.
       prefixes: tokens whose pages several sequences share.
     """
 
@@ -78,7 +81,7 @@ class BlockManager:
         return {"free_pages": orders, "table": self.table, "shift": self.shift}
 
     def holds(self, sequence: Sequence) -> bool:
-        """Whether it lives in a slot or waits for one."""
+        """Whether the sequence has a slot or waits for one."""
         return sequence.slot >= 0 or sequence in self._waiting
 
     def sequences(self) -> list[Sequence]:
@@ -101,7 +104,7 @@ class BlockManager:
         sequence.admitted_after = self._waiting.admissions
 
     def free(self, sequence: Sequence) -> None:
-        """Takes a sequence out of wherever it is, and gives its pages back."""
+        """Takes a sequence out of its slot or of the queue, and frees its pages."""
         if sequence.slot >= 0:
             self._leave_slot(sequence)
         else:
@@ -125,7 +128,7 @@ class BlockManager:
                 self.to_release.discard(slot)
 
     def retract(self, sequence: Sequence) -> None:
-        """Puts a sequence back among the waiting ones, without pages."""
+        """Frees the slot and the pages of a sequence and queues it again."""
         had_pages = bool(sequence.pages)
         self.free(sequence)
         if had_pages:
@@ -135,14 +138,16 @@ class BlockManager:
     # Into a slot
 
     def admit(self) -> list[Sequence]:
-        """Gives waiting sequences slots and pages, in the order of the policy. A parked sequence,
-        which kept its pages, waits for a slot of its shard, unless too many passed it; one without
-        room for its pages lets nobody pass.
+        """Gives waiting sequences slots and pages, in the order of the policy.
 
-        Returns the parked ones: their pages are filled already.
+        A parked sequence, which kept its pages, waits for a slot of its shard. An overdue one gives
+        its pages up for a slot of any shard. Admission stops at the first sequence that finds no
+        pages.
+
+        Returns: the parked sequences among them, whose pages are filled already.
         """
         if self._divide:
-            self._make_way()
+            self._preempt_for_waiting()
         if len(self._slots) == self._engine.slots:
             return []
         free, parked = self._free(), []
@@ -162,9 +167,10 @@ class BlockManager:
                 parked.append(sequence)
         return parked
 
-    def _make_way(self) -> None:
-        """Sequences that have drawn their share wait again, with their pages, if others come before
-        them. Those with evicted keys stay: they cannot be rebuilt, should their pages be needed."""
+    def _preempt_for_waiting(self) -> None:
+        """Queues sequences that sampled `divide` tokens again, with their pages, if a waiting one
+        comes before them. Sequences with evicted keys stay, because they could not be rebuilt if
+        their pages were needed."""
         is_done = lambda s: s.since_admission >= self._divide and not s.shift
         priority, left = self._waiting.priority, []
         done = sorted(filter(is_done, self.running()), key=priority, reverse=True)
@@ -195,8 +201,8 @@ class BlockManager:
         return free
 
     def _find_pages(self, sequence: Sequence, shards: list[int]) -> bool:
-        """Finds pages for what the sequence has so far, in the shard that serves it best: one where
-        others hold the same tokens. False where no shard has room."""
+        """Allocates pages for the tokens of a sequence, in the shard with the most cache hits among
+        those with room. Returns False if no shard has room."""
         shared = lambda shard: self.prefixes.shared(sequence, shard)
         cached = lambda shard: self.prefixes.cached(sequence, shard)
         preference = lambda shard: (
@@ -218,8 +224,8 @@ class BlockManager:
 
     def _has_room(self, sequence: Sequence, shard: int) -> bool:
         """Whether a shard has the pages of the sequence free, and one more for each running
-        sequence to grow into. Pages that only waiting sequences hold are made free for it, but not
-        those that it would share."""
+        sequence to grow into. Frees pages that only waiting sequences hold, but not the ones that
+        it would share."""
         running = len(self.running(shard))
         while self.pages[shard].free < self.prefixes.new_pages(sequence, shard) + running:
             if not self._reclaim(shard, (sequence.key, sequence.base_key)):
@@ -227,8 +233,8 @@ class BlockManager:
         return True
 
     def _reclaim(self, shard: int, keep: tuple[bytes, ...] = ()) -> bool:
-        """Frees pages that no slot needs: those of a prompt that waits for more of its samples,
-        unless it is one of `keep`, or those of the youngest sequence that made way."""
+        """Frees pages that no slot needs: of a prompt kept for samples that still wait, unless its
+        key is in `keep`, or of the youngest parked sequence. Returns False if there are none."""
         if self.prefixes.reclaim(shard, keep):
             return True
         parked = self._waiting.parked(shard)
@@ -237,13 +243,13 @@ class BlockManager:
         return bool(parked)
 
     def drop_idle(self, sequence: Sequence) -> None:
-        """Lets the shared pages of its tokens go, if nobody will ask for them."""
+        """Drops the prefixes of its tokens if no waiting sequence would share them."""
         for key in (sequence.key, sequence.base_key):
             if not self._waiting.has(key):
                 self.prefixes.drop(key)
 
     def settle(self, sequence: Sequence) -> None:
-        """Notes that the sequence is in its slot and decodes from now on."""
+        """Marks an inserted sequence as decoding, and fills its row of the table."""
         self.to_release.discard(sequence.slot)
         sequence.is_running = True
         self.shift[sequence.slot] = sequence.shift
@@ -256,21 +262,21 @@ class BlockManager:
     # More pages, and fewer
 
     def can_grow(self, width: int) -> bool:
-        """Whether all running sequences find the pages for their next tokens without taking them
-        from another."""
+        """Whether there are free pages for the next `width` tokens of every running sequence."""
         counts = collections.Counter()
         for sequence in self.running():
             counts[sequence.shard] += self._missing(sequence, width)
         return all(count <= self.pages[shard].free for shard, count in counts.items())
 
     def _missing(self, sequence: Sequence, width: int) -> int:
-        """Counts the pages that it lacks for `width` tokens beyond those that it may have drawn."""
+        """Returns the number of pages that it lacks for `width` tokens after those in flight."""
         drawn = min(sequence.in_flight + width, sequence.remaining)
         end = sequence.length - 1 + drawn - sequence.shift
         return max(0, -(-end // self._engine.page_size) - len(sequence.pages))
 
     def grow(self, width: int) -> None:
-        """Gives every running sequence the pages for its next tokens, the oldest first."""
+        """Gives every running sequence the pages of its next `width` tokens, the oldest first. One
+        that finds none preempts the youngest."""
         for sequence in self.running():
             if not sequence.is_running:
                 continue  # lost its slot to an older one
@@ -288,8 +294,8 @@ class BlockManager:
             self._tabulate(sequence)
 
     def _preempt(self, sequence: Sequence) -> bool:
-        """Frees pages for a sequence: those that nobody uses, or else those of the youngest of its
-        shard. Returns False if that was the sequence itself."""
+        """Frees pages for a sequence: unused ones, or else the pages of the youngest sequence of
+        its shard. Returns False if that was the sequence itself."""
         if self._reclaim(sequence.shard):
             return True
         youngest = max((s for s in self._slots.values() if s.shard == sequence.shard), key=ORDER)
@@ -298,7 +304,7 @@ class BlockManager:
         return youngest is not sequence
 
     def evict(self, sequence: Sequence) -> None:
-        """Frees the pages beyond those that its retention keeps, if it has one."""
+        """Frees the pages that `retention` does not keep."""
         if self._retention is None:
             return
         size, most = self._engine.page_size, self._retention.sinks + self._retention.window

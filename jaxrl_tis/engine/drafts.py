@@ -1,10 +1,10 @@
-"""Drafts for speculative decoding: what followed the same last tokens before, in the prompt, in
-the sequence itself or in another sample of its prompt.
+"""Drafts for speculative decoding, by prompt lookup in the samples of a group.
 
-A draft is only a guess. The engine draws the token of every position with the key of that position,
-and a token of the draft stands where the draw equals it; so a draft is accepted as often as by
-rejection sampling, and changes no distribution. Prompt lookup and the grouped drafts of Seer
-(arXiv:2511.14617).
+A draft is the continuation of an earlier occurrence of the last tokens: in the prompt, in the
+sequence itself or in another sample of its prompt (grouped drafts of Seer, arXiv:2511.14617). The
+engine samples the token of every position with the key of that position, and accepts a drafted
+token if it equals the sampled one. So the acceptance rate is that of rejection sampling, and the
+sampled distribution does not change.
 """
 
 import dataclasses
@@ -14,27 +14,31 @@ import numpy as np
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sequences import Sequence
 
-NGRAMS = (3, 2)  # tokens that must be the same, the longer match first
-MEMORY = 0.95  # what a measurement weighs after each further pass
+NGRAMS = (3, 2)  # lengths of the matches, the longer one first
+MEMORY = 0.95  # decay of the measured acceptance per pass
 
 
 @dataclasses.dataclass
 class Group:
-    """The live samples of one prompt, and where each n-gram of theirs stood last: in which tokens,
-    and the place behind it."""
+    """The live samples of one prompt, and the last occurrence of each of their n-grams.
+
+    Attributes:
+      members: the number of live samples.
+      places: {n-gram: (list of tokens, index after the n-gram)}.
+    """
 
     members: int = 0
     places: dict[tuple, tuple[list[int], int]] = dataclasses.field(default_factory=dict)
 
     def learn(self, tokens: list[int], start: int) -> None:
-        """Notes the n-grams before each token of a list from `start` on; the list may grow
+        """Registers the n-grams before each token of a list from `start` on. The list may grow
         later."""
         for n in NGRAMS:
             for i in range(max(start, n), len(tokens)):
                 self.places[tuple(tokens[i - n : i])] = tokens, i
 
     def guess(self, tokens: list[int], length: int) -> list[int]:
-        """Guesses what follows the tokens, and what follows the guess, and so on."""
+        """Returns a draft of at most `length` tokens that continues the tokens."""
         last, draft = tuple(tokens[-NGRAMS[0] :]), []
         while len(draft) < length:
             known = [last[-n:] for n in NGRAMS if last[-n:] in self.places]
@@ -47,7 +51,7 @@ class Group:
 
 
 def lengths(longest: int) -> list[int]:
-    """Returns the lengths that drafts may have: 1, 3, 7, ..., so that few programs are compiled."""
+    """Returns the lengths that drafts may have: 1, 3, 7, ... Each is a compiled program."""
     return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
 
 
@@ -67,40 +71,41 @@ def draft_rows(
 
 
 class NoDrafts:
-    """Never guesses, so that the engine decodes token by token."""
+    """Proposes no drafts: the engine decodes token by token."""
 
     def forget(self) -> None:
-        """Hears that the weights have changed."""
+        """Called when the weights have changed."""
 
     def add(self, request: Request) -> None:
-        """Hears that a request lives from now on."""
+        """Called when a request is queued."""
 
     def remove(self, request: Request) -> None:
-        """Hears that the request has ended."""
+        """Called when a request has ended."""
 
     def begin(self, sequence: Sequence) -> None:
-        """Hears that the sequence goes on from what it has."""
+        """Called when a sequence is inserted, with all its tokens so far."""
 
     def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
-        """Hears that the sequence drew tokens."""
+        """Called with the newly sampled tokens of a sequence."""
 
     def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, list[int]]]:
-        """Returns (length, drafts of at most so many tokens), or (0, {}) when plain decoding draws
-        more tokens in the time of a draft."""
+        """Returns (length, drafts of at most `length` tokens), or (0, {}) if plain decoding is
+        expected to sample more tokens in the same time."""
         return 0, {}
 
     def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
-        """Hears how much of a draft was accepted; a sequence that ended rejected nothing."""
+        """Called with the number of accepted tokens of a draft. The end of a sequence is not
+        counted as a rejection."""
 
 
 class Drafts(NoDrafts):
-    """Proposes drafts to a scheduler, and learns from what became of them.
+    """Proposes drafts, with a length that follows the measured acceptance.
 
     Args:
       slots: rows of a pass without drafts.
       max_length: longest draft, see `lengths`.
-      free_rows: rows, slots * (length + 1), that a pass computes at the price of one. Below, it is
-        bound by reading weights; above, its time grows with them.
+      free_rows: the number of rows, slots * (length + 1), up to which a pass takes the same time,
+        because it is bound by reading weights. Beyond, its time grows with the rows.
     """
 
     def __init__(self, slots: int, max_length: int, free_rows: int):
@@ -114,12 +119,12 @@ class Drafts(NoDrafts):
 
     @property
     def acceptance(self) -> float:
-        """The probability that the next token of a draft is accepted; 1/2 before anything is
-        seen."""
+        """The probability that the next token of a draft is accepted; 1/2 before the first
+        measurement."""
         return (1 + self._accepted) / (2 + self._accepted + self._rejected)
 
     def forget(self) -> None:
-        """Measures the acceptance anew."""
+        """Resets the measured acceptance."""
         self._accepted = self._rejected = 0.0
 
     def add(self, request: Request) -> None:
@@ -160,8 +165,8 @@ class Drafts(NoDrafts):
         return length, {s: draft[:length] for s, draft in drafts.items() if draft}
 
     def _speed(self, lengths: np.ndarray, length: int) -> float:
-        """Returns the expected tokens of a pass per unit of its time: a + a^2 + ... of each draft,
-        and one more of each sequence."""
+        """Returns the expected tokens of a pass per unit of its time: 1 + a + a^2 + ... of each
+        sequence, with acceptance a and as many terms as its draft has tokens."""
         a = self.acceptance
         accepted = a * (1 - a ** np.minimum(lengths, length)) / (1 - a)
         rows = self._slots * (length + 1)

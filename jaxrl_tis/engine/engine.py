@@ -2,7 +2,7 @@
 
 This module is the host's side: it lays requests into arrays and calls the jitted functions of
 programs.py. A prompt is prefilled in chunks into pages that its samples share. Its last token is
-then the first input of decode, so every token, the first included, is sampled by one decode program.
+then the first input of decode, so one decode program samples every token, the first included.
 """
 
 import dataclasses

@@ -1,20 +1,19 @@
-"""Who holds which pages of the key/value cache: a free list with reference counts, on the host.
+"""Allocation of the pages of the key/value cache: a free list with reference counts, on the host.
 
-A page whose content has a key keeps it while it is free, so that who needs the same content finds
-it there; it is taken for another when no page without such content is free, that which was held
-least recently first.
+A full page of a prompt is found by the hash of its content, also while it is free (prefix caching).
+A free page with content is reused only when no other page is free, the least recently used first.
 """
 
 import hashlib
 
 import numpy as np
 
-NULL = 0  # the page that takes what nobody reads
+NULL = 0  # the page for writes that nobody reads
 
 
 def content_keys(tokens: np.ndarray, size: int) -> list[bytes]:
-    """Returns the key of the content of each full page of these tokens: a hash of the tokens in it
-    and of the key of the page before, as keys and values depend on all that came before."""
+    """Returns the content key of each full page of these tokens: a hash of its tokens and of the
+    key of the page before, because keys and values depend on all tokens before."""
     keys, key = [], b""
     for end in range(size, len(tokens) + 1, size):
         key = hashlib.blake2b(key + tokens[end - size : end].tobytes(), digest_size=16).digest()
@@ -23,7 +22,11 @@ def content_keys(tokens: np.ndarray, size: int) -> list[bytes]:
 
 
 class Pages:
-    """The pages 1..count-1 of one shard of the cache; page NULL belongs to nobody."""
+    """The pages 1..count-1 of one shard of the cache. Page NULL is never allocated.
+
+    Attributes:
+      peak: the most pages that were in use at once.
+    """
 
     def __init__(self, count: int):
         self._references = np.zeros(count, np.int32)
@@ -39,7 +42,7 @@ class Pages:
 
     @property
     def order(self) -> list[int]:
-        """The free pages, that which is taken next at the end."""
+        """The free pages in the reverse order of their allocation."""
         return [*reversed(self._idle), *self._free]
 
     @property
@@ -47,7 +50,7 @@ class Pages:
         return len(self._references) - 1 - self.free
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes free pages, with one reference each; None when fewer are free."""
+        """Allocates pages with one reference each; None if fewer are free."""
         if count > self.free:
             return None
         taken = [self._take() for _ in range(count)]
@@ -63,8 +66,7 @@ class Pages:
         return page
 
     def share(self, pages: list[int]) -> list[int]:
-        """Adds a reference to each of the pages, which are held or have content, and returns
-        them."""
+        """Adds a reference to each page and returns the pages. Each is in use or has content."""
         for page in pages:
             is_there = page != NULL and (self._references[page] > 0 or page in self._idle)
             assert is_there, "a free page is shared"
@@ -73,8 +75,8 @@ class Pages:
         return list(pages)
 
     def release(self, pages: list[int]) -> None:
-        """Takes one reference of each; a page without any is free again. Of pages with content the
-        last will be taken first: it is of use only to who has those before."""
+        """Removes one reference of each page. A page without references is free. Of pages with
+        content the last is reused first, since it is a cache hit only after the pages before."""
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is released twice"
             self._references[page] -= 1
@@ -86,14 +88,14 @@ class Pages:
                 self._free.append(page)
 
     def keep(self, pages: list[int], keys: list[bytes]) -> None:
-        """Says what pages hold that somebody has, each all of it."""
+        """Registers the content keys of full pages in use, so that `found` finds them."""
         for page, key in zip(pages, keys):
             assert self._references[page] > 0, f"page {page} is free"
             if key not in self._pages and page not in self._keys:
                 self._pages[key], self._keys[page] = page, key
 
     def found(self, keys: list[bytes]) -> list[int]:
-        """Returns the pages with these contents, in order, up to the first that is not there."""
+        """Returns the pages with these contents, in order, up to the first cache miss."""
         pages = []
         for key in keys:
             if key not in self._pages:
@@ -102,10 +104,10 @@ class Pages:
         return pages
 
     def held(self, pages: list[int]) -> int:
-        """Counts those of the pages that somebody holds."""
+        """Returns how many of the pages are in use."""
         return int((self._references[pages] > 0).sum())
 
     def forget(self) -> None:
-        """No page has the content that it was said to have."""
+        """Forgets all contents."""
         self._free += self._idle
         self._idle, self._pages, self._keys = {}, {}, {}

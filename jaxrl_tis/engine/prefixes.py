@@ -1,4 +1,4 @@
-"""Sequences of tokens whose keys lie, or will lie, in pages that several samples share."""
+"""Token prefixes whose pages several samples share."""
 
 import dataclasses
 
@@ -10,16 +10,17 @@ from jaxrl_tis.engine.sequences import Sequence
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """Tokens whose keys lie, or will lie, in pages of a shard.
+    """Tokens and the pages of a shard that hold, or will hold, their keys and values.
 
     Attributes:
-      key: by which it is found; page_keys: of the content of its full pages.
-      filled: tokens whose keys are there, or in the pages of `base`.
-      found: pages among its own that others filled with its tokens.
-      base: the prefix of its first tokens, whose pages it shares and which is to be filled first.
-      waiters: sequences with a slot that start from it once it is filled.
-      followers: prefixes whose base it is.
-      logps: log-probs of the tokens after the first, as far as it is filled; None unless asked for.
+      key: identifies the prefix within its shard.
+      page_keys: content keys of its full pages.
+      filled: the number of tokens whose keys are in its pages or in the pages of `base`.
+      found: the number of its pages that were cache hits.
+      base: the prefix of its first tokens, whose pages it shares. It is filled first.
+      waiters: sequences with a slot that are inserted once it is filled.
+      followers: the number of prefixes whose base it is.
+      logps: log-probs of the tokens after the first, as far as it is filled; None unless requested.
     """
 
     key: bytes
@@ -43,23 +44,22 @@ class Prefix:
         return not self.waiters and not self.followers
 
     def prompt_logps(self) -> np.ndarray:
-        """Returns those of all its tokens, float32; NaN for the first."""
+        """Returns the log-probs of all its tokens, float32; NaN for the first."""
         logps = np.concatenate([[np.nan], *self.logps])
         return logps[: len(self.tokens)].astype(np.float32)
 
 
 class Prefixes:
-    """All prefixes; each shard has at most one of the same tokens. A sequence that drew tokens
-    before its pages were lost has a prefix of its own, which follows the prefix of the prompt's
-    full pages.
+    """All prefixes; each shard has at most one of the same tokens.
 
-    Full pages of tokens that were filled are found by later ones that begin with the same tokens,
-    until they are taken for something else: a prefix begins with them and has the rest filled.
+    A sequence that sampled tokens before it lost its pages has a prefix of its own. This prefix
+    follows the prefix of the prompt's full pages. A new prefix starts with the cached pages that
+    hold its first tokens (prefix caching), and only the rest is filled.
 
     Args:
-      pages: of each shard.
+      pages: the pages of each shard.
       size: positions of a page.
-      keeps_pages: whether pages are found again.
+      keeps_pages: whether prefix caching is on.
     """
 
     def __init__(self, pages: list[Pages], size: int, keeps_pages: bool = True):
@@ -70,25 +70,25 @@ class Prefixes:
         return self._prefixes.get((key, shard))
 
     def unfilled(self) -> list[Prefix]:
-        """Returns the prefixes that some sequence waits for and that can be filled now."""
+        """Returns the prefixes that a sequence waits for and whose base is filled."""
         return [
             p for p in self._prefixes.values()
             if not (p.is_idle or p.is_filled) and (p.base is None or p.base.is_filled)
         ]
 
     def filled(self) -> list[Prefix]:
-        """Returns the filled prefixes whose waiting sequences can be put into their slots."""
+        """Returns the filled prefixes whose sequences can be inserted."""
         return [p for p in self._prefixes.values() if p.waiters and p.is_filled]
 
     def fill(self, prefix: Prefix, count: int) -> None:
-        """Notes that the keys of `count` more tokens lie in its pages."""
+        """Marks `count` more tokens as filled."""
         prefix.filled += count
         if prefix.is_filled and self._keeps_pages:
             self._pages[prefix.shard].keep(prefix.pages, prefix.page_keys)
 
     def adopt(self, prefix: Prefix) -> int:
-        """Takes over pages that others filled with its next tokens since it was made, in place of
-        its own. Returns how many tokens those are."""
+        """Replaces its next pages by pages that were filled with the same tokens since it was made.
+        Returns the number of tokens that need no prefill any more."""
         if not self._keeps_pages or prefix.logps is not None or prefix.followers:
             return 0
         pages, first = self._pages[prefix.shard], prefix.filled // self._size
@@ -102,7 +102,7 @@ class Prefixes:
         return len(found) * self._size
 
     def new_pages(self, sequence: Sequence, shard: int) -> int:
-        """Counts the free pages that `join` would take."""
+        """Returns the number of free pages that `join` would take."""
         full, rest = divmod(sequence.length, self._size)
         if self.find(sequence.key, shard):
             return int(rest > 0)
@@ -111,14 +111,15 @@ class Prefixes:
         return full - self._pages[shard].held(known) + 2 * (rest > 0)
 
     def cached(self, sequence: Sequence, shard: int) -> int:
-        """Counts the tokens whose pages the sequence would find filled, where it shares none."""
+        """Returns the number of tokens in cached pages that the sequence would start with; 0 if it
+        would share a prefix."""
         if self.shared(sequence, shard):
             return 0
         return len(self._found(sequence, shard)) * self._size
 
     def _found(self, sequence: Sequence, shard: int) -> list[int]:
-        """Returns the pages with the sequence's first tokens, or with those of its prompt if it
-        drew some."""
+        """Returns the cached pages of the sequence's first tokens, or of its prompt if it has
+        sampled tokens."""
         if not self._keeps_pages or sequence.needs_scores:
             return []
         whole = len(sequence.base_key) // sequence.request.prompt.itemsize or sequence.length
@@ -126,13 +127,13 @@ class Prefixes:
         return self._pages[shard].found(keys)
 
     def shared(self, sequence: Sequence, shard: int) -> int:
-        """Counts the tokens that the sequence would take over from others."""
+        """Returns the number of tokens of the prefix that the sequence would share."""
         prefixes = (self.find(key, shard) for key in (sequence.key, sequence.base_key))
         return next((len(prefix.tokens) for prefix in prefixes if prefix), 0)
 
     def join(self, sequence: Sequence, shard: int) -> None:
-        """Gives the sequence the pages of its tokens. The last page will be its own copy, unless it
-        is full."""
+        """Gives the sequence the pages of its tokens: shared ones, and a page of its own for the
+        copy of the last one if that is not full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
         keys, base, found = sequence.page_keys(self._size), None, self._found(sequence, shard)
@@ -149,9 +150,11 @@ class Prefixes:
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
 
-    def _prefix(self, key, page_keys, tokens, shard, base=None, found=(), is_scored=False) -> Prefix:
-        """Returns the prefix of these tokens, a new one if there is none yet, which begins with the
-        pages of its base or those that were found."""
+    def _prefix(
+        self, key, page_keys, tokens, shard, base=None, found=(), is_scored=False
+    ) -> Prefix:
+        """Returns the prefix of these tokens. A new one starts with the pages of its base, or with
+        the cached pages."""
         if self.find(key, shard) is None:
             pages = self._pages[shard]
             shared = pages.share(base.pages if base else found)
@@ -165,13 +168,13 @@ class Prefixes:
         return self._prefixes[key, shard]
 
     def following(self) -> list[Sequence]:
-        """Returns the sequences that wait for a prefix which shares pages that others filled."""
+        """Returns the sequences whose prefix is not filled alone: it has a base or cached pages."""
         shares = lambda prefix: prefix.base or prefix.found
         return [s for prefix in self._prefixes.values() if shares(prefix) for s in prefix.waiters]
 
     def forget(self) -> None:
-        """Hears of new weights: all prefixes are to be filled anew, in other pages where somebody
-        may still read the old ones, and nothing is found. No sequence may be `following`."""
+        """Empties the cache after new weights: all prefixes are filled anew. No sequence may be
+        `following`."""
         for pages in self._pages:
             pages.forget()
         for prefix in reversed(list(self._prefixes.values())):
@@ -180,15 +183,15 @@ class Prefixes:
                 self._drop(prefix)
 
     def drop(self, key: bytes) -> None:
-        """Drops the prefixes of these tokens that nobody waits for."""
+        """Drops the prefixes with this key that no sequence waits for."""
         for shard in range(len(self._pages)):
             prefix = self.find(key, shard)
             if prefix and prefix.is_idle:
                 self._drop(prefix)
 
     def reclaim(self, shard: int, keep: tuple[bytes, ...]) -> bool:
-        """Drops one prefix that nobody waits for, but none of the tokens `keep`; False if there is
-        no such prefix."""
+        """Drops one prefix that no sequence waits for and whose key is not in `keep`. Returns False
+        if there is none."""
         idle = [
             prefix for (key, s), prefix in self._prefixes.items()
             if s == shard and key not in keep and prefix.is_idle

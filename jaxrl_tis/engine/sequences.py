@@ -1,4 +1,4 @@
-"""What the scheduler knows of a live request."""
+"""The host's state of a live request: its tokens, its slot and its pages."""
 
 import dataclasses
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ OF_RUN = ("version", "kv_version", "segment")  # the same for all tokens of a ca
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The tokens of one slot in one `generate` call, cut out of its arrays when they are read."""
+    """The tokens of one slot in one `generate` call, sliced from its arrays on demand."""
 
     result: ResultTokens
     slot: int
@@ -33,27 +33,33 @@ class Drawn:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A live request, and where it lives.
+    """A live request, its sampled tokens, and its slot and pages.
 
     Attributes:
-      order: number of its arrival; admitted_after: admissions before it began to wait.
-      key: bytes of its tokens when it began to wait, and whether their log-probs are needed; those
-        of equal keys share a Prefix.
-      base_key: of the full pages of its prompt if it drew tokens already, which the others of its
-        group have not; b"" otherwise.
-      keyed: the keys of its pages, and the key that they belong to.
-      pieces: what it drew, in order; count: how many tokens those are.
-      read: {field: how many pieces were read, and their values}.
-      slot, shard, pages: where it lives; a waiting sequence without pages has no shard.
-      is_running: its slot decodes; false while its pages are being filled.
-      shift: positions evicted from its pages; page_numbers: which pages of the whole sequence are
-        left; evict_step: see Trajectory.
-      segment: how often its pages were rebuilt; kv_version: of the oldest weights that filled them.
-      since_admission: tokens drawn since it last got a slot.
-      in_flight: most tokens that it draws in calls that have not been read.
+      order: number of its arrival.
+      admitted_after: the number of admissions before it began to wait.
+      key: bytes of its tokens when it began to wait, and whether their log-probs are needed.
+        Sequences with equal keys share a Prefix.
+      base_key: bytes of the tokens in the full pages of its prompt, if it has sampled tokens; b""
+        otherwise.
+      keyed: (key, content keys of the pages of these tokens).
+      pieces: sampled tokens in order, by call.
+      count: the number of sampled tokens.
+      read: {field: (number of pieces read so far, their values)}.
+      slot: its slot; -1 while it waits.
+      shard, pages: its pages and their shard. A sequence without pages may get another shard.
+      page_numbers: the index in the whole sequence of each of its pages.
+      is_running: its slot decodes. False while its pages are being filled.
+      shift: positions evicted from its pages.
+      evict_step: see Trajectory.
+      segment: how often its pages were rebuilt.
+      kv_version: version of the oldest weights that filled them.
+      since_admission: tokens sampled since it last got a slot.
+      in_flight: the most tokens that it samples in calls that have not been read.
       has_ended: its record is written.
-      prompt_logps: see Trajectory; None before its prompt is read.
-      search: of its stop strings, in the tokens drawn so far; stop: its last result.
+      prompt_logps: see Trajectory; None before its prompt is prefilled.
+      search: search for its stop strings in the tokens so far.
+      stop: the result of the last search.
     """
 
     request: Request
@@ -120,8 +126,7 @@ class Sequence:
         self.since_admission += drawn.count
 
     def field(self, name: str) -> np.ndarray:
-        """Returns a field of all that it drew so far, which nobody may change. What was read before
-        is not cut out of the calls again."""
+        """Returns a field of all sampled tokens, a cached array that callers must not change."""
         if not self.pieces:
             is_wide = name in DRAWN and DRAWN[name].width
             return np.zeros((0, 0) if is_wide else 0, _dtype(name))
@@ -133,7 +138,7 @@ class Sequence:
         return read
 
     def tokens(self) -> np.ndarray:
-        """Returns the prompt and the drawn tokens."""
+        """Returns the prompt and the sampled tokens."""
         return np.concatenate([self.request.prompt, self.field("tokens")])
 
     def page_keys(self, size: int) -> list[bytes]:
@@ -143,8 +148,8 @@ class Sequence:
         return self.keyed[1]
 
     def forget(self) -> None:
-        """Notes that its pages are gone. What it drew stays, unless some of it saw evicted keys:
-        that cannot be rebuilt by a prefill, so it starts again as it came."""
+        """Called when its pages were freed. Its tokens stay, unless some of them saw evicted keys.
+        A prefill cannot rebuild those, so the sequence starts again."""
         if self.shift:
             new = Sequence.of(self.request, self.order, self.admitted_after)
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
@@ -152,12 +157,13 @@ class Sequence:
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
 
     def filled(self, version: int) -> None:
-        """Notes that weights of this version wrote the keys of all that it has so far."""
+        """Called when a prefill with weights of this version wrote the keys of all its tokens."""
         self.kv_version = version
         self.segment += self.count > 0
 
     def evict(self, index: int, size: int, capacity: int) -> int:
-        """Takes out page `index` and returns it; its keys are unseen from the last token on."""
+        """Removes page `index` and returns it. Queries from the last token on do not see its
+        keys."""
         if self.evict_step is None:
             self.evict_step = np.full(capacity, NEVER, np.int32)
         first = self.page_numbers.pop(index) * size
@@ -166,8 +172,8 @@ class Sequence:
         return self.pages.pop(index)
 
     def found_stop(self) -> int | None:
-        """Returns how many tokens there are up to a stop string, as far as the text was searched;
-        waits for the search."""
+        """Waits for the last search and returns the number of tokens up to the end of a stop
+        string; None if there is none."""
         return self.stop.result() if self.stop else None
 
     def trajectory(self, stop_reason: str, quant_id: str, count: int) -> Trajectory:
@@ -191,7 +197,7 @@ def _dtype(name: str) -> str:
 
 
 def _joined(pieces: list[Drawn | Trajectory], name: str) -> np.ndarray:
-    """Returns a field of all tokens of the pieces, of which the first alone may be a record."""
+    """Returns a field of all tokens of the pieces. Only the first piece may be a Trajectory."""
     parts = [getattr(p, name) for p in pieces[:1] if isinstance(p, Trajectory)]
     drawn = pieces[len(parts):]
     if name in OF_RUN:

@@ -65,7 +65,7 @@ class Spec:
         return dict(num_logits=self.num_logits, top_n=config.top_n, num_kept=config.num_kept)
 
     def block_rows(self, length: int) -> int:
-        """Returns how many prefill rows of a shard are computed at a time, a divisor of all of them.
+        """Returns how many of a shard's prefill rows are computed at a time, a divisor of all.
 
         On a CPU a block has at least BLOCK_TOKENS tokens and blocks without a prompt are skipped,
         since late prompts come alone. The size of a block depends on the padded length alone, so

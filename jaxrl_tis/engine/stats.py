@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Counts and times of a scheduler."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,12 +11,18 @@ class Stats:
     """Counts since the scheduler was made.
 
     Attributes:
-      tokens: drawn; busy: decode steps of a slot that drew, of slot_steps, all steps of all slots.
+      calls: decode calls.
+      tokens: sampled tokens.
+      busy: decode steps in which a slot sampled a token, summed over slots.
+      slot_steps: decode steps times all slots.
       drafted, accepted: tokens of drafts.
-      prefilled, shared, cached: prompt tokens computed, taken over from another sample of the
-        group, and found in pages that an earlier prompt had filled.
-      preempted: sequences that lost their pages to older ones; evicted: pages.
-      engine_seconds: spent in or waiting for the engine; seconds: in `step`.
+      prefilled: prompt tokens that were computed.
+      shared: prompt tokens whose pages another sample of the group computes.
+      cached: prompt tokens that were cache hits on the pages of an earlier prompt.
+      preempted: sequences that lost their pages to older ones.
+      evicted: pages that `retention` dropped.
+      engine_seconds: seconds in the engine or waiting for it.
+      seconds: seconds in `step`.
     """
 
     calls: int = 0
@@ -50,15 +56,16 @@ class Stats:
 
     @property
     def occupancy(self) -> float:
+        """The fraction of slot steps that sampled a token."""
         return self.busy / max(self.slot_steps, 1)
 
     @property
     def host_share(self) -> float:
-        """The share of the time in which the host worked and did not wait for the engine."""
+        """The fraction of `seconds` outside the engine."""
         return 1 - self.engine_seconds / max(self.seconds, 1e-9)
 
     def counts(self) -> dict[str, int]:
-        """Returns what does not depend on the clock."""
+        """Returns the counts without the seconds."""
         return {n: x for n, x in dataclasses.asdict(self).items() if not n.endswith("seconds")}
 
     @classmethod
@@ -67,5 +74,5 @@ class Stats:
         return cls(*map(sum, zip(*map(dataclasses.astuple, [cls(), *parts]))))
 
     def since(self, before: "Stats") -> "Stats":
-        """Returns what was counted after a copy was made."""
+        """Returns the counts since an earlier copy."""
         return Stats(*(now - old for now, old in zip(*map(dataclasses.astuple, (self, before)))))

@@ -1,4 +1,4 @@
-"""Requests without a slot, and who of them comes next."""
+"""The queue of sequences without a slot, in the order in which they are admitted."""
 
 import collections
 from bisect import bisect_left, bisect_right, insort
@@ -12,21 +12,23 @@ SCORED = b"s"  # makes a key that is no row of tokens
 
 
 class WaitQueue:
-    """The waiting sequences in the order of a policy, unless one was passed over too often. Both
-    orders are kept from call to call, so that a sequence that comes or goes costs a search, however
-    many wait.
+    """Orders waiting sequences by a policy; a sequence that has waited too long goes first.
+
+    Both orders are kept sorted from call to call: adding or removing a sequence is a binary search.
 
     Args:
       policy: see policies.POLICIES.
-      max_bypass: a request that has seen so many admissions since it began to wait goes first;
-        None sets no bound.
+      max_bypass: admissions after which a waiting sequence is overdue; None sets no bound.
       page_size: positions of a page.
+
+    Attributes:
+      admissions: the number of admissions so far.
     """
 
     def __init__(self, policy: Policy, max_bypass: int | None, page_size: int):
         self._policy, self._max_bypass, self._size = policy, max_bypass, page_size
-        # By the number of their arrival, in the order of their coming: all, those with pages, those
-        # of each prompt, and those whose priority is to be found (again).
+        # By number of arrival, in the order of `add`: all sequences, those that kept their pages,
+        # those of each prompt, and those whose priority may have changed.
         self._sequences: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
         self._of_prompt = collections.defaultdict[bytes, dict[int, Sequence]](dict)
@@ -34,17 +36,18 @@ class WaitQueue:
         self._priorities: dict[int, tuple] = {}
         self._by_policy: list[tuple] = []  # (policy's key, arrival), sorted
         self._by_age: list[tuple] = []  # (admissions before it began to wait, arrival), sorted
-        self._keys = collections.Counter[bytes]()
+        self._keys = collections.Counter[bytes]()  # how many sequences would share each prefix
         self.admissions = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yields them in the order of their coming."""
+        """Yields all waiting sequences in the order in which they were added."""
         return iter(self._sequences.values())
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.order in self._sequences
 
     def add(self, sequence: Sequence) -> None:
+        """Queues a sequence, and sets the keys of the prefixes that it would share."""
         prompt, order = sequence.request.prompt, sequence.order
         base = prompt[: len(prompt) // self._size * self._size] if sequence.count else prompt[:0]
         key = sequence.tokens().tobytes() + SCORED * sequence.needs_scores
@@ -76,14 +79,14 @@ class WaitQueue:
         self.admissions += 1
 
     def ended(self, request: Request, drawn: int | None) -> None:
-        """Tells the policy that a request has ended, see Policy.removed."""
+        """Reports the end of a request to the policy, see Policy.removed."""
         if self._policy.removed(request, drawn):
             for order, sequence in self._of_prompt.get(request.prompt.tobytes(), {}).items():
-                self._unranked.pop(order, None)  # to be ranked in the order of their coming
+                self._unranked.pop(order, None)  # ranked in the order in which they were added
                 self._unranked[order] = sequence
 
     def has(self, key: bytes) -> bool:
-        """Whether a sequence waits that would start from these tokens."""
+        """Whether a waiting sequence would share the prefix with this key."""
         return key in self._keys
 
     def parked(self, shard: int) -> list[Sequence]:
@@ -91,8 +94,8 @@ class WaitQueue:
         return [s for s in self._parked.values() if s.shard == shard]
 
     def in_order(self) -> Iterator[Sequence]:
-        """Yields each waiting sequence once, also if it leaves and comes back meanwhile; no other
-        may come."""
+        """Yields each waiting sequence once, in the order of admission. Meanwhile sequences may be
+        removed and added again, but no new ones."""
         seen = set()
         by_policy = by_age = ()  # sorts before all
         while True:
@@ -120,10 +123,11 @@ class WaitQueue:
         self._unranked.clear()
 
     def priority(self, sequence: Sequence) -> tuple:
-        """Returns the place of a sequence in the policy's order; the smallest comes first."""
+        """Returns the sort key of a sequence in the policy's order; the smallest comes first."""
         return (self._policy.key(sequence.request, sequence.count), sequence.order)
 
     def is_overdue(self, sequence: Sequence) -> bool:
+        """Whether `max_bypass` admissions have passed since the sequence began to wait."""
         return self._is_over(sequence.admitted_after)
 
     def _is_over(self, admitted_after: int) -> bool:
@@ -142,5 +146,5 @@ def _after(entries: list[tuple], last: tuple) -> tuple | None:
 
 
 def _take(entries: list[tuple], entry: tuple) -> None:
-    """Takes an entry out of a sorted list."""
+    """Removes an entry from a sorted list."""
     del entries[bisect_left(entries, entry)]
