@@ -178,6 +178,11 @@ def test_a_file_imports_what_its_part_may(path):
     assert forbidden(name_of(path), path.read_text()) == []
 
 
+def test_the_learner_knows_no_program_of_the_engine():
+    files = {f for path in (PACKAGE / "learner").glob("*.py") for f in modules(path.read_text())}
+    assert {f for f in files if f.startswith("engine/")} == {"engine/check", "engine/records"}
+
+
 def test_no_permission_is_idle():
     used = {part: set() for part in MAY_IMPORT}
     for path in importing():

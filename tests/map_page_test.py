@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.layout_test import MAY_IMPORT
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrl_tis"
 TEXT = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
@@ -49,6 +51,17 @@ def test_a_name_is_defined_where_the_page_says(file, name):
 
 def test_the_page_is_read():
     assert len(FILES) > 40 and ("train.py", "run") in PLACES and len(PLACES) > 20
+
+
+def test_the_imports_of_a_room():
+    """But for the tables at the root, and the learner, which may import all rooms above it."""
+    rows = dict(re.findall(r"^\| `(\w+)/` \| [^|]* \| ([^|]*) \|$", TEXT, re.MULTILINE))
+    assert len(rows) == 10 and rows.pop("learner").startswith("all above")
+    tables = {"fields", "sharding", "spelling"}
+    allowed = {room: set(MAY_IMPORT[room]) - tables for room in rows}
+    assert {room: set(re.findall(r"`(\w+)`", cell)) for room, cell in rows.items()} == allowed
+    above = list(MAY_IMPORT)[: list(MAY_IMPORT).index("learner")]
+    assert set(MAY_IMPORT["learner"]) - tables == set(above) - tables - {"cli_flags"}
 
 
 def test_every_room_is_on_the_page():

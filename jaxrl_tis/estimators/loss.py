@@ -1,7 +1,7 @@
 """The policy loss: ratio -> mask -> weight -> objective -> reduction, centred scores, KL, entropy.
 
-`apply_methods` is the one place where a weight and masks are computed. A method is a (name,
-parameters) pair, see `methods.parse`. The behaviour policy can be used in two ways.
+`apply_methods` is the one place where the weight is computed. A method is a (name, parameters)
+pair, see `methods.parse`. The behaviour policy can be used in two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
 logp - logp_old is the staleness. Weight and masks see the sampler's gap logp_old - logp_behav, once

@@ -5,12 +5,13 @@ import pathlib
 
 IN_ALL = "in --all"  # of a row whose killer is no test of the default choice
 
+
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     """One change of one source.
 
-    `source` is relative to jaxrl_tis/ (a launcher is ../launch/...); `old` stands in it exactly once; `tests` are the files that
-    have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
+    `source` is relative to jaxrl_tis/ (a launcher is ../launch/...); `old` stands in it exactly
+    once; `tests` are the files that have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
     "name" in the first of the files or as "file::name". The tests of the default choice have to find
     it, unless `in_all`: then it takes one that only `./launch/test.sh --all` runs, the killer.
     """
