@@ -1,6 +1,6 @@
 """What is known of every token: the two tables that the rest of the package reads.
 
-`DRAWN` is what the sampler says of each token that it draws; `sampling.Draw`,
+`DRAWN` is what the sampler says of each token that it draws; `protocol.Draw`,
 `protocol.ResultTokens`, `sequences.Drawn` and `records.Trajectory` hold exactly these.
 
 `FIELDS` is what the rows of a batch may hold. A method that needs a new field costs a line there.

@@ -124,8 +124,6 @@ def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
     return found
 
 
-
-
 def _finite(config):
     for path, value in jax.tree_util.tree_leaves_with_path(config.to_dict()):
         field = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -280,13 +278,11 @@ def _counts(config):
         )
     not_negative = [
         "engine.num_pages", "engine.max_bypass", "engine.divide", "engine.max_draft",
-        "engine.noise_start", "warmup.steps",
-        "train.pack_length", "rollout.top_k",
+        "engine.noise_start", "warmup.steps", "train.pack_length", "rollout.top_k",
         "rollout.kept_set", "rollout.overlong_buffer", "rollout.snapshots", "rollout.ewma_centre",
-        "correction.kl_coeff",
-        "correction.scale", "optimizer.lr", "critic.lr", "optimizer.warmup", "optimizer.weight_decay", "critic.warmup",
-        "critic.weight_decay", "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max",
-        "gate.max_dp_max", "gate.max_k3",
+        "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr", "optimizer.warmup",
+        "optimizer.weight_decay", "critic.warmup", "critic.weight_decay", "gate.max_d_mean",
+        "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",
     ]
     for field in not_negative:
         if _read(config, field) < 0:

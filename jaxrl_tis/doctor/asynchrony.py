@@ -236,13 +236,13 @@ SETUP = (
     Finding(
         "async.keys", "the engine's gap grows with the lag, as it does where old keys are kept",
         "In flight, tokens attend to keys and values of older weights, which no log-prob of one "
-        "version has. Hand weights over by interruption if this part is too large.",
+        "version has. Let new weights interrupt sequences if this part is too large.",
         all_of=(STALE, is_so("config/keeps_old_keys"), GROWS),
     ),
     Finding(
         "async.idle", "the learner waits for samples",
         "A learner never waits if samplers draw a batch in the time of an update, and the bound on "
-        "staleness times that time covers a hand-over and the slowest sequence (after "
+        "staleness times that time covers a weight sync and the slowest sequence (after "
         "arXiv:2602.02192).",
         all_of=(Clause(IDLE, ">", "idle", absent=False),),
     ),

@@ -231,7 +231,7 @@ def is_ahead(case: Case) -> bool:
 
 
 def has_stand_in(case: Case) -> bool:
-    """Whether another policy stands in for the one that drew a token, see `old_policies`."""
+    """Whether another policy stands in for the one that drew a token, see `learner.snapshots`."""
     try:
         return is_ahead(case) and case.setting("rollout.old_logp") in STAND_INS
     except KeyError:  # written by code without this field

@@ -327,9 +327,9 @@ FINDINGS = (
         mistake="lowering the precision gap of an engine that is not at fault",
     ),
     Finding(
-        "weights.sync", "the gap rises step by step and falls again, as weights are handed over",
-        "The old log-probs are of newer weights than those that sampled until the next hand-over. Hand "
-        "weights over at every step, or keep those that sampled for the old log-probs.",
+        "weights.sync", "the gap rises step by step and falls again, as weights are synced",
+        "The old log-probs are of newer weights than those that sampled until the next weight sync. "
+        "Sync weights at every step, or keep those that sampled for the old log-probs.",
         all_of=(Clause("record/gap_by_period", ">=", "sync_share"),),
         mistake="lowering the precision gap of an engine that is not at fault",
     ),

@@ -205,7 +205,7 @@ def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _raw(setup: Setup, trajectories: list[Trajectory]) -> np.ndarray:
-    """Lays logp_raw [N,T] out as `rows.trajectory_rows` does logp_behav."""
+    """Lays logp_raw [N,T] out as `batch_layout.trajectory_rows` does logp_behav."""
     unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
     return setup.training.rows(unfiltered)["logp_behav"]
 

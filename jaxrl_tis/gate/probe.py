@@ -60,14 +60,15 @@ def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def of_step(
-    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any, tighten: Callable[[], str]
+    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any,
+    reduce_staleness: Callable[[], str],
 ) -> tuple[dict[str, float], str | None]:
     """Measures the parts of a batch's gap where rollout.probe_every says so. Acts on a gap above the
     budget as rollout.on_budget says.
 
     Args:
       rows, params: see `split`; rows have the log-probs of before the update.
-      tighten: bounds staleness by less, and says so.
+      reduce_staleness: see `RolloutSource.reduce_staleness`.
 
     Returns: (metrics, why the run has to stop; None where it goes on).
     """
@@ -77,7 +78,7 @@ def of_step(
     parts = split(setup, rows, params)
     found, too_far = verdict(parts, exceeded(setup, parts)), None
     if found:
-        done = f"; {tighten()}" if action == "sync" else ""
+        done = f"; {reduce_staleness()}" if action == "sync" else ""
         processes.say(f"step {step}: {found}{done}", sys.stderr)
         if action == "stop":
             too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"

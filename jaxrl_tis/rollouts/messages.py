@@ -55,7 +55,7 @@ Told = NewRequests | Preempt | Cancel | SyncTo
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """Orders, the newest version that workers may have and its fingerprint, and whether the run is
+    """Commands, the newest version that workers may have and its fingerprint, and whether the run is
     over."""
 
     commands: tuple[Told, ...]

@@ -219,7 +219,7 @@ def test_the_weight_sync_from_one_half_to_the_other(made):
 
 
 @pytest.mark.all
-def test_the_learner_leaves_weights_where_the_hand_over_counts_them(made):
+def test_the_learner_leaves_weights_where_the_sync_counts_them(made):
     """As the TPU's compiler lays them out."""
     setup, _ = made("dapo_qwen25_32b:async")
     load, args = aot.programs(setup)["quantize"]

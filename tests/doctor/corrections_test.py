@@ -370,7 +370,7 @@ def test_prime_rls_two_files_and_nemo_rls_ages(tmp_path):
 
 
 @pytest.mark.parametrize("period", [2, 4, 5, 8])
-def test_a_gap_that_rises_until_weights_are_handed_over(period, tmp_path):
+def test_a_gap_that_rises_until_weights_are_synced(period, tmp_path):
     name = "train/train_rollout_logprob_abs_diff"
     shown = found(tmp_path, logs.SLIME, {name: lambda step: 0.01 + 0.002 * ((step + 1) % period)})
     [sync] = [f for f in shown["corrections"] if f["name"] == "weights.sync"]

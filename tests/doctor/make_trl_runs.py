@@ -21,7 +21,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-RUNS = {  # name -> (whether an engine samples, top_p, mode, steps between two hand-overs)
+RUNS = {  # name -> (whether an engine samples, top_p, mode, steps between two weight syncs)
     "plain": (False, 1.0, "token_truncate", 1), "whole": (True, 1.0, "token_truncate", 1),
     "nucleus": (True, 0.9, "token_truncate", 1), "sequence": (True, 1.0, "sequence_mask", 1),
     "late": (True, 1.0, "token_truncate", 5),

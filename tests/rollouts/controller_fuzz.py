@@ -3,7 +3,7 @@
     python -m tests.rollouts.controller_fuzz [--events=100000] [--seed=0]
 
 A world of its own plays workers, transport, rewards and learner, and keeps its own books: of every
-token it knows the version that drew it. Orders and reports are late, workers die and come, and a
+token it knows the version that drew it. Commands and reports are late, workers die and come, and a
 checkpoint can be taken at any moment. What must hold is written down here once more, from the
 methods' papers and not from the controller. Prints a line for every mode; the exit status is 1 if
 anything was violated.

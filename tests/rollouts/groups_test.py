@@ -10,7 +10,7 @@ from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.rollouts.groups import components, kept_metrics, sampling_params, unknown_ids
 from jaxrl_tis.rollouts.source import next_batch
-from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, collector, fields
+from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, fields, sync_source
 
 
 def test_sampling_parameters():
@@ -49,14 +49,14 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
 def test_overlong_penalty_counts_tokens_and_leaves_the_score():
     """Every text has 1 token; with max_new_tokens 3 and a buffer of 3 the penalty is -1/3."""
     config = fields(rollout__overlong_buffer=3)
-    samples, _ = next_batch(collector(config, lambda text, _: float(text)), 1)
+    samples, _ = next_batch(sync_source(config, lambda text, _: float(text)), 1)
     assert [s.score for s in samples[:3]] == [0, 1, 2]
     np.testing.assert_allclose([s.reward for s in samples[:3]], [-1 / 3, 2 / 3, 5 / 3])
 
 
 def test_a_sample_has_what_its_reward_says():
     """The penalty of 1 token of 3 with a buffer of 3 is -1/3; a reward that is none stays none."""
-    c = collector(fields(rollout__overlong_buffer=3), lambda text, record: 1.0)
+    c = sync_source(fields(rollout__overlong_buffer=3), lambda text, record: 1.0)
     given, tokens = [Scored(0.5, {"score": 0.5, "acc": 1.0}),
                      Scored(math.nan, {"score": math.nan, "acc": math.nan}, is_failed=True)], []
 
@@ -76,7 +76,7 @@ def test_a_sample_has_what_its_reward_says():
 
 
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
-    c = collector(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
+    c = sync_source(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
     samples, _ = next_batch(c, 1)
     assert all(s.reward == sum(s.components.values()) for s in samples)
     found = components(samples)

@@ -100,10 +100,10 @@ class Batches:
         return self.count
 
 
-def collector(
+def sync_source(
     config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, **options
 ):
-    """A collector that has published its first weights to the scheduler."""
+    """A source that has published its first weights to the scheduler."""
     prompter = Prompter(TOKENIZER, config.task)
     parts = SourceParts(
         config, modes.sync(), None, Groups(config, prompter, FakeRewards(reward), with_greedy),
@@ -124,11 +124,10 @@ class Timer:
         return contextlib.nullcontext()
 
 
-
 def test_groups_share_a_prompt_and_no_noise():
     scheduler, timer = FakeScheduler(), Timer()
     reward = lambda text, record: float(text) + 10 * int(record["id"])
-    c = collector(fields(), reward, scheduler, timer)
+    c = sync_source(fields(), reward, scheduler, timer)
     scheduler.stats = Stats(busy=9, slot_steps=99, preempted=2)  # of earlier steps
     samples, values = next_batch(c, 1)
     assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1]
@@ -151,14 +150,14 @@ def test_groups_share_a_prompt_and_no_noise():
 def test_a_greedy_answer_per_prompt_where_it_is_asked_for():
     scheduler = FakeScheduler()
     reward = lambda text, record: float(text) + 10 * int(record["id"])
-    samples, _ = next_batch(collector(fields(), reward, scheduler, with_greedy=True), 1)
+    samples, _ = next_batch(sync_source(fields(), reward, scheduler, with_greedy=True), 1)
     # The fourth request of each prompt is the greedy one; its text is "3".
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
     assert [s.greedy_reward for s in samples] == [3, 3, 3, 13, 13, 13]
     temperatures = [r.sampling.temperature for r in scheduler.requests]
     assert temperatures == [fields().rollout.temperature] * 3 + [0] + [
         fields().rollout.temperature] * 3 + [0]
-    plain, _ = next_batch(collector(fields(), lambda text, record: 0.0), 1)
+    plain, _ = next_batch(sync_source(fields(), lambda text, record: 0.0), 1)
     assert all(math.isnan(s.greedy_reward) for s in plain)
 
 
@@ -166,11 +165,11 @@ def test_a_repeated_example_within_a_batch_does_not_repeat_its_noise():
     config = fields()
     same = itertools.repeat([{"prompt": "1+1=", "answer": "2", "id": "7"}] * 2)
     scheduler = FakeScheduler()
-    next_batch(collector(config, lambda *_: 0.0, scheduler, examples=same), 1)
+    next_batch(sync_source(config, lambda *_: 0.0, scheduler, examples=same), 1)
     assert len({r.hash for r in scheduler.requests}) == 6
     # Nor does one that comes again when its equal group was put aside.
     config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
-    next_batch(collector(config, lambda *_: 0.0, scheduler, examples=same), 2)
+    next_batch(sync_source(config, lambda *_: 0.0, scheduler, examples=same), 2)
     assert len({r.hash for r in scheduler.requests}) == 6 + 2 * 6
 
 
@@ -180,7 +179,7 @@ def test_equal_groups_are_replaced_by_fresh_prompts():
     reward = lambda text, record: float(text) if int(record["id"]) in spread else 1.0
     scheduler = FakeScheduler()
     config = fields(rollout__dynamic_sampling=True)
-    samples, values = next_batch(collector(config, reward, scheduler), 3)
+    samples, values = next_batch(sync_source(config, reward, scheduler), 3)
     assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
     assert [s.group for s in samples] == [0] * 3 + [1] * 3
     assert len({r.hash for r in scheduler.requests}) == 18
@@ -192,7 +191,7 @@ def test_a_group_without_two_different_known_rewards_is_replaced():
     nan = math.nan
     known = {"0": (nan, nan, 5.0), "1": (1.0, nan, 1.0), "2": (nan, 1.0, 2.0), "3": (nan, nan, nan)}
     reward = lambda text, record: known.get(record["id"], (0.0, 1.0, nan))[int(text)]
-    samples, values = next_batch(collector(fields(rollout__dynamic_sampling=True), reward), 3)
+    samples, values = next_batch(sync_source(fields(rollout__dynamic_sampling=True), reward), 3)
     assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
     assert math.isnan(samples[0].reward) and math.isnan(samples[0].score)
     assert values["rollout/discarded_groups"] == 4
@@ -201,10 +200,10 @@ def test_a_group_without_two_different_known_rewards_is_replaced():
 def test_equal_groups_are_kept_when_the_rounds_are_used_up():
     config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
     reward = lambda text, record: float(text) if record["id"] == "3" else 1.0
-    samples, _ = next_batch(collector(config, reward), 1)
+    samples, _ = next_batch(sync_source(config, reward), 1)
     assert [s.record["id"] for s in samples] == ["3"] * 3 + ["0"] * 3  # a full batch either way
 
 
 def test_without_dynamic_sampling_equal_groups_stay():
-    samples, _ = next_batch(collector(fields(), lambda *_: 1.0), 1)
+    samples, _ = next_batch(sync_source(fields(), lambda *_: 1.0), 1)
     assert [s.record["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
