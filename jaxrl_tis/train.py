@@ -279,8 +279,7 @@ class Run:
         }
 
     def record(
-        self, step: int, values: dict[str, float], drawn: list[Sample], rows: Rows,
-        start: float,
+        self, step: int, values: dict[str, float], drawn: list[Sample], rows: Rows, start: float
     ) -> None:
         """Writes the metrics of a step that began at `start`, and its samples where these are
         due."""

@@ -2,7 +2,8 @@
 
 A pytest plugin, see tests/conftest.py: `--record-durations=FILE` writes {"files": {file: CPU
 seconds}, "tests": {test: [CPU seconds, seconds]}} of the tests that ran, the second for those
-above MIN_SECONDS alone.
+above MIN_SECONDS alone. RECORD has those of all tests; `--files-under=SECONDS` leaves out the files
+that cost more there.
 """
 
 import collections
@@ -13,12 +14,23 @@ import time
 
 import pytest
 
+RECORD = pathlib.Path(__file__).with_name("durations.json")
 MIN_SECONDS = 0.5
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def pytest_addoption(parser):
     parser.addoption("--record-durations", metavar="FILE", help="write what each test costs")
+    parser.addoption("--files-under", metavar="SECONDS", type=float, help="leave out other files")
+
+
+def pytest_collection_modifyitems(config, items):
+    limit = config.getoption("--files-under")
+    if limit is not None:
+        files = json.loads(RECORD.read_text())["files"]
+        is_slow = lambda item: files.get(item.nodeid.partition("::")[0], 0.0) >= limit
+        config.hook.pytest_deselected(items=list(filter(is_slow, items)))
+        items[:] = [item for item in items if not is_slow(item)]
 
 
 def _children(pid: int | str) -> list[str]:

@@ -46,15 +46,8 @@ class Batches:
     """
 
     def __init__(
-        self,
-        task: str,
-        params: Mapping[str, Any],
-        *,
-        batch_size: int,
-        seed: int,
-        shard_index: int = 0,
-        shard_count: int = 1,
-        check: Callable[[Source], Source] = sound,
+        self, task: str, params: Mapping[str, Any], *, batch_size: int, seed: int,
+        shard_index: int = 0, shard_count: int = 1, check: Callable[[Source], Source] = sound,
     ):
         if batch_size < 1 or batch_size % shard_count:
             raise ValueError(f"{shard_count} hosts cannot share a batch of {batch_size} equally")

@@ -129,12 +129,7 @@ class _Arithmetic(Generated):
 
 
 def arithmetic(
-    *,
-    size: int,
-    split: str = "train",
-    seed: int = 0,
-    digits: int = 2,
-    terms: int = 2,
+    *, size: int, split: str = "train", seed: int = 0, digits: int = 2, terms: int = 2,
     ops: str = "+",
 ) -> Source:
     """Problems such as "37+48=" with answer "85".
@@ -152,11 +147,8 @@ def arithmetic(
 
 
 def jsonl(
-    *,
-    path: str | os.PathLike | Sequence[str],
-    prompt_field: str = "prompt",
-    answer_field: str | None = None,
-    id_field: str | None = "id",
+    *, path: str | os.PathLike | Sequence[str], prompt_field: str = "prompt",
+    answer_field: str | None = None, id_field: str | None = "id",
 ) -> Source:
     """Examples from files: JSON lines, a JSON array, CSV, parquet, each also as .gz; see files.py.
 

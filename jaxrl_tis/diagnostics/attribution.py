@@ -21,10 +21,7 @@ split_ratio = factor_weights.split_ratio
 
 
 def factor_metrics(
-    logp: chex.Array,
-    logp_prox: chex.Array,
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
+    logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
     mask: chex.Array,
 ) -> dict[str, chex.Array]:
     """How much of the drift each factor makes; arguments as in `split_ratio`.
@@ -53,18 +50,10 @@ def shares(metrics: dict[str, chex.Numeric]) -> dict[str, chex.Array]:
 
 
 def capped_ratio(
-    logp: chex.Array,
-    logp_prox: chex.Array,
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    level: str = "token",
-    cap: chex.Numeric = jnp.inf,
-    cap_engine: chex.Numeric = jnp.inf,
-    cap_staleness: chex.Numeric = jnp.inf,
-    cap_trust_region: chex.Numeric = jnp.inf,
+    logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
+    mask: chex.Array, seg: chex.Array | None = None, *, level: str = "token",
+    cap: chex.Numeric = jnp.inf, cap_engine: chex.Numeric = jnp.inf,
+    cap_staleness: chex.Numeric = jnp.inf, cap_trust_region: chex.Numeric = jnp.inf,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """min(prod_f min(rho_f, cap_f), cap) over the three factors, and what each of them does.
 
@@ -121,11 +110,7 @@ def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Arr
 
 
 def bucket_statistics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    bucket: chex.Array,
-    mask: chex.Array,
-    *,
+    logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
     num_buckets: int,
 ) -> dict[str, chex.Array]:
     """Probability gap |dp| = |p_old - p_behav| and log r = logp_old - logp_behav per bucket.
@@ -167,13 +152,8 @@ def bucket_statistics(
 
 
 def bucket_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    bucket: chex.Array,
-    mask: chex.Array,
-    *,
-    kind: str,
-    labels: Sequence[str | int],
+    logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
+    kind: str, labels: Sequence[str | int],
 ) -> dict[str, chex.Array]:
     """`bucket_statistics` as scalars mismatch/<kind>_<label>/<statistic>, one label per bucket."""
     statistics = bucket_statistics(logp_old, logp_behav, bucket, mask, num_buckets=len(labels))
@@ -228,12 +208,8 @@ def tool_distances(mask: chex.Array, seg: chex.Array | None = None) -> chex.Arra
 
 
 def position_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    num_buckets: int = 16,
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
+    *, num_buckets: int = 16,
 ) -> dict[str, chex.Array]:
     """Mismatch by position in the response, in buckets 0, 1, 2-3, 4-7, ...
 
@@ -252,12 +228,8 @@ def position_metrics(
 
 
 def after_tool_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    num_buckets: int = 16,
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
+    *, num_buckets: int = 16,
 ) -> dict[str, chex.Array]:
     """Mismatch by distance from the last tool token, in buckets 1, 2-3, 4-7, ...
 
@@ -275,11 +247,7 @@ def after_tool_metrics(
 
 
 def turn_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    turn: chex.Array,
-    mask: chex.Array,
-    *,
+    logp_old: chex.Array, logp_behav: chex.Array, turn: chex.Array, mask: chex.Array, *,
     num_turns: int,
 ) -> dict[str, chex.Array]:
     """Mismatch by turn of the conversation.

@@ -71,12 +71,8 @@ def advantage_metrics(
 
 
 def length_metrics(
-    prompt_length: chex.Array,
-    response_length: chex.Array,
-    *,
-    max_prompt_length: int,
-    max_response_length: int,
-    num_turns: chex.Array | None = None,
+    prompt_length: chex.Array, response_length: chex.Array, *, max_prompt_length: int,
+    max_response_length: int, num_turns: chex.Array | None = None,
     tool_calls: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Lengths in tokens, turns and tool calls of the samples.
@@ -110,9 +106,7 @@ def length_metrics(
 
 
 def staleness_metrics(
-    version: chex.Array,
-    current_version: chex.Numeric,
-    mask: chex.Array,
+    version: chex.Array, current_version: chex.Numeric, mask: chex.Array,
     seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """By how many versions of the weights the sequences lag behind the learner.

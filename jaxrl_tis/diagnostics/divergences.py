@@ -92,10 +92,7 @@ def divergence_metrics(
 
 
 def response_gaps(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> tuple[chex.Array, chex.Array]:
     """Largest and mean |p_old - p_behav| over the tokens of each response, [B, S] each, 0 if empty.
 
@@ -116,12 +113,8 @@ def probability_gap(logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Arr
 
 
 def response_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    high: float = 0.5,
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
+    *, high: float = 0.5,
 ) -> dict[str, chex.Array]:
     """Statistics over responses of their largest and mean probability gap |p_old - p_behav|.
 
@@ -149,11 +142,7 @@ def response_metrics(
 
 
 def sequence_percentiles(
-    x: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    percentiles: tuple[int, ...],
+    x: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, percentiles: tuple[int, ...]
 ) -> chex.Array:
     """Percentiles of x over the valid tokens of each sequence, interpolated linearly. Sorts rows.
 
@@ -205,12 +194,8 @@ def _sorted(x_bt, mask, seg):
 
 
 def percentile_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
-    percentiles: tuple[int, ...] = (95, 99),
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
+    *, percentiles: tuple[int, ...] = (95, 99),
 ) -> dict[str, chex.Array]:
     """Mean and maximum over responses of percentiles of |p_old - p_behav| within a response.
 

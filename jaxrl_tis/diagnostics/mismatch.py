@@ -76,9 +76,7 @@ def _perplexity(policy, mean_logp_bs, is_sequence_bs):
 
 
 def offpolicy_metrics(
-    logp_old: chex.Array,
-    logp_behav: chex.Array | None,
-    mask: chex.Array,
+    logp_old: chex.Array, logp_behav: chex.Array | None, mask: chex.Array,
     seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Perplexities of learner and sampler on the sampled tokens, and divergences between them.
@@ -276,10 +274,7 @@ def _weighted_mean(x, weight):
 
 
 def rejected_fractions(
-    is_accepted: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array | None = None,
-    *,
+    is_accepted: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *,
     option: str | None = None,
 ) -> dict[str, chex.Array]:
     """What a rejection criterion removed, or all of them together.

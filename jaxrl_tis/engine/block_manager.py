@@ -56,13 +56,8 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        engine: EngineProtocol,
-        waiting: WaitQueue,
-        stats: Stats,
-        divide: int = 0,
-        retention: KVEviction | None = None,
-        keeps_pages: bool = True,
+        self, engine: EngineProtocol, waiting: WaitQueue, stats: Stats, divide: int = 0,
+        retention: KVEviction | None = None, keeps_pages: bool = True,
     ):
         self._engine, self._waiting, self._stats = engine, waiting, stats
         self._divide, self._retention = divide, retention

@@ -158,9 +158,7 @@ def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
 
 
 def distribution(
-    logits_bv: jax.Array,
-    rows: SamplingRows | SamplingParams,
-    penalties: Penalties | None = None,
+    logits_bv: jax.Array, rows: SamplingRows | SamplingParams, penalties: Penalties | None = None
 ) -> jax.Array:
     """Returns the log-probabilities [B,V] that `sample` draws from; -inf outside the support. One
     SamplingParams stands for all rows; `penalties` are what it says of them in these rows."""
@@ -268,16 +266,9 @@ def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
 
 
 def sample(
-    logits_bv: jax.Array,
-    rows: SamplingRows,
-    keys_b2: jax.Array,
-    positions_b: jax.Array,
-    layout: Layout | None = None,
-    *,
-    penalties: Penalties | None = None,
-    top_n: int = 0,
-    num_kept: int = 0,
-    numerics: str = "fast",
+    logits_bv: jax.Array, rows: SamplingRows, keys_b2: jax.Array, positions_b: jax.Array,
+    layout: Layout | None = None, *, penalties: Penalties | None = None, top_n: int = 0,
+    num_kept: int = 0, numerics: str = "fast",
 ) -> Draw:
     """Draws one token per row with the key fold_in(fold_in(seed, request), position).
 

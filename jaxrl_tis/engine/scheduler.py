@@ -95,21 +95,11 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        engine: EngineProtocol,
-        params: Any,
-        version: int = 0,
-        *,
-        policy: Policy | None = None,
-        max_bypass: int | None = None,
-        max_pending: int | None = None,
-        prefill_calls: int = 4,
-        divide: int = 0,
-        retention: KVEviction | None = None,
-        keeps_pages: bool = True,
-        drafts: Drafts | None = None,
-        decode: Callable[[np.ndarray], str] | None = None,
-        overlap: bool = False,
+        self, engine: EngineProtocol, params: Any, version: int = 0, *,
+        policy: Policy | None = None, max_bypass: int | None = None, max_pending: int | None = None,
+        prefill_calls: int = 4, divide: int = 0, retention: KVEviction | None = None,
+        keeps_pages: bool = True, drafts: Drafts | None = None,
+        decode: Callable[[np.ndarray], str] | None = None, overlap: bool = False,
     ):
         self.stats = Stats()
         self._engine = engine

@@ -182,9 +182,8 @@ def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
 
 
 def otb(
-    rewards: Array, mask: Array, group: Array, *,
-    logp_old: Array, sum_pi_squared: Array, weights: Array | None = None,
-    otb_zero_tail: bool = True, form: str = "paper",
+    rewards: Array, mask: Array, group: Array, *, logp_old: Array, sum_pi_squared: Array,
+    weights: Array | None = None, otb_zero_tail: bool = True, form: str = "paper",
 ) -> Array:
     """Optimal token baseline (arXiv:2602.07078), A_t = G_t - sum_i G_it W_it / sum_i W_it.
 
@@ -225,9 +224,8 @@ def otb(
 
 
 def tir_otb(
-    rewards: Array, mask: Array, group: Array, *,
-    logp_old: Array, sum_pi_squared: Array, weights: Array | None = None,
-    otb_zero_tail: bool = True, form: str = "paper",
+    rewards: Array, mask: Array, group: Array, *, logp_old: Array, sum_pi_squared: Array,
+    weights: Array | None = None, otb_zero_tail: bool = True, form: str = "paper",
 ) -> Array:
     """`otb` of multi-turn responses (arXiv:2602.07078): positions count generated tokens only.
 

@@ -59,10 +59,9 @@ def log_product(logs: dict[str, Array], caps: dict[str, Numeric]) -> Array:
 
 
 def capped_ratio(
-    log_ratio: Array, mask: Array, seg: Array | None = None, *,
-    logp: Array, logp_prox: Array, logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf,
-    cap_engine: Numeric = 2.0, cap_staleness: Numeric = jnp.inf,
-    cap_trust_region: Numeric = jnp.inf,
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, logp: Array, logp_prox: Array,
+    logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf, cap_engine: Numeric = 2.0,
+    cap_staleness: Numeric = jnp.inf, cap_trust_region: Numeric = jnp.inf,
 ) -> Array:
     """Token ratio with a cap for each factor, w_t = min(prod_f min(rho_ft, cap_f), cap); no paper.
 
@@ -93,10 +92,9 @@ def capped_ratio(
 
 
 def seq_capped_ratio(
-    log_ratio: Array, mask: Array, seg: Array | None = None, *,
-    logp: Array, logp_prox: Array, logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf,
-    cap_engine: Numeric = 2.0, cap_staleness: Numeric = jnp.inf,
-    cap_trust_region: Numeric = jnp.inf,
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, logp: Array, logp_prox: Array,
+    logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf, cap_engine: Numeric = 2.0,
+    cap_staleness: Numeric = jnp.inf, cap_trust_region: Numeric = jnp.inf,
 ) -> Array:
     """`capped_ratio` of sequences: each factor is its product over the sequence; no paper.
 

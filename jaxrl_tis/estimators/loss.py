@@ -83,9 +83,7 @@ def weight_level(name: str) -> str:
 
 
 def importance_weights(
-    log_ratio: chex.Array,
-    batch: dict[str, chex.Array],
-    weight: Method,
+    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method,
     is_batch_normalized: bool = False,
 ) -> tuple[chex.Array, chex.Array]:
     """(w [B,T] without gradient and 0 at padding, the factor it was divided by).

@@ -179,10 +179,9 @@ def covariance(logp: Array, adv: Array, mask: Array) -> Array:
 
 
 def clip_cov(
-    log_ratio: Array, mask: Array, seg: Array | None = None, *,
-    logp: Array, logp_old: Array, adv: Array, key: PRNGKey, clip_low: Numeric = 0.2,
-    clip_high: Numeric = 0.2, clip_cov_ratio: Numeric = 2e-4, clip_cov_lower: Numeric = 1.0,
-    clip_cov_upper: Numeric = 5.0,
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, logp: Array, logp_old: Array,
+    adv: Array, key: PRNGKey, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
+    clip_cov_ratio: Numeric = 2e-4, clip_cov_lower: Numeric = 1.0, clip_cov_upper: Numeric = 5.0,
 ) -> Array:
     """Clip-cov (arXiv:2505.22617): all tokens but a few of high covariance, drawn at random.
 

@@ -29,9 +29,8 @@ def denominator(mode: str, num_tokens: Numeric, num_seqs: Numeric) -> Numeric:
 
 
 def aggregate(
-    loss_bt: Array, mask: Array, mode: str, *,
-    num_tokens: Numeric | None = None, num_seqs: Numeric | None = None, seg: Array | None = None,
-    scale: Numeric | None = None,
+    loss_bt: Array, mask: Array, mode: str, *, num_tokens: Numeric | None = None,
+    num_seqs: Numeric | None = None, seg: Array | None = None, scale: Numeric | None = None,
 ) -> Array:
     """Reduces a loss per token to a scalar under one of verl's five modes.
 

@@ -68,9 +68,8 @@ def turn_clipping_bias(
 
 
 def st_ppo(
-    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
-    turn: Array, st_ppo_norm: Numeric, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
-    form: str = "paper",
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *, turn: Array,
+    st_ppo_norm: Numeric, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, form: str = "paper",
 ) -> clipped.Loss:
     """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
 

@@ -287,11 +287,7 @@ def _control_means(chain):
 
 
 def monte_carlo(
-    chain: Chain,
-    weights: Mapping[str, WeightFn],
-    num_samples: int,
-    seed: int = 0,
-    batch: int = 1,
+    chain: Chain, weights: Mapping[str, WeightFn], num_samples: int, seed: int = 0, batch: int = 1
 ) -> dict[str, tuple[Profile, Profile]]:
     """Profiles from sampled sequences, the same ones for all methods.
 

@@ -24,16 +24,9 @@ def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
 
 
 def decode_attention(
-    q_bngk: jax.Array,
-    new_bnc: jax.Array,
-    new_scale_bn2: jax.Array | None,
-    cache_lpnsc: jax.Array,
-    scale_lpn2s: jax.Array | None,
-    layer: jax.Array,
-    index_b: jax.Array,
-    page_b: jax.Array,
-    table_bp: jax.Array,
-    interpret: bool = False,
+    q_bngk: jax.Array, new_bnc: jax.Array, new_scale_bn2: jax.Array | None, cache_lpnsc: jax.Array,
+    scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array, page_b: jax.Array,
+    table_bp: jax.Array, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Writes each slot's new key and value at its place of one layer and attends up to it.
 

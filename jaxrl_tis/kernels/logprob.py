@@ -235,18 +235,9 @@ class Plan:
 
 
 def token_logprob(
-    head: Head,
-    x_bnd: jax.Array,
-    targets_bn: jax.Array,
-    temperature_bn: jax.Array,
-    chunk: int,
-    *,
-    with_entropy: bool = False,
-    with_collision: bool = False,
-    pulls_entropy: bool = True,
-    kept: Kept | None = None,
-    ids_bnk: jax.Array | None = None,
-    layout: Layout | None = None,
+    head: Head, x_bnd: jax.Array, targets_bn: jax.Array, temperature_bn: jax.Array, chunk: int, *,
+    with_entropy: bool = False, with_collision: bool = False, pulls_entropy: bool = True,
+    kept: Kept | None = None, ids_bnk: jax.Array | None = None, layout: Layout | None = None,
     numerics: str = "fast",
 ) -> Scores:
     """Computes the log-softmax of head(x) / temperature at the targets, and moments of that
@@ -304,13 +295,8 @@ def token_logprob(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scores(
-    plan: Plan,
-    head: Head,
-    x_bnd: jax.Array,
-    targets_bn: jax.Array,
-    temperature_bn: jax.Array,
-    ids_bnk: jax.Array,
-    kept: Kept | None,
+    plan: Plan, head: Head, x_bnd: jax.Array, targets_bn: jax.Array, temperature_bn: jax.Array,
+    ids_bnk: jax.Array, kept: Kept | None,
 ) -> Scores:
     """Computes `token_logprob` as planned, for rows, positions and a head that the mesh divides;
     an id of no token is ELSEWHERE."""

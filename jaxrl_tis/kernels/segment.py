@@ -67,11 +67,7 @@ class RatioStats(NamedTuple):
 
 
 def segment_reduce(
-    x: chex.Array | tuple[chex.Array, ...],
-    seg: chex.Array,
-    num_segments: int,
-    op: str,
-    *,
+    x: chex.Array | tuple[chex.Array, ...], seg: chex.Array, num_segments: int, op: str, *,
     rows: NamedSharding | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
     """Reduces every segment of every row to one number, [B, S]; several inputs in one pass.
@@ -107,13 +103,8 @@ def segment_broadcast(
 
 
 def segment_scan(
-    x: chex.Array | tuple[chex.Array, ...],
-    seg: chex.Array,
-    op: str = "sum",
-    *,
-    decay: chex.Array | None = None,
-    reverse: bool = False,
-    rows: NamedSharding | None = None,
+    x: chex.Array | tuple[chex.Array, ...], seg: chex.Array, op: str = "sum", *,
+    decay: chex.Array | None = None, reverse: bool = False, rows: NamedSharding | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
     """Computes the running result over the positions of the run up to each position, [B, T].
 
@@ -147,11 +138,7 @@ def segment_scan(
 
 
 def log_ratio_stats(
-    log_ratio: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array,
-    num_segments: int,
-    *,
+    log_ratio: chex.Array, mask: chex.Array, seg: chex.Array, num_segments: int, *,
     rows: NamedSharding | None = None,
 ) -> RatioStats:
     """Computes the statistics of `ratio_stats` that need the log-ratio [B, T] alone."""
@@ -159,13 +146,8 @@ def log_ratio_stats(
 
 
 def ratio_stats(
-    logp_old: chex.Array,
-    logp_behav: chex.Array,
-    mask: chex.Array,
-    seg: chex.Array,
-    num_segments: int,
-    *,
-    rows: NamedSharding | None = None,
+    logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array,
+    num_segments: int, *, rows: NamedSharding | None = None,
 ) -> RatioStats:
     """Computes everything that weights, masks and metrics ask of a sequence, in one pass over
     memory.

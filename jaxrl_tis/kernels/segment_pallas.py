@@ -62,11 +62,8 @@ def fits(num_results: int, num_segments: int) -> bool:
 
 
 def reduce(
-    inputs: Sequence[jax.Array],
-    ids: jax.Array,
-    num_segments: int,
-    terms: Callable[..., Sequence[jax.Array]],
-    ops: Sequence[str],
+    inputs: Sequence[jax.Array], ids: jax.Array, num_segments: int,
+    terms: Callable[..., Sequence[jax.Array]], ops: Sequence[str],
 ) -> list[jax.Array]:
     """Reduces over segments what `terms` makes of the inputs, [B, num_segments] float32 each.
 
@@ -158,10 +155,7 @@ def _broadcast_kernel(shape, num_segments, ids_ref, *refs):
 
 
 def scan(
-    inputs: Sequence[jax.Array],
-    is_start: jax.Array,
-    op: str,
-    decay: jax.Array | None,
+    inputs: Sequence[jax.Array], is_start: jax.Array, op: str, decay: jax.Array | None,
     reverse: bool,
 ) -> list[jax.Array]:
     """Computes the running sum, minimum or maximum from the last start, [B, T] float32 each.

@@ -54,9 +54,7 @@ def broadcast(x_bs: chex.Array, ids: chex.Array) -> chex.Array:
 
 
 def scan(
-    x: chex.Array | tuple[chex.Array, ...],
-    is_start: chex.Array,
-    op: str,
+    x: chex.Array | tuple[chex.Array, ...], is_start: chex.Array, op: str,
     decay: chex.Array | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
     """Computes `segment_scan` from left to right, by XLA and on any mesh: one position after the

@@ -128,7 +128,7 @@ class Trainer:
 
         if self.setup.why_scored:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
-            scores = run(lambda *a: {n: self._score(*a)[n] for n in ("logp", "entropy")}, centre)
+            scores = run(self._score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
             fields["logp_old"] = fields["logp_prox"] if self.setup.has_stand_in else at_versions(
                 rows | fields, policy, sampled_by, log_probs, known

@@ -51,12 +51,8 @@ def _causal_mask(
 
 
 def row_attention(
-    q_bthk: jax.Array,
-    k_btnk: jax.Array,
-    v_btnk: jax.Array,
-    segment_ids_bt: jax.Array,
-    layout: Layout | None = None,
-    unseen_bt: jax.Array | None = None,
+    q_bthk: jax.Array, k_btnk: jax.Array, v_btnk: jax.Array, segment_ids_bt: jax.Array,
+    layout: Layout | None = None, unseen_bt: jax.Array | None = None,
 ) -> jax.Array:
     """Lets every token attend to itself and to the earlier tokens of its segment in the row.
 

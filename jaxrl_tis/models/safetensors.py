@@ -83,12 +83,9 @@ def load(
 
 
 def save(
-    folder: str | os.PathLike,
-    config: ModelConfig,
-    params: dict[str, Any],
+    folder: str | os.PathLike, config: ModelConfig, params: dict[str, Any],
     tokenizer_files: Iterable[str | os.PathLike] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    fields: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None, fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder that `load` and transformers read, under a temporary name until complete.
 

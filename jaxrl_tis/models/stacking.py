@@ -83,10 +83,7 @@ def _listed(what: str, items: list[str]) -> list[str]:
 
 
 def assemble(
-    config: ModelConfig,
-    tree: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    sharding: Any,
+    config: ModelConfig, tree: dict[str, Any], tensors: Mapping[str, Tensor], sharding: Any,
     dtype: str,
 ) -> dict[str, Any]:
     """Reads every parameter straight into its sharding.

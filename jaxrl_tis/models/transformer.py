@@ -271,14 +271,8 @@ def unstack(params: Params) -> Params:
 
 
 def hidden(
-    params: Params,
-    config: ModelConfig,
-    program: Program,
-    tokens_bt: jax.Array,
-    positions_bt: jax.Array,
-    attend: Callable,
-    cache: Any = None,
-    seed_b: jax.Array | None = None,
+    params: Params, config: ModelConfig, program: Program, tokens_bt: jax.Array,
+    positions_bt: jax.Array, attend: Callable, cache: Any = None, seed_b: jax.Array | None = None,
 ):
     """Runs the layers.
 

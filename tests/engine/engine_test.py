@@ -309,6 +309,7 @@ def test_int8_keys_and_values_are_near_float32_and_not_equal():
     assert 1e-4 < gaps.mean() < 0.1
 
 
+@pytest.mark.cases("f32-scheme0", "w8a8-scheme1", "kv8-scheme2", "kv_f8-scheme4")
 @pytest.mark.parametrize("name, scheme", [
     ("f32", {}), ("w8a8", dict(is_w8a8=True)), ("kv8", dict(kv="int8")),
     ("kv8_scanned", dict(kv="int8")), ("kv_f8", dict(kv="float8")), ("kv_f8_scanned", dict(kv="float8")),

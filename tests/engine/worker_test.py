@@ -32,7 +32,7 @@ class Ear:
             self._ends.release()
 
     def wait(self):
-        assert all(self._ends.acquire(timeout=5) for _ in range(self._count))
+        assert all(self._ends.acquire(timeout=60) for _ in range(self._count))
         return self.heard
 
 

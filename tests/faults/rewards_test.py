@@ -103,7 +103,7 @@ def scored(worker, text, answer=""):
 ])
 def test_harm_costs_one_item_and_its_time(worker, text, count, capfd):
     score, seconds, goes_on = scored(worker, text)
-    assert score == -1.0 and goes_on and seconds < 20
+    assert score == -1.0 and goes_on and seconds < 60
     assert worker.counts[count] == 1 and sum(worker.counts.values()) == 1
     shown = capfd.readouterr().err
     assert len(shown) < 2 * confined.SHOWN_BYTES
@@ -164,7 +164,7 @@ def test_what_left_its_group_and_session_ends_too(worker, tmp_path):
     score, seconds, goes_on = scored(worker, "escape", argument)
     is_over.set()
     looking.join()
-    assert score == -1.0 and goes_on and seconds < 20 and max(seen) >= 2
+    assert score == -1.0 and goes_on and seconds < 60 and max(seen) >= 2
     deadline = time.monotonic() + 10
     while processes(argument):
         assert time.monotonic() < deadline, "something is left running"

@@ -73,7 +73,7 @@ def starts(folder):
 
 def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
     process = supervised("sys.exit({1: 42, 2: 42}.get(starts, 0))")
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and starts(tmp_path) == 3
     assert "start 1 ended with 42" in out and "ended with 0 after 3 starts" in out
     state = json.loads((tmp_path / "state.json").read_text())
@@ -83,25 +83,25 @@ def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_mistake_is_not_repeated(supervised, tmp_path, code):
     process = supervised(f"sys.exit({code})")
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == code and starts(tmp_path) == 1
 
 
 def test_after_the_last_restart_the_code_is_passed_on(supervised, tmp_path):
     process = supervised("sys.exit(42)", "--max_restarts=1")
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 42 and starts(tmp_path) == 2
 
 
 def test_a_killed_command_is_started_again(supervised, tmp_path):
     process = supervised("import os\nif starts == 1: os.kill(os.getpid(), signal.SIGKILL)")
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 0 and starts(tmp_path) == 2
 
 
 def test_the_exit_of_a_killed_command_is_as_a_shell_has_it(supervised, tmp_path):
     process = supervised("import os; os.kill(os.getpid(), signal.SIGKILL)", "--max_restarts=0")
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
 
 
@@ -114,7 +114,7 @@ def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, numb
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 42 and starts(tmp_path) == 1
 
 
@@ -122,7 +122,7 @@ def test_a_signal_between_two_starts_is_followed_by_none(supervised, tmp_path):
     process = supervised("sys.exit(42)", wait=600)
     assert "the next one follows" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 42 and starts(tmp_path) == 1
     assert "ended with 42 after 1 starts" in out
     state = json.loads((tmp_path / "state.json").read_text())
@@ -144,5 +144,5 @@ def slow(*words, **options):
     return process
 supervise.subprocess.Popen = slow
 """)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 42 and starts(tmp_path) == 1

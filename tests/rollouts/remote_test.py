@@ -277,7 +277,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_worker_costs_time_alone(what, learner):
     records()  # or making them is the silence
-    source, params = learner(timeout=1.0)
+    source, params = learner(timeout=3.0)
     source.publish(params, 0)
     fake = Fake(source)
     BAD[what](fake, fake.begun())

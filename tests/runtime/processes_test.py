@@ -3,7 +3,7 @@
 import json
 import pathlib
 import signal
-import time
+import threading
 
 import jax
 import numpy as np
@@ -32,6 +32,18 @@ def slow(folder):
     write(folder)
 
 checkpoint.write_manifest = slow
+"""
+# Both wait within each step until a file is there: what happens before, happens before the step ends.
+HELD = """
+import pathlib
+score = Trainer.score
+
+def held(*args):
+    while not pathlib.Path({gate!r}).exists():
+        time.sleep(0.02)
+    return score(*args)
+
+Trainer.score = held
 """
 
 
@@ -118,14 +130,13 @@ def test_a_process_whose_others_do_not_come_ends_with_42_and_a_line(tmp_path, in
 
 
 def test_the_time_to_connect_ends_once_all_came(monkeypatch):
-    codes = []
-    monkeypatch.setattr(processes.os, "_exit", codes.append)
-    with processes._in_time(0.05):
+    codes, is_over = [], threading.Event()
+    monkeypatch.setattr(processes.os, "_exit", lambda code: (codes.append(code), is_over.set()))
+    with processes._in_time(1.0):
         pass
-    time.sleep(0.2)
-    assert codes == []
+    assert not is_over.wait(2.0)
     with processes._in_time(0.05):
-        time.sleep(0.2)
+        assert is_over.wait(forked.SECONDS)
     assert codes == [42]
 
 
@@ -166,19 +177,29 @@ def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
     process, and four at the end: every metric and every bit of the state."""
     workdir = tmp_path / "run"
     command = [*MAIN, f"--workdir={workdir}", *INVARIANT]
-    slow = [*hosts.changed(tmp_path, SLOW), MAIN[2], *command[3:]]
-    with hosts.Hosts(tmp_path / "asked", slow) as pair:
+
+    def held(name, command, change=""):
+        folder = tmp_path / name
+        folder.mkdir()
+        change += HELD.replace("{gate!r}", repr(f"{folder / 'gate'}"))
+        return [*hosts.changed(folder, change), *command[len(hosts.MAIN):]]
+
+    with hosts.Hosts(tmp_path / "asked", held("asked", command, SLOW)) as pair:
         pair.wait_for("step 0: held-out")
         pair.send(1, signal.SIGTERM)
+        (tmp_path / "asked" / "gate").touch()
         assert pair.codes() == [42, 42], pair.text(0)
         assert all("the same command continues" in pair.text(i) for i in range(2))
     steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
     assert (workdir / "checkpoints" / f"{steps[-1]}" / "manifest.json").exists()
     assert steps[-1] < 3 and len(tiny.lines(workdir)) < len(tiny.lines(reference))
     for killed, left in ((1, 0), (0, 1)):
-        with hosts.Hosts(tmp_path / f"killed{killed}", command, heartbeat=hosts.HEARTBEAT) as pair:
+        name = f"killed{killed}"
+        waiting = held(name, command)
+        with hosts.Hosts(tmp_path / name, waiting, heartbeat=hosts.HEARTBEAT) as pair:
             pair.wait_for("continuing")
             pair.send(killed, signal.SIGKILL)
+            (tmp_path / name / "gate").touch()
             codes = pair.codes()
             assert codes[killed] == -9 and codes[left] in (42, -signal.SIGABRT), pair.text(left)
     assert run(workdir, 1, *INVARIANT, "--config.steps=2")[0] == [0]

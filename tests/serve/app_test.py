@@ -30,7 +30,7 @@ class Held(arithmetic.Engine):
         self.calls = threading.Semaphore(0)
 
     def generate(self, *args):
-        assert self.calls.acquire(timeout=5)
+        assert self.calls.acquire(timeout=60)
         return super().generate(*args)
 
 

@@ -169,7 +169,7 @@ def test_a_socket_a_stream_and_a_client_that_hangs_up():
 
 
 def fetch(port, path, body=None):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST" if body else "GET", path, body, HEADERS | {"Connection": "close"})
     return connection.getresponse()
 
