@@ -198,8 +198,9 @@ def test_every_name_in_the_sources_has_a_row():
     """Or is the beginning of one: an unusual setting may write what no run here does."""
     documented = [name for names, *_ in rows() for name in names]
     groups = "|".join(dict.fromkeys(name.split("/")[0] for name in documented))
-    texts = [path.read_text() for folder in (".", "estimators", "rollouts")
-             for path in (ROOT / "jaxrl_tis" / folder).glob("*.py")]
+    rooms = (".", "diagnostics", "estimators", "learner", "record", "rollouts")
+    texts = [path.read_text() for room in rooms
+             for path in (ROOT / "jaxrl_tis" / room).glob("*.py")]
     found = {name for text in texts for name in re.findall(rf'"((?:{groups})/[a-z0-9_]+)"', text)}
     begins = lambda name: any(other.startswith(name) for other in documented)
     left = [name for name in sorted(found) if row_of(name) is None and not begins(name)]
