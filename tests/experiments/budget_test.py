@@ -1,5 +1,6 @@
 """Gaps of combinations: additivity by hand, and one measured batch."""
 
+import pytest
 from matplotlib.figure import Figure
 
 from jaxrl_tis.experiments import budget
