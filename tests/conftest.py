@@ -45,7 +45,7 @@ gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them gar
 
 
 def pytest_itemcollected(item):
-    """Of a test with the marker `cases`, those are of the default choice, and the others of --all."""
+    """The cases that a marker `cases` does not name are marked `all`."""
     cases = item.get_closest_marker("cases")
     if cases and item.callspec.id not in cases.args:
         item.add_marker("all")

@@ -29,7 +29,7 @@ MAY_TAKE = {
     "tests/runtime/processes_test.py": 30.0,
     "tests/faults/kill_test.py": 24.0,
     "tests/faults/kill_test.py::"
-    'test_a_run_killed_in_its_second_step_or_save_is_the_uninterrupted_run[Trainer, "score"]': 14.0,
+    'test_a_run_killed_in_its_second_step_or_save_is_the_uninterrupted_run[Trainer, "score"]': 16.0,
     "tests/faults/disk_test.py::"
     "test_a_disk_that_fills_up_stops_the_run_and_more_room_continues_it[0.6]": 16.0,
 }

@@ -62,7 +62,7 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     (dict(correction__advantage="gae", rollout__group_size=1, rollout__prompts=16),
      "the critic's update comes after it"),
     (dict(correction__controllers="ess_scale"), "ess_scale looks at the batch before its update"),
-    (dict(correction__controllers="gradient_alignment"), None),
+    (dict(correction__controllers="gradient_alignment(gac_low=0.1, gac_high=0.9)"), None),
 ])
 def test_what_keeps_a_learner_waiting_for_the_whole_batch(changes, reason):
     settings = dict(rollout__mode="periodic", train__minibatches=1, train__epochs=1)
