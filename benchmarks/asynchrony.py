@@ -107,7 +107,7 @@ def train(mode: str, steps: int) -> dict[str, float]:
     training = setup.training
     state, trainer = initial_state(training, initial_params(training)), Trainer(training)
     timer = Timer()
-    source, old = source_of(setup, timer), trainer.old_policies()
+    source, old = source_of(setup, timer), trainer.weight_snapshots()
     tokens, waited, drew, metrics = 0, 0.0, 0.0, []
     for step in range(1, WARM + steps + 1):
         if step == WARM + 1:
@@ -119,7 +119,7 @@ def train(mode: str, steps: int) -> dict[str, float]:
         before = time.monotonic()
         samples, values = next_batch(source, step)
         waited += time.monotonic() - before
-        known = old.taken([s.trajectory for s in samples])
+        known = old.pop_logps([s.trajectory for s in samples])
         rows = trainer.score(state, samples, old, known)
         state, rows, _ = trainer.update(state, rows, step, step - 1)
         tokens += int(rows["mask"].sum())

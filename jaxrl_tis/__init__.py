@@ -5,7 +5,8 @@
     w = jt.estimators.weights.token_tis(log_ratio, mask, cap=2.0)
 
 The rooms `estimators` and `diagnostics` are pure functions on arrays, and `policy_loss` joins them into
-a loss. Every module is imported when it is first used, so this loads no model, engine or jax.
+a loss. Their modules are imported when they are first used, so this loads no model, engine or jax.
+Modules of the other rooms are imported by their full names.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """How a run is saved, and how it goes on from a checkpoint.
 
-A checkpoint holds the state of `learner.state`; under "old" the weights that tokens in the queue
+A checkpoint holds the state of `learner.state`; under "snapshots" the weights that tokens in the queue
 were sampled with; and meta, which JSON can hold: the fields NEEDED.
 """
 
@@ -14,21 +14,21 @@ from jaxrl_tis.data import pipeline
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner import optimizer
 from jaxrl_tis.learner.setup import LearnerSetup
-from jaxrl_tis.learner.snapshots import OldPolicies
+from jaxrl_tis.learner.snapshots import WeightSnapshots
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.record import changes
 from jaxrl_tis.record.changes import Changes
 from jaxrl_tis.record.checkpoint import Checkpoints, Misfit
 from jaxrl_tis.record.provenance import saved_config
 
-NEEDED = ("step", "version", "source", "held_out", "old_policies")
+NEEDED = ("step", "version", "source", "held_out", "snapshots")
 # Parts of a position's fingerprint that no field of the config names.
 OF_EXAMPLES = ("examples", "length")
 
 
 def save(
-    checkpoints: Checkpoints, step: int, version: int, state: Mapping[str, Any], old: OldPolicies,
-    source: Mapping[str, Any], held_out: str,
+    checkpoints: Checkpoints, step: int, version: int, state: Mapping[str, Any],
+    snapshots: WeightSnapshots, source: Mapping[str, Any], held_out: str,
 ) -> None:
     """Saves a run after `step`, in the background.
 
@@ -37,19 +37,19 @@ def save(
       source: the state of the source of rollouts.
       held_out: digest of the examples that evaluations measure.
     """
-    arrays, of_old = old.state()
+    arrays, of_snapshots = snapshots.state()
     meta = {
         "step": step, "version": version, "held_out": held_out, "source": source,
-        "old_policies": of_old,
+        "snapshots": of_snapshots,
     }
-    checkpoints.save(step, {**state, **({"old": arrays} if arrays else {})}, meta)
+    checkpoints.save(step, {**state, **({"snapshots": arrays} if arrays else {})}, meta)
 
 
 def restore(
-    checkpoints: Checkpoints, setup: LearnerSetup, old: OldPolicies, changed: Changes,
+    checkpoints: Checkpoints, setup: LearnerSetup, snapshots: WeightSnapshots, changed: Changes,
     workdir: str | pathlib.Path,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the newest checkpoint: returns (state, meta), and restores `old`.
+    """Reads the newest checkpoint: returns (state, meta), and restores `snapshots`.
 
     Raises:
       ValueError: the checkpoint does not fit a field that --change names, or is of another version
@@ -57,10 +57,10 @@ def restore(
     """
     def abstract(meta):
         shapes = abstract_state(setup)
-        if "old_policies" not in meta:
+        if "snapshots" not in meta:
             return shapes
-        of_old = old.abstract(meta["old_policies"], shapes["policy"].params)
-        return shapes | ({"old": of_old} if of_old else {})
+        of_snapshots = snapshots.abstract(meta["snapshots"], shapes["policy"].params)
+        return shapes | ({"snapshots": of_snapshots} if of_snapshots else {})
 
     try:
         state, meta = checkpoints.restore(abstract)
@@ -76,7 +76,7 @@ def restore(
             f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of "
             "another version of jaxrl_tis; use that one, or a new workdir"
         )
-    old.restore(state.pop("old", {}), meta["old_policies"])
+    snapshots.restore(state.pop("snapshots", {}), meta["snapshots"])
     return state, meta
 
 

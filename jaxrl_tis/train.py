@@ -76,7 +76,7 @@ class Run:
       state: what is trained, see `learner.state`; None until there is one.
       done: the last step that is complete; saved: the last one that is saved, None before.
       version: of the policy in `state`: the number of steps that have updated it.
-      old: the weights that tokens of the next batches were sampled with.
+      snapshots: the weights that tokens of the next batches were sampled with.
       accumulates: whether gradients are accumulated as the groups of a batch arrive.
     """
 
@@ -95,7 +95,7 @@ class Run:
         is_new, training = checkpoints.latest() is None, setup.training
         self._taught = examples(training, self._prompter, watchdog.beat) if is_new else None
         self.trainer = Trainer(training)
-        self.old = self.trainer.old_policies()
+        self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
         self.accumulates = setup.mode.on_arrival and arriving.accumulation_blocker(training) is None
         self.state, self.done, self.saved, self.version = None, 0, None, 0
@@ -125,7 +125,7 @@ class Run:
             return thread_source(parts, starts, setup.engine.slots)
         if config.rollout.driver == "processes":
             return remote_source(parts, setup.engine, setup.facts)
-        return VirtualSource(parts, starts[0], setup.engine.slots, self.old.add_logps)
+        return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config.reward.name)
@@ -167,7 +167,7 @@ class Run:
         workdir, training, changed = self._mirror.workdir, self.setup.training, self._changed
         with self.phase("restore"):
             self.state, meta = resume.restore(
-                self._checkpoints, training, self.old, changed, workdir
+                self._checkpoints, training, self.snapshots, changed, workdir
             )
         of_data = resume.move_to_other_data(
             meta, self._batches, self._evaluator.digest, changed, workdir
@@ -336,7 +336,7 @@ class Run:
         """Saves in the background; the time of the blocking part counts to the next step."""
         with self.phase("checkpoint"):
             resume.save(
-                self._checkpoints, self.done, self.version, self.state, self.old,
+                self._checkpoints, self.done, self.version, self.state, self.snapshots,
                 self.source.get_state(self.version), self._evaluator.digest,
             )
         self.saved = self.done
@@ -431,7 +431,7 @@ def run(
     """
     # Set up: config, programs, folder, data, source of rollouts.
     with opened(config, workdir, profile_steps, change) as r:
-        config, trainer, source, old = r.setup.config, r.trainer, r.source, r.old
+        config, trainer, source, snapshots = r.setup.config, r.trainer, r.source, r.snapshots
 
         # Begin: at step 0, or where the newest checkpoint ends.
         r.begin()
@@ -444,13 +444,13 @@ def run(
                     with r.phase("sync"):
                         params = r.state["policy"].params
                         if source.publish(params, r.version):
-                            old.publish(params, r.version)
+                            snapshots.publish(params, r.version)
 
                     if r.accumulates:
                         # Rollout and update: the gradient of each group as it arrives
                         with r.named("update"):
                             r.state, drawn, rows, measured = arriving.update_arriving(
-                                trainer, r.state, source.parts(step), old, step, r.version
+                                trainer, r.state, source.parts(step), snapshots, step, r.version
                             )
                         values = source.metrics()
                         r.check_rewards(step, drawn)
@@ -463,8 +463,8 @@ def run(
 
                         # Score
                         with r.phase("score"):
-                            known = old.taken([s.trajectory for s in drawn])
-                            rows = trainer.score(r.state, drawn, old, known)
+                            known_logps = snapshots.pop_logps([s.trajectory for s in drawn])
+                            rows = trainer.score(r.state, drawn, snapshots, known_logps)
                         r.compare(step, rows)
 
                         # Update

@@ -9,7 +9,7 @@ them and the weights that drew then counts as the sampler's gap.
 
 All classes are used alike. `publish` takes the weights that sample from now on, `add_logps` the
 sequences that have ended or were interrupted, before the next `publish`. A batch is scored with the
-object itself, as a mapping from version to parameters, and with the log-probs that it has `taken`.
+object itself, as a mapping from version to parameters, and with the log-probs that `pop_logps` returns.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class Ring(Mapping):
     def add_logps(self, trajectories: list[Trajectory]) -> None:
         """Does nothing: the weights of the tokens stay."""
 
-    def taken(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
+    def pop_logps(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
         """Returns None: nothing is scored before."""
 
     def __getitem__(self, version: int) -> Any:
@@ -168,7 +168,7 @@ class Replica(Mapping):
         for old in list(self._known)[: -self._max_sequences]:
             del self._known[old]
 
-    def taken(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
+    def pop_logps(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
         """Returns the log-probs of the trajectories of a batch, [n] each, NaN where there is none,
         and keeps them no longer."""
         unknown = lambda t: np.full(len(t.tokens), np.nan, np.float32)
@@ -220,7 +220,7 @@ class Newest(Mapping):
     def add_logps(self, trajectories: list[Trajectory]) -> None:
         """Does nothing."""
 
-    def taken(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
+    def pop_logps(self, trajectories: list[Trajectory]) -> list[np.ndarray] | None:
         """Returns None: nothing is scored before."""
 
     def __getitem__(self, version: int) -> Any:
@@ -245,7 +245,7 @@ class Newest(Mapping):
         """Does nothing."""
 
 
-OldPolicies = Ring | Replica | Newest
+WeightSnapshots = Ring | Replica | Newest
 
 
 @jax.tree_util.register_dataclass

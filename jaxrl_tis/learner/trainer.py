@@ -160,7 +160,7 @@ class Trainer:
             found += [row[_response(t)] for row, t in zip(logp, part)]
         return found
 
-    def old_policies(self) -> snapshots.OldPolicies:
+    def weight_snapshots(self) -> snapshots.WeightSnapshots:
         """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
         say; ValueError where they would take more memory than they may."""
         setup, mode = self.setup, self.setup.mode

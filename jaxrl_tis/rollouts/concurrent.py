@@ -27,7 +27,8 @@ class Shared:
 
     Attributes:
       changed: the lock, and the condition that something has changed.
-      books: used with the lock alone.
+      books: used with the lock, but for calls of the reward and for the samples of a batch that was
+        taken: only the learner's thread has these.
       error: with which a thread of the driver ended.
     """
 

@@ -129,10 +129,10 @@ def test_a_replica_scores_what_its_weights_drew_and_gives_it_out_once():
     found.add_logps([trajectory("x", [0, 0, 1]), trajectory("y", [1])])
     assert list(found) == [1]
     batch = [trajectory("y", [1]), trajectory("x", [0, 0, 1, 2]), trajectory("z", [2])]
-    y, x, z = found.taken([batch[0], trajectory("x", [0, 0, 1]), batch[2]])
+    y, x, z = found.pop_logps([batch[0], trajectory("x", [0, 0, 1]), batch[2]])
     np.testing.assert_array_equal(y, [200])
     np.testing.assert_array_equal(x, [100, 101, 202])
-    assert np.isnan(z).all() and np.isnan(found.taken(batch[:1])[0]).all()
+    assert np.isnan(z).all() and np.isnan(found.pop_logps(batch[:1])[0]).all()
 
 
 def test_a_replica_keeps_a_bounded_number_of_sequences():
@@ -140,7 +140,7 @@ def test_a_replica_keeps_a_bounded_number_of_sequences():
     found.publish(weights(0.0), 0)
     for id in "abc":
         found.add_logps([trajectory(id, [0])])
-    a, b, c = found.taken([trajectory(id, [0]) for id in "abc"])
+    a, b, c = found.pop_logps([trajectory(id, [0]) for id in "abc"])
     assert np.isnan(a[0]) and b[0] == c[0] == 0
 
 
@@ -167,7 +167,7 @@ def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
     for version in after:
         assert_same(after[version], before[version])
     batch = [trajectory("x", [3, 5]), trajectory("y", [5])]
-    for x, y in zip(after.taken(batch) or [], before.taken(batch) or [], strict=True):
+    for x, y in zip(after.pop_logps(batch) or [], before.pop_logps(batch) or [], strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -207,7 +207,7 @@ def drawn(**changes):
         trainer = Trainer(setup.training)
     first = initial_params(setup.training)
     policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
-    kept = trainer.old_policies()
+    kept = trainer.weight_snapshots()
     size = snapshots.num_bytes(first)
     scoring = Replica(size, size, trainer.log_probs, 16)
     scheduler = setup.scheduler(setup.engine, None, 0)
@@ -276,7 +276,7 @@ def test_the_ring_scores_every_segment_at_the_weights_that_drew_it(changes):
 def test_a_replica_knows_the_same_log_probs():
     setup, trainer, policies, kept, scoring, samples = drawn()
     state = state_of(setup.training, policies[2])
-    known = scoring.taken([s.trajectory for s in samples])
+    known = scoring.pop_logps([s.trajectory for s in samples])
     assert not any(np.isnan(x).any() for x in known)
     with mock.patch.object(trainer, "_score", wraps=trainer._score) as score:
         rows = trainer.score(state, samples, {}, known)
@@ -351,7 +351,7 @@ def test_the_policy_can_stand_in_for_all_versions():
     with tiny.one_device():
         trainer = Trainer(setup.training)
     _, _, policies, _, _, samples = drawn()
-    kept = trainer.old_policies()
+    kept = trainer.weight_snapshots()
     assert isinstance(kept, snapshots.Newest) and len(kept) == 0
     state = state_of(setup.training, policies[2])
     rows = trainer.score(state, samples, kept)
@@ -371,13 +371,13 @@ def test_the_policy_can_stand_in_for_all_versions():
 def test_a_run_makes_what_its_config_says(changes, kind):
     setup = tiny.setup(**INVARIANT | changes)
     with tiny.one_device():
-        assert isinstance(Trainer(setup.training).old_policies(), kind)
+        assert isinstance(Trainer(setup.training).weight_snapshots(), kind)
 
 
 def test_too_many_snapshots_are_refused_before_anything_is_drawn():
     setup = tiny.setup(**INVARIANT, rollout__snapshot_gib=1e-6)
     with tiny.one_device(), pytest.raises(ValueError, match="3 snapshots .* allows 1,073"):
-        Trainer(setup.training).old_policies()
+        Trainer(setup.training).weight_snapshots()
 
 
 def test_an_average_of_policies_is_the_centre_and_stands_in():
