@@ -263,6 +263,7 @@ def test_each_contradiction(changes, words):
     dict(correction__objective="topr", correction__weight="none"),
     dict(correction__kl="k1", correction__kl_coeff=0.1, correction__kl_placement="reward"),
     dict(correction__kl="k1", correction__kl_coeff=0.0),
+    dict(rollout__replay="uniform(uses=1)", correction__objective="reinforce"),  # none is replayed
 ])
 def test_what_is_no_contradiction(changes):
     validate(tiny.config(**changes))

@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_tis import cli_flags
-from jaxrl_tis.aot import fit, handover, programs, report
+from jaxrl_tis.aot import fit, programs, report, weight_sync
 from jaxrl_tis.aot.chips import TOPOLOGIES, Topology
 from jaxrl_tis.runtime import cli
 
@@ -65,7 +65,7 @@ def main() -> None:
     )
     print("\n" + report.table(result, MARKDOWN.value))
     if setup.is_apart:
-        print("\n" + handover.table(result["handover"], MARKDOWN.value))
+        print("\n" + weight_sync.table(result["weight_sync"], MARKDOWN.value))
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(0 if all(e["fits"] for e in result["programs"].values()) else 1)

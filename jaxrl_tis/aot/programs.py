@@ -13,7 +13,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis import build, models
-from jaxrl_tis.aot import handover
+from jaxrl_tis.aot import weight_sync
 from jaxrl_tis.aot.batches import abstract_microbatches, abstract_minibatch
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
@@ -175,5 +175,5 @@ def report(
         program = compiled(name, *available[name], FLAGS[topology.kind])
         entries[name] = entry(setup, topology, program, kept)
         on_program(entries[name])
-    moved = {"handover": handover.by_format(setup)} if setup.is_apart else {}
+    moved = {"weight_sync": weight_sync.by_format(setup)} if setup.is_apart else {}
     return header(setup, topology, kept) | moved | {"programs": entries}

@@ -34,7 +34,6 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     if (preset := config.correction.preset) in PRESETS_REFUSED:
         yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
     yield from _batch(c, config)
-    yield from _replayed(c, config)
     yield from _weight(c)
     yield from _kl(c)
     yield from _fields(c, config)
@@ -89,10 +88,11 @@ def _is_whole(config) -> bool:
     return is_one_update and train.microbatch_rows * per_row >= rollout.prompts * rollout.group_size
 
 
-def _replayed(c: Correction, config):
+def _replayed(c: Correction, rollout, way: replay.Way | None):
     """Finds an objective that takes samples of the past for the policy's own."""
-    weight, objective, rollout = c.weight[0], c.objective[0], config.rollout
-    if rollout.replay and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
+    weight, objective = c.weight[0], c.objective[0]
+    is_replayed = way is not None and way.uses > 1
+    if is_replayed and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
         yield (
             f"objective {objective!r} has no ratio and nothing else weighs how far the policy has come "
             f"since, so that it would take what rollout.replay = {rollout.replay!r} trains on again for "
@@ -167,6 +167,7 @@ def staleness_problems(
 ) -> Iterator[str]:
     """Yields a sentence for each method, and each choice of rollout.old_logp, that does not go with
     the versions of the weights that the tokens of a batch can be of; `way` is that of replay."""
+    yield from _replayed(c, config.rollout, way)
     staleness = replay.max_age(mode, way, config.rollout.max_age)
     if staleness:
         yield from _old_logp(config.rollout, mode, staleness)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis.aot import handover, programs as aot, report
+from jaxrl_tis.aot import programs as aot, report, weight_sync
 from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
 from tests import commands, tpu
@@ -139,7 +139,7 @@ def test_every_key_is_documented(made):
         return set(value) | {k for x in value.values() for k in keys(x)}
 
     reports = [made(name)[1] for name in ("gsm8k_qwen25_0p5b:grpo", "dapo_qwen25_32b:async")]
-    named = {n for r in reports for n in (*r["resident_bytes"], *r.get("handover", ()))}
+    named = {n for r in reports for n in (*r["resident_bytes"], *r.get("weight_sync", ()))}
     names = keys(reports) - set(aot.PROGRAMS) - named
     assert [k for k in sorted(names) if f"`{k}`" not in page] == []
 
@@ -210,10 +210,10 @@ def test_the_weight_sync_from_one_half_to_the_other(made):
     wide, outputs = 5120 + 1024 + 1024, 5120 + 1024 + 1024 + 2 * 27648
     cut = matrices + 2 * table + 4 * table + 4 * outputs + 2 * wide
     whole = 4 * (5120 + 5120) + 3 * 2 * 5120
-    int8 = found["handover"]["w8a8"]
+    int8 = found["weight_sync"]["w8a8"]
     assert int8["device_bytes"] == cut // 8 + whole and int8["bytes"] == 32 * int8["device_bytes"]
     assert int8["distinct_bytes"] == cut + whole and int8["passed_on_bytes"] == 0
-    assert found["handover"]["bfloat16"]["distinct_bytes"] == (
+    assert found["weight_sync"]["bfloat16"]["distinct_bytes"] == (
         2 * matrices + 6 * table + 2 * wide + 3 * 2 * 5120
     )
 
@@ -225,7 +225,7 @@ def test_the_learner_leaves_weights_where_the_sync_counts_them(made):
     load, args = aot.programs(setup)["quantize"]
     compiled = load.lower(*args).compile(compiler_options=LITTLE_EFFORT)
     left = jax.tree.leaves(compiled.output_shardings[0])
-    listed = handover.moved(setup, setup.engine)
+    listed = weight_sync.moved(setup, setup.engine)
     assert len(left) == len(listed)
     assert all(y.is_equivalent_to(x.source, len(x.shape)) for x, y in zip(listed, left))
 

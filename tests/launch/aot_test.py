@@ -4,7 +4,7 @@ import pathlib
 import shutil
 import subprocess
 
-from jaxrl_tis.aot import handover, report
+from jaxrl_tis.aot import report, weight_sync
 
 ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
@@ -56,5 +56,5 @@ def test_a_program_that_does_not_fit_ends_it_and_leaves_the_page(tmp_path):
 def test_the_page_has_the_columns_of_the_tables():
     lines = (ROOT / "docs" / "tpu_programs.md").read_text().splitlines()
     firsts = {a for a, b in zip(lines, lines[1:]) if b.startswith("| ---")}
-    rows = (report.COLUMNS, ("weight sync", *handover.COLUMNS))
+    rows = (report.COLUMNS, ("weight sync", *weight_sync.COLUMNS))
     assert firsts == {"| " + " | ".join(row) + " |" for row in rows}

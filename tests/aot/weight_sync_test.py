@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxrl_tis.aot import handover
-from jaxrl_tis.aot.handover import Moved
+from jaxrl_tis.aot import weight_sync
+from jaxrl_tis.aot.weight_sync import Moved
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.sharding import make_mesh
 from tests import tiny
@@ -31,25 +31,25 @@ def moved(shape, itemsize, *target):
     ((8, 4), ("data", "tensor"), {"bytes": 128, "device_bytes": 32, "distinct_bytes": 128}),
 ])
 def test_an_array_is_counted_on_each_device_and_once(shape, target, expected):
-    assert handover.count([moved(shape, 4, *target)]) == expected
+    assert weight_sync.count([moved(shape, 4, *target)]) == expected
 
 
 def test_arrays_add_up():
     matrix, norm = moved((8, 4), 1, None, "tensor"), moved((8,), 4)
-    assert handover.count([matrix, matrix, norm]) == {
+    assert weight_sync.count([matrix, matrix, norm]) == {
         "bytes": 4 * (2 * 16 + 32), "device_bytes": 2 * 16 + 32, "distinct_bytes": 2 * 32 + 32,
     }
 
 
 def test_the_table_has_a_line_for_each_format():
     counts = {"w8a8": {"bytes": 4000, "device_bytes": 1000, "distinct_bytes": 2000, "passed_on_bytes": 0}}
-    assert handover.table(counts, markdown=True).splitlines() == [
+    assert weight_sync.table(counts, markdown=True).splitlines() == [
         "| weight sync | distinct bytes | bytes on each device | bytes on all devices | "
         "passed on to other samplers |",
         "| --- | --- | --- | --- | --- |",
         "| w8a8 | 2,000 | 1,000 | 4,000 | 0 |",
     ]
-    heading, row = handover.table(counts).splitlines()
+    heading, row = weight_sync.table(counts).splitlines()
     assert row.index("2,000") == heading.index("distinct")
 
 
@@ -73,12 +73,12 @@ def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(set
     left, _ = setup.engine._weights.loader(params)(params, None)
     served = setup.served_params(params, 0)
     same = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)
-    listed = handover.moved(setup, setup.engine)
+    listed = weight_sync.moved(setup, setup.engine)
     rows = zip(listed, jax.tree.leaves(left), jax.tree.leaves(served[0]), strict=True)
     for x, before, after in rows:
         assert same(before, x.source) and same(after, x.target)
         assert (x.shape, x.itemsize) == (after.shape, after.dtype.itemsize)
-    found = handover.by_format(setup)["w8a8"]
+    found = weight_sync.by_format(setup)["w8a8"]
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     arrived = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
     assert found["distinct_bytes"] == nbytes(served[0])  # sync/bytes, for each sampler
@@ -91,7 +91,7 @@ def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(set
 
 def test_formats(setup):
     """Full precision is the engine's dtype: of all but the quantised layers it stays."""
-    found = handover.by_format(setup)
+    found = weight_sync.by_format(setup)
     assert list(found) == ["bfloat16", "w8a8"]
     c = setup.model
     matrices = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
@@ -103,4 +103,4 @@ def test_formats(setup):
     plain = tiny.setup(
         rollout__mode="one_step", rollout__driver="threads", engine__quantization="none",
     )
-    assert list(handover.by_format(plain)) == ["float32", "w8a8"]
+    assert list(weight_sync.by_format(plain)) == ["float32", "w8a8"]
