@@ -26,6 +26,10 @@ def _importer(package: str) -> Callable[[str], types.ModuleType]:
     return load
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), "diagnostics", "estimators", "policy_loss"])
+
+
 def __getattr__(name: str):
     if name == "policy_loss":
         return importlib.import_module("jaxrl_tis.estimators.loss").policy_loss

@@ -114,14 +114,14 @@ class Run:
         self._data = batches.source
         groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
-        is_apart = config.rollout.driver == "threads"
+        has_threads = config.rollout.driver == "threads"
         parts = SourceParts(
             config, setup.mode, setup.replay, groups, batches, self._timer,
-            setup.served_params if is_apart else setup.serving_params, self.pulse,
+            setup.served_params if has_threads else setup.serving_params, self.pulse,
         )
         if setup.mode.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])
-        if is_apart:
+        if has_threads:
             return thread_source(parts, starts, setup.engine.slots)
         if config.rollout.driver == "processes":
             return remote_source(parts, setup.engine, setup.facts)

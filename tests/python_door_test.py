@@ -47,6 +47,10 @@ def test_the_package_alone_imports_nothing():
     assert run.stdout.split() == ["False", "False"], run.stderr
 
 
+def test_what_there_is_can_be_completed():
+    assert {"estimators", "diagnostics", "policy_loss"} <= set(dir(jaxrl_tis))
+
+
 def test_an_unknown_name():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         jaxrl_tis.nothing

@@ -235,7 +235,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
             scores["logits"] = learner.by_parts(response_logits, params, batch)
         return scores
 
-    def policy_loss(scores, inputs):
+    def micro_batch_loss(scores, inputs):
         batch, num_tokens, num_seqs = inputs
         returned = {}
         if not is_scored:
@@ -251,7 +251,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
         metrics |= drift_metrics(spec, scores["logp"], batch)
         return value, (metrics, returned)
 
-    return MicroLoss(forward, policy_loss)
+    return MicroLoss(forward, micro_batch_loss)
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):

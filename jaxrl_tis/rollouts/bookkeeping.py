@@ -6,7 +6,7 @@ Nothing here waits or locks: a source with threads calls it from one at a time.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -385,3 +385,14 @@ def newest(partial: Trajectory | None) -> int | None:
 def _oldest(entry: Entry, version: int) -> int:
     """Returns the version of a group's oldest token."""
     return int(min(row["tokens"].version.min(initial=version) for row in entry.columns.values()))
+
+
+def batch_parts(
+    books: AsyncBookkeeping, next_groups: Callable[[], list[Entry]]
+) -> Iterator[list[Sample]]:
+    """Yields the fresh groups of a batch, with `on_arrival` as they come and else all at once, then
+    those that are replayed; `next_groups` waits for fresh ones."""
+    while books.lacks_groups:
+        yield books.samples(next_groups())
+    if replayed := books.replayed():
+        yield replayed

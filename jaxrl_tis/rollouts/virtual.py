@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
+from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping, batch_parts
 from jaxrl_tis.rollouts.controller import Decision, SyncWeights
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
@@ -58,12 +58,7 @@ class VirtualSource:
         return is_synced
 
     def parts(self, step: int) -> Iterator[list[Sample]]:
-        """Yields the fresh groups, with `on_arrival` as they come and else all at once, then those
-        that are replayed."""
-        while self.books.lacks_groups:
-            yield self.books.samples(self._next_groups())
-        if replayed := self.books.replayed():
-            yield replayed
+        return batch_parts(self.books, self._next_groups)
 
     def metrics(self) -> dict[str, float]:
         return self.books.metrics(self._stats())
