@@ -130,16 +130,21 @@ OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
     (OUTLIER, [-1.0] * 200, "the 200 valid tokens are worth 1, a verdict needs 2"),
 ])
 def test_a_token_makes_no_verdict(behav, old, reason, tmp_path):
-    found = measure.measure(dump.read(dumps.write(
-        tmp_path / "d.jsonl", [{"logp_behav": behav, "logp_old": old}])))
+    found = measure.measure(dump.read(dumps.write(tmp_path / "d.jsonl", cut(behav, old))))
     found["doctor"] = verdict.verdict(found)
     assert found["doctor"]["verdict"] == ["too little to judge"] and found["doctor"]["findings"] == []
     assert reason in " ".join(table.text(found).split())
 
 
+def cut(behav, old):
+    """Sequences of five tokens and of what is left: 9 and 10 tokens share their programs."""
+    return [{"logp_behav": behav[i : i + 5], "logp_old": old[i : i + 5]}
+            for i in range(0, len(behav), 5)]
+
+
 def test_a_few_tokens_that_weigh_alike_have_a_verdict(tmp_path):
     behav = [-1.0 - t / 10 for t in range(10)]
-    lines = [{"logp_behav": behav, "logp_old": [x - 0.7 for x in behav]}]
+    lines = cut(behav, [x - 0.7 for x in behav])
     assert "A" in judged(lines, tmp_path)["verdict"]
 
 

@@ -284,6 +284,7 @@ def temporaries(length):
     return program.lower(q, k, k, ids).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.all
 def test_memory_of_long_rows_is_linear(monkeypatch):
     """Values and gradients; the scores alone of 6,000 tokens would be 4 x 6000^2 x 4 bytes."""
     assert temporaries(6000) < 2.2 * temporaries(3000)
