@@ -7,6 +7,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import objectives

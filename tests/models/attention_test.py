@@ -322,6 +322,7 @@ def tpu_program(topology, length, head_dims):
     return jax.jit(gradients).lower(inputs, ids)
 
 
+@pytest.mark.cases("v5e:2x2-768-2")
 @pytest.mark.parametrize("topology, length, kernels", [("v5e:2x2", 768, 2), ("v5p:2x2x1", 2560, 3)])
 def test_kernels_compile_for_tpu(topology, length, kernels):
     """For each head size forward and one with all gradients; in more than four blocks forward, dq,
