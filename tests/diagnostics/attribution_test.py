@@ -108,6 +108,7 @@ def test_metrics_of_the_factors():
     np.testing.assert_allclose(sum(shares), 1.0, rtol=1e-5)
 
 
+@pytest.mark.all
 def test_the_engine_factor_has_the_metrics_of_the_engine_ratio():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
     _, metrics = capped_ratio(*log_probs, MASK)

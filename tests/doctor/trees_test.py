@@ -50,7 +50,7 @@ def clip(width):
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
     """A correction is traced once for all configs that have it."""
-    found, traced = {}, validation._traced
+    found, traced = {}, validation.trace_problems
 
     def once(chosen):
         key = repr(chosen)
@@ -58,7 +58,7 @@ def _traced_once():
             found[key] = list(traced(chosen))
         return found[key]
 
-    with mock.patch.object(validation, "_traced", once):
+    with mock.patch.object(validation, "trace_problems", once):
         yield
 
 

@@ -21,6 +21,7 @@ CONFIG = ModelConfig(
 RNG = np.random.default_rng(0)
 SIZE, PAGES, LAYER = 4, 12, 1
 ATOL = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 4e-2, "float8_e4m3fn": 0.15}
+FEW = pytest.mark.cases("float32-True", "bfloat16-False", "int8-False", "float8_e4m3fn-True")
 FORMS = [(dtype, unrolled) for dtype in ATOL for unrolled in (True, False)]
 
 
@@ -78,6 +79,7 @@ def written(dtype, unrolled):
     return q, k, v, out, state
 
 
+@FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
     q, k, v, out, _ = written(dtype, unrolled)
@@ -101,6 +103,7 @@ def test_a_chunk_that_ends_with_its_page_leaves_the_page_behind_it_alone():
     assert is_written(TABLE[0, 1]) == [False, False]
 
 
+@FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):
     q, k, v, _, state = written(dtype, unrolled)
@@ -138,6 +141,7 @@ def test_nan_in_pages_beyond_a_sequence_has_no_influence():
     assert np.isnan(append(*new, own, *args, TABLE)[0][0]).any()
 
 
+@FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_copies_of_pages(dtype, unrolled):
     *_, state = written(dtype, unrolled)

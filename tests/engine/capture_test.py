@@ -174,6 +174,7 @@ def test_the_record_has_the_support_and_the_likeliest_tokens_of_every_token():
             np.testing.assert_allclose(
                 t.top_logps[i], np.sort(t.logits[i])[::-1][:TOP], atol=2e-6
             )
+            np.testing.assert_allclose(t.logits[i][t.tokens[i]], t.logp_behav[i], atol=2e-6)
             if t.temperature == 0:
                 np.testing.assert_array_equal(kept, [t.tokens[i]])
                 np.testing.assert_array_equal(t.top_ids[i], [t.tokens[i], -1, -1])

@@ -314,6 +314,7 @@ def test_n_grams_of_what_was_drawn_are_accepted():
     assert stats.accepted > 5
 
 
+@pytest.mark.all
 def test_a_draft_is_accepted_as_often_as_it_is_likely_and_changes_no_distribution():
     """Two tokens of a vocabulary of six: all 36 probabilities by teacher forcing."""
     config = dataclasses.replace(engine_test.CONFIG, vocab_size=6)

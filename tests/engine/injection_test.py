@@ -22,7 +22,7 @@ def drawn(injected, params=None):
     sizes = dict(slots=4, max_length=LENGTH, steps=3, prefill_batch=2, page_size=8)
     engine = Engine(CONFIG, EngineConfig(**sizes, injected=injection.parse(injected)))
     scheduler = Scheduler(engine, engine.load(params_of(0) if params is None else params()))
-    for n in (1, 4, 9):
+    for n in (1, 4, 7):
         scheduler.add(request(f"q{n}", n, max_tokens=12))
     return drain(scheduler)
 
@@ -33,7 +33,7 @@ def assert_same(actual, expected):
         assert_bitwise_equal(actual[name], t)
 
 
-@pytest.mark.cases("sharpness(scale=0)", "weights(scale=0.0)")
+@pytest.mark.cases("sharpness(scale=0)")
 @pytest.mark.parametrize("injected", [
     "logits(scale=0.0, growth=3.0)", "sharpness(scale=0)", "weights(scale=0.0)",
 ])

@@ -23,6 +23,7 @@ from tests.drawn import is_drawn_from, keys, penalised, reference
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
+distribution = jax.jit(sampling.distribution, static_argnames="rows")
 SINGLE = sharding.single_device()
 COUNT = 100_000
 LOGITS = np.random.default_rng(7).normal(0, 1.5, 24).astype(np.float32)
@@ -71,16 +72,16 @@ def test_no_stop_id_can_be_drawn_before_min_tokens():
         top_k=2, stop_ids=(4, 1), min_tokens=3, max_tokens=9, logit_bias=((1, 50.0),)
     )
     two, three = seen([params], [(0,)], [(1, 1)], v=5), seen([params], [(0,)], [(1, 1, 1)], v=5)
-    logs = sampling.distribution(logits, params, two)[0]
+    logs = distribution(logits, params, two)[0]
     np.testing.assert_allclose(np.exp(logs[2:4]), [1 / (1 + np.exp(-1)), 1 / (1 + np.e)], rtol=1e-6)
     assert np.isneginf(np.delete(logs, [2, 3])).all()
-    assert int(two.barred[0]) == 1 and np.argmax(sampling.distribution(logits, params, three)) == 1
+    assert int(two.barred[0]) == 1 and np.argmax(distribution(logits, params, three)) == 1
     drawn = two.draw(np.array([2]), np.array([True]), SINGLE)
     np.testing.assert_array_equal(drawn.apply(logits, WHOLE), three.apply(logits, WHOLE))
     kept = two.draw(np.array([2]), np.array([False]), SINGLE)
     np.testing.assert_array_equal(kept.apply(logits, WHOLE), two.apply(logits, WHOLE))
     row = SamplingRows.of([params]), keys(1), np.zeros(1, np.int32)
-    found = sampling.sample(logits, *row, penalties=two)
+    found = jax.jit(sampling.sample)(logits, *row, penalties=two)
     token = int(found.tokens[0])
     np.testing.assert_allclose(found.logp_behav[0], logs[token], rtol=1e-6)
     raw = np.log(np.exp(logits[0]) / np.exp(logits[0]).sum())
@@ -109,6 +110,7 @@ def drawing():
     return jax.jit(sample, compiler_options=compilation.OPTIMIZED)
 
 
+@pytest.mark.cases("1", "4", "7")
 @pytest.mark.parametrize("params", KINDS, ids=range(len(KINDS)))
 def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
     one = seen([params], [PROMPT], [DRAWN])
@@ -124,7 +126,7 @@ def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
     np.testing.assert_allclose(drawn.logp_behav, np.log(p[tokens]), atol=3e-6)
     own = reference(LOGITS, SamplingParams(temperature=params.temperature))
     np.testing.assert_allclose(drawn.logp_raw, np.log(own[tokens]), atol=3e-6)
-    logs = sampling.distribution(LOGITS[None], params, one)[0]
+    logs = distribution(LOGITS[None], params, one)[0]
     np.testing.assert_allclose(np.exp(logs), p, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from tests import arithmetic
 
-RUNS, EVENTS = 16, 900
+RUNS, EVENTS = 10, 900
 PROMPTS = [(1,), (2,), (1, 2), (0, 0, 3), (4, 4, 4, 4), tuple(range(7)), tuple(range(12)),
            tuple(range(3, 20))]
 
@@ -154,6 +154,6 @@ def test_random_events_lose_no_token_no_page_and_no_request():
         run.assert_empty()
         events += run.events
         stats.update(dataclasses.asdict(run.scheduler.stats))
-    assert events.total() > 10_000 and min(events.values()) > 100, events
+    assert events.total() > 7_000 and min(events.values()) > 50, events
     for name in ("preempted", "evicted", "shared", "cached", "drafted", "accepted"):
-        assert stats[name] > 100, (name, stats[name])
+        assert stats[name] > 50, (name, stats[name])

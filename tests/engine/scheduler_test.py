@@ -232,6 +232,7 @@ def test_nobody_is_passed_over_more_often_than_max_bypass(slots, bound, place):
     assert first == place // slots and len(ids) == 7
 
 
+@pytest.mark.cases("3")
 @pytest.mark.parametrize("divide", [1, 3])
 def test_the_bound_holds_over_shards_for_sequences_that_made_way(divide, monkeypatch):
     """Sequences with pages in a shard whose slots stay taken."""

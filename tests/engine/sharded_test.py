@@ -33,7 +33,7 @@ FIELDS = ("logp_behav", "logp_raw", "entropy")
 
 # A block of 128 tokens spans all parts of 24; 304 / 2 and 304 / 8 cut blocks; 512 / 2 does not; 301
 # is not divided.
-@pytest.mark.cases("plain-304-shape2", "filtered-301-shape4")
+@pytest.mark.cases("filtered-304-shape2", "plain-301-shape4")
 @pytest.mark.parametrize("v, shape", [
     (24, (1, 1, 8)), (304, (4, 1, 2)), (304, (1, 1, 8)), (512, (2, 2, 2)), (301, (4, 1, 2)),
 ])
@@ -53,7 +53,7 @@ def test_a_split_vocabulary_draws_what_the_whole_one_draws(v, shape, kinds):
     assert (np.asarray(other.tokens) != np.asarray(whole.tokens)).mean() > 0.5
 
 
-@pytest.mark.cases("304-shape0-fast", "1024-shape3-invariant")
+@pytest.mark.cases("304-shape0-fast")
 @pytest.mark.parametrize("v, shape, numerics", [
     (304, (4, 1, 2), "fast"), (304, (1, 1, 8), "fast"), (24, (1, 1, 8), "fast"),
     (1024, (2, 1, 4), "invariant"), (300, (2, 1, 4), "invariant"), (24, (1, 1, 8), "invariant"),
@@ -74,7 +74,7 @@ def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, m
         np.testing.assert_array_equal(drawn.tokens, [max(support) for support in supports])
 
 
-@pytest.mark.cases("304-shape0-fast", "1024-shape1-invariant")
+@pytest.mark.cases("1024-shape1-invariant")
 @pytest.mark.parametrize("v, shape, numerics", [
     (304, (4, 1, 2), "fast"), (1024, (4, 1, 2), "invariant"), (300, (4, 1, 2), "invariant"),
 ])

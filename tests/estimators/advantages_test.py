@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages, baselines, returns
+from jaxrl_tis.estimators import advantages, returns
 
 pytestmark = pytest.mark.compiles  # hundreds of small programs
 
@@ -19,6 +19,11 @@ ADVANTAGES = {
     name: jax.jit(functools.partial(function, **PARAMETERS[name]))
     for name, function in advantages.ADVANTAGES.items()
 }
+gae = jax.jit(advantages.gae, static_argnames=("gamma", "lam", "is_whitened"))
+gae_returns = jax.jit(advantages.gae_returns, static_argnames=("gamma", "lam"))
+gdpo = jax.jit(advantages.gdpo, static_argnames="gdpo_weights")
+grpo_passk = jax.jit(advantages.grpo_passk, static_argnames="passk_is_normalized")
+whiten = jax.jit(advantages.whiten)
 # One advantage per sequence, from its own group or from the whole batch.
 OWN_GROUP = ["grpo", "dr_grpo", "maxrl", "grpo_passk", "rloo", "oapl", "opo", "opob"]
 OUTCOME = [*OWN_GROUP, "batch_mean", "gpg", "gdpo", "reinforce_plus_plus_baseline"]
@@ -70,11 +75,20 @@ def make_fields(rewards, mask, seed=3):
     return {name: np.where(mask, x, NAN) for name, x in per_token.items()} | per_row
 
 
+@jax.jit
+def results(rewards, mask, group, fields):
+    """{name: advantages} of the entries whose fields are there, one program for all of them."""
+    return {
+        name: function(rewards, mask, group, **{x: fields[x] for x in NEEDS[name]})
+        for name, function in ADVANTAGES.items() if set(NEEDS[name]) <= set(fields)
+    }
+
+
 def compute(name, rewards, mask, group, fields=None):
-    """The jitted entry on the fields that it needs, in float32."""
+    """The advantages of an entry on fields in float32."""
     fields = make_fields(rewards, np.asarray(mask) != 0) if fields is None else fields
-    needed = {field: jnp.asarray(fields[field], jnp.float32) for field in NEEDS[name]}
-    return np.asarray(ADVANTAGES[name](rewards, mask, group, **needed))
+    fields = {field: np.asarray(x, np.float32) for field, x in fields.items()}
+    return np.asarray(results(*map(np.asarray, (rewards, mask, group)), fields)[name])
 
 
 @pytest.mark.parametrize("name", FIRST_TOKEN)
@@ -111,9 +125,9 @@ def test_pass_at_k_raw_and_normalised():
     # Rewards 0.9, 0.5, 0.1, 0.2: 0.9 - 0.5 = 0.4; squared deviations from 0.425 sum to 0.3875, std
     # sqrt(0.3875 / 3) = 0.359398.
     arguments = (jnp.array([0.9, 0.5, 0.1, 0.2]), jnp.ones((4, 1)), jnp.zeros(4, int))
-    raw = advantages.grpo_passk(*arguments, passk_is_normalized=False)
+    raw = grpo_passk(*arguments, passk_is_normalized=False)
     np.testing.assert_allclose(raw[:, 0], [0.4, 0, 0, 0], rtol=1e-6)
-    normalised = advantages.grpo_passk(*arguments)
+    normalised = grpo_passk(*arguments)
     np.testing.assert_allclose(normalised[:, 0], [1.11297, 0, 0, 0], rtol=1e-5)
 
 
@@ -135,9 +149,8 @@ def test_grpo_forgets_shift_and_scale():
     ("beta", "value"), [(0.05, 0.9653), (0.5, 0.7169), (5.0, 0.5250), (1e-4, 1.0), (1e4, 0.5)]
 )
 def test_oapl_value_is_between_the_mean_and_the_best(beta, value):
-    adv = advantages.oapl(
-        jnp.array([1.0, 0, 0, 1]), jnp.ones((4, 1)), jnp.zeros(4, int), oapl_beta_value=beta
-    )
+    oapl = jax.jit(functools.partial(advantages.oapl, oapl_beta_value=beta))
+    adv = oapl(np.array([1.0, 0, 0, 1]), np.ones((4, 1)), np.zeros(4, int))
     np.testing.assert_allclose(adv[:, 0], np.array([1, 0, 0, 1]) - value, atol=1e-4)
 
 
@@ -151,21 +164,21 @@ def test_gdpo_normalises_each_component_before_it_adds_them():
     # No group of one here: it would not be normalised, and so feel the scale.
     threes = jnp.array([0, 0, 1, 1, 1, 0])
 
-    def gdpo(components):
-        return compute("gdpo", REWARDS, MASK, threes, {"reward_components": components})
+    def advantage(components):
+        return np.asarray(gdpo(REWARDS, MASK, threes, reward_components=components))
 
     scaled = components * np.array([100.0, 1.0], np.float32)
-    np.testing.assert_allclose(gdpo(scaled), gdpo(components), atol=1e-4)
+    np.testing.assert_allclose(advantage(scaled), advantage(components), atol=1e-4)
     constant = np.stack([components[:, 0], np.full(6, 0.3)], axis=1)
-    np.testing.assert_allclose(gdpo(constant), gdpo(components[:, :1]), atol=1e-6)
-    assert np.abs(gdpo(components) - gdpo(constant)).max() > 0.1
+    np.testing.assert_allclose(advantage(constant), advantage(components[:, :1]), atol=1e-6)
+    assert np.abs(advantage(components) - advantage(constant)).max() > 0.1
 
 
 def test_gdpo_weights_its_components():
     components = jnp.array([[1.0, 5.0], [0.0, -3.0], [0.5, 2.0]])
     arguments = (jnp.zeros(3), jnp.ones((3, 2)), jnp.zeros(3, int))
-    first = advantages.gdpo(*arguments, reward_components=components[:, :1])
-    weighted = functools.partial(advantages.gdpo, *arguments, reward_components=components)
+    first = gdpo(*arguments, reward_components=components[:, :1])
+    weighted = functools.partial(gdpo, *arguments, reward_components=components)
     np.testing.assert_allclose(weighted(gdpo_weights=(1.0, 0.0)), first, rtol=1e-6)
     assert np.abs(weighted() - first).max() > 0.01
     with pytest.raises(ValueError, match="3 weights for 2 reward components"):
@@ -317,9 +330,9 @@ def test_outcome_advantages_equal_a_loop_in_float64():
     expected["reinforce_plus_plus"] = whitened(rewards)
     expected["reinforce_plus_plus_baseline"] = whitened(expected["dr_grpo"])
     with jax.enable_x64(True):
+        found = results(rewards, mask, group, {"reward_components": rewards[:, None]})
         for name, adv_b in expected.items():
-            needed = {"reward_components": rewards[:, None]} if name == "gdpo" else {}
-            adv = ADVANTAGES[name](rewards, mask, group, **needed)
+            adv = found[name]
             assert adv.dtype == jnp.float64
             np.testing.assert_allclose(
                 adv, adv_b[:, None] * mask, rtol=1e-10, atol=1e-13, err_msg=name
@@ -347,9 +360,9 @@ def test_gae_equals_its_sum_over_valid_tokens():
     expected_adv, expected_returns = (np.stack(x) for x in zip(*rows, strict=True))
     parameters = {"values": values, "gamma": 0.9, "lam": 0.8}
     with jax.enable_x64(True):
-        adv = advantages.gae(rewards, mask, None, is_whitened=False, **parameters)
-        whitened = advantages.gae(rewards, mask, None, **parameters)
-        returns = advantages.gae_returns(rewards, mask, **parameters)
+        adv = gae(rewards, mask, None, is_whitened=False, **parameters)
+        whitened = gae(rewards, mask, None, **parameters)
+        returns = gae_returns(rewards, mask, **parameters)
     np.testing.assert_allclose(adv, expected_adv, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(returns, expected_returns, rtol=1e-12, atol=1e-14)
     valid = expected_adv[mask]
@@ -359,7 +372,7 @@ def test_gae_equals_its_sum_over_valid_tokens():
 
 def test_gae_steps_over_a_hole():
     # From the end: 1 - 0.6 = 0.4; the hole carries it; 0 + 0.6 - 0.5 + 0.4 = 0.5.
-    adv = advantages.gae(
+    adv = gae(
         jnp.array([[0.0, 0.0, 1.0]]),
         jnp.array([[1, 0, 1]]),
         None,
@@ -371,17 +384,17 @@ def test_gae_steps_over_a_hole():
 
 def test_gae_at_its_ends():
     rewards, values = jnp.array([[1.0, -2.0, 4.0]]), jnp.array([[0.5, 0.25, -1.0]])
-    gae = functools.partial(
-        advantages.gae, rewards, jnp.ones((1, 3)), None, values=values, is_whitened=False
+    of_lam = functools.partial(
+        gae, rewards, jnp.ones((1, 3)), None, values=values, is_whitened=False
     )
     # lam 1: 1 - 2 + 4 - 0.5, -2 + 4 - 0.25, 4 + 1. lam 0: 1 + 0.25 - 0.5, -2 - 1 - 0.25, 4 + 1.
-    np.testing.assert_allclose(gae(), [[2.5, 1.75, 5.0]], rtol=1e-6)
-    np.testing.assert_allclose(gae(lam=0.0), [[0.75, -3.25, 5.0]], rtol=1e-6)
+    np.testing.assert_allclose(of_lam(), [[2.5, 1.75, 5.0]], rtol=1e-6)
+    np.testing.assert_allclose(of_lam(lam=0.0), [[0.75, -3.25, 5.0]], rtol=1e-6)
 
 
 def test_gae_puts_a_sequence_reward_on_the_last_valid_token():
     mask = jnp.array([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
-    returns = advantages.gae_returns(
+    returns = gae_returns(
         jnp.array([2.0, 3.0, 4.0]), mask, values=jnp.ones((3, 3)), gamma=0.5
     )
     np.testing.assert_allclose(returns, [[1, 2, 0], [0, 1.5, 3], [0, 0, 0]], rtol=1e-6)
@@ -389,20 +402,19 @@ def test_gae_puts_a_sequence_reward_on_the_last_valid_token():
 
 def test_reinforce_plus_plus_does_not_discount_a_hole():
     # Returns 0.25, 0.5, 1: mean 0.583333, unbiased variance (0.111111 + 0.006944 + 0.173611) / 2.
-    adv = advantages.reinforce_plus_plus(
-        jnp.array([1.0]), jnp.array([[1, 0, 1, 1]]), None, gamma=0.5
-    )
+    half = jax.jit(functools.partial(advantages.reinforce_plus_plus, gamma=0.5))
+    adv = half(jnp.array([1.0]), jnp.array([[1, 0, 1, 1]]), None)
     np.testing.assert_allclose(adv, [[-0.872872, 0, -0.218218, 1.091089]], rtol=1e-5)
 
 
 def test_whitening_of_one_token_or_none_is_zero():
     x = jnp.array([[3.0, NAN]])
-    np.testing.assert_array_equal(advantages.whiten(x, jnp.array([[1, 0]])), [[0, 0]])
-    np.testing.assert_array_equal(advantages.whiten(x, jnp.array([[0, 0]])), [[0, 0]])
+    np.testing.assert_array_equal(whiten(x, jnp.array([[1, 0]])), [[0, 0]])
+    np.testing.assert_array_equal(whiten(x, jnp.array([[0, 0]])), [[0, 0]])
     # 1 and 3: mean 2, unbiased variance 2.
-    white = advantages.whiten(jnp.array([[1.0, NAN, 3.0]]), jnp.array([[1, 0, 1]]))
+    white = whiten(jnp.array([[1.0, NAN, 3.0]]), jnp.array([[1, 0, 1]]))
     np.testing.assert_allclose(white, [[-(2**-0.5), 0, 2**-0.5]], rtol=1e-6)
-    assert advantages.gae(x, jnp.zeros((1, 2)), None, values=x).sum() == 0.0
+    assert not np.any(gae(x, jnp.zeros((1, 2)), None, values=x))
 
 
 # Rewards that are not known
@@ -427,15 +439,16 @@ def _dropped_batch():
     return rewards, mask, group, fields, ~np.isnan(rewards)
 
 
+@pytest.mark.cases(
+    *(f"{name}-False" for name in advantages.ADVANTAGES), "grpo-True", "gae-True", "rloo-True"
+)
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_an_unknown_reward_is_a_row_that_was_not_sampled(name, by_token):
     """The row that is left alone in group 2 has nothing to be compared with; to entries that compare
     within no group, it is like any other."""
     rewards, mask, group, fields, is_kept = _dropped_batch()
-    parameters = {"oapl_beta_value": 0.5} if name == "oapl" else {}
-    advantage = functools.partial(advantages.ADVANTAGES[name], **parameters)
-    needed = {n: fields[n] for n in advantages.NEEDS[name]} if name in advantages.NEEDS else {}
+    advantage, needed = ADVANTAGES[name], {n: fields[n] for n in NEEDS[name]}
     if by_token:
         rewards = np.array(returns.token_rewards(rewards, mask)) - 0.1 * mask
     found = np.array(advantage(rewards, mask, group, **needed))
@@ -455,10 +468,11 @@ def test_an_unknown_reward_is_a_row_that_was_not_sampled(name, by_token):
 def test_statistics_of_a_group_are_of_the_known_rewards_by_hand():
     """-1 and -0.5: mean -0.75, deviations 0.25 each, std sqrt(2 * 0.0625 / 1) = 0.353553."""
     rewards = np.array([-1, -0.5, np.nan, np.nan], np.float32)
-    found = advantages.grpo(rewards, np.ones((4, 2)), np.zeros(4, int))[:, 0]
+    grpo = ADVANTAGES["grpo"]
+    found = grpo(rewards, np.ones((4, 2)), np.zeros(4, int))[:, 0]
     np.testing.assert_allclose(found, [-0.25 / 0.353554, 0.25 / 0.353554, 0, 0], rtol=1e-5)
     for rest in ([1, np.nan], [np.nan, np.nan]):
-        lone = advantages.grpo(np.array(rest, np.float32), np.ones((2, 2)), np.zeros(2, int))
+        lone = grpo(np.array(rest, np.float32), np.ones((2, 2)), np.zeros(2, int))
         assert not np.any(lone)
 
 
@@ -466,7 +480,7 @@ def test_a_void_component_voids_itself_alone():
     """Component 0 is void in row 3: the other three have its mean and std; component 1 has all."""
     parts = np.array([[1, 0], [2, 1], [3, 0], [np.nan, 3]], np.float32)
     rewards, mask, group = np.array([1, 3, 3, 3.0]), np.ones((4, 1), bool), np.zeros(4, int)
-    found = advantages.gdpo(rewards, mask, group, reward_components=parts)[:, 0]
+    found = gdpo(rewards, mask, group, reward_components=parts)[:, 0]
     first = np.array([-1, 0, 1, 0.0])  # std 1
     second = (parts[:, 1] - 1) / np.sqrt(6 / 3)  # deviations -1, 0, -1, 2
     total = first + second
@@ -476,7 +490,7 @@ def test_a_void_component_voids_itself_alone():
 
 def test_a_failed_greedy_answer_leaves_its_prompt_without_an_advantage():
     greedy = np.array([np.nan, np.nan, 0.25], np.float32)
-    found = baselines.remax(
+    found = ADVANTAGES["remax"](
         np.ones(3, np.float32), np.ones((3, 1)), np.array([0, 0, 1]), greedy_rewards=greedy
     )
     np.testing.assert_array_equal(found[:, 0], [0, 0, 0.75])

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_tis.estimators import baselines
 
 NAN = float("nan")
+batch_mean = jax.jit(baselines.batch_mean)
 TOKEN_BASELINES = {
     name: jax.jit(function, static_argnames=("otb_zero_tail", "form"))
     for name, function in (("otb", baselines.otb), ("tir_otb", baselines.tir_otb))
@@ -18,7 +19,7 @@ TOKEN_BASELINES = {
 
 def test_remax_subtracts_the_greedy_reward():
     # Row 0: 1 + 2 - 0.5 at both tokens after the 1 is still to come, then 2 - 0.5.
-    adv = baselines.remax(
+    adv = jax.jit(baselines.remax)(
         jnp.array([[0.0, 1.0, 2.0], [0.0, 3.0, NAN]]),
         jnp.array([[1, 1, 1], [1, 1, 0]]),
         jnp.array([0, 0]),
@@ -32,12 +33,12 @@ def test_the_mean_of_the_batch_knows_no_groups():
     mask = jnp.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
     rewards = jnp.array([3.0, 0.0, 1.0, 2.0])
     for group in ([0, 1, 2, 3], [0, 0, 5, 5]):
-        adv = baselines.batch_mean(rewards, mask, jnp.array(group))
+        adv = batch_mean(rewards, mask, jnp.array(group))
         np.testing.assert_array_equal(adv, [[1.5] * 3, [-1.5, 0, 0], [-0.5, -0.5, 0], [0] * 3])
     per_token = jnp.array([[1.0, 0.0, 2.0], [0.0, NAN, NAN], [-1.0, 2.0, NAN], [NAN] * 3])
-    adv = baselines.batch_mean(per_token, mask, jnp.arange(4))  # 3, 0, 1 and 0: the mean is 1
+    adv = batch_mean(per_token, mask, jnp.arange(4))  # 3, 0, 1 and 0: the mean is 1
     np.testing.assert_array_equal(adv[:, 0], [2.0, -1.0, 0.0, 0.0])
-    constant = baselines.batch_mean(jnp.full(4, 0.1), mask, jnp.arange(4))
+    constant = batch_mean(jnp.full(4, 0.1), mask, jnp.arange(4))
     np.testing.assert_array_equal(constant, np.zeros((4, 3)))  # and not a rounding
 
 
@@ -47,7 +48,7 @@ def test_the_mean_of_the_batch_shortens_the_step_by_its_own_reward():
     p, size, total = 0.3, 3, 0.0
     for drawn in itertools.product((0, 1), repeat=size):
         rewards = np.array(drawn, np.float32)
-        adv = baselines.batch_mean(rewards, jnp.ones((size, 1)), jnp.arange(size))[:, 0]
+        adv = batch_mean(rewards, jnp.ones((size, 1)), jnp.arange(size))[:, 0]
         chance = np.prod(np.where(rewards == 1, p, 1 - p))
         total += chance * np.mean(np.asarray(adv) * (rewards - p))
     np.testing.assert_allclose(total, (size - 1) / size * p * (1 - p), rtol=1e-6)

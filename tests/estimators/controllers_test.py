@@ -16,7 +16,9 @@ def eager(function):
     return function
 
 
-@pytest.fixture(params=[eager, jax.jit], ids=["eager", "jit"])
+@pytest.fixture(params=[
+    pytest.param(eager, marks=pytest.mark.all, id="eager"), pytest.param(jax.jit, id="jit"),
+])
 def transform(request):
     return request.param
 

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import objectives
@@ -109,6 +110,7 @@ def assert_loss_metrics(got, want, run, label, far):
     )
 
 
+@pytest.mark.cases(*(f"float64-{name}" for name in BATCHES if name != "ties"))  # compiled apart
 def test_policy_losses(name, run):
     golden = BATCHES[name]["policy"]
     results = losses_of(inputs_of_case(name, run), "ties" if name == "ties" else "random")

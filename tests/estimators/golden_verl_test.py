@@ -37,6 +37,7 @@ def weights_of(batch, cases):
     return results
 
 
+@pytest.mark.cases(*(f"float64-{name}" for name in BATCHES if name != "ties"))  # compiled apart
 def test_weights(name, run):
     results = weights_of(inputs_of_case(name, run), golden_verl.cases(name, "weights"))
     for case, (w, (normalized, factor), metrics) in zip(
@@ -69,6 +70,7 @@ def rejection_of(batch, cases):
     return results
 
 
+@pytest.mark.cases(*(f"float64-{name}" for name in BATCHES if name != "ties"))  # compiled apart
 def test_rejection(name, run):
     results = rejection_of(inputs_of_case(name, run), golden_verl.cases(name, "rejection"))
     far = drift(name, is_sequence=True)

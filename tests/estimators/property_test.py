@@ -211,6 +211,7 @@ def test_float64_stays_float64_and_agrees_with_float32(lengths, sizes, seed):
     assert_same(evaluate(*cast(batch)), double, atol=1e-5)
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, SIZES, SEED)
 def test_bfloat16_is_computed_in_float32(lengths, sizes, seed):
@@ -265,6 +266,7 @@ def assert_same_advantages(actual, wanted, atol=1e-5, atol_gdpo=1e-5):
 BY_ROW = [st.tuples(*[st.integers(*ends)] * NUM_ROWS) for ends in ((-16, 16), (0, 2))]
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, *BY_ROW, SEED, st.permutations(range(NUM_ROWS)))
 def test_permuted_samples_have_permuted_advantages(lengths, rewards, group, seed, order):
@@ -297,6 +299,7 @@ def test_padding_changes_no_advantage(lengths, rewards, group, seed):
     assert_same_advantages(actual, {name: wider(x) for name, x in wanted.items()})
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, *BY_ROW, SEED)
 def test_dtypes_of_advantages(lengths, rewards, group, seed):

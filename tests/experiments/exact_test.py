@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("float64 and enumeration 
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 POLICY = exact.random_logits(3, 3, np.random.default_rng(0))
+SHORT = exact.random_logits(3, 2, np.random.default_rng(5))  # for groups of three
 NOISY = exact.with_engine_noise(POLICY, 0.5, np.random.default_rng(1))
 
 
@@ -186,6 +187,7 @@ def test_sequence_weights_are_unbiased(name):
         assert np.linalg.norm(problem.expectation(weighted("none")) - truth) > 1e-3
 
 
+@pytest.mark.cases("5-5")
 @pytest.mark.parametrize(("vocab", "horizon"), [(3, 7), (5, 5)])
 def test_sequence_weights_are_unbiased_for_longer_responses(vocab, horizon):
     rng = np.random.default_rng(4)
@@ -284,6 +286,7 @@ def test_replaying_the_kept_set_is_exact_for_the_truncated_policy_only():
 # Baselines and groups.
 
 
+@pytest.mark.cases("rloo-3", "remax-2", "gae(is_whitened=False)-2")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["rloo", "remax", "gae(is_whitened=False)"])
 def test_baselines_that_do_not_see_the_response_do_not_bias(name, size):
@@ -294,6 +297,7 @@ def test_baselines_that_do_not_see_the_response_do_not_bias(name, size):
     assert variance > 0.0
 
 
+@pytest.mark.cases("2-0.0", "3-0.5")
 @pytest.mark.parametrize(("size", "drift"), [(2, 0.0), (3, 0.0), (3, 0.5)])
 def test_the_group_mean_scales_the_gradient(size, drift):
     step = Step("dr_grpo", weight="seq_vanilla")
@@ -303,13 +307,15 @@ def test_the_group_mean_scales_the_gradient(size, drift):
 
 
 def test_equal_lengths_make_opo_the_group_mean():
-    problem = on_policy(group=(0, 0, 0))
+    problem = exact.Problem(SHORT, SHORT, reward, 2, group=(0, 0, 0))
     mean = problem.expectation(group_bias.loss(Step("opo")))
     np.testing.assert_allclose(mean, 2 / 3 * problem.true_gradient(), **EXACT)
 
 
 def test_two_groups_are_two_independent_estimates():
-    single, pair = on_policy(group=(7, 7)), on_policy(group=(7, 7, 3))
+    single, pair = (
+        exact.Problem(SHORT, SHORT, reward, 2, group=group) for group in ((7, 7), (7, 7, 3))
+    )
     # A lone response has no others: RLOO gives 0, and a third of the batch is lost.
     mean = pair.expectation(group_bias.loss(Step("rloo")))
     np.testing.assert_allclose(
@@ -339,6 +345,7 @@ def weighted_residual(power, name):
     return residual
 
 
+@pytest.mark.cases("2-otb", "2-opob")
 @pytest.mark.parametrize("name", ["otb", "opob"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_otb_and_opob_minimise_their_weighted_squares(name, size):

@@ -119,6 +119,7 @@ def check(case, page=PAGE, **options):
     return out
 
 
+@pytest.mark.cases("bfloat16-64-2-1", "float32-128-1-1", "int8-128-2-2")
 @pytest.mark.parametrize("dtype, width, pages, cores", [
     ("bfloat16", 64, 2, 1), ("float32", 128, 1, 1), ("float32", 64, 4, 1), ("int8", 64, 3, 1),
     ("int8", 128, 2, 2),
@@ -135,6 +136,7 @@ def test_other_places_pages_and_layers_are_another_answer():
         assert not np.abs(seen - out)[4].max() < 0.1  # NaN where nobody may look
 
 
+@pytest.mark.cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_page_0_changes_nothing_and_sees_the_new_token(dtype):
     """In some of the slots, an odd number of them."""
@@ -150,6 +152,7 @@ def test_a_slot_that_reads_what_another_writes_is_a_race():
         case.run(table=table)
 
 
+@pytest.mark.cases("int8")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_equals_the_attention_of_other_platforms(dtype):
     case = Case.of(dtype, 64)
@@ -165,6 +168,7 @@ def test_equals_the_attention_of_other_platforms(dtype):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), pool, layer.pool)
 
 
+@pytest.mark.all
 def test_equals_the_paged_attention_of_jax():
     """Which takes pools [N,P,S,K] of keys and of values, of width 128, in bfloat16."""
     case = Case.of("bfloat16", 128, slots=6)
@@ -180,6 +184,7 @@ def test_equals_the_paged_attention_of_jax():
     np.testing.assert_allclose(out, want, atol=2e-2, rtol=2**-7)
 
 
+@pytest.mark.all
 def test_equals_the_ragged_paged_attention_of_jax():
     """Which takes a pool [P,S,2N,K], keys and values of a head side by side."""
     case = Case.of("float32", 128, slots=6)

@@ -45,6 +45,7 @@ def test_tiles_that_divide_neither_tokens_nor_vocabulary(vocab_axis):
     case.check(interpreted(case), tolerance=8e-3)
 
 
+@pytest.mark.all
 def test_two_cores_do_not_race():
     case = Case(2, 75, 8, 300)
     with races.none():
@@ -83,6 +84,7 @@ def holds_all_logits(text: str, case: Case) -> bool:
     return re.search(rf"f32\[{rows},{case.v}\]", text) is not None
 
 
+@pytest.mark.cases("v5e:2x2-case1", "v5e:2x2-case2")
 @pytest.mark.parametrize(
     "topology, case",
     [

@@ -112,6 +112,7 @@ def test_what_is_not_asked_for_is_zero():
     assert not np.any(found.entropy) and not np.any(found.collision)
 
 
+@pytest.mark.cases("nan-9", "-inf-1000")
 @pytest.mark.parametrize("chunk", [9, 1000])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_token_without_cotangent_leaks_nothing(bad, chunk):

@@ -111,7 +111,7 @@ def test_means_and_their_gradient(seed):
 
 # Segmentations that hypothesis draws: how long each run of a row is, and of which segment.
 RUNS = st.lists(st.tuples(st.integers(1, 140), st.integers(0, 6)), min_size=1, max_size=8)
-OF_RUNS = hypothesis.settings(settings, max_examples=6)
+OF_RUNS = hypothesis.settings(settings, max_examples=4)
 
 
 def of_runs(rows, seed):

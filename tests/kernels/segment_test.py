@@ -54,6 +54,7 @@ def every_operation(x, seg):
     )
 
 
+@pytest.mark.cases("float32", "int64")
 @pytest.mark.parametrize("kind", ["float32", "bool", "float64", "int32", "int64"])
 def test_programs_with_64_bit_types_take_every_kind_of_operand(kind):
     """Kernels, which have 32 bits alone, are traced on every platform."""

@@ -284,6 +284,7 @@ def temporaries(length):
     return program.lower(q, k, k, ids).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.all
 def test_memory_of_long_rows_is_linear(monkeypatch):
     """Values and gradients; the scores alone of 6,000 tokens would be 4 x 6000^2 x 4 bytes."""
     assert temporaries(6000) < 2.2 * temporaries(3000)
@@ -321,6 +322,7 @@ def tpu_program(topology, length, head_dims):
     return jax.jit(gradients).lower(inputs, ids)
 
 
+@pytest.mark.cases("v5e:2x2-768-2")
 @pytest.mark.parametrize("topology, length, kernels", [("v5e:2x2", 768, 2), ("v5p:2x2x1", 2560, 3)])
 def test_kernels_compile_for_tpu(topology, length, kernels):
     """For each head size forward and one with all gradients; in more than four blocks forward, dq,

@@ -83,6 +83,7 @@ def check_equal(length, shards, tensor):
 
 
 # Two shards gather all keys of a device at once, four those of one of its two heads at a time.
+@pytest.mark.cases("2-2", "4-1")
 @pytest.mark.parametrize("shards, tensor", [(2, 2), (4, 2), (4, 1)])
 def test_scores(shards, tensor):
     check_context(32, shards, tensor)
@@ -110,6 +111,7 @@ def test_chunks_of_queries(monkeypatch):
     check_context(80, 4)  # 20 queries in a shard: a whole chunk and a part of one
 
 
+@pytest.mark.all
 def test_a_row_of_8k_tokens():
     """Two chunks of queries a shard, beside float64 sums at the edges of all shards and segments."""
     length, shards = 8192, 8

@@ -99,6 +99,7 @@ def test_many_devices_exchange_in_stages(monkeypatch):
     assert sharding.stages(16)[0][1] == [1, 5, 9, 13] and sharding.stages(16)[1][1] == [4, 5, 6, 7]
 
 
+@pytest.mark.cases("False-v5p:4x4x4-sizes1", "True-v5e:2x4-sizes2")
 @pytest.mark.parametrize("chips, sizes", [
     ("v5e:4x4", (4096, 12_288)), ("v5p:4x4x4", (5120, 27_648)), ("v5e:2x4", (896, 4864)),
 ])

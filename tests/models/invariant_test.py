@@ -87,6 +87,7 @@ VOCABULARIES = pytest.mark.parametrize("size", [2060, 20, 131])
 
 
 @OPTIMIZED
+@pytest.mark.cases("2060-4")
 @pytest.mark.parametrize("size, tensor", [(2060, 2), (2060, 4), (20, 4)])
 def test_logits_of_any_vocabulary_are_those_of_one_device(size, tensor):
     x, weight = normal(3, 96, dtype="bfloat16"), normal(size, 96)

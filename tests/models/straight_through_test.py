@@ -66,15 +66,16 @@ def test_the_learners_products_are_the_samplers_bit_by_bit(dtype):
     x, w = operands(24, dtype)
     load = jax.jit(quant.quantize_weight, static_argnums=1)
     program = jax.jit(learner, static_argnums=2)
-    by_micro = {m: program(x.reshape(m, -1, I), w, "w8a8")[0].reshape(24, O) for m in (1, 3, 24)}
+    by_micro = {m: program(x.reshape(m, -1, I), w, "w8a8")[0].reshape(24, O) for m in (1, 24)}
     weight, decode = load(w, "w8a8"), jax.jit(sampler)
-    for rows in (1, 2, 3, 8, 24):
+    for rows in (1, 3, 24):
         sampled = jnp.concatenate([decode(x[i : i + rows], weight) for i in range(0, 24, rows)])
         assert sampled.dtype == x.dtype
         for learned in by_micro.values():
             np.testing.assert_array_equal(learned, sampled)
 
 
+@pytest.mark.cases(str(P(None, ("out", "in"))))
 @pytest.mark.parametrize(
     "spec", [P("in", "out"), P(("in", "out")), P(None, ("out", "in"))], ids=str
 )
@@ -136,7 +137,7 @@ def forward(params, program, tokens=TOKENS):
     return jax.jit(lambda p, t: transformer.logits(p, CONFIG, t, program=program))(params, tokens)
 
 
-@pytest.mark.cases("w8a8", "w8a16")
+@pytest.mark.cases("w8a8")
 @pytest.mark.parametrize("recipe", [
     Recipe("w8a8"), Recipe("w8a16"), Recipe("w8a8", ("down", "q")), Recipe("fp8_w8a8"),
 ], ids=lambda recipe: recipe.id)

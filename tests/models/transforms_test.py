@@ -77,6 +77,7 @@ def codes_changed(start, lr):
     return {name: changed(name).mean() for name in (*FED, *REST)}
 
 
+@pytest.mark.all
 def test_an_update_of_folded_parameters_reaches_more_8_bit_values():
     # Adam moves every weight by lr. Weights / s have steps / s: s times more values move.
     plain = codes_changed(params(), 1e-4)
