@@ -187,9 +187,10 @@ def of_trl(tmp_path_factory):
     """What the command prints of a dump of TRL, and the files that it writes."""
     folder, told = tmp_path_factory.mktemp("trl"), io.StringIO()
     out = {kind: folder / f"out.{kind}" for kind in ("json", "html")}
+    flags = [f"--{kind}={path}" for kind, path in out.items()]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told):
         patch.chdir(ROOT)
-        main([str(dumps.TRL.relative_to(ROOT)), *(f"--{kind}={path}" for kind, path in out.items())])
+        main([str(dumps.TRL.relative_to(ROOT)), *flags])
     return told.getvalue(), out
 
 
