@@ -28,9 +28,10 @@ def summary(name, x):
     return {f"{name}/mean": np.mean(x), f"{name}/max": np.max(x), f"{name}/min": np.min(x)}
 
 
-def test_reward_metrics_leave_aborted_samples_out():
-    scores, rewards = jnp.array([1.0, 0.0, -0.5, NAN]), jnp.array([0.9, -0.1, -0.6, NAN])
-    metrics = reward_metrics(scores, rewards, jnp.array([3, 1, 9, 0]))
+def test_reward_metrics_leave_out_aborted_samples_and_unknown_scores():
+    scores = jnp.array([1.0, 0.0, -0.5, 7.0, NAN])
+    rewards = jnp.array([0.9, -0.1, -0.6, 7.0, NAN])
+    metrics = reward_metrics(scores, rewards, jnp.array([3, 1, 9, 0, 2]))
     expected = summary("critic/score", [1.0, 0.0, -0.5])
     expected |= summary("critic/rewards", [0.9, -0.1, -0.6])
     assert_metrics(metrics, expected)

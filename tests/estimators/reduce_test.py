@@ -103,6 +103,14 @@ def test_unknown_mode_lists_the_modes():
         reduce.aggregate(LOSS, MASK, "token_mean")
 
 
+@pytest.mark.parametrize("mode, expected", [
+    ("token-sum", 1.0), ("token-mean", 12.0), ("seq-mean-token-mean", 4.0),
+    ("seq-mean-token-sum", 4.0), ("seq-mean-token-sum-norm", 4.0),
+])
+def test_what_the_sum_over_parts_of_a_batch_is_divided_by(mode, expected):
+    assert reduce.denominator(mode, num_tokens=12.0, num_seqs=4.0) == expected
+
+
 def test_a_zero_weight_stays_in_the_denominator():
     # A rejected token (loss 0) counts under its mask; taken out of the mask it does not.
     loss = jnp.array([[4.0, 0.0]])

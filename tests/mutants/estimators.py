@@ -119,7 +119,7 @@ MUTANTS = [
          "jnp.float32(ratios.sequence_count(loss_bt, mask, seg).size)"),
         ("a sum over tokens that arrive in parts is divided by the sequences",
          'if mode == "token-sum":\n        return 1.0', 'if mode == "none":\n        return 1.0',
-         "learner/aggregation_test.py::test_every_way_gives_the_gradient_and_the_losses_of_the_definition"),
+         "estimators/reduce_test.py::test_what_the_sum_over_parts_of_a_batch_is_divided_by"),
         ("the scale is ignored", "seq_mean / scale", "seq_mean / loss_bt.shape[1]"),
         ("a sequence's mean is its sum",
          "jnp.sum(ratios.sequence_mean(loss_bt, mask, seg))",
