@@ -22,7 +22,7 @@ for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_
   "$PY" -m jaxrl_tis.aot --config="$file" --json="$out/$config.json" --markdown \
     2>"$out/$config.err" >"$out/$config.log" || { tail "$out/$config.log" "$out/$config.err" >&2; exit 1; }
   # The first line is a title; of the rest, the tables.
-  printf '\n## `%s`\n\n' "$file" >>"$out/page.md"
+  printf "\n## \`%s\`\n\n" "$file" >>"$out/page.md"
   awk 'NR == 1; /^\|/ && !table { print "" } { table = /^\|/ } table' "$out/$config.log" |
     tee -a "$out/page.md"
 done

@@ -139,6 +139,7 @@ def test_every_row_is_of_something(written):
     assert unknown == []
 
 
+@pytest.mark.all
 def test_a_compact_line_is_a_fifth(tmp_path):
     sizes = {}
     for kind in ("full", "compact"):

@@ -12,6 +12,7 @@ from tests.aot.programs_test import SHAPES, configured, small
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
 
+@pytest.mark.all
 def test_the_search_finds_the_largest_that_fits():
     """Rows are multiples of the data shards that divide an update's 64 * 8 sequences."""
     tpu.devices("v5e:2x2")

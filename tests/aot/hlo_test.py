@@ -260,6 +260,7 @@ def test_donated_arguments(mesh):
     assert module(f, x, y).aliases() == []
 
 
+@pytest.mark.all
 def test_buffers_outside_fusions(tpu_mesh):
     def f(x, w):
         return jnp.sort(x @ w, axis=-1)[:, :4]

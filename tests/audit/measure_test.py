@@ -194,6 +194,7 @@ def of_trl(tmp_path_factory):
     return told.getvalue(), out
 
 
+@pytest.mark.all
 def test_the_page_of_the_docs_has_what_is_printed(of_trl):
     """But for the digits: roundings differ from one machine to the next."""
     shown = (ROOT / "docs" / "audit.md").read_text().split("```\n")[1]

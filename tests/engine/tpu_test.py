@@ -164,6 +164,7 @@ def test_what_is_gathered_shows_inside_and_outside_the_layers(name):
     assert ("all-gather", "", shape) in in_layers(in_a_layer)
 
 
+@pytest.mark.all
 def test_sorting_a_split_vocabulary_moves_it():
     logits = array((80, VOCAB), jnp.float32, "data", "tensor")
     assert large_outside_layers(violation(lambda x: jnp.sort(x, axis=-1), logits))

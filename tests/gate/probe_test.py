@@ -54,6 +54,7 @@ def test_a_measure_that_is_not_finite_is_above_every_budget():
     assert report.above(setup, within) == []
 
 
+@pytest.mark.all
 def test_a_run_lowers_its_own_bound(tmp_path, capsys):
     tiny.run(tmp_path / "run", rollout__on_budget="sync", gate__max_d_mean=1e-6, **BUSY)
     said = capsys.readouterr().err

@@ -52,7 +52,7 @@ def split_product(x, w, count, add):
     return np.asarray(jit(run)(x, w))
 
 
-@pytest.mark.cases("float32")
+@pytest.mark.all
 @OPTIMIZED
 @DTYPES
 def test_a_product_over_devices_is_that_of_one(dtype):

@@ -32,6 +32,7 @@ def test_the_table_of_commands(scripts):
     assert {name for name, _ in rows} == set(scripts("tpu_vm").COMMANDS)
 
 
+@pytest.mark.all
 def test_the_commands_that_a_sweep_emits_are_taken():
     text = BLOCKS.replace("\\\n", " ")
     [line] = [line for line in text.splitlines() if "jaxrl_tis.sweep" in line]

@@ -139,6 +139,7 @@ def logits_of_all_tokens(module):
     ]
 
 
+@pytest.mark.all
 def test_no_array_holds_the_logits_of_the_tokens():
     assert logits_of_all_tokens(update()[1]) == []
     assert logits_of_all_tokens(module_of("all logits"))

@@ -131,6 +131,7 @@ def test_log_probs_of_any_vocabulary_and_their_gradients(size):
             np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
 
 
+@pytest.mark.all
 def test_gradients_are_those_of_fast_numerics():
     config = dataclasses.replace(CONFIG, num_layers=1)
     params = transformer.init(config, jax.random.key(0))

@@ -143,6 +143,7 @@ def final(workdir, **overrides):
         return checkpoints.restore(abstract_state(tiny.setup(**overrides).training))[0]["policy"]
 
 
+@pytest.mark.all
 @BY_JAX
 @pytest.mark.compiles
 def test_another_rate_takes_over_the_state_of_the_optimizer(tmp_path, capsys):

@@ -94,6 +94,7 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one(tmp_path):
         samples.read(tmp_path)
 
 
+@pytest.mark.all
 def test_a_run_writes_them_and_a_resumed_one_the_same(tmp_path):
     settings = dict(metrics__samples_every=2, metrics__samples=2, checkpoint__every=1)
     tiny.run(tmp_path / "whole", **settings)
