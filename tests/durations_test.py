@@ -30,7 +30,7 @@ MAY_TAKE = {
     "test_a_disk_that_fills_up_stops_the_run_and_more_room_continues_it[0.6]": 16.0,
     "tests/main_test.py::test_a_mistake_is_told_alone_before_anything_is_written[typo-lines0]": 14.0,
 }
-SECONDS = 900.0  # of the whole choice: 8 minutes on two cores
+SECONDS = 900.0  # of the whole choice
 
 
 def in_files(record, chosen):
