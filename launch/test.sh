@@ -12,6 +12,10 @@ case "${1:-}" in
   --all) chosen=() && shift ;;
   --quick) chosen=(-m "not all and not compiles and not faults" --files-under=4) && shift ;;
 esac
-# A file stays in one process, whose fixtures and programs its tests share.
-exec "$PY" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder \
+# Hundreds of processes import jax: what Python compiles is kept, beside the programs of XLA.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$root/.cache/python
+# A file stays in one process, whose fixtures and programs its tests share. One more process than two
+# cores: some tests wait.
+exec "$PY" -m pytest -n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder \
   "${chosen[@]}" "$@"

@@ -51,14 +51,6 @@ def pytest_itemcollected(item):
         item.add_marker("all")
 
 
-def pytest_collection_modifyitems(items):
-    """Files that compile or inject faults come first, so that no long one is left to a single process
-    at the end."""
-    is_heavy = lambda item: any(map(item.get_closest_marker, ("compiles", "faults")))
-    heavy = {item.path for item in items if is_heavy(item)}
-    items.sort(key=lambda item: item.path not in heavy)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _programs(request):
     """Every program on CPU maps memory, of which a process may have 65,530 pieces; then the

@@ -25,12 +25,14 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    """Costly files come first, so that no process has a long one left at the end."""
+    files = json.loads(RECORD.read_text())["files"]
+    cost = lambda item: files.get(item.nodeid.partition("::")[0], 0.0)
     limit = config.getoption("--files-under")
     if limit is not None:
-        files = json.loads(RECORD.read_text())["files"]
-        is_slow = lambda item: files.get(item.nodeid.partition("::")[0], 0.0) >= limit
-        config.hook.pytest_deselected(items=list(filter(is_slow, items)))
-        items[:] = [item for item in items if not is_slow(item)]
+        config.hook.pytest_deselected(items=[item for item in items if cost(item) >= limit])
+        items[:] = [item for item in items if cost(item) < limit]
+    items.sort(key=lambda item: -cost(item))
 
 
 def _children(pid: int | str) -> list[str]:

@@ -7,6 +7,7 @@ mismatch/<metric>. An empty mask, bucket or row gives 0 and never NaN; log-ratio
 The full ratio of the trained policy to the sampler has three factors, see `factor_weights`.
 """
 
+import functools
 from collections.abc import Sequence
 
 import chex
@@ -20,6 +21,7 @@ FACTORS = factor_weights.FACTORS
 split_ratio = factor_weights.split_ratio
 
 
+@ratios.jit
 def factor_metrics(
     logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
     mask: chex.Array,
@@ -109,6 +111,7 @@ def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Arr
     return {name: x for name, x in metrics.items() if name.endswith("/fraction_capped")}
 
 
+@functools.partial(ratios.jit, static_argnames="num_buckets")
 def bucket_statistics(
     logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
     num_buckets: int,

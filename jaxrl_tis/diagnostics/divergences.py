@@ -7,6 +7,8 @@ in functions of its own, `sequence_percentiles` and `percentile_metrics`: run th
 many steps.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ def _ess_of_logs(log_w, mask):
     return ratios.effective_sample_size(mismatch.relative_weights(log_w, mask), mask)
 
 
+@ratios.jit
 def ratio_statistics(
     log_ratio: chex.Array, log_sum: chex.Array, mask: chex.Array, is_sequence: chex.Array
 ) -> dict[str, chex.Array]:
@@ -55,6 +58,7 @@ def ratio_statistics(
     }
 
 
+@ratios.jit
 def divergence_metrics(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> dict[str, chex.Array]:
@@ -112,6 +116,7 @@ def probability_gap(logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Arr
     return jnp.abs(p_bt - q_bt)
 
 
+@ratios.jit
 def response_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, high: float = 0.5,
@@ -193,6 +198,7 @@ def _sorted(x_bt, mask, seg):
     return rank_masks.from_sortable(jnp.sort(key_bt, axis=1) << id_bits, x_bt.dtype)
 
 
+@functools.partial(ratios.jit, static_argnames="percentiles")
 def percentile_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, percentiles: tuple[int, ...] = (95, 99),

@@ -9,6 +9,8 @@ enter its row means with weight 1, 0 or perplexity 1; here only sequences with a
 counted, which changes nothing when every row has one.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,7 @@ def _perplexity(policy, mean_logp_bs, is_sequence_bs):
     }
 
 
+@ratios.jit
 def offpolicy_metrics(
     logp_old: chex.Array, logp_behav: chex.Array | None, mask: chex.Array,
     seg: chex.Array | None = None,
@@ -124,6 +127,7 @@ def offpolicy_metrics(
     return detached(metrics, "rollout_corr/")
 
 
+@functools.partial(ratios.jit, static_argnames="level")
 def importance_weight_metrics(
     w: chex.Array, log_ratio: chex.Array, mask: chex.Array, *, level: str, upper: chex.Numeric,
     lower: chex.Numeric | None = None, seg: chex.Array | None = None,
@@ -198,6 +202,7 @@ def _sequence_statistics(x_bs, is_sequence_bs, centre):
     }
 
 
+@functools.partial(ratios.jit, static_argnames="option")
 def rejection_metrics(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, option: str,
     upper: chex.Numeric, lower: chex.Numeric | None = None,
@@ -300,6 +305,7 @@ def rejected_fractions(
     return detached(metrics, f"rollout_corr/rollout_rs_{name}")
 
 
+@ratios.jit
 def kept_sample_size(
     w: chex.Array, is_accepted: chex.Array, mask: chex.Array
 ) -> dict[str, chex.Array]:
@@ -326,6 +332,7 @@ def _centred(x, mask):
     return shifted - ratios.masked_mean(shifted, mask)
 
 
+@ratios.jit
 def probability_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array
 ) -> dict[str, chex.Array]:
@@ -359,6 +366,7 @@ def probability_metrics(
     return detached(metrics, "training/")
 
 
+@ratios.jit
 def snis_reward(
     rewards: chex.Array, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> tuple[chex.Array, chex.Array]:

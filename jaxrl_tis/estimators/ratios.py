@@ -11,6 +11,7 @@ is False wherever seg is 0. `seg=None` means one sequence per row. Per-sequence 
 for it and states a smaller S; only then do reductions run in the kernels of `segment` on a TPU.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -21,6 +22,10 @@ from chex import Array, Numeric
 
 from jaxrl_tis.kernels import segment, segment_reference
 from jaxrl_tis.kernels.segment import LOG_BOUND, RatioStats, Segments
+
+# For what many call with equal shapes: it is traced once for all of them, becomes part of the program
+# that calls it, and is a program of its own where it is called outside of one.
+jit = functools.partial(jax.jit, inline=True)
 
 
 def as_float(x: Array) -> Array:
@@ -39,6 +44,7 @@ def zero_padding(x: Array, mask: Array) -> Array:
     return jnp.where(as_bool(mask), as_float(x), 0.0)
 
 
+@jit
 def safe_divide(numerator: Array, denominator: Numeric) -> Array:
     """numerator / denominator in the numerator's dtype; 0 where the denominator is not positive."""
     denominator = jnp.asarray(denominator, numerator.dtype)
@@ -56,6 +62,7 @@ def masked_sum(x: Array, mask: Array, axis: int | None = None) -> Array:
     return jnp.sum(zero_padding(x, mask), axis=axis)
 
 
+@functools.partial(jit, static_argnames="axis")
 def masked_mean(x: Array, mask: Array, axis: int | None = None) -> Array:
     """Mean over the valid entries; 0 for an empty mask."""
     return safe_divide(masked_sum(x, mask, axis), masked_count(x, mask, axis))

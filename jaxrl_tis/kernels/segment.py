@@ -188,6 +188,7 @@ def _terms(xs, expm1=jnp.expm1):
     return found | {"logp_behav_sum": ("sum", xs[1]), "dp_sum": ("sum", dp), "dp_max": ("max", dp)}
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
 def _stats(xs, mask, seg, num_segments, rows):
     chex.assert_equal_shape([*xs, mask, seg])
     xs = jax.lax.stop_gradient(xs)

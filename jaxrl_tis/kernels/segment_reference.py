@@ -28,6 +28,7 @@ def is_valid(ids: chex.Array, num_segments: int) -> chex.Array:
     return (ids >= 1) & (ids <= num_segments)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.Array:
     """Reduces over the segments of every row by sum, max, min or logsumexp, [B, S], with XLA's
     scatter."""

@@ -70,6 +70,7 @@ class Copy:
         environment = os.environ | {
             "PYTHONPATH": str(self.root), plugin.RECORD: str(self._record),
             "JAX_COMPILATION_CACHE_DIR": str(self._cache),
+            "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._cache / "python"),
         }
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p",
