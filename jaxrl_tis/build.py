@@ -25,7 +25,7 @@ from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
 from jaxrl_tis.models import placement, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.rollouts import replay
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 
@@ -59,8 +59,8 @@ class Setup:
         return self.training.model
 
     @property
-    def mode(self) -> Mode:
-        return self.training.mode
+    def schedule(self) -> Schedule:
+        return self.training.schedule
 
     @property
     def engine(self) -> Engine:
@@ -118,11 +118,13 @@ class Setup:
         config, drafts = self.config.engine, None
         retention = self.retention if engine is self.engine else None
         if config.max_draft:
-            drafts = Drafts(engine.slots, config.max_draft, config.free_rows)
+            drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
-            max_bypass=config.max_bypass or None, prefill_calls=config.prefill_calls,
-            divide=config.divide, retention=retention, drafts=drafts, overlap=config.overlap,
+            max_wait_admissions=config.max_wait_admissions or None,
+            prefill_calls=config.prefill_calls,
+            preempt_after=config.preempt_after, retention=retention, drafts=drafts,
+            async_scheduling=config.async_scheduling,
             **options,
         )
 
@@ -162,7 +164,7 @@ def assemble(
     """
     _check_positions(config, model)
     training = make_learner_setup(
-        config, choices.correction, choices.mode, choices.replay, model, devices
+        config, choices.correction, choices.schedule, choices.replay, model, devices
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]
@@ -188,20 +190,21 @@ def _engine_configs(
     e = config.engine
     sizes = functools.partial(
         EngineConfig, slots=e.slots, max_length=max_length(config), page_size=e.page_size,
-        num_pages=e.num_pages or None, highest_head=config.model.highest_head,
+        num_pages=e.num_pages or None, fp32_head=config.model.fp32_head,
         steps=e.steps_per_call, max_draft=e.max_draft, prefill_batch=e.prefill_batch,
         prefill_chunk=e.prefill_chunk, unroll=e.unroll, numerics=config.model.numerics,
     )
     # Of a smaller vocabulary the head is all that a device has of it.
     top_n = min(
-        centering.head_size(choices.correction.centering, config.rollout.kept_set),
+        centering.head_size(choices.correction.centering, config.rollout.sampling_mask_size),
         vocab_size // layout.count(layout.axes("vocab")),
     )
     sampling = sizes(
         dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
         unquantized=tuple(e.unquantized),
         records_logits="logits_behav" in choices.correction.needs,
-        num_kept=config.rollout.kept_set, injected=choices.injected, **{"top_n": top_n, **sampler},
+        num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
+        **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(
         dtype=config.model.dtype, cache_dtype=config.model.dtype,

@@ -97,7 +97,7 @@ class Run:
         self.trainer = Trainer(training)
         self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
-        self.accumulates = setup.mode.on_arrival and arriving.accumulation_blocker(training) is None
+        self.accumulates = setup.schedule.on_arrival and arriving.accumulation_blocker(training) is None
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -116,10 +116,10 @@ class Run:
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
         has_threads = config.rollout.driver == "threads"
         parts = SourceParts(
-            config, setup.mode, setup.replay, groups, batches, self._timer,
+            config, setup.schedule, setup.replay, groups, batches, self._timer,
             setup.served_params if has_threads else setup.serving_params, self.pulse,
         )
-        if setup.mode.is_sync and parts.replay is None:
+        if setup.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])
         if has_threads:
             return thread_source(parts, starts, setup.engine.slots)
@@ -264,7 +264,7 @@ class Run:
 
     def compare(self, step: int, rows: Rows) -> None:
         """Raises RuntimeError where the processes do not hold the same batch."""
-        if step % self.setup.config.processes.check_every:
+        if step % self.setup.config.processes.consistency_every:
             return
         batch = {f"batch.{name}": x for name, x in rows.items()}
         if difference := processes.difference(self.source.sync_digest() | batch):
@@ -363,8 +363,8 @@ def opened(
         setup = build(config)
         for doubt in validate.doubts(config, setup.training.correction):
             processes.say(f"warning: {doubt}", sys.stderr)
-        if setup.training.why_scored:
-            processes.say(f"score and update are two programs: {setup.training.why_scored}")
+        if setup.training.recompute_reason:
+            processes.say(f"score and update are two programs: {setup.training.recompute_reason}")
         mirror = storage.Mirror(workdir)
         folder = mirror.folder
         processes.first(lambda: stack.enter_context(lock.locked(folder)))
@@ -384,7 +384,7 @@ def opened(
         ))
         changed = Changes(tuple(change), fields)
         r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)
-        if setup.mode.on_arrival and (why := arriving.accumulation_blocker(setup.training)):
+        if setup.schedule.on_arrival and (why := arriving.accumulation_blocker(setup.training)):
             processes.say(f"the learner waits for whole batches: {why}")
         try:
             yield r

@@ -24,7 +24,7 @@ from tests.learner.trainer_test import fake_samples
 
 pytestmark = pytest.mark.compiles
 
-ONE = dict(train__minibatches=1, train__epochs=1, metrics__percentile_every=1)
+ONE = dict(train__minibatches=1, train__epochs=1, metrics__diagnostics_every=1)
 METHODS = {
     "masks": dict(correction__masks="seq_mean_k3(upper=0.5) & veto"),
     "ranks": dict(correction__mode="bypass", correction__objective="clip_cov",
@@ -113,7 +113,7 @@ def test_what_an_answer_that_is_left_out_says_changes_nothing(method, kind, left
 
 @pytest.mark.cases("fused", "arriving")
 @pytest.mark.parametrize("changes", [
-    dict(), dict(train__fuse_score="never"), dict(rollout__mode="periodic"),
+    dict(), dict(train__fuse_old_logp="never"), dict(rollout__schedule="periodic"),
     dict(train__pack_length=24, train__minibatches=2, train__epochs=2),
     dict(correction__advantage="gae", correction__controllers="length_surge(surge_cooldown=1, "
          "surge_floor=0.1)"),

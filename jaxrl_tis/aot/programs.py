@@ -96,7 +96,7 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
     learner, sampling = training.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
-    is_scored, has_reference = bool(training.why_scored), "reference" in state
+    is_scored, has_reference = bool(training.recompute_reason), "reference" in state
     update = make_train_step(learner, training.correction, training.optimizer, is_scored)
     found = {
         "train": (update, (state["policy"], mini)),

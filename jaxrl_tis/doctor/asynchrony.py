@@ -31,7 +31,7 @@ def _probed(case: Case, part: str, measure: str) -> float:
     metric = f"gate/{part}/{measure}"
     values = case.window(metric, case.thresholds["surge_steps"]).values()
     if not values:
-        raise KeyError(f"{metric}, which rollout.probe_every measures")
+        raise KeyError(f"{metric}, which rollout.gap_probe_every measures")
     return math.fsum(values) / len(values)
 
 
@@ -123,7 +123,7 @@ def _per_group(metric):
 
 
 def _ahead_share(case):
-    return case.mean(AHEAD) / (case.mode.ahead + 1)
+    return case.mean(AHEAD) / (case.schedule.ahead + 1)
 
 
 def _drawing_share(case):
@@ -177,7 +177,8 @@ CAUSES = (
     ),
     Finding(
         "budget", "the gap is above a bound of config.gate",
-        "rollout.on_budget says what the run does then; the findings below say which part it is.",
+        "rollout.on_gap_exceeded says what the run does then; the findings below say which part "
+        "it is.",
         all_of=(Clause("run/over_budget", ">", 1),),
     ),
     Finding(
@@ -187,7 +188,8 @@ CAUSES = (
         all_of=(Clause("run/engine_over_budget", ">", 1),), parent="budget",
     ),
     Finding(
-        "budget.staleness", "staleness makes it", "Lower the bound on staleness of rollout.mode.",
+        "budget.staleness", "staleness makes it",
+        "Lower the bound on staleness of rollout.schedule.",
         all_of=(STALE, Clause("run/engine_over_budget", "<=", 1),), parent="budget",
     ),
 )
@@ -203,9 +205,9 @@ SETUP = (
     ),
     Finding(
         "async.staleness", "staleness makes most of the gap",
-        "A smaller bound on staleness, or an objective that bears it: the clip around the policy of "
-        "the update, decoupled (arXiv:2505.24298), with exact old log-probs (rollout.old_logp ring). "
-        "The engine's format is not what to repair.",
+        "A smaller bound on staleness, or an objective that bears it: the clip around the policy "
+        "of the update, decoupled (arXiv:2505.24298), with exact old log-probs "
+        "(rollout.old_logp_source ring). The engine's format is not what to repair.",
         all_of=(
             STALE, Clause("run/staleness_share", ">=", 0.5), Clause("run/staleness_gap", ">", 0),
         ), any_of=GAP,
@@ -227,10 +229,10 @@ SETUP = (
     ),
     Finding(
         "async.stand_in", "weights and masks look at a policy that did not draw the tokens",
-        "With rollout.old_logp ewma or none, mismatch/{engine,staleness} and rollout_corr/* hold both "
-        "parts in one number: do not read them as the engine's. Probes (gate/engine) draw a fresh "
-        "batch and can be trusted. Ring and replica are exact; beside them it is the objective "
-        "decoupled that corrects staleness.",
+        "With rollout.old_logp_source ewma or none, mismatch/{engine,staleness} and "
+        "rollout_corr/* hold both parts in one number: do not read them as the engine's. Probes "
+        "(gate/engine) draw a fresh batch and can be trusted. Ring and replica are exact; beside "
+        "them it is the objective decoupled that corrects staleness.",
         all_of=(STALE, is_so("config/has_stand_in"), is_so("config/looks_at_old")),
     ),
     Finding(

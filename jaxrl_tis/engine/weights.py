@@ -135,7 +135,7 @@ class Weights:
         layout XLA would move the whole table to each of them."""
         head = "embed" if self._config.tie_embeddings else "head"
         is_float = name == head and (
-            self._program.highest_head or self._program.dtype == "float16"
+            self._program.fp32_head or self._program.dtype == "float16"
         )
         w = w.astype("float32" if is_float else self._program.dtype)
         w = jax.lax.with_sharding_constraint(w, home)

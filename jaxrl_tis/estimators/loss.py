@@ -57,7 +57,7 @@ class LossSpec:
     mode: str = "decoupled"
     aggregation: str = "token-mean"
     is_batch_normalized: bool = False
-    counts_rejected: bool = False
+    rejected_in_denominator: bool = False
     kl: Method | None = None
     kl_coeff: chex.Numeric = 0.0
     entropy_coeff: float = 0.0
@@ -201,7 +201,8 @@ def policy_loss(
     logp: chex.Array, batch: dict[str, chex.Array], *, objective: Method | str,
     weight: Method | str = NO_WEIGHT, masks: tuple[Method, ...] | str = (), mode: str = "decoupled",
     aggregation: str = "token-mean", is_batch_normalized: bool = False,
-    counts_rejected: bool = False, kl: Method | str | None = None, kl_coeff: chex.Numeric = 0.0,
+    rejected_in_denominator: bool = False, kl: Method | str | None = None,
+    kl_coeff: chex.Numeric = 0.0,
     entropy: chex.Array | None = None, entropy_coeff: float = 0.0,
     logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
     num_seqs: chex.Numeric | None = None, scale: chex.Numeric | None = None,
@@ -222,9 +223,10 @@ def policy_loss(
       mode: "decoupled" or "bypass", see the top of the file.
       aggregation: one of `reduce.MODES`, used for all terms.
       is_batch_normalized: divide the weights by their mean over the batch at hand.
-      counts_rejected: rejected tokens have weight 0 but stay in the denominators. Otherwise they
-        leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not given, as
-        they do within their sequence in "seq-mean-token-mean". With `weights` they always stay.
+      rejected_in_denominator: rejected tokens have weight 0 but stay in the denominators. Otherwise
+        they leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not
+        given, as they do within their sequence in "seq-mean-token-mean". With `weights` they always
+      stay.
       kl: name in `kl.KL`, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
@@ -242,7 +244,8 @@ def policy_loss(
     spec = LossSpec(
         parsed("objective", objective), parsed("weight", weight),
         methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
-        is_batch_normalized, counts_rejected, parsed("kl", kl), kl_coeff, entropy_coeff, scale,
+        is_batch_normalized, rejected_in_denominator, parsed("kl", kl), kl_coeff, entropy_coeff,
+        scale,
     )
     return compute_loss(
         logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
@@ -262,7 +265,7 @@ def compute_loss(
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
     w_bt, is_accepted_bt, found = _apply_at_update(batch, spec)
-    if spec.counts_rejected or "weights" in batch:
+    if spec.rejected_in_denominator or "weights" in batch:
         w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
         mask = is_accepted_bt

@@ -87,7 +87,7 @@ class Cut:
         if self.layout is None or self.count(self.width) == 1:
             return self
         dtype = jax.eval_shape(lambda head, x: head.cast(x)[0].weight, head, x_bnd).dtype
-        traffic = lambda dtype: 2 * dtype.itemsize + jnp.dtype(self.layout.sum_dtype).itemsize
+        traffic = lambda dtype: 2 * dtype.itemsize + jnp.dtype(self.layout.grad_reduce_dtype).itemsize
         sharing = tuple(a for a in self.tokens if a not in self.width)
         token_bytes = x_bnd.size // self.count(sharing) * traffic(x_bnd.dtype)
         head_bytes = head.weight.size // self.count(self.vocab) * traffic(dtype)

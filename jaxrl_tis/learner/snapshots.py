@@ -1,11 +1,11 @@
 """Which weights say what the learner thought of tokens that several versions of the policy drew.
 
-`WAYS` are the choices of `config.rollout.old_logp`. Two are exact, logp_old is scored at the weights
-that drew each token: a `Ring` of snapshots scores a batch as it is consumed, a `Replica` keeps one
-snapshot and scores what it drew before the samplers move on. Two let another policy stand in: "ewma"
-an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part of the state and the centre of the
-trust region, too, and "none" the policy itself at the start of the update. What is missing between
-them and the weights that drew then counts as the sampler's gap.
+`WAYS` are the choices of `config.rollout.old_logp_source`. Two are exact, logp_old is scored at the
+weights that drew each token: a `Ring` of snapshots scores a batch as it is consumed, a `Replica`
+keeps one snapshot and scores what it drew before the samplers move on. Two let another policy stand
+in: "ewma" an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part of the state and the
+centre of the trust region, too, and "none" the policy itself at the start of the update. What is
+missing between them and the weights that drew then counts as the sampler's gap.
 
 All classes are used alike. `publish` takes the weights that sample from now on, `add_logps` the
 sequences that have ended or were interrupted, before the next `publish`. A batch is scored with the
@@ -40,8 +40,8 @@ def num_snapshots(staleness: float) -> int:
     policy, and its own. ValueError without a bound."""
     if staleness == math.inf:
         raise ValueError(
-            "rollout.mode bounds no token's staleness, so that no number of snapshots is enough: set "
-            "rollout.snapshots, or rollout.old_logp to another way"
+            "rollout.schedule bounds no token's staleness, so that no number of snapshots is "
+            "enough: set rollout.snapshots, or rollout.old_logp_source to another way"
         )
     return int(staleness) + 1
 

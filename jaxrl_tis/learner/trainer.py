@@ -47,7 +47,7 @@ class Trainer:
         self._profile = jax.jit(correction_metrics.profile_metrics, static_argnums=1)
         self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
         self._train_step = make_train_step(
-            learner, setup.correction, setup.optimizer, is_scored=bool(setup.why_scored)
+            learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
         )
         self.unscored = correction.make_unscored(setup.correction)
         self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
@@ -66,7 +66,7 @@ class Trainer:
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
         update; without the policy's log-probs where the update itself computes them, see
-        `LearnerSetup.why_scored`. Its mask is that of the answers of `are_trained_on`.
+        `LearnerSetup.recompute_reason`. Its mask is that of the answers of `are_trained_on`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy, or at the average
@@ -126,7 +126,7 @@ class Trainer:
             micro, flat = self.setup.micro_batches(rows, is_wanted)
             return flat(self._score(params, micro)["logp"])
 
-        if self.setup.why_scored:
+        if self.setup.recompute_reason:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
             scores = run(self._score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
@@ -138,7 +138,7 @@ class Trainer:
         ):
             raise ValueError(
                 "tokens were drawn by other weights than those that the update starts from, which "
-                "it cannot score: set train.fuse_score to never"
+                "it cannot score: set train.fuse_old_logp to never"
             )
         self.score_metrics = {
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
@@ -161,25 +161,25 @@ class Trainer:
         return found
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
-        """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
-        say; ValueError where they would take more memory than they may."""
-        setup, mode = self.setup, self.setup.mode
+        """Makes what remembers the weights that draw tokens, as rollout.schedule and
+        rollout.old_logp_source say; ValueError where they would take more memory than they may."""
+        setup, schedule = self.setup, self.setup.schedule
         if not setup.staleness or setup.has_stand_in:
             return snapshots.Newest()
         rollout = setup.config.rollout
         params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
         size, most = snapshots.num_bytes(params), rollout.snapshot_gib * 2**30
-        if rollout.old_logp == "ring":
+        if rollout.old_logp_source == "ring":
             count = rollout.snapshots or snapshots.num_snapshots(setup.staleness)
             return snapshots.Ring(count, size, most)
-        groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
-        of_group = rollout.group_size + mode.redundant + 1  # with ReMax's greedy answer
+        groups = rollout.queue or math.ceil((schedule.ahead + 1) * rollout.prompts)
+        of_group = rollout.group_size + schedule.redundant + 1  # with ReMax's greedy answer
         return snapshots.Replica(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
         """Returns the fields that the updates take, of a batch and of what was prepared of it."""
         merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
-        is_scored, is_taken = bool(self.setup.why_scored), self.setup.correction.is_in_update
+        is_scored, is_taken = bool(self.setup.recompute_reason), self.setup.correction.is_in_update
         return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
 
     def minibatches(self, rows: Rows, seed: tuple[int, ...]):
@@ -218,8 +218,8 @@ class Trainer:
         controllers = state["controllers"] if "controllers" in state else {}
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
-        is_profiled = step % config.metrics.percentile_every == 0
-        is_scored = bool(self.setup.why_scored)
+        is_profiled = step % config.metrics.diagnostics_every == 0
+        is_scored = bool(self.setup.recompute_reason)
         prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:

@@ -30,8 +30,9 @@ ROUNDED = (
 INTERRUPTING = ("checkpoint.every", "eval.every")
 # A checkpoint of samplers that run ahead has their queue, which these shape.
 QUEUED = (
-    "rollout.mode", "rollout.driver", "rollout.group_size", "rollout.prompts", "rollout.max_new_tokens",
-    "rollout.replay", "rollout.queue", "rollout.old_logp", "rollout.snapshots",
+    "rollout.schedule", "rollout.driver", "rollout.group_size", "rollout.prompts",
+    "rollout.max_new_tokens", "rollout.replay", "rollout.queue", "rollout.old_logp_source",
+    "rollout.snapshots",
 )
 
 
@@ -147,7 +148,7 @@ def needs_steps(config: Mapping[str, Any]) -> bool:
 
 def is_ahead(config: Mapping[str, Any]) -> bool:
     """Whether samplers run ahead of the learner, or groups are replayed."""
-    return config["rollout.mode"] != "sync" or bool(config["rollout.replay"])
+    return config["rollout.schedule"] != "sync" or bool(config["rollout.replay"])
 
 
 def record(before: Sequence[Mapping[str, Any]], step: int, fields: Mapping[str, list]) -> list[dict]:

@@ -252,7 +252,7 @@ WEIGHTS = (
            "Distribution of the statistic of a mask, and the share that it rejects alone.", VERL),
     Metric("variance_proxy/{proxy1_signal_strength,proxy2_total_power,proxy3_pure_noise,"
            "expected_a_squared,expected_w}", "norm²",
-           "Signal and noise of the gradient, every percentile_every steps.", "2602.07078"),
+           "Signal and noise of the gradient, every diagnostics_every steps.", "2602.07078"),
 )
 
 ROLLOUTS = (
@@ -316,7 +316,8 @@ ASYNC = (
     Metric("sync/pause_s", "s",
            "Pause of a sampler with sequences for new weights, mean of the syncs; driver threads."),
     Metric("gate/{total,engine,staleness}/{d_mean,d_p99,d_max,k3}", "nats",
-           "Gap of the batch before its update, and its parts, every rollout.probe_every steps.",
+           "Gap of the batch before its update, and its parts, every rollout.gap_probe_every "
+           "steps.",
            "docs/gate.md"),
     Metric("gate/{total,engine,staleness}/dp_max", "probability",
            "Largest Δp of that gap.", "docs/gate.md"),

@@ -86,18 +86,18 @@ class AsyncBookkeeping:
         self, parts: SourceParts,
         on_records: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ):
-        rollout, mode, way = parts.config.rollout, parts.mode, parts.replay
-        self._config, self._mode, self._groups = parts.config, mode, parts.groups
+        rollout, schedule, way = parts.config.rollout, parts.schedule, parts.replay
+        self._config, self._schedule, self._groups = parts.config, schedule, parts.groups
         self._batches, self._timer, self._on_records = parts.batches, parts.timer, on_records
         self._records: list[dict[str, str]] = []
-        self._age = replay.max_age(mode, way, rollout.max_age)
+        self._age = replay.max_age(schedule, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, parts.config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on
         self._replay_metrics: dict[str, float] = {}
         fresh = rollout.prompts if way is None else rollout.prompts // way.uses
-        capacity = rollout.queue or round((mode.ahead + 1) * fresh, 6)
+        capacity = rollout.queue or round((schedule.ahead + 1) * fresh, 6)
         self.queue = Queue(parts.groups.size, capacity, NEEDS)
-        self.controller = Controller(mode, fresh, self.queue)
+        self.controller = Controller(schedule, fresh, self.queue)
         self.keys: dict[str, Key] = {}
         self._requests: dict[Key, Request] = {}  # of groups in the queue
         self._partials: dict[Key, Trajectory] = {}
@@ -185,7 +185,7 @@ class AsyncBookkeeping:
     def _make_requests(self, entry: Entry) -> None:
         group, batch = entry.number, self.controller.batch
         name = f"{group // batch + 1}/0/{group % batch}"
-        requests = self._groups.requests(entry.prompt, name, self._mode.redundant)
+        requests = self._groups.requests(entry.prompt, name, self._schedule.redundant)
         self._requests |= {(group, i): request for i, request in enumerate(requests)}
 
     # Rewards
@@ -233,7 +233,7 @@ class AsyncBookkeeping:
             return None
         self.taken = self.taken + entries
         for entry in entries:
-            check_versions(entry, self.controller.version, self._mode.staleness)
+            check_versions(entry, self.controller.version, self._schedule.staleness)
             self._forget(entry.number)
         return entries
 
@@ -271,10 +271,10 @@ class AsyncBookkeeping:
         self.taken, self._replay_before = [], None
 
     def reduce_staleness(self) -> str:
-        before = self.controller.mode.ahead
+        before = self.controller.schedule.ahead
         ahead = self.controller.reduce_staleness()
         if ahead == before:
-            return f"samplers begin {ahead:g} batches ahead, the fewest that the mode can; weights follow"
+            return f"samplers begin {ahead:g} batches ahead, the fewest that the schedule can; weights follow"
         return f"samplers begin {ahead:g} batches ahead from now on, {before:g} before"
 
     def stuck(self) -> RuntimeError:
@@ -300,7 +300,7 @@ class AsyncBookkeeping:
 
     def _forget(self, group: int) -> None:
         """Keeps no request and no partial sequence of a group that has left the queue."""
-        for sample in range(self._groups.size + self._mode.redundant):
+        for sample in range(self._groups.size + self._schedule.redundant):
             self._requests.pop((group, sample), None)
             self._partials.pop((group, sample), None)
 

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis import spelling
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 
 EPSILON = 1e-6  # added to priorities
 STREAM = 0x5EED  # of random numbers, apart from those of prompts and minibatches
-DEFAULT_AGE = 4  # versions beyond what the mode allows, where rollout.max_age is 0
+DEFAULT_AGE = 4  # versions beyond what the schedule allows, where rollout.max_age is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +89,12 @@ def parse(text: str) -> Way | None:
         raise ValueError(f"replay {text!r}: {error}") from error
 
 
-def max_age(mode: modes.Mode, way: Way | None, age: int) -> float:
+def max_age(schedule: schedules.Schedule, way: Way | None, age: int) -> float:
     """Returns the most versions that a token may be behind the policy that trains on it: `age`, or
-    where it is 0 DEFAULT_AGE beyond the mode's bound; that bound where nothing is replayed."""
+    where it is 0 DEFAULT_AGE beyond the schedule's bound; that bound where nothing is replayed."""
     if way is None or way.uses == 1:
-        return mode.staleness
-    return age or mode.staleness + DEFAULT_AGE
+        return schedule.staleness
+    return age or schedule.staleness + DEFAULT_AGE
 
 
 def priority(rewards: Iterable[float]) -> float:

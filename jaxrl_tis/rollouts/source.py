@@ -16,7 +16,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts.groups import Groups, Sample
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.replay import Way
 
 
@@ -25,7 +25,7 @@ class SourceParts:
     """What every source is made of.
 
     Attributes:
-      mode: who runs ahead of whom, config.rollout.mode as read.
+      schedule: who runs ahead of whom, config.rollout.schedule as read.
       replay: how groups are trained on again, config.rollout.replay as read; None: they are not.
       groups: makes the requests of an example and its rewarded samples.
       batches: records of prompts, the same on all processes.
@@ -36,7 +36,7 @@ class SourceParts:
     """
 
     config: ml_collections.ConfigDict
-    mode: Mode
+    schedule: Schedule
     replay: Way | None
     groups: Groups
     batches: Batches

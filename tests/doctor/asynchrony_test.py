@@ -18,19 +18,19 @@ from jaxrl_tis.validate import validate
 from tests.doctor.runs import config_of, late, names, write_run
 
 # 16 prompts of 8 samples; a bound of 4 versions, so that samplers begin 5 batches at most.
-RUN = {"rollout.mode": "areal(staleness=4)", "correction.preset": "async"}
+RUN = {"rollout.schedule": "areal(staleness=4)", "correction.preset": "async"}
 STALE = {
     LAG: 3.0, ENGINE_SHARE: 0.8, IDLE: 0.1, QUEUE: 4.0, AHEAD: 3.0, DRAWING: 100.0, RESUMED: 500.0,
     DISCARDED: 0.0, REPLACED: 0.0,
 }
 DECOUPLED_TIS = {"correction.preset": "tis_2"}
 NAIVE = {"correction.preset": "bypass_ppo_clip"}
-STAND_IN = DECOUPLED_TIS | {"rollout.old_logp": "ewma"}
+STAND_IN = DECOUPLED_TIS | {"rollout.old_logp_source": "ewma"}
 DIRECT = {"correction.preset": "ppo_is", "correction.objective": "dis"}
 WHOLE = {"correction.preset": "bypass_pg_is"}  # weights of the whole drift
 GAP = {KL: 0.03}
-IN_PLACE = {"rollout.mode": "in_flight(staleness=4)"}
-REDUNDANT = {"rollout.mode": "roll_flash(alpha=4, redundant=2)"}
+IN_PLACE = {"rollout.schedule": "in_flight(staleness=4)"}
+REDUNDANT = {"rollout.schedule": "roll_flash(alpha=4, redundant=2)"}
 
 
 def probes(every=25, **values):
@@ -78,10 +78,10 @@ CASES = {
     "caps of every factor": (
         {}, {"correction.preset": "normal", "correction.weight": "capped_ratio"}, {"training.async"}
     ),
-    "late": ({LAG: 9.0}, {"rollout.mode": "areal(staleness=12)"}, {"training.late"}),
+    "late": ({LAG: 9.0}, {"rollout.schedule": "areal(staleness=12)"}, {"training.late"}),
     "async.stand_in": ({}, STAND_IN, {"training.async", "async.stand_in"}),
     "a stand-in that nothing looks at": (
-        {}, {"rollout.old_logp": "none"}, {"training.async"}
+        {}, {"rollout.old_logp_source": "none"}, {"training.async"}
     ),
     "versions": (following(), {}, {"training.async", "versions"}),
     "versions, with noise": (following(0.005), {}, {"training.async", "versions"}),
@@ -138,7 +138,7 @@ def test_the_record_leads_to_its_findings(name, tmp_path):
     values, changes, expected = CASES[name]
     diagnosis = diagnose(write_run(tmp_path, STALE | values, RUN | changes))
     assert judged(diagnosis) == expected
-    if "rollout.old_logp" not in changes:
+    if "rollout.old_logp_source" not in changes:
         assert diagnosis["undecided"] == []
 
 
@@ -211,8 +211,8 @@ def test_a_lag_that_never_changes_tells_nothing(tmp_path):
 def test_a_stand_in_leaves_the_split_open_without_probes(tmp_path):
     diagnosis = diagnose(write_run(tmp_path, STALE | {KL: 0.06}, RUN | STAND_IN))
     reasons = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
-    assert "rollout.probe_every" in reasons["async.engine"]
-    assert "rollout.old_logp ring" in reasons["A"] and "A" not in names(diagnosis["findings"])
+    assert "rollout.gap_probe_every" in reasons["async.engine"]
+    assert "rollout.old_logp_source ring" in reasons["A"] and "A" not in names(diagnosis["findings"])
 
 
 def test_a_synchronous_run_has_none_of_them(tmp_path):

@@ -114,7 +114,7 @@ def test_every_mask_is_counted_where_it_is_judged(name, mode):
     logp, batch = samples.make()
     mask = samples.method("mask", name)
     _, metrics = policy_loss(
-        logp, batch, objective=PPO, masks=(mask,), mode=mode, counts_rejected=True
+        logp, batch, objective=PPO, masks=(mask,), mode=mode, rejected_in_denominator=True
     )
     count = batch["mask"].sum()
     assert metrics[f"correction/mask/{name}/seen"] == count

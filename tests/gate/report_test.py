@@ -321,7 +321,7 @@ def test_filters_cost_the_kept_mass(sampled):
 @pytest.mark.all
 def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     """What is left of it are the tokens whose set was too wide to be recorded."""
-    overrides = SAME | FILTERED | dict(rollout__kept_set=3)
+    overrides = SAME | FILTERED | dict(rollout__sampling_mask_size=3)
     setup, params, trajectories = sampled(**overrides)
     result = report.judge(setup, params, trajectories)
     rungs, rows = climbed(sampled, **overrides)

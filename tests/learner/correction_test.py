@@ -197,7 +197,7 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     assert 0 < keep.sum() < mask.sum()
     dropped, metrics = prepared(masks="token_k1(upper=1.3)")
     np.testing.assert_array_equal(dropped["mask"], keep)
-    counted, _ = prepared(masks="token_k1(upper=1.3)", counts_rejected=True)
+    counted, _ = prepared(masks="token_k1(upper=1.3)", rejected_in_denominator=True)
     assert "mask" not in counted
     expected = np.minimum(np.exp(z), CAP) * keep
     for out in (dropped, counted):
@@ -216,9 +216,9 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     ("token-mean", 0.9 / 4), ("token-sum", 0.9), ("seq-mean-token-sum", 0.9 / 2),
     ("seq-mean-token-sum-norm", 0.9 / 2 / 3), ("seq-mean-token-mean", 0.9 / 3 / 2),
 ])
-@pytest.mark.parametrize("is_packed, counts_rejected", [(False, False), (True, True)])
+@pytest.mark.parametrize("is_packed, rejected_in_denominator", [(False, False), (True, True)])
 def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
-    aggregation, expected, is_packed, counts_rejected
+    aggregation, expected, is_packed, rejected_in_denominator
 ):
     """-A log pi is 0.3, 0.6 and 0.9 | 0.5 at log pi = -1; the third token and the other sequence,
     e from the sampler, are rejected."""
@@ -233,7 +233,7 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
         data["seg"] = ratios.Segments(jnp.array([[1, 1, 1, 2]]), 2)
     c = correction.parse(fields(
         mode="bypass", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
-        aggregation=aggregation, scale=3.0, counts_rejected=counts_rejected,
+        aggregation=aggregation, scale=3.0, rejected_in_denominator=rejected_in_denominator,
     ))
     value, metrics = update_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
     assert value == pytest.approx(expected, rel=1e-5)

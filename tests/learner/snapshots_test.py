@@ -29,8 +29,8 @@ pytestmark = [
 # Three versions draw two tokens each.
 INVARIANT = dict(
     model__numerics="invariant", engine__quantization="none", rollout__max_new_tokens=6,
-    rollout__mode="areal(staleness=2)", engine__slots=16, engine__prefill_batch=16,
-    rollout__temperature=1.0, metrics__percentile_every=1,
+    rollout__schedule="areal(staleness=2)", engine__slots=16, engine__prefill_batch=16,
+    rollout__temperature=1.0, metrics__diagnostics_every=1,
 )
 
 
@@ -55,7 +55,7 @@ def test_as_many_snapshots_as_versions_can_be_in_a_batch(staleness):
 
 
 def test_without_a_bound_on_staleness_no_number_is_enough():
-    with pytest.raises(ValueError, match="set rollout.snapshots, or rollout.old_logp"):
+    with pytest.raises(ValueError, match="set rollout.snapshots, or rollout.old_logp_source"):
         num_snapshots(float("inf"))
 
 
@@ -347,7 +347,7 @@ def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_bat
 @pytest.mark.all
 def test_the_policy_can_stand_in_for_all_versions():
     """With the weight of the objective itself, which needs no more."""
-    setup = tiny.setup(**INVARIANT, rollout__old_logp="none", correction__preset="async")
+    setup = tiny.setup(**INVARIANT, rollout__old_logp_source="none", correction__preset="async")
     with tiny.one_device():
         trainer = Trainer(setup.training)
     _, _, policies, _, _, samples = drawn()
@@ -362,11 +362,11 @@ def test_the_policy_can_stand_in_for_all_versions():
 
 
 @pytest.mark.parametrize("changes, kind", [
-    (dict(rollout__mode="sync"), snapshots.Newest),
-    (dict(rollout__mode="periodic"), snapshots.Newest),
-    (dict(rollout__mode="one_step"), Ring),
-    (dict(rollout__old_logp="replica"), Replica),
-    (dict(rollout__old_logp="ewma"), snapshots.Newest),
+    (dict(rollout__schedule="sync"), snapshots.Newest),
+    (dict(rollout__schedule="periodic"), snapshots.Newest),
+    (dict(rollout__schedule="one_step"), Ring),
+    (dict(rollout__old_logp_source="replica"), Replica),
+    (dict(rollout__old_logp_source="ewma"), snapshots.Newest),
 ])
 def test_a_run_makes_what_its_config_says(changes, kind):
     setup = tiny.setup(**INVARIANT | changes)
@@ -381,7 +381,7 @@ def test_too_many_snapshots_are_refused_before_anything_is_drawn():
 
 
 def test_an_average_of_policies_is_the_centre_and_stands_in():
-    setup = tiny.setup(**INVARIANT, rollout__old_logp="ewma", rollout__ewma_centre=1.0)
+    setup = tiny.setup(**INVARIANT, rollout__old_logp_source="ewma", rollout__ewma_centre=1.0)
     with tiny.one_device():
         trainer = Trainer(setup.training)
     *_, samples = drawn()

@@ -178,7 +178,7 @@ def test_metrics_of_the_samples_by_hand():
          correction__objective="st_ppo"),
 ])
 def test_methods_that_ask_for_more_than_the_usual(changes):
-    _, _, rows, record, _ = one_update(metrics__percentile_every=1, **changes)
+    _, _, rows, record, _ = one_update(metrics__diagnostics_every=1, **changes)
     assert np.isfinite(record["actor/pg_loss"]) and record["actor/grad_norm"] > 0
     assert 0 <= record["mismatch/dp_p95/mean"] <= record["mismatch/dp_p99/max"] <= 1
     # Three positions, from 0, 1 and 2 on.
@@ -198,7 +198,8 @@ def test_methods_that_ask_for_more_than_the_usual(changes):
 def test_counts_are_of_the_whole_batch(mode):
     """31 tokens in minibatches of micro-batches; an update sees them once in each of two epochs."""
     *_, rows, metrics, _ = one_update(
-        correction__mode=mode, correction__weight="token_tis", correction__counts_rejected=True,
+        correction__mode=mode, correction__weight="token_tis",
+        correction__rejected_in_denominator=True,
         correction__masks="veto & opsm(opsm_delta=-9.0) & token_ratio(lower=1, upper=9) & "
         "token_ratio(upper=9)", correction__objective="reinforce",
         train__epochs=2, train__minibatches=2, train__microbatch_rows=4,

@@ -17,7 +17,7 @@ import pytest
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import (
-    messages, modes, remote, sampler, tcp, transport, verify, wire,
+    messages, remote, sampler, schedules, tcp, transport, verify, wire,
 )
 from jaxrl_tis.rollouts import worker as worker_module
 from jaxrl_tis.rollouts.groups import Groups
@@ -43,10 +43,10 @@ def _nothing_hangs():
 @pytest.fixture
 def learner():
     with contextlib.ExitStack() as stack:
-        def make(mode="areal(staleness=1)", timeout=20.0, state=None, **overrides):
+        def make(schedule="areal(staleness=1)", timeout=20.0, state=None, **overrides):
             setup, params = made()
             config = tiny.config(
-                rollout__mode=mode, rollout__max_new_tokens=6, rollout__driver="processes",
+                rollout__schedule=schedule, rollout__max_new_tokens=6, rollout__driver="processes",
                 rollout__worker_timeout=timeout, **overrides,
             )
             prompter = Prompter(setup.tokenizer, config.task)
@@ -57,7 +57,8 @@ def learner():
                 seed=config.seed,
             )
             parts = SourceParts(
-                config, modes.parse(mode), None, groups, batches, Timer(), setup.serving_params
+                config, schedules.parse(schedule), None, groups, batches, Timer(),
+                setup.serving_params
             )
             source = remote_source(parts, setup.engine, FACTS)
             stack.callback(source.close, is_over=True)
@@ -146,12 +147,12 @@ def cut(record, count):
     return dataclasses.replace(record, **per_token, stop_reason="abort")
 
 
-@pytest.mark.parametrize("mode", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
+@pytest.mark.parametrize("schedule", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
 @pytest.mark.parametrize("where", ["tcp", "folder"])
 def test_with_unchanged_weights_workers_draw_what_a_synchronous_run_draws(
-    mode, where, learner, tmp_path
+    schedule, where, learner, tmp_path
 ):
-    source, params = learner(mode, rollout__transport=where.replace("folder", str(tmp_path)))
+    source, params = learner(schedule, rollout__transport=where.replace("folder", str(tmp_path)))
     with working(source, "first") as ended, working(source, "second", 0.01):
         found = drawn(source, params, 1, 5)
     assert_same(found, in_order())
@@ -355,14 +356,14 @@ def test_a_learner_that_is_interrupted_is_to_be_looked_for_again(learner):
     assert isinstance(ended[0], LearnerLost)
 
 
-@pytest.mark.parametrize("mode", ["in_flight(staleness=2)", "dora(staleness=2)"])
-def test_a_learner_goes_on_from_its_state_while_workers_draw(mode, learner):
-    source, params = learner(mode)
+@pytest.mark.parametrize("schedule", ["in_flight(staleness=2)", "dora(staleness=2)"])
+def test_a_learner_goes_on_from_its_state_while_workers_draw(schedule, learner):
+    source, params = learner(schedule)
     with working(source, seconds=0.01):
         before = drawn(source, params, 1, 3)
         state = json.loads(json.dumps(source.get_state(3)))
         after = drawn(source, params, 4, 5)
-    resumed, _ = learner(mode)
+    resumed, _ = learner(schedule)
     resumed.set_state(state)
     with working(resumed):
         again = drawn(resumed, params, 4, 5)
