@@ -153,10 +153,11 @@ def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array,
 def _truncated(counted):
     if not counted:  # weight 1
         return jnp.zeros(())
-    truncated, seen = (
-        ratios.as_float(counted[f"{counts.PREFIX}weight/{name}"]) for name in ("truncated", "seen")
+    truncated, num_tokens = (
+        ratios.as_float(counted[f"{counts.PREFIX}weight/{name}"])
+        for name in ("truncated", "num_tokens")
     )
-    return ratios.safe_divide(truncated, seen)
+    return ratios.safe_divide(truncated, num_tokens)
 
 
 def _factor(objective, mode, batch):

@@ -17,8 +17,8 @@ OBJECTIVES = ("decoupled", "a3po")  # for stale samples: they clip around the po
 ENGINE_GAP = "mismatch/engine/log_ratio_abs_mean"
 STALENESS_GAP = "mismatch/staleness/log_ratio_abs_mean"
 MEAN_LAG = "training/off_policy/trajectory_staleness/mean"
-IDLE, QUEUE, DRAWING = "async/learner_idle", "async/queue_groups", "async/drawing"
-AHEAD, RESUMED = "async/ahead_batches", "async/resumed_tokens"
+IDLE, QUEUE, IN_FLIGHT = "async/learner_idle", "async/queue_groups", "async/in_flight"
+AHEAD, RESUMED = "async/batches_ahead", "async/resumed_tokens"
 DISCARDED, REPLACED = "async/discarded", "rollout/discarded_groups"
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # of probes, each with a bound
 
@@ -126,9 +126,9 @@ def _ahead_share(case):
     return case.mean(AHEAD) / (case.schedule.ahead + 1)
 
 
-def _drawing_share(case):
+def _in_flight_share(case):
     slots = case.setting("engine.slots") * case.setting("rollout.workers")
-    return case.mean(DRAWING) / slots
+    return case.mean(IN_FLIGHT) / slots
 
 
 def _read_again(case):
@@ -147,7 +147,7 @@ FACTS = {
     "run/over_budget": lambda c: _over_budget(c, "total"),
     "run/engine_over_budget": lambda c: _over_budget(c, "engine"),
     "run/ahead_share": _ahead_share,
-    "run/drawing_share": _drawing_share,
+    "run/in_flight_share": _in_flight_share,
     "run/waiting_batches": _per_group(QUEUE),
     "run/read_again": _read_again,
     "run/discarded": _per_group(DISCARDED),
@@ -269,7 +269,7 @@ SETUP = (
         "batches wait: samples are then as fast and fresher. Or take fewer samplers.",
         all_of=(
             Clause(IDLE, "<=", "idle_little", absent=False), Clause("run/waiting_batches", ">=", 1),
-            Clause("run/drawing_share", "<", "drawing_little"),
+            Clause("run/in_flight_share", "<", "in_flight_little"),
         ),
     ),
     Finding(

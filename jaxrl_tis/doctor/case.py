@@ -59,7 +59,7 @@ THRESHOLDS = {
     "idle": 0.3,  # of the samplers' turns, with a learner that waits (ours)
     "idle_little": 0.05,  # a learner that does not wait (ours)
     "ahead_full": 0.9,  # of the batches that the schedule lets samplers begin (ours)
-    "drawing_little": 0.5,  # of the slots of all samplers (ours)
+    "in_flight_little": 0.5,  # of the slots of all samplers (ours)
     "read_again": 1.0,  # tokens per token that is drawn (ours)
     "selected": 0.25,  # discarded candidates or groups per one that is trained on (ours)
     "shorter": 0.9,  # of a mean length, from one window to the next (ours)

@@ -118,11 +118,11 @@ class Trainer:
     ) -> Rows:
         """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; `run`
         is of `_passes`, the other arguments of `score`."""
-        policy, scored_rows, fields = state["policy"].params, 0, {}
+        policy, num_recomputed, fields = state["policy"].params, 0, {}
 
         def log_probs(params, is_wanted):
-            nonlocal scored_rows
-            scored_rows += is_wanted.sum()
+            nonlocal num_recomputed
+            num_recomputed += is_wanted.sum()
             micro, flat = self.setup.micro_batches(rows, is_wanted)
             return flat(self._score(params, micro)["logp"])
 
@@ -142,7 +142,7 @@ class Trainer:
             )
         self.score_metrics = {
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
-            "old_logp/scored_rows": scored_rows,
+            "old_logp/recomputed_sequences": num_recomputed,
         }
         return fields
 
@@ -392,7 +392,7 @@ def sample_metrics(
         prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
         max_response_length=config.rollout.max_new_tokens, num_turns=turns,
     ) | {
-        "reward/equal_groups_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
+        "reward/zero_std_group_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
         "response_length/truncated_ratio": _are_truncated(samples).mean(),
         "actor/left_out_ratio": np.mean(
             ~are_trained_on(samples, rows, config.train.mask_truncated)

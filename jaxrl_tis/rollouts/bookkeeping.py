@@ -294,8 +294,8 @@ class AsyncBookkeeping:
         begun = self.controller.next_group / self.controller.batch
         return values | self._replay_metrics | counts.metrics() | {
             "async/queue_groups": len(self.queue),
-            "async/ahead_batches": begun - self.controller.version,
-            "async/drawing": len(self.keys),
+            "async/batches_ahead": begun - self.controller.version,
+            "async/in_flight": len(self.keys),
         }
 
     def _forget(self, group: int) -> None:

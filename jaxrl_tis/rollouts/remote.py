@@ -103,7 +103,7 @@ class RemoteDriver:
         self._sessions: dict[str, Session] = {}
         self._fingerprint: str | None = None  # of the weights of `sync_version`
         self._is_over = self._is_closed = False
-        self._gone, self._left, self._put_out = Stats(), 0, 0
+        self._gone, self._left, self._evicted = Stats(), 0, 0
         self._said_at = time.monotonic()
         self._facts = tcp.all_facts(facts)
         host, port = addresses.parse(config.rollout.listen)
@@ -165,8 +165,11 @@ class RemoteDriver:
             self._said_at = now
 
     def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
-        left, put_out, self._left, self._put_out = self._left, self._put_out, 0, 0
-        return {"async/workers": len(self._sessions), "async/left": left, "async/put_out": put_out}
+        left, evicted, self._left, self._evicted = self._left, self._evicted, 0, 0
+        return {
+            "async/workers": len(self._sessions), "async/left": left,
+            "async/workers_evicted": evicted,
+        }
 
     def release_cache(self) -> None:
         """Does nothing: the caches are the workers'."""
@@ -260,9 +263,9 @@ class RemoteDriver:
                 peer.send(messages.pack_reply(reply))
             peer.send(messages.pack_reply(reply))
         except wire.Damaged as error:
-            why = f"put out: {error}"
+            why = f"evicted: {error}"
             with self._changed:
-                self._put_out += 1
+                self._evicted += 1
         except OSError as error:
             why = f"lost: {error}"
         except Exception as error:  # a mistake of ours, which the learner's thread raises

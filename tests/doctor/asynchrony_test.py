@@ -8,7 +8,8 @@ import pytest
 
 from jaxrl_tis.doctor import asynchrony, case as cases
 from jaxrl_tis.doctor.asynchrony import (
-    AHEAD, DISCARDED, DRAWING, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED, STALENESS_GAP,
+    AHEAD, DISCARDED, IN_FLIGHT, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED,
+    STALENESS_GAP,
     lag_correlation,
 )
 from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, KL, LAG, LENGTH, THRESHOLDS, Case
@@ -20,7 +21,8 @@ from tests.doctor.runs import config_of, late, names, write_run
 # 16 prompts of 8 samples; a bound of 4 versions, so that samplers begin 5 batches at most.
 RUN = {"rollout.schedule": "areal(staleness=4)", "correction.preset": "async"}
 STALE = {
-    LAG: 3.0, ENGINE_SHARE: 0.8, IDLE: 0.1, QUEUE: 4.0, AHEAD: 3.0, DRAWING: 100.0, RESUMED: 500.0,
+    LAG: 3.0, ENGINE_SHARE: 0.8, IDLE: 0.1, QUEUE: 4.0, AHEAD: 3.0, IN_FLIGHT: 100.0,
+    RESUMED: 500.0,
     DISCARDED: 0.0, REPLACED: 0.0,
 }
 DECOUPLED_TIS = {"correction.preset": "tis_2"}
@@ -98,9 +100,9 @@ CASES = {
     "async.bound": ({IDLE: 0.31, AHEAD: 4.6}, {}, {"training.async", "async.idle", "async.bound"}),
     "a learner that waits a little": ({IDLE: 0.3, AHEAD: 5.0}, {}, {"training.async"}),
     # A batch of 16 groups waits, and of 128 slots 50 draw.
-    "async.full": ({IDLE: 0.0, QUEUE: 16.0, DRAWING: 50.0}, {}, {"training.async", "async.full"}),
-    "a full queue, busy samplers": ({IDLE: 0.0, QUEUE: 16.0, DRAWING: 70.0}, {}, {"training.async"}),
-    "less than a batch waits": ({IDLE: 0.0, QUEUE: 15.0, DRAWING: 50.0}, {}, {"training.async"}),
+    "async.full": ({IDLE: 0.0, QUEUE: 16.0, IN_FLIGHT: 50.0}, {}, {"training.async", "async.full"}),
+    "a full queue, busy samplers": ({IDLE: 0.0, QUEUE: 16.0, IN_FLIGHT: 70.0}, {}, {"training.async"}),
+    "less than a batch waits": ({IDLE: 0.0, QUEUE: 15.0, IN_FLIGHT: 50.0}, {}, {"training.async"}),
     # 128 samples of 100 tokens are drawn.
     "async.interrupted": ({RESUMED: 12801.0}, {}, {"training.async", "async.interrupted"}),
     "as many as are drawn": ({RESUMED: 12800.0}, {}, {"training.async"}),
@@ -222,7 +224,7 @@ def test_a_synchronous_run_has_none_of_them(tmp_path):
 
 def test_the_metrics_it_reads_are_those_that_the_source_measures():
     source = inspect.getsource(bookkeeping)
-    for name in (IDLE, QUEUE, DRAWING, AHEAD, RESUMED, DISCARDED, REPLACED):
+    for name in (IDLE, QUEUE, IN_FLIGHT, AHEAD, RESUMED, DISCARDED, REPLACED):
         assert f'"{name}":' in source, name
 
 

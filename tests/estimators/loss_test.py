@@ -198,9 +198,9 @@ def test_the_outputs_of_the_methods_by_hand():
     np.testing.assert_allclose(outputs.log_ratio, [[0.4, -0.1, 0.0], [0.0, 0.6, 0.0]], atol=1e-6)
     counts = {name.removeprefix("correction/"): int(x) for name, x in outputs.counts.items()}
     assert counts == {
-        "mask/token_ratio/seen": 5, "mask/token_ratio/dropped": 2,
-        "mask/token_ratio_2/seen": 5, "mask/token_ratio_2/dropped": 1,
-        "weight/seen": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
+        "mask/token_ratio/num_tokens": 5, "mask/token_ratio/dropped": 2,
+        "mask/token_ratio_2/num_tokens": 5, "mask/token_ratio_2/dropped": 1,
+        "weight/num_tokens": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
         "weight/dropped": 0,
     }
     drift = apply_methods(BATCH | {"logp": LOGP}, NONE, masks, learner="logp")

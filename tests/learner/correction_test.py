@@ -260,9 +260,9 @@ def test_counts_of_methods_that_are_applied_once():
     _, metrics = prepared(masks=masks)
     found = {name: int(x) for name, x in metrics.items() if counts.is_count(name)}
     assert found == {
-        "correction/mask/token_k1/seen": mask.sum(),
+        "correction/mask/token_k1/num_tokens": mask.sum(),
         "correction/mask/token_k1/dropped": (np.abs(z) > np.log(1.3)).sum(),
-        "correction/weight/seen": mask.sum(),
+        "correction/weight/num_tokens": mask.sum(),
         "correction/weight/changed_raw": (z != 0).sum(),
         "correction/weight/changed": (z != 0).sum(),
         "correction/weight/truncated": (np.exp(z) > CAP).sum(),
@@ -287,10 +287,10 @@ def test_every_configured_method_is_counted_in_one_place(preset, masks):
     out = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
     update = lambda logp: update_loss(c, logp, None, data | out, 1.0, 1.0)[1]
     live = jax.eval_shape(update, data["logp_old"])
-    seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/seen")]
+    seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/num_tokens")]
     expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
     expected += ["weight"] if c.weight[0] != "none" else []
-    assert sorted(seen) == sorted(f"correction/{name}/seen" for name in expected)
+    assert sorted(seen) == sorted(f"correction/{name}/num_tokens" for name in expected)
 
 
 def test_a_batch_that_is_rejected_whole_has_no_sample_left():

@@ -341,7 +341,7 @@ def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_bat
         drawn_at = row[len(t.prompt) : len(t.prompt) + len(t.tokens)]
         np.testing.assert_array_equal(drawn_at, np.choose(t.version, logps))
     _, _, metrics = trainer.update(state, rows, 1, 2)
-    assert metrics["old_logp/scored_rows"] == 3 + 9
+    assert metrics["old_logp/recomputed_sequences"] == 3 + 9
 
 
 @pytest.mark.all
@@ -357,7 +357,7 @@ def test_the_policy_can_stand_in_for_all_versions():
     rows = trainer.score(state, samples, kept)
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
     _, _, metrics = trainer.update(state, rows, 1, 2)
-    assert metrics["old_logp/versions"] == 3 and metrics["old_logp/scored_rows"] == 0
+    assert metrics["old_logp/versions"] == 3 and metrics["old_logp/recomputed_sequences"] == 0
     assert metrics["mismatch/engine/log_ratio_abs_mean"] > 0.01  # with the staleness in it
 
 

@@ -342,7 +342,7 @@ MUTANTS = [
         ("noise does not know advantages", "for x in (share * adv, adv)", "for x in (share, mask)"),
         ("every factor is 1", "if same[part])", "if False)"),
         ("what a bound dropped is truncated",
-         'for name in ("truncated", "seen")', 'for name in ("dropped", "seen")'),
+         'for name in ("truncated", "num_tokens")', 'for name in ("dropped", "num_tokens")'),
     ),
     *of(
         "audit/measure.py",

@@ -282,15 +282,15 @@ def test_a_bad_worker_costs_time_alone(what, learner):
     source.publish(params, 0)
     fake = Fake(source)
     BAD[what](fake, fake.begun())
-    left = put_out = 0
+    left = evicted = 0
     with working(source):
         for step in (1, 2, 3):  # what the bad one was given is in the second batch at the latest
             samples, values = next_batch(source, step)
             assert_same({s.trajectory.id: s for s in samples}, in_order())
-            left, put_out = left + values["async/left"], put_out + values["async/put_out"]
+            left, evicted = left + values["async/left"], evicted + values["async/workers_evicted"]
             source.publish(params, step)
     assert left == 1 and values["async/workers"] == 1
-    assert put_out == (what not in ("half a frame", "silence", "its end"))
+    assert evicted == (what not in ("half a frame", "silence", "its end"))
     fake.connection.close()
 
 

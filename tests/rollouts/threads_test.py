@@ -129,7 +129,7 @@ def test_the_bound_holds_and_samplers_draw_during_an_update(schedule, staleness,
         samples, values = next_batch(c, step)
         stale |= {step - 1 - v for s in samples for v in s.trajectory.version}
         time.sleep(0.05)  # an update
-        ahead = max(ahead, values["async/ahead_batches"])
+        ahead = max(ahead, values["async/batches_ahead"])
     assert 0 <= min(stale) and 0 < max(stale) <= staleness < ahead + 1
     assert values["sync/bytes"] > 0 and values["sync/seconds"] > 0
     assert 0 <= values["sync/pause_s"] < 5.0 and 0 <= values["async/sampler_idle"] <= 1
