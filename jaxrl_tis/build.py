@@ -81,7 +81,7 @@ class Setup:
         return KVEviction(sinks, window) if window else None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What has to be the same for a learner and its rollout workers, by name."""
         model, engine = vars(self.model), vars(self.engine.config)
         found = {f"model.{name}": str(value) for name, value in model.items()}
@@ -257,7 +257,7 @@ def _check_positions(config, model: ModelConfig) -> None:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}{field}"
         ) from error
     if doubt:
-        processes.say(f"warning: {doubt}", sys.stderr)
+        processes.report(f"warning: {doubt}", sys.stderr)
 
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:

@@ -68,7 +68,7 @@ def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monk
                     eval__every=6, checkpoint__every=6)
     monkeypatch.setattr(train.Trainer, "score", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "pulse", stopped)
+        patch.setattr(train.Run, "heartbeat", stopped)
         with pytest.raises(train.Interrupted):
             tiny.run(tmp_path / "run", **settings)
     assert 0 < len(seen) < 24

@@ -93,7 +93,7 @@ def with_a_worker(folder):
     }
     setup = tiny.setup(steps=1, **settings)
     worker = RolloutWorker(
-        ("127.0.0.1", port), remote.NO_TOKEN, setup.facts, "worker", setup.engine.slots,
+        ("127.0.0.1", port), remote.NO_TOKEN, setup.identity, "worker", setup.engine.slots,
         setup.engine.abstract_params(), functools.partial(setup.scheduler, setup.engine),
     )
 

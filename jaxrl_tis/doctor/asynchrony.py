@@ -9,7 +9,8 @@ import itertools
 import math
 
 from jaxrl_tis.doctor.case import (
-    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, has_stand_in, is_ahead, is_direct, is_not, is_so,
+    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, is_ahead, is_direct,
+    is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
 
@@ -39,11 +40,11 @@ def _gaps(case):
     """(engine's, staleness's part of the gap, nats per token)."""
     try:
         engine = _probed(case, "engine", "d_mean")
-        if has_stand_in(case):
+        if approximates_old_logp(case):
             return engine, max(0.0, _probed(case, "total", "d_mean") - engine)
         return engine, _probed(case, "staleness", "d_mean")
     except KeyError:
-        if has_stand_in(case):
+        if approximates_old_logp(case):
             raise
         return case.mean(ENGINE_GAP), case.mean(STALENESS_GAP)
 
@@ -90,7 +91,7 @@ def corrects_staleness(case: Case) -> bool:
     """Whether what the policy has moved since a token was drawn is in a weight, the objective's own
     too, or the clip is around the policy of the update."""
     weight = case.method("weight")[0]
-    is_whole = case.setting("correction.mode") == "bypass" or has_stand_in(case)
+    is_whole = case.setting("correction.mode") == "bypass" or approximates_old_logp(case)
     return (
         case.method("objective")[0] in OBJECTIVES or weight != "none" and is_whole
         or is_direct(case) or "logp_prox" in methods.needs("weight", weight)
@@ -153,7 +154,7 @@ FACTS = {
     "run/discarded": _per_group(DISCARDED),
     "run/replaced": _per_group(REPLACED),
     "config/is_ahead": is_ahead,
-    "config/has_stand_in": has_stand_in,
+    "config/approximates_old_logp": approximates_old_logp,
     "config/corrects_staleness": corrects_staleness,
     "config/looks_at_old": _looks_at_old,
     "config/keeps_old_keys": lambda c: is_ahead(c) and c.mode.on_sync == "in_place",
@@ -172,7 +173,7 @@ CAUSES = (
         "At the weights that drew, the engine's part does not know how old a token is. Compare the "
         "versions in the records with the weights that were served and those that are kept for "
         "logp_old; their fingerprints have to be equal.",
-        all_of=(STALE, is_not("config/has_stand_in"), is_not("config/keeps_old_keys"), GROWS),
+        all_of=(STALE, is_not("config/approximates_old_logp"), is_not("config/keeps_old_keys"), GROWS),
         mistake="lowering the precision gap of an engine that is not at fault",
     ),
     Finding(
@@ -233,7 +234,7 @@ SETUP = (
         "rollout_corr/* hold both parts in one number: do not read them as the engine's. Probes "
         "(gate/engine) draw a fresh batch and can be trusted. Ring and replica are exact; beside "
         "them it is the objective decoupled that corrects staleness.",
-        all_of=(STALE, is_so("config/has_stand_in"), is_so("config/looks_at_old")),
+        all_of=(STALE, is_so("config/approximates_old_logp"), is_so("config/looks_at_old")),
     ),
     Finding(
         "async.keys", "the engine's gap grows with the lag, as it does where old keys are kept",

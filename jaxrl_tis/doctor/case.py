@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
-from jaxrl_tis.learner.snapshots import STAND_INS
+from jaxrl_tis.learner.snapshots import APPROXIMATIONS
 from jaxrl_tis.rollouts import schedules
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
@@ -230,10 +230,10 @@ def is_ahead(case: Case) -> bool:
         return False
 
 
-def has_stand_in(case: Case) -> bool:
+def approximates_old_logp(case: Case) -> bool:
     """Whether another policy stands in for the one that drew a token, see `learner.snapshots`."""
     try:
-        return is_ahead(case) and case.setting("rollout.old_logp_source") in STAND_INS
+        return is_ahead(case) and case.setting("rollout.old_logp_source") in APPROXIMATIONS
     except KeyError:  # written by code without this field
         return False
 
@@ -245,7 +245,7 @@ def _engine_share(case):
         raise KeyError(LAG)
     if not any(case.recent(LAG)):
         return 1.0
-    if has_stand_in(case):
+    if approximates_old_logp(case):
         raise KeyError("logp_old of the weights that drew, rollout.old_logp_source ring or replica")
     shares = case.recent(ENGINE_SHARE)
     if not shares:

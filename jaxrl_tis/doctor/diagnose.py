@@ -74,9 +74,9 @@ def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
 def adapted(case: Case) -> Case:
     """Returns the case with the thresholds replaced that differ for this kind of run."""
     limits, changed = case.thresholds, {}
-    if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
+    if not _evaluate(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
         changed["dp_max"] = limits["dp_max_quantized"]
-    if _judge(case, Clause("config/is_product", "==", 1)).status:
+    if _evaluate(case, Clause("config/is_product", "==", 1)).status:
         changed["chi2_seq"] = limits["chi2_seq_product"]
     if FLIPS in case.series:
         changed |= {"kl_bug": limits["kl_bug_moe"], "ppl_high": limits["ppl_high_moe"]}
@@ -116,8 +116,8 @@ def _result(case, finding, results):
         return Result(False)
     if any(results[name].status for name in finding.unless_known):
         return Result(False)
-    all_of = [_judge(case, clause) for clause in finding.all_of]
-    any_of = [_judge(case, clause) for clause in finding.any_of]
+    all_of = [_evaluate(case, clause) for clause in finding.all_of]
+    any_of = [_evaluate(case, clause) for clause in finding.any_of]
     excluded = _any([results[name].status for name in finding.unless])
     status = _all([
         *(r.status for r in all_of),
@@ -131,7 +131,7 @@ def _result(case, finding, results):
     return Result(status, tuple(e for r in (*all_of, *any_of) if r.status for e in r.evidence))
 
 
-def _judge(case, clause):
+def _evaluate(case, clause):
     """Judges one clause."""
     is_fact = clause.metric in FACTS
     clause = dataclasses.replace(clause, metric=case.source(clause.metric))

@@ -69,7 +69,7 @@ class BlockManager:
         self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
         self.prefixes = Prefixes(self.pages, engine.page_size, keeps_pages)
 
-    def facts(self) -> dict[str, Any]:
+    def sync_digest(self) -> dict[str, Any]:
         """Returns the pages by name. The order of the free ones reflects every allocation and
         release so far."""
         orders = [pages.order for pages in self.pages]

@@ -196,12 +196,12 @@ class Scheduler:
         drawn = [s for s in self._blocks.sequences() if s.count]
         return [s.trajectory("abort", self._engine.quant_id, s.count) for s in drawn]
 
-    def facts(self) -> dict[str, Any]:
+    def sync_digest(self) -> dict[str, Any]:
         """Returns all counts and everything that decides the next step, by name. Schedulers of
-        several processes with equal facts take equal steps."""
+        several processes with equal digests take equal steps."""
         waiting = [s.request.id for s in self._waiting]
         return self.stats.counts() | {"live": list(self._live), "waiting": waiting} | (
-            self._blocks.facts()
+            self._blocks.sync_digest()
         )
 
     def release_cache(self) -> None:

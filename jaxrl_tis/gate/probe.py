@@ -28,7 +28,7 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
     found = {"total": gap("logp_prox", "logp_behav")}
-    if setup.training.has_stand_in:
+    if setup.training.approximates_old_logp:
         fresh = report.measure(setup, params, setup.config.rollout.prompts)
         return found | {"engine": fresh["total"]}
     return found | {
@@ -79,7 +79,7 @@ def of_step(
     found, too_far = verdict(parts, exceeded(setup, parts)), None
     if found:
         done = f"; {reduce_staleness()}" if action == "sync" else ""
-        processes.say(f"step {step}: {found}{done}", sys.stderr)
+        processes.report(f"step {step}: {found}{done}", sys.stderr)
         if action == "stop":
             too_far = f"step {step}: {found}; the run stops, as rollout.on_gap_exceeded says"
     return metrics(parts), too_far

@@ -112,7 +112,7 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
     return found
 
 
-def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
+def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Makes the report on these records of `setup.engine` with these parameters, see
     docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
@@ -158,7 +158,7 @@ def above(setup: Setup, measured: dict[str, float]) -> list[str]:
 def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
     """Makes the report on a fresh batch."""
     check_prompts(setup, prompts)
-    return judge(setup, params, sample(setup, params, prompts))
+    return gap_report(setup, params, sample(setup, params, prompts))
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -196,7 +196,7 @@ def table(report: dict[str, Any]) -> str:
 def require(setup: Setup, params: Any) -> None:
     """Prints the gap at the start of a run; MismatchError when the gate fails."""
     report = measure(setup, params, setup.config.rollout.prompts)
-    processes.say(table(report))
+    processes.report(table(report))
     if found := failures(report):
         raise MismatchError(
             f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "

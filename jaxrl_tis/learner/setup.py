@@ -64,14 +64,15 @@ class LearnerSetup:
         return self.correction.recompute_reason
 
     @property
-    def has_stand_in(self) -> bool:
+    def approximates_old_logp(self) -> bool:
         """Whether logp_old is logp_prox, so of another policy than the one that sampled."""
-        return self.staleness > 0 and self.config.rollout.old_logp_source in snapshots.STAND_INS
+        source = self.config.rollout.old_logp_source
+        return self.staleness > 0 and source in snapshots.APPROXIMATIONS
 
     @property
     def averages_policy(self) -> bool:
         """Whether logp_prox is of an average of the policy, which the state then holds."""
-        return self.has_stand_in and self.config.rollout.old_logp_source == "ewma"
+        return self.approximates_old_logp and self.config.rollout.old_logp_source == "ewma"
 
     @property
     def has_critic(self) -> bool:

@@ -75,7 +75,7 @@ class Trainer:
           sampled_by: version -> the policy's parameters then, for every version in the records:
             logp_old is scored at the weights that drew each token. ValueError where one is missing,
             or where an update that scores its batch would need another than its own. Not asked for
-            anything where logp_old is logp_prox, see `LearnerSetup.has_stand_in`.
+            anything where logp_old is logp_prox, see `LearnerSetup.approximates_old_logp`.
           known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
             are still to be scored.
         """
@@ -130,10 +130,11 @@ class Trainer:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
             scores = run(self._score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
-            fields["logp_old"] = fields["logp_prox"] if self.setup.has_stand_in else at_versions(
-                rows | fields, policy, sampled_by, log_probs, known
+            fields["logp_old"] = (
+                fields["logp_prox"] if self.setup.approximates_old_logp
+                else at_versions(rows | fields, policy, sampled_by, log_probs, known)
             )
-        elif not self.setup.has_stand_in and any(
+        elif not self.setup.approximates_old_logp and any(
             sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
         ):
             raise ValueError(
@@ -164,17 +165,17 @@ class Trainer:
         """Makes what remembers the weights that draw tokens, as rollout.schedule and
         rollout.old_logp_source say; ValueError where they would take more memory than they may."""
         setup, schedule = self.setup, self.setup.schedule
-        if not setup.staleness or setup.has_stand_in:
-            return snapshots.Newest()
+        if not setup.staleness or setup.approximates_old_logp:
+            return snapshots.NewestSnapshots()
         rollout = setup.config.rollout
         params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
         size, most = snapshots.num_bytes(params), rollout.snapshot_gib * 2**30
         if rollout.old_logp_source == "ring":
             count = rollout.snapshots or snapshots.num_snapshots(setup.staleness)
-            return snapshots.Ring(count, size, most)
+            return snapshots.RingSnapshots(count, size, most)
         groups = rollout.queue or math.ceil((schedule.ahead + 1) * rollout.prompts)
         of_group = rollout.group_size + schedule.redundant + 1  # with ReMax's greedy answer
-        return snapshots.Replica(size, most, self.log_probs, groups * of_group)
+        return snapshots.ReplicaSnapshots(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
         """Returns the fields that the updates take, of a batch and of what was prepared of it."""

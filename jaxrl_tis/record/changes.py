@@ -130,7 +130,7 @@ def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return is_within(name, FREE)
 
 
-def told(fields: Mapping[str, list], numerics: str) -> list[str]:
+def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
     """Returns lines that say what changes; `numerics` is config.model.numerics."""
     lines = [f"changed: {Changes(fields=fields)}"] if fields else []
     rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]

@@ -47,7 +47,7 @@ def write_run_files(
         raise Unwritable(f"cannot write {path}: {error}") from error
 
 
-def facts(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+def identity(config_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns by name what decides the numbers of a run beside its data: the fields of the
     configuration, the versions of packages, the code."""
     versions = {f"version of {name}": metadata.version(name) for name in PACKAGES}

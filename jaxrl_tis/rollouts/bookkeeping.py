@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.rollouts import replay, saved
+from jaxrl_tis.rollouts import replay, serialize
 from jaxrl_tis.rollouts.controller import LEARNER, Begin, Controller, Discard, Interrupt
 from jaxrl_tis.rollouts.groups import Sample, is_equal
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
@@ -335,15 +335,17 @@ class AsyncBookkeeping:
         controller["waiting"] += [[list(k), newest(in_flight.get(k))] for k in continued]
         partials = self._partials | {k: in_flight[k] for k in continued if k in in_flight}
         return {
-            "replay": [] if buffer is None else buffer.get_state(saved.written),
+            "replay": [] if buffer is None else buffer.get_state(serialize.written),
             "batches": self._batches.get_state(), "records": self._records,
             "controller": controller,
-            "queue": [saved.written(entry) for entry in entries],
+            "queue": [serialize.written(entry) for entry in entries],
             "counts": [
                 dataclasses.asdict(self.counts), dataclasses.asdict(stats.since(self._before)),
                 self._failed,
             ],
-            "partials": [[list(k), saved.trajectory_text(t)] for k, t in sorted(partials.items())],
+            "partials": [
+                [list(key), serialize.trajectory_text(t)] for key, t in sorted(partials.items())
+            ],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -356,10 +358,12 @@ class AsyncBookkeeping:
         self._before = Stats(**{name: -x for name, x in since.items()})
         self.controller.set_state(state["controller"])
         if self._replay is not None:
-            self._replay.set_state(state["replay"], saved.read)
-        self._partials = {tuple(key): saved.read_trajectory(text) for key, text in state["partials"]}
+            self._replay.set_state(state["replay"], serialize.read)
+        self._partials = {
+            tuple(key): serialize.read_trajectory(text) for key, text in state["partials"]
+        }
         for text in state["queue"]:
-            entry = saved.read(text)
+            entry = serialize.read(text)
             self.queue.entries[entry.number] = entry
             self._make_requests(entry)
 

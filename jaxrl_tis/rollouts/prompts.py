@@ -95,14 +95,14 @@ class Prompter:
 
     def checked(
         self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda record: "",
-        limit: int = GENERATED, pulse: Callable[[], None] = lambda: None,
+        limit: int = GENERATED, heartbeat: Callable[[], None] = lambda: None,
     ) -> "Checked":
         """Checks all records from files, and the first `limit` of a generated task.
 
         Args:
           what: the data, for messages.
           reject: says of a record with a good prompt why it cannot be used; "" where it can.
-          pulse: called whenever a part is done.
+          heartbeat: called whenever a part is done.
 
         Raises:
           ValueError: a record is bad and task.on_bad_record is "error", or all are.
@@ -110,7 +110,7 @@ class Prompter:
         count = len(source) if isinstance(source, Examples) else min(len(source), limit)
         records = [_record(source, i) for i in range(count)]
         prompts = [record["prompt"] for record in records if not isinstance(record, str)]
-        outcomes = iter(self._tokenised(prompts, what, pulse))
+        outcomes = iter(self._tokenised(prompts, what, heartbeat))
         good, bad = [], list(source.bad)
         for i, record in enumerate(records):
             found = record if isinstance(record, str) else next(outcomes)
@@ -140,7 +140,7 @@ class Prompter:
             raise ValueError(
                 f"{what}: {len(bad)} of {total} records cannot be used:{listed(bad)}{rest}"
             )
-        processes.say(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
+        processes.report(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
 
     def _reason(self, found: Outcome) -> str:
         """Says why a prompt cannot be used; "" where it can."""
@@ -156,7 +156,7 @@ class Prompter:
 
     # Rendering and tokenising
 
-    def _tokenised(self, prompts: list[Prompt], what: str, pulse) -> list[Outcome]:
+    def _tokenised(self, prompts: list[Prompt], what: str, heartbeat) -> list[Outcome]:
         is_large = len(prompts) >= CACHED
         path = self._cache_path(prompts) if is_large else None
         if path is not None and (found := _read(path, len(prompts))) is not None:
@@ -173,7 +173,7 @@ class Prompter:
             for part in pool.map(self._outcomes, chunks_of(prompts)):
                 found += part
                 progress.update(len(part))
-                pulse()
+                heartbeat()
         if path is not None:
             _write(path, found)
         return found
@@ -221,12 +221,12 @@ class Prompter:
     def _cache_path(self, prompts: list[Prompt]) -> pathlib.Path:
         """Returns where the outcomes are kept: a name for all that they depend on."""
         here = pathlib.Path(files.__file__).parent
-        facts = [
+        inputs = [
             self.tokenizer.digest(), self.task.template, self.task.chat, self.task.system,
             *((here / name).read_text(encoding="utf-8") for name in CODE),
             *(metadata.version(name) for name in PACKAGES),
         ]
-        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+        digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16)
         for prompt in prompts:
             digest.update(json.dumps(prompt).encode())
         return storage.cache("prompts") / f"{digest.hexdigest()}.npz"

@@ -122,7 +122,7 @@ class RemoteDriver:
             raise
         self.host, self.port = self._listener.server_address[:2]
         threading.Thread(target=self._listener.serve_forever, args=(0.1,), daemon=True).start()
-        processes.say(f"rollout workers join at {self.host}:{self.port}")
+        processes.report(f"rollout workers join at {self.host}:{self.port}")
 
     def _open_weights(self, host: str, facts: Mapping[str, Any]) -> None:
         """Opens the transport of weights, and says where workers find them."""
@@ -161,7 +161,7 @@ class RemoteDriver:
         """Says from time to time that no worker is there."""
         now = time.monotonic()
         if not self._sessions and now - self._said_at > TELL_SECONDS:
-            processes.say(f"no rollout worker is there; they join at {self.host}:{self.port}")
+            processes.report(f"no rollout worker is there; they join at {self.host}:{self.port}")
             self._said_at = now
 
     def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
@@ -230,7 +230,7 @@ class RemoteDriver:
                 tcp.admit(peer, self._token, self._facts)
                 session = self._join(peer, connection)
             except (tcp.Refused, transport.Unavailable) as error:
-                processes.say(f"a rollout worker was refused: {error}")
+                processes.report(f"a rollout worker was refused: {error}")
                 peer.tell(refused=str(error), for_now=isinstance(error, transport.Unavailable))
                 return
             self._serve(peer, session)
@@ -252,7 +252,7 @@ class RemoteDriver:
             session = self._sessions[name] = Session(name, connection)
             self._books.controller.joined(name, slots)
             self.decide()
-        processes.say(f"rollout worker {name} joined")
+        processes.report(f"rollout worker {name} joined")
         return session
 
     def _serve(self, peer: tcp.Peer, session: Session) -> None:
@@ -320,7 +320,7 @@ class RemoteDriver:
             known = self._books.lost(session.name, session.given, session.progress)
             self._said_at = time.monotonic()
             self.decide()
-        processes.say(
+        processes.report(
             f"rollout worker {session.name} left, {why}; {len(session.given)} sequences go on "
             f"elsewhere, {known} of them from what there is"
         )

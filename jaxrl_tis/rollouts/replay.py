@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis import spelling
+from jaxrl_tis import choices
 from jaxrl_tis.rollouts import schedules
 
 EPSILON = 1e-6  # added to priorities
@@ -82,7 +82,7 @@ def parse(text: str) -> Way | None:
     name, a parameter or a number that there is not."""
     if not text:
         return None
-    name, parameters = spelling.parse("replay", text, WAYS)
+    name, parameters = choices.parse("replay", text, WAYS)
     try:
         return WAYS[name](**parameters)
     except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jaxrl_tis import spelling
+from jaxrl_tis import choices
 
 ON_SYNC = ("drain", "interrupt", "in_place")
 
@@ -164,7 +164,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def parse(text: str) -> Schedule:
     """Reads `config.rollout.schedule`, such as "areal(staleness=4)"; ValueError for a name, a
     parameter or a number that there is not."""
-    name, parameters = spelling.parse("schedule", text, SCHEDULES)
+    name, parameters = choices.parse("schedule", text, SCHEDULES)
     try:
         return SCHEDULES[name](**parameters)
     except (TypeError, ValueError) as error:

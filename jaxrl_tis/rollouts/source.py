@@ -32,7 +32,7 @@ class SourceParts:
       timer: of the phases "data", "rollout" and "reward".
       serving_params: (the policy's parameters, version) -> serving parameters, of one sampler or
         with the driver "threads" of each.
-      pulse: called between calls of an engine and while the learner waits.
+      heartbeat: called between calls of an engine and while the learner waits.
     """
 
     config: ml_collections.ConfigDict
@@ -42,7 +42,7 @@ class SourceParts:
     batches: Batches
     timer: Timer
     serving_params: Callable[[Any, int], Any]
-    pulse: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] = lambda: None
 
 
 class RolloutSource(Protocol):
@@ -87,16 +87,16 @@ def next_batch(source: RolloutSource, step: int) -> tuple[list[Sample], dict[str
 
 def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
-    pulse: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
     """Steps the scheduler until all requests have ended, and returns their trajectories in the
-    order of the requests; `on_finished(n)` is called as they end, `pulse` after every step."""
+    order of the requests; `on_finished(n)` is called as they end, `heartbeat` after every step."""
     for request in requests:
         scheduler.add(request)
     done = {}
     while scheduler.pending:
         finished = scheduler.step()
-        pulse()
+        heartbeat()
         done.update({t.id: t for t in finished})
         if finished:
             on_finished(len(finished))

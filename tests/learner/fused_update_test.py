@@ -53,9 +53,10 @@ def both_ways(changes):
     for how in ("auto", "never"):
         # One that moves by the gradient itself; Adam would blow up the noise of small ones.
         sgd = optax.sgd(1.0)
-        _, state, rows, metrics,
-        trainer = one_update(sgd, **ONE | changes, train__fuse_old_logp=how)
-        assert bool(trainer.setup.recompute_reason) == (how == "never"), trainer.setup.recompute_reason
+        changed = ONE | changes | dict(train__fuse_old_logp=how)
+        _, state, rows, metrics, trainer = one_update(sgd, **changed)
+        reason = trainer.setup.recompute_reason
+        assert bool(reason) == (how == "never"), reason
         out.append((jax.device_get(state["policy"].params), rows, metrics))
     return out
 

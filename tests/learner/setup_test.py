@@ -44,15 +44,15 @@ def test_the_age_of_a_token_is_bounded_by_mode_and_replay(rollout, staleness):
     assert tiny.setup(**changes).training.staleness == staleness
 
 
-@pytest.mark.parametrize("old_logp, has_stand_in, averages_policy", [
+@pytest.mark.parametrize("old_logp, approximates_old_logp, averages_policy", [
     ("ring", False, False), ("ewma", True, True), ("none", True, False),
 ])
-def test_another_policy_stands_in_for_older_weights(old_logp, has_stand_in, averages_policy):
+def test_another_policy_stands_in_for_older_weights(old_logp, approximates_old_logp, averages_policy):
     bypass = dict(correction__mode="bypass", correction__weight="none")
     training = tiny.setup(
         rollout__schedule="one_step", rollout__old_logp_source=old_logp, **bypass
     ).training
-    assert training.has_stand_in == has_stand_in
+    assert training.approximates_old_logp == approximates_old_logp
     assert training.averages_policy == averages_policy
 
 

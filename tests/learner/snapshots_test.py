@@ -13,7 +13,9 @@ import pytest
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.learner import snapshots
-from jaxrl_tis.learner.snapshots import Average, Replica, Ring, averaged, num_snapshots
+from jaxrl_tis.learner.snapshots import (
+    Average, ReplicaSnapshots, RingSnapshots, averaged, num_snapshots,
+)
 from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.record import checkpoint
@@ -39,7 +41,7 @@ def weights(value, dtype="float32"):
 
 
 def ring(count=2, **options):
-    return Ring(count, snapshots.num_bytes(weights(0.0)), **{"max_bytes": 1e9, **options})
+    return RingSnapshots(count, snapshots.num_bytes(weights(0.0)), **{"max_bytes": 1e9, **options})
 
 
 # Snapshots
@@ -118,7 +120,7 @@ def replica(max_sequences=2):
     value = lambda params, ts: [
         np.arange(len(t.tokens), dtype=np.float32) + float(params["a"][0, 0]) for t in ts
     ]
-    return Replica(64, 64.0, value, max_sequences)
+    return ReplicaSnapshots(64, 64.0, value, max_sequences)
 
 
 def test_a_replica_scores_what_its_weights_drew_and_gives_it_out_once():
@@ -145,7 +147,7 @@ def test_a_replica_keeps_a_bounded_number_of_sequences():
 
 
 @pytest.mark.parametrize("has_log_probs", [False, True])
-@pytest.mark.parametrize("make", [ring, replica, snapshots.Newest])
+@pytest.mark.parametrize("make", [ring, replica, snapshots.NewestSnapshots])
 def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
     before, after = make(), make()
     for version in (3, 5):
@@ -163,7 +165,7 @@ def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
         restored, meta = checkpoints.restore(wanted)
     restored.pop("step")
     after.restore(restored, meta)
-    assert list(after) == [v for v in before if make is not snapshots.Newest]
+    assert list(after) == [v for v in before if make is not snapshots.NewestSnapshots]
     for version in after:
         assert_same(after[version], before[version])
     batch = [trajectory("x", [3, 5]), trajectory("y", [5])]
@@ -209,7 +211,7 @@ def drawn(**changes):
     policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
     kept = trainer.weight_snapshots()
     size = snapshots.num_bytes(first)
-    scoring = Replica(size, size, trainer.log_probs, 16)
+    scoring = ReplicaSnapshots(size, size, trainer.log_probs, 16)
     scheduler = setup.scheduler(setup.engine, None, 0)
     sampling = SamplingParams(max_tokens=6, stop_ids=tuple(setup.tokenizer.eos_ids))
     requests = {
@@ -352,7 +354,7 @@ def test_the_policy_can_stand_in_for_all_versions():
         trainer = Trainer(setup.training)
     _, _, policies, _, _, samples = drawn()
     kept = trainer.weight_snapshots()
-    assert isinstance(kept, snapshots.Newest) and len(kept) == 0
+    assert isinstance(kept, snapshots.NewestSnapshots) and len(kept) == 0
     state = state_of(setup.training, policies[2])
     rows = trainer.score(state, samples, kept)
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
@@ -362,11 +364,11 @@ def test_the_policy_can_stand_in_for_all_versions():
 
 
 @pytest.mark.parametrize("changes, kind", [
-    (dict(rollout__schedule="sync"), snapshots.Newest),
-    (dict(rollout__schedule="periodic"), snapshots.Newest),
-    (dict(rollout__schedule="one_step"), Ring),
-    (dict(rollout__old_logp_source="replica"), Replica),
-    (dict(rollout__old_logp_source="ewma"), snapshots.Newest),
+    (dict(rollout__schedule="sync"), snapshots.NewestSnapshots),
+    (dict(rollout__schedule="periodic"), snapshots.NewestSnapshots),
+    (dict(rollout__schedule="one_step"), RingSnapshots),
+    (dict(rollout__old_logp_source="replica"), ReplicaSnapshots),
+    (dict(rollout__old_logp_source="ewma"), snapshots.NewestSnapshots),
 ])
 def test_a_run_makes_what_its_config_says(changes, kind):
     setup = tiny.setup(**INVARIANT | changes)
@@ -395,7 +397,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
         steps.append(jax.tree.map(np.array, policy.params))
         return policy, *rest
 
-    rows = trainer.score(state, samples, snapshots.Newest())
+    rows = trainer.score(state, samples, snapshots.NewestSnapshots())
     with mock.patch.object(trainer, "_train_step", spy):
         state, _, _ = trainer.update(state, rows, 1, 2)
     assert len(steps) == 5  # 2 epochs of 2 minibatches
@@ -404,7 +406,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     for mean, x, p in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected, steps[-1]))):
         np.testing.assert_allclose(mean, x, rtol=1e-5, atol=1e-7)
     assert not np.allclose(state["ewma"].mean["embed"], steps[-1]["embed"], rtol=1e-5)
-    rows = trainer.score(state, samples, snapshots.Newest())
+    rows = trainer.score(state, samples, snapshots.NewestSnapshots())
     at_mean = trainer.log_probs(state["ewma"].mean, [s.trajectory for s in samples])
     np.testing.assert_array_equal(rows["logp_prox"][rows["mask"]], np.concatenate(at_mean))
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])

@@ -169,7 +169,7 @@ MUTANTS = [
          "old_bt - clip, old_bt + clip", "returns_bt - clip, returns_bt + clip"),
     ),
     *of(
-        "spelling.py",
+        "choices.py",
         ("methods joined by & are reversed", "*reversed(found))", "*found)"),
     ),
     *of(

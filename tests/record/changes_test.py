@@ -122,9 +122,9 @@ def test_the_record_goes_back_with_the_run():
 
 def test_roundings_are_told_where_there_are_any():
     fields = {"engine.slots": [8, 4], "steps": [1, 2]}
-    assert changes.told(fields, "invariant") == ["changed: engine.slots: 8 -> 4; steps: 1 -> 2"]
-    assert changes.told(fields, "fast")[1] == "engine.slots can change roundings, and samples with them"
-    assert changes.told({}, "fast") == []
+    assert changes.messages(fields, "invariant") == ["changed: engine.slots: 8 -> 4; steps: 1 -> 2"]
+    assert changes.messages(fields, "fast")[1] == "engine.slots can change roundings, and samples with them"
+    assert changes.messages({}, "fast") == []
 
 
 # Runs

@@ -15,8 +15,8 @@ def test_whatever_happens_groups_arrive_whole_once_and_in_time(text):
 @pytest.mark.parametrize("text", ["areal", "laminar", "all at once"])
 def test_the_same_events_give_the_same_decisions(text):
     for seed in range(3):
-        first,
-        second = (controller_fuzz.play(SCHEDULES_OF_CASES[text], seed, 500) for _ in range(2))
+        schedule = SCHEDULES_OF_CASES[text]
+        first, second = (controller_fuzz.play(schedule, seed, 500) for _ in range(2))
         assert first == second and len(first) > 20
 
 

@@ -340,7 +340,7 @@ def test_a_worker_that_comes_back_joins_anew(learner):
 def test_the_learner_waits_for_workers_and_can_be_interrupted(learner, monkeypatch, capsys):
     monkeypatch.setattr(remote, "TELL_SECONDS", 0.0)
     source, params = learner()
-    source._pulse = lambda: (_ for _ in ()).throw(InterruptedError)
+    source._heartbeat = lambda: (_ for _ in ()).throw(InterruptedError)
     source.publish(params, 0)
     with pytest.raises(InterruptedError):
         next_batch(source, 1)
@@ -418,10 +418,10 @@ def test_an_order_that_is_lost_ends_the_run(learner):
     source, params = learner("periodic")
     until = time.monotonic() + 20
 
-    def pulse():
+    def heartbeat():
         assert time.monotonic() < until, "the run waits for ever"
 
-    source._pulse = pulse
+    source._heartbeat = heartbeat
     source.publish(params, 0)
     first, second = Fake(source, "first"), Fake(source, "second")
     first.begun()

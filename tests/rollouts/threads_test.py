@@ -163,7 +163,7 @@ def test_an_error_of_a_sampler_is_the_error_of_the_run(source):
 
 
 def test_what_interrupts_the_run_comes_while_it_waits(source):
-    """The pulse is called in the learner's thread, though no sampler comes to an end."""
+    """The heartbeat is called in the learner's thread, though no sampler comes to an end."""
     is_over = threading.Event()
 
     class Hanging(Shaken):
@@ -171,12 +171,12 @@ def test_what_interrupts_the_run_comes_while_it_waits(source):
             is_over.wait(SECONDS)
             return self._scheduler.step()
 
-    def pulse():
+    def heartbeat():
         assert threading.current_thread() is threading.main_thread()
         raise InterruptedError
 
     c, params = source("areal", wrap=lambda s: Hanging(s, 0))
-    c._pulse = pulse
+    c._heartbeat = heartbeat
     c.publish(params, 0)
     with pytest.raises(InterruptedError):
         next_batch(c, 1)
