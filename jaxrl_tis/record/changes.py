@@ -93,6 +93,12 @@ def find(
         f"{name}: {before} -> {after}" for name, before, after in provenance.differences(old, new)
         if name in names
     )
+    gone = [name for name in refused if name not in new and ".params." not in name]
+    if gone:
+        raise ValueError(
+            f"{workdir} holds a run of another version of this code, whose fields {', '.join(gone)} "
+            "no longer exist. Resume it with that version, or use a new workdir"
+        )
     if fixed:
         raise ValueError(
             f"{workdir} holds a run that cannot go on with another queue of samples: {shown(fixed)}. Use "

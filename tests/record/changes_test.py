@@ -99,6 +99,15 @@ def test_a_queue_of_samples_keeps_its_shape(found):
     assert found({"rollout.group_size": 4}, ["rollout"]) == {"rollout.group_size": [8, 4]}
 
 
+def test_a_run_with_fields_that_no_longer_exist_is_refused_in_one_line(tmp_path):
+    old = default.get_config().to_dict()
+    old["rollout"]["mode"] = old["rollout"].pop("schedule")
+    provenance.write_run_files(tmp_path, old)
+    with pytest.raises(ValueError, match="fields rollout.mode no longer exist") as refusal:
+        changes.find(tmp_path, default.get_config().to_dict())
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_name_that_is_no_field_is_refused(found):
     with pytest.raises(ValueError, match="--change=optimizer.lrr: .* did you mean optimizer.lr"):
         found({}, ["optimizer.lrr"])
