@@ -84,12 +84,12 @@ class Setup:
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a learner and its rollout workers, by name."""
         model, engine = vars(self.model), vars(self.engine.config)
-        found = {f"model.{name}": str(value) for name, value in model.items()}
-        found |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
+        fields = {f"model.{name}": str(value) for name, value in model.items()}
+        fields |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
         size = self.tokenizer.vocab_size
         texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
         shown = repr((texts, size, self.tokenizer.eos_ids)).encode()
-        return found | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
+        return fields | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
 
     def serving_params(self, params: Any, version: int) -> Any:
         """Makes what `engine` samples with: the policy of this version in the sampler's format,

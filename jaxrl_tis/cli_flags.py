@@ -160,11 +160,11 @@ def _error_text(error: Exception, path: str) -> str:
 def overrides(argv: Sequence[str]) -> dict[str, str]:
     """Finds the fields that a command line sets, as --config.field=text or as two words: {dotted
     field: its text}."""
-    found = {}
+    fields = {}
     for word, following in zip(argv, [*argv[1:], ""]):
         if match := re.fullmatch(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):
-            found[match[1]] = following if match[2] is None else match[2]
-    return found
+            fields[match[1]] = following if match[2] is None else match[2]
+    return fields
 
 
 def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:

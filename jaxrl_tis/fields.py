@@ -159,9 +159,9 @@ def field(name: str) -> Field:
 def shape(name: str, count: int, length: int, widths: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of a field of a rollout batch: `count` sequences, rows of `length`
     tokens."""
-    found = field(name)
-    axes = tuple(widths[axis] if isinstance(axis, str) else axis for axis in found.axes)
-    return (count, length, *axes) if found.unit == "token" else (count, *axes)
+    entry = field(name)
+    axes = tuple(widths[axis] if isinstance(axis, str) else axis for axis in entry.axes)
+    return (count, length, *axes) if entry.unit == "token" else (count, *axes)
 
 
 def is_recorded(name: str, widths: Mapping[str, int]) -> bool:

@@ -201,11 +201,11 @@ class Layout:
 
         copies.defvjp(lambda x: (copies(x), None), add)
         cut = lambda x: place(x.reshape(self.shards, -1, *x.shape[1:]), axes)
-        found = jax.vmap(f, spmd_axis_name=axes)(
+        parts = jax.vmap(f, spmd_axis_name=axes)(
             jax.tree.map(copies, params), jax.tree.map(cut, rows)
         )
         join = lambda x: x.reshape(-1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(jax.tree.map(join, found), self.replicated())
+        return jax.lax.with_sharding_constraint(jax.tree.map(join, parts), self.replicated())
 
     def everywhere(self, f: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
         """Returns f: (scores, inputs) -> (value, others), as every device computes it by itself from

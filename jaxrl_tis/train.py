@@ -60,13 +60,13 @@ def check_rewards(
     """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
     if not all(sample.is_failed for sample in drawn):
         return
-    found = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
+    problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
     if is_first:
         raise ValueError(
-            f"{found}. Mend the function that reward.name names; WORKDIR/{failures.FILE_NAME} has the "
+            f"{problem}. Mend the function that reward.name names; WORKDIR/{failures.FILE_NAME} has the "
             "errors by kind, with the last texts of each"
         )
-    processes.report(found, sys.stderr)
+    processes.report(problem, sys.stderr)
 
 
 class Run:

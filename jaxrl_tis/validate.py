@@ -103,25 +103,25 @@ def _of_rooms(config, parsed: dict[str, Any]):
 def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
     """Returns a line for each setting of a valid config, with its methods, that is likely not what
     its user means."""
-    found = []
+    sentences = []
     if not config.reward.network and not confined.namespaces():
-        found.append(
+        sentences.append(
             "this system lets no process have a namespace of its own: Python's sockets are closed to "
             "rewards without reward.network, those of programs that they start are not"
         )
     if c.kl is None:
-        return found
+        return sentences
     if c.kl_placement == "reward" and c.kl[0] != "k1":
-        found.append(
+        sentences.append(
             f"correction.kl is {c.kl[0]!r} in the reward, where only k1 has the gradient of the KL: "
             "set correction.kl to k1"
         )
     if c.kl_placement == "loss" and config.train.epochs > 1 and c.kl[0] not in RATIOED_KL:
-        found.append(
+        sentences.append(
             f"correction.kl is {c.kl[0]!r} in the loss of {config.train.epochs} epochs: after the "
             "first the samples are another policy's, which clipped_is_k2 and is_k3 account for"
         )
-    return found
+    return sentences
 
 
 def _finite(config):

@@ -71,7 +71,7 @@ def begin(**changes):
 def update(trainer, begun, samples, step=1):
     """(state, rows, metrics) of a step."""
     weights = {0: begun["policy"].params}
-    if trainer.setup.mode.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
+    if trainer.setup.schedule.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
         parts = [list(g) for _, g in itertools.groupby(samples, lambda s: s.group)]
         found, samples, rows, metrics = arriving.update_arriving(
             trainer, begun, parts, weights, step, 0

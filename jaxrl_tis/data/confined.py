@@ -143,13 +143,13 @@ class Confined:
         deadline = time.monotonic() + START_SECONDS
         try:
             self._write(self._setup, deadline)
-            [made] = self._read_lines(deadline)
+            [reply] = self._read_lines(deadline)
         except (TimeoutError, EOFError, OSError) as fault:
-            made = {"error": f"{type(fault).__name__}: {fault}"}
-        if made["error"]:
+            reply = {"error": f"{type(fault).__name__}: {fault}"}
+        if reply["error"]:
             self.close()
-            raise ValueError(f"{self._what} cannot be loaded: {made['error']}")
-        self.traits = made["value"]
+            raise ValueError(f"{self._what} cannot be loaded: {reply['error']}")
+        self.traits = reply["value"]
 
     def _call_in_process(
         self, items: Sequence, results: list, heartbeat: Callable, timeout: float
@@ -267,20 +267,20 @@ def serve() -> None:
             os._exit(1)
         results.write(line.encode() + b"\n")
 
-    made = []
+    loaded = []
 
     def make():
-        made.append(function(setup["make"])(setup["argument"]))
-        return getattr(made[0], "traits", None)
+        loaded.append(function(setup["make"])(setup["argument"]))
+        return getattr(loaded[0], "traits", None)
 
     if not setup["network"]:
         sys.addaudithook(_refuse_network)
     send(make)
-    if not made:
+    if not loaded:
         return
     while True:
         for arguments in batches.get():
-            send(lambda: made[0](*arguments))
+            send(lambda: loaded[0](*arguments))
 
 
 def _count_threads() -> int:

@@ -113,14 +113,14 @@ def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
         except TypeError:
             return False
         return True
-    given = set(_verl("", {})) if signature == "verl" else set(_verl_batch([]))
+    arguments = set(_verl("", {})) if signature == "verl" else set(_verl_batch([]))
     needed = {
         p.name for p in parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     # The columns of TRL's functions are those of the data, which is not known here.
     by_name = all(p.kind != p.POSITIONAL_ONLY for p in parameters.values())
-    return by_name and (signature == "trl" or needed <= given)
+    return by_name and (signature == "trl" or needed <= arguments)
 
 
 class WrongCount(ValueError):
@@ -203,11 +203,11 @@ def _trl(items: Sequence[Item]) -> dict[str, Any]:
     columns = dict.fromkeys(name for record in records for name in record)
     for name in ("prompt", "completion", "completion_ids", "as_read"):
         columns.pop(name, None)
-    found = {name: [record.get(name) for record in records] for name in columns}
+    columns_by_name = {name: [record.get(name) for record in records] for name in columns}
     if all(tokens is not None for _, _, tokens in items):
-        found["completion_ids"] = [tokens for _, _, tokens in items]
+        columns_by_name["completion_ids"] = [tokens for _, _, tokens in items]
     ignore = lambda *_, **__: None
-    return found | {
+    return columns_by_name | {
         "prompts": [record["prompt"] for record in records], "completions": completions,
         "log_extra": ignore, "log_metric": ignore,
     }

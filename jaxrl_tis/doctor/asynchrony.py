@@ -82,9 +82,9 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
         )
     xs, ys = zip(*pairs)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))
-    found = math.fsum(x * y for x, y in pairs) / size if size else 0.0
-    z = math.atanh(max(min(found, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)
-    return found if abs(z) >= case.thresholds["lag_sigma"] else 0.0
+    correlation = math.fsum(x * y for x, y in pairs) / size if size else 0.0
+    z = math.atanh(max(min(correlation, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)
+    return correlation if abs(z) >= case.thresholds["lag_sigma"] else 0.0
 
 
 def corrects_staleness(case: Case) -> bool:
@@ -157,8 +157,8 @@ FACTS = {
     "config/approximates_old_logp": approximates_old_logp,
     "config/corrects_staleness": corrects_staleness,
     "config/looks_at_old": _looks_at_old,
-    "config/keeps_old_keys": lambda c: is_ahead(c) and c.mode.on_sync == "in_place",
-    "config/is_redundant": lambda c: is_ahead(c) and c.mode.redundant > 0,
+    "config/keeps_old_keys": lambda c: is_ahead(c) and c.schedule.on_sync == "in_place",
+    "config/is_redundant": lambda c: is_ahead(c) and c.schedule.redundant > 0,
 }
 
 # Findings

@@ -257,11 +257,11 @@ def _reuse_share(case):
     """Returns which share of the policy's moves since it drew a batch are the updates by that batch."""
     if not any(case.recent(LAG)):
         return 1.0
-    made, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
-    if not made or not before:
+    reuse, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
+    if not reuse or not before:
         raise KeyError("mismatch/staleness/share")
-    made, before = math.fsum(made) / len(made), math.fsum(before) / len(before)
-    return made / (made + before) if made + before > 0 else 1.0
+    reuse, before = math.fsum(reuse) / len(reuse), math.fsum(before) / len(before)
+    return reuse / (reuse + before) if reuse + before > 0 else 1.0
 
 
 def _is_filtered(case):

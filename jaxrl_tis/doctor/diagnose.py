@@ -201,11 +201,11 @@ def _statistic(case, clause):
     earlier = case.window(metric, width, before) if compares else values
     if compares and case.last_step <= before:
         raise KeyError(f"{before + limits['min_steps']:g} steps, the run has {case.last_step}")
-    for found, end in ((values, 0), (earlier, before)):
-        if len(found) < limits["min_steps"]:
+    for window, end in ((values, 0), (earlier, before)):
+        if len(window) < limits["min_steps"]:
             raise KeyError(
                 f"{limits['min_steps']:g} values of {metric} in the {width:g} steps up to step "
-                f"{case.last_step - end:g}, there are {len(found)}"
+                f"{case.last_step - end:g}, there are {len(window)}"
             )
     if clause.statistic == "max":
         return metric, max(values.values()), values
@@ -286,8 +286,8 @@ def diagnosis_of(
             for f in findings if results[f.name].status
         ]
 
-    held = {key: holding(findings) for key, findings in groups.items()}
-    findings = held["findings"]
+    by_key = {key: holding(findings) for key, findings in groups.items()}
+    findings = by_key["findings"]
     steps = sorted({step for values in case.series.values() for step in values})
     judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
     return {
@@ -303,7 +303,7 @@ def diagnosis_of(
             }
             for f in every if results[f.name].status is None
         ],
-        **{key: found for key, found in held.items() if key != "findings"},
+        **{key: held for key, held in by_key.items() if key != "findings"},
         "nans": {metric: steps for metric, steps in case.nans.items() if metric in read},
         "thresholds": case.thresholds,
     }

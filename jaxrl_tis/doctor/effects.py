@@ -14,16 +14,16 @@ WITHOUT_GAP = ("clip_cov", "top_entropy")  # masks that choose tokens, whatever 
 def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Returns (the metric that counts a method's tokens, those of the tokens it changes, those of
     the tokens that a bound changes) for each configured weight and mask."""
-    prefix, found = f"{counts.PREFIX}weight/", []
+    prefix, counted = f"{counts.PREFIX}weight/", []
     if case.method("weight")[0] != "none":
         bounded = (f"{prefix}truncated", f"{prefix}dropped")
-        found.append((f"{prefix}num_tokens", (f"{prefix}changed",), bounded))
+        counted.append((f"{prefix}num_tokens", (f"{prefix}changed",), bounded))
     names = [name for name, _ in methods.parse_all("mask", case.setting("correction.masks"))]
     for name, label in zip(names, counts.labels(names), strict=True):
         if name not in WITHOUT_GAP:
             dropped = (f"{counts.PREFIX}mask/{label}/dropped",)
-            found.append((f"{counts.PREFIX}mask/{label}/num_tokens", dropped, dropped))
-    return found
+            counted.append((f"{counts.PREFIX}mask/{label}/num_tokens", dropped, dropped))
+    return counted
 
 
 def _share(case: Case, tokens: str, parts: tuple[str, ...], length: float) -> float:

@@ -164,5 +164,5 @@ class Weights:
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
     """Returns where each parameter lies, in the order of the tree; none if one of them lies on no
     mesh."""
-    found = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
-    return found if all(isinstance(s, NamedSharding) for s in found) else ()
+    shardings = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
+    return shardings if all(isinstance(s, NamedSharding) for s in shardings) else ()

@@ -55,10 +55,10 @@ def head_size(text: str, mask_size: int) -> int:
     """
     if text in ("none", "kept"):
         return mask_size if text == "kept" else 0
-    found = re.fullmatch(r"top\(([1-9]\d{0,2})\)", text)
-    if not found:
+    match = re.fullmatch(r"top\(([1-9]\d{0,2})\)", text)
+    if not match:
         raise ValueError(f"centering {text!r} is none of 'none', 'kept' and 'top(n)', n up to 999")
-    return int(found[1])
+    return int(match[1])
 
 
 def why_not(

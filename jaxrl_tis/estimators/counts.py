@@ -38,12 +38,12 @@ def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
     """
     is_dropped_bt = w == 0
     is_other = lambda x, than: jnp.abs(x - than) > ROUNDING * than
-    found = {
+    indicators = {
         "num_tokens": jnp.ones_like(is_dropped_bt), "changed_raw": is_other(raw, 1.0),
         "changed": is_other(w, 1.0), "truncated": is_other(w, raw) & ~is_dropped_bt,
         "dropped": is_dropped_bt,
     }
-    return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in found.items()}
+    return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in indicators.items()}
 
 
 def labels(names: list[str]) -> list[str]:
@@ -62,8 +62,8 @@ def of_masks(names: list[str], kept: list[Array], mask: Array) -> dict[str, Arra
       kept: [B,T] bool each, what it keeps.
       mask: [B,T] valid tokens, as the masks saw them.
     """
-    found = {}
+    counts = {}
     for label, is_kept_bt in zip(labels(names), kept, strict=True):
-        found[f"{PREFIX}mask/{label}/num_tokens"] = _count(jnp.ones_like(is_kept_bt), mask)
-        found[f"{PREFIX}mask/{label}/dropped"] = _count(~is_kept_bt, mask)
-    return found
+        counts[f"{PREFIX}mask/{label}/num_tokens"] = _count(jnp.ones_like(is_kept_bt), mask)
+        counts[f"{PREFIX}mask/{label}/dropped"] = _count(~is_kept_bt, mask)
+    return counts

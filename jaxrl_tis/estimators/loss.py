@@ -166,9 +166,9 @@ def apply_methods(
     """
     log_ratio = _log_ratio(batch, learner, weight[0])
     w_bt, factor = importance_weights(log_ratio, batch, weight, is_batch_normalized)
-    is_accepted_bt, found = accepted(log_ratio, batch, masks)
-    found |= weight_counts(log_ratio, batch, weight)
-    return MethodOutputs(log_ratio, w_bt, factor, is_accepted_bt, found)
+    is_accepted_bt, method_counts = accepted(log_ratio, batch, masks)
+    method_counts |= weight_counts(log_ratio, batch, weight)
+    return MethodOutputs(log_ratio, w_bt, factor, is_accepted_bt, method_counts)
 
 
 def _log_ratio(batch, learner, user):
@@ -264,7 +264,7 @@ def compute_loss(
     seen = bypassed(batch, spec.mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    w_bt, is_accepted_bt, found = _apply_at_update(batch, spec)
+    w_bt, is_accepted_bt, method_counts = _apply_at_update(batch, spec)
     if spec.rejected_in_denominator or "weights" in batch:
         w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
@@ -283,7 +283,7 @@ def compute_loss(
     if "weights" not in extra:  # otherwise the objective has used them
         loss_bt = batch["weights"] * loss_bt
     loss = aggregate(loss_bt)
-    metrics = metrics | found | {"actor/pg_loss": loss}
+    metrics = metrics | method_counts | {"actor/pg_loss": loss}
     if logp_top is not None:
         f = centering.rule(spec.weight, spec.masks, spec.objective, spec.mode)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)

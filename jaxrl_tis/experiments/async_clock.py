@@ -49,17 +49,17 @@ def rows(
 ) -> list[Row]:
     """Returns a row for each schedule; `speedup` is in tokens per second over those of "sync"."""
     base = outcome("sync", costs, steps, skip, seed)
-    found = []
+    lines = []
     for name in names:
         o = base if name == "sync" else outcome(name, costs, steps, skip, seed)
-        found.append({
+        lines.append({
             "schedule": name, "speedup": o.tokens_per_s / base.tokens_per_s,
             "step_s": o.seconds / (steps - skip), "learner_idle": o.learner_idle,
             "sampler_idle": o.sampler_idle, "mean_staleness": o.mean_staleness,
             "max_staleness": o.max_staleness, "partial": o.partial,
             **dataclasses.asdict(o.counts), "longest_pause_s": o.longest_pause,
         })
-    return found
+    return lines
 
 
 def table(found: Sequence[Row]) -> str:
@@ -120,13 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     cli.check_folder("json", args.json)
     costs, run = Costs(), {"steps": args.steps, "skip": args.steps // 3, "seed": args.seed}
     if args.schedule:
-        found = {"schedules": rows(args.schedule, costs, **run)}
+        tables = {"schedules": rows(args.schedule, costs, **run)}
     else:
-        found = studies(costs, **run)
-    for title, part in found.items():
+        tables = studies(costs, **run)
+    for title, part in tables.items():
         print(f"{title}\n{table(part)}\n")
     if args.json:
-        text = json.dumps({"costs": dataclasses.asdict(costs), "run": run, "rows": found}, indent=1)
+        text = json.dumps({"costs": dataclasses.asdict(costs), "run": run, "rows": tables}, indent=1)
         pathlib.Path(args.json).write_text(text)
 
 

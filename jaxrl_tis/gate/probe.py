@@ -27,11 +27,11 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
       params: of the policy that the next batch is drawn with, which alone a fresh batch asks for.
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
-    found = {"total": gap("logp_prox", "logp_behav")}
+    parts = {"total": gap("logp_prox", "logp_behav")}
     if setup.training.approximates_old_logp:
         fresh = report.measure(setup, params, setup.config.rollout.prompts)
-        return found | {"engine": fresh["total"]}
-    return found | {
+        return parts | {"engine": fresh["total"]}
+    return parts | {
         "engine": gap("logp_old", "logp_behav"), "staleness": gap("logp_prox", "logp_old")
     }
 
@@ -76,10 +76,10 @@ def of_step(
     if not every or step % every:
         return {}, None
     parts = split(setup, rows, params)
-    found, too_far = verdict(parts, exceeded(setup, parts)), None
-    if found:
+    breach, too_far = verdict(parts, exceeded(setup, parts)), None
+    if breach:
         done = f"; {reduce_staleness()}" if action == "sync" else ""
-        processes.report(f"step {step}: {found}{done}", sys.stderr)
+        processes.report(f"step {step}: {breach}{done}", sys.stderr)
         if action == "stop":
-            too_far = f"step {step}: {found}; the run stops, as rollout.on_gap_exceeded says"
+            too_far = f"step {step}: {breach}; the run stops, as rollout.on_gap_exceeded says"
     return metrics(parts), too_far

@@ -101,15 +101,17 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
 
     count = jnp.sum(mask)
     outside = agreement.kept_metrics(own, own, tokens, mask)["mismatch/kept_token_outside"]
-    found = {"inside_support": ((1 - outside) * count, count)}
+    agreement_sums = {"inside_support": ((1 - outside) * count, count)}
     if "kept" in rows:
         ids = rows["kept"]
         recorded = jnp.any(ids[..., None] == jnp.arange(vocab).reshape(1, 1, 1, -1), axis=-2)
         is_recorded = mask & jnp.any(ids >= 0, axis=-1)
         agreed = agreement.kept_metrics(own, recorded, tokens, is_recorded)
         count = jnp.sum(is_recorded)
-        found |= {name: (agreed[f"mismatch/{name}"] * count, count) for name in AGREEMENT[1:]}
-    return found
+        agreement_sums |= {
+            name: (agreed[f"mismatch/{name}"] * count, count) for name in AGREEMENT[1:]
+        }
+    return agreement_sums
 
 
 def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:

@@ -283,14 +283,14 @@ def token_logprob(
     if kept is not None:
         kept = Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn))
     if numerics == "invariant":
-        found = run("invariant")(*inputs, kept)
+        results = run("invariant")(*inputs, kept)
     elif kept is None:
-        found = jax.lax.platform_dependent(
+        results = jax.lax.platform_dependent(
             *inputs, None, tpu=run("pallas"), default=run("chunked")
         )
     else:
-        found = run("chunked")(*inputs, kept)
-    return Scores(*(s[:b, :n] for s in found))
+        results = run("chunked")(*inputs, kept)
+    return Scores(*(s[:b, :n] for s in results))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

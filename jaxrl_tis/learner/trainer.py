@@ -150,7 +150,7 @@ class Trainer:
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
         """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
         [n] each, by the program that scores a batch."""
-        rollout, found = self.setup.config.rollout, []
+        rollout, logps = self.setup.config.rollout, []
         count = rollout.prompts * rollout.group_size
         for start in range(0, len(trajectories), count):
             part = trajectories[start : start + count]
@@ -158,8 +158,8 @@ class Trainer:
             rows = self.setup.rows(filled)
             micro, flat = self.setup.micro_batches(rows, np.arange(count) < len(part))
             logp = flat(self._score(params, micro)["logp"])
-            found += [row[_response(t)] for row, t in zip(logp, part)]
-        return found
+            logps += [row[_response(t)] for row, t in zip(logp, part)]
+        return logps
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
         """Makes what remembers the weights that draw tokens, as rollout.schedule and

@@ -86,9 +86,12 @@ def find(
         return {}
     old = provenance.flat(saved)
     whole = new | old  # a run of another version may lack fields
-    found = [name for name, *_ in provenance.differences(old, new)]
-    fixed = [name for name in found if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
-    refused = [name for name in found if not is_within(name, named) and not is_free(name, whole, new)]
+    changed = [name for name, *_ in provenance.differences(old, new)]
+    fixed = [name for name in changed if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
+    refused = [
+        name for name in changed
+        if not is_within(name, named) and not is_free(name, whole, new)
+    ]
     shown = lambda names: "; ".join(
         f"{name}: {before} -> {after}" for name, before, after in provenance.differences(old, new)
         if name in names
@@ -109,7 +112,7 @@ def find(
             f"{workdir} holds a run with another configuration: {shown(refused)}. Use the old values to "
             f"resume, a new workdir, or --change={','.join(refused)} to go on with the new ones"
         )
-    return {name: [old.get(name), new.get(name)] for name in found}
+    return {name: [old.get(name), new.get(name)] for name in changed}
 
 
 def check_names(named: Sequence[str], fields: Mapping[str, Any]) -> None:

@@ -85,16 +85,16 @@ def saved(workdir: str | os.PathLike, name: str) -> Any:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
-        found["config"]
+        content = json.loads(path.read_bytes())
+        content["config"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not what a run writes: {error!r}") from error
-    if name not in found:
+    if name not in content:
         raise ValueError(
             f"{path} says nothing of {name}: it is of another version of jaxrl_tis; use that one, or "
             "a new workdir"
         )
-    return found[name]
+    return content[name]
 
 
 def git_revision() -> str | None:

@@ -189,11 +189,11 @@ class Controller:
         """Takes everything back from all workers, for a checkpoint or a rest, after which they go
         on with the next version that is published: that is all that a checkpoint knows of weights.
         """
-        self._must_sync, found = True, []
+        self._must_sync, decisions = True, []
         self._destinations.clear()
         for name, worker in self.workers.items():
-            found += self._interrupt(name, worker.running - worker.leaving)
-        return found
+            decisions += self._interrupt(name, worker.running - worker.leaving)
+        return decisions
 
     # Decisions
 

@@ -77,14 +77,14 @@ class Watchdog:
         last_resort = threading.Timer(END_SECONDS, os._exit, (cli.RESTART,))
         last_resort.daemon = True
         last_resort.start()
-        told = f"{self._doing}: no progress for {self._timeout:g} s"
+        message = f"{self._doing}: no progress for {self._timeout:g} s"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
-                file.write(f"{told}\n")
+                file.write(f"{message}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
-            print(f"{told}; the stacks of all threads are in {path}", file=sys.stderr, flush=True)
+            print(f"{message}; the stacks of all threads are in {path}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
             if processes.is_first() and not processes.is_alone():
                 # It serves the others' connections; a lost one aborts them before they say where.

@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     *of(
         "choices.py",
-        ("methods joined by & are reversed", "*reversed(found))", "*found)"),
+        ("methods joined by & are reversed", "*reversed(reversed_choices))", "*reversed_choices)"),
     ),
     *of(
         "diagnostics/mismatch.py",

@@ -70,7 +70,7 @@ MUTANTS = [
          "version - self.sync_version > self.schedule.sync_every",
          "test_the_rule_of_verl"),
         ("after a checkpoint the old weights go on",
-         "        self._must_sync, found = True, []\n", "        found = []\n",
+         "        self._must_sync, decisions = True, []\n", "        decisions = []\n",
          "test_what_rests_goes_on_with_the_next_version"),
         ("a checkpoint forgets what waits",
          "for key, version in self._waiting],", "for key, version in ()],",
