@@ -1,7 +1,7 @@
 """What samplers in threads gain over a synchronous run, and what they cost.
 
-    python -m benchmarks.asynchrony                    # all modes, in rounds, each in its own process
-    python -m benchmarks.asynchrony --mode='areal(staleness=2)'
+    python -m benchmarks.asynchrony        # all schedules, in rounds, each in its own process
+    python -m benchmarks.asynchrony --schedule='areal(staleness=2)'
     python -m benchmarks.asynchrony --measure=machine  # what two threads can do at once
     python -m benchmarks.asynchrony --measure=sync     # weight sync, bfloat16 and int8
     python -m benchmarks.asynchrony --measure=pause    # of a sampler that draws while weights come
@@ -29,7 +29,7 @@ WARM, MOST = 5, 384
 SMOLLM2 = "configs/shapes/SmolLM2-135M-Instruct.Q4_1.gguf.json"
 
 
-def config(mode: str):
+def config(schedule: str):
     from configs import default
 
     c = default.get_config()
@@ -37,12 +37,13 @@ def config(mode: str):
     c.task.tokenizer = "char"
     c.task.max_prompt_tokens = 16
     c.rollout.prompts, c.rollout.group_size, c.rollout.max_new_tokens = 8, 4, MOST
-    c.rollout.mode = mode
+    c.rollout.schedule = schedule
     c.correction.objective, c.correction.weight = "ppo", "none"
-    if mode != "sync":
-        c.rollout.driver, c.rollout.old_logp, c.correction.objective = "threads", "none", "a3po"
+    if schedule != "sync":
+        c.rollout.driver, c.rollout.old_logp_source = "threads", "none"
+        c.correction.objective = "a3po"
     c.engine.slots, c.engine.steps_per_call, c.engine.prefill_batch = 32, 8, 8
-    c.train.microbatch_rows, c.train.fuse_score, c.train.pack_length = 2, "never", 416
+    c.train.microbatch_rows, c.train.fuse_old_logp, c.train.pack_length = 2, "never", 416
     return c
 
 
@@ -88,14 +89,14 @@ def source_of(setup, timer):
     c = setup.config
     batches = Batches(c.task.name, c.task.params, batch_size=c.rollout.prompts, seed=c.seed)
     starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
-    serving_params = setup.serving_params if setup.mode.is_sync else setup.served_params
-    parts = SourceParts(c, setup.mode, None, long_tailed(setup), batches, timer, serving_params)
-    if setup.mode.is_sync:
+    serving_params = setup.serving_params if setup.schedule.is_sync else setup.served_params
+    parts = SourceParts(c, setup.schedule, None, long_tailed(setup), batches, timer, serving_params)
+    if setup.schedule.is_sync:
         return SyncSource(parts, starts[0])
     return thread_source(parts, starts, setup.engine.slots)
 
 
-def train(mode: str, steps: int) -> dict[str, float]:
+def train(schedule: str, steps: int) -> dict[str, float]:
     """Trains, and returns the tokens per second and who waited."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params, initial_state
@@ -103,7 +104,7 @@ def train(mode: str, steps: int) -> dict[str, float]:
     from jaxrl_tis.record.metrics import Timer
     from jaxrl_tis.rollouts.source import next_batch
 
-    setup = build.build(config(mode))
+    setup = build.build(config(schedule))
     training = setup.training
     state, trainer = initial_state(training, initial_params(training)), Trainer(training)
     timer = Timer()
@@ -131,7 +132,7 @@ def train(mode: str, steps: int) -> dict[str, float]:
         "tokens_per_s": tokens / seconds, "step_s": seconds / steps, "learner_idle": waited / seconds,
         "occupancy": statistics.mean(m["rollout/occupancy"] for m in metrics),
     }
-    if setup.mode.is_sync:
+    if setup.schedule.is_sync:
         return found | {"sampler_idle": 1 - timer.collect()["time/rollout_s"] / seconds}
     names = "async/sampler_idle", "sync/seconds", "sync/pause_s", "sync/bytes"
     return found | {n.split("/")[1]: statistics.mean(m[n] for m in metrics) for n in names}
@@ -141,7 +142,7 @@ def in_process(arm: str, steps: int) -> dict[str, float]:
     """Trains one arm in a process with the threads that it may have."""
     flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
     environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.asynchrony", f"--mode={arm.partition(',')[0]}"]
+    command = [sys.executable, "-m", "benchmarks.asynchrony", f"--schedule={arm.partition(',')[0]}"]
     done = subprocess.run(
         [*command, f"--steps={steps}"], env=environment, capture_output=True, text=True, check=True
     )
@@ -227,9 +228,9 @@ def pause(rounds: int) -> None:
     from jaxrl_tis.record.metrics import Timer
     from jaxrl_tis.rollouts.source import next_batch
 
-    for mode in ("areal(staleness=2)", "in_flight(staleness=2)"):
+    for schedule in ("areal(staleness=2)", "in_flight(staleness=2)"):
         for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):
-            c = config(mode)
+            c = config(schedule)
             c.engine.dtype, c.engine.quantization = "bfloat16", quantization
             setup = build.build(c)
             source, params = source_of(setup, Timer()), initial_params(setup.training)
@@ -242,17 +243,18 @@ def pause(rounds: int) -> None:
                     syncs += values["async/syncs"]
             source.close(is_over=True)
             size, seconds = values["sync/bytes"], values["sync/seconds"]
-            print(f"{mode}, {name}: {size:,} bytes in {seconds:.4f} s, stood {stood / syncs:.5f} s")
+            print(f"{schedule}, {name}: {size:,} bytes in {seconds:.4f} s, "
+                  f"stood {stood / syncs:.5f} s")
 
 
 def control(rounds: int, groups: int = 128, size: int = 8) -> None:
     """Prints the seconds that decisions, queue and controller take for a batch, without an engine."""
-    from jaxrl_tis.rollouts import modes
+    from jaxrl_tis.rollouts import schedules
     from jaxrl_tis.rollouts.controller import Begin, Controller, SyncWeights
     from jaxrl_tis.rollouts.queue import Queue
 
     needs = {"reward": ("tokens",), "learner": ("reward",)}
-    controller = Controller(modes.areal(staleness=1), groups, Queue(size, 2 * groups, needs))
+    controller = Controller(schedules.areal(staleness=1), groups, Queue(size, 2 * groups, needs))
     controller.joined("sampler", groups * size)
     seconds, running = [], []
     for version in range(rounds + 1):
@@ -281,13 +283,13 @@ def control(rounds: int, groups: int = 128, size: int = 8) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mode", default="")
+    parser.add_argument("--schedule", default="")
     parser.add_argument("--measure", choices=("machine", "sync", "pause", "control"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     given = parser.parse_args()
-    if given.mode:
-        print(json.dumps(train(given.mode, given.steps)))
+    if given.schedule:
+        print(json.dumps(train(given.schedule, given.steps)))
     elif given.measure == "control":
         control(given.rounds)
     elif given.measure:

@@ -57,12 +57,12 @@ def reports(prompts: int) -> dict[str, Callable]:
 
     def off_by(noise):
         sample = lambda params: report.sample(exact, perturbed(params, noise), prompts)
-        return lambda params: report.judge(exact, params, sample(params))
+        return lambda params: report.gap_report(exact, params, sample(params))
 
     def wrong_temperature(params):
         found = report.sample(colder, params, prompts)
         recorded = [dataclasses.replace(t, temperature=1.0) for t in found]
-        return report.judge(exact, params, recorded)
+        return report.gap_report(exact, params, recorded)
 
     return {name: measure(engine) for name, engine in SAMPLERS.items()} | {
         "float32, weights off by 1 %": off_by(0.01), "float32, weights off by 3 %": off_by(0.03),

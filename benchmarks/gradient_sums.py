@@ -1,4 +1,4 @@
-"""What summing gradients over devices in bfloat16 costs, `config.train.sum_dtype`.
+"""What summing gradients over devices in bfloat16 costs, `config.train.grad_reduce_dtype`.
 
     python -m benchmarks.gradient_sums [--shards=16,64] [--length=256]
 

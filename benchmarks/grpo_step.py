@@ -1,6 +1,6 @@
 """Time of one GRPO step (rollout + score + update), and of its correction and metrics.
 
-    python -m benchmarks.grpo_step [--rounds=10] [--fuse_score=never] \\
+    python -m benchmarks.grpo_step [--rounds=10] [--fuse_old_logp=never] \\
         [--trl_python=/path/to/python] [--tunix_python=/path/to/python]
 
 A 4-layer, 256-wide random model with vocabulary 49,152; 4 prompts x 8 samples, 64 + 64 tokens. Where
@@ -61,14 +61,14 @@ def measure_peers(args: argparse.Namespace, found: dict[str, list[float]]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--fuse_score", choices=("auto", "never"), default="auto")
+    parser.add_argument("--fuse_old_logp", choices=("auto", "never"), default="auto")
     for name in PEERS:
         parser.add_argument(f"--{name}_python", default="")
     parser.add_argument("--peer_steps", type=int, default=6)
     args = parser.parse_args()
     peers = {}
     measure_peers(args, peers)
-    step = model.Step(*model.setup(fuse_score=args.fuse_score))
+    step = model.Step(*model.setup(fuse_old_logp=args.fuse_old_logp))
     step(), step()
     prepared = lambda rows: step.trainer.prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
     collisions = lambda rows: step.trainer._collisions(

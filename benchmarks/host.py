@@ -87,9 +87,9 @@ def step_ms(scheduler: Scheduler, steps: int) -> tuple[float, float]:
     return float(np.median(times)), max(times)
 
 
-def queue(policy: str, divide: int, waiting: int, steps: int) -> tuple[float, float]:
+def queue(policy: str, preempt_after: int, waiting: int, steps: int) -> tuple[float, float]:
     scheduler = Scheduler(
-        Engine(), 0, policy=POLICIES[policy](), max_bypass=100, divide=divide
+        Engine(), 0, policy=POLICIES[policy](), max_wait_admissions=100, preempt_after=preempt_after
     )
     for request in requests(SLOTS + waiting, (1, 128)):
         scheduler.add(request)
@@ -149,10 +149,10 @@ def main():
     args = parser.parse_args()
     show = lambda name, of: print(f"{name:56} {of[0]:8.2f} {of[1]:8.2f}")
     print(f"{'ms a step':56} {'median':>8} {'largest':>8}")
-    for policy, divide, waiting in itertools.product(POLICIES, (0, 32), args.waiting):
-        way = f", divide {divide}" if divide else ""
+    for policy, preempt_after, waiting in itertools.product(POLICIES, (0, 32), args.waiting):
+        way = f", preempt_after {preempt_after}" if preempt_after else ""
         name = f"{waiting} waiting, {policy}{way}"
-        show(name, queue(policy, divide, waiting, args.steps))
+        show(name, queue(policy, preempt_after, waiting, args.steps))
     for length, of in stops([100, 500, 2000], args.steps).items():
         show(f"stop strings at {length} tokens", of)
     for name, of in reads(512, 5).items():

@@ -21,7 +21,7 @@ from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.transformer import Program
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.source import generate
 
@@ -30,14 +30,14 @@ PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
 
 def setup(
     vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int = NEW_TOKENS,
-    fuse_score: str = "auto", preset: str = "tis_2", centering: str | None = None,
+    fuse_old_logp: str = "auto", preset: str = "tis_2", centering: str | None = None,
 ):
     """(Setup, state) of 4 prompts x 8 samples with 64 + new_tokens tokens each."""
     config = default.get_config()
     config.task.max_prompt_tokens, config.rollout.max_new_tokens = PROMPT_TOKENS, new_tokens
     config.rollout.prompts, config.rollout.group_size = PROMPTS, GROUP
     config.train.microbatch_rows = 8
-    config.train.fuse_score = fuse_score
+    config.train.fuse_old_logp = fuse_old_logp
     config.correction.preset, config.correction.centering = preset, centering
     chosen = correction.parse(config.correction)
     model = ModelConfig(
@@ -53,7 +53,7 @@ def setup(
         top_n=head_size(chosen.centering, 0),
     ))
     training = LearnerSetup(
-        config=config, correction=chosen, mode=modes.sync(), staleness=0, model=model,
+        config=config, correction=chosen, schedule=schedules.sync(), staleness=0, model=model,
         layout=layout,
         learner=Learner(model, Program(), new_tokens, config.train.logprob_chunk),
         packer=None, optimizer=tx, critic_optimizer=tx,

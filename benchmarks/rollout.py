@@ -12,8 +12,8 @@ speed: a SmolLM2-135M-shaped model beside transformers' generate() in the same r
   takes. Weights are random: they do not matter for speed. Ours runs on one simulated device that
   uses all cores, and ("by core") on a device a core, each with its part of the slots.
 oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots in bfloat16, as the
-  scheduler runs them, reading tokens at once or a call late (`overlap`), and in static batches of
-  32: the ratio of the median times, of the decode steps, and that of an ideal first-come schedule
+  scheduler runs them, reading tokens at once or a call late (`async_scheduling`), and in static
+  batches of 32: the ratio of the median times, of the decode steps, and that of an ideal first-come schedule
   of the same lengths. That depends on the draw:
   2.47 to 3.35 over 12 seeds, 2.94 on average over 200 and for the seed taken here. `--model`
   chooses between a small model and the SmolLM2-shaped one, of which a round takes minutes.
@@ -205,7 +205,7 @@ def oversubscribed(args: argparse.Namespace) -> dict:
     static_steps = lengths.reshape(-1, slots).max(axis=1).sum()
     schedulers = {
         "static": Scheduler(engine, params), "continuous": Scheduler(engine, params),
-        "overlap": Scheduler(engine, params, overlap=True),
+        "overlap": Scheduler(engine, params, async_scheduling=True),
     }
 
     def seconds(batches, scheduler, tag):
@@ -292,7 +292,7 @@ def overlap(args: argparse.Namespace) -> dict:
             steps=of["steps"], prefill_batch=32, page_size=16, **BF16,
         )
         schedulers = {
-            name: Scheduler(engine, params, overlap=is_late)
+            name: Scheduler(engine, params, async_scheduling=is_late)
             for name, is_late in (("at once", False), ("a call late", True))
         }
         rates, shares = ({name: [] for name in schedulers} for _ in range(2))
@@ -358,7 +358,7 @@ def drafts(args: argparse.Namespace) -> dict:
         )
         for length in (0, 1, 3, 7):
             # No number of rows is too large: drafts are as long as they may be.
-            guesses = Drafts(slots, length, free_rows=10**6) if length else None
+            guesses = Drafts(slots, length, free_batch_rows=10**6) if length else None
             scheduler = Scheduler(engine, params, drafts=guesses)
             for round_index in range(2):  # the first compiles
                 before, start = dataclasses.replace(scheduler.stats), time.perf_counter()

@@ -40,8 +40,10 @@ class Stream:
 
     def __init__(self, engine: Engine, weights: list, seed: int):
         self.rng, self.engine, self.weights = random.Random(seed), engine, weights
-        drafts = Drafts(engine.slots, 3, free_rows=64)
-        self.scheduler = Scheduler(engine, weights[0], 0, divide=25, max_bypass=20, drafts=drafts)
+        drafts = Drafts(engine.slots, 3, free_batch_rows=64)
+        self.scheduler = Scheduler(
+            engine, weights[0], 0, preempt_after=25, max_wait_admissions=20, drafts=drafts
+        )
         self.requests: dict[str, Request] = {}
         self.done: dict[str, Trajectory] = {}
         self.events = collections.Counter()

@@ -16,7 +16,7 @@ def get_config():
     c.task.max_prompt_tokens = 64
     c.warmup.steps = 50
     c.rollout.driver = "processes"
-    c.rollout.mode = "in_flight(staleness=2)"
+    c.rollout.schedule = "in_flight(staleness=2)"
     c.rollout.worker_timeout = 10.0
     c.rollout.prompts = 16
     c.rollout.max_new_tokens = 34

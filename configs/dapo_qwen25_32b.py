@@ -27,7 +27,7 @@ def get_config(variant: str = "sync"):
     c.model.path = "models/Qwen2.5-32B"
     c.model.dtype = "bfloat16"
     c.model.remat = "full"
-    c.model.highest_head = True
+    c.model.fp32_head = True
     c.task.name = "jsonl"
     c.task.params = {"path": "data/dapo/train.jsonl"}
     c.task.chat = True
@@ -66,7 +66,7 @@ def get_config(variant: str = "sync"):
     c.train.logprob_chunk = 16_384
     if variant == "async":
         c.name = "dapo_qwen25_32b-async"
-        c.rollout.mode = "areal(staleness=2)"
+        c.rollout.schedule = "areal(staleness=2)"
         c.rollout.driver = "threads"
         c.rollout.snapshot_gib = 400.0  # three of 122, on the eight hosts that learn
         c.engine.slots = 384  # the learner's state is elsewhere

@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     # full (keeps the input of each layer) or host (keeps it in host memory; TPU)
     c.model.remat = "none"
     # For experts
-    c.model.highest_head = False  # float32 output head at full precision (matters on TPU)
+    c.model.fp32_head = False  # float32 output head at full precision (matters on TPU)
     # The engine's quantisation, where the learner is to compute the same 8-bit products
     c.model.quantization = "none"
     c.model.unquantized = ()  # with that, the engine's engine.unquantized
@@ -94,7 +94,7 @@ def get_config() -> ConfigDict:
     # fully_async(trigger=4, threshold=0.5, partial=True), areal(staleness=4),
     # in_flight(staleness=4), dora(staleness=2), roll_flash(alpha=1, redundant=0) or
     # laminar(staleness=4, repack=0.5); docs/async.md
-    c.rollout.mode = "sync"
+    c.rollout.schedule = "sync"
     c.rollout.driver = "virtual"  # virtual (in turns), threads or processes; docs/async.md
     c.rollout.workers = 1  # samplers; with driver processes, as many sample as join
     # Where python -m jaxrl_tis.worker joins (processes); port 0 takes a free one. An address that
@@ -105,25 +105,28 @@ def get_config() -> ConfigDict:
     # fresh(uses=2, most=4, tau=500); prompts / uses of each batch are new. "": none
     c.rollout.replay = ""
     # For experts
-    c.rollout.kept_set = 0  # most tokens of a recorded support that the learner scores over; 0: off
+    # Most tokens of a recorded support that the learner scores over; 0: off
+    c.rollout.sampling_mask_size = 0
     c.rollout.allow_filter_bias = False  # top_k, top_p, min_p bias every ratio; True accepts that
     c.rollout.max_rounds = 4  # rounds of fresh prompts per batch with dynamic sampling
     c.rollout.worker_timeout = 30.0  # seconds of silence after which a worker is gone
-    c.rollout.queue = 0  # most groups begun and not yet trained on; 0: as many as the mode allows
+    # Most groups begun and not yet trained on; 0: as many as the schedule allows
+    c.rollout.queue = 0
     c.rollout.update_turns = 0  # calls that each sampler makes during an update (virtual)
     # Steps between probes of the gap, by engine and by staleness, against c.gate's bounds; 0: none
-    c.rollout.probe_every = 0
+    c.rollout.gap_probe_every = 0
     # Above a bound: warn, sync (also lower the bound on staleness by one version) or stop
-    c.rollout.on_budget = "warn"
+    c.rollout.on_gap_exceeded = "warn"
     # Source of the learner's log-probs under older weights, see jaxrl_tis/learner/snapshots.py:
     # ring (of snapshots), replica (one snapshot, scores on arrival), ewma (an average of the policy
     # takes their place, PPO-EWMA) or none (the policy does: for decoupled, a3po and bypass)
-    c.rollout.old_logp = "ring"
-    c.rollout.snapshots = 0  # of the ring; 0: one more than the mode's bound on a token's age
+    c.rollout.old_logp_source = "ring"
+    c.rollout.snapshots = 0  # of the ring; 0: one more than the schedule's bound on a token's age
     c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots, over all processes
     # Mean age of the average's weights in updates: its decay is 1 - 1 / (centre + 1)
     c.rollout.ewma_centre = 10.0
-    c.rollout.max_age = 0  # most versions that a replayed token is old; 0: 4 more than the mode's
+    # Most versions that a replayed token is old; 0: 4 more than the schedule's
+    c.rollout.max_age = 0
 
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together
@@ -148,11 +151,14 @@ def get_config() -> ConfigDict:
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of a prompt per prefill call
     c.engine.prefill_calls = 4  # prefill calls between two calls that decode
-    c.engine.overlap = False  # dispatch a call before the tokens of the last are read; no drafts
+    # Dispatch a call before the tokens of the last are read; no drafts
+    c.engine.async_scheduling = False
     c.engine.policy = "first_come"  # which sequence runs next: jaxrl_tis/engine/policies.py
-    c.engine.max_bypass = 0  # admissions after which a waiting sequence goes first; 0: no bound
-    c.engine.divide = 0  # tokens after which a sequence makes room for a waiting one; 0: never
-    c.engine.free_rows = 128  # slots * (draft + 1) that a pass computes at the price of one
+    # Admissions after which a waiting sequence goes first; 0: no bound
+    c.engine.max_wait_admissions = 0
+    # Tokens after which a sequence makes room for a waiting one; 0: never
+    c.engine.preempt_after = 0
+    c.engine.free_batch_rows = 128  # slots * (draft + 1) that a pass computes at the price of one
 
     c.correction = ConfigDict()
     # A method is spelled "name" or "name(parameter=value, ...)"; docs/methods.md lists them.
@@ -175,7 +181,7 @@ def get_config() -> ConfigDict:
     # Rejected tokens stay in the denominators. Tokens that a mask rejects at the update always do:
     # of all masks in bypass mode, and of opsm, trm, trm_k3, m2po and clip_cov, which compare with
     # the policy of the update.
-    c.correction.counts_rejected = False
+    c.correction.rejected_in_denominator = False
     c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0 takes the row length
     c.correction.offload_reference = False  # keep the reference in host memory between uses
 
@@ -203,11 +209,11 @@ def get_config() -> ConfigDict:
     # For experts
     # auto: the update of a batch scores it, where it is the only one and the methods allow that;
     # never: a program of its own scores it before
-    c.train.fuse_score = "auto"
+    c.train.fuse_old_logp = "auto"
     c.train.logprob_chunk = 1024  # positions whose logits are alive at a time
     # Number format of gradients' sums over the devices of mesh.train that cut a matrix: float32 or,
     # at half the bytes, bfloat16
-    c.train.sum_dtype = "float32"
+    c.train.grad_reduce_dtype = "float32"
 
     c.metrics = ConfigDict()
     c.metrics.record = "full"  # or compact: what metrics.jsonl gets; docs/metrics.md marks it
@@ -218,7 +224,7 @@ def get_config() -> ConfigDict:
     # For experts
     # Steps between percentiles and profiles by position, which sort the rollout batch, and variance
     # proxies, which take a forward pass over it.
-    c.metrics.percentile_every = 10
+    c.metrics.diagnostics_every = 10
 
     # (data, fsdp, tensor) and, to cut long rows, context; -1 takes the devices that are left
     c.mesh = ConfigDict()
@@ -246,7 +252,7 @@ def get_config() -> ConfigDict:
     c.watchdog.timeout = 1800.0
 
     c.processes = ConfigDict()
-    c.processes.check_every = 10  # steps between comparisons of what several processes hold
+    c.processes.consistency_every = 10  # steps between comparisons of what several processes hold
     return c
 
 

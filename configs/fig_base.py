@@ -33,6 +33,6 @@ def get_config():
     c.train.microbatch_rows = 128
     c.eval.every = 20
     c.checkpoint.every = c.steps
-    c.metrics.percentile_every = 40
+    c.metrics.diagnostics_every = 40
     c.metrics.samples_every = 0
     return c

@@ -22,7 +22,8 @@ def sweep():
         "noise": {"engine.noise_start": 0.2, "engine.noise_end": 0.15, "engine.noise_stages": 1},
         "float8": {"engine.quantization": "fp8_w8a8", "engine.cache_dtype": "float8_e4m3fn"},
         "stale": {
-            "rollout.mode": "areal(staleness=16)", "rollout.update_turns": 4, "optimizer.lr": 1e-3,
+            "rollout.schedule": "areal(staleness=16)", "rollout.update_turns": 4,
+            "optimizer.lr": 1e-3,
         },
         "reuse": {"train.epochs": 4, "optimizer.lr": 1e-3},
     }

@@ -26,7 +26,8 @@ def _lag(lag):
     if lag == 0:
         return {}
     return {
-        "rollout.mode": f"areal(staleness={lag})", "rollout.update_turns": 4, "rollout.old_logp": "none",
+        "rollout.schedule": f"areal(staleness={lag})", "rollout.update_turns": 4,
+        "rollout.old_logp_source": "none",
     }
 
 

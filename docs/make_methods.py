@@ -55,12 +55,14 @@ from `mu`, weighted scores have a mean, the drift, which a constant advantage tu
 every prefix. `centering` subtracts it: the expected step of a prefix becomes the covariance of
 advantage and weighted score. It needs the sampler's probabilities of other tokens than the drawn one,
 which the engine then records: `"top(n)"`, the n likeliest, with the rest taken to be in proportion to
-`pi`; or `"kept"`, the recorded support (`rollout.kept_set`), where nothing is left to be modelled, and
-nothing is subtracted where more could be drawn than it holds (`rollout/kept_overflow`). It goes with the weights {centred_weights}, the masks {centred_masks}, and the objectives
-{centred_objectives} in bypass mode; in decoupled mode with one update of a batch also with
-{centred_at_one}. With `token_vanilla` there is nothing to subtract. Other methods have no weight of a
-token that was not drawn and are refused by name. Evidence is mixed: the paper (0.6B to 30B) finds
-it at or above weights under quantised rollouts, a replication with a Qwen model found nothing.
+`pi`; or `"kept"`, the recorded support (`rollout.sampling_mask_size`), where nothing is left to be
+modelled, and nothing is subtracted where more could be drawn than it holds
+(`rollout/kept_overflow`). It goes with the weights {centred_weights}, the masks {centred_masks},
+and the objectives {centred_objectives} in bypass mode; in decoupled mode with one update of a batch
+also with {centred_at_one}. With `token_vanilla` there is nothing to subtract. Other methods have no
+weight of a token that was not drawn and are refused by name. Evidence is mixed: the paper (0.6B to
+30B) finds it at or above weights under quantised rollouts, a replication with a Qwen model found
+nothing.
 
 To add a method: one function in `jaxrl_tis/estimators/`, with the labels of its neighbours'
 docstrings; one line in the dict at the end of the file, and in `NEEDS` if it takes more from the
@@ -76,11 +78,11 @@ has values of required parameters and `universal_test.py` tests all entries. The
 bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; those marked † are
 for small configs: the logits of the whole vocabulary at every token, or a backward pass for every
 row; an objective with `logp_behav` holds the weight itself and goes with weight `none`. Rejected
-tokens leave the denominators of the loss unless `counts_rejected` is set; where masks are judged
-together with the gradient, at every update, they stay: in bypass mode, and in decoupled mode those
-that judge the policy of the update and not the sampler's gap ({at_update}). Controllers are small state machines beside
-the update, without a gradient; `correction.controllers` names them, joined by `&`, and their state
-is part of the checkpoint.
+tokens leave the denominators of the loss unless `rejected_in_denominator` is set; where masks are
+judged together with the gradient, at every update, they stay: in bypass mode, and in decoupled mode
+those that judge the policy of the update and not the sampler's gap ({at_update}). Controllers are
+small state machines beside the update, without a gradient; `correction.controllers` names them,
+joined by `&`, and their state is part of the checkpoint.
 
 **Answers that are left out.** An answer whose reward failed has an unknown reward. It is in neither
 the loss nor its denominators, and in no statistic of its group or batch. One known answer left of a

@@ -60,8 +60,8 @@ INTRODUCTIONS = {
     "Sampler against learner": """\
 Computed in `diagnostics/`.
 
-`config.rollout.old_logp` sets the source of π_old. With `ring` and `replica` it is as above. With `ewma` and
-`none` it is π_prox, and staleness counts as the engine's.""",
+`config.rollout.old_logp_source` sets the source of π_old. With `ring` and `replica` it is as above.
+With `ewma` and `none` it is π_prox, and staleness counts as the engine's.""",
     "Importance weights and rejection": """\
 Computed in `diagnostics/`.
 

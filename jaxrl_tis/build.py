@@ -25,7 +25,7 @@ from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
 from jaxrl_tis.models import placement, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.rollouts import replay
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 
@@ -59,8 +59,8 @@ class Setup:
         return self.training.model
 
     @property
-    def mode(self) -> Mode:
-        return self.training.mode
+    def schedule(self) -> Schedule:
+        return self.training.schedule
 
     @property
     def engine(self) -> Engine:
@@ -81,15 +81,15 @@ class Setup:
         return KVEviction(sinks, window) if window else None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What has to be the same for a learner and its rollout workers, by name."""
         model, engine = vars(self.model), vars(self.engine.config)
-        found = {f"model.{name}": str(value) for name, value in model.items()}
-        found |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
+        fields = {f"model.{name}": str(value) for name, value in model.items()}
+        fields |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
         size = self.tokenizer.vocab_size
         texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
         shown = repr((texts, size, self.tokenizer.eos_ids)).encode()
-        return found | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
+        return fields | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
 
     def serving_params(self, params: Any, version: int) -> Any:
         """Makes what `engine` samples with: the policy of this version in the sampler's format,
@@ -118,11 +118,13 @@ class Setup:
         config, drafts = self.config.engine, None
         retention = self.retention if engine is self.engine else None
         if config.max_draft:
-            drafts = Drafts(engine.slots, config.max_draft, config.free_rows)
+            drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
-            max_bypass=config.max_bypass or None, prefill_calls=config.prefill_calls,
-            divide=config.divide, retention=retention, drafts=drafts, overlap=config.overlap,
+            max_wait_admissions=config.max_wait_admissions or None,
+            prefill_calls=config.prefill_calls,
+            preempt_after=config.preempt_after, retention=retention, drafts=drafts,
+            async_scheduling=config.async_scheduling,
             **options,
         )
 
@@ -162,7 +164,7 @@ def assemble(
     """
     _check_positions(config, model)
     training = make_learner_setup(
-        config, choices.correction, choices.mode, choices.replay, model, devices
+        config, choices.correction, choices.schedule, choices.replay, model, devices
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]
@@ -188,20 +190,21 @@ def _engine_configs(
     e = config.engine
     sizes = functools.partial(
         EngineConfig, slots=e.slots, max_length=max_length(config), page_size=e.page_size,
-        num_pages=e.num_pages or None, highest_head=config.model.highest_head,
+        num_pages=e.num_pages or None, fp32_head=config.model.fp32_head,
         steps=e.steps_per_call, max_draft=e.max_draft, prefill_batch=e.prefill_batch,
         prefill_chunk=e.prefill_chunk, unroll=e.unroll, numerics=config.model.numerics,
     )
     # Of a smaller vocabulary the head is all that a device has of it.
     top_n = min(
-        centering.head_size(choices.correction.centering, config.rollout.kept_set),
+        centering.head_size(choices.correction.centering, config.rollout.sampling_mask_size),
         vocab_size // layout.count(layout.axes("vocab")),
     )
     sampling = sizes(
         dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
         unquantized=tuple(e.unquantized),
         records_logits="logits_behav" in choices.correction.needs,
-        num_kept=config.rollout.kept_set, injected=choices.injected, **{"top_n": top_n, **sampler},
+        num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
+        **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(
         dtype=config.model.dtype, cache_dtype=config.model.dtype,
@@ -254,7 +257,7 @@ def _check_positions(config, model: ModelConfig) -> None:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}{field}"
         ) from error
     if doubt:
-        processes.say(f"warning: {doubt}", sys.stderr)
+        processes.report(f"warning: {doubt}", sys.stderr)
 
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:

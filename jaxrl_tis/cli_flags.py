@@ -134,7 +134,7 @@ class _ConfigParser(flags.ArgumentParser):
         try:
             config = self._inner.parse(argument)
         except Exception as error:  # the file is the user's code
-            raise flags.Error(_told(error, path)) from error
+            raise flags.Error(_error_text(error, path)) from error
         if not isinstance(config, ml_collections.ConfigDict):
             kind = type(config).__name__
             raise flags.Error(f"{path}: get_config() returns a value of type {kind}, not a ConfigDict")
@@ -145,7 +145,7 @@ class _ConfigParser(flags.ArgumentParser):
         return self._inner.flag_type()
 
 
-def _told(error: Exception, path: str) -> str:
+def _error_text(error: Exception, path: str) -> str:
     """Says what went wrong, and in which line of the config file."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
@@ -160,11 +160,11 @@ def _told(error: Exception, path: str) -> str:
 def overrides(argv: Sequence[str]) -> dict[str, str]:
     """Finds the fields that a command line sets, as --config.field=text or as two words: {dotted
     field: its text}."""
-    found = {}
+    fields = {}
     for word, following in zip(argv, [*argv[1:], ""]):
         if match := re.fullmatch(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):
-            found[match[1]] = following if match[2] is None else match[2]
-    return found
+            fields[match[1]] = following if match[2] is None else match[2]
+    return fields
 
 
 def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:

@@ -44,14 +44,15 @@ class Evaluator:
 
     def __init__(
         self, config: ml_collections.ConfigDict, prompter: Prompter,
-        pulse: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ):
         self._config, self._prompter = config, prompter
         self.greedy: list[Sample] = []
         params = {**config.task.params, **config.eval.params}
         reject = lacks_answer(config.reward.name)
         checked = prompter.checked(
-            tasks.make(config.task.name, params), "held-out data", reject, config.eval.prompts, pulse
+            tasks.make(config.task.name, params), "held-out data", reject, config.eval.prompts,
+            heartbeat
         )
         if len(checked.good) < config.eval.prompts:
             raise ValueError(
@@ -64,13 +65,13 @@ class Evaluator:
 
     def run(
         self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress,
-        pulse: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Returns mean rewards, accuracies, the number of prompts and how many of the answers have
         no reward. A mean of no reward is left out, and so is the accuracy of the commonest answer
         where the data have none."""
         constant = self._constant(rewards)
-        trajectories = self._answers(scheduler, step, 1, progress, pulse)
+        trajectories = self._answers(scheduler, step, 1, progress, heartbeat)
         texts, tokens = self._texts(trajectories), [t.tokens for t in trajectories]
         scores = rewards.score(texts[0::2], self._records, tokens[0::2])
         self.greedy = [
@@ -111,7 +112,7 @@ class Evaluator:
         scores = np.array(scores).reshape(len(self._records), 1 + samples)
         return scores[:, 0], scores[:, 1:]
 
-    def _answers(self, scheduler, step: int, samples: int, progress, pulse) -> list[Trajectory]:
+    def _answers(self, scheduler, step: int, samples: int, progress, heartbeat) -> list[Trajectory]:
         """Draws a greedy and sampled answers to each prompt; those of a prompt share one
         prefill."""
         tokenizer = self._prompter.tokenizer
@@ -126,7 +127,7 @@ class Evaluator:
             for i, ids in enumerate(self._prompts)
             for name, kind in draws
         ]
-        return generate(scheduler, requests, progress.update, pulse)
+        return generate(scheduler, requests, progress.update, heartbeat)
 
     def _texts(self, trajectories: list[Trajectory]) -> list[str]:
         return [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]

@@ -73,7 +73,7 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
         files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
         about = {"run": config.name, "step": f"{meta['step']}", "made_by": "jaxrl_tis"}
         models.save(out, model, params, files, about, fields)
-        expected = _facts(tokenizer) | {"generation config": _generation(source, fields)}
+        expected = _identity(tokenizer) | {"generation config": _generation(source, fields)}
     _check(out, model, params, dtype, expected)
     return meta["step"]
 
@@ -114,7 +114,7 @@ def _generation(folder: pathlib.Path, fields: dict[str, Any]) -> dict[str, Any]:
     return _read(folder / "generation_config.json") or fields
 
 
-def _facts(tokenizer: Tokenizer) -> dict[str, Any]:
+def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns what a server needs to know of a tokenizer beside its ids."""
     return {
         "end tokens": tokenizer.eos_ids, "start token": tokenizer.bos_id,
@@ -136,7 +136,7 @@ def _check(
         wrong.append("model")
     folder = pathlib.Path(out)
     fields = {n: x for n, x in _read(folder / "config.json").items() if n in GENERATION}
-    written = _facts(load_tokenizer(out)) | {"generation config": _generation(folder, fields)}
+    written = _identity(load_tokenizer(out)) | {"generation config": _generation(folder, fields)}
     wrong += [name for name, value in expected.items() if written[name] != value]
     if wrong:
         shutil.move(out, f"{out}.wrong")

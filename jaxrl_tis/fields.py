@@ -51,8 +51,8 @@ class Field:
       dtype: numpy's name of it.
       source: who computes it. "record": the sampler, when it drew the token. "rows": the layout.
         "reward": the rollouts. "learner", "critic", "reference": a forward pass over the rollout
-        batch; that of the learner may be the update itself, see `Correction.why_scored`. "step":
-        the run, at the start of an update. "controller": `learner/control.py`. "prepare":
+        batch; that of the learner may be the update itself, see `Correction.recompute_reason`.
+        "step": the run, at the start of an update. "controller": `learner/control.py`. "prepare":
         `correction.make_prepare`. "update": the update itself.
       use: who reads it. "forward": every program that computes log-probs. "update": every update.
         "method": the methods that name it in their `NEEDS`. "batch": what is computed once of a
@@ -159,9 +159,9 @@ def field(name: str) -> Field:
 def shape(name: str, count: int, length: int, widths: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of a field of a rollout batch: `count` sequences, rows of `length`
     tokens."""
-    found = field(name)
-    axes = tuple(widths[axis] if isinstance(axis, str) else axis for axis in found.axes)
-    return (count, length, *axes) if found.unit == "token" else (count, *axes)
+    entry = field(name)
+    axes = tuple(widths[axis] if isinstance(axis, str) else axis for axis in entry.axes)
+    return (count, length, *axes) if entry.unit == "token" else (count, *axes)
 
 
 def is_recorded(name: str, widths: Mapping[str, int]) -> bool:

@@ -49,12 +49,12 @@ def _check_tokens(tokens_bt: np.ndarray, vocab_size: int) -> None:
 def read_tokens(path: str) -> np.ndarray:
     """Reads the array in a .npy file; FileNotFoundError or ValueError where there is none."""
     try:
-        found = np.load(path, allow_pickle=False)
+        tokens = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
-    if not isinstance(found, np.ndarray):
+    if not isinstance(tokens, np.ndarray):
         raise ValueError(f"{path} holds several arrays; a .npy file holds one")
-    return found
+    return tokens
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ class Layout:
 
     mesh: Mesh
     rules_items: tuple
-    sum_dtype: str = "float32"
+    grad_reduce_dtype: str = "float32"
 
     @property
     def rules(self) -> dict:
@@ -135,8 +135,8 @@ class Layout:
         return x
 
     def scatter(self, x: jax.Array, axis: int) -> jax.Array:
-        """Sums x over those devices in `sum_dtype`; of an axis each keeps its own part."""
-        summed = x.astype(self.sum_dtype)
+        """Sums x over those devices in `grad_reduce_dtype`; of an axis each keeps its own part."""
+        summed = x.astype(self.grad_reduce_dtype)
         for name in self.axes("embed"):
             for groups in stages(self.mesh.shape[name]):
                 summed = jax.lax.psum_scatter(
@@ -145,11 +145,11 @@ class Layout:
         return summed.astype(x.dtype)
 
     def sum_rows(self, x: jax.Array) -> jax.Array:
-        """Sums a weight's gradient in `sum_dtype` over the devices with other tokens that the width
-        is not cut over."""
+        """Sums a weight's gradient in `grad_reduce_dtype` over the devices with other tokens that
+        the width is not cut over."""
         tokens = self.axes("batch") + self.axes("length")
         rest = tuple(a for a in tokens if a not in self.axes("embed") and self.mesh.shape[a] > 1)
-        return jax.lax.psum(x.astype(self.sum_dtype), rest).astype(x.dtype) if rest else x
+        return jax.lax.psum(x.astype(self.grad_reduce_dtype), rest).astype(x.dtype) if rest else x
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Pins an activation inside jit; nothing to pin on one device."""
@@ -201,11 +201,11 @@ class Layout:
 
         copies.defvjp(lambda x: (copies(x), None), add)
         cut = lambda x: place(x.reshape(self.shards, -1, *x.shape[1:]), axes)
-        found = jax.vmap(f, spmd_axis_name=axes)(
+        parts = jax.vmap(f, spmd_axis_name=axes)(
             jax.tree.map(copies, params), jax.tree.map(cut, rows)
         )
         join = lambda x: x.reshape(-1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(jax.tree.map(join, found), self.replicated())
+        return jax.lax.with_sharding_constraint(jax.tree.map(join, parts), self.replicated())
 
     def everywhere(self, f: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
         """Returns f: (scores, inputs) -> (value, others), as every device computes it by itself from
@@ -310,7 +310,7 @@ def _replicate(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 def layout(
     shape: tuple[int, ...], rules: dict, devices: list | None = None, vocab_size: int = 0,
-    sum_dtype: str = "float32",
+    grad_reduce_dtype: str = "float32",
 ) -> Layout:
     """Makes the mesh under the rules. Where its tensor shards do not divide a vocabulary of
     `vocab_size` tokens, each stores all of it. ValueError where a context axis would shard
@@ -323,7 +323,7 @@ def layout(
             f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which only "
             "training rows are cut into; use 1 to serve"
         )
-    return Layout(mesh, tuple(rules.items()), sum_dtype)
+    return Layout(mesh, tuple(rules.items()), grad_reduce_dtype)
 
 
 def single_device() -> Layout:

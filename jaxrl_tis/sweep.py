@@ -157,13 +157,13 @@ def jobs_of(
     """
     names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
-    given = set(cli_flags.overrides(overrides))
-    if seeds and "seed" in given:
+    named = set(cli_flags.overrides(overrides))
+    if seeds and "seed" in named:
         problems.append("--seeds and --config.seed both set the seed: give one of them")
-    given |= {"seed"} if seeds else set()
+    named |= {"seed"} if seeds else set()
     jobs = []
     for name, arm in zip(names, _listed(arms)):
-        if twice := sorted(given & arm.keys()):
+        if twice := sorted(named & arm.keys()):
             problems.append(f"{name}: the arm sets {', '.join(twice)}, and so does the command line")
             continue
         fields = [f"--config.{field}={value}" for field, value in arm.items()]

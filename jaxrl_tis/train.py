@@ -29,7 +29,7 @@ from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.record.progress import Progress
-from jaxrl_tis.record.provenance import date, facts, saved, write_run_files
+from jaxrl_tis.record.provenance import date, identity, saved, write_run_files
 from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, Prompter, lacks_answer
 from jaxrl_tis.rollouts.remote import remote_source
@@ -60,13 +60,13 @@ def check_rewards(
     """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
     if not all(sample.is_failed for sample in drawn):
         return
-    found = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
+    problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
     if is_first:
         raise ValueError(
-            f"{found}. Mend the function that reward.name names; WORKDIR/{failures.FILE_NAME} has the "
+            f"{problem}. Mend the function that reward.name names; WORKDIR/{failures.FILE_NAME} has the "
             "errors by kind, with the last texts of each"
         )
-    processes.say(found, sys.stderr)
+    processes.report(problem, sys.stderr)
 
 
 class Run:
@@ -91,13 +91,13 @@ class Run:
         self._watchdog, self._interrupt = watchdog, interrupt
         self._timer = Timer(goodput.compile_seconds)
         self._prompter = Prompter(setup.tokenizer, config.task)
-        self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.beat)
+        self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.heartbeat)
         is_new, training = checkpoints.latest() is None, setup.training
-        self._taught = examples(training, self._prompter, watchdog.beat) if is_new else None
+        self._taught = examples(training, self._prompter, watchdog.heartbeat) if is_new else None
         self.trainer = Trainer(training)
         self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
-        self.accumulates = setup.mode.on_arrival and arriving.accumulation_blocker(training) is None
+        self.accumulates = setup.schedule.on_arrival and arriving.accumulation_blocker(training) is None
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
@@ -116,27 +116,29 @@ class Run:
         starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
         has_threads = config.rollout.driver == "threads"
         parts = SourceParts(
-            config, setup.mode, setup.replay, groups, batches, self._timer,
-            setup.served_params if has_threads else setup.serving_params, self.pulse,
+            config, setup.schedule, setup.replay, groups, batches, self._timer,
+            setup.served_params if has_threads else setup.serving_params, self.heartbeat,
         )
-        if setup.mode.is_sync and parts.replay is None:
+        if setup.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])
         if has_threads:
             return thread_source(parts, starts, setup.engine.slots)
         if config.rollout.driver == "processes":
-            return remote_source(parts, setup.engine, setup.facts)
+            return remote_source(parts, setup.engine, setup.identity)
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config.reward.name)
-        return self._prompter.checked(source, "training data", reject, pulse=self._watchdog.beat)
+        return self._prompter.checked(
+            source, "training data", reject, heartbeat=self._watchdog.heartbeat
+        )
 
     def begin(self) -> None:
         """Makes the state at step 0, or reads that of the newest checkpoint. Evaluates it where
         that is due and was not done."""
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
-            agreed = facts(self.setup.config.to_dict()) | self.source.sync_digest()
+            agreed = identity(self.setup.config.to_dict()) | self.source.sync_digest()
             agreed |= {"--change": self._changed.named, "held-out examples": self._evaluator.digest}
             if difference := processes.difference(agreed):
                 raise ValueError(difference)
@@ -156,7 +158,8 @@ class Run:
         self._open_record()
         with self.phase("warm-up"):
             params = warm_up(
-                self.setup.training, initial_params(self.setup.training), self.writer, self.pulse,
+                self.setup.training, initial_params(self.setup.training), self.writer,
+                self.heartbeat,
                 self._prompter, self._taught,
             )
         self.state = initial_state(self.setup.training, params)
@@ -182,9 +185,9 @@ class Run:
         )
         processes.first(lambda: self._describe(fields))
         self._open_record(self.done)
-        processes.say(f"continuing {workdir} after step {self.done}")
-        for line in changes.told(fields, training.config.model.numerics) + rates:
-            processes.say(line)
+        processes.report(f"continuing {workdir} after step {self.done}")
+        for line in changes.messages(fields, training.config.model.numerics) + rates:
+            processes.report(line)
 
     def _describe(self, fields: Mapping[str, list]) -> None:
         before = saved(self._workdir, "changes") or []
@@ -213,10 +216,10 @@ class Run:
         if self._samples is not None:
             self._samples.close()
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         """Says that the run came on; Interrupted where the step is to be given up. All processes
         call it at the same places."""
-        self._watchdog.beat()
+        self._watchdog.heartbeat()
         self._interrupt.check()
 
     def stop_if_asked(self) -> None:
@@ -233,7 +236,7 @@ class Run:
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Names a phase to the watchdog, and to the profiler where that is on."""
-        self._watchdog.beat(f"step {self.done + 1}, {name}")
+        self._watchdog.heartbeat(f"step {self.done + 1}, {name}")
         with jax.profiler.TraceAnnotation(name):
             yield
 
@@ -256,7 +259,7 @@ class Run:
                 "parts alone: return them without it"
             )
         if not self._is_rewarded and (unused := self.rewards.unused_weights()):
-            processes.say(
+            processes.report(
                 f"warning: reward.weights names {', '.join(unused)}, which no result has had so far",
                 sys.stderr,
             )
@@ -264,7 +267,7 @@ class Run:
 
     def compare(self, step: int, rows: Rows) -> None:
         """Raises RuntimeError where the processes do not hold the same batch."""
-        if step % self.setup.config.processes.check_every:
+        if step % self.setup.config.processes.consistency_every:
             return
         batch = {f"batch.{name}": x for name, x in rows.items()}
         if difference := processes.difference(self.source.sync_digest() | batch):
@@ -311,7 +314,7 @@ class Run:
         """Measures the held-out reward and accuracy of the learner itself: of its weights and
         numerics, not the sampler's."""
         start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
-        self._watchdog.beat(f"evaluation at step {step}")
+        self._watchdog.heartbeat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
         self.source.release_cache()  # there is room for one cache
         params = engine.load(self.state["policy"].params)
@@ -319,7 +322,7 @@ class Run:
         total = 2 * self.setup.config.eval.prompts
         title = f"evaluation at step {step}"
         with Progress(total, title, is_shown=processes.is_first()) as progress:
-            values = self._evaluator.run(scheduler, self.rewards, step, progress, self.pulse)
+            values = self._evaluator.run(scheduler, self.rewards, step, progress, self.heartbeat)
         compiled = goodput.compile_seconds() - compiled
         self._timer.add("compile", compiled)
         seconds = time.monotonic() - start - compiled
@@ -330,7 +333,7 @@ class Run:
             self.setup.config.metrics.samples,
         ))
         self.last_eval = values
-        processes.say(f"step {step}: {evaluate.summary(values)}")
+        processes.report(f"step {step}: {evaluate.summary(values)}")
 
     def save(self) -> None:
         """Saves in the background; the time of the blocking part counts to the next step."""
@@ -362,9 +365,9 @@ def opened(
         pins, config = _pinned(config, workdir)
         setup = build(config)
         for doubt in validate.doubts(config, setup.training.correction):
-            processes.say(f"warning: {doubt}", sys.stderr)
-        if setup.training.why_scored:
-            processes.say(f"score and update are two programs: {setup.training.why_scored}")
+            processes.report(f"warning: {doubt}", sys.stderr)
+        if setup.training.recompute_reason:
+            processes.report(f"score and update are two programs: {setup.training.recompute_reason}")
         mirror = storage.Mirror(workdir)
         folder = mirror.folder
         processes.first(lambda: stack.enter_context(lock.locked(folder)))
@@ -376,29 +379,29 @@ def opened(
             Checkpoints(workdir, config.checkpoint.keep, before_commit=mirror.upload)
         )
         rewards = stack.enter_context(worker(
-            config.reward, share=processes.share, pulse=watchdog.beat,
+            config.reward, share=processes.share, heartbeat=watchdog.heartbeat,
             failures=Failures(
                 folder / failures.FILE_NAME if processes.is_first() else None,
-                lambda text: processes.say(text, sys.stderr),
+                lambda text: processes.report(text, sys.stderr),
             ),
         ))
         changed = Changes(tuple(change), fields)
         r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)
-        if setup.mode.on_arrival and (why := arriving.accumulation_blocker(setup.training)):
-            processes.say(f"the learner waits for whole batches: {why}")
+        if setup.schedule.on_arrival and (why := arriving.accumulation_blocker(setup.training)):
+            processes.report(f"the learner waits for whole batches: {why}")
         try:
             yield r
         except Interrupted:
-            interrupt.obeyed()
+            interrupt.acknowledge()
             raise r.stop() from None
         finally:
             r.close()
         if processes.is_first():
             from jaxrl_tis.report import page  # matplotlib, which no step waits for
 
-            watchdog.beat("report")
+            watchdog.heartbeat("report")
             page.write([folder], folder / "report.html")
-        processes.say(f"report: {mirror.workdir / 'report.html'}")
+        processes.report(f"report: {mirror.workdir / 'report.html'}")
 
 
 def _pinned(
@@ -481,7 +484,7 @@ def run(
                 check_finite(step, values, r.saved)
                 if not rows["mask"].any():
                     idle = f"step {step}: nothing to train on; the weights stay as they were"
-                    processes.say(idle, sys.stderr)
+                    processes.report(idle, sys.stderr)
 
                 # Record
                 r.record(step, values, drawn, rows, start)

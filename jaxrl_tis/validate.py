@@ -26,9 +26,9 @@ from jaxrl_tis.learner.optimizer import SCHEDULES
 from jaxrl_tis.learner.setup import max_length
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.record.sinks import SINKS
-from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.rollouts.check import rollout_problems
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
@@ -41,13 +41,13 @@ class Choices:
 
     Attributes:
       correction: the methods of config.correction.
-      mode: rollout.mode.
+      schedule: rollout.schedule.
       replay: rollout.replay; None where groups are trained on once.
       injected: engine.injected.
     """
 
     correction: Correction
-    mode: Mode
+    schedule: Schedule
     replay: replay.Way | None
     injected: Injection
 
@@ -81,7 +81,7 @@ def _parsed(config) -> tuple[dict[str, Any], list[str]]:
 
     if c.preset in presets.PRESETS and c.mode in (None, *loss.MODES):
         parse("correction", correction.parse, c, "correction: ")
-    parse("mode", modes.parse, rollout.mode, "rollout.")
+    parse("schedule", schedules.parse, rollout.schedule, "rollout.")
     parse("replay", replay.parse, rollout.replay, "rollout.")
     parse("injected", injection.parse, config.engine.injected, "engine.injected: ")
     return parsed, refused
@@ -89,39 +89,39 @@ def _parsed(config) -> tuple[dict[str, Any], list[str]]:
 
 def _of_rooms(config, parsed: dict[str, Any]):
     """Finds the problems of learner, engine and rollouts, as far as the choices are parsed."""
-    has_schedule = {"mode", "replay"} <= parsed.keys()
-    schedule = (parsed["mode"], parsed["replay"]) if has_schedule else ()
+    is_parsed = {"schedule", "replay"} <= parsed.keys()
+    scheduling = (parsed["schedule"], parsed["replay"]) if is_parsed else ()
     if "correction" in parsed:
         yield from method_problems(config, parsed["correction"])
-        if has_schedule:
-            yield from staleness_problems(config, parsed["correction"], *schedule)
+        if is_parsed:
+            yield from staleness_problems(config, parsed["correction"], *scheduling)
     yield from engine_problems(config)
-    if has_schedule:
-        yield from rollout_problems(config, *schedule)
+    if is_parsed:
+        yield from rollout_problems(config, *scheduling)
 
 
 def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
     """Returns a line for each setting of a valid config, with its methods, that is likely not what
     its user means."""
-    found = []
+    sentences = []
     if not config.reward.network and not confined.namespaces():
-        found.append(
+        sentences.append(
             "this system lets no process have a namespace of its own: Python's sockets are closed to "
             "rewards without reward.network, those of programs that they start are not"
         )
     if c.kl is None:
-        return found
+        return sentences
     if c.kl_placement == "reward" and c.kl[0] != "k1":
-        found.append(
+        sentences.append(
             f"correction.kl is {c.kl[0]!r} in the reward, where only k1 has the gradient of the KL: "
             "set correction.kl to k1"
         )
     if c.kl_placement == "loss" and config.train.epochs > 1 and c.kl[0] not in RATIOED_KL:
-        found.append(
+        sentences.append(
             f"correction.kl is {c.kl[0]!r} in the loss of {config.train.epochs} epochs: after the "
             "first the samples are another policy's, which clipped_is_k2 and is_k3 account for"
         )
-    return found
+    return sentences
 
 
 def _finite(config):
@@ -210,11 +210,11 @@ def _names(config):
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "critic.schedule": (config.critic.schedule, SCHEDULES),
         "metrics.record": (config.metrics.record, ("full", "compact")),
-        "rollout.old_logp": (config.rollout.old_logp, snapshots.WAYS),
+        "rollout.old_logp_source": (config.rollout.old_logp_source, snapshots.WAYS),
         "task.name": (config.task.name, tasks.TASKS),
         "task.on_bad_record": (config.task.on_bad_record, ("error", "skip")),
-        "train.fuse_score": (config.train.fuse_score, ("auto", "never")),
-        "train.sum_dtype": (config.train.sum_dtype, DTYPES),
+        "train.fuse_old_logp": (config.train.fuse_old_logp, ("auto", "never")),
+        "train.grad_reduce_dtype": (config.train.grad_reduce_dtype, DTYPES),
         "reward.signature": (config.reward.signature, SIGNATURES),
     }
     for field, (value, allowed) in allowed_values.items():
@@ -260,10 +260,11 @@ def _counts(config):
     positive = [
         "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
         "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
-        "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls", "engine.free_rows",
+        "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls",
+        "engine.free_batch_rows",
         "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
         "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
-        "metrics.percentile_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
+        "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
         "task.max_prompt_tokens", "reward.timeout", "reward.workers", "rollout.temperature",
         "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     ]
@@ -277,9 +278,11 @@ def _counts(config):
             "text"
         )
     not_negative = [
-        "engine.num_pages", "engine.max_bypass", "engine.divide", "engine.max_draft",
+        "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after",
+        "engine.max_draft",
         "engine.noise_start", "warmup.steps", "train.pack_length", "rollout.top_k",
-        "rollout.kept_set", "rollout.overlong_buffer", "rollout.snapshots", "rollout.ewma_centre",
+        "rollout.sampling_mask_size", "rollout.overlong_buffer", "rollout.snapshots",
+        "rollout.ewma_centre",
         "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr", "optimizer.warmup",
         "optimizer.weight_decay", "critic.warmup", "critic.weight_decay", "gate.max_d_mean",
         "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",

@@ -38,7 +38,7 @@ def main() -> None:
     try:
         setup = build(config)
         worker = RolloutWorker(
-            address, token, setup.facts, NAME.value or f"{socket.gethostname()}-{os.getpid()}",
+            address, token, setup.identity, NAME.value or f"{socket.gethostname()}-{os.getpid()}",
             setup.engine.slots, setup.engine.abstract_params(),
             functools.partial(setup.scheduler, setup.engine), config.rollout.worker_timeout,
             PARTIALS.value,

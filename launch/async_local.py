@@ -46,7 +46,8 @@ def report(folder: pathlib.Path) -> int:
     print(
         f"{len(steps)} of {config['steps']} steps; workers left {total('async/left')} times; "
         f"{total('async/resumed')} sequences were gone on with elsewhere, from "
-        f"{total('async/resumed_tokens')} tokens; {total('async/put_out')} workers were put out"
+        f"{total('async/resumed_tokens')} tokens; {total('async/workers_evicted')} workers were "
+        "evicted"
     )
     whole = config["rollout"]["prompts"]
     is_whole = len(steps) == config["steps"] and set(groups.values()) == {whole}

@@ -127,7 +127,7 @@ class Shell:
     def __init__(self, is_dry: bool):
         self.is_dry = is_dry
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Prints a comment of the script, or a line of the log."""
         print(f"# {text}" if self.is_dry else text, flush=True)
 

@@ -243,28 +243,28 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
         state = _state_or_unknown(shell, gcloud)
         action = machines.next(state)
         if action == "give up":
-            shell.say(f"given up: {machines.creations} times created, {machines.lost_touch} times "
+            shell.report(f"given up: {machines.creations} times created, {machines.lost_touch} times "
                       f"in a row nothing heard, now {state}; see `status`; what is left is billed "
                       f"until: {gcloud.again('delete')}")
             return 1
         if action == "create":
-            shell.say(f"asking for {plan.topology.product_name} as {plan.name}")
+            shell.report(f"asking for {plan.topology.product_name} as {plan.name}")
             shell.run(gcloud.create())
         elif action == "expire":
-            shell.say(f"{plan.name} is {state}, and --valid-until={gcloud.given.valid_until}: it is "
+            shell.report(f"{plan.name} is {state}, and --valid-until={gcloud.given.valid_until}: it is "
                       "deleted, and not asked for anew")
             _say_why(shell, gcloud)
             shell.code(gcloud.delete())
             return 1
         elif action == "delete":
-            shell.say(f"{plan.name} is {state}: deleting it, to ask for it anew")
+            shell.report(f"{plan.name} is {state}: deleting it, to ask for it anew")
             if state == "FAILED":
                 _say_why(shell, gcloud)
             if shell.code(gcloud.delete()):
                 machines.missed()
             time.sleep(POLL_SECONDS)
         elif action == "wait":
-            shell.say(f"{plan.name} is {state}")
+            shell.report(f"{plan.name} is {state}")
             time.sleep(POLL_SECONDS)
         elif not is_whole:
             _install(shell, gcloud)
@@ -277,39 +277,39 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
             shell.code(gcloud.follow())
             code = machines.ended(_status(shell, gcloud, gcloud.nodes[0]))
             if code is not None:
-                shell.say(f"the run ended with {code}; {plan.name} is still there, and billed, "
+                shell.report(f"the run ended with {code}; {plan.name} is still there, and billed, "
                           f"until: {gcloud.again('delete')}")
                 return code
             if not machines.has_run:
-                shell.say("its host knows nothing of the run any more: it is started again")
+                shell.report("its host knows nothing of the run any more: it is started again")
             time.sleep(POLL_SECONDS)
 
 
 def _say_why(shell: plans.Shell, gcloud: Gcloud) -> None:
     if reason := shell.read(gcloud.reason())[1]:
-        shell.say(reason)
+        shell.report(reason)
 
 
 def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
     plan = gcloud.plan
     print("set -euo pipefail")
-    shell.say(plans.sizes(plan))
+    shell.report(plans.sizes(plan))
     for line in plans.cost(plan, gcloud.given):
-        shell.say(line)
+        shell.report(line)
     if not plan.is_on_bucket:
-        shell.say(f"{plan.workdir} is on the machine's disk and goes with it; gs://... stays")
+        shell.report(f"{plan.workdir} is on the machine's disk and goes with it; gs://... stays")
     _look_at_clone(shell, gcloud)
-    shell.say("1. ask for the machines, and wait until they are there")
+    shell.report("1. ask for the machines, and wait until they are there")
     shell.run(gcloud.create())
     print(f'until [ "$({plans.show(gcloud.state())})" = ACTIVE ]; do sleep {POLL_SECONDS:g}; done')
-    shell.say("2. this commit and its environment on every host")
+    shell.report("2. this commit and its environment on every host")
     _install(shell, gcloud)
     if is_whole:
-        shell.say("3. the run on every host under launch/supervise.py, and the log of host 0")
+        shell.report("3. the run on every host under launch/supervise.py, and the log of host 0")
         _start(shell, gcloud)
         shell.run(gcloud.follow())
         lost = [s for s in LOST if s != "FAILED" or gcloud.given.valid_until is None]
-        shell.say(f"then: whenever the state is one of {', '.join(lost)}, delete --force and again "
+        shell.report(f"then: whenever the state is one of {', '.join(lost)}, delete --force and again "
                   "from 1; the run continues from its workdir")
     return 0
 
@@ -321,9 +321,9 @@ def _look_at_clone(shell: plans.Shell, gcloud: Gcloud) -> None:
     if problem := clone.problem(shell, gcloud.plan):
         if not shell.is_dry:
             raise ValueError(problem)
-        shell.say(f"refused as it stands: {problem}")
+        shell.report(f"refused as it stands: {problem}")
     if changes := clone.changes(shell):
-        shell.say(f"what is not committed here is not copied: {changes}")
+        shell.report(f"what is not committed here is not copied: {changes}")
 
 
 def _state(shell: plans.Shell, gcloud: Gcloud) -> str | None:
@@ -347,7 +347,7 @@ def _state_or_unknown(shell: plans.Shell, gcloud: Gcloud) -> str | None:
     try:
         return _state(shell, gcloud)
     except OutOfTouch as error:
-        shell.say(str(error))
+        shell.report(str(error))
         return UNKNOWN
 
 
@@ -421,7 +421,7 @@ def status(shell: plans.Shell, gcloud: Gcloud) -> int:
             shell.run(command)
         return 0
     state = _state(shell, gcloud)
-    shell.say(f"{gcloud.plan.name}: {state or 'there is none'}")
+    shell.report(f"{gcloud.plan.name}: {state or 'there is none'}")
     return max([shell.code(command) for command in commands if state == "ACTIVE"], default=0)
 
 

@@ -14,11 +14,11 @@ pytestmark = [
     pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
 ]
 RUNS = {
-    "ring": dict(rollout__mode="areal(staleness=2)"),
-    "replica": dict(rollout__mode="in_flight(staleness=2)", rollout__old_logp="replica"),
-    "average": dict(rollout__mode="one_step", rollout__old_logp="ewma"),
-    "workers": dict(rollout__mode="laminar(staleness=2, repack=0.9)", rollout__workers=2),
-    "verl": dict(rollout__mode="fully_async(trigger=2, threshold=0.5, partial=True)"),
+    "ring": dict(rollout__schedule="areal(staleness=2)"),
+    "replica": dict(rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica"),
+    "average": dict(rollout__schedule="one_step", rollout__old_logp_source="ewma"),
+    "workers": dict(rollout__schedule="laminar(staleness=2, repack=0.9)", rollout__workers=2),
+    "verl": dict(rollout__schedule="fully_async(trigger=2, threshold=0.5, partial=True)"),
 }
 
 
@@ -64,11 +64,11 @@ def test_a_run_that_is_told_to_stop_within_a_step_loses_no_sample(tmp_path, monk
         if len(calls) == 40:
             raise train.Interrupted
 
-    settings = dict(rollout__mode="areal(staleness=2)", rollout__update_turns=1, steps=6,
+    settings = dict(rollout__schedule="areal(staleness=2)", rollout__update_turns=1, steps=6,
                     eval__every=6, checkpoint__every=6)
     monkeypatch.setattr(train.Trainer, "score", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "pulse", stopped)
+        patch.setattr(train.Run, "heartbeat", stopped)
         with pytest.raises(train.Interrupted):
             tiny.run(tmp_path / "run", **settings)
     assert 0 < len(seen) < 24

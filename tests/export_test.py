@@ -150,7 +150,7 @@ def test_the_tokenizer_of_a_gguf_file_becomes_files(tmp_path):
     (tmp_path / "folder").mkdir()
     folder = export._described(tokenizer, tmp_path / "folder")
     again = load_tokenizer(folder)
-    assert export._facts(again) == export._facts(tokenizer)
+    assert export._identity(again) == export._identity(tokenizer)
     read = lambda name: json.loads((folder / name).read_text())
     # Its padding is its end token, which stays so; ids as written by write_gguf.
     ids = {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 2}

@@ -16,18 +16,18 @@ MAY_IMPORT = {
     # The ground: processes, files, tables.
     "runtime": (),
     "fields": (),
-    "spelling": (),
+    "choices": (),
     "record": ("runtime",),
     "data": ("record", "runtime"),
     "cli_flags": ("data", "runtime"),
     "sharding": ("fields",),
     "kernels": ("sharding",),
     # Estimators know no model, models no engine, the engine no learner.
-    "estimators": ("kernels", "spelling"),
+    "estimators": ("kernels", "choices"),
     "diagnostics": ("estimators",),
     "models": ("kernels", "runtime", "sharding"),
-    "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "spelling"),
-    "rollouts": ("data", "engine", "fields", "record", "runtime", "spelling"),
+    "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
+    "rollouts": ("data", "engine", "fields", "record", "runtime", "choices"),
     # The learner knows records of the engine, and none of its programs.
     "learner": (
         "data", "diagnostics", "engine", "estimators", "fields", "kernels", "models", "record",

@@ -24,7 +24,7 @@ from tests.learner.trainer_test import fake_samples
 
 pytestmark = pytest.mark.compiles
 
-ONE = dict(train__minibatches=1, train__epochs=1, metrics__percentile_every=1)
+ONE = dict(train__minibatches=1, train__epochs=1, metrics__diagnostics_every=1)
 METHODS = {
     "masks": dict(correction__masks="seq_mean_k3(upper=0.5) & veto"),
     "ranks": dict(correction__mode="bypass", correction__objective="clip_cov",
@@ -71,7 +71,7 @@ def begin(**changes):
 def update(trainer, begun, samples, step=1):
     """(state, rows, metrics) of a step."""
     weights = {0: begun["policy"].params}
-    if trainer.setup.mode.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
+    if trainer.setup.schedule.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
         parts = [list(g) for _, g in itertools.groupby(samples, lambda s: s.group)]
         found, samples, rows, metrics = arriving.update_arriving(
             trainer, begun, parts, weights, step, 0
@@ -113,7 +113,7 @@ def test_what_an_answer_that_is_left_out_says_changes_nothing(method, kind, left
 
 @pytest.mark.cases("fused", "arriving")
 @pytest.mark.parametrize("changes", [
-    dict(), dict(train__fuse_score="never"), dict(rollout__mode="periodic"),
+    dict(), dict(train__fuse_old_logp="never"), dict(rollout__schedule="periodic"),
     dict(train__pack_length=24, train__minibatches=2, train__epochs=2),
     dict(correction__advantage="gae", correction__controllers="length_surge(surge_cooldown=1, "
          "surge_floor=0.1)"),

@@ -35,7 +35,7 @@ def test_every_kind_controller_and_preset_has_its_place():
 def test_a_row_by_hand():
     table = {cells[0].split("`")[1]: cells for cells in rows("Objectives")}
     assert table["decoupled"][:2] == [
-        "[`decoupled`](../jaxrl_tis/estimators/clipped.py)",
+        "[`decoupled`](../jaxrl_tis/estimators/ppo.py)",
         "[2110.00641](https://arxiv.org/abs/2110.00641), "
         "[2505.24298](https://arxiv.org/abs/2505.24298)",
     ]

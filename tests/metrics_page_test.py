@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compiles
 
 # Runs that together write every name but those of `further`.
 RUNS = {
-    "default": {"metrics__percentile_every": 1, "warmup__steps": 1},
+    "default": {"metrics__diagnostics_every": 1, "warmup__steps": 1},
     "ppo": {"correction__advantage": "gae", "train__pack_length": 16, "model__dtype": "float16"},
     "masked": {
         "correction__weight": "token_mis(upper=2.0)", "correction__masks": "seq_mean_k1(upper=1.5)",
@@ -52,14 +52,14 @@ RUNS = {
     },
     "centred": {"correction__preset": "centered_tis_2"},
     "kept": {
-        "rollout__top_k": 9, "rollout__kept_set": 9, "engine__retention": (1, 1),
+        "rollout__top_k": 9, "rollout__sampling_mask_size": 9, "engine__retention": (1, 1),
         "engine__page_size": 2, "engine__quantization": "none",
     },
     "asynchronous": {
-        "rollout__mode": "areal(staleness=1)", "rollout__probe_every": 1,
+        "rollout__schedule": "areal(staleness=1)", "rollout__gap_probe_every": 1,
         "rollout__replay": "uniform(uses=2)",
     },
-    "threads": {"rollout__mode": "one_step", "rollout__driver": "threads"},
+    "threads": {"rollout__schedule": "one_step", "rollout__driver": "threads"},
 }
 # What may stand for a placeholder.
 PLACEHOLDERS = {"<mask>": "|".join([*masks.MASKS, *rank_masks.MASKS])}
@@ -93,7 +93,7 @@ def with_a_worker(folder):
     }
     setup = tiny.setup(steps=1, **settings)
     worker = RolloutWorker(
-        ("127.0.0.1", port), remote.NO_TOKEN, setup.facts, "worker", setup.engine.slots,
+        ("127.0.0.1", port), remote.NO_TOKEN, setup.identity, "worker", setup.engine.slots,
         setup.engine.abstract_params(), functools.partial(setup.scheduler, setup.engine),
     )
 

@@ -38,7 +38,7 @@ def test_it_loads_no_engine_model_or_learner():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     rooms = {name.split(".")[1] for name in loaded if "." in name}
-    assert rooms == {"diagnostics", "estimators", "kernels", "spelling"}
+    assert rooms == {"diagnostics", "estimators", "kernels", "choices"}
 
 
 def test_the_package_alone_imports_nothing():

@@ -11,7 +11,7 @@ def get_config(mesh: str = ""):
     c.warmup.steps = 2
     c.eval.every = 1
     c.checkpoint.every = 1
-    c.processes.check_every = 1
+    c.processes.consistency_every = 1
     if mesh == "cut":
         c.mesh.train, c.mesh.serve = (1, 8, 1), (8, 1, 1)
         c.train.microbatch_rows = 8

@@ -83,7 +83,7 @@ def _shared_trainer(setup):
     updates = c.steps * c.train.epochs * c.train.minibatches
     schedules = [(o.to_json(), o.schedule == "constant" or updates) for o in (c.optimizer, c.critic)]
     made_of = (setup.update_learner, setup.correction, setup.has_critic, schedules, devices,
-               bool(setup.why_scored))
+               bool(setup.recompute_reason))
     store = _cached("trainer", repr(made_of))
     if not store:
         store["trainer"] = _trainer(setup)

@@ -176,7 +176,7 @@ def test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told(c
 
 
 @pytest.mark.parametrize("source", [
-    {}, {"rollout__mode": "areal(staleness=1)"}, {"rollout__mode": "periodic"},
+    {}, {"rollout__schedule": "areal(staleness=1)"}, {"rollout__schedule": "periodic"},
 ])
 def test_a_reward_that_always_fails_ends_the_run_with_its_error(tmp_path, capfd, source):
     """Whatever a failure is worth, and with every source: a run on zeros would learn nothing."""

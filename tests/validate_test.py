@@ -13,7 +13,7 @@ from jaxrl_tis.engine import injection
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.trainer import Trainer
-from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
 
@@ -39,7 +39,7 @@ def test_the_tiny_config_is_sound():
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
-    "reward.name", "reward.signature", "train.sum_dtype", "task.on_bad_record",
+    "reward.name", "reward.signature", "train.grad_reduce_dtype", "task.on_bad_record",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = {name.replace(".", "__"): "sequence"}
@@ -97,7 +97,7 @@ def test_weights_of_components_are_numbers(weight):
     "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
-    "rollout.max_rounds", "metrics.percentile_every", "engine.noise_stages", "reward.workers",
+    "rollout.max_rounds", "metrics.diagnostics_every", "engine.noise_stages", "reward.workers",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -150,21 +150,21 @@ def test_a_run_may_measure_and_not_train(name):
      ["'decoupled'", "several versions"]),
     (dict(correction__masks="veto & staleness(staleness_max=2)"),
      ["'staleness'", "several versions"]),
-    (dict(rollout__old_logp="replica"), ["rollout.old_logp = 'replica'", "'sync'", "'ring'"]),
+    (dict(rollout__old_logp_source="replica"), ["rollout.old_logp_source = 'replica'", "'sync'", "'ring'"]),
     (dict(rollout__snapshots=3), ["rollout.snapshots = 3", "'sync'", "set it to 0"]),
-    (dict(rollout__mode="areal", rollout__snapshots=1), ["snapshots = 1", "4 versions old"]),
-    (dict(rollout__mode="areal(staleness=inf)", rollout__queue=8),
+    (dict(rollout__schedule="areal", rollout__snapshots=1), ["snapshots = 1", "4 versions old"]),
+    (dict(rollout__schedule="areal(staleness=inf)", rollout__queue=8),
      ["rollout.snapshots = 0", "inf versions old"]),
-    (dict(rollout__mode="one_step", rollout__old_logp="replica"), ["'replica'", "goes on under the old"]),
-    (dict(rollout__mode="areal(staleness=4)", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
-    (dict(rollout__mode="areal", rollout__old_logp="none", correction__objective="reinforce"),
-     ["weight 'token_tis'", "rollout.old_logp is 'none'"]),
-    (dict(rollout__mode="areal", rollout__old_logp="none", correction__weight="none",
+    (dict(rollout__schedule="one_step", rollout__old_logp_source="replica"), ["'replica'", "goes on under the old"]),
+    (dict(rollout__schedule="areal(staleness=4)", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
+    (dict(rollout__schedule="areal", rollout__old_logp_source="none", correction__objective="reinforce"),
+     ["weight 'token_tis'", "rollout.old_logp_source is 'none'"]),
+    (dict(rollout__schedule="areal", rollout__old_logp_source="none", correction__weight="none",
           correction__masks="veto", correction__objective="a3po"), ["mask 'veto'"]),
-    (dict(rollout__mode="areal", rollout__old_logp="none", correction__weight="none"),
-     ["objective 'ppo'", "rollout.old_logp is 'none'"]),
-    (dict(rollout__replay="newest", rollout__mode="areal", rollout__old_logp="replica"),
-     ["'replica'", "rollout.replay = 'newest'", "rollout.old_logp to ring"]),
+    (dict(rollout__schedule="areal", rollout__old_logp_source="none", correction__weight="none"),
+     ["objective 'ppo'", "rollout.old_logp_source is 'none'"]),
+    (dict(rollout__replay="newest", rollout__schedule="areal", rollout__old_logp_source="replica"),
+     ["'replica'", "rollout.replay = 'newest'", "rollout.old_logp_source to ring"]),
     (dict(rollout__replay="newest", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
     (dict(rollout__replay="newest", correction__objective="reinforce"), ["'reinforce' has no ratio", "'newest'"]),
     (dict(rollout__replay="newest", correction__mode="bypass", correction__objective="gpg",
@@ -198,11 +198,12 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__kl="k4", correction__kl_coeff=0.1), ["kl 'k4' is unknown"]),
     (dict(rollout__top_k=5), ["top_k, top_p and min_p", "allow_filter_bias=True"]),
     (dict(rollout__top_p=0.9), ["allow_filter_bias=True"]),
-    (dict(rollout__min_p=0.1), ["rollout.kept_set", "allow_filter_bias=True"]),
-    (dict(rollout__kept_set=8), ["rollout.kept_set = 8", "none of them is set"]),
-    (dict(rollout__kept_set=4, rollout__top_k=5), ["kept_set = 4 can never hold", "top_k = 5"]),
-    (dict(rollout__kept_set=8, rollout__top_k=5, correction__weight="none",
-          correction__masks="trm(trm_delta=0.1)"), ["whole distribution", "rollout.kept_set to 0"]),
+    (dict(rollout__min_p=0.1), ["rollout.sampling_mask_size", "allow_filter_bias=True"]),
+    (dict(rollout__sampling_mask_size=8), ["rollout.sampling_mask_size = 8", "none of them is set"]),
+    (dict(rollout__sampling_mask_size=4, rollout__top_k=5), ["sampling_mask_size = 4 can never hold", "top_k = 5"]),
+    (dict(rollout__sampling_mask_size=8, rollout__top_k=5, correction__weight="none",
+          correction__masks="trm(trm_delta=0.1)"), ["whole distribution",
+          "rollout.sampling_mask_size to 0"]),
     (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
     (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
     (dict(engine__retention=(1, 2), model__numerics="invariant", engine__quantization="none",
@@ -210,8 +211,9 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
           engine__page_size=tiles.PAGE),
      ["'invariant'", "engine.noise_start = 0.1", "norms", "set it to 0"]),
-    (dict(train__sum_dtype="bfloat16", model__numerics="invariant", engine__quantization="none",
-          engine__page_size=tiles.PAGE), ["'invariant'", "float32", "train.sum_dtype", "'bfloat16'"]),
+    (dict(train__grad_reduce_dtype="bfloat16", model__numerics="invariant", engine__quantization="none",
+          engine__page_size=tiles.PAGE), ["'invariant'", "float32", "train.grad_reduce_dtype",
+          "'bfloat16'"]),
     (dict(model__numerics="invariant", engine__page_size=tiles.PAGE),
      ["engine.quantization is 'w8a8' and model.quantization is 'none'", "both alike"]),
     (dict(engine__max_draft=5), ["engine.max_draft is 5", "0, 1, 3, 7"]),
@@ -222,14 +224,14 @@ def test_a_run_may_measure_and_not_train(name):
      ["upper is -0.1 in 'seq_mean_binary_kl'", "at least 0"]),
     (dict(correction__centering="all"), ["correction.centering 'all'", "'kept' and 'top(n)'"]),
     (dict(correction__preset="centered", correction__centering="kept"),
-     ["no support is recorded", "rollout.kept_set", "'top(32)'"]),
+     ["no support is recorded", "rollout.sampling_mask_size", "'top(32)'"]),
     (dict(correction__preset="centered", correction__weight="seq_tis"),
      ["correction.centering", "the weight 'seq_tis'", "token_tis"]),
     (dict(correction__centering="top(8)"), ["several updates", "'bypass'", "'reinforce'"]),
     (dict(correction__preset="centered", correction__batch_normalize=True,
           train__minibatches=1, train__microbatch_rows=16), ["correction.batch_normalize", "False"]),
     (dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1,
-          correction__masks="token_dp(upper=0.2)"), ["correction.counts_rejected", "True"]),
+          correction__masks="token_dp(upper=0.2)"), ["correction.rejected_in_denominator", "True"]),
     (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):
@@ -247,11 +249,11 @@ def test_each_contradiction(changes, words):
          correction__objective="dis(clip_low=0.8, clip_high=3.0)", train__minibatches=1,
          rollout__group_size=1),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
-    dict(rollout__top_k=5, rollout__kept_set=5),
-    dict(rollout__top_k=5, rollout__kept_set=5, correction__preset="centered",
+    dict(rollout__top_k=5, rollout__sampling_mask_size=5),
+    dict(rollout__top_k=5, rollout__sampling_mask_size=5, correction__preset="centered",
          correction__centering="kept"),
     dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1),
-    dict(rollout__top_k=5, rollout__top_p=0.9, rollout__kept_set=4),
+    dict(rollout__top_k=5, rollout__top_p=0.9, rollout__sampling_mask_size=4),
     dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
     dict(correction__mode="bypass", correction__objective="reinforce", train__minibatches=1,
          correction__batch_normalize=True, train__microbatch_rows=16),  # the whole batch at once
@@ -350,7 +352,7 @@ def test_every_field_is_explained_or_plain():
                 rf"^    c\.{re.escape(full)} = ", text, re.M), full
 
 
-@pytest.mark.parametrize("module", [correction, modes, replay, injection])
+@pytest.mark.parametrize("module", [correction, schedules, replay, injection])
 def test_a_config_is_parsed_once(module):
     parse, seen = module.parse, []
     with mock.patch.object(module, "parse", lambda text: seen.append(text) or parse(text)):

@@ -3,9 +3,10 @@
     python -m jaxrl_tis.sweep --config=configs/sweeps/asynchrony.py --seeds=0,1,2
 
 A hundred batches of 16 groups of 8, a run in about a minute on two cores. The sampler draws two batches
-while the learner updates: it soon stands at its bound, and every batch is as stale as the mode allows;
-"inf" is bounded by a queue of 16 batches. All arms see the same number of samples, of the float32
-sampler, whose only gap is staleness. `:amplified` makes four updates of a batch, at half the learning
+while the learner updates: it soon stands at its bound, and every batch is as stale as the schedule
+allows; "inf" is bounded by a queue of 16 batches. All arms see the same number of samples, of the
+float32 sampler, whose only gap is staleness. `:amplified` makes four updates of a batch, at half
+the learning
 rate: the largest of six rates at which the synchronous run does not end below where it began.
 """
 
@@ -23,7 +24,7 @@ def get_config(variant: str = "plain"):
     c.engine.slots = 128
     c.train.microbatch_rows = 128
     c.eval.every = c.checkpoint.every = 100
-    c.metrics.percentile_every = 50
+    c.metrics.diagnostics_every = 50
     c.metrics.samples_every = 0
     c.correction.weight = "none"
     if variant == "amplified":
@@ -50,7 +51,7 @@ OTHERS = [
 def _lags(*values):
     """Arms by their bound on staleness; the ring of one without a bound has as many as the queue."""
     return [
-        {"rollout.mode": f"areal(staleness={value})"}
+        {"rollout.schedule": f"areal(staleness={value})"}
         | ({"rollout.snapshots": 17} if value == "inf" else {})
         for value in values
     ]

@@ -19,7 +19,7 @@ def abstract_microbatches(setup: Setup) -> Structs:
 def abstract_minibatch(setup: Setup) -> Structs:
     """Fields [M,R,T,...] of one update, in the training layout."""
     batch, c = _rollout_batch(setup), setup.training.correction
-    is_scored = bool(setup.training.why_scored)
+    is_scored = bool(setup.training.recompute_reason)
     if not is_scored:
         batch = {n: x for n, x in batch.items() if fields.FIELDS[n].source != "learner"}
     _, settings = jax.eval_shape(lambda batch: control.begin(c, control.init(c), batch), batch)

@@ -96,9 +96,9 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
     learner, sampling = training.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
-    is_scored, has_reference = bool(training.why_scored), "reference" in state
+    is_scored, has_reference = bool(training.recompute_reason), "reference" in state
     update = make_train_step(learner, training.correction, training.optimizer, is_scored)
-    found = {
+    by_name = {
         "train": (update, (state["policy"], mini)),
         **({"score": (make_score(learner), (params, micro))} if is_scored or has_reference else {}),
         "quantize": sampling["load"],
@@ -109,9 +109,9 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     if training.has_critic:
         clip = setup.config.critic.value_clip
         update = make_critic_step(learner, clip, training.critic_optimizer)
-        found["critic"] = update, (state["critic"], mini)
-        found["values"] = make_values(learner), (state["critic"].params, micro)
-    return {name: found[name] for name in PROGRAMS if name in found}
+        by_name["critic"] = update, (state["critic"], mini)
+        by_name["values"] = make_values(learner), (state["critic"].params, micro)
+    return {name: by_name[name] for name in PROGRAMS if name in by_name}
 
 
 def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> Compiled:

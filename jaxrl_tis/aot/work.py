@@ -87,7 +87,7 @@ def kernel_passes(call: CustomCall, setup: Setup) -> int:
     """Returns how many passes the products of a kernel take: several for those with a float32 head,
     and for all in float16, which kernels multiply in float32."""
     program, is_head = setup.training.learner.program, "token_logprob" in call.op_name
-    is_exact = program.dtype == "float16" or (is_head and program.highest_head)
+    is_exact = program.dtype == "float16" or (is_head and program.fp32_head)
     return PASSES["highest"] if is_exact else 1
 
 

@@ -35,7 +35,7 @@ def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Returns ({column: array [T], or a number}, ["column: what is wrong with it", ...]); with
     anything wrong the first is not complete.
     """
-    found, problems = {}, []
+    values, problems = {}, []
     for name in record:
         if name not in COLUMNS:
             problems.append(f"unknown column {name!r}; {nearest(name)}")
@@ -43,19 +43,19 @@ def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name not in record:
             problems.append(f"there is no column {name!r}")
     if problems:
-        return found, problems
+        return values, problems
     try:
         num_tokens = _count(record["logp_behav"])
-        found["mask"] = _mask(record, num_tokens)
+        values["mask"] = _mask(record, num_tokens)
     except Bad as error:
-        return found, [str(error)]
+        return values, [str(error)]
     for name, value in record.items():
         if name != "mask":
             try:
-                found[name] = _read(name, value, found["mask"])
+                values[name] = _read(name, value, values["mask"])
             except Bad as error:
                 problems.append(f"{name}: {error}")
-    return found, problems
+    return values, problems
 
 
 def _count(value):

@@ -177,26 +177,26 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
             continue
         if first is None:
             first = number, tuple(record)
-        found, wrong = columns.check(record)
+        record_values, wrong = columns.check(record)
         wrong += _unlike(unit, first, record)
-        if good and "top" in found and "top" in good[0]:
-            wrong += _unlike_head(found["top"].shape[1], good[0]["top"].shape[1])
+        if good and "top" in record_values and "top" in good[0]:
+            wrong += _unlike_head(record_values["top"].shape[1], good[0]["top"].shape[1])
         if wrong:
             problems.append((number, wrong))
         else:
-            good.append(found)
+            good.append(record_values)
     if problems:
         raise ValueError(_refusal(path, unit, problems, count))
     if not good:
         raise ValueError(f"{path}: holds no sequence")
-    lengths = np.array([len(found["mask"]) for found in good])
+    lengths = np.array([len(record_values["mask"]) for record_values in good])
     if lengths.sum() > MOST_TOKENS:
         raise ValueError(
             f"{path}: {lengths.sum()} tokens; float32 counts up to {MOST_TOKENS}, so audit a part"
         )
     tokens, sequences = {}, {}
     for name in good[0]:
-        values = [found[name] for found in good]
+        values = [record_values[name] for record_values in good]
         if name in columns.TOKEN:
             tokens[name] = np.concatenate(values)
         elif name == "group":
@@ -213,10 +213,12 @@ def _unlike(unit, first, record):
     """Lists columns that not all sequences have."""
     number, names = first
     known = lambda there, here: [c for c in there if c in columns.COLUMNS and c not in here]
-    found = [f"{c}: missing, {unit} {number} has it" for c in known(names, record)
-             if c not in columns.REQUIRED]
-    found += [f"{c}: {unit} {number} does not have it" for c in known(record, names)]
-    return found
+    differences = [
+        f"{c}: missing, {unit} {number} has it" for c in known(names, record)
+        if c not in columns.REQUIRED
+    ]
+    differences += [f"{c}: {unit} {number} does not have it" for c in known(record, names)]
+    return differences
 
 
 def _unlike_head(here, there):

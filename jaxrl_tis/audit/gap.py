@@ -19,22 +19,24 @@ def metrics(batch: Batch) -> dict[str, jax.Array]:
     """All metrics of a batch, see `whatif.numbers` for its fields. Works under jit."""
     behav, old, mask, seg = (batch[k] for k in ("logp_behav", "logp_old", "mask", "seg"))
     log_ratio = ratios.safe_log_ratio(old, behav, mask)
-    found = mismatch.offpolicy_metrics(old, behav, mask, seg)
-    found |= mismatch.probability_metrics(old, behav, mask)
-    found |= divergences.divergence_metrics(log_ratio, mask, seg)
-    found |= divergences.response_metrics(old, behav, mask, seg)
-    found |= divergences.percentile_metrics(old, behav, mask, seg)
+    values = mismatch.offpolicy_metrics(old, behav, mask, seg)
+    values |= mismatch.probability_metrics(old, behav, mask)
+    values |= divergences.divergence_metrics(log_ratio, mask, seg)
+    values |= divergences.response_metrics(old, behav, mask, seg)
+    values |= divergences.percentile_metrics(old, behav, mask, seg)
     if "reward" in batch:
         snis, ess = mismatch.snis_reward(batch["reward"], log_ratio, mask, seg)
         is_sequence = ratios.sequence_count(log_ratio, mask, seg) > 0
-        found |= {"reward/mean": ratios.masked_mean(batch["reward"], is_sequence),
-                  "reward/learner_snis": snis, "reward/learner_snis_ess": ess}
+        values |= {
+            "reward/mean": ratios.masked_mean(batch["reward"], is_sequence),
+            "reward/learner_snis": snis, "reward/learner_snis_ess": ess,
+        }
     if "version" in batch:
         lag = batch["version"], batch["current_version"], mask, seg
-        found |= batch_metrics.staleness_metrics(*lag)
+        values |= batch_metrics.staleness_metrics(*lag)
     if "top" in batch:
-        found |= _head(batch)
-    return found | _causes(batch)
+        values |= _head(batch)
+    return values | _causes(batch)
 
 
 def _causes(batch):
@@ -44,10 +46,10 @@ def _causes(batch):
         return {}
     now, mask = batch["logp"], batch["mask"]
     chain = now, now, batch["logp_old"], batch["logp_behav"], mask
-    _, found = attribution.capped_ratio(*chain, batch["seg"])
-    found |= attribution.factor_metrics(*chain)
+    _, factor_metrics = attribution.capped_ratio(*chain, batch["seg"])
+    factor_metrics |= attribution.factor_metrics(*chain)
     is_ours = lambda name: "trust_region" not in name and not name.endswith("fraction_capped")
-    return {name: x for name, x in found.items() if is_ours(name)}
+    return {name: x for name, x in factor_metrics.items() if is_ours(name)}
 
 
 def _head(batch):
@@ -73,14 +75,14 @@ def profiles(batch: Batch) -> dict[str, dict[str, float]]:
     labels |= dict.fromkeys(("turn", "lag"), range(NUM_BUCKETS))
     labels["after_tool"] = ("none", *octaves[1:])
     statistics = jax.jit(functools.partial(attribution.bucket_statistics, num_buckets=NUM_BUCKETS))
-    found = {}
+    profile = {}
     for kind, bucket in jax.jit(_buckets)(batch).items():
         values = statistics(batch["logp_old"], batch["logp_behav"], bucket, batch["mask"])
         values = jax.device_get(values)
         for k, label in enumerate(labels[kind]):
             if values["token_fraction"][k] > 0:
-                found[f"{kind}_{label}"] = {name: float(x[k]) for name, x in values.items()}
-    return found
+                profile[f"{kind}_{label}"] = {name: float(x[k]) for name, x in values.items()}
+    return profile
 
 
 def _buckets(batch):
@@ -88,14 +90,14 @@ def _buckets(batch):
     mask, seg = batch["mask"], batch["seg"]
     octave = attribution.power_of_two_bucket
     length = ratios.to_tokens(ratios.sequence_count(mask, mask, seg), seg, mask.shape[1])
-    found = {
+    buckets = {
         "position": octave(attribution.response_positions(mask, seg)), "length": octave(length),
     }
     if "position" in batch:
-        found["context"] = octave(batch["position"])
+        buckets["context"] = octave(batch["position"])
     if "turn" in batch:
-        found["turn"] = batch["turn"]
-        found["after_tool"] = octave(attribution.tool_distances(mask, seg))
+        buckets["turn"] = batch["turn"]
+        buckets["after_tool"] = octave(attribution.tool_distances(mask, seg))
     if "version" in batch:
-        found["lag"] = batch["current_version"] - batch["version"]
-    return found
+        buckets["lag"] = batch["current_version"] - batch["version"]
+    return buckets

@@ -56,26 +56,26 @@ def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
 def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
     """The fields that `gap` and `whatif` take, as far as the columns give them."""
     rows = packing.pack(dump.lengths)
-    found = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
-    found |= {"seg": rows.seg, "key": jax.random.key(0), "sign": np.ones_like(found["logp_old"])}
-    found["logp_now"] = found["logp" if "logp" in found else "logp_old"]
-    if "logp" in found:  # the learner now starts from here: nothing has moved within its step
-        found["logp_prox"] = found["logp"]
-    if "version" in found:
+    batch = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
+    batch |= {"seg": rows.seg, "key": jax.random.key(0), "sign": np.ones_like(batch["logp_old"])}
+    batch["logp_now"] = batch["logp" if "logp" in batch else "logp_old"]
+    if "logp" in batch:  # the learner now starts from here: nothing has moved within its step
+        batch["logp_prox"] = batch["logp"]
+    if "version" in batch:
         newest = int(dump.tokens["version"].max())
         if current_version is not None and newest > current_version:
             raise ValueError(
                 f"{dump.path}, column version: {newest} is newer than --current_version="
                 f"{current_version}"
             )
-        found["current_version"] = np.int32(newest if current_version is None else current_version)
+        batch["current_version"] = np.int32(newest if current_version is None else current_version)
     if "reward" in dump.sequences:
-        found["reward"] = rows.of_sequences(dump.sequences["reward"])
+        batch["reward"] = rows.of_sequences(dump.sequences["reward"])
     if {"reward", "group"} <= dump.sequences.keys():
         adv = _advantages(dump.sequences["reward"], dump.sequences["group"])
-        found["adv"] = rows.of_tokens(np.repeat(adv, dump.lengths))
-        found["sign"] = np.where(found["adv"] < 0, -1, 1).astype(np.float32)
-    return jax.device_put(found)
+        batch["adv"] = rows.of_tokens(np.repeat(adv, dump.lengths))
+        batch["sign"] = np.where(batch["adv"] < 0, -1, 1).astype(np.float32)
+    return jax.device_put(batch)
 
 
 def _advantages(reward, group):

@@ -36,9 +36,9 @@ class Rows(NamedTuple):
 
 
 def _gather(x, index):
-    found = x[np.maximum(index, 0)]
-    found[index < 0] = 0
-    return found
+    gathered = x[np.maximum(index, 0)]
+    gathered[index < 0] = 0
+    return gathered
 
 
 def rounded(count: int) -> int:

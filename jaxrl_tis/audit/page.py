@@ -49,14 +49,14 @@ def _pictures(report) -> list[tuple[str, str]]:
                       "the points of presets with the same numbers lie on each other."),
         (_draw_kept, "What presets keep, and what it is worth."),
     ]
-    found = []
+    pictures = []
     with matplotlib.rc_context(STYLE):
         for draw, note in drawn:
             tall = 6.0 if draw is _draw_kept else 3.5
             picture = figure.Figure(figsize=(6.0, tall))
             draw(picture.add_subplot(), report)
-            found.append((svg(picture), note))
-    return found
+            pictures.append((svg(picture), note))
+    return pictures
 
 
 def _draw_ratios(axes: Axes, report) -> None:

@@ -46,10 +46,10 @@ def verdict(report: dict[str, Any]) -> dict[str, Any]:
     values = report["metrics"] | {ESS: unweighted["ess"]}
     values.setdefault(ENGINE_SHARE, 1.0)  # of what is known: logp_old is of the weights that sampled
     series = {name: {1: value} for name, value in values.items()}
-    found = diagnosis_of(adapted(Case(series, CONFIG, THRESHOLDS | ONE_STEP, 1)), "")
+    diagnosis = diagnosis_of(adapted(Case(series, CONFIG, THRESHOLDS | ONE_STEP, 1)), "")
     kept = ("name", "title", "parent", "advice", "mistake", "evidence")
     return {
-        "verdict": found["verdict"],
-        "findings": [{k: f[k] for k in kept} for f in found["findings"]],
-        "undecided": found["undecided"],
+        "verdict": diagnosis["verdict"],
+        "findings": [{k: f[k] for k in kept} for f in diagnosis["findings"]],
+        "undecided": diagnosis["undecided"],
     }

@@ -85,20 +85,20 @@ class Rule:
 
 def rules(fields: frozenset[str]) -> list[Rule]:
     """Every rule there is; `fields` are those of the batch."""
-    found = []
+    chosen = []
     for kind in ("weight", "mask"):
         for name in methods.TABLES[kind][0]:
             text = _with_bounds(kind, name)
             parts = (_part(kind, text, False, fields),)
-            found.append(Rule(kind, name, text, parts, "logp_old", _reason(parts, (), fields)))
+            chosen.append(Rule(kind, name, text, parts, "logp_old", _reason(parts, (), fields)))
     for name, preset in presets.PRESETS.items():
         texts = [("weight", preset["weight"]), ("objective", preset["objective"])]
         texts += [("mask", text.strip()) for text in preset["masks"].split("&") if text]
         parts = tuple(_part(kind, text, preset["mode"] == "bypass", fields) for kind, text in texts)
         head = () if preset["centering"] == "none" else ("top",)
         reason = _reason(parts, head, fields)
-        found.append(Rule("preset", name, name, parts, "logp_now", reason))
-    return found
+        chosen.append(Rule("preset", name, name, parts, "logp_now", reason))
+    return chosen
 
 
 def _part(kind, text, is_bypass, fields):
@@ -132,13 +132,13 @@ def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array,
     log_ratios = [ratios.safe_log_ratio(batch[learner], batch["logp_behav"], mask)
                   for learner in ("logp_old", "logp_now")]
     raw = functools.cache(lambda level, is_now: weights.RAW[level](log_ratios[is_now], mask, seg))
-    found = []
+    evaluated = []
     for kind, text, is_now in parts:
         method, log_ratio = methods.parse(kind, text), log_ratios[is_now]
         if kind == "objective":
-            found.append((_factor(method, "bypass" if is_now else "decoupled", batch), none))
+            evaluated.append((_factor(method, "bypass" if is_now else "decoupled", batch), none))
         elif kind == "mask":
-            found.append((loss.accepted(log_ratio, batch, (method,))[0], none))
+            evaluated.append((loss.accepted(log_ratio, batch, (method,))[0], none))
         else:
             w, _ = loss.importance_weights(log_ratio, batch, method)
             is_ratio = text != "none" and method[0].startswith(tuple(weights.RAW))
@@ -146,17 +146,18 @@ def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array,
                 counted = counts.of_weight(w, raw(loss.weight_level(method[0]), is_now), mask)
             else:
                 counted = loss.weight_counts(log_ratio, batch, method)
-            found.append((w, _truncated(counted)))
-    return found
+            evaluated.append((w, _truncated(counted)))
+    return evaluated
 
 
 def _truncated(counted):
     if not counted:  # weight 1
         return jnp.zeros(())
-    truncated, seen = (
-        ratios.as_float(counted[f"{counts.PREFIX}weight/{name}"]) for name in ("truncated", "seen")
+    truncated, num_tokens = (
+        ratios.as_float(counted[f"{counts.PREFIX}weight/{name}"])
+        for name in ("truncated", "num_tokens")
     )
-    return ratios.safe_divide(truncated, seen)
+    return ratios.safe_divide(truncated, num_tokens)
 
 
 def _factor(objective, mode, batch):
@@ -165,10 +166,10 @@ def _factor(objective, mode, batch):
     sign = jnp.where(batch["sign"] < 0, -1.0, 1.0)
 
     def total(logp):
-        found, _ = loss.policy_loss(
+        loss_value, _ = loss.policy_loss(
             logp, batch | {"adv": sign}, objective=objective, mode=mode, aggregation="token-sum"
         )
-        return found
+        return loss_value
 
     return -jax.grad(total)(batch["logp_now"]) * sign
 
@@ -189,7 +190,7 @@ def numbers(
     adv = ratios.as_float(batch["adv"] if "adv" in batch else mask)
     noise, power = (ratios.masked_mean(jnp.square(x), mask) for x in (share * adv, adv))
     is_left = mean > 0
-    found = {
+    figures = {
         "tokens_kept": ratios.masked_mean(w != 0, mask),
         "sequences_kept": ratios.masked_mean(
             ratios.sequence_sum(w != 0, mask, seg) > 0, is_sequence),
@@ -202,8 +203,8 @@ def numbers(
     }
     if "reward" in batch:
         total = ratios.masked_sum(w_rs * batch["reward"], is_sequence)
-        found["reward"] = ratios.safe_divide(total, ratios.masked_sum(w_rs, is_sequence))
-    return found
+        figures["reward"] = ratios.safe_divide(total, ratios.masked_sum(w_rs, is_sequence))
+    return figures
 
 
 def table(chosen: Sequence[Rule], batch: Batch) -> list[dict[str, Any]]:
@@ -216,17 +217,18 @@ def table(chosen: Sequence[Rule], batch: Batch) -> list[dict[str, Any]]:
         seg; where they are known adv [R,T] and reward [R,S].
     """
     known = [rule for rule in chosen if rule.reason is None]
-    made, found = _made(known, batch), {}
+    evaluated, figures = _made(known, batch), {}
     rho = {learner: _ratios(batch[learner], batch) for learner in ("logp_old", "logp_now")}
-    same = _equal_parts(made, batch)
+    same = _equal_parts(evaluated, batch)
     keys = {rule: (tuple(same[part] for part in rule.parts if same[part]), rule.learner)
             for rule in known}
     for parts, learner in dict.fromkeys(keys.values()):
-        w = math.prod((made[part][0] for part in parts), start=ratios.as_float(batch["mask"]))
-        found[parts, learner] = _numbers(w, rho[learner], batch)
-    found, made = jax.device_get((found, {part: share for part, (_, share) in made.items()}))
+        w = math.prod((evaluated[part][0] for part in parts), start=ratios.as_float(batch["mask"]))
+        figures[parts, learner] = _numbers(w, rho[learner], batch)
+    truncated = {part: share for part, (_, share) in evaluated.items()}
+    figures, truncated = jax.device_get((figures, truncated))
     return [
-        _row(rule, found[keys[rule]] | {"truncated": max(made[part] for part in rule.parts)})
+        _row(rule, figures[keys[rule]] | {"truncated": max(truncated[part] for part in rule.parts)})
         if rule.reason is None else _row(rule, {})
         for rule in chosen
     ]
@@ -240,10 +242,10 @@ def _equal_parts(made, batch):
     def digest(w):
         return hashlib.sha256(np.where(mask, np.asarray(w, np.float32), np.float32(0))).digest()
 
-    seen, found = {digest(1.0): None}, {}
+    seen, representative = {digest(1.0): None}, {}
     for part, (w, _) in made.items():
-        found[part] = seen.setdefault(digest(w), part)
-    return found
+        representative[part] = seen.setdefault(digest(w), part)
+    return representative
 
 
 _numbers = jax.jit(numbers)

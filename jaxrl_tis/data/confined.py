@@ -65,7 +65,7 @@ class Confined:
         network: whether the function may use the network.
 
     Attributes:
-        facts: those of the function, where it has that attribute.
+        traits: the function's attribute of this name, None without it.
 
     Raises:
         ValueError: `make` failed.
@@ -84,15 +84,15 @@ class Confined:
         self._start()
 
     def calls(
-        self, items: Sequence[Sequence[Any]], pulse: Callable[[], None] = lambda: None,
+        self, items: Sequence[Sequence[Any]], heartbeat: Callable[[], None] = lambda: None,
         timeout: float | None = None,
     ) -> list[dict[str, Any]]:
         """Calls the function with the arguments of each item, in order; `timeout` replaces that of
         a call.
 
         Returns {"value": what it returned, "error": ""} for each, or what went wrong and how:
-        {"value": None, "error": text, "fault": "errors" or "timeouts"}. `pulse` is called whenever
-        results come.
+        {"value": None, "error": text, "fault": "errors" or "timeouts"}. `heartbeat` is called
+        whenever results come.
         """
         results, timeout = [], self._timeout if timeout is None else timeout
         with self._lock:
@@ -100,13 +100,13 @@ class Confined:
                 try:
                     if self._process is None:
                         self._start()
-                    self._call_in_process(items[len(results) :], results, pulse, timeout)
+                    self._call_in_process(items[len(results) :], results, heartbeat, timeout)
                 except (TimeoutError, EOFError, OSError, ValueError) as fault:
                     self.close()
                     name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
                     error = f"{type(fault).__name__}: {fault}"
                     results.append({"value": None, "error": error, "fault": name})
-                    pulse()
+                    heartbeat()
         return results
 
     def close(self) -> None:
@@ -143,16 +143,16 @@ class Confined:
         deadline = time.monotonic() + START_SECONDS
         try:
             self._write(self._setup, deadline)
-            [made] = self._read_lines(deadline)
+            [reply] = self._read_lines(deadline)
         except (TimeoutError, EOFError, OSError) as fault:
-            made = {"error": f"{type(fault).__name__}: {fault}"}
-        if made["error"]:
+            reply = {"error": f"{type(fault).__name__}: {fault}"}
+        if reply["error"]:
             self.close()
-            raise ValueError(f"{self._what} cannot be loaded: {made['error']}")
-        self.facts = made["value"]
+            raise ValueError(f"{self._what} cannot be loaded: {reply['error']}")
+        self.traits = reply["value"]
 
     def _call_in_process(
-        self, items: Sequence, results: list, pulse: Callable, timeout: float
+        self, items: Sequence, results: list, heartbeat: Callable, timeout: float
     ) -> None:
         """Appends to `results` until all items are done; raises at the first that stops this."""
         self._write(items, time.monotonic() + timeout)
@@ -162,7 +162,7 @@ class Confined:
                 if len(results) == end:
                     raise EOFError("more results than texts")
                 results.append(result | {"fault": "errors" if result["error"] else None})
-            pulse()
+            heartbeat()
 
     def _write(self, message: Any, deadline: float) -> None:
         data, stdin = json.dumps(message).encode() + b"\n", self._process.stdin.fileno()
@@ -267,20 +267,20 @@ def serve() -> None:
             os._exit(1)
         results.write(line.encode() + b"\n")
 
-    made = []
+    loaded = []
 
     def make():
-        made.append(function(setup["make"])(setup["argument"]))
-        return getattr(made[0], "facts", None)
+        loaded.append(function(setup["make"])(setup["argument"]))
+        return getattr(loaded[0], "traits", None)
 
     if not setup["network"]:
         sys.addaudithook(_refuse_network)
     send(make)
-    if not made:
+    if not loaded:
         return
     while True:
         for arguments in batches.get():
-            send(lambda: made[0](*arguments))
+            send(lambda: loaded[0](*arguments))
 
 
 def _count_threads() -> int:

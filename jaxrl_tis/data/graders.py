@@ -84,8 +84,8 @@ def final_answer(text: str) -> str:
     the format that DAPO's prompt asks for (2503.14476); else the whole text.
     """
     if r"\boxed{" in text:
-        found = last_boxed(text)
-        return "" if found is None else _in_box(found)
+        boxed = last_boxed(text)
+        return "" if boxed is None else _in_box(boxed)
     lines = re.findall(r"(?i)answer[ \t]*:[ \t]*([^\n]+)", text)
     return _in_box(lines[-1].rstrip(" .*")) if lines else text
 

@@ -114,7 +114,7 @@ def _fingerprint(
     task: str, params: Mapping[str, Any], source: Source, batch_size: int, seed: int
 ) -> dict[str, Any]:
     """Digests what the sequence of batches depends on."""
-    facts = {
+    inputs = {
         "task": task,
         "params": {name: params[name] for name in sorted(params)},
         "length": len(source),
@@ -122,4 +122,4 @@ def _fingerprint(
         "seed": seed,
         "batch_size": batch_size,
     }
-    return json.loads(json.dumps(facts, default=str))
+    return json.loads(json.dumps(inputs, default=str))

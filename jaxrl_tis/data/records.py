@@ -84,16 +84,16 @@ def _message(message: Any) -> dict[str, Any]:
     that a table has for what a row lacks; ValueError for one that is none."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("has no role and content")
-    found = {name: x for name, x in message.items() if x is not None}
+    fields = {name: x for name, x in message.items() if x is not None}
     content = message.get("content")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if other := [p for p in parts if p.get("type") != "text" or not isinstance(p.get("text"), str)]:
             raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text alone")
         content = "".join(part["text"] for part in parts)
-    if not isinstance(content, str) and not (content is None and "tool_calls" in found):
+    if not isinstance(content, str) and not (content is None and "tool_calls" in fields):
         raise ValueError(f"has content that is a {type(content).__name__}, not text")
-    return found if content is None else found | {"content": content}
+    return fields if content is None else fields | {"content": content}
 
 
 def prompt_of(value: Any) -> str | list[dict[str, Any]]:

@@ -66,7 +66,7 @@ class RewardWorker:
         workers: processes that score at once; for an async function, calls at once.
         share: (items, f: items -> results) -> results; where several processes have the same texts,
             each calls f with its part and gets the results of all.
-        pulse: called whenever results come.
+        heartbeat: called whenever results come.
         failures: where they are counted, printed and kept; by default printed alone.
 
     Raises:
@@ -77,11 +77,11 @@ class RewardWorker:
         self, function: str, *, timeout: float, on_error: str | float = DROP,
         signature: str = "auto", weights: Mapping[str, float] = {}, network: bool = False,
         workers: int = 1, share: Callable[[list, Callable], list] = lambda items, f: f(items),
-        pulse: Callable[[], None] = lambda: None, failures: Failures | None = None,
+        heartbeat: Callable[[], None] = lambda: None, failures: Failures | None = None,
     ):
         self.on_error = math.nan if on_error == DROP else float(on_error)
         self._weights, self._timeout, self._workers = weights, timeout, workers
-        self._share, self._pulse = share, pulse
+        self._share, self._heartbeat = share, heartbeat
         self.failures = Failures() if failures is None else failures
         self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
         self._names: dict[str, None] = {}  # of the components that were seen
@@ -93,7 +93,7 @@ class RewardWorker:
             timeout=timeout, network=network,
         )
         self._confined = [make(0)]
-        if workers > 1 and not self._confined[0].facts["async"]:
+        if workers > 1 and not self._confined[0].traits["async"]:
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
                 self._confined += pool.map(make, range(1, workers))
 
@@ -123,7 +123,7 @@ class RewardWorker:
         each NaN or an equal part of `on_error`.
         """
         ids: list = [None] * len(texts)
-        if self._confined[0].facts["tokens"]:
+        if self._confined[0].traits["tokens"]:
             written = [text.encode(errors="replace") for text in texts] if tokens is None else tokens
             ids = [list(map(int, t)) for t in written]
         self._is_closed = False
@@ -150,12 +150,12 @@ class RewardWorker:
 
     def _outcomes(self, items: list) -> list[Outcome]:
         """The outcome of each item, in order."""
-        facts = self._confined[0].facts
-        if not facts["batched"] and not facts["async"] and len(self._confined) == 1:
-            results = self._confined[0].calls([[[item]] for item in items], self._pulse)
+        traits = self._confined[0].traits
+        if not traits["batched"] and not traits["async"] and len(self._confined) == 1:
+            results = self._confined[0].calls([[[item]] for item in items], self._heartbeat)
             return [_outcome(result) for result in results]
-        size = max(1, len(items)) if facts["async"] else 1
-        if facts["batched"]:
+        size = max(1, len(items)) if traits["async"] else 1
+        if traits["batched"]:
             size = max(1, min(BATCH, math.ceil(len(items) / len(self._confined))))
         units = [items[i : i + size] for i in range(0, len(items), size)]
         processes = list(self._confined)  # a thread takes one, and gives it back
@@ -167,7 +167,7 @@ class RewardWorker:
                 _, waiting = concurrent.futures.wait(
                     waiting, PULSE_SECONDS, concurrent.futures.FIRST_COMPLETED
                 )
-                self._pulse()
+                self._heartbeat()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return [outcome for call in calls for outcome in call.result()]
@@ -186,7 +186,7 @@ class RewardWorker:
 
     def _limit(self, count: int) -> float:
         """Seconds for a unit of so many items."""
-        if not self._confined[0].facts["async"]:
+        if not self._confined[0].traits["async"]:
             return count * self._timeout
         return self._timeout * (math.ceil(count / self._workers) + 1)
 

@@ -45,7 +45,7 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
     "workers"}.
 
     It never raises, and returns for each item {"value": see `reading`} or {"fault", "kind",
-    "error", "traceback"}. Its attribute `facts` says whether it is to be given several items at
+    "error", "traceback"}. Its attribute `traits` says whether it is to be given several items at
     once: "batched" ones go to one call of the function, "async" ones to calls at once.
 
     Raises:
@@ -61,7 +61,7 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
     is_batched = any(reward.is_batched for reward in rewards.values())
     is_async = not is_batched and all(reward.is_async for reward in rewards.values())
     scorer = _Scorer(rewards, is_async, setup["timeout"], setup["workers"])
-    scorer.facts = {
+    scorer.traits = {
         "batched": is_batched, "async": is_async,
         "tokens": any(reward.takes("completion_ids") for reward in rewards.values()),
     }
@@ -79,7 +79,7 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
     except (TypeError, ValueError):
         parameters = {} if signature == "auto" else None
     if parameters is not None:
-        signature = _told(parameters) if signature == "auto" else signature
+        signature = _inferred(parameters) if signature == "auto" else signature
         if signature is None or not _fits(signature, parameters):
             shown = "?" if not parameters else ", ".join(str(p) for p in parameters.values())
             raise ValueError(
@@ -92,7 +92,7 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
     return Called(function, signature, parameters)
 
 
-def _told(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+def _inferred(parameters: Mapping[str, inspect.Parameter]) -> str | None:
     """The signature that a function's parameters tell, if they do."""
     for signature, marks in MARKS.items():
         if marks & parameters.keys():
@@ -113,14 +113,14 @@ def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
         except TypeError:
             return False
         return True
-    given = set(_verl("", {})) if signature == "verl" else set(_verl_batch([]))
+    arguments = set(_verl("", {})) if signature == "verl" else set(_verl_batch([]))
     needed = {
         p.name for p in parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     # The columns of TRL's functions are those of the data, which is not known here.
     by_name = all(p.kind != p.POSITIONAL_ONLY for p in parameters.values())
-    return by_name and (signature == "trl" or needed <= given)
+    return by_name and (signature == "trl" or needed <= arguments)
 
 
 class WrongCount(ValueError):
@@ -203,11 +203,11 @@ def _trl(items: Sequence[Item]) -> dict[str, Any]:
     columns = dict.fromkeys(name for record in records for name in record)
     for name in ("prompt", "completion", "completion_ids", "as_read"):
         columns.pop(name, None)
-    found = {name: [record.get(name) for record in records] for name in columns}
+    columns_by_name = {name: [record.get(name) for record in records] for name in columns}
     if all(tokens is not None for _, _, tokens in items):
-        found["completion_ids"] = [tokens for _, _, tokens in items]
+        columns_by_name["completion_ids"] = [tokens for _, _, tokens in items]
     ignore = lambda *_, **__: None
-    return found | {
+    return columns_by_name | {
         "prompts": [record["prompt"] for record in records], "completions": completions,
         "log_extra": ignore, "log_metric": ignore,
     }

@@ -168,9 +168,9 @@ def jsonl(
         return str(wanted(row, id_field, SCALAR))
 
     def fields_of(row):
-        found = {"prompt": prompt_of(wanted(row, prompt_field, SCALAR | list))}
+        example_fields = {"prompt": prompt_of(wanted(row, prompt_field, SCALAR | list))}
         answer = answer_of(row, answer_field)
-        return found if answer is None else found | {"answer": answer}
+        return example_fields if answer is None else example_fields | {"answer": answer}
 
     example = {prompt_field: "2+3=", answer_field or "answer": "5", "id": "sum-1"}
     return made(*files.read(path, example), name_of, fields_of)
@@ -278,8 +278,8 @@ TASKS = {
 
 def parameters(task: str) -> dict[str, inspect.Parameter]:
     """Returns the named parameters of a task."""
-    found = inspect.signature(TASKS[task]).parameters
-    return {n: p for n, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    arguments = inspect.signature(TASKS[task]).parameters
+    return {n: p for n, p in arguments.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def check(task: str, params: Mapping[str, Any]) -> None:

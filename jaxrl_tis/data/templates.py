@@ -51,8 +51,10 @@ def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Leaves out fields that are None; gives reasoning the two names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
-    given = [message[name] for name in REASONING if name in message]
-    return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
+    reasoning = [message[name] for name in REASONING if name in message]
+    if not reasoning:
+        return message
+    return {"thinking": reasoning[0], **message, "reasoning_content": reasoning[0]}
 
 
 class _Generation(Extension):

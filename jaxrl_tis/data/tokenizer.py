@@ -61,13 +61,13 @@ class Tokenizer(Protocol):
 
 
 def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int] | ValueError]:
-    found = []
+    results = []
     for text in texts:
         try:
-            found.append(call(text))
+            results.append(call(text))
         except Exception as error:  # the tokenizers of a checkpoint raise bare ones
-            found.append(ValueError(f"the tokenizer cannot encode it: {error}"))
-    return found
+            results.append(ValueError(f"the tokenizer cannot encode it: {error}"))
+    return results
 
 
 def _marked(messages: Sequence[dict]) -> list[dict]:
@@ -211,10 +211,10 @@ class HFTokenizer:
         self, texts: Sequence[str], add_special: bool = False
     ) -> list[list[int] | ValueError]:
         try:
-            found = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
         except Exception:  # one of them is refused, by a bare exception
             return _each(lambda text: self.encode(text, add_special), texts)
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in encodings]
 
     def digest(self) -> str:
         fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "backend"]

@@ -237,17 +237,17 @@ def load_tokenizer(
     Raises:
       ValueError: there are variables for a template, and no template; or see `from_folder`.
     """
-    found = _load(path_or_spec)
-    if found.template is not None:
+    tokenizer = _load(path_or_spec)
+    if tokenizer.template is not None:
         # Without the clock, runs of different days have equal tokenizers.
-        date = date if "strftime_now" in found.template else ""
-        return dataclasses.replace(found, template_kwargs=template_kwargs, date=date)
+        date = date if "strftime_now" in tokenizer.template else ""
+        return dataclasses.replace(tokenizer, template_kwargs=template_kwargs, date=date)
     if template_kwargs:
         raise ValueError(
             f"the tokenizer {path_or_spec} has no chat template that could read "
             f"{', '.join(template_kwargs)}; leave task.template_kwargs empty"
         )
-    return found
+    return tokenizer
 
 
 def _load(path_or_spec: str | os.PathLike) -> Tokenizer:

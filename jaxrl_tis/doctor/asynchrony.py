@@ -9,7 +9,8 @@ import itertools
 import math
 
 from jaxrl_tis.doctor.case import (
-    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, has_stand_in, is_ahead, is_direct, is_not, is_so,
+    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, is_ahead, is_direct,
+    is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
 
@@ -17,8 +18,8 @@ OBJECTIVES = ("decoupled", "a3po")  # for stale samples: they clip around the po
 ENGINE_GAP = "mismatch/engine/log_ratio_abs_mean"
 STALENESS_GAP = "mismatch/staleness/log_ratio_abs_mean"
 MEAN_LAG = "training/off_policy/trajectory_staleness/mean"
-IDLE, QUEUE, DRAWING = "async/learner_idle", "async/queue_groups", "async/drawing"
-AHEAD, RESUMED = "async/ahead_batches", "async/resumed_tokens"
+IDLE, QUEUE, IN_FLIGHT = "async/learner_idle", "async/queue_groups", "async/in_flight"
+AHEAD, RESUMED = "async/batches_ahead", "async/resumed_tokens"
 DISCARDED, REPLACED = "async/discarded", "rollout/discarded_groups"
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # of probes, each with a bound
 
@@ -31,7 +32,7 @@ def _probed(case: Case, part: str, measure: str) -> float:
     metric = f"gate/{part}/{measure}"
     values = case.window(metric, case.thresholds["surge_steps"]).values()
     if not values:
-        raise KeyError(f"{metric}, which rollout.probe_every measures")
+        raise KeyError(f"{metric}, which rollout.gap_probe_every measures")
     return math.fsum(values) / len(values)
 
 
@@ -39,11 +40,11 @@ def _gaps(case):
     """(engine's, staleness's part of the gap, nats per token)."""
     try:
         engine = _probed(case, "engine", "d_mean")
-        if has_stand_in(case):
+        if approximates_old_logp(case):
             return engine, max(0.0, _probed(case, "total", "d_mean") - engine)
         return engine, _probed(case, "staleness", "d_mean")
     except KeyError:
-        if has_stand_in(case):
+        if approximates_old_logp(case):
             raise
         return case.mean(ENGINE_GAP), case.mean(STALENESS_GAP)
 
@@ -81,16 +82,16 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
         )
     xs, ys = zip(*pairs)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))
-    found = math.fsum(x * y for x, y in pairs) / size if size else 0.0
-    z = math.atanh(max(min(found, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)
-    return found if abs(z) >= case.thresholds["lag_sigma"] else 0.0
+    correlation = math.fsum(x * y for x, y in pairs) / size if size else 0.0
+    z = math.atanh(max(min(correlation, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)
+    return correlation if abs(z) >= case.thresholds["lag_sigma"] else 0.0
 
 
 def corrects_staleness(case: Case) -> bool:
     """Whether what the policy has moved since a token was drawn is in a weight, the objective's own
     too, or the clip is around the policy of the update."""
     weight = case.method("weight")[0]
-    is_whole = case.setting("correction.mode") == "bypass" or has_stand_in(case)
+    is_whole = case.setting("correction.mode") == "bypass" or approximates_old_logp(case)
     return (
         case.method("objective")[0] in OBJECTIVES or weight != "none" and is_whole
         or is_direct(case) or "logp_prox" in methods.needs("weight", weight)
@@ -123,12 +124,12 @@ def _per_group(metric):
 
 
 def _ahead_share(case):
-    return case.mean(AHEAD) / (case.mode.ahead + 1)
+    return case.mean(AHEAD) / (case.schedule.ahead + 1)
 
 
-def _drawing_share(case):
+def _in_flight_share(case):
     slots = case.setting("engine.slots") * case.setting("rollout.workers")
-    return case.mean(DRAWING) / slots
+    return case.mean(IN_FLIGHT) / slots
 
 
 def _read_again(case):
@@ -147,17 +148,17 @@ FACTS = {
     "run/over_budget": lambda c: _over_budget(c, "total"),
     "run/engine_over_budget": lambda c: _over_budget(c, "engine"),
     "run/ahead_share": _ahead_share,
-    "run/drawing_share": _drawing_share,
+    "run/in_flight_share": _in_flight_share,
     "run/waiting_batches": _per_group(QUEUE),
     "run/read_again": _read_again,
     "run/discarded": _per_group(DISCARDED),
     "run/replaced": _per_group(REPLACED),
     "config/is_ahead": is_ahead,
-    "config/has_stand_in": has_stand_in,
+    "config/approximates_old_logp": approximates_old_logp,
     "config/corrects_staleness": corrects_staleness,
     "config/looks_at_old": _looks_at_old,
-    "config/keeps_old_keys": lambda c: is_ahead(c) and c.mode.on_sync == "in_place",
-    "config/is_redundant": lambda c: is_ahead(c) and c.mode.redundant > 0,
+    "config/keeps_old_keys": lambda c: is_ahead(c) and c.schedule.on_sync == "in_place",
+    "config/is_redundant": lambda c: is_ahead(c) and c.schedule.redundant > 0,
 }
 
 # Findings
@@ -172,12 +173,13 @@ CAUSES = (
         "At the weights that drew, the engine's part does not know how old a token is. Compare the "
         "versions in the records with the weights that were served and those that are kept for "
         "logp_old; their fingerprints have to be equal.",
-        all_of=(STALE, is_not("config/has_stand_in"), is_not("config/keeps_old_keys"), GROWS),
+        all_of=(STALE, is_not("config/approximates_old_logp"), is_not("config/keeps_old_keys"), GROWS),
         mistake="lowering the precision gap of an engine that is not at fault",
     ),
     Finding(
         "budget", "the gap is above a bound of config.gate",
-        "rollout.on_budget says what the run does then; the findings below say which part it is.",
+        "rollout.on_gap_exceeded says what the run does then; the findings below say which part "
+        "it is.",
         all_of=(Clause("run/over_budget", ">", 1),),
     ),
     Finding(
@@ -187,7 +189,8 @@ CAUSES = (
         all_of=(Clause("run/engine_over_budget", ">", 1),), parent="budget",
     ),
     Finding(
-        "budget.staleness", "staleness makes it", "Lower the bound on staleness of rollout.mode.",
+        "budget.staleness", "staleness makes it",
+        "Lower the bound on staleness of rollout.schedule.",
         all_of=(STALE, Clause("run/engine_over_budget", "<=", 1),), parent="budget",
     ),
 )
@@ -203,9 +206,9 @@ SETUP = (
     ),
     Finding(
         "async.staleness", "staleness makes most of the gap",
-        "A smaller bound on staleness, or an objective that bears it: the clip around the policy of "
-        "the update, decoupled (arXiv:2505.24298), with exact old log-probs (rollout.old_logp ring). "
-        "The engine's format is not what to repair.",
+        "A smaller bound on staleness, or an objective that bears it: the clip around the policy "
+        "of the update, decoupled (arXiv:2505.24298), with exact old log-probs "
+        "(rollout.old_logp_source ring). The engine's format is not what to repair.",
         all_of=(
             STALE, Clause("run/staleness_share", ">=", 0.5), Clause("run/staleness_gap", ">", 0),
         ), any_of=GAP,
@@ -227,11 +230,11 @@ SETUP = (
     ),
     Finding(
         "async.stand_in", "weights and masks look at a policy that did not draw the tokens",
-        "With rollout.old_logp ewma or none, mismatch/{engine,staleness} and rollout_corr/* hold both "
-        "parts in one number: do not read them as the engine's. Probes (gate/engine) draw a fresh "
-        "batch and can be trusted. Ring and replica are exact; beside them it is the objective "
-        "decoupled that corrects staleness.",
-        all_of=(STALE, is_so("config/has_stand_in"), is_so("config/looks_at_old")),
+        "With rollout.old_logp_source ewma or none, mismatch/{engine,staleness} and "
+        "rollout_corr/* hold both parts in one number: do not read them as the engine's. Probes "
+        "(gate/engine) draw a fresh batch and can be trusted. Ring and replica are exact; beside "
+        "them it is the objective decoupled that corrects staleness.",
+        all_of=(STALE, is_so("config/approximates_old_logp"), is_so("config/looks_at_old")),
     ),
     Finding(
         "async.keys", "the engine's gap grows with the lag, as it does where old keys are kept",
@@ -267,7 +270,7 @@ SETUP = (
         "batches wait: samples are then as fast and fresher. Or take fewer samplers.",
         all_of=(
             Clause(IDLE, "<=", "idle_little", absent=False), Clause("run/waiting_batches", ">=", 1),
-            Clause("run/drawing_share", "<", "drawing_little"),
+            Clause("run/in_flight_share", "<", "in_flight_little"),
         ),
     ),
     Finding(

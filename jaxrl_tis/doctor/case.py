@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
-from jaxrl_tis.learner.snapshots import STAND_INS
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.learner.snapshots import APPROXIMATIONS
+from jaxrl_tis.rollouts import schedules
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
 THRESHOLDS = {
@@ -58,8 +58,8 @@ THRESHOLDS = {
     "taken_most": 0.5,  # of the tokens, by the bound of one weight or mask (ours)
     "idle": 0.3,  # of the samplers' turns, with a learner that waits (ours)
     "idle_little": 0.05,  # a learner that does not wait (ours)
-    "ahead_full": 0.9,  # of the batches that the mode lets samplers begin (ours)
-    "drawing_little": 0.5,  # of the slots of all samplers (ours)
+    "ahead_full": 0.9,  # of the batches that the schedule lets samplers begin (ours)
+    "in_flight_little": 0.5,  # of the slots of all samplers (ours)
     "read_again": 1.0,  # tokens per token that is drawn (ours)
     "selected": 0.25,  # discarded candidates or groups per one that is trained on (ours)
     "shorter": 0.9,  # of a mean length, from one window to the next (ours)
@@ -147,9 +147,9 @@ class Case:
         return node
 
     @property
-    def mode(self) -> modes.Mode:
+    def schedule(self) -> schedules.Schedule:
         """Who runs ahead of whom."""
-        return modes.parse(self.setting("rollout.mode"))
+        return schedules.parse(self.setting("rollout.schedule"))
 
     def mean(self, metric: str) -> float:
         """Returns the mean over the judged window; KeyError names a metric with too few values."""
@@ -225,15 +225,15 @@ class Finding:
 def is_ahead(case: Case) -> bool:
     """Whether samplers run ahead of the learner."""
     try:
-        return case.mode.ahead > 0
+        return case.schedule.ahead > 0
     except KeyError:  # written by code without this field
         return False
 
 
-def has_stand_in(case: Case) -> bool:
+def approximates_old_logp(case: Case) -> bool:
     """Whether another policy stands in for the one that drew a token, see `learner.snapshots`."""
     try:
-        return is_ahead(case) and case.setting("rollout.old_logp") in STAND_INS
+        return is_ahead(case) and case.setting("rollout.old_logp_source") in APPROXIMATIONS
     except KeyError:  # written by code without this field
         return False
 
@@ -245,8 +245,8 @@ def _engine_share(case):
         raise KeyError(LAG)
     if not any(case.recent(LAG)):
         return 1.0
-    if has_stand_in(case):
-        raise KeyError("logp_old of the weights that drew, rollout.old_logp ring or replica")
+    if approximates_old_logp(case):
+        raise KeyError("logp_old of the weights that drew, rollout.old_logp_source ring or replica")
     shares = case.recent(ENGINE_SHARE)
     if not shares:
         raise KeyError(ENGINE_SHARE)
@@ -257,18 +257,18 @@ def _reuse_share(case):
     """Returns which share of the policy's moves since it drew a batch are the updates by that batch."""
     if not any(case.recent(LAG)):
         return 1.0
-    made, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
-    if not made or not before:
+    reuse, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
+    if not reuse or not before:
         raise KeyError("mismatch/staleness/share")
-    made, before = math.fsum(made) / len(made), math.fsum(before) / len(before)
-    return made / (made + before) if made + before > 0 else 1.0
+    reuse, before = math.fsum(reuse) / len(reuse), math.fsum(before) / len(before)
+    return reuse / (reuse + before) if reuse + before > 0 else 1.0
 
 
 def _is_filtered(case):
     """Whether filters drop mass that the learner counts."""
     read = case.setting
     drops = read("rollout.top_k") > 0 or read("rollout.top_p") < 1 or read("rollout.min_p") > 0
-    return drops and read("rollout.kept_set") == 0
+    return drops and read("rollout.sampling_mask_size") == 0
 
 
 def _has_other_dtype(case):

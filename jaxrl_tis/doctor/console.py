@@ -75,14 +75,14 @@ def rows(text: str) -> list[Printed]:
     lines = [part for line in text.split("\n") for part in line.split("\r")]
     if lines and LINE.search(lines[-1]):  # still being written, as no end of line follows
         lines[-1] = lines[-1].rpartition(" - ")[0]
-    found, counted = [], []
+    parsed_rows, counted = [], []
     for row in _rows(enumerate(map(_cleaned, lines), start=1)):
-        found.append(row)
+        parsed_rows.append(row)
         if row.is_counted:
             counted.append(row)
     for row, step in zip(counted, _counts([row.values.get("epoch", math.inf) for row in counted])):
         row.values["step"] = step
-    return found
+    return parsed_rows
 
 
 def _cleaned(line):
@@ -104,26 +104,26 @@ def _counts(epochs):
 def _rows(lines: Iterator[tuple[int, str]]) -> Iterator[Printed]:
     epoch, listed = 1, None  # of NeMo-RL
     for number, line in lines:
-        if "step:" in line and (found := LINE.search(line)):
-            yield _of_pairs(number, found[1], line[found.end():])
+        if "step:" in line and (match := LINE.search(line)):
+            yield _of_pairs(number, match[1], line[match.end():])
         elif "{" in line or "tep " in line or "rollout " in line:
-            if found := HEAD.search(line):
-                yield _of_dict(number, found[3] or _block(lines), found[1], float(found[2]))
-            elif found := PRIME.search(line):
-                yield _of_labels(number, found[1], found[2])
-            elif found := NEMO.search(line):
+            if match := HEAD.search(line):
+                yield _of_dict(number, match[3] or _block(lines), match[1], float(match[2]))
+            elif match := PRIME.search(line):
+                yield _of_labels(number, match[1], match[2])
+            elif match := NEMO.search(line):
                 if listed:
                     yield listed
-                step = int(found[1]) + (epoch - 1) * int(found[2])  # counted anew in every epoch
+                step = int(match[1]) + (epoch - 1) * int(match[2])  # counted anew in every epoch
                 listed = Printed(number, {"step": float(step)})
-            elif (found := BARE.search(line)) and "epoch" in line:
-                row = _of_dict(number, found[0], None, None)
+            elif (match := BARE.search(line)) and "epoch" in line:
+                row = _of_dict(number, match[0], None, None)
                 if not any(name.startswith(("eval_", "train_runtime")) for name in row.values):
                     yield row
-        elif "= Epoch " in line and (found := EPOCH.search(line)):
-            epoch = int(found[1])
-        elif listed and "•" in line and (found := BULLET.search(line)) and found[1] in LABELS:
-            listed.put(LABELS[found[1]], found[2])
+        elif "= Epoch " in line and (match := EPOCH.search(line)):
+            epoch = int(match[1])
+        elif listed and "•" in line and (match := BULLET.search(line)) and match[1] in LABELS:
+            listed.put(LABELS[match[1]], match[2])
     if listed:
         yield listed
 

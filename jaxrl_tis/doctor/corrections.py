@@ -31,11 +31,11 @@ PERIODS = 4  # fewest that show one (ours)
 
 def _all(case, metrics):
     """Returns every value of the metrics that are recorded; KeyError without enough of them."""
-    found = [list(case.series[m].values()) for m in metrics if m in case.series]
-    if not found:
+    series = [list(case.series[m].values()) for m in metrics if m in case.series]
+    if not series:
         raise KeyError(" or ".join(metrics))
-    _enough(case, max(map(len, found)), "steps")
-    return [value for values in found for value in values]
+    _enough(case, max(map(len, series)), "steps")
+    return [value for values in series for value in values]
 
 
 def _enough(case, number, what):
@@ -85,16 +85,16 @@ def _mean_ratio(case):
 
     A ratio that is recorded for a part of the steps alone, those without a weight at a bound, is not
     used: of ratios that spread widely, such steps have the smaller ones."""
-    found, weights = _recent(case, RATIO), _recent(case, WEIGHT_MEAN)
+    means, weights = _recent(case, RATIO), _recent(case, WEIGHT_MEAN)
     due, metric = 1.0, RATIO
-    if len(found) < len(weights):
-        found, due, metric = weights, _due_of_bounded(case), f"{WEIGHT_MEAN}, after bounds"
-    if not found:
+    if len(means) < len(weights):
+        means, due, metric = weights, _due_of_bounded(case), f"{WEIGHT_MEAN}, after bounds"
+    if not means:
         raise KeyError(f"{RATIO}, before any bound")
-    _enough(case, len(found), f"values of {metric}")
-    if len(found) < 2:
-        raise KeyError(f"2 values of {metric}, there are {len(found)}")
-    return found, due, metric
+    _enough(case, len(means), f"values of {metric}")
+    if len(means) < 2:
+        raise KeyError(f"2 values of {metric}, there are {len(means)}")
+    return means, due, metric
 
 
 def _due_of_bounded(case):
@@ -153,12 +153,12 @@ def _is_of_tokens(case):
 def _mass(case):
     """(of each of the last steps what says how much mass is lost, what is due without a filter, its metric):
     the mean ratio; or its logarithm, where a few steps make the mean."""
-    found, due, metric = _mean_ratio(case)
-    if _in_errors(found, due) > case.thresholds["mean_usable"]:
-        return found, due, metric
+    means, due, metric = _mean_ratio(case)
+    if _in_errors(means, due) > case.thresholds["mean_usable"]:
+        return means, due, metric
     logs = _logs_per_token(case)
     is_told = len(logs) >= case.thresholds["min_steps"]
-    return (logs, 0.0, f"(log {metric} / {LENGTH} + {K3})") if is_told else (found, due, metric)
+    return (logs, 0.0, f"(log {metric} / {LENGTH} + {K3})") if is_told else (means, due, metric)
 
 
 def _logs_per_token(case):
@@ -175,8 +175,8 @@ def _logs_per_token(case):
 
 
 def _lost_mass(case):
-    found, due, metric = _mass(case)
-    return due - statistics.fmean(found), f"{due:.4g} - {metric}"
+    means, due, metric = _mass(case)
+    return due - statistics.fmean(means), f"{due:.4g} - {metric}"
 
 
 def _mass_sigma(case):
@@ -187,8 +187,8 @@ def _mass_sigma(case):
 
 
 def _mass_usable(case):
-    found, due, _ = _mass(case)
-    return _in_errors(found, due)
+    means, due, _ = _mass(case)
+    return _in_errors(means, due)
 
 
 def _in_errors(found, due):
@@ -225,14 +225,14 @@ def _gap_by_period(case):
     if len(steps) < needed:
         raise KeyError(f"{needed:g} values of {metric}, there are {len(steps)}")
     rises = [(b, values[b] > values[a]) for a, b in itertools.pairwise(steps)]
-    found = {}
+    shares = {}
     for period in range(2, len(steps) // PERIODS + 1):
         for start in range(period):
             within = [rise for step, rise in rises if (step - start) % period]
             between = [not rise for step, rise in rises if (step - start) % period == 0]
-            found[period] = max(found.get(period, 0.0), min(_share(within), _share(between)))
-    period = max(found, key=found.get)
-    return found[period], f"{metric} rises within, and falls after, periods of {period} steps"
+            shares[period] = max(shares.get(period, 0.0), min(_share(within), _share(between)))
+    period = max(shares, key=shares.get)
+    return shares[period], f"{metric} rises within, and falls after, periods of {period} steps"
 
 
 def _share(answers: Sequence[bool]) -> float:

@@ -74,9 +74,9 @@ def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
 def adapted(case: Case) -> Case:
     """Returns the case with the thresholds replaced that differ for this kind of run."""
     limits, changed = case.thresholds, {}
-    if not _judge(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
+    if not _evaluate(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
         changed["dp_max"] = limits["dp_max_quantized"]
-    if _judge(case, Clause("config/is_product", "==", 1)).status:
+    if _evaluate(case, Clause("config/is_product", "==", 1)).status:
         changed["chi2_seq"] = limits["chi2_seq_product"]
     if FLIPS in case.series:
         changed |= {"kl_bug": limits["kl_bug_moe"], "ppl_high": limits["ppl_high_moe"]}
@@ -116,8 +116,8 @@ def _result(case, finding, results):
         return Result(False)
     if any(results[name].status for name in finding.unless_known):
         return Result(False)
-    all_of = [_judge(case, clause) for clause in finding.all_of]
-    any_of = [_judge(case, clause) for clause in finding.any_of]
+    all_of = [_evaluate(case, clause) for clause in finding.all_of]
+    any_of = [_evaluate(case, clause) for clause in finding.any_of]
     excluded = _any([results[name].status for name in finding.unless])
     status = _all([
         *(r.status for r in all_of),
@@ -131,7 +131,7 @@ def _result(case, finding, results):
     return Result(status, tuple(e for r in (*all_of, *any_of) if r.status for e in r.evidence))
 
 
-def _judge(case, clause):
+def _evaluate(case, clause):
     """Judges one clause."""
     is_fact = clause.metric in FACTS
     clause = dataclasses.replace(clause, metric=case.source(clause.metric))
@@ -201,11 +201,11 @@ def _statistic(case, clause):
     earlier = case.window(metric, width, before) if compares else values
     if compares and case.last_step <= before:
         raise KeyError(f"{before + limits['min_steps']:g} steps, the run has {case.last_step}")
-    for found, end in ((values, 0), (earlier, before)):
-        if len(found) < limits["min_steps"]:
+    for window, end in ((values, 0), (earlier, before)):
+        if len(window) < limits["min_steps"]:
             raise KeyError(
                 f"{limits['min_steps']:g} values of {metric} in the {width:g} steps up to step "
-                f"{case.last_step - end:g}, there are {len(found)}"
+                f"{case.last_step - end:g}, there are {len(window)}"
             )
     if clause.statistic == "max":
         return metric, max(values.values()), values
@@ -286,8 +286,8 @@ def diagnosis_of(
             for f in findings if results[f.name].status
         ]
 
-    held = {key: holding(findings) for key, findings in groups.items()}
-    findings = held["findings"]
+    by_key = {key: holding(findings) for key, findings in groups.items()}
+    findings = by_key["findings"]
     steps = sorted({step for values in case.series.values() for step in values})
     judged = [step for step in steps if step > case.last_step - case.thresholds["window"]]
     return {
@@ -303,7 +303,7 @@ def diagnosis_of(
             }
             for f in every if results[f.name].status is None
         ],
-        **{key: found for key, found in held.items() if key != "findings"},
+        **{key: held for key, held in by_key.items() if key != "findings"},
         "nans": {metric: steps for metric, steps in case.nans.items() if metric in read},
         "thresholds": case.thresholds,
     }

@@ -12,29 +12,29 @@ WITHOUT_GAP = ("clip_cov", "top_entropy")  # masks that choose tokens, whatever 
 
 
 def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Returns (metric of what is seen, those of what is changed, those of what a bound takes) for each
-    configured weight and mask."""
-    prefix, found = f"{counts.PREFIX}weight/", []
+    """Returns (the metric that counts a method's tokens, those of the tokens it changes, those of
+    the tokens that a bound changes) for each configured weight and mask."""
+    prefix, counted = f"{counts.PREFIX}weight/", []
     if case.method("weight")[0] != "none":
-        taken = (f"{prefix}truncated", f"{prefix}dropped")
-        found.append((f"{prefix}seen", (f"{prefix}changed",), taken))
+        bounded = (f"{prefix}truncated", f"{prefix}dropped")
+        counted.append((f"{prefix}num_tokens", (f"{prefix}changed",), bounded))
     names = [name for name, _ in methods.parse_all("mask", case.setting("correction.masks"))]
     for name, label in zip(names, counts.labels(names), strict=True):
         if name not in WITHOUT_GAP:
             dropped = (f"{counts.PREFIX}mask/{label}/dropped",)
-            found.append((f"{counts.PREFIX}mask/{label}/seen", dropped, dropped))
-    return found
+            counted.append((f"{counts.PREFIX}mask/{label}/num_tokens", dropped, dropped))
+    return counted
 
 
-def _share(case: Case, seen: str, parts: tuple[str, ...], length: float) -> float:
-    """Returns the sum of `parts` over that of `seen` in the last `length` steps, 0 of nothing; KeyError
-    names a metric that is not recorded."""
+def _share(case: Case, tokens: str, parts: tuple[str, ...], length: float) -> float:
+    """Returns the sum of `parts` over that of `tokens` in the last `length` steps, 0 of nothing;
+    KeyError names a metric that is not recorded."""
     def total(metric):
         if not case.window(metric, length):
             raise KeyError(metric)
         return math.fsum(case.window(metric, length).values())
 
-    return sum(map(total, parts)) / max(total(seen), 1.0)
+    return sum(map(total, parts)) / max(total(tokens), 1.0)
 
 
 def _least_active(case):
@@ -42,7 +42,7 @@ def _least_active(case):
     1 without methods."""
     length = max(case.last_step, 1)
     return min(
-        ((_share(case, seen, changed, length), changed[0]) for seen, changed, _ in _counted(case)),
+        ((_share(case, tokens, changed, length), changed[0]) for tokens, changed, _ in _counted(case)),
         default=(1.0, "config/is_corrected"),
     )
 
@@ -51,7 +51,7 @@ def _most_active(case):
     """(largest share of tokens that the bounds of one of the methods take, its metric)."""
     length = case.thresholds["window"]
     return max(
-        ((_share(case, seen, taken, length), taken[0]) for seen, _, taken in _counted(case)),
+        ((_share(case, tokens, bounded, length), bounded[0]) for tokens, _, bounded in _counted(case)),
         default=(0.0, "config/is_corrected"),
     )
 

@@ -79,23 +79,25 @@ def recognise(names: set[str], wanted: str) -> tuple[str, tuple[str, ...]]:
       ValueError: "auto", and the names are those of none, or of several; or a framework is wanted of
         which there is no name.
     """
-    found = {key: _marks_in(names, framework) for key, framework in FRAMEWORKS.items()}
+    marks_by_framework = {key: _marks_in(names, framework) for key, framework in FRAMEWORKS.items()}
     if wanted != "auto":
         framework = FRAMEWORKS[wanted]
         known = {name for row in framework.names for name in row.theirs} | set(framework.marks)
         if not any(name in names or framework.prefix + name in names for name in known):
             raise ValueError(f"no name of {wanted}'s table is in this log: is it another's?")
-        return wanted, found[wanted]
-    found = {key: marks for key, marks in found.items() if marks}
-    if len(found) == 1:
-        return next(iter(found.items()))
-    if not found:
+        return wanted, marks_by_framework[wanted]
+    marks_by_framework = {key: marks for key, marks in marks_by_framework.items() if marks}
+    if len(marks_by_framework) == 1:
+        return next(iter(marks_by_framework.items()))
+    if not marks_by_framework:
         looked_for = ", ".join(f"{f.prefix + f.marks[0]} ({key})" for key, f in FRAMEWORKS.items())
         raise ValueError(
             f"the {len(names)} names of this log tell no framework: there is none like {looked_for}; "
             "choose one by --from"
         )
-    candidates = "; ".join(f"{key}: {', '.join(marks[:3])}" for key, marks in found.items())
+    candidates = "; ".join(
+        f"{key}: {', '.join(marks[:3])}" for key, marks in marks_by_framework.items()
+    )
     raise ValueError(f"names of several frameworks ({candidates}): choose one by --from")
 
 
@@ -136,10 +138,11 @@ def _read_values(logs, framework):
                     known.pop(step, None)
                 else:
                     known[step] = value
-    for name, found in nans.items():
-        if {math.inf, -math.inf} <= set(found.values()):  # there is no mean of the two
+    for name, steps in nans.items():
+        if {math.inf, -math.inf} <= set(steps.values()):  # there is no mean of the two
             values[name] = {step: x for step, x in values[name].items() if math.isfinite(x)}
-    return values, {name: tuple(sorted(found)) for name, found in nans.items() if found}, repeated
+    nan_steps = {name: tuple(sorted(steps)) for name, steps in nans.items() if steps}
+    return values, nan_steps, repeated
 
 
 def _per_batch(values, framework):
@@ -167,11 +170,13 @@ def _translated(values, framework):
             continue
         theirs[row.ours] = row.theirs
         steps = set.intersection(*(set(values[name]) for name in row.theirs))
-        found = {step: row.value(*(values[name][step] for name in row.theirs)) for step in steps}
-        series[row.ours] = {step: x for step, x in found.items() if x is not None}
+        translated = {
+            step: row.value(*(values[name][step] for name in row.theirs)) for step in steps
+        }
+        series[row.ours] = {step: x for step, x in translated.items() if x is not None}
     invalid = {step for step, x in series.get(IS_VALID, {}).items() if x == 0}
     series = {m: {s: x for s, x in v.items() if s not in invalid} for m, v in series.items()}
-    return {metric: found for metric, found in series.items() if found}, theirs
+    return {metric: values for metric, values in series.items() if values}, theirs
 
 
 def path_of(path: str) -> epath.Path:
@@ -193,12 +198,12 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     values, nans, repeated = _read_values(logs, framework)
     values, updates = _per_batch(values, framework)
     series, theirs = _translated(values, framework)
-    steps = sorted({step for found in series.values() for step in found})
+    steps = sorted({step for by_step in series.values() for step in by_step})
     place = {step: i for i, step in enumerate(steps, start=1)}
     known = {n for row in framework.names for n in row.theirs} | {*STEPS, *framework.steps}
     return Record(
         name, framework, tuple(dict.fromkeys(log.kind for log in logs)),
-        {m: {place[s]: x for s, x in sorted(found.items())} for m, found in series.items()},
+        {m: {place[s]: x for s, x in sorted(by_step.items())} for m, by_step in series.items()},
         theirs, tuple(steps), marks,
         tuple(sorted(n for n in names if not {n, n.removeprefix(framework.prefix)} & known)),
         tuple(sorted(texts)), nans, repeated, updates, _is_ahead(names, framework),

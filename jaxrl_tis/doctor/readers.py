@@ -142,15 +142,15 @@ def _logs_in(path):
 
 
 def _read_folder(path):
-    found = _logs_in(path)
-    if not found:
+    logs = _logs_in(path)
+    if not logs:
         raise FileNotFoundError(
             f"{path}: no {STATE}, no checkpoint-N with one, no event file of TensorBoard and no "
             f"{', '.join(LOGS)} file in this folder"
         )
-    if EVENTS in found[0].name:
-        return [_read_events(found, path)]
-    return [_read_any(file, file.read_bytes()) for file in found]
+    if EVENTS in logs[0].name:
+        return [_read_events(logs, path)]
+    return [_read_any(file, file.read_bytes()) for file in logs]
 
 
 def _number(value):

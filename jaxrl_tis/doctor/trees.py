@@ -81,9 +81,9 @@ def _icepop(case):
 
 def _old_logp(case):
     """Returns a way to the log-probs that masks look at, where there is none."""
-    if not is_ahead(case) or case.setting("rollout.old_logp") != "none":
+    if not is_ahead(case) or case.setting("rollout.old_logp_source") != "none":
         return None
-    return "ring" if case.mode.ahead < math.inf else "ewma"
+    return "ring" if case.schedule.ahead < math.inf else "ewma"
 
 
 def _usual_clip(case):
@@ -102,7 +102,8 @@ def _serve_like_train(case):
 TIS = "token_tis(cap=2.0)"
 # Scores are centred with weights of single tokens alone, see estimators/centering.py.
 GEO = {
-    "correction.masks": _geo_mask, "correction.centering": "none", "rollout.old_logp": _old_logp,
+    "correction.masks": _geo_mask, "correction.centering": "none",
+    "rollout.old_logp_source": _old_logp,
 }
 WEIGHABLE = {
     "correction.mode": _mode, "correction.objective": _weighable, "correction.centering": "none",
@@ -202,7 +203,7 @@ CAUSES = (
         "eighth of what they do in bfloat16 (arXiv:2510.26788). A TPU multiplies float32 as bfloat16 "
         "unless the highest precision is asked for: the output head has a switch for it.",
         all_of=(is_so("config/has_other_dtype"),), unless=("A.quantized",), parent="A",
-        changes=SAME_DTYPE | {"model.highest_head": True},
+        changes=SAME_DTYPE | {"model.fp32_head": True},
     ),
     Finding(
         "A.parallel", "sampler and learner split their sums over another number of devices",
@@ -217,7 +218,7 @@ CAUSES = (
         "xla_allow_excess_precision=False in both; look for a decode kernel whose result depends "
         "on the batch, and for a weight that the sampler did not receive.",
         unless=EXPLAINED, parent="A",
-        changes={"model.highest_head": True},
+        changes={"model.fp32_head": True},
     ),
     Finding(
         "A.spike", "only the largest difference shows it",

@@ -45,7 +45,7 @@ class BlockManager:
       engine: sizes, see EngineProtocol.
       waiting: sequences without a slot.
       stats: where cache hits, preemptions and evictions are counted.
-      divide, retention, keeps_pages: see Scheduler.
+      preempt_after, retention, keeps_pages: see Scheduler.
 
     Attributes:
       to_release: slots that are free here but still decode in the engine.
@@ -56,11 +56,11 @@ class BlockManager:
     """
 
     def __init__(
-        self, engine: EngineProtocol, waiting: WaitQueue, stats: Stats, divide: int = 0,
+        self, engine: EngineProtocol, waiting: WaitQueue, stats: Stats, preempt_after: int = 0,
         retention: KVEviction | None = None, keeps_pages: bool = True,
     ):
         self._engine, self._waiting, self._stats = engine, waiting, stats
-        self._divide, self._retention = divide, retention
+        self._preempt_after, self._retention = preempt_after, retention
         self._slots: dict[int, Sequence] = {}
         self.to_release: set[int] = set()
         per_slot = -(-engine.max_length // engine.page_size)
@@ -69,7 +69,7 @@ class BlockManager:
         self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
         self.prefixes = Prefixes(self.pages, engine.page_size, keeps_pages)
 
-    def facts(self) -> dict[str, Any]:
+    def sync_digest(self) -> dict[str, Any]:
         """Returns the pages by name. The order of the free ones reflects every allocation and
         release so far."""
         orders = [pages.order for pages in self.pages]
@@ -141,7 +141,7 @@ class BlockManager:
 
         Returns: the parked sequences among them, whose pages are filled already.
         """
-        if self._divide:
+        if self._preempt_after:
             self._preempt_for_waiting()
         if len(self._slots) == self._engine.slots:
             return []
@@ -163,10 +163,10 @@ class BlockManager:
         return parked
 
     def _preempt_for_waiting(self) -> None:
-        """Queues sequences that sampled `divide` tokens again, with their pages, if a waiting one
-        comes before them. Sequences with evicted keys stay, because they could not be rebuilt if
-        their pages were needed."""
-        is_done = lambda s: s.since_admission >= self._divide and not s.shift
+        """Queues sequences that sampled `preempt_after` tokens again, with their pages, if a
+        waiting one comes before them. Sequences with evicted keys stay, because they could not be
+        rebuilt if their pages were needed."""
+        is_done = lambda s: s.since_admission >= self._preempt_after and not s.shift
         priority, left = self._waiting.priority, []
         done = sorted(filter(is_done, self.running()), key=priority, reverse=True)
         free = collections.Counter({shard: len(slots) for shard, slots in self._free().items()})

@@ -47,22 +47,23 @@ def _sampling(config):
             "(0, 1] and [0, 1)"
         )
     has_filters = is_filtered(rollout)
-    if rollout.kept_set and not has_filters:
+    if rollout.sampling_mask_size and not has_filters:
         yield (
-            f"rollout.kept_set = {rollout.kept_set} records what top_k, top_p and min_p keep, and "
-            "none of them is set: set one, or rollout.kept_set to 0"
+            f"rollout.sampling_mask_size = {rollout.sampling_mask_size} records what top_k, top_p "
+            "and min_p keep, and none of them is set: set one, or rollout.sampling_mask_size to 0"
         )
     is_top_k_alone = rollout.top_p == 1 and rollout.min_p == 0
-    if 0 < rollout.kept_set < rollout.top_k and is_top_k_alone:
+    if 0 < rollout.sampling_mask_size < rollout.top_k and is_top_k_alone:
         yield (
-            f"rollout.kept_set = {rollout.kept_set} can never hold what rollout.top_k = "
-            f"{rollout.top_k} keeps: set it to rollout.top_k"
+            f"rollout.sampling_mask_size = {rollout.sampling_mask_size} can never hold what "
+            f"rollout.top_k = {rollout.top_k} keeps: set it to rollout.top_k"
         )
-    if has_filters and not rollout.kept_set and not rollout.allow_filter_bias:
+    if has_filters and not rollout.sampling_mask_size and not rollout.allow_filter_bias:
         yield (
             "top_k, top_p and min_p change the distribution that is sampled, and the learner "
-            "scores the unfiltered one: every ratio is off by the kept mass; set rollout.kept_set "
-            "to score what is kept, or rollout.allow_filter_bias=True to accept that"
+            "scores the unfiltered one: every ratio is off by the kept mass; set "
+            "rollout.sampling_mask_size to score what is kept, or rollout.allow_filter_bias=True "
+            "to accept that"
         )
 
 
@@ -79,10 +80,10 @@ def _numerics(config):
             )
     if config.model.dtype == "float16":
         yield "model.numerics is 'invariant' in float32 and bfloat16, and model.dtype is float16"
-    if config.train.sum_dtype != "float32":
+    if config.train.grad_reduce_dtype != "float32":
         yield (
-            "model.numerics is 'invariant' and sums gradients in float32, but train.sum_dtype is "
-            f"{config.train.sum_dtype!r}"
+            "model.numerics is 'invariant' and sums gradients in float32, but "
+            f"train.grad_reduce_dtype is {config.train.grad_reduce_dtype!r}"
         )
     if config.engine.noise_start > 0:
         yield (

@@ -19,7 +19,7 @@ class EngineConfig:
       dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" and
         "float8_e4m3fn" included.
       quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
-      highest_head: the output head in float32 at the highest precision.
+      fp32_head: the output head in float32 at the highest precision.
       steps: decode steps per `generate` call.
       max_draft: longest draft of a `verify` call that `Engine.programs` shows; 0: no such call.
       prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
@@ -42,7 +42,7 @@ class EngineConfig:
     cache_dtype: str = "float32"
     quantization: str = "none"
     unquantized: tuple[str, ...] = ()
-    highest_head: bool = False
+    fp32_head: bool = False
     steps: int = 8
     max_draft: int = 0
     prefill_batch: int = 8

@@ -104,14 +104,14 @@ class Drafts(NoDrafts):
     Args:
       slots: rows of a pass without drafts.
       max_length: longest draft, see `lengths`.
-      free_rows: the number of rows, slots * (length + 1), up to which a pass takes the same time,
-        because it is bound by reading weights. Beyond, its time grows with the rows.
+      free_batch_rows: the number of rows, slots * (length + 1), up to which a pass takes the same
+        time, because it is bound by reading weights. Beyond, its time grows with the rows.
     """
 
-    def __init__(self, slots: int, max_length: int, free_rows: int):
+    def __init__(self, slots: int, max_length: int, free_batch_rows: int):
         if max_length < 1:
             raise ValueError(f"max_length of drafts is {max_length}; give at least 1")
-        self._slots, self._free_rows = slots, free_rows
+        self._slots, self._free_batch_rows = slots, free_batch_rows
         self._lengths = lengths(max_length)
         self._groups: dict[bytes, Group] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -170,7 +170,7 @@ class Drafts(NoDrafts):
         a = self.acceptance
         accepted = a * (1 - a ** np.minimum(lengths, length)) / (1 - a)
         rows = self._slots * (length + 1)
-        return (len(lengths) + accepted.sum()) / max(self._free_rows, rows)
+        return (len(lengths) + accepted.sum()) / max(self._free_batch_rows, rows)
 
     def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
         self._accepted += accepted

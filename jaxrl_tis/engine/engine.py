@@ -44,7 +44,7 @@ class Engine:
         self.model, self.config = model, config
         self.layout = layout or single_device()
         self.program = transformer.Program(
-            dtype=config.dtype, highest_head=config.highest_head, layout=self.layout,
+            dtype=config.dtype, fp32_head=config.fp32_head, layout=self.layout,
             numerics=config.numerics,
         )
         self._spec = Spec(model, config, self.program, config.injected.logits)

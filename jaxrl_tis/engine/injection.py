@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis import spelling
+from jaxrl_tis import choices
 from jaxrl_tis.models import quant
 from jaxrl_tis.models.transformer import Params
 
@@ -85,7 +85,7 @@ def parse(text: str) -> Injection:
     name or a parameter that there is not, or a value that is no number."""
     if not text:
         return Injection()
-    name, parameters = spelling.parse("injection", text, INJECTIONS)
+    name, parameters = choices.parse("injection", text, INJECTIONS)
     for parameter, value in parameters.items():
         kinds = (int,) if parameter == "seed" else (int, float)
         if type(value) not in kinds or not abs(value) < float("inf"):

@@ -53,10 +53,10 @@ class Pages:
         """Allocates pages with one reference each; None if fewer are free."""
         if count > self.free:
             return None
-        taken = [self._take() for _ in range(count)]
-        self._references[taken] = 1
+        pages = [self._take() for _ in range(count)]
+        self._references[pages] = 1
         self.peak = max(self.peak, self.used)
-        return taken
+        return pages
 
     def _take(self) -> int:
         if self._free:

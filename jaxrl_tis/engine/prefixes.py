@@ -92,14 +92,14 @@ class Prefixes:
         if not self._keeps_pages or prefix.logps is not None or prefix.followers:
             return 0
         pages, first = self._pages[prefix.shard], prefix.filled // self._size
-        found = pages.found(prefix.page_keys)[first:]
-        for holder in (prefix, *prefix.waiters) if found else ():
-            place = slice(first, first + len(found))
-            own, holder.pages[place] = holder.pages[place], pages.share(found)
+        hits = pages.found(prefix.page_keys)[first:]
+        for holder in (prefix, *prefix.waiters) if hits else ():
+            place = slice(first, first + len(hits))
+            own, holder.pages[place] = holder.pages[place], pages.share(hits)
             pages.release(own)
-        prefix.found += len(found)
-        prefix.filled += len(found) * self._size
-        return len(found) * self._size
+        prefix.found += len(hits)
+        prefix.filled += len(hits) * self._size
+        return len(hits) * self._size
 
     def new_pages(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of free pages that `join` would take."""
@@ -136,14 +136,14 @@ class Prefixes:
         copy of the last one if that is not full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
-        keys, base, found = sequence.page_keys(self._size), None, self._found(sequence, shard)
+        keys, base, hits = sequence.page_keys(self._size), None, self._found(sequence, shard)
         if sequence.base_key and self.find(sequence.key, shard) is None:
             whole = len(sequence.request.prompt) // self._size
             base = self._prefix(
-                sequence.base_key, keys[:whole], tokens[: whole * self._size], shard, found=found
+                sequence.base_key, keys[:whole], tokens[: whole * self._size], shard, found=hits
             )
         prefix = self._prefix(
-            sequence.key, keys, tokens, shard, base, [] if base else found, sequence.needs_scores
+            sequence.key, keys, tokens, shard, base, [] if base else hits, sequence.needs_scores
         )
         sequence.shard = shard
         sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))

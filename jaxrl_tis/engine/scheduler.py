@@ -20,10 +20,11 @@ When a shard has no page left, its youngest sequence loses its pages and goes ba
 its tokens. The oldest sequence never loses its pages, and all pages of a shard hold the longest
 sequence, so every request ends.
 
-With `overlap`, `step` reads the tokens of the call before its own, so the engine samples while the
-host works. A sequence that ends by a stop wastes one row of the next call. A sequence that must end
-by its length frees its slot before its last tokens are read (`BlockManager.free_ending`). An abort,
-a pause, a preemption and a lack of pages depend on every token, so each reads the call first.
+With `async_scheduling`, `step` reads the tokens of the call before its own, so the engine samples
+while the host works. A sequence that ends by a stop wastes one row of the next call. A sequence
+that must end by its length frees its slot before its last tokens are read
+(`BlockManager.free_ending`). An abort, a pause, a preemption and a lack of pages depend on every
+token, so each reads the call first.
 """
 
 import dataclasses
@@ -79,37 +80,39 @@ class Scheduler:
       params: serving parameters.
       version: version of these parameters, stamped on every token they sample.
       policy: order of the waiting requests, see policies.POLICIES.
-      max_bypass: a request that has waited for this many admissions goes first, whatever the policy
-        says; None sets no bound.
+      max_wait_admissions: a request that has waited for this many admissions goes first, whatever
+        the policy says; None sets no bound.
       max_pending: `add` raises Full beyond this number of requests; None takes all.
       prefill_calls: prefill calls per step while sequences are decoding.
-      divide: tokens since it got its slot after which a sequence makes room for a waiting one that
-        comes before it. It keeps its pages while there are enough. 0 turns this off.
+      preempt_after: tokens since it got its slot after which a sequence makes room for a waiting
+        one that comes before it. It keeps its pages while there are enough. 0 turns this off.
       retention: pages that a sequence keeps; None keeps all.
       keeps_pages: prefix caching: full pages of prompts stay for later prompts that begin with the
         same tokens, until their room is needed or the weights change.
       drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings. Runs in a thread of its own.
-      overlap: read the tokens of a call after the next one has been sent off. Has no effect with
-        drafts or retention, which depend on the tokens.
+      async_scheduling: read the tokens of a call after the next one has been sent off. Has no
+        effect with drafts or retention, which depend on the tokens.
     """
 
     def __init__(
         self, engine: EngineProtocol, params: Any, version: int = 0, *,
-        policy: Policy | None = None, max_bypass: int | None = None, max_pending: int | None = None,
-        prefill_calls: int = 4, divide: int = 0, retention: KVEviction | None = None,
+        policy: Policy | None = None, max_wait_admissions: int | None = None,
+        max_pending: int | None = None, prefill_calls: int = 4, preempt_after: int = 0,
+        retention: KVEviction | None = None,
         keeps_pages: bool = True, drafts: Drafts | None = None,
-        decode: Callable[[np.ndarray], str] | None = None, overlap: bool = False,
+        decode: Callable[[np.ndarray], str] | None = None, async_scheduling: bool = False,
     ):
         self.stats = Stats()
         self._engine = engine
         self._policy, self._drafts = policy or FirstCome(), drafts or NoDrafts()
-        self._max_pending, self._prefill_calls, self._divide = max_pending, prefill_calls, divide
-        self._overlap = overlap and drafts is None and retention is None
+        self._max_pending, self._prefill_calls = max_pending, prefill_calls
+        self._preempt_after = preempt_after
+        self._async_scheduling = async_scheduling and drafts is None and retention is None
         self._can_decode, self._stop_strings = decode is not None, StopStrings(decode)
-        self._waiting = WaitQueue(self._policy, max_bypass, engine.page_size)
+        self._waiting = WaitQueue(self._policy, max_wait_admissions, engine.page_size)
         self._blocks = BlockManager(
-            engine, self._waiting, self.stats, divide, retention, keeps_pages
+            engine, self._waiting, self.stats, preempt_after, retention, keeps_pages
         )
         self._runner = Runner(engine, params, version, self.stats)
         self._prefiller = Prefiller(engine, self._runner, self._blocks.prefixes, self.stats)
@@ -193,12 +196,12 @@ class Scheduler:
         drawn = [s for s in self._blocks.sequences() if s.count]
         return [s.trajectory("abort", self._engine.quant_id, s.count) for s in drawn]
 
-    def facts(self) -> dict[str, Any]:
+    def sync_digest(self) -> dict[str, Any]:
         """Returns all counts and everything that decides the next step, by name. Schedulers of
-        several processes with equal facts take equal steps."""
+        several processes with equal digests take equal steps."""
         waiting = [s.request.id for s in self._waiting]
         return self.stats.counts() | {"live": list(self._live), "waiting": waiting} | (
-            self._blocks.facts()
+            self._blocks.sync_digest()
         )
 
     def release_cache(self) -> None:
@@ -225,7 +228,7 @@ class Scheduler:
         call = self._generate()
         self._collect()
         self._call = call
-        if not self._overlap:
+        if not self._async_scheduling:
             self._collect()
         finished = self._pop_ended()
         if not self._live:
@@ -235,7 +238,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives waiting sequences slots and pages. Those that kept their pages decode at once."""
-        if self._divide and any(self._waiting):
+        if self._preempt_after and any(self._waiting):
             self._collect()
         if self._call:
             self._blocks.free_ending(self._call.rows)

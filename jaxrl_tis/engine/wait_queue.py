@@ -18,15 +18,15 @@ class WaitQueue:
 
     Args:
       policy: see policies.POLICIES.
-      max_bypass: admissions after which a waiting sequence is overdue; None sets no bound.
+      max_wait_admissions: admissions after which a waiting sequence is overdue; None sets no bound.
       page_size: positions of a page.
 
     Attributes:
       admissions: the number of admissions so far.
     """
 
-    def __init__(self, policy: Policy, max_bypass: int | None, page_size: int):
-        self._policy, self._max_bypass, self._size = policy, max_bypass, page_size
+    def __init__(self, policy: Policy, max_wait_admissions: int | None, page_size: int):
+        self._policy, self._max_wait_admissions, self._size = policy, max_wait_admissions, page_size
         # By number of arrival, in the order of `add`: all sequences, those that kept their pages,
         # those of each prompt, and those whose priority may have changed.
         self._sequences: dict[int, Sequence] = {}
@@ -127,12 +127,12 @@ class WaitQueue:
         return (self._policy.key(sequence.request, sequence.count), sequence.order)
 
     def is_overdue(self, sequence: Sequence) -> bool:
-        """Whether `max_bypass` admissions have passed since the sequence began to wait."""
+        """Whether `max_wait_admissions` admissions have passed since the sequence began to wait."""
         return self._is_over(sequence.admitted_after)
 
     def _is_over(self, admitted_after: int) -> bool:
         bypassed = self.admissions - admitted_after
-        return self._max_bypass is not None and bypassed >= self._max_bypass
+        return self._max_wait_admissions is not None and bypassed >= self._max_wait_admissions
 
 
 def _age(sequence: Sequence) -> tuple:

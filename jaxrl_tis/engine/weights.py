@@ -135,7 +135,7 @@ class Weights:
         layout XLA would move the whole table to each of them."""
         head = "embed" if self._config.tie_embeddings else "head"
         is_float = name == head and (
-            self._program.highest_head or self._program.dtype == "float16"
+            self._program.fp32_head or self._program.dtype == "float16"
         )
         w = w.astype("float32" if is_float else self._program.dtype)
         w = jax.lax.with_sharding_constraint(w, home)
@@ -164,5 +164,5 @@ class Weights:
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
     """Returns where each parameter lies, in the order of the tree; none if one of them lies on no
     mesh."""
-    found = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
-    return found if all(isinstance(s, NamedSharding) for s in found) else ()
+    shardings = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
+    return shardings if all(isinstance(s, NamedSharding) for s in shardings) else ()

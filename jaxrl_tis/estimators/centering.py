@@ -44,21 +44,21 @@ AT_RATIO_ONE = ("ppo", "dual_clip")
 SMALLEST_TAIL = 1e-6  # of the learner's mass outside the head
 
 
-def head_size(text: str, kept_set: int) -> int:
+def head_size(text: str, mask_size: int) -> int:
     """How many tokens of a position the head has; 0 if scores are not centred.
 
     Args:
       text: "none", "top(n)", the n likeliest, or "kept", the recorded support.
-      kept_set: most tokens of such a support.
+      mask_size: most tokens of such a support.
 
     ValueError for any other text.
     """
     if text in ("none", "kept"):
-        return kept_set if text == "kept" else 0
-    found = re.fullmatch(r"top\(([1-9]\d{0,2})\)", text)
-    if not found:
+        return mask_size if text == "kept" else 0
+    match = re.fullmatch(r"top\(([1-9]\d{0,2})\)", text)
+    if not match:
         raise ValueError(f"centering {text!r} is none of 'none', 'kept' and 'top(n)', n up to 999")
-    return int(found[1])
+    return int(match[1])
 
 
 def why_not(

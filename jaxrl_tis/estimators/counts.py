@@ -32,18 +32,18 @@ def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
       raw: [B,T] what they were before any cap, band or floor.
       mask: [B,T] valid tokens.
 
-    Returns correction/weight/<count>: `seen` valid tokens, of which `changed_raw` have a raw weight
-    other than 1, `changed` a weight other than 1; `dropped` have weight 0, and `truncated` another
-    weight than the raw one, but not 0. Other is what differs by more than ROUNDING.
+    Returns correction/weight/<count>: `num_tokens` valid tokens, of which `changed_raw` have a raw
+    weight other than 1, `changed` a weight other than 1; `dropped` have weight 0, and `truncated`
+    another weight than the raw one, but not 0. Other is what differs by more than ROUNDING.
     """
     is_dropped_bt = w == 0
     is_other = lambda x, than: jnp.abs(x - than) > ROUNDING * than
-    found = {
-        "seen": jnp.ones_like(is_dropped_bt), "changed_raw": is_other(raw, 1.0),
+    indicators = {
+        "num_tokens": jnp.ones_like(is_dropped_bt), "changed_raw": is_other(raw, 1.0),
         "changed": is_other(w, 1.0), "truncated": is_other(w, raw) & ~is_dropped_bt,
         "dropped": is_dropped_bt,
     }
-    return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in found.items()}
+    return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in indicators.items()}
 
 
 def labels(names: list[str]) -> list[str]:
@@ -54,16 +54,16 @@ def labels(names: list[str]) -> list[str]:
 
 
 def of_masks(names: list[str], kept: list[Array], mask: Array) -> dict[str, Array]:
-    """correction/mask/<label>/{seen,dropped}: the valid tokens that each mask saw and, whatever the
-    others do, dropped.
+    """correction/mask/<label>/{num_tokens,dropped}: the valid tokens that each mask saw and,
+    whatever the others do, dropped.
 
     Args:
       names: of the masks.
       kept: [B,T] bool each, what it keeps.
       mask: [B,T] valid tokens, as the masks saw them.
     """
-    found = {}
+    counts = {}
     for label, is_kept_bt in zip(labels(names), kept, strict=True):
-        found[f"{PREFIX}mask/{label}/seen"] = _count(jnp.ones_like(is_kept_bt), mask)
-        found[f"{PREFIX}mask/{label}/dropped"] = _count(~is_kept_bt, mask)
-    return found
+        counts[f"{PREFIX}mask/{label}/num_tokens"] = _count(jnp.ones_like(is_kept_bt), mask)
+        counts[f"{PREFIX}mask/{label}/dropped"] = _count(~is_kept_bt, mask)
+    return counts

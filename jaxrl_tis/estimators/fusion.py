@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped, ratios
+from jaxrl_tis.estimators import ppo, ratios
 
 
 def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Array:
@@ -40,7 +40,7 @@ def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Arr
 def fusion_cap(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, cap: Numeric = 3.0,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """Logit fusion with a capped ratio (Zhang et al. 2026), l = -min(r, cap) A.
 
     No lower clip and no pessimistic minimum. logp_old is not used. An infinite cap is plain
@@ -59,16 +59,16 @@ def fusion_cap(
     taken against the mixture.
     """
     del logp_old, seg
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_behav, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_behav, adv, mask)
     ratio_bt = ratios.bounded_exp(log_ratio_bt)
     loss_bt = -ratios.clamp(ratio_bt, 0.0, cap) * adv_bt
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, ratio_bt > cap, mask)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, ratio_bt > cap, mask)
 
 
 def fusion_shaped(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, fusion_gamma: Numeric = 0.1,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """Logit fusion with a shaped ratio (Zhang et al. 2026), l = -r / (r + fusion_gamma) A.
 
     The gradient is -A gamma r / (r + gamma)^2 per log pi. On policy it is gamma / (1 + gamma)^2 of
@@ -86,10 +86,10 @@ def fusion_shaped(
     Returns loss_bt; actor/ppo_kl is taken against the mixture and actor/pg_clipfrac is 0.
     """
     del logp_old, seg
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_behav, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_behav, adv, mask)
     ratio_bt = ratios.bounded_exp(log_ratio_bt)
     loss_bt = -ratio_bt / (ratio_bt + fusion_gamma) * adv_bt
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(ratio_bt), mask)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, jnp.zeros_like(ratio_bt), mask)
 
 
 OBJECTIVES = {"fusion_cap": fusion_cap, "fusion_shaped": fusion_shaped}

@@ -57,7 +57,7 @@ class LossSpec:
     mode: str = "decoupled"
     aggregation: str = "token-mean"
     is_batch_normalized: bool = False
-    counts_rejected: bool = False
+    rejected_in_denominator: bool = False
     kl: Method | None = None
     kl_coeff: chex.Numeric = 0.0
     entropy_coeff: float = 0.0
@@ -166,9 +166,9 @@ def apply_methods(
     """
     log_ratio = _log_ratio(batch, learner, weight[0])
     w_bt, factor = importance_weights(log_ratio, batch, weight, is_batch_normalized)
-    is_accepted_bt, found = accepted(log_ratio, batch, masks)
-    found |= weight_counts(log_ratio, batch, weight)
-    return MethodOutputs(log_ratio, w_bt, factor, is_accepted_bt, found)
+    is_accepted_bt, method_counts = accepted(log_ratio, batch, masks)
+    method_counts |= weight_counts(log_ratio, batch, weight)
+    return MethodOutputs(log_ratio, w_bt, factor, is_accepted_bt, method_counts)
 
 
 def _log_ratio(batch, learner, user):
@@ -201,7 +201,8 @@ def policy_loss(
     logp: chex.Array, batch: dict[str, chex.Array], *, objective: Method | str,
     weight: Method | str = NO_WEIGHT, masks: tuple[Method, ...] | str = (), mode: str = "decoupled",
     aggregation: str = "token-mean", is_batch_normalized: bool = False,
-    counts_rejected: bool = False, kl: Method | str | None = None, kl_coeff: chex.Numeric = 0.0,
+    rejected_in_denominator: bool = False, kl: Method | str | None = None,
+    kl_coeff: chex.Numeric = 0.0,
     entropy: chex.Array | None = None, entropy_coeff: float = 0.0,
     logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
     num_seqs: chex.Numeric | None = None, scale: chex.Numeric | None = None,
@@ -222,9 +223,10 @@ def policy_loss(
       mode: "decoupled" or "bypass", see the top of the file.
       aggregation: one of `reduce.MODES`, used for all terms.
       is_batch_normalized: divide the weights by their mean over the batch at hand.
-      counts_rejected: rejected tokens have weight 0 but stay in the denominators. Otherwise they
-        leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not given, as
-        they do within their sequence in "seq-mean-token-mean". With `weights` they always stay.
+      rejected_in_denominator: rejected tokens have weight 0 but stay in the denominators. Otherwise
+        they leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not
+        given, as they do within their sequence in "seq-mean-token-mean". With `weights` they always
+      stay.
       kl: name in `kl.KL`, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
@@ -242,7 +244,8 @@ def policy_loss(
     spec = LossSpec(
         parsed("objective", objective), parsed("weight", weight),
         methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
-        is_batch_normalized, counts_rejected, parsed("kl", kl), kl_coeff, entropy_coeff, scale,
+        is_batch_normalized, rejected_in_denominator, parsed("kl", kl), kl_coeff, entropy_coeff,
+        scale,
     )
     return compute_loss(
         logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
@@ -261,8 +264,8 @@ def compute_loss(
     seen = bypassed(batch, spec.mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
-    w_bt, is_accepted_bt, found = _apply_at_update(batch, spec)
-    if spec.counts_rejected or "weights" in batch:
+    w_bt, is_accepted_bt, method_counts = _apply_at_update(batch, spec)
+    if spec.rejected_in_denominator or "weights" in batch:
         w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
         mask = is_accepted_bt
@@ -280,7 +283,7 @@ def compute_loss(
     if "weights" not in extra:  # otherwise the objective has used them
         loss_bt = batch["weights"] * loss_bt
     loss = aggregate(loss_bt)
-    metrics = metrics | found | {"actor/pg_loss": loss}
+    metrics = metrics | method_counts | {"actor/pg_loss": loss}
     if logp_top is not None:
         f = centering.rule(spec.weight, spec.masks, spec.objective, spec.mode)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)

@@ -1,4 +1,4 @@
-"""Methods: an entry of one of the six tables with its parameters, see `spelling`.
+"""Methods: an entry of one of the six tables with its parameters, see `choices`.
 
 What a method needs beyond the usual inputs is in `needs`.
 """
@@ -6,10 +6,10 @@ What a method needs beyond the usual inputs is in `needs`.
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_tis import spelling
+from jaxrl_tis import choices
 from jaxrl_tis.estimators import advantages, controllers, kl, masks, objectives, weights
 
-Method = spelling.Choice
+Method = choices.Choice
 
 TABLES = {
     "weight": (weights.WEIGHTS, weights.NEEDS),
@@ -23,7 +23,7 @@ TABLES = {
 
 def function(kind: str, name: str) -> Callable:
     """The entry of a table; ValueError names the nearest where there is none."""
-    return spelling.function(kind, name, TABLES[kind][0])
+    return choices.function(kind, name, TABLES[kind][0])
 
 
 def needs(kind: str, name: str) -> tuple[str, ...]:
@@ -33,14 +33,14 @@ def needs(kind: str, name: str) -> tuple[str, ...]:
 
 def parameters(kind: str, name: str) -> dict[str, Any]:
     """Hyper-parameters of an entry with their defaults, `inspect.Parameter.empty` if required."""
-    return spelling.parameters(kind, name, *TABLES[kind])
+    return choices.parameters(kind, name, *TABLES[kind])
 
 
 def parse(kind: str, text: str) -> Method:
-    """Reads a method of this kind, see `spelling.parse`."""
-    return spelling.parse(kind, text, *TABLES[kind])
+    """Reads a method of this kind, see `choices.parse`."""
+    return choices.parse(kind, text, *TABLES[kind])
 
 
 def parse_all(kind: str, text: str) -> tuple[Method, ...]:
-    """Reads methods that "&" joins, see `spelling.parse_all`."""
-    return spelling.parse_all(kind, text, *TABLES[kind])
+    """Reads methods that "&" joins, see `choices.parse_all`."""
+    return choices.parse_all(kind, text, *TABLES[kind])

@@ -4,9 +4,9 @@ Each entry of `OBJECTIVES` maps (logp, logp_old, adv, mask, seg=None, **paramete
 metrics): the loss of each token, 0 at padding, not yet multiplied by importance weights nor
 reduced, and metrics as means over the valid tokens. The gradient flows through logp alone;
 logp_old must be the policy of the start of the learner's steps and not the current one, or the
-ratio is 1 for ever and a clip never acts. By family: clipped token ratios (clipped.py), clipped
+ratio is 1 for ever and a clip never acts. By family: clipped token ratios (ppo.py), clipped
 ratios of sequences and prefixes (sequence_clipped.py) and of turns (turn_clipped.py), detached
-weights on log-probs (detached.py), flipped ratios (flipped.py), mixtures with a teacher
+weights on log-probs (reinforce.py), flipped ratios (aspo.py), mixtures with a teacher
 (fusion.py), and gates, penalties and regressions in place of a clip (soft_trust_region.py).
 """
 
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import (
-    clipped, detached, flipped, fusion, ratios, sequence_clipped, soft_trust_region, turn_clipped,
+    aspo, fusion, ppo, ratios, reinforce, sequence_clipped, soft_trust_region, turn_clipped,
 )
 
 FAMILIES = (
-    clipped, sequence_clipped, turn_clipped, detached, flipped, fusion, soft_trust_region,
+    ppo, sequence_clipped, turn_clipped, reinforce, aspo, fusion, soft_trust_region,
 )
 OBJECTIVES = {name: entry for family in FAMILIES for name, entry in family.OBJECTIVES.items()}
 NEEDS = {name: fields for family in FAMILIES for name, fields in family.NEEDS.items()}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped, ratios
+from jaxrl_tis.estimators import ppo, ratios
 
 LOG_RATIO_BOUND = 10.0  # verl's bound on the log of a sequence ratio
 
@@ -63,7 +63,7 @@ def _local(log_ratio_bt):
 def seq_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """PPO-clip (arXiv:1707.06347) with the whole response as one action, l = max(-R A, -clip(R, 1 -
     clip_low, 1 + clip_high) A) with R = prod_t r_t, on each of its tokens.
 
@@ -82,16 +82,16 @@ def seq_ppo(
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = bounded_ratio(_sum_on_tokens(log_ratio_bt, mask, seg))
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    loss_bt, is_clipped_bt = ppo.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gspo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """GSPO (arXiv:2507.18071), l = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A) with s =
     exp(mean_t l_t).
 
@@ -110,16 +110,16 @@ def gspo(
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = bounded_ratio(mean_on_tokens(log_ratio_bt, mask, seg))
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    loss_bt, is_clipped_bt = ppo.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gspo_token(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """GSPO-token (arXiv:2507.18071): `gspo` with s_t = sg(s) pi_t / sg(pi_t).
 
     Its value is s, and the gradient at token t is -s A_t, of that token's advantage alone. With one
@@ -135,17 +135,17 @@ def gspo_token(
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     mean_bt = jax.lax.stop_gradient(mean_on_tokens(log_ratio_bt, mask, seg))
     ratio_bt = bounded_ratio(mean_bt + _local(log_ratio_bt))
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    loss_bt, is_clipped_bt = ppo.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def gmpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     weights: Array | None = None, clip_low: Numeric = 0.4, clip_high: Numeric = 0.4,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """GMPO (arXiv:2507.20673), l = -mean(A) exp(mean_t c_t) with c_t = sgn(A) min(sgn(A) l_t,
     sgn(A) clip(l_t, -clip_low, clip_high)).
 
@@ -165,13 +165,13 @@ def gmpo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens outside the band with A > 0, and
     actor/pg_clipfrac_lower with A < 0.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     sign_bt = jnp.sign(adv_bt)
     banded_bt = ratios.clamp(log_ratio_bt, -clip_low, clip_high)
     worst_bt = sign_bt * jnp.minimum(sign_bt * log_ratio_bt, sign_bt * banded_bt)
     ratio_bt = ratios.bounded_exp(mean_on_tokens(worst_bt, mask, seg))
     is_outside_bt = log_ratio_bt != banded_bt
-    metrics = clipped.clip_metrics(log_ratio_bt, is_outside_bt & (adv_bt > 0), mask)
+    metrics = ppo.clip_metrics(log_ratio_bt, is_outside_bt & (adv_bt > 0), mask)
     lower = ratios.masked_mean(is_outside_bt & (adv_bt < 0), mask)
     if weights is not None:
         log_w_bt = jnp.log(ratios.zero_padding(jax.lax.stop_gradient(weights), mask) + 1e-10)
@@ -183,7 +183,7 @@ def gmpo(
 def tbpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4, tbpo_high: Numeric = 7e-4,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """TBPO (QaRL, arXiv:2604.07853): GSPO for A > 0, and l = -clip(s, 1 - clip_low, 1 + tbpo_high)
     A for A < 0.
 
@@ -203,12 +203,12 @@ def tbpo(
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens without gradient.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = bounded_ratio(mean_on_tokens(log_ratio_bt, mask, seg))
     good_bt = ratios.clamp(ratio_bt, 0.0, 1.0 + clip_high)
     bad_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + tbpo_high)
     banded_bt = jnp.where(adv_bt < 0, bad_bt, good_bt)
-    metrics = clipped.clip_metrics(log_ratio_bt, (banded_bt != ratio_bt) & (adv_bt != 0), mask)
+    metrics = ppo.clip_metrics(log_ratio_bt, (banded_bt != ratio_bt) & (adv_bt != 0), mask)
     return -banded_bt * adv_bt, metrics
 
 
@@ -216,7 +216,7 @@ def espo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     entropy: Array, vocab_size: int, espo_alpha: Numeric = 0.02, espo_top: Numeric = 0.2,
     espo_uses_old: bool = False,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """ESPO (arXiv:2512.00499): GSPO-token on two groups per response, the tokens of highest entropy
     and the rest.
 
@@ -241,7 +241,7 @@ def espo(
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     is_valid_bt = ratios.as_bool(mask)
     is_high_bt = high_entropy(entropy, mask, seg, espo_top)
     is_low_bt = is_valid_bt & ~is_high_bt
@@ -260,16 +260,16 @@ def espo(
     width_bt = espo_alpha / jnp.log(vocab_size) * group_mean(ratios.zero_padding(entropy, mask))
     own_bt = log_ratio_bt if espo_uses_old else _local(log_ratio_bt)
     ratio_bt = bounded_ratio(group_mean(log_ratio_bt) + own_bt)
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
+    loss_bt, is_clipped_bt = ppo.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
     loss_bt = loss_bt * ratios.safe_divide(num_high_bt + num_low_bt, size_bt)
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def ctpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     ctpo_low: Numeric = 0.025, ctpo_high: Numeric = 0.05, ctpo_power: Numeric = 0.5,
     ctpo_geomean: bool = False,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """CTPO (arXiv:2605.07331): PPO on the prefix ratio R_t = prod_{s <= t} r_s, clipped to
     [exp(-ctpo_low t^p), exp(ctpo_high t^p)].
 
@@ -294,7 +294,7 @@ def ctpo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch and
     actor/pg_clipfrac_lower of those at the dual clip.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     bounded_bt = ratios.detached_log_ratio(log_ratio_bt, mask)
     prefix_bt, count_bt = ratios.prefix_sums(bounded_bt, mask, seg)
     step_bt = jnp.maximum(count_bt, 1.0)
@@ -303,12 +303,12 @@ def ctpo(
     growth_bt = jnp.power(step_bt, ctpo_power)
     high_bt = jnp.exp(jnp.minimum(ctpo_high * growth_bt, LOG_RATIO_BOUND))  # no ratio is larger
     ratio_bt = bounded_ratio(prefix_bt + _local(log_ratio_bt))
-    loss_bt, is_clipped_bt = clipped.pessimistic(
+    loss_bt, is_clipped_bt = ppo.pessimistic(
         ratio_bt, adv_bt, jnp.exp(-ctpo_low * growth_bt), high_bt
     )
     is_bounded_bt = (adv_bt < 0) & (ratio_bt > high_bt)
     loss_bt = jnp.where(adv_bt < 0, jnp.minimum(-adv_bt * high_bt, loss_bt), loss_bt)
-    metrics = clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    metrics = ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
 
 

@@ -12,24 +12,24 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped, controllers, ratios, returns
+from jaxrl_tis.estimators import controllers, ppo, ratios, returns
 from jaxrl_tis.kernels import segment_reference
 
 
 def _inputs(logp, logp_old, adv, mask):
     """(log-ratio clamped to +-20, adv) [B, T]."""
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     return ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND), adv_bt
 
 
 def _drift(log_ratio_bt, mask):
-    return clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
+    return ppo.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
 
 
 def sapo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     temperature_pos: Numeric = 1.0, temperature_neg: Numeric = 1.05,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """SAPO (arXiv:2511.20347), l = -(4 / tau) sigmoid(tau (r - 1)) A.
 
     tau -> 0 is importance sampling without a clip. At r = 1 the loss is -2 A / tau, a constant that
@@ -78,7 +78,7 @@ def r2vpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     r2vpo_lambda: Numeric, group: Array | None = None, form: str = "paper",
     r2vpo_clip: Numeric = 0.2,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """R2VPO (arXiv:2601.03320), l = -(r A - r2vpo_lambda (r - 1)^2).
 
     The Lagrangian of max E[r A] under E[(r - 1)^2] <= bound; lambda = 0 is importance sampling
@@ -116,8 +116,8 @@ def r2vpo(
     if group is None:
         raise ValueError("r2vpo(form='survey') compares the samples of a prompt: pass group.")
     width_bt = r2vpo_clip / (1.0 + r2vpo_lambda * _group_variance(ratio_bt, group, mask, seg))
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask) | variance
+    loss_bt, is_clipped_bt = ppo.pessimistic(ratio_bt, adv_bt, 1.0 - width_bt, 1.0 + width_bt)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask) | variance
 
 
 def _tilt_divergence(excess_b, count_b, ids, weight_b):
@@ -188,7 +188,7 @@ def quatro_multiplier(
 def quatro(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     group: Array, quatro_delta: float, quatro_floor: float,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """QUATRO (arXiv:2602.04620), l = -(r A - lambda_q (r log r - r)) with a multiplier per prompt.
 
     The Lagrangian of max E[R] under KL(pi || pi_old) <= quatro_delta; lambda_q solves its dual over
@@ -230,7 +230,7 @@ def quatro(
 def oapl(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, oapl_beta: float,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """OAPL (arXiv:2602.19362), l = (oapl_beta log(pi(y) / mu(y)) - A)^2 of a sequence, on each of
     its valid tokens.
 
@@ -254,7 +254,7 @@ def oapl(
     del logp_old
     if oapl_beta <= 0.0:
         raise ValueError(f"oapl_beta is {oapl_beta}; the log-ratio needs a scale above 0.")
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_behav, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_behav, adv, mask)
     target_bs = ratios.sequence_mean(adv_bt, mask, seg)
     error_bs = oapl_beta * ratios.sequence_sum(log_ratio_bt, mask, seg) - target_bs
     loss_bt = ratios.to_tokens(jnp.square(error_bs), seg, mask.shape[1])
@@ -264,7 +264,7 @@ def oapl(
 def dro(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     dro_beta: float,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """DRO (arXiv:2405.19107; per token as in verl), l = -(A log pi - dro_beta / 2 (log r)^2).
 
     The log-ratio is not clamped, so the spring pulls at any distance. Aggregation: token-mean.
@@ -281,7 +281,7 @@ def dro(
     del seg
     if dro_beta <= 0.0:
         raise ValueError(f"dro_beta is {dro_beta}; without a pull to the old policy use gpg.")
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     spring_bt = 0.5 * dro_beta * jnp.square(log_ratio_bt)
     loss_bt = spring_bt - adv_bt * ratios.zero_padding(logp, mask)
     return loss_bt, _drift(log_ratio_bt, mask)

@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped, prefix_weights, ratios
+from jaxrl_tis.estimators import ppo, prefix_weights, ratios
 from jaxrl_tis.estimators.sequence_clipped import bounded_ratio, mean_on_tokens
 
 
 def _turn_surrogate(logp, logp_old, adv, mask, seg, turn, clip_low, clip_high):
     """(loss, whether clipped, turn ratio, advantage, log-ratio), [B, T] each."""
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ids_bt = prefix_weights.turn_ids(turn, mask, seg)
     ratio_bt = bounded_ratio(mean_on_tokens(log_ratio_bt, mask, ids_bt))
-    loss_bt, is_clipped_bt = clipped.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
+    loss_bt, is_clipped_bt = ppo.pessimistic(ratio_bt, adv_bt, 1.0 - clip_low, 1.0 + clip_high)
     return loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt
 
 
 def turn_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     turn: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """Turn-PPO (arXiv:2511.20718), l_t = max(-w A_t, -clip(w, 1 - clip_low, 1 + clip_high) A_t)
     with w = exp(mean of l over the token's turn).
 
@@ -48,7 +48,7 @@ def turn_ppo(
     loss_bt, is_clipped_bt, _, _, log_ratio_bt = _turn_surrogate(
         logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
     )
-    return loss_bt, clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
 def turn_clipping_bias(
@@ -70,7 +70,7 @@ def turn_clipping_bias(
 def st_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *, turn: Array,
     st_ppo_norm: Numeric, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, form: str = "paper",
-) -> clipped.Loss:
+) -> ppo.Loss:
     """ST-PPO (arXiv:2511.20718): `turn_ppo` divided by max(1, |C|), C the clipping bias.
 
     C is the gradient of `turn_clipping_bias`, 0 where nothing is clipped; the caller measures its
@@ -100,7 +100,7 @@ def st_ppo(
     loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt = _turn_surrogate(
         logp, logp_old, adv, mask, seg, turn, clip_low, clip_high
     )
-    metrics = clipped.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
+    metrics = ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
     if form == "paper":
         divisor = jax.lax.stop_gradient(jnp.maximum(jnp.asarray(st_ppo_norm, loss_bt.dtype), 1.0))
         return loss_bt / divisor, metrics

@@ -1,7 +1,8 @@
-"""What running ahead is worth: every mode against a synchronous run on the same devices.
+"""What running ahead is worth: every schedule against a synchronous run on the same devices.
 
     python -m jaxrl_tis.experiments.async_clock
-    python -m jaxrl_tis.experiments.async_clock --mode "areal(staleness=2)" --mode dora --json out.json
+    python -m jaxrl_tis.experiments.async_clock --schedule "areal(staleness=2)" \\
+        --schedule dora --json out.json
 
 The controller and the queue are those of a run; samplers and learner are the cost model of
 `costs.Costs`, whose numbers are roofs and assumptions, not measurements. In the synchronous
@@ -17,7 +18,7 @@ from typing import Any
 
 from jaxrl_tis.experiments.costs import Costs
 from jaxrl_tis.experiments.virtual_clock import Outcome, simulate
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.runtime import cli
 
 Row = dict[str, Any]
@@ -37,36 +38,36 @@ MEDIANS = (1280.0, 2560.0, 5120.0)  # tokens
 TRAINERS = (1, 2, 3, 4)  # of 8 devices
 
 
-def outcome(mode: str, costs: Costs, steps: int, skip: int, seed: int) -> Outcome:
-    """Simulates a mode; the synchronous one has all devices for both."""
-    parsed = modes.parse(mode)
+def outcome(schedule: str, costs: Costs, steps: int, skip: int, seed: int) -> Outcome:
+    """Simulates a schedule; the synchronous one has all devices for both."""
+    parsed = schedules.parse(schedule)
     return simulate(parsed, costs.colocated() if parsed.is_sync else costs, steps, skip, seed)
 
 
 def rows(
     names: Iterable[str], costs: Costs, steps: int = 24, skip: int = 8, seed: int = 0
 ) -> list[Row]:
-    """Returns a row for each mode; `speedup` is in tokens per second over those of "sync"."""
+    """Returns a row for each schedule; `speedup` is in tokens per second over those of "sync"."""
     base = outcome("sync", costs, steps, skip, seed)
-    found = []
+    lines = []
     for name in names:
         o = base if name == "sync" else outcome(name, costs, steps, skip, seed)
-        found.append({
-            "mode": name, "speedup": o.tokens_per_s / base.tokens_per_s,
+        lines.append({
+            "schedule": name, "speedup": o.tokens_per_s / base.tokens_per_s,
             "step_s": o.seconds / (steps - skip), "learner_idle": o.learner_idle,
             "sampler_idle": o.sampler_idle, "mean_staleness": o.mean_staleness,
             "max_staleness": o.max_staleness, "partial": o.partial,
             **dataclasses.asdict(o.counts), "longest_pause_s": o.longest_pause,
         })
-    return found
+    return lines
 
 
 def table(found: Sequence[Row]) -> str:
     """Returns rows as text; tokens are thousands."""
     lines = [
-        f"{'mode':54} {'speedup':>7} {'s/step':>7} {'learner':>8} {'sampler':>8} {'staleness':>11} "
-        f"{'partial':>7} {'interr.':>7} {'re-pref.':>8} {'restarted':>9} {'discarded':>9} "
-        f"{'pause s':>7}",
+        f"{'schedule':54} {'speedup':>7} {'s/step':>7} {'learner':>8} {'sampler':>8} "
+        f"{'staleness':>11} {'partial':>7} {'interr.':>7} {'re-pref.':>8} {'restarted':>9} "
+        f"{'discarded':>9} {'pause s':>7}",
         f"{'':54} {'':>7} {'':>7} {'idle':>8} {'idle':>8} {'mean max':>11} "
         f"{'share':>7} {'':>7} {'k tokens':>8} {'k tokens':>9} {'k tokens':>9}",
     ]
@@ -74,22 +75,22 @@ def table(found: Sequence[Row]) -> str:
         staleness = f"{row['mean_staleness']:.2f} {row['max_staleness']:3d}"
         tokens = [row[f"{name}_tokens"] / 1000 for name in ("reprefilled", "restarted", "discarded")]
         lines.append(
-            f"{row['mode']:54} {row['speedup']:7.2f} {row['step_s']:7.1f} {row['learner_idle']:8.1%} "
-            f"{row['sampler_idle']:8.1%} {staleness:>11} {row['partial']:7.1%} "
-            f"{row['interrupted']:7d} {tokens[0]:8.0f} {tokens[1]:9.0f} {tokens[2]:9.0f} "
-            f"{row['longest_pause_s']:7.2f}"
+            f"{row['schedule']:54} {row['speedup']:7.2f} {row['step_s']:7.1f} "
+            f"{row['learner_idle']:8.1%} {row['sampler_idle']:8.1%} {staleness:>11} "
+            f"{row['partial']:7.1%} {row['interrupted']:7d} {tokens[0]:8.0f} {tokens[1]:9.0f} "
+            f"{tokens[2]:9.0f} {row['longest_pause_s']:7.2f}"
         )
     return "\n".join(lines)
 
 
 def studies(costs: Costs, **run: int) -> dict[str, list[Row]]:
-    """Returns the tables of a command without a mode, by title."""
+    """Returns the tables of a command without a schedule, by title."""
     median = lambda m: dataclasses.replace(costs, median_tokens=m)
     total = costs.workers + costs.trainers
     divided = lambda n: dataclasses.replace(costs, workers=total - n, trainers=n)
-    named = lambda what, found: [row | {"mode": f"{row['mode']}, {what}"} for row in found]
+    named = lambda what, found: [row | {"schedule": f"{row['schedule']}, {what}"} for row in found]
     return {
-        "modes, as published": rows(modes.MODES, costs, **run),
+        "schedules, as published": rows(schedules.SCHEDULES, costs, **run),
         "one difference at a time": rows(PAIRS, costs, **run),
         "staleness": rows([f"areal(staleness={n})" for n in STALENESS], costs, **run),
         "lengths": [
@@ -107,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_tis.experiments.async_clock",
-        description="Throughput, idle time and staleness of asynchronous modes by a cost model.",
+        description="Throughput, idle time and staleness of asynchronous schedules by a cost model.",
     )
-    parser.add_argument("--mode", action="append", help="only these, as rollout.mode spells them")
+    parser.add_argument("--schedule", action="append", help="only these, as rollout.schedule spells them")
     parser.add_argument("--steps", type=int, default=24, help="updates; the first third is not counted")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of responses")
     parser.add_argument("--json", help="write the rows here, too")
@@ -118,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"--steps={args.steps}: give at least 2, of which one is counted")
     cli.check_folder("json", args.json)
     costs, run = Costs(), {"steps": args.steps, "skip": args.steps // 3, "seed": args.seed}
-    if args.mode:
-        found = {"modes": rows(args.mode, costs, **run)}
+    if args.schedule:
+        tables = {"schedules": rows(args.schedule, costs, **run)}
     else:
-        found = studies(costs, **run)
-    for title, part in found.items():
+        tables = studies(costs, **run)
+    for title, part in tables.items():
         print(f"{title}\n{table(part)}\n")
     if args.json:
-        text = json.dumps({"costs": dataclasses.asdict(costs), "run": run, "rows": found}, indent=1)
+        text = json.dumps({"costs": dataclasses.asdict(costs), "run": run, "rows": tables}, indent=1)
         pathlib.Path(args.json).write_text(text)
 
 

@@ -56,7 +56,7 @@ def gaps(seed: int) -> Gaps:
     micro, flat = training.micro_batches(rows)
     plain = ladder.learner_settings(setup)
     before = flat(ladder.score(setup, plain, params, micro))
-    found = {}
+    measures = {}
     for chosen in COMBINATIONS:
         settings = dataclasses.replace(
             plain, **{field: value for cause in chosen for field, value in CAUSES[cause].items()}
@@ -65,8 +65,8 @@ def gaps(seed: int) -> Gaps:
         after = flat(ladder.score(setup, settings, weights, micro))
         measured = ladder.gap(after, before, rows["mask"])
         square = float(np.mean((before - after)[rows["mask"]].astype(np.float64) ** 2))
-        found[chosen] = {"d2": square, "d_mean": measured["d_mean"], "k3": measured["k3"]}
-    return found
+        measures[chosen] = {"d2": square, "d_mean": measured["d_mean"], "k3": measured["k3"]}
+    return measures
 
 
 def additivity(found: Gaps, chosen: Sequence[str], measure: str) -> float:

@@ -78,7 +78,7 @@ class Costs:
         return dataclasses.replace(self, workers=total, trainers=total)
 
     def lengths(self, seed: int, group: int, count: int) -> list[int]:
-        """Draws the lengths of a group's responses, the same for every mode."""
+        """Draws the lengths of a group's responses, the same for every schedule."""
         normal = np.random.default_rng((seed, group)).standard_normal(count)
         drawn = np.round(self.median_tokens * np.exp(self.sigma * normal))
         return np.clip(drawn, 1, self.max_tokens).astype(int).tolist()

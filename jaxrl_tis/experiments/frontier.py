@@ -238,15 +238,16 @@ def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence
     for reward, drift, length, seed in itertools.product(REWARDS, drifts, lengths, seeds):
         chain = random_chain(drift, reward, length, seed)
         gradient = chain.true_gradient()
-        found = {
+        outcomes = {
             name: [profile(chain.moments(*EXACT[name]), gradient, batch) for batch in (1, 10_000)]
             for name in ("token", *names)
         }
         over = lambda name: ", ".join(
-            f"{own.progress / token.progress:.2f}" for own, token in zip(found[name], found["token"])
+            f"{own.progress / token.progress:.2f}"
+            for own, token in zip(outcomes[name], outcomes["token"])
         )
-        cells = [f"{found[name][0].bias:.3f}; {over(name)}" for name in names]
-        start = [reward, f"{drift:g}", str(length), str(seed), f"{found['token'][0].bias:.3f}"]
+        cells = [f"{outcomes[name][0].bias:.3f}; {over(name)}" for name in names]
+        start = [reward, f"{drift:g}", str(length), str(seed), f"{outcomes['token'][0].bias:.3f}"]
         lines.append([*start, *cells])
     return figures.rows(header, lines)
 

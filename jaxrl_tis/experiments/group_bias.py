@@ -148,7 +148,7 @@ def loss(step: Step) -> exact.LossFn:
             mode=step.mode,
             aggregation=step.aggregation,
             is_batch_normalized=step.is_batch_normalized,
-            counts_rejected=True,
+            rejected_in_denominator=True,
             **parts,
         )
         if step.is_ess_scaled:

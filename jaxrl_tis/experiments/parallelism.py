@@ -52,15 +52,15 @@ def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[st
     """Returns learner -> |p_sampler - p_learner| of the answers' tokens [N, longest answer]."""
     micro, flat = setup.training.micro_batches(rows)
     tokens = lambda x_nt: x_nt[rows["mask"]].reshape(len(x_nt), -1)
-    found = {}
+    by_degree = {}
     for name, shape in LEARNERS.items():
         layout = sharding.layout(
             shape, sharding.TRAIN_RULES, jax.devices()[: int(np.prod(shape))], setup.model.vocab_size
         )
         settings = dataclasses.replace(ladder.learner_settings(setup), layout=layout)
         logp = flat(ladder.score(setup, settings, params, micro))
-        found[name] = np.abs(np.exp(tokens(logp)) - np.exp(tokens(rows["logp_behav"])))
-    return found
+        by_degree[name] = np.abs(np.exp(tokens(logp)) - np.exp(tokens(rows["logp_behav"])))
+    return by_degree
 
 
 def degrees_table(found: Mapping[str, Mapping[str, np.ndarray]]) -> str:
@@ -142,16 +142,16 @@ def main() -> None:
             f"eight devices are needed, and there are {jax.device_count()}; set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
-    found = {}
+    gaps = {}
     for sampler, tensor in SAMPLERS.items():
         setup = setup_of(tensor, PROMPTS)
         params = initial_params(setup.training)
         endless = report.sample(setup, params, PROMPTS, stop_ids=())
-        found[sampler] = differences(setup, params, setup.training.rows(endless))
+        gaps[sampler] = differences(setup, params, setup.training.rows(endless))
         print(f"{sampler}: scored", flush=True)
     group = setup.config.rollout.group_size
-    text = "\n\n".join([degrees_table(found), lengths_table(found["TP1"]["TP1"], group)])
-    figures.write(folder, "parallelism", text, {"parallelism": (draw, (11, 4.5))}, found)
+    text = "\n\n".join([degrees_table(gaps), lengths_table(gaps["TP1"]["TP1"], group)])
+    figures.write(folder, "parallelism", text, {"parallelism": (draw, (11, 4.5))}, gaps)
 
 
 if __name__ == "__main__":

@@ -131,11 +131,11 @@ def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
     seen, unseen = divided(runs)
     before, after = (np.array([outcome.happens(r) for r in some], bool) for some in (seen, unseen))
     predictors = {"the four": CONJECTURED, "all": SIGNALS} | {name: (name,) for name in SIGNALS}
-    found = {}
+    areas = {}
     for label, names in predictors.items():
         score = fitted(features(seen, names), before)(features(unseen, names))
-        found[label] = drawn(score, after)
-    return found
+        areas[label] = drawn(score, after)
+    return areas
 
 
 Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> what `judged` gives
@@ -145,7 +145,7 @@ def table(runs: Sequence[Run], areas: Areas) -> str:
     """For each outcome: how many runs collapse, how many have begun to, and the areas."""
     parts = []
     _, unseen = divided(runs)
-    for outcome, found in areas.items():
+    for outcome, by_label in areas.items():
         collapsed = [r for r in unseen if outcome.happens(r)]
         begun = sum(outcome.falls_at(r) <= EARLY * BLOCK for r in collapsed)
         parts.append(
@@ -153,9 +153,10 @@ def table(runs: Sequence[Run], areas: Areas) -> str:
             f"{len(collapsed)} of the {len(unseen)} of held-out seeds. Within the first {EARLY * BLOCK} steps "
             f"{begun} of these {len(collapsed)} have already been below 70 % of the best before."
         )
-        order = sorted(found, key=lambda label: -found[label][0])
-        lines = [[label, figures.interval(interval_of(found[label]), ".3f")] for label in order]
-        lines.append(["all less the four", figures.interval(interval_of(found["all"] - found["the four"]))])
+        order = sorted(by_label, key=lambda label: -by_label[label][0])
+        lines = [[label, figures.interval(interval_of(by_label[label]), ".3f")] for label in order]
+        difference = figures.interval(interval_of(by_label["all"] - by_label["the four"]))
+        lines.append(["all less the four", difference])
         parts.append(figures.rows(["predictor", f"AUROC, {outcome.name}"], lines))
     return "\n\n".join(parts)
 
@@ -176,8 +177,8 @@ def draw(page: Figure, areas: Areas) -> None:
 
 def unique(runs: Sequence[Run]) -> list[Run]:
     """Drops the runs that repeat another: several figures have the same arm."""
-    found = {(r.seed, r.series["reward/mean"].tobytes()): r for r in runs}
-    return list(found.values())
+    by_content = {(r.seed, r.series["reward/mean"].tobytes()): r for r in runs}
+    return list(by_content.values())
 
 
 def main() -> None:

@@ -39,15 +39,15 @@ def power(runs: Sequence[Run]) -> figures.Interval | None:
 
     Returns x and its 95 % interval over seeds; None without a seed of two lags.
     """
-    found = []
+    slopes = []
     for seed in sorted({r.seed for r in runs}):
         lags, ess = (
             np.array([measure(r) for r in runs if r.seed == seed]) for measure in (lag_of, ess_of)
         )
         is_stale = lags > 0
         if len(set(lags[is_stale])) > 1:
-            found.append(np.polyfit(np.log(lags[is_stale]), np.log(ess[is_stale]), 1)[0])
-    return intervals.of_mean(found) if found else None
+            slopes.append(np.polyfit(np.log(lags[is_stale]), np.log(ess[is_stale]), 1)[0])
+    return intervals.of_mean(slopes) if slopes else None
 
 
 def bounds(runs: Sequence[Run]) -> list[list[str]]:
@@ -58,11 +58,11 @@ def bounds(runs: Sequence[Run]) -> list[list[str]]:
         own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
         arms = sorted(own, key=lambda arm: parts(arm)[1])
         improves = {arm: intervals.of_mean([figures.gain(r) for r in own[arm]])[1] > 0 for arm in arms}
-        told = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean([ess_of(r) for r in own[arm]])
+        described = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean([ess_of(r) for r in own[arm]])
         good, bad = ([arm for arm in arms if improves[arm] == wanted] for wanted in (True, False))
         every = [r for some in own.values() for r in some]
         lines.append([
-            name, told(good[-1]) if good else "–", told(bad[0]) if bad else "–",
+            name, described(good[-1]) if good else "–", described(bad[0]) if bad else "–",
             figures.interval(power(every), ".2f"),
         ])
     return lines

@@ -42,10 +42,10 @@ def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
     intercept, slope = optimize.minimize(loss, np.array([0.0, 1.0]), method="BFGS").x
     if slope <= FLATTEST:
         return otherwise
-    found = centre - intercept / slope
-    if log_scale.min() <= found <= log_scale.max():
-        return float(found)
-    return np.inf if found > centre else -np.inf
+    crossing = centre - intercept / slope
+    if log_scale.min() <= crossing <= log_scale.max():
+        return float(crossing)
+    return np.inf if crossing > centre else -np.inf
 
 
 def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
@@ -72,9 +72,9 @@ def threshold(runs: Sequence[Run], measure: figures.Measure) -> figures.Interval
     Args:
       measure: from a run to the size of its gap, above 0.
     """
-    found = resampled(runs, measure)
-    ends = np.quantile(found[1:], (0.025, 0.975), method="nearest")
-    return tuple(float(np.exp(x)) for x in (found[0], *ends))
+    estimates = resampled(runs, measure)
+    ends = np.quantile(estimates[1:], (0.025, 0.975), method="nearest")
+    return tuple(float(np.exp(x)) for x in (estimates[0], *ends))
 
 
 def share_below(runs: Sequence[Run], others: Sequence[Run], measure: figures.Measure) -> float:

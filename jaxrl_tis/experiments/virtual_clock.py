@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl_tis.experiments.costs import Costs
 from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 
 
@@ -114,11 +114,11 @@ class Outcome:
 class Clock:
     """A run against the clock; `run` is all of it."""
 
-    def __init__(self, mode: Mode, costs: Costs, seed: int = 0, capacity: float = 0):
-        self.mode, self.costs, self.seed, self.now = mode, costs, seed, 0.0
-        capacity = capacity or (mode.ahead + 1) * costs.prompts
+    def __init__(self, schedule: Schedule, costs: Costs, seed: int = 0, capacity: float = 0):
+        self.schedule, self.costs, self.seed, self.now = schedule, costs, seed, 0.0
+        capacity = capacity or (schedule.ahead + 1) * costs.prompts
         self.queue = Queue(costs.group_size, capacity, {"learner": ("reward",)})
-        self.controller = Controller(mode, costs.prompts, self.queue)
+        self.controller = Controller(schedule, costs.prompts, self.queue)
         self.samplers = {f"sampler {i}": Sampler() for i in range(costs.workers)}
         for name in self.samplers:
             self.controller.joined(name, costs.slots)
@@ -184,10 +184,10 @@ class Clock:
         version, costs, self._is_training = self.controller.version, self.costs, True
         self._trained += [(version, entry) for entry in entries]
         oldest = min(min(row["tokens"].drawn) for e in entries for row in e.columns.values())
-        if version - oldest > self.mode.staleness:
+        if version - oldest > self.schedule.staleness:
             raise RuntimeError(
                 f"at {self.now} s a token is {version - oldest} versions old, and the bound is "
-                f"{self.mode.staleness:g}"
+                f"{self.schedule.staleness:g}"
             )
         self._taken += len(entries)
         tokens = sum(self._tokens(entry) for entry in entries)
@@ -289,7 +289,7 @@ class Clock:
     def _begun(self, key: Key, is_fresh: bool) -> Sequence:
         """Returns a sequence with what there is of it."""
         if key not in self._sequences:
-            group, count = key[0], self.costs.group_size + self.mode.redundant
+            group, count = key[0], self.costs.group_size + self.schedule.redundant
             lengths = self.costs.lengths(self.seed, group, count)
             self._sequences |= {(group, i): Sequence(n) for i, n in enumerate(lengths)}
         sequence = self._sequences[key]
@@ -358,11 +358,12 @@ class Clock:
 
 
 def simulate(
-    mode: Mode, costs: Costs, steps: int = 24, skip: int = 8, seed: int = 0, capacity: float = 0
+    schedule: Schedule, costs: Costs, steps: int = 24, skip: int = 8, seed: int = 0,
+    capacity: float = 0
 ) -> Outcome:
     """Returns what `steps` updates take, of which the first `skip` are not counted.
 
     Args:
-      capacity: most groups in the queue; 0: as many as the mode can begin.
+      capacity: most groups in the queue; 0: as many as the schedule can begin.
     """
-    return Clock(mode, costs, seed, capacity).run(steps, skip)
+    return Clock(schedule, costs, seed, capacity).run(steps, skip)

@@ -43,7 +43,7 @@ def gate() -> int:
     check_prompts(setup, prompts)
     params = initial_state(setup.training, initial_params(setup.training))["policy"].params
     report = measure(setup, params, prompts)
-    processes.say(table(report))
+    processes.report(table(report))
     if JSON.value and processes.is_first():
         pathlib.Path(JSON.value).write_text(to_json(report) + "\n")
     return int(bool(failures(report)))

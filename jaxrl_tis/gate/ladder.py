@@ -218,24 +218,24 @@ def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[
 @jax.jit
 def _gap(logp_old, logp_behav, mask):
     log_ratio = ratios.safe_log_ratio(logp_old, logp_behav, mask)
-    found = divergences.divergence_metrics(log_ratio, mask)
-    found |= divergences.response_metrics(logp_old, logp_behav, mask)
-    found |= mismatch.probability_metrics(logp_old, logp_behav, mask)
-    found |= mismatch.offpolicy_metrics(logp_old, logp_behav, mask)
+    measured = divergences.divergence_metrics(log_ratio, mask)
+    measured |= divergences.response_metrics(logp_old, logp_behav, mask)
+    measured |= mismatch.probability_metrics(logp_old, logp_behav, mask)
+    measured |= mismatch.offpolicy_metrics(logp_old, logp_behav, mask)
     one_row = lambda x: x.reshape(1, -1)
     p99 = divergences.sequence_percentiles(
         one_row(jnp.abs(log_ratio)), one_row(mask), percentiles=(99,)
     )
     return {
-        "d_mean": found["mismatch/log_ratio_abs_mean"],
+        "d_mean": measured["mismatch/log_ratio_abs_mean"],
         "d_p99": p99[0, 0, 0],
-        "d_max": found["mismatch/log_ratio_abs_max"],
-        "dp_max_mean": found["mismatch/dp_max/mean"],
-        "dp_max": found["mismatch/dp_max/max"],
-        "pearson": found["training/rollout_actor_probs_pearson_corr"],
-        "k1": found["rollout_corr/kl"],
-        "k3": found["rollout_corr/k3_kl"],
-        "chi2_token": found["rollout_corr/chi2_token"],
-        "chi2_seq": found["rollout_corr/chi2_seq"],
-        "ppl_ratio": found["rollout_corr/ppl_ratio"],
+        "d_max": measured["mismatch/log_ratio_abs_max"],
+        "dp_max_mean": measured["mismatch/dp_max/mean"],
+        "dp_max": measured["mismatch/dp_max/max"],
+        "pearson": measured["training/rollout_actor_probs_pearson_corr"],
+        "k1": measured["rollout_corr/kl"],
+        "k3": measured["rollout_corr/k3_kl"],
+        "chi2_token": measured["rollout_corr/chi2_token"],
+        "chi2_seq": measured["rollout_corr/chi2_seq"],
+        "ppl_ratio": measured["rollout_corr/ppl_ratio"],
     }

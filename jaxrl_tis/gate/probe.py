@@ -3,8 +3,8 @@
 Tokens of a batch that is trained on were drawn by the engine, with weights that may be older: pi / mu
 is pi_old / mu, the engine at the same weights, times pi / pi_old, the learner since then. Both are
 known before the update has changed anything, so that a probe costs no forward pass. Where another
-policy stands in for pi_old (rollout.old_logp is "ewma" or "none"), the engine's part is measured on a
-fresh batch, drawn with the weights of now.
+policy stands in for pi_old (rollout.old_logp_source is "ewma" or "none"), the engine's part is
+measured on a fresh batch, drawn with the weights of now.
 """
 
 import sys
@@ -27,11 +27,11 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
       params: of the policy that the next batch is drawn with, which alone a fresh batch asks for.
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
-    found = {"total": gap("logp_prox", "logp_behav")}
-    if setup.training.has_stand_in:
+    parts = {"total": gap("logp_prox", "logp_behav")}
+    if setup.training.approximates_old_logp:
         fresh = report.measure(setup, params, setup.config.rollout.prompts)
-        return found | {"engine": fresh["total"]}
-    return found | {
+        return parts | {"engine": fresh["total"]}
+    return parts | {
         "engine": gap("logp_old", "logp_behav"), "staleness": gap("logp_prox", "logp_old")
     }
 
@@ -63,8 +63,8 @@ def of_step(
     setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any,
     reduce_staleness: Callable[[], str],
 ) -> tuple[dict[str, float], str | None]:
-    """Measures the parts of a batch's gap where rollout.probe_every says so. Acts on a gap above the
-    budget as rollout.on_budget says.
+    """Measures the parts of a batch's gap where rollout.gap_probe_every says so. Acts on a gap
+    above the budget as rollout.on_gap_exceeded says.
 
     Args:
       rows, params: see `split`; rows have the log-probs of before the update.
@@ -72,14 +72,14 @@ def of_step(
 
     Returns: (metrics, why the run has to stop; None where it goes on).
     """
-    every, action = setup.config.rollout.probe_every, setup.config.rollout.on_budget
+    every, action = setup.config.rollout.gap_probe_every, setup.config.rollout.on_gap_exceeded
     if not every or step % every:
         return {}, None
     parts = split(setup, rows, params)
-    found, too_far = verdict(parts, exceeded(setup, parts)), None
-    if found:
+    breach, too_far = verdict(parts, exceeded(setup, parts)), None
+    if breach:
         done = f"; {reduce_staleness()}" if action == "sync" else ""
-        processes.say(f"step {step}: {found}{done}", sys.stderr)
+        processes.report(f"step {step}: {breach}{done}", sys.stderr)
         if action == "stop":
-            too_far = f"step {step}: {found}; the run stops, as rollout.on_budget says"
+            too_far = f"step {step}: {breach}; the run stops, as rollout.on_gap_exceeded says"
     return metrics(parts), too_far

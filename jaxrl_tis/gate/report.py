@@ -101,18 +101,20 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
 
     count = jnp.sum(mask)
     outside = agreement.kept_metrics(own, own, tokens, mask)["mismatch/kept_token_outside"]
-    found = {"inside_support": ((1 - outside) * count, count)}
+    agreement_sums = {"inside_support": ((1 - outside) * count, count)}
     if "kept" in rows:
         ids = rows["kept"]
         recorded = jnp.any(ids[..., None] == jnp.arange(vocab).reshape(1, 1, 1, -1), axis=-2)
         is_recorded = mask & jnp.any(ids >= 0, axis=-1)
         agreed = agreement.kept_metrics(own, recorded, tokens, is_recorded)
         count = jnp.sum(is_recorded)
-        found |= {name: (agreed[f"mismatch/{name}"] * count, count) for name in AGREEMENT[1:]}
-    return found
+        agreement_sums |= {
+            name: (agreed[f"mismatch/{name}"] * count, count) for name in AGREEMENT[1:]
+        }
+    return agreement_sums
 
 
-def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
+def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Makes the report on these records of `setup.engine` with these parameters, see
     docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
@@ -158,7 +160,7 @@ def above(setup: Setup, measured: dict[str, float]) -> list[str]:
 def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
     """Makes the report on a fresh batch."""
     check_prompts(setup, prompts)
-    return judge(setup, params, sample(setup, params, prompts))
+    return gap_report(setup, params, sample(setup, params, prompts))
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -196,7 +198,7 @@ def table(report: dict[str, Any]) -> str:
 def require(setup: Setup, params: Any) -> None:
     """Prints the gap at the start of a run; MismatchError when the gate fails."""
     report = measure(setup, params, setup.config.rollout.prompts)
-    processes.say(table(report))
+    processes.report(table(report))
     if found := failures(report):
         raise MismatchError(
             f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "

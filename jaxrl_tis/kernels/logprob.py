@@ -87,7 +87,7 @@ class Cut:
         if self.layout is None or self.count(self.width) == 1:
             return self
         dtype = jax.eval_shape(lambda head, x: head.cast(x)[0].weight, head, x_bnd).dtype
-        traffic = lambda dtype: 2 * dtype.itemsize + jnp.dtype(self.layout.sum_dtype).itemsize
+        traffic = lambda dtype: 2 * dtype.itemsize + jnp.dtype(self.layout.grad_reduce_dtype).itemsize
         sharing = tuple(a for a in self.tokens if a not in self.width)
         token_bytes = x_bnd.size // self.count(sharing) * traffic(x_bnd.dtype)
         head_bytes = head.weight.size // self.count(self.vocab) * traffic(dtype)
@@ -283,14 +283,14 @@ def token_logprob(
     if kept is not None:
         kept = Kept(cut.fill(kept.ids_bnk), cut.fill(kept.overflow_bn))
     if numerics == "invariant":
-        found = run("invariant")(*inputs, kept)
+        results = run("invariant")(*inputs, kept)
     elif kept is None:
-        found = jax.lax.platform_dependent(
+        results = jax.lax.platform_dependent(
             *inputs, None, tpu=run("pallas"), default=run("chunked")
         )
     else:
-        found = run("chunked")(*inputs, kept)
-    return Scores(*(s[:b, :n] for s in found))
+        results = run("chunked")(*inputs, kept)
+    return Scores(*(s[:b, :n] for s in results))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

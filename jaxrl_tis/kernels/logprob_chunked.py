@@ -86,16 +86,16 @@ def moments(
         squares = jnp.sum(weights * weights, axis=-1) if with_collision else zeros
         target = logits_at(logits, targets[..., None])[..., 0]
         total, others = jnp.sum(weights, axis=-1), logits_at(logits, ids)
-        found = Moments(top[..., 0], total, dot, squares, target, others)
-        return carry, (found, logits if is_single else None)
+        sums = Moments(top[..., 0], total, dot, squares, target, others)
+        return carry, (sums, logits if is_single else None)
 
     inputs = (
         split(x_bnd), split(targets_bn), split(temperature_bn, 1), split(ids_bnk),
         split_kept(split, kept),
     )
     is_single = len(inputs[0]) == 1
-    _, (found, logits) = jax.lax.scan(body, None, inputs)
-    return Moments(*map(join, found)), logits
+    _, (sums, logits) = jax.lax.scan(body, None, inputs)
+    return Moments(*map(join, sums)), logits
 
 
 def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
@@ -137,8 +137,8 @@ def places(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns the logits [B,N,K] of tokens, 0 where an id is ELSEWHERE."""
-    found = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
-    return jnp.where(ids == ELSEWHERE, 0.0, found)
+    picked = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+    return jnp.where(ids == ELSEWHERE, 0.0, picked)
 
 
 def restrict(logits: jax.Array, kept: Kept | None, size: jax.Array | int) -> jax.Array:

@@ -27,8 +27,8 @@ def finished(
             ids_bck.reshape(targets_bc.size, ids_bck.shape[-1]),
         )
         plan = with_entropy, with_collision, axes, count
-        found = tiles.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
-        return jax.tree.map(lambda x: x.reshape(*targets_bc.shape, *x.shape[1:]), found)
+        results = tiles.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
+        return jax.tree.map(lambda x: x.reshape(*targets_bc.shape, *x.shape[1:]), results)
 
     kept = logprob_chunked.split_kept(split, kept)
     inputs = split(x_bnd), split(targets_bn), split(temperature_bn, 1), split(ids_bnk), kept

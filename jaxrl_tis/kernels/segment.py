@@ -170,7 +170,7 @@ def _terms(xs, expm1=jnp.expm1):
     log_ratio = xs[0] if len(xs) == 1 else xs[0] - xs[1]
     bounded = jnp.clip(log_ratio, -LOG_BOUND, LOG_BOUND)
     k2, k3 = 0.5 * jnp.square(bounded), expm1(bounded) - bounded
-    found = {
+    terms = {
         "count": ("sum", jnp.ones_like(bounded)),
         "log_ratio_sum": ("sum", log_ratio),
         "k1_sum": ("sum", -bounded),
@@ -183,9 +183,9 @@ def _terms(xs, expm1=jnp.expm1):
         "ratio_square_sum": ("sum", jnp.exp(2.0 * bounded)),
     }
     if len(xs) == 1:
-        return found
+        return terms
     dp = jnp.abs(jnp.exp(xs[0]) - jnp.exp(xs[1]))
-    return found | {"logp_behav_sum": ("sum", xs[1]), "dp_sum": ("sum", dp), "dp_max": ("max", dp)}
+    return terms | {"logp_behav_sum": ("sum", xs[1]), "dp_sum": ("sum", dp), "dp_max": ("max", dp)}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), inline=True)

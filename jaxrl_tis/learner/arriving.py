@@ -18,8 +18,8 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
     """Returns why a batch has to be whole before its update begins; None if its gradient can be
     accumulated from parts."""
     chosen = setup.correction
-    if setup.why_scored:
-        return setup.why_scored
+    if setup.recompute_reason:
+        return setup.recompute_reason
     if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
     if "key" in chosen.needs:

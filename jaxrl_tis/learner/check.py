@@ -13,7 +13,7 @@ from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
 from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.setup import max_length
 from jaxrl_tis.rollouts import replay
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 
 # Advantages that need one sample of a prompt
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
@@ -155,22 +155,23 @@ def _fields(c: Correction, config):
             yield f"{user!r} needs {field}, which a run does not record"
     needs = {f: user for f, user in c.needs.items() if f in FIELDS}
     whole = [user for f, user in needs.items() if "vocabulary" in FIELDS[f].axes]
-    if whole and config.rollout.kept_set:
+    if whole and config.rollout.sampling_mask_size:
         yield (
-            f"{whole[0]!r} needs the whole distribution, and with rollout.kept_set the learner has "
-            "that of the kept tokens: set rollout.kept_set to 0"
+            f"{whole[0]!r} needs the whole distribution, and with rollout.sampling_mask_size the "
+            "learner has that of the kept tokens: set rollout.sampling_mask_size to 0"
         )
 
 
 def staleness_problems(
-    config: ml_collections.ConfigDict, c: Correction, mode: Mode, way: replay.Way | None
+    config: ml_collections.ConfigDict, c: Correction, schedule: Schedule, way: replay.Way | None
 ) -> Iterator[str]:
-    """Yields a sentence for each method, and each choice of rollout.old_logp, that does not go with
-    the versions of the weights that the tokens of a batch can be of; `way` is that of replay."""
+    """Yields a sentence for each method, and each choice of rollout.old_logp_source, that does not
+    go with the versions of the weights that the tokens of a batch can be of; `way` is that of
+    replay."""
     yield from _replayed(c, config.rollout, way)
-    staleness = replay.max_age(mode, way, config.rollout.max_age)
+    staleness = replay.max_age(schedule, way, config.rollout.max_age)
     if staleness:
-        yield from _old_logp(config.rollout, mode, staleness)
+        yield from _old_logp(config.rollout, schedule, staleness)
         yield from _without_old(c, config.rollout)
     else:
         yield from _of_one_version(c, config.rollout)
@@ -182,45 +183,46 @@ def _of_one_version(c: Correction, rollout):
         if name in OF_VERSIONS:
             yield (
                 f"{name!r} is for samples of several versions of the weights, and with "
-                f"rollout.mode = {rollout.mode!r} all are of one: choose another mode, such as "
-                "'areal(staleness=4)'"
+                f"rollout.schedule = {rollout.schedule!r} all are of one: choose another schedule, "
+                "such as 'areal(staleness=4)'"
             )
-    for name, default in (("old_logp", "ring"), ("snapshots", 0)):
+    for name, default in (("old_logp_source", "ring"), ("snapshots", 0)):
         if rollout[name] != default:
             yield (
                 f"rollout.{name} = {rollout[name]!r} is for tokens of older weights, of which "
-                f"rollout.mode = {rollout.mode!r} has none: set it to {default!r}"
+                f"rollout.schedule = {rollout.schedule!r} has none: set it to {default!r}"
             )
 
 
-def _old_logp(rollout, mode: Mode, staleness: float):
-    """Finds a choice of rollout.old_logp that cannot score the oldest tokens."""
-    way = rollout.old_logp
+def _old_logp(rollout, schedule: Schedule, staleness: float):
+    """Finds a choice of rollout.old_logp_source that cannot score the oldest tokens."""
+    way = rollout.old_logp_source
     is_bounded = staleness < math.inf
     least = staleness + 1 if is_bounded else 2
     if way == "ring" and rollout.snapshots < least and (rollout.snapshots or not is_bounded):
         yield (
-            f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.mode = "
-            f"{rollout.mode!r} and rollout.replay = {rollout.replay!r}, with tokens up to "
-            f"{staleness:g} versions old: set it to 1 more than the versions that you want to keep, or "
-            "rollout.old_logp to ewma or none"
+            f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.schedule = "
+            f"{rollout.schedule!r} and rollout.replay = {rollout.replay!r}, with tokens up to "
+            f"{staleness:g} versions old: set it to 1 more than the versions that you want to "
+            "keep, or rollout.old_logp_source to ewma or none"
         )
-    if way == "replica" and staleness > mode.staleness:
+    if way == "replica" and staleness > schedule.staleness:
         yield (
-            "rollout.old_logp = 'replica' keeps what it has scored for one batch, and rollout.replay = "
-            f"{rollout.replay!r} trains on it again: set rollout.old_logp to ring"
+            "rollout.old_logp_source = 'replica' keeps what it has scored for one batch, and "
+            f"rollout.replay = {rollout.replay!r} trains on it again: set rollout.old_logp_source "
+            "to ring"
         )
-    if way == "replica" and mode.on_sync == "drain":
+    if way == "replica" and schedule.on_sync == "drain":
         yield (
-            "rollout.old_logp = 'replica' scores all that the old weights have drawn before new ones "
-            f"come, and with rollout.mode = {rollout.mode!r} some of it goes on under the old: set "
-            "rollout.old_logp to ring"
+            "rollout.old_logp_source = 'replica' scores all that the old weights have drawn "
+            f"before new ones come, and with rollout.schedule = {rollout.schedule!r} some of it "
+            "goes on under the old: set rollout.old_logp_source to ring"
         )
 
 
 def _without_old(c: Correction, rollout):
-    """Finds methods that need what rollout.old_logp = "none" does not score."""
-    if rollout.old_logp != "none" or c.mode != "decoupled":
+    """Finds methods that need what rollout.old_logp_source = "none" does not score."""
+    if rollout.old_logp_source != "none" or c.mode != "decoupled":
         return
     chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []
     chosen += [("mask", name) for name, _ in c.masks]
@@ -229,27 +231,27 @@ def _without_old(c: Correction, rollout):
     for kind, name in chosen:
         yield (
             f"the {kind} {name!r} needs the learner's log-probs at the weights that drew each "
-            "token, and rollout.old_logp is 'none': set it to ring, correction.mode to bypass, or "
-            "take objective 'a3po' or 'decoupled' with weight 'none' and no masks"
+            "token, and rollout.old_logp_source is 'none': set it to ring, correction.mode to "
+            "bypass, or take objective 'a3po' or 'decoupled' with weight 'none' and no masks"
         )
 
 
 def _centering(c: Correction, config):
     """Finds what scores cannot be centred with."""
     try:
-        size = centering.head_size(c.centering, config.rollout.kept_set)
+        size = centering.head_size(c.centering, config.rollout.sampling_mask_size)
     except ValueError as error:
         yield f"correction.{error}"
         return
     if not size:
         yield (
-            "correction.centering is 'kept', and no support is recorded: set rollout.kept_set, or "
-            "correction.centering to 'top(32)'"
+            "correction.centering is 'kept', and no support is recorded: set "
+            "rollout.sampling_mask_size, or correction.centering to 'top(32)'"
         )
-    if is_filtered(config.rollout) and not config.rollout.kept_set:
+    if is_filtered(config.rollout) and not config.rollout.sampling_mask_size:
         yield (
-            "correction.centering needs the learner's probabilities of what top_k, top_p and min_p "
-            "keep: set rollout.kept_set"
+            "correction.centering needs the learner's probabilities of what top_k, top_p and "
+            "min_p keep: set rollout.sampling_mask_size"
         )
     is_one_update = config.train.epochs * config.train.minibatches == 1
     chosen = c.weight, c.masks, c.objective, c.mode
@@ -260,10 +262,10 @@ def _centering(c: Correction, config):
             "correction.centering takes weights as they are, and correction.batch_normalize divides "
             "them: set it to False"
         )
-    if c.masks and c.mode == "decoupled" and not c.counts_rejected:
+    if c.masks and c.mode == "decoupled" and not c.rejected_in_denominator:
         yield (
-            "correction.centering subtracts at rejected tokens, too: set correction.counts_rejected "
-            "to True"
+            "correction.centering subtracts at rejected tokens, too: set "
+            "correction.rejected_in_denominator to True"
         )
 
 

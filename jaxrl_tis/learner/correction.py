@@ -27,7 +27,7 @@ class Correction:
     weight: Method
     masks: tuple[Method, ...]
     is_batch_normalized: bool
-    counts_rejected: bool
+    rejected_in_denominator: bool
     advantage: Method
     objective: Method
     centering: str
@@ -65,7 +65,7 @@ class Correction:
         return dict.fromkeys(("top_ids", "top_logps"), "centering") if self.is_centered else {}
 
     @property
-    def why_scored(self) -> str | None:
+    def recompute_reason(self) -> str | None:
         """Why the learner's log-probs of a whole rollout batch are needed before its only update;
         None if those that the update computes anyway serve: what is made of them before is of one
         token, or of one sequence."""
@@ -83,7 +83,7 @@ class Correction:
                 return f"the mask {name} ranks the tokens of the batch"
         if self.mode == "decoupled" and self.is_batch_normalized:
             return "weights are divided by their mean over the batch"
-        if once and self.mode == "decoupled" and not self.counts_rejected:
+        if once and self.mode == "decoupled" and not self.rejected_in_denominator:
             return "how many tokens the masks keep decides what the loss is divided by"
         if self.kl is not None and self.kl_placement != "loss":
             return "the KL to the reference is a part of the reward"
@@ -133,7 +133,7 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
         weight=methods.parse("weight", parts["weight"]),
         masks=methods.parse_all("mask", parts["masks"]),
         is_batch_normalized=fields.batch_normalize,
-        counts_rejected=fields.counts_rejected,
+        rejected_in_denominator=fields.rejected_in_denominator,
         advantage=methods.parse("advantage", fields.advantage),
         objective=methods.parse("objective", parts["objective"]),
         centering=parts["centering"],
@@ -188,7 +188,7 @@ def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, j
     fields = {"adv": adv}
     if c.mode == "decoupled":
         fields["weights"] = jnp.where(outputs.is_accepted, outputs.weight, 0.0)
-        if not c.counts_rejected:
+        if not c.rejected_in_denominator:
             fields["mask"] = outputs.is_accepted
     return _with_returns(c, rewards, batch, fields), outputs, rewards
 
@@ -224,7 +224,7 @@ def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch
 
 def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
     """Returns the jitted function that computes what an update takes of a rollout batch [N,T] that
-    was not scored before it, see `Correction.why_scored`: the advantages, and returns."""
+    was not scored before it, see `Correction.recompute_reason`: the advantages, and returns."""
 
     def unscored(batch: Batch) -> Batch:
         rewards = batch["rewards"]
@@ -235,7 +235,7 @@ def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
 
 def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:
     """Returns the fields that a score before an update would have given, from the update's own
-    log-probs and entropies [B,T], without gradient; see `Correction.why_scored`."""
+    log-probs and entropies [B,T], without gradient; see `Correction.recompute_reason`."""
     logp, entropy = jax.lax.stop_gradient((logp, entropy))
     return {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
 
@@ -284,7 +284,7 @@ def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
     return loss.LossSpec(
         objective=now.objective, weight=c.weight, masks=c.masks, mode=c.mode,
         aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
-        counts_rejected=c.counts_rejected or c.mode == "bypass",
+        rejected_in_denominator=c.rejected_in_denominator or c.mode == "bypass",
         kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
         entropy_coeff=c.entropy_coeff, scale=c.scale or None,
     )

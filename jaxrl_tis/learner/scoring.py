@@ -86,7 +86,7 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
     )
     gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
-    found = token_logprob(
+    scores = token_logprob(
         transformer.output_head(params, learner.program),
         gather_hidden(x_btd),
         gather(batch["tokens"]),
@@ -99,7 +99,7 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
         **options,
     )
     mask = batch["mask"]
-    *single, others = map(scatter, found)
+    *single, others = map(scatter, scores)
     single = (ratios.zero_padding(x, mask) for x in single)
     return Scores(*single, ratios.zero_padding(others, mask[..., None]))
 
@@ -135,11 +135,11 @@ def response_scores(
     """Computes `logp` and `entropy` [B,T] of the masked tokens at their temperatures and, where the
     batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. Without `pulls_entropy` the
     entropies have no gradient."""
-    found = _score_targets(
+    scores = _score_targets(
         params, learner, batch, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )
-    made = {"logp": found.logp, "entropy": found.entropy}
-    return made | ({"logp_top": found.others} if "top_ids" in batch else {})
+    fields = {"logp": scores.logp, "entropy": scores.entropy}
+    return fields | ({"logp_top": scores.others} if "top_ids" in batch else {})
 
 
 def response_logprobs(params: Any, learner: Learner, batch: Batch) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxrl_tis.learner.scoring import Learner
 from jaxrl_tis.models import invariant, placement, quant, transformer
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.rollouts import replay
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.sharding import Layout
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
@@ -32,7 +32,7 @@ class LearnerSetup:
 
     Attributes:
       correction: the methods of config.correction.
-      mode: rollout.mode; how far samplers run ahead of this learner.
+      schedule: rollout.schedule; how far samplers run ahead of this learner.
       staleness: the most versions that a token is behind the policy that trains on it, replayed
         or not; inf: no bound.
       layout: mesh and sharding rules of training.
@@ -42,7 +42,7 @@ class LearnerSetup:
 
     config: ml_collections.ConfigDict
     correction: Correction
-    mode: Mode
+    schedule: Schedule
     staleness: float
     model: ModelConfig
     layout: Layout
@@ -52,26 +52,27 @@ class LearnerSetup:
     critic_optimizer: optax.GradientTransformation
 
     @property
-    def why_scored(self) -> str | None:
+    def recompute_reason(self) -> str | None:
         """Why a rollout batch is scored before it is trained on, and not within its update."""
         train = self.config.train
-        if train.fuse_score == "never":
-            return "train.fuse_score is never"
+        if train.fuse_old_logp == "never":
+            return "train.fuse_old_logp is never"
         if self.staleness:
             return "tokens can be of older weights than those that the update starts from"
         if (updates := train.minibatches * train.epochs) > 1:
             return f"a rollout batch gets {updates} updates"
-        return self.correction.why_scored
+        return self.correction.recompute_reason
 
     @property
-    def has_stand_in(self) -> bool:
+    def approximates_old_logp(self) -> bool:
         """Whether logp_old is logp_prox, so of another policy than the one that sampled."""
-        return self.staleness > 0 and self.config.rollout.old_logp in snapshots.STAND_INS
+        source = self.config.rollout.old_logp_source
+        return self.staleness > 0 and source in snapshots.APPROXIMATIONS
 
     @property
     def averages_policy(self) -> bool:
         """Whether logp_prox is of an average of the policy, which the state then holds."""
-        return self.has_stand_in and self.config.rollout.old_logp == "ewma"
+        return self.approximates_old_logp and self.config.rollout.old_logp_source == "ewma"
 
     @property
     def has_critic(self) -> bool:
@@ -136,13 +137,14 @@ def max_length(config: ml_collections.ConfigDict) -> int:
 
 
 def make_learner_setup(
-    config: ml_collections.ConfigDict, correction: Correction, mode: Mode, way: replay.Way | None,
+    config: ml_collections.ConfigDict, correction: Correction, schedule: Schedule,
+    way: replay.Way | None,
     model: ModelConfig, devices: list | None = None,
 ) -> LearnerSetup:
     """Makes the learner of a checked config.
 
     Args:
-      correction, mode, way: the config's choices, as `validate.validate` returns them; `way` is
+      correction, schedule, way: the config's choices, as `validate.validate` returns them; `way` is
         that of rollout.replay.
       devices: where it trains, by default this machine's; they need not exist, see jaxrl_tis.aot.
 
@@ -152,11 +154,11 @@ def make_learner_setup(
     _check_logits(config, correction, model.vocab_size)
     layout = sharding.layout(
         config.mesh.train, sharding.TRAIN_RULES, devices=devices, vocab_size=model.vocab_size,
-        sum_dtype=config.train.sum_dtype,
+        grad_reduce_dtype=config.train.grad_reduce_dtype,
     )
     _check_mesh(layout, correction, model)
     program = transformer.Program(
-        config.model.dtype, config.model.remat, config.model.highest_head, layout,
+        config.model.dtype, config.model.remat, config.model.fp32_head, layout,
         quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
         config.model.numerics,
     )
@@ -173,8 +175,8 @@ def make_learner_setup(
         correction = dataclasses.replace(correction, scale=scale)
     scaled = functools.partial(scaled_for, program.dtype)
     return LearnerSetup(
-        config=config, correction=correction, mode=mode,
-        staleness=replay.max_age(mode, way, config.rollout.max_age),
+        config=config, correction=correction, schedule=schedule,
+        staleness=replay.max_age(schedule, way, config.rollout.max_age),
         model=model, layout=layout,
         learner=Learner(model, program, config.rollout.max_new_tokens, config.train.logprob_chunk),
         packer=packer,

@@ -1,11 +1,12 @@
 """Which weights say what the learner thought of tokens that several versions of the policy drew.
 
-`WAYS` are the choices of `config.rollout.old_logp`. Two are exact, logp_old is scored at the weights
-that drew each token: a `Ring` of snapshots scores a batch as it is consumed, a `Replica` keeps one
-snapshot and scores what it drew before the samplers move on. Two let another policy stand in: "ewma"
-an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part of the state and the centre of the
-trust region, too, and "none" the policy itself at the start of the update. What is missing between
-them and the weights that drew then counts as the sampler's gap.
+`WAYS` are the choices of `config.rollout.old_logp_source`. Two are exact, logp_old is scored at the
+weights that drew each token: a `RingSnapshots` of snapshots scores a batch as it is consumed, a
+`ReplicaSnapshots` keeps one snapshot and scores what it drew before the samplers move on. Two let
+another policy stand
+in: "ewma" an average of the policy (PPO-EWMA, arXiv:2110.00641), which is part of the state and the
+centre of the trust region, too, and "none" the policy itself at the start of the update. What is
+missing between them and the weights that drew then counts as the sampler's gap.
 
 All classes are used alike. `publish` takes the weights that sample from now on, `add_logps` the
 sequences that have ended or were interrupted, before the next `publish`. A batch is scored with the
@@ -25,7 +26,7 @@ import numpy as np
 from jaxrl_tis.engine.records import Trajectory
 
 WAYS = ("ring", "replica", "ewma", "none")
-STAND_INS = ("ewma", "none")
+APPROXIMATIONS = ("ewma", "none")
 
 Meta = dict[str, Any]
 
@@ -40,13 +41,13 @@ def num_snapshots(staleness: float) -> int:
     policy, and its own. ValueError without a bound."""
     if staleness == math.inf:
         raise ValueError(
-            "rollout.mode bounds no token's staleness, so that no number of snapshots is enough: set "
-            "rollout.snapshots, or rollout.old_logp to another way"
+            "rollout.schedule bounds no token's staleness, so that no number of snapshots is "
+            "enough: set rollout.snapshots, or rollout.old_logp_source to another way"
         )
     return int(staleness) + 1
 
 
-class Ring(Mapping):
+class RingSnapshots(Mapping):
     """The parameters of the newest versions, in host memory, each cut over the devices as it was.
 
     A version that is asked for comes back to the devices; the newest is returned as it was
@@ -130,14 +131,14 @@ def _moved(params: Any, memory_kind: str) -> Any:
     )
 
 
-class Replica(Mapping):
+class ReplicaSnapshots(Mapping):
     """The parameters that the sampler draws with now, and the log-probs of what it drew before.
 
     Every sequence that older weights have drawn a part of must have ended before the weights
     change; a token that did not is scored nowhere, and `Trainer.score` names its version.
 
     Args:
-      size, max_bytes: see `Ring`.
+      size, max_bytes: see `RingSnapshots`.
       log_probs: (parameters, trajectories) -> the learner's log-probs of their tokens, [n] each.
       max_sequences: whose log-probs are kept; the oldest go first, which are of sequences that were
         given up where the number covers all that can be under way.
@@ -147,7 +148,7 @@ class Replica(Mapping):
         self, size: int, max_bytes: float,
         log_probs: Callable[[Any, list[Trajectory]], list[np.ndarray]], max_sequences: int,
     ):
-        self._snapshot, self._log_probs = Ring(1, size, max_bytes), log_probs
+        self._snapshot, self._log_probs = RingSnapshots(1, size, max_bytes), log_probs
         self._max_sequences = max_sequences
         self._known: dict[str, np.ndarray] = {}  # request -> [n], NaN where unknown
 
@@ -192,10 +193,10 @@ class Replica(Mapping):
 
     @staticmethod
     def abstract(meta: Meta, params: Any) -> dict[str, Any]:
-        """As `Ring.abstract`."""
+        """As `RingSnapshots.abstract`."""
         total = sum(meta["lengths"])
         known = {"known": jax.ShapeDtypeStruct((total,), np.float32)} if total else {}
-        return Ring.abstract(meta, params) | known
+        return RingSnapshots.abstract(meta, params) | known
 
     def restore(self, arrays: dict[str, Any], meta: Meta) -> None:
         """Goes on from a `state`."""
@@ -206,7 +207,7 @@ class Replica(Mapping):
             self._known = dict(zip(meta["ids"], parts, strict=True))
 
 
-class Newest(Mapping):
+class NewestSnapshots(Mapping):
     """The parameters that were published last, and no copy of them: for runs on policy, and for the
     ways in which another policy stands in."""
 
@@ -245,7 +246,7 @@ class Newest(Mapping):
         """Does nothing."""
 
 
-WeightSnapshots = Ring | Replica | Newest
+WeightSnapshots = RingSnapshots | ReplicaSnapshots | NewestSnapshots
 
 
 @jax.tree_util.register_dataclass

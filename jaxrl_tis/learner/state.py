@@ -81,7 +81,7 @@ def _frozen(setup: LearnerSetup, params: Any) -> Any:
     def frozen(path, x):
         name = path[-1].key
         is_matrix = name in heads or x.ndim == 3
-        is_rounded = not (program.highest_head if name in heads else is_quantized)
+        is_rounded = not (program.fp32_head if name in heads else is_quantized)
         is_rounded &= is_matrix and program.dtype == "bfloat16"
         # A copy in any case, as the updates donate the policy's buffers.
         return jnp.copy(x.astype(program.dtype) if is_rounded else x)

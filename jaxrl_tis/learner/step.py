@@ -178,8 +178,8 @@ def make_train_step(
     """Makes the policy update. It takes a minibatch of the fields of `Correction.is_in_update`,
     [accumulation, rows, ...]; the state is donated.
 
-    A batch that was not scored before, see `Correction.why_scored`, gets its logp_old here: the
-    update's own log-prob, detached, from which weights and masks are computed. The update then
+    A batch that was not scored before, see `Correction.recompute_reason`, gets its logp_old here:
+    the update's own log-prob, detached, from which weights and masks are computed. The update then
     returns (state, metrics, {"logp_old", "entropy"} [accumulation, rows, T]).
     """
     micro_loss = _policy_loss(learner, c, is_scored)

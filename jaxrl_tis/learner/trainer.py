@@ -47,7 +47,7 @@ class Trainer:
         self._profile = jax.jit(correction_metrics.profile_metrics, static_argnums=1)
         self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
         self._train_step = make_train_step(
-            learner, setup.correction, setup.optimizer, is_scored=bool(setup.why_scored)
+            learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
         )
         self.unscored = correction.make_unscored(setup.correction)
         self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
@@ -66,7 +66,7 @@ class Trainer:
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
         update; without the policy's log-probs where the update itself computes them, see
-        `LearnerSetup.why_scored`. Its mask is that of the answers of `are_trained_on`.
+        `LearnerSetup.recompute_reason`. Its mask is that of the answers of `are_trained_on`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy, or at the average
@@ -75,7 +75,7 @@ class Trainer:
           sampled_by: version -> the policy's parameters then, for every version in the records:
             logp_old is scored at the weights that drew each token. ValueError where one is missing,
             or where an update that scores its batch would need another than its own. Not asked for
-            anything where logp_old is logp_prox, see `LearnerSetup.has_stand_in`.
+            anything where logp_old is logp_prox, see `LearnerSetup.approximates_old_logp`.
           known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
             are still to be scored.
         """
@@ -118,38 +118,39 @@ class Trainer:
     ) -> Rows:
         """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; `run`
         is of `_passes`, the other arguments of `score`."""
-        policy, scored_rows, fields = state["policy"].params, 0, {}
+        policy, num_recomputed, fields = state["policy"].params, 0, {}
 
         def log_probs(params, is_wanted):
-            nonlocal scored_rows
-            scored_rows += is_wanted.sum()
+            nonlocal num_recomputed
+            num_recomputed += is_wanted.sum()
             micro, flat = self.setup.micro_batches(rows, is_wanted)
             return flat(self._score(params, micro)["logp"])
 
-        if self.setup.why_scored:
+        if self.setup.recompute_reason:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
             scores = run(self._score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
-            fields["logp_old"] = fields["logp_prox"] if self.setup.has_stand_in else at_versions(
-                rows | fields, policy, sampled_by, log_probs, known
+            fields["logp_old"] = (
+                fields["logp_prox"] if self.setup.approximates_old_logp
+                else at_versions(rows | fields, policy, sampled_by, log_probs, known)
             )
-        elif not self.setup.has_stand_in and any(
+        elif not self.setup.approximates_old_logp and any(
             sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
         ):
             raise ValueError(
                 "tokens were drawn by other weights than those that the update starts from, which "
-                "it cannot score: set train.fuse_score to never"
+                "it cannot score: set train.fuse_old_logp to never"
             )
         self.score_metrics = {
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
-            "old_logp/scored_rows": scored_rows,
+            "old_logp/recomputed_sequences": num_recomputed,
         }
         return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
         """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
         [n] each, by the program that scores a batch."""
-        rollout, found = self.setup.config.rollout, []
+        rollout, logps = self.setup.config.rollout, []
         count = rollout.prompts * rollout.group_size
         for start in range(0, len(trajectories), count):
             part = trajectories[start : start + count]
@@ -157,29 +158,29 @@ class Trainer:
             rows = self.setup.rows(filled)
             micro, flat = self.setup.micro_batches(rows, np.arange(count) < len(part))
             logp = flat(self._score(params, micro)["logp"])
-            found += [row[_response(t)] for row, t in zip(logp, part)]
-        return found
+            logps += [row[_response(t)] for row, t in zip(logp, part)]
+        return logps
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
-        """Makes what remembers the weights that draw tokens, as rollout.mode and rollout.old_logp
-        say; ValueError where they would take more memory than they may."""
-        setup, mode = self.setup, self.setup.mode
-        if not setup.staleness or setup.has_stand_in:
-            return snapshots.Newest()
+        """Makes what remembers the weights that draw tokens, as rollout.schedule and
+        rollout.old_logp_source say; ValueError where they would take more memory than they may."""
+        setup, schedule = self.setup, self.setup.schedule
+        if not setup.staleness or setup.approximates_old_logp:
+            return snapshots.NewestSnapshots()
         rollout = setup.config.rollout
         params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
         size, most = snapshots.num_bytes(params), rollout.snapshot_gib * 2**30
-        if rollout.old_logp == "ring":
+        if rollout.old_logp_source == "ring":
             count = rollout.snapshots or snapshots.num_snapshots(setup.staleness)
-            return snapshots.Ring(count, size, most)
-        groups = rollout.queue or math.ceil((mode.ahead + 1) * rollout.prompts)
-        of_group = rollout.group_size + mode.redundant + 1  # with ReMax's greedy answer
-        return snapshots.Replica(size, most, self.log_probs, groups * of_group)
+            return snapshots.RingSnapshots(count, size, most)
+        groups = rollout.queue or math.ceil((schedule.ahead + 1) * rollout.prompts)
+        of_group = rollout.group_size + schedule.redundant + 1  # with ReMax's greedy answer
+        return snapshots.ReplicaSnapshots(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
         """Returns the fields that the updates take, of a batch and of what was prepared of it."""
         merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
-        is_scored, is_taken = bool(self.setup.why_scored), self.setup.correction.is_in_update
+        is_scored, is_taken = bool(self.setup.recompute_reason), self.setup.correction.is_in_update
         return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
 
     def minibatches(self, rows: Rows, seed: tuple[int, ...]):
@@ -218,8 +219,8 @@ class Trainer:
         controllers = state["controllers"] if "controllers" in state else {}
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
-        is_profiled = step % config.metrics.percentile_every == 0
-        is_scored = bool(self.setup.why_scored)
+        is_profiled = step % config.metrics.diagnostics_every == 0
+        is_scored = bool(self.setup.recompute_reason)
         prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:
@@ -392,7 +393,7 @@ def sample_metrics(
         prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
         max_response_length=config.rollout.max_new_tokens, num_turns=turns,
     ) | {
-        "reward/equal_groups_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
+        "reward/zero_std_group_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
         "response_length/truncated_ratio": _are_truncated(samples).mean(),
         "actor/left_out_ratio": np.mean(
             ~are_trained_on(samples, rows, config.train.mask_truncated)

@@ -20,7 +20,7 @@ from jaxrl_tis.runtime import processes
 
 
 def examples(
-    setup: LearnerSetup, prompter: Prompter, pulse: Callable[[], None] = lambda: None
+    setup: LearnerSetup, prompter: Prompter, heartbeat: Callable[[], None] = lambda: None
 ) -> Batches | None:
     """Returns the examples of the warm-up, each checked; None for a config without one.
 
@@ -34,16 +34,17 @@ def examples(
     return Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
         batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
-        check=lambda source: prompter.checked(source, "warm-up data", reject, pulse=pulse),
+        check=lambda source: prompter.checked(source, "warm-up data", reject, heartbeat=heartbeat),
     )
 
 
 def warm_up(
-    setup: LearnerSetup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
+    setup: LearnerSetup, params: Any, writer: MetricsWriter | NoRecord,
+    heartbeat: Callable[[], None],
     prompter: Prompter, batches: Batches | None,
 ) -> Any:
     """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
-    parameters; calls `pulse` after each."""
+    parameters; calls `heartbeat` after each."""
     config = setup.config
     if batches is None:
         return params
@@ -71,7 +72,7 @@ def warm_up(
                 raise FloatingPointError(f"warm-up step {index}: the gradient's norm is {norm}")
             writer.write(index, "warmup", {"warmup/loss": loss})
             progress.update(1, loss=loss)
-            pulse()
+            heartbeat()
     return state.params
 
 

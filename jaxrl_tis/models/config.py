@@ -247,10 +247,13 @@ class ModelConfig:
         """
         if length <= self.max_position:
             return ""
-        found = f"sequences of up to {length} tokens exceed max_position_embeddings = {self.max_position}"
+        problem = (
+            f"sequences of up to {length} tokens exceed max_position_embeddings = "
+            f"{self.max_position}"
+        )
         if self.rope.kind == "default":
-            raise ValueError(f"{found} of the model, and its rope type extends nothing")
-        return f"{found} of the model; its rope type {self.rope.kind!r} extends the positions"
+            raise ValueError(f"{problem} of the model, and its rope type extends nothing")
+        return f"{problem} of the model; its rope type {self.rope.kind!r} extends the positions"
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` dict of this model, in the form transformers 4 and 5 both read.

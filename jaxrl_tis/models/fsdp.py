@@ -2,9 +2,9 @@
 
 A device gathers what the others have of a weight, in the compute dtype, multiplies its own rows, and
 forgets it; the backward pass gathers it again. Each device's gradient is that of its own rows: they
-are summed in `Layout.sum_dtype` by a reduce-scatter, which leaves a device the sum for its own part
-and makes no array of all of it. Left to the partitioner, some shapes get an all-reduce, which sends
-twice the bytes. The table of the tokens is never gathered: its rows travel.
+are summed in `Layout.grad_reduce_dtype` by a reduce-scatter, which leaves a device the sum for its
+own part and makes no array of all of it. Left to the partitioner, some shapes get an all-reduce,
+which sends twice the bytes. The table of the tokens is never gathered: its rows travel.
 """
 
 import functools

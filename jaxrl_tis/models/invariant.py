@@ -143,8 +143,8 @@ def rotation(angles: Callable, positions_bt: jax.Array, layout: Layout | None) -
 
     def local(positions_bt):
         tile = lambda positions_r: jax.tree.map(lambda x: x[0], angles(positions_r[None]))
-        found = tiles.by_rows(tile, positions_bt.reshape(-1))
-        return jax.tree.map(lambda x: x.reshape(*positions_bt.shape, 1, -1), found)
+        rotations = tiles.by_rows(tile, positions_bt.reshape(-1))
+        return jax.tree.map(lambda x: x.reshape(*positions_bt.shape, 1, -1), rotations)
 
     return jax.lax.stop_gradient(
         _on(layout, local, (("batch", "length"),), ("batch", "length", None, None))(positions_bt)

@@ -47,7 +47,7 @@ class Program:
       remat: what the backward pass recomputes: "none", "dots" (keeps the projections and, from a
         kernel, the attention), "full" (keeps the input of each layer) or "host" (keeps it in the
         memory of the host).
-      highest_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
+      fp32_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
         is one bfloat16 pass.
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
       quantization: the projections of float parameters that are multiplied as a sampler with this
@@ -59,7 +59,7 @@ class Program:
 
     dtype: str = "float32"
     remat: str = "none"
-    highest_head: bool = False
+    fp32_head: bool = False
     layout: Layout | None = None
     quantization: quant.Recipe = quant.Recipe()
     numerics: str = "fast"
@@ -386,8 +386,8 @@ def rows_hidden(
 def output_head(params: Params, program: Program) -> Head:
     """Returns the output head, or the tied table in its place."""
     if "head" in params:
-        return Head(params["head"], vocab_axis=1, highest=program.highest_head)
-    return Head(params["embed"], vocab_axis=0, highest=program.highest_head)
+        return Head(params["head"], vocab_axis=1, highest=program.fp32_head)
+    return Head(params["embed"], vocab_axis=0, highest=program.fp32_head)
 
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:

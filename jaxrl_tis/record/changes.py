@@ -30,8 +30,9 @@ ROUNDED = (
 INTERRUPTING = ("checkpoint.every", "eval.every")
 # A checkpoint of samplers that run ahead has their queue, which these shape.
 QUEUED = (
-    "rollout.mode", "rollout.driver", "rollout.group_size", "rollout.prompts", "rollout.max_new_tokens",
-    "rollout.replay", "rollout.queue", "rollout.old_logp", "rollout.snapshots",
+    "rollout.schedule", "rollout.driver", "rollout.group_size", "rollout.prompts",
+    "rollout.max_new_tokens", "rollout.replay", "rollout.queue", "rollout.old_logp_source",
+    "rollout.snapshots",
 )
 
 
@@ -85,13 +86,22 @@ def find(
         return {}
     old = provenance.flat(saved)
     whole = new | old  # a run of another version may lack fields
-    found = [name for name, *_ in provenance.differences(old, new)]
-    fixed = [name for name in found if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
-    refused = [name for name in found if not is_within(name, named) and not is_free(name, whole, new)]
+    changed = [name for name, *_ in provenance.differences(old, new)]
+    fixed = [name for name in changed if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
+    refused = [
+        name for name in changed
+        if not is_within(name, named) and not is_free(name, whole, new)
+    ]
     shown = lambda names: "; ".join(
         f"{name}: {before} -> {after}" for name, before, after in provenance.differences(old, new)
         if name in names
     )
+    gone = [name for name in refused if name not in new and ".params." not in name]
+    if gone:
+        raise ValueError(
+            f"{workdir} holds a run of another version of this code, whose fields {', '.join(gone)} "
+            "no longer exist. Resume it with that version, or use a new workdir"
+        )
     if fixed:
         raise ValueError(
             f"{workdir} holds a run that cannot go on with another queue of samples: {shown(fixed)}. Use "
@@ -102,7 +112,7 @@ def find(
             f"{workdir} holds a run with another configuration: {shown(refused)}. Use the old values to "
             f"resume, a new workdir, or --change={','.join(refused)} to go on with the new ones"
         )
-    return {name: [old.get(name), new.get(name)] for name in found}
+    return {name: [old.get(name), new.get(name)] for name in changed}
 
 
 def check_names(named: Sequence[str], fields: Mapping[str, Any]) -> None:
@@ -129,7 +139,7 @@ def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return is_within(name, FREE)
 
 
-def told(fields: Mapping[str, list], numerics: str) -> list[str]:
+def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
     """Returns lines that say what changes; `numerics` is config.model.numerics."""
     lines = [f"changed: {Changes(fields=fields)}"] if fields else []
     rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]
@@ -147,7 +157,7 @@ def needs_steps(config: Mapping[str, Any]) -> bool:
 
 def is_ahead(config: Mapping[str, Any]) -> bool:
     """Whether samplers run ahead of the learner, or groups are replayed."""
-    return config["rollout.mode"] != "sync" or bool(config["rollout.replay"])
+    return config["rollout.schedule"] != "sync" or bool(config["rollout.replay"])
 
 
 def record(before: Sequence[Mapping[str, Any]], step: int, fields: Mapping[str, list]) -> list[dict]:

@@ -105,14 +105,14 @@ def read_lines(path: epath.Path, parse: Callable[[str], Any]) -> list[Any]:
     Raises:
       ValueError: `parse` raised it for another line.
     """
-    lines, found = path.read_bytes().decode(errors="replace").split("\n"), []
+    lines, records = path.read_bytes().decode(errors="replace").split("\n"), []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(parse(line))
+            records.append(parse(line))
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: {error}") from error
-    return found
+    return records
 
 
 def parse_object(line: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ LEARNING = (
             "Mean reward of the sampled answers, with penalties; absent if no reward is known."),
     compact("reward/std", "reward", "Standard deviation of the rewards of the answers."),
     compact("reward/score_mean", "reward", "Mean of the reward function, without penalties."),
-    compact("reward/equal_groups_ratio", "share",
+    compact("reward/zero_std_group_ratio", "share",
             "Groups without a gradient: all known rewards are equal, or fewer than two are known.",
             "DAPO, 2503.14476"),
     compact("reward/component/<name>", "reward",
@@ -208,18 +208,18 @@ MISMATCH = (
            "versions",
            "Lag behind the learner of the newest and of the oldest token of a sequence.", VERL),
     Metric("old_logp/versions", "versions", "Weight versions that sampled tokens of the batch."),
-    Metric("old_logp/scored_rows", "sequences",
+    Metric("old_logp/recomputed_sequences", "sequences",
            "Sequences scored again under older weights than the policy's, once for each version."),
 )
 
 WEIGHTS = (
-    compact("correction/weight/seen", "tokens", "Tokens for which the weight was computed."),
+    compact("correction/weight/num_tokens", "tokens", "Tokens for which the weight was computed."),
     compact("correction/weight/{changed_raw,changed}", "tokens",
             "Tokens with a weight other than 1 by more than 1e-5: before any cap, band or floor, "
             "and after; before a division by the batch's mean."),
     compact("correction/weight/{truncated,dropped}", "tokens",
             "Tokens with a weight changed by a bound, but not to 0; and tokens of weight 0."),
-    compact("correction/mask/<mask>/{seen,dropped}", "tokens",
+    compact("correction/mask/<mask>/{num_tokens,dropped}", "tokens",
             "Tokens judged by the mask, and tokens that it rejects whatever the others do; a "
             "second mask of one name is `<mask>_2`."),
     compact("rollout_corr/rollout_is_mean", "weight",
@@ -252,7 +252,7 @@ WEIGHTS = (
            "Distribution of the statistic of a mask, and the share that it rejects alone.", VERL),
     Metric("variance_proxy/{proxy1_signal_strength,proxy2_total_power,proxy3_pure_noise,"
            "expected_a_squared,expected_w}", "norm²",
-           "Signal and noise of the gradient, every percentile_every steps.", "2602.07078"),
+           "Signal and noise of the gradient, every diagnostics_every steps.", "2602.07078"),
 )
 
 ROLLOUTS = (
@@ -292,8 +292,8 @@ ROLLOUTS = (
 ASYNC = (
     Metric("async/queue_groups", "groups",
            "Groups begun and not trained on, after the batch was taken."),
-    Metric("async/drawing", "sequences", "Sequences of these groups in the samplers."),
-    Metric("async/ahead_batches", "batches",
+    Metric("async/in_flight", "sequences", "Sequences of these groups in the samplers."),
+    Metric("async/batches_ahead", "batches",
            "Batches begun since the start of the run, less those trained on."),
     Metric("async/learner_idle", "share",
            "Time without a batch to train on, in seconds; with driver virtual in samplers' turns."),
@@ -305,7 +305,7 @@ ASYNC = (
     Metric("async/syncs", "syncs", "Weight syncs, counted for each sampler."),
     Metric("async/sampler_idle", "share",
            "Time without a call of the engine, mean of the samplers; driver threads."),
-    Metric("async/{workers,left,put_out}", "workers",
+    Metric("async/{workers,left,workers_evicted}", "workers",
            "Workers connected, workers that left since the last batch, and workers evicted for an "
            "invalid message; driver processes."),
     Metric("sync/bytes", "bytes",
@@ -316,7 +316,8 @@ ASYNC = (
     Metric("sync/pause_s", "s",
            "Pause of a sampler with sequences for new weights, mean of the syncs; driver threads."),
     Metric("gate/{total,engine,staleness}/{d_mean,d_p99,d_max,k3}", "nats",
-           "Gap of the batch before its update, and its parts, every rollout.probe_every steps.",
+           "Gap of the batch before its update, and its parts, every rollout.gap_probe_every "
+           "steps.",
            "docs/gate.md"),
     Metric("gate/{total,engine,staleness}/dp_max", "probability",
            "Largest Δp of that gap.", "docs/gate.md"),

@@ -47,7 +47,7 @@ def write_run_files(
         raise Unwritable(f"cannot write {path}: {error}") from error
 
 
-def facts(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+def identity(config_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns by name what decides the numbers of a run beside its data: the fields of the
     configuration, the versions of packages, the code."""
     versions = {f"version of {name}": metadata.version(name) for name in PACKAGES}
@@ -85,16 +85,16 @@ def saved(workdir: str | os.PathLike, name: str) -> Any:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
-        found["config"]
+        content = json.loads(path.read_bytes())
+        content["config"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not what a run writes: {error!r}") from error
-    if name not in found:
+    if name not in content:
         raise ValueError(
             f"{path} says nothing of {name}: it is of another version of jaxrl_tis; use that one, or "
             "a new workdir"
         )
-    return found[name]
+    return content[name]
 
 
 def git_revision() -> str | None:

@@ -67,28 +67,28 @@ def of_evaluation(
 def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
     ids = sample.trajectory.tokens.tolist()
     names = "logp_behav", "logp_old", "weight", "version"
-    found = {n: of_tokens[n] if n in of_tokens else None for n in names}
+    columns = {n: of_tokens[n] if n in of_tokens else None for n in names}
     return {
         "step": step, "phase": phase, "id": sample.record["id"],
         "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
         "answer": sample.record["answer"] if "answer" in sample.record else None,
         "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
-        **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in found.items()},
+        **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in columns.items()},
     }
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     """Returns what each token adds to the text: together they are the text. A character that is not
     complete yet belongs to the token that completes it."""
-    found, shown = [], ""
+    texts, shown = [], ""
     for count, token in enumerate(ids, start=1):
         text = decode(ids[:count])
         if text.endswith(INCOMPLETE) and count < len(ids):
             text = shown
-        found.append(text[len(shown):] if text.startswith(shown) else decode([token]))
+        texts.append(text[len(shown):] if text.startswith(shown) else decode([token]))
         shown = text
-    return found
+    return texts
 
 
 def _numbers(values: np.ndarray) -> list[float | int]:

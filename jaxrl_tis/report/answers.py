@@ -47,14 +47,14 @@ def _token(line: dict[str, Any], i: int) -> str:
         None if line[name] is None else line[name][i]
         for name in ("logp_behav", "logp_old", "weight", "version")
     )
-    told = [repr(line["tokens"][i])]
-    told += [] if behav is None else [f"p of sampler {math.exp(behav):.4f}"]
-    told += [] if old is None else [f"p of learner {math.exp(old):.4f}"]
-    told += [] if weight is None else [f"weight {weight:.4f}"]
-    told += [] if version is None else [f"version {version}"]
+    facts = [repr(line["tokens"][i])]
+    facts += [] if behav is None else [f"p of sampler {math.exp(behav):.4f}"]
+    facts += [] if old is None else [f"p of learner {math.exp(old):.4f}"]
+    facts += [] if weight is None else [f"weight {weight:.4f}"]
+    facts += [] if version is None else [f"version {version}"]
     style = ""
     if behav is not None and old is not None:
         alpha = min(abs(math.exp(old) - math.exp(behav)) / FULL_COLOR, 1.0)
         style = f' style="background:rgba(213,94,0,{alpha:.3f})"'
-    title = html.escape(", ".join(told), quote=True)
+    title = html.escape(", ".join(facts), quote=True)
     return f'<span title="{title}"{style}>{html.escape(line["tokens"][i]) or EMPTY}</span>'

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.rollouts import replay, saved
+from jaxrl_tis.rollouts import replay, serialize
 from jaxrl_tis.rollouts.controller import LEARNER, Begin, Controller, Discard, Interrupt
 from jaxrl_tis.rollouts.groups import Sample, is_equal
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
@@ -86,18 +86,18 @@ class AsyncBookkeeping:
         self, parts: SourceParts,
         on_records: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ):
-        rollout, mode, way = parts.config.rollout, parts.mode, parts.replay
-        self._config, self._mode, self._groups = parts.config, mode, parts.groups
+        rollout, schedule, way = parts.config.rollout, parts.schedule, parts.replay
+        self._config, self._schedule, self._groups = parts.config, schedule, parts.groups
         self._batches, self._timer, self._on_records = parts.batches, parts.timer, on_records
         self._records: list[dict[str, str]] = []
-        self._age = replay.max_age(mode, way, rollout.max_age)
+        self._age = replay.max_age(schedule, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, parts.config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on
         self._replay_metrics: dict[str, float] = {}
         fresh = rollout.prompts if way is None else rollout.prompts // way.uses
-        capacity = rollout.queue or round((mode.ahead + 1) * fresh, 6)
+        capacity = rollout.queue or round((schedule.ahead + 1) * fresh, 6)
         self.queue = Queue(parts.groups.size, capacity, NEEDS)
-        self.controller = Controller(mode, fresh, self.queue)
+        self.controller = Controller(schedule, fresh, self.queue)
         self.keys: dict[str, Key] = {}
         self._requests: dict[Key, Request] = {}  # of groups in the queue
         self._partials: dict[Key, Trajectory] = {}
@@ -185,7 +185,7 @@ class AsyncBookkeeping:
     def _make_requests(self, entry: Entry) -> None:
         group, batch = entry.number, self.controller.batch
         name = f"{group // batch + 1}/0/{group % batch}"
-        requests = self._groups.requests(entry.prompt, name, self._mode.redundant)
+        requests = self._groups.requests(entry.prompt, name, self._schedule.redundant)
         self._requests |= {(group, i): request for i, request in enumerate(requests)}
 
     # Rewards
@@ -233,7 +233,7 @@ class AsyncBookkeeping:
             return None
         self.taken = self.taken + entries
         for entry in entries:
-            check_versions(entry, self.controller.version, self._mode.staleness)
+            check_versions(entry, self.controller.version, self._schedule.staleness)
             self._forget(entry.number)
         return entries
 
@@ -271,10 +271,10 @@ class AsyncBookkeeping:
         self.taken, self._replay_before = [], None
 
     def reduce_staleness(self) -> str:
-        before = self.controller.mode.ahead
+        before = self.controller.schedule.ahead
         ahead = self.controller.reduce_staleness()
         if ahead == before:
-            return f"samplers begin {ahead:g} batches ahead, the fewest that the mode can; weights follow"
+            return f"samplers begin {ahead:g} batches ahead, the fewest that the schedule can; weights follow"
         return f"samplers begin {ahead:g} batches ahead from now on, {before:g} before"
 
     def stuck(self) -> RuntimeError:
@@ -294,13 +294,13 @@ class AsyncBookkeeping:
         begun = self.controller.next_group / self.controller.batch
         return values | self._replay_metrics | counts.metrics() | {
             "async/queue_groups": len(self.queue),
-            "async/ahead_batches": begun - self.controller.version,
-            "async/drawing": len(self.keys),
+            "async/batches_ahead": begun - self.controller.version,
+            "async/in_flight": len(self.keys),
         }
 
     def _forget(self, group: int) -> None:
         """Keeps no request and no partial sequence of a group that has left the queue."""
-        for sample in range(self._groups.size + self._mode.redundant):
+        for sample in range(self._groups.size + self._schedule.redundant):
             self._requests.pop((group, sample), None)
             self._partials.pop((group, sample), None)
 
@@ -335,15 +335,17 @@ class AsyncBookkeeping:
         controller["waiting"] += [[list(k), newest(in_flight.get(k))] for k in continued]
         partials = self._partials | {k: in_flight[k] for k in continued if k in in_flight}
         return {
-            "replay": [] if buffer is None else buffer.get_state(saved.written),
+            "replay": [] if buffer is None else buffer.get_state(serialize.written),
             "batches": self._batches.get_state(), "records": self._records,
             "controller": controller,
-            "queue": [saved.written(entry) for entry in entries],
+            "queue": [serialize.written(entry) for entry in entries],
             "counts": [
                 dataclasses.asdict(self.counts), dataclasses.asdict(stats.since(self._before)),
                 self._failed,
             ],
-            "partials": [[list(k), saved.trajectory_text(t)] for k, t in sorted(partials.items())],
+            "partials": [
+                [list(key), serialize.trajectory_text(t)] for key, t in sorted(partials.items())
+            ],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -356,10 +358,12 @@ class AsyncBookkeeping:
         self._before = Stats(**{name: -x for name, x in since.items()})
         self.controller.set_state(state["controller"])
         if self._replay is not None:
-            self._replay.set_state(state["replay"], saved.read)
-        self._partials = {tuple(key): saved.read_trajectory(text) for key, text in state["partials"]}
+            self._replay.set_state(state["replay"], serialize.read)
+        self._partials = {
+            tuple(key): serialize.read_trajectory(text) for key, text in state["partials"]
+        }
         for text in state["queue"]:
-            entry = saved.read(text)
+            entry = serialize.read(text)
             self.queue.entries[entry.number] = entry
             self._make_requests(entry)
 

@@ -5,26 +5,26 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import addresses
 
 DRIVERS = ("virtual", "threads", "processes")
-ON_BUDGET = ("warn", "sync", "stop")
+ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of what a synchronous run does not read.
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
 
 
 def rollout_problems(
-    config: ml_collections.ConfigDict, mode: modes.Mode, way: replay.Way | None
+    config: ml_collections.ConfigDict, schedule: schedules.Schedule, way: replay.Way | None
 ) -> Iterator[str]:
-    """Yields a sentence for each problem of config.rollout, with its parsed mode and replay."""
+    """Yields a sentence for each problem of config.rollout, with its parsed schedule and replay."""
     rollout = config.rollout
-    yield from _replay(rollout, mode, way)
+    yield from _replay(rollout, schedule, way)
     yield from _numbers(rollout)
-    yield from _budget(rollout, mode)
+    yield from _budget(rollout, schedule)
     yield from _driver(rollout)
-    yield from _queue(rollout, mode)
-    yield from _idle(rollout) if mode.is_sync else _ahead(config, mode)
+    yield from _queue(rollout, schedule)
+    yield from _idle(rollout) if schedule.is_sync else _ahead(config, schedule)
 
 
 def _numbers(rollout) -> Iterator[str]:
@@ -32,23 +32,26 @@ def _numbers(rollout) -> Iterator[str]:
         yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
     if rollout.update_turns < 0:
         yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
-    if rollout.probe_every < 0:
-        yield f"rollout.probe_every is {rollout.probe_every}; it must not be below 0"
+    if rollout.gap_probe_every < 0:
+        yield f"rollout.gap_probe_every is {rollout.gap_probe_every}; it must not be below 0"
 
 
-def _budget(rollout, mode: modes.Mode) -> Iterator[str]:
+def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:
     """Finds an answer to a gap above its budget that this run cannot give."""
-    if rollout.on_budget not in ON_BUDGET:
-        yield f"rollout.on_budget is {rollout.on_budget!r}; choose one of {', '.join(ON_BUDGET)}"
-    elif rollout.on_budget != "warn" and not rollout.probe_every:
+    if rollout.on_gap_exceeded not in ON_GAP_EXCEEDED:
         yield (
-            f"rollout.on_budget = {rollout.on_budget!r} needs probes of the gap: set rollout.probe_every "
-            "above 0"
+            f"rollout.on_gap_exceeded is {rollout.on_gap_exceeded!r}; choose one of "
+            f"{', '.join(ON_GAP_EXCEEDED)}"
         )
-    if rollout.on_budget == "sync" and not mode.ahead:
+    elif rollout.on_gap_exceeded != "warn" and not rollout.gap_probe_every:
         yield (
-            f"rollout.on_budget = 'sync' bounds staleness by less, and rollout.mode = {rollout.mode!r} "
-            "has none: set it to warn or stop"
+            f"rollout.on_gap_exceeded = {rollout.on_gap_exceeded!r} needs probes of the gap: set "
+            "rollout.gap_probe_every above 0"
+        )
+    if rollout.on_gap_exceeded == "sync" and not schedule.ahead:
+        yield (
+            "rollout.on_gap_exceeded = 'sync' bounds staleness by less, and rollout.schedule = "
+            f"{rollout.schedule!r} has none: set it to warn or stop"
         )
 
 
@@ -64,45 +67,47 @@ def _driver(rollout) -> Iterator[str]:
         )
     if rollout.driver == "processes":
         yield from _remote(rollout)
-    if rollout.driver != "virtual" and rollout.old_logp == "replica":
+    if rollout.driver != "virtual" and rollout.old_logp_source == "replica":
         yield (
-            f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are scored, of "
-            "which rollout.old_logp = 'replica' keeps no copy: set it to ring"
+            f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are "
+            "scored, of which rollout.old_logp_source = 'replica' keeps no copy: set it to ring"
         )
 
 
-def _queue(rollout, mode: modes.Mode) -> Iterator[str]:
+def _queue(rollout, schedule: schedules.Schedule) -> Iterator[str]:
     if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
-            f"{rollout.prompts}; 0 holds as many as the mode can begin"
+            f"{rollout.prompts}; 0 holds as many as the schedule can begin"
         )
-    if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
+    if rollout.prompts <= rollout.queue < schedule.sync_every * rollout.prompts:
         yield (
-            f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
-            f"{rollout.prompts} that are begun between two weight syncs"
+            f"rollout.queue = {rollout.queue} groups cannot hold the {schedule.sync_every} batches "
+            f"of {rollout.prompts} that are begun between two weight syncs"
         )
 
 
-def _ahead(config, mode: modes.Mode) -> Iterator[str]:
+def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
     """Finds what samplers that run ahead cannot do."""
     rollout = config.rollout
-    if math.isinf(mode.ahead) and not rollout.queue:
-        yield f"rollout.mode = {rollout.mode!r} has no bound: set rollout.queue to the most groups"
+    if math.isinf(schedule.ahead) and not rollout.queue:
+        yield (
+            f"rollout.schedule = {rollout.schedule!r} has no bound: set rollout.queue to the most groups"
+        )
     if any(config.engine.retention):
         yield (
-            f"rollout.mode = {rollout.mode!r} interrupts sequences, and one that saw evicted keys "
-            "cannot go on: set engine.retention to (0, 0)"
+            f"rollout.schedule = {rollout.schedule!r} interrupts sequences, and one that saw "
+            "evicted keys cannot go on: set engine.retention to (0, 0)"
         )
-    if mode.redundant and config.correction.advantage == "remax":
+    if schedule.redundant and config.correction.advantage == "remax":
         yield (
-            f"rollout.mode = {rollout.mode!r} takes the first samples that end, and advantage 'remax' "
-            "needs its greedy answer among them: set redundant to 0"
+            f"rollout.schedule = {rollout.schedule!r} takes the first samples that end, and "
+            "advantage 'remax' needs its greedy answer among them: set redundant to 0"
         )
-    if mode.repack and rollout.workers < 2 and rollout.driver != "processes":
+    if schedule.repack and rollout.workers < 2 and rollout.driver != "processes":
         yield (
-            f"rollout.mode = {rollout.mode!r} moves sequences between workers, and there is one: set "
-            "rollout.workers to at least 2, or repack to 0"
+            f"rollout.schedule = {rollout.schedule!r} moves sequences between workers, and there "
+            "is one: set rollout.workers to at least 2, or repack to 0"
         )
 
 
@@ -117,7 +122,7 @@ def _remote(rollout) -> Iterator[str]:
         yield f"rollout.worker_timeout is {rollout.worker_timeout} seconds; it must be above 0"
 
 
-def _replay(rollout, mode: modes.Mode, way: replay.Way | None) -> Iterator[str]:
+def _replay(rollout, schedule: schedules.Schedule, way: replay.Way | None) -> Iterator[str]:
     """Finds what is wrong with groups that are trained on again."""
     if rollout.max_age and (way is None or way.uses == 1):
         yield (
@@ -132,16 +137,17 @@ def _replay(rollout, mode: modes.Mode, way: replay.Way | None) -> Iterator[str]:
             f"{rollout.replay!r}), are no whole number of new ones a batch: set prompts to a multiple "
             f"of {way.uses}"
         )
-    oldest = replay.max_age(mode, way, rollout.max_age)
-    if rollout.max_age < 0 or oldest <= mode.staleness and not math.isinf(oldest):
+    oldest = replay.max_age(schedule, way, rollout.max_age)
+    if rollout.max_age < 0 or oldest <= schedule.staleness and not math.isinf(oldest):
         yield (
-            f"rollout.max_age = {rollout.max_age} leaves nothing to replay, as rollout.mode = "
-            f"{rollout.mode!r} has tokens {mode.staleness:g} versions old the first time: set it above"
+            f"rollout.max_age = {rollout.max_age} leaves nothing to replay, as rollout.schedule = "
+            f"{rollout.schedule!r} has tokens {schedule.staleness:g} versions old the first time: "
+            "set it above"
         )
     if math.isinf(oldest):
         yield (
-            f"rollout.mode = {rollout.mode!r} bounds no token's age, so that rollout.replay would keep "
-            "every group: set rollout.max_age"
+            f"rollout.schedule = {rollout.schedule!r} bounds no token's age, so that "
+            "rollout.replay would keep every group: set rollout.max_age"
         )
 
 
@@ -150,6 +156,7 @@ def _idle(rollout) -> Iterator[str]:
     for name, default in DEFAULTS.items():
         if rollout[name] != default:
             yield (
-                f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and rollout.mode "
-                f"is {rollout.mode!r}: choose another mode, or set it to {default!r}"
+                f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and "
+                f"rollout.schedule is {rollout.schedule!r}: choose another schedule, or set it to "
+                f"{default!r}"
             )

@@ -83,7 +83,7 @@ class ConcurrentSource:
     def __init__(self, parts: SourceParts, shared: Shared, driver: Driver):
         self._shared, self.books, self.driver = shared, shared.books, driver
         self._serving_params = parts.serving_params
-        self._pulse, self._timer = parts.pulse, parts.timer
+        self._heartbeat, self._timer = parts.heartbeat, parts.timer
         self._synced = (0.0, 0)  # seconds, bytes since the last batch
         self._last_batch = time.monotonic()
 
@@ -156,7 +156,7 @@ class ConcurrentSource:
                     self._wait()
             if claim is not None:
                 self._add_rewards(claim)
-            self._pulse()
+            self._heartbeat()
 
     def _wait(self) -> None:
         """Waits, with the lock, until something has changed, for PULSE_SECONDS at most."""

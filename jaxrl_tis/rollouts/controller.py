@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 
 LEARNER = "learner"
@@ -88,7 +88,7 @@ class Controller:
     """The state of an asynchronous run.
 
     Args:
-      mode: its numbers.
+      schedule: its numbers.
       batch: groups of a batch.
       queue: of groups; `put` on it is the driver's, `add` and `take` are done here.
 
@@ -98,10 +98,10 @@ class Controller:
       next_group: number of the group that begins next; how many have begun.
     """
 
-    def __init__(self, mode: Mode, batch: int, queue: Queue):
+    def __init__(self, schedule: Schedule, batch: int, queue: Queue):
         if queue.capacity < batch:
             raise ValueError(f"a queue of {queue.capacity} groups cannot hold a batch of {batch}")
-        self.mode, self.batch, self.queue = mode, batch, queue
+        self.schedule, self.batch, self.queue = schedule, batch, queue
         self.version: int | None = None
         self.sync_version: int | None = None
         self.next_group = 0
@@ -144,7 +144,7 @@ class Controller:
 
     def is_sync_due(self, version: int) -> bool:
         """Whether workers may sync to this version, once it is published."""
-        return self._must_sync or version - self.sync_version >= self.mode.sync_every
+        return self._must_sync or version - self.sync_version >= self.schedule.sync_every
 
     def synced(self, name: str, version: int) -> None:
         """A worker has these weights; ValueError where it had newer ones."""
@@ -176,24 +176,24 @@ class Controller:
     def reduce_staleness(self) -> float:
         """Lowers the bound on staleness of new groups by one version where it can; the next version
         that is published is synced. Returns the batches that samplers may begin ahead."""
-        ahead = self.mode.ahead
+        ahead = self.schedule.ahead
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
             for entry in self.queue.entries.values():  # or those with a deadline always go first
                 entry.deadline = self.version + math.ceil(self.queue.capacity / self.batch)
-        ahead = max(ahead - 1, self.mode.sync_every - 1)
-        self.mode, self._must_sync = dataclasses.replace(self.mode, ahead=ahead), True
+        ahead = max(ahead - 1, self.schedule.sync_every - 1)
+        self.schedule, self._must_sync = dataclasses.replace(self.schedule, ahead=ahead), True
         return ahead
 
     def interrupt_all(self) -> list[Interrupt]:
         """Takes everything back from all workers, for a checkpoint or a rest, after which they go
         on with the next version that is published: that is all that a checkpoint knows of weights.
         """
-        self._must_sync, found = True, []
+        self._must_sync, decisions = True, []
         self._destinations.clear()
         for name, worker in self.workers.items():
-            found += self._interrupt(name, worker.running - worker.leaving)
-        return found
+            decisions += self._interrupt(name, worker.running - worker.leaving)
+        return decisions
 
     # Decisions
 
@@ -210,7 +210,7 @@ class Controller:
         entries = self.queue.entries
         ready = {g for g in entries if self.queue.is_ready(g, LEARNER)}
         order = sorted(ready, key=lambda g: (entries[g].deadline, g))[:left]
-        if not self.mode.on_arrival:
+        if not self.schedule.on_arrival:
             later = sorted(entries[g].deadline for g in entries.keys() - set(order))
             # What is left has to find room by its deadlines in the batches that follow.
             is_kept = all(
@@ -257,14 +257,14 @@ class Controller:
     def _repacks(self):
         """Moves the last sequences of workers that wait for new weights onto the fullest of the
         same version."""
-        if not self.mode.repack:
+        if not self.schedule.repack:
             return
         coming = collections.Counter(self._destinations.values())
         load = lambda name: len(self.workers[name].running) + coming[name]
         tails = collections.defaultdict(list)
         for name, worker in self.workers.items():
             is_late = worker.version is not None and worker.version < self.sync_version
-            is_tail = 0 < load(name) < self.mode.repack * worker.slots
+            is_tail = 0 < load(name) < self.schedule.repack * worker.slots
             if is_late and is_tail and not worker.leaving:
                 tails[worker.version].append(name)
         for names in tails.values():
@@ -284,9 +284,9 @@ class Controller:
             is_current = self.sync_version is None or worker.version == self.sync_version
             if is_current or worker.is_syncing:
                 continue
-            if worker.running and self.mode.on_sync == "interrupt":
+            if worker.running and self.schedule.on_sync == "interrupt":
                 yield from self._interrupt(name, worker.running - worker.leaving)
-            elif self.mode.on_sync == "in_place" or not (worker.running or name in awaiting):
+            elif self.schedule.on_sync == "in_place" or not (worker.running or name in awaiting):
                 worker.is_syncing = True
                 yield SyncWeights(name, self.sync_version)
 
@@ -309,7 +309,7 @@ class Controller:
             elif (deadline := self._deadline(self.workers[name].version)) is not None:
                 group, self.next_group = self.next_group, self.next_group + 1
                 self.queue.add(group, deadline)
-                keys = [(group, i) for i in range(self.queue.size + self.mode.redundant)]
+                keys = [(group, i) for i in range(self.queue.size + self.schedule.redundant)]
                 yield self._begin(name, keys, dict.fromkeys(keys))
             else:
                 return
@@ -318,12 +318,12 @@ class Controller:
         """Returns the samples that a worker may have while others are about to get new weights, so
         that the first to have them leaves the others theirs: its part of those that are begun, and of
         all that may begin."""
-        is_stale = lambda w: self.mode.on_sync == "interrupt" and w.version != self.sync_version
+        is_stale = lambda w: self.schedule.on_sync == "interrupt" and w.version != self.sync_version
         late = sum(w.is_syncing or bool(w.leaving) or is_stale(w) for w in self.workers.values())
         if not late:
             return math.inf, math.inf
         begun = len(self._waiting) + sum(len(w.running) for w in self.workers.values())
-        new = max(self._room(self.sync_version), 0) * (self.queue.size + self.mode.redundant)
+        new = max(self._room(self.sync_version), 0) * (self.queue.size + self.schedule.redundant)
         return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
@@ -344,12 +344,12 @@ class Controller:
         worker = self.workers[name]
         worker.running.update(keys)
         is_other = lambda key: drawn_by[key] not in (None, worker.version)
-        fresh = {k for k in keys if is_other(k)} if self.mode.on_sync == "drain" else ()
+        fresh = {k for k in keys if is_other(k)} if self.schedule.on_sync == "drain" else ()
         return Begin(name, tuple(keys), frozenset(fresh))
 
     def _room(self, version: int) -> float:
         """Returns how many more groups may begin with these weights."""
-        ahead = self.batch * (version + self.mode.ahead + 1 - self.version) - self._taken
+        ahead = self.batch * (version + self.schedule.ahead + 1 - self.version) - self._taken
         # Rounded, as 1.1 - 1 batches of 10 groups are one group.
         return min(self.queue.capacity, round(ahead, 6)) - len(self.queue)
 
@@ -357,7 +357,7 @@ class Controller:
         """Returns the deadline of a group that begins with these weights; None where it may not."""
         if self._room(version) < 1:
             return None
-        return version + self.mode.staleness
+        return version + self.schedule.staleness
 
     # Checkpoints
 
@@ -367,7 +367,7 @@ class Controller:
         return {
             "version": version, "next_group": self.next_group,
             "waiting": [[list(key), version] for key, version in self._waiting],
-            "ahead": None if math.isinf(self.mode.ahead) else self.mode.ahead,
+            "ahead": None if math.isinf(self.schedule.ahead) else self.schedule.ahead,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -376,4 +376,4 @@ class Controller:
         self.version, self.next_group = state["version"], state["next_group"]
         self._waiting = collections.deque((tuple(key), v) for key, v in state["waiting"])
         ahead = math.inf if state["ahead"] is None else state["ahead"]
-        self.mode = dataclasses.replace(self.mode, ahead=ahead)
+        self.schedule = dataclasses.replace(self.schedule, ahead=ahead)

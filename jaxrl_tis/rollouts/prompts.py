@@ -88,21 +88,21 @@ class Prompter:
         key = key_of(record["prompt"])
         if key in self.known:
             return self.known[key]
-        [found] = self._outcomes([record["prompt"]])
-        if reason := self._reason(found):
+        [outcome] = self._outcomes([record["prompt"]])
+        if reason := self._reason(outcome):
             raise ValueError(f"example {record['id']}: {reason}")
-        return found
+        return outcome
 
     def checked(
         self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda record: "",
-        limit: int = GENERATED, pulse: Callable[[], None] = lambda: None,
+        limit: int = GENERATED, heartbeat: Callable[[], None] = lambda: None,
     ) -> "Checked":
         """Checks all records from files, and the first `limit` of a generated task.
 
         Args:
           what: the data, for messages.
           reject: says of a record with a good prompt why it cannot be used; "" where it can.
-          pulse: called whenever a part is done.
+          heartbeat: called whenever a part is done.
 
         Raises:
           ValueError: a record is bad and task.on_bad_record is "error", or all are.
@@ -110,24 +110,24 @@ class Prompter:
         count = len(source) if isinstance(source, Examples) else min(len(source), limit)
         records = [_record(source, i) for i in range(count)]
         prompts = [record["prompt"] for record in records if not isinstance(record, str)]
-        outcomes = iter(self._tokenised(prompts, what, pulse))
+        outcomes = iter(self._tokenised(prompts, what, heartbeat))
         good, bad = [], list(source.bad)
         for i, record in enumerate(records):
-            found = record if isinstance(record, str) else next(outcomes)
-            reason = self._reason(found) or reject(record)
+            outcome = record if isinstance(record, str) else next(outcomes)
+            reason = self._reason(outcome) or reject(record)
             if reason:
                 name = source.place(i) if isinstance(record, str) else record["id"]
                 bad.append(Bad(source.place(i), name, reason, source.row(i)))
             else:
                 good.append(i)
-                self.known[key_of(record["prompt"])] = found
+                self.known[key_of(record["prompt"])] = outcome
         bad.sort(key=lambda b: b.row)
         self._tell(bad, count + len(source.bad), what, is_any_good=bool(good))
         return Checked(source, good, bad, count, lambda r: self._why_bad(r) or reject(r))
 
     def _why_bad(self, record: dict[str, Any]) -> str:
-        [found] = self._outcomes([record["prompt"]])
-        return self._reason(found)
+        [outcome] = self._outcomes([record["prompt"]])
+        return self._reason(outcome)
 
     def _tell(self, bad: list[Bad], total: int, what: str, is_any_good: bool) -> None:
         if not bad:
@@ -140,7 +140,7 @@ class Prompter:
             raise ValueError(
                 f"{what}: {len(bad)} of {total} records cannot be used:{listed(bad)}{rest}"
             )
-        processes.say(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
+        processes.report(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
 
     def _reason(self, found: Outcome) -> str:
         """Says why a prompt cannot be used; "" where it can."""
@@ -156,14 +156,14 @@ class Prompter:
 
     # Rendering and tokenising
 
-    def _tokenised(self, prompts: list[Prompt], what: str, pulse) -> list[Outcome]:
+    def _tokenised(self, prompts: list[Prompt], what: str, heartbeat) -> list[Outcome]:
         is_large = len(prompts) >= CACHED
         path = self._cache_path(prompts) if is_large else None
-        if path is not None and (found := _read(path, len(prompts))) is not None:
-            return found
+        if path is not None and (outcomes := _read(path, len(prompts))) is not None:
+            return outcomes
         if prompts:
             self._try(prompts[0])
-        found = []
+        outcomes = []
         is_shown = is_large and processes.is_first()
         # One chunk is tokenised while the template's process renders the next.
         with (
@@ -171,12 +171,12 @@ class Prompter:
             concurrent.futures.ThreadPoolExecutor(2) as pool,
         ):
             for part in pool.map(self._outcomes, chunks_of(prompts)):
-                found += part
+                outcomes += part
                 progress.update(len(part))
-                pulse()
+                heartbeat()
         if path is not None:
-            _write(path, found)
-        return found
+            _write(path, outcomes)
+        return outcomes
 
     def _try(self, prompt: Prompt) -> None:
         """Raises ValueError where the template hangs: it would on all of them."""
@@ -186,12 +186,12 @@ class Prompter:
 
     def _outcomes(self, prompts: Sequence[Prompt]) -> list[Outcome]:
         inputs = [self._input(prompt) for prompt in prompts]
-        found: list[Outcome] = [""] * len(inputs)
+        outcomes: list[Outcome] = [""] * len(inputs)
         for is_chat in (False, True):
             places = [i for i, x in enumerate(inputs) if isinstance(x, list) == is_chat]
             for i, outcome in zip(places, self._encoded([inputs[i] for i in places], is_chat)):
-                found[i] = outcome
-        return found
+                outcomes[i] = outcome
+        return outcomes
 
     def _input(self, prompt: Prompt) -> Prompt:
         """Returns what is encoded: a text, or messages that the chat template renders."""
@@ -215,18 +215,18 @@ class Prompter:
         texts = self.tokenizer.chats(inputs) if is_chat else inputs
         # The template of a chat writes its own special tokens.
         encoded = iter(self.tokenizer.encodes([t for t in texts if isinstance(t, str)], not is_chat))
-        found = [next(encoded) if isinstance(text, str) else text for text in texts]
-        return [f"{x}" if isinstance(x, ValueError) else np.array(x, np.int32) for x in found]
+        encodings = [next(encoded) if isinstance(text, str) else text for text in texts]
+        return [f"{x}" if isinstance(x, ValueError) else np.array(x, np.int32) for x in encodings]
 
     def _cache_path(self, prompts: list[Prompt]) -> pathlib.Path:
         """Returns where the outcomes are kept: a name for all that they depend on."""
         here = pathlib.Path(files.__file__).parent
-        facts = [
+        inputs = [
             self.tokenizer.digest(), self.task.template, self.task.chat, self.task.system,
             *((here / name).read_text(encoding="utf-8") for name in CODE),
             *(metadata.version(name) for name in PACKAGES),
         ]
-        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+        digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16)
         for prompt in prompts:
             digest.update(json.dumps(prompt).encode())
         return storage.cache("prompts") / f"{digest.hexdigest()}.npz"
@@ -296,10 +296,10 @@ def _read(path: pathlib.Path, count: int) -> list[Outcome] | None:
         os.utime(path)
     except TORN:
         return None
-    found: list[Outcome] = np.split(ids, ends[:-1])
+    outcomes: list[Outcome] = np.split(ids, ends[:-1])
     for i, reason in reasons:
-        found[i] = reason
-    return found
+        outcomes[i] = reason
+    return outcomes
 
 
 def _write(path: pathlib.Path, outcomes: list[Outcome]) -> None:

@@ -89,15 +89,15 @@ class Queue:
 
     def claim(self, consumer: str) -> list[Key]:
         """Hands out, once, the samples that have what the consumer needs, oldest group first."""
-        found = []
+        claimed = []
         for group in sorted(self.entries):
             entry = self.entries[group]
             for sample in sorted(entry.columns):
                 has_all = all(name in entry.columns[sample] for name in self._needs[consumer])
                 if has_all and (consumer, sample) not in entry.claimed:
                     entry.claimed.add((consumer, sample))
-                    found.append((group, sample))
-        return found
+                    claimed.append((group, sample))
+        return claimed
 
     def is_ready(self, group: int, consumer: str) -> bool:
         """Whether all samples of a group have what the consumer needs."""
@@ -108,9 +108,9 @@ class Queue:
 
     def take(self, groups: Iterable[int]) -> list[Entry]:
         """Removes groups and returns them, their samples in the order of their numbers."""
-        taken = []
+        entries = []
         for group in groups:
             entry = self.entries.pop(group)
             entry.columns = dict(sorted(entry.columns.items()))
-            taken.append(entry)
-        return taken
+            entries.append(entry)
+        return entries

@@ -103,7 +103,7 @@ class RemoteDriver:
         self._sessions: dict[str, Session] = {}
         self._fingerprint: str | None = None  # of the weights of `sync_version`
         self._is_over = self._is_closed = False
-        self._gone, self._left, self._put_out = Stats(), 0, 0
+        self._gone, self._left, self._evicted = Stats(), 0, 0
         self._said_at = time.monotonic()
         self._facts = tcp.all_facts(facts)
         host, port = addresses.parse(config.rollout.listen)
@@ -122,7 +122,7 @@ class RemoteDriver:
             raise
         self.host, self.port = self._listener.server_address[:2]
         threading.Thread(target=self._listener.serve_forever, args=(0.1,), daemon=True).start()
-        processes.say(f"rollout workers join at {self.host}:{self.port}")
+        processes.report(f"rollout workers join at {self.host}:{self.port}")
 
     def _open_weights(self, host: str, facts: Mapping[str, Any]) -> None:
         """Opens the transport of weights, and says where workers find them."""
@@ -161,12 +161,15 @@ class RemoteDriver:
         """Says from time to time that no worker is there."""
         now = time.monotonic()
         if not self._sessions and now - self._said_at > TELL_SECONDS:
-            processes.say(f"no rollout worker is there; they join at {self.host}:{self.port}")
+            processes.report(f"no rollout worker is there; they join at {self.host}:{self.port}")
             self._said_at = now
 
     def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
-        left, put_out, self._left, self._put_out = self._left, self._put_out, 0, 0
-        return {"async/workers": len(self._sessions), "async/left": left, "async/put_out": put_out}
+        left, evicted, self._left, self._evicted = self._left, self._evicted, 0, 0
+        return {
+            "async/workers": len(self._sessions), "async/left": left,
+            "async/workers_evicted": evicted,
+        }
 
     def release_cache(self) -> None:
         """Does nothing: the caches are the workers'."""
@@ -227,7 +230,7 @@ class RemoteDriver:
                 tcp.admit(peer, self._token, self._facts)
                 session = self._join(peer, connection)
             except (tcp.Refused, transport.Unavailable) as error:
-                processes.say(f"a rollout worker was refused: {error}")
+                processes.report(f"a rollout worker was refused: {error}")
                 peer.tell(refused=str(error), for_now=isinstance(error, transport.Unavailable))
                 return
             self._serve(peer, session)
@@ -249,7 +252,7 @@ class RemoteDriver:
             session = self._sessions[name] = Session(name, connection)
             self._books.controller.joined(name, slots)
             self.decide()
-        processes.say(f"rollout worker {name} joined")
+        processes.report(f"rollout worker {name} joined")
         return session
 
     def _serve(self, peer: tcp.Peer, session: Session) -> None:
@@ -260,9 +263,9 @@ class RemoteDriver:
                 peer.send(messages.pack_reply(reply))
             peer.send(messages.pack_reply(reply))
         except wire.Damaged as error:
-            why = f"put out: {error}"
+            why = f"evicted: {error}"
             with self._changed:
-                self._put_out += 1
+                self._evicted += 1
         except OSError as error:
             why = f"lost: {error}"
         except Exception as error:  # a mistake of ours, which the learner's thread raises
@@ -317,7 +320,7 @@ class RemoteDriver:
             known = self._books.lost(session.name, session.given, session.progress)
             self._said_at = time.monotonic()
             self.decide()
-        processes.say(
+        processes.report(
             f"rollout worker {session.name} left, {why}; {len(session.given)} sequences go on "
             f"elsewhere, {known} of them from what there is"
         )

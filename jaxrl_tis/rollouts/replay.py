@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis import spelling
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis import choices
+from jaxrl_tis.rollouts import schedules
 
 EPSILON = 1e-6  # added to priorities
 STREAM = 0x5EED  # of random numbers, apart from those of prompts and minibatches
-DEFAULT_AGE = 4  # versions beyond what the mode allows, where rollout.max_age is 0
+DEFAULT_AGE = 4  # versions beyond what the schedule allows, where rollout.max_age is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +82,19 @@ def parse(text: str) -> Way | None:
     name, a parameter or a number that there is not."""
     if not text:
         return None
-    name, parameters = spelling.parse("replay", text, WAYS)
+    name, parameters = choices.parse("replay", text, WAYS)
     try:
         return WAYS[name](**parameters)
     except (TypeError, ValueError) as error:
         raise ValueError(f"replay {text!r}: {error}") from error
 
 
-def max_age(mode: modes.Mode, way: Way | None, age: int) -> float:
+def max_age(schedule: schedules.Schedule, way: Way | None, age: int) -> float:
     """Returns the most versions that a token may be behind the policy that trains on it: `age`, or
-    where it is 0 DEFAULT_AGE beyond the mode's bound; that bound where nothing is replayed."""
+    where it is 0 DEFAULT_AGE beyond the schedule's bound; that bound where nothing is replayed."""
     if way is None or way.uses == 1:
-        return mode.staleness
-    return age or mode.staleness + DEFAULT_AGE
+        return schedule.staleness
+    return age or schedule.staleness + DEFAULT_AGE
 
 
 def priority(rewards: Iterable[float]) -> float:

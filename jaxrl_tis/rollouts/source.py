@@ -16,7 +16,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts.groups import Groups, Sample
-from jaxrl_tis.rollouts.modes import Mode
+from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.replay import Way
 
 
@@ -25,24 +25,24 @@ class SourceParts:
     """What every source is made of.
 
     Attributes:
-      mode: who runs ahead of whom, config.rollout.mode as read.
+      schedule: who runs ahead of whom, config.rollout.schedule as read.
       replay: how groups are trained on again, config.rollout.replay as read; None: they are not.
       groups: makes the requests of an example and its rewarded samples.
       batches: records of prompts, the same on all processes.
       timer: of the phases "data", "rollout" and "reward".
       serving_params: (the policy's parameters, version) -> serving parameters, of one sampler or
         with the driver "threads" of each.
-      pulse: called between calls of an engine and while the learner waits.
+      heartbeat: called between calls of an engine and while the learner waits.
     """
 
     config: ml_collections.ConfigDict
-    mode: Mode
+    schedule: Schedule
     replay: Way | None
     groups: Groups
     batches: Batches
     timer: Timer
     serving_params: Callable[[Any, int], Any]
-    pulse: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] = lambda: None
 
 
 class RolloutSource(Protocol):
@@ -87,16 +87,16 @@ def next_batch(source: RolloutSource, step: int) -> tuple[list[Sample], dict[str
 
 def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
-    pulse: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
     """Steps the scheduler until all requests have ended, and returns their trajectories in the
-    order of the requests; `on_finished(n)` is called as they end, `pulse` after every step."""
+    order of the requests; `on_finished(n)` is called as they end, `heartbeat` after every step."""
     for request in requests:
         scheduler.add(request)
     done = {}
     while scheduler.pending:
         finished = scheduler.step()
-        pulse()
+        heartbeat()
         done.update({t.id: t for t in finished})
         if finished:
             on_finished(len(finished))

@@ -22,7 +22,7 @@ class SyncSource:
 
     def __init__(self, parts: SourceParts, start: Callable[[Any, int], Scheduler]):
         self._config, self._groups, self._batches = parts.config, parts.groups, parts.batches
-        self._timer, self._pulse = parts.timer, parts.pulse
+        self._timer, self._heartbeat = parts.timer, parts.heartbeat
         self._serving_params, self._start = parts.serving_params, start
         self._scheduler: Scheduler | None = None
         self._published: tuple[int | None, dict[str, Any]] = None, {}
@@ -85,8 +85,8 @@ class SyncSource:
         self._batches.set_state(state["batches"])
 
     def sync_digest(self) -> dict[str, Any]:
-        facts = {} if self._scheduler is None else self._scheduler.facts()
-        of_scheduler = {f"scheduler.{name}": fact for name, fact in facts.items()}
+        digest = {} if self._scheduler is None else self._scheduler.sync_digest()
+        of_scheduler = {f"scheduler.{name}": value for name, value in digest.items()}
         return {"batches": self._batches.get_state()} | of_scheduler
 
     def close(self, is_over: bool) -> None:
@@ -100,6 +100,6 @@ class SyncSource:
             for request in self._groups.requests(record, f"{tag[0]}/{tag[1]}/{i}")
         ]
         with self._timer("rollout"):
-            trajectories = generate(self._scheduler, requests, pulse=self._pulse)
+            trajectories = generate(self._scheduler, requests, heartbeat=self._heartbeat)
         with self._timer("reward"):
             return self._groups.rewarded(records, trajectories)

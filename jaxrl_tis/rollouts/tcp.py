@@ -154,7 +154,7 @@ def advice(error: OSError) -> str:
 
 def all_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the versions of packages and code to what has to be the same at both ends."""
-    return provenance.facts({}) | dict(facts)
+    return provenance.identity({}) | dict(facts)
 
 
 class Listener(socketserver.ThreadingTCPServer):

@@ -38,7 +38,7 @@ class VirtualSource:
         rollout = parts.config.rollout
         self.books = AsyncBookkeeping(parts, on_records)
         self._serving_params = parts.serving_params
-        self._pulse, self._timer = parts.pulse, parts.timer
+        self._heartbeat, self._timer = parts.heartbeat, parts.timer
         self._update_turns, self._is_updating = rollout.update_turns, False
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
         for name in self._samplers:
@@ -95,7 +95,7 @@ class VirtualSource:
     def _next_groups(self) -> list[Entry]:
         """Takes turns until there are groups of the next batch, and an update begins."""
         while (entries := self.books.take()) is None:
-            self._pulse()
+            self._heartbeat()
             if not self._turn():
                 raise self.books.stuck()
             self.books.counts.waited += 1

@@ -207,7 +207,7 @@ class RolloutWorker:
             except transport.Unavailable as error:
                 since = since or time.monotonic()
                 if time.monotonic() - since > TELL_SECONDS:
-                    processes.say(f"no weights of version {version} yet: {error}")
+                    processes.report(f"no weights of version {version} yet: {error}")
                     since = None
                 time.sleep(RETRY_SECONDS)
                 continue

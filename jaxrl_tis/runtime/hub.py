@@ -43,13 +43,13 @@ class Reference:
         kind, rest = "model", path.removeprefix(SCHEME)
         if rest.startswith("datasets/"):
             kind, rest = "dataset", rest.removeprefix("datasets/")
-        found = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@]+?))?/?", rest)
-        if not path.startswith(SCHEME) or found is None or ".." in path.split("/"):
+        match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@]+?))?/?", rest)
+        if not path.startswith(SCHEME) or match is None or ".." in path.split("/"):
             raise ValueError(
                 f"{path!r} is no path of the hub; such are hf://OWNER/MODEL and "
                 "hf://datasets/OWNER/NAME/SPLIT, with @REVISION behind the name"
             )
-        return cls(kind, found[1], found[2] or "", found[3] or "")
+        return cls(kind, match[1], match[2] or "", match[3] or "")
 
     def __str__(self) -> str:
         folder = "datasets/" if self.kind == "dataset" else ""
@@ -72,10 +72,10 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
     """
     if not is_hub(path):
         return pathlib.Path(path)
-    found = Reference.parse(path)
-    if found.inside:
-        return _fetch(found, [found.inside]) / found.inside
-    return _fetch(found, MODEL_FILES + WEIGHT_FILES * weights, ["*/*"])
+    reference = Reference.parse(path)
+    if reference.inside:
+        return _fetch(reference, [reference.inside]) / reference.inside
+    return _fetch(reference, MODEL_FILES + WEIGHT_FILES * weights, ["*/*"])
 
 
 def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
@@ -87,9 +87,9 @@ def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
     """
     if not is_hub(path):
         return _matching(os.fspath(path))
-    found = Reference.parse(path)
-    inside = found.inside or "*"
-    folder = _fetch(found, [inside, f"{inside}.*", f"{inside}-*", f"{inside}/*"])
+    reference = Reference.parse(path)
+    inside = reference.inside or "*"
+    folder = _fetch(reference, [inside, f"{inside}.*", f"{inside}-*", f"{inside}/*"])
     names = sorted(
         p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.name.endswith(DATA_ENDS)
     )
@@ -101,15 +101,15 @@ def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
             f"{path}: the data set has no file {inside}.* or {inside}-* of "
             f"{', '.join(DATA_SUFFIXES)}"
         )
-    return [(str(dataclasses.replace(found, inside=name)), folder / name) for name in names]
+    return [(str(dataclasses.replace(reference, inside=name)), folder / name) for name in names]
 
 
 def _matching(path: str) -> list[tuple[str, os.PathLike]]:
     """Returns a file, or the files that are like a glob, sorted by name."""
     is_remote = storage.is_remote(path)
-    found = storage.folder(path) if is_remote else pathlib.Path(path)
-    if not glob.has_magic(path) or found.exists():
-        return [(path, found)]
+    file = storage.folder(path) if is_remote else pathlib.Path(path)
+    if not glob.has_magic(path) or file.exists():
+        return [(path, file)]
     if is_remote:
         *whole, _ = path[: re.search(r"[*?[]", path).start()].split("/")
         folder = "/".join(whole)
@@ -133,13 +133,13 @@ def pins(values: Mapping[str, Any], before: Mapping[str, str] = {}) -> dict[str,
         if path in before:
             pinned[path] = before[path]
             continue
-        found = Reference.parse(path)
-        key = found.kind, found.repository, found.revision
-        if not COMMIT.fullmatch(found.revision):
+        reference = Reference.parse(path)
+        key = reference.kind, reference.repository, reference.revision
+        if not COMMIT.fullmatch(reference.revision):
             if key not in commits:
-                commits[key] = _fetch(found, ["config.json", "README.md"]).name
-            found = dataclasses.replace(found, revision=commits[key])
-        pinned[path] = str(found)
+                commits[key] = _fetch(reference, ["config.json", "README.md"]).name
+            reference = dataclasses.replace(reference, revision=commits[key])
+        pinned[path] = str(reference)
     return pinned
 
 

@@ -35,7 +35,7 @@ class Interrupt:
 
     def __init__(self, grace: float):
         self._grace, self._asked_at, self._calls = grace, None, 0
-        self._is_over, self._is_obeyed = threading.Event(), threading.Event()
+        self._is_over, self._is_acknowledged = threading.Event(), threading.Event()
 
     @property
     def is_set(self) -> bool:
@@ -55,7 +55,7 @@ class Interrupt:
 
     def __exit__(self, *_) -> None:
         self._is_over.set()
-        self._is_obeyed.set()
+        self._is_acknowledged.set()
         signal.set_wakeup_fd(self._old_ring)
         for number, handler in self._old.items():
             signal.signal(number, handler)
@@ -72,9 +72,9 @@ class Interrupt:
                 f"{self._grace:g} s; press Ctrl-C again to stop at once", flush=True,
             )
 
-    def obeyed(self) -> None:
+    def acknowledge(self) -> None:
         """Says that the run stops: it may take its time to save."""
-        self._is_obeyed.set()
+        self._is_acknowledged.set()
 
     def is_agreed(self) -> bool:
         """Whether any process was asked; all must call this at the same place."""
@@ -101,7 +101,7 @@ class Interrupt:
         with bell:
             while heard := bell.recv(64):
                 is_asked = bool(set(heard) & set(STOPPING))
-                if is_asked and not self._is_obeyed.wait(self._grace + FORCED_SECONDS):
+                if is_asked and not self._is_acknowledged.wait(self._grace + FORCED_SECONDS):
                     print("the run could not stop in time: it ends without a save", flush=True)
                     os._exit(cli.RESTART)
 
@@ -115,7 +115,7 @@ class Interrupt:
                 if failures == MAX_FAILURES:
                     return  # not a machine of Google Cloud
                 continue
-            # One that is there from the beginning has been obeyed by the start before.
+            # One that is there from the beginning was acknowledged by the start before.
             before = notice if before is None else before
             if notice not in ("", before):
                 self.ask(notice)

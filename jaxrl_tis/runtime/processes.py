@@ -191,7 +191,7 @@ def is_first() -> bool:
     return index() == 0
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def report(text: str, stream: TextIO | None = None) -> None:
     """Prints a line, once for all processes; `stream` defaults to stdout."""
     if is_first():
         print(text, file=stream, flush=True)
@@ -259,17 +259,17 @@ def first(f: Callable[[], Any]) -> Any:
     return value
 
 
-def difference(facts: Mapping[str, Any]) -> str | None:
+def difference(values: Mapping[str, Any]) -> str | None:
     """Compares arrays, and what JSON can hold, by name over all processes. Returns which is the
     first to differ and what each process has; None if they are all alike."""
     if is_alone():
         return None
-    everyone = exchange({name: _digest(value) for name, value in facts.items()})
+    everyone = exchange({name: _digest(value) for name, value in values.items()})
     for name in dict.fromkeys(name for names in everyone for name in names):
         if len({other[name] if name in other else None for other in everyone}) > 1:
-            shown = exchange(f"{facts[name]}"[:60] if name in facts else "nothing")
-            held = ", ".join(f"{text} on process {i}" for i, text in enumerate(shown))
-            return f"{name} is not the same everywhere: {held}"
+            shown = exchange(f"{values[name]}"[:60] if name in values else "nothing")
+            values_shown = ", ".join(f"{text} on process {i}" for i, text in enumerate(shown))
+            return f"{name} is not the same everywhere: {values_shown}"
     return None
 
 

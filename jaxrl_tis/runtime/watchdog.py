@@ -17,7 +17,7 @@ END_SECONDS = 30.0  # to write the stacks down
 
 
 class Watchdog:
-    """Ends this process with the code that asks for a restart when `beat` is not called for
+    """Ends this process with the code that asks for a restart when `heartbeat` is not called for
     `timeout` seconds; the stack of every thread is then in WORKDIR/stacks and in the log. From a
     machine of a bucket's run the file follows with the next checkpoint.
 
@@ -29,7 +29,7 @@ class Watchdog:
 
     def __init__(self, workdir: Path, timeout: float):
         self._workdir, self._timeout = workdir, timeout
-        self._beaten_at, self._doing = time.monotonic(), "starting"
+        self._last_heartbeat, self._doing = time.monotonic(), "starting"
         self._is_over = threading.Event()
         # Two, as a disk that hangs must not keep the first from ending the process.
         self._threads = [
@@ -46,9 +46,9 @@ class Watchdog:
         for thread in self._threads:
             thread.join(LOOK_SECONDS)
 
-    def beat(self, doing: str = "") -> None:
+    def heartbeat(self, doing: str = "") -> None:
         """Says that the run came on, and what it does now."""
-        self._beaten_at, self._doing = time.monotonic(), doing or self._doing
+        self._last_heartbeat, self._doing = time.monotonic(), doing or self._doing
 
     @property
     def _wait(self) -> float:
@@ -57,14 +57,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._wait):
-            if 0 < self._timeout < time.monotonic() - self._beaten_at:
+            if 0 < self._timeout < time.monotonic() - self._last_heartbeat:
                 self._end()
 
     def _sign(self) -> None:
         while processes.is_first() and not self._is_over.wait(self._wait):
             sign = {
                 "host": socket.gethostname(), "pid": os.getpid(), "doing": self._doing,
-                "time": time.time(), "seconds_since_progress": time.monotonic() - self._beaten_at,
+                "time": time.time(),
+                "seconds_since_progress": time.monotonic() - self._last_heartbeat,
             }
             with contextlib.suppress(OSError):  # a full disk stops the run where it writes its record
                 write_json(self._workdir / "heartbeat.json", sign)
@@ -76,14 +77,14 @@ class Watchdog:
         last_resort = threading.Timer(END_SECONDS, os._exit, (cli.RESTART,))
         last_resort.daemon = True
         last_resort.start()
-        told = f"{self._doing}: no progress for {self._timeout:g} s"
+        message = f"{self._doing}: no progress for {self._timeout:g} s"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
-                file.write(f"{told}\n")
+                file.write(f"{message}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
-            print(f"{told}; the stacks of all threads are in {path}", file=sys.stderr, flush=True)
+            print(f"{message}; the stacks of all threads are in {path}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
             if processes.is_first() and not processes.is_alone():
                 # It serves the others' connections; a lost one aborts them before they say where.

@@ -166,16 +166,16 @@ class Server:
         if self._served.token is None:
             raise HTTPException(403, "weights change only on a server that has a token")
         self._check_token(request)
-        given = object_of(await self._body(request, self._deadline()))
-        if given.keys() != {"path"} or not isinstance(given["path"], str):
+        body = object_of(await self._body(request, self._deadline()))
+        if body.keys() != {"path"} or not isinstance(body["path"], str):
             raise ValueError('the body must be {"path": text}')
         async with self._loading:
             try:
-                params = await asyncio.to_thread(self._served.load, given["path"])
+                params = await asyncio.to_thread(self._served.load, body["path"])
             except OSError as error:
                 raise ValueError(str(error)) from error
             version = await asyncio.wrap_future(self._served.worker.set_params(params))
-        return JSONResponse({"path": given["path"], "version": version})
+        return JSONResponse({"path": body["path"], "version": version})
 
     async def _complete(self, request: Request, is_chat: bool) -> Response:
         self._check_open(request)

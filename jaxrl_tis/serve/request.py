@@ -243,13 +243,13 @@ def _prompts(
     """Returns the ids of each prompt."""
     if is_chat:
         return [prompts.of_chat(values["messages"], tokenizer)]
-    given, n = prompts.split(values["prompt"]), values["n"]
-    if len(given) * n > limits.choices:
+    prompt_list, n = prompts.split(values["prompt"]), values["n"]
+    if len(prompt_list) * n > limits.choices:
         raise ValueError(
-            f"{len(given)} prompts with {n} choices each; give at most {limits.choices} choices in "
+            f"{len(prompt_list)} prompts with {n} choices each; give at most {limits.choices} choices in "
             "all (--max_choices, --max_pending)"
         )
-    return [prompts.of_text(prompt, tokenizer) for prompt in given]
+    return [prompts.of_text(prompt, tokenizer) for prompt in prompt_list]
 
 
 def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits) -> None:

@@ -174,12 +174,12 @@ def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None
     """Starts it."""
     if shell.is_dry:
         print("set -euo pipefail")
-        shell.say(plans.sizes(plan))
+        shell.report(plans.sizes(plan))
         for line in plans.cost(plan, given):
-            shell.say(line)
+            shell.report(line)
     if given.xpk:
         if plans.secrets():
-            shell.say("xpk writes an environment into its manifest: secrets are not passed; "
+            shell.report("xpk writes an environment into its manifest: secrets are not passed; "
                       "without --xpk they are")
         shell.run(xpk(plan, given))
         return

@@ -60,7 +60,7 @@ def test_the_table_has_a_line_for_each_format():
 def setup(request):
     unroll, learner = request.param
     return tiny.setup(
-        rollout__mode="one_step", rollout__driver="threads", mesh__train=learner,
+        rollout__schedule="one_step", rollout__driver="threads", mesh__train=learner,
         mesh__serve=(2, 1, 1), rollout__workers=2, engine__unroll=unroll, engine__dtype="bfloat16",
         model__num_kv_heads=2,
     )
@@ -101,6 +101,6 @@ def test_formats(setup):
     distinct = {name: x["distinct_bytes"] for name, x in found.items()}
     assert distinct["bfloat16"] - distinct["w8a8"] == saved
     plain = tiny.setup(
-        rollout__mode="one_step", rollout__driver="threads", engine__quantization="none",
+        rollout__schedule="one_step", rollout__driver="threads", engine__quantization="none",
     )
     assert list(weight_sync.by_format(plain)) == ["float32", "w8a8"]

@@ -36,8 +36,8 @@ def maker(argument):
         if x == "bytes":
             return b"no JSON"
         return [argument, os.getpid(), x, y]
-    if argument == "facts":
-        call.facts = {"a": 1}
+    if argument == "traits":
+        call.traits = {"a": 1}
     return call
 '''
 
@@ -152,9 +152,9 @@ def test_a_call_may_have_a_time_of_its_own(maker):
 
 
 def test_the_facts_of_a_function_are_known(maker):
-    it = Confined(maker, "facts", what="it", timeout=5)
+    it = Confined(maker, "traits", what="it", timeout=5)
     it.close()
-    assert it.facts == {"a": 1}
+    assert it.traits == {"a": 1}
 
 
 def test_a_function_is_found_by_its_path():

@@ -298,7 +298,7 @@ def score(module):
                                 "workers": workers})
         items = [[text, json.loads(json.dumps(record)), tokens and tokens[i]]
                  for i, text in enumerate(texts)]
-        if call.facts["batched"] or call.facts["async"]:
+        if call.traits["batched"] or call.traits["async"]:
             found = call(items)
         else:
             found = [outcome for item in items for outcome in call([item])]

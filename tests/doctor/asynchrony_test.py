@@ -8,7 +8,8 @@ import pytest
 
 from jaxrl_tis.doctor import asynchrony, case as cases
 from jaxrl_tis.doctor.asynchrony import (
-    AHEAD, DISCARDED, DRAWING, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED, STALENESS_GAP,
+    AHEAD, DISCARDED, IN_FLIGHT, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED,
+    STALENESS_GAP,
     lag_correlation,
 )
 from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, KL, LAG, LENGTH, THRESHOLDS, Case
@@ -18,19 +19,20 @@ from jaxrl_tis.validate import validate
 from tests.doctor.runs import config_of, late, names, write_run
 
 # 16 prompts of 8 samples; a bound of 4 versions, so that samplers begin 5 batches at most.
-RUN = {"rollout.mode": "areal(staleness=4)", "correction.preset": "async"}
+RUN = {"rollout.schedule": "areal(staleness=4)", "correction.preset": "async"}
 STALE = {
-    LAG: 3.0, ENGINE_SHARE: 0.8, IDLE: 0.1, QUEUE: 4.0, AHEAD: 3.0, DRAWING: 100.0, RESUMED: 500.0,
+    LAG: 3.0, ENGINE_SHARE: 0.8, IDLE: 0.1, QUEUE: 4.0, AHEAD: 3.0, IN_FLIGHT: 100.0,
+    RESUMED: 500.0,
     DISCARDED: 0.0, REPLACED: 0.0,
 }
 DECOUPLED_TIS = {"correction.preset": "tis_2"}
 NAIVE = {"correction.preset": "bypass_ppo_clip"}
-STAND_IN = DECOUPLED_TIS | {"rollout.old_logp": "ewma"}
+STAND_IN = DECOUPLED_TIS | {"rollout.old_logp_source": "ewma"}
 DIRECT = {"correction.preset": "ppo_is", "correction.objective": "dis"}
 WHOLE = {"correction.preset": "bypass_pg_is"}  # weights of the whole drift
 GAP = {KL: 0.03}
-IN_PLACE = {"rollout.mode": "in_flight(staleness=4)"}
-REDUNDANT = {"rollout.mode": "roll_flash(alpha=4, redundant=2)"}
+IN_PLACE = {"rollout.schedule": "in_flight(staleness=4)"}
+REDUNDANT = {"rollout.schedule": "roll_flash(alpha=4, redundant=2)"}
 
 
 def probes(every=25, **values):
@@ -78,10 +80,10 @@ CASES = {
     "caps of every factor": (
         {}, {"correction.preset": "normal", "correction.weight": "capped_ratio"}, {"training.async"}
     ),
-    "late": ({LAG: 9.0}, {"rollout.mode": "areal(staleness=12)"}, {"training.late"}),
+    "late": ({LAG: 9.0}, {"rollout.schedule": "areal(staleness=12)"}, {"training.late"}),
     "async.stand_in": ({}, STAND_IN, {"training.async", "async.stand_in"}),
     "a stand-in that nothing looks at": (
-        {}, {"rollout.old_logp": "none"}, {"training.async"}
+        {}, {"rollout.old_logp_source": "none"}, {"training.async"}
     ),
     "versions": (following(), {}, {"training.async", "versions"}),
     "versions, with noise": (following(0.005), {}, {"training.async", "versions"}),
@@ -98,9 +100,9 @@ CASES = {
     "async.bound": ({IDLE: 0.31, AHEAD: 4.6}, {}, {"training.async", "async.idle", "async.bound"}),
     "a learner that waits a little": ({IDLE: 0.3, AHEAD: 5.0}, {}, {"training.async"}),
     # A batch of 16 groups waits, and of 128 slots 50 draw.
-    "async.full": ({IDLE: 0.0, QUEUE: 16.0, DRAWING: 50.0}, {}, {"training.async", "async.full"}),
-    "a full queue, busy samplers": ({IDLE: 0.0, QUEUE: 16.0, DRAWING: 70.0}, {}, {"training.async"}),
-    "less than a batch waits": ({IDLE: 0.0, QUEUE: 15.0, DRAWING: 50.0}, {}, {"training.async"}),
+    "async.full": ({IDLE: 0.0, QUEUE: 16.0, IN_FLIGHT: 50.0}, {}, {"training.async", "async.full"}),
+    "a full queue, busy samplers": ({IDLE: 0.0, QUEUE: 16.0, IN_FLIGHT: 70.0}, {}, {"training.async"}),
+    "less than a batch waits": ({IDLE: 0.0, QUEUE: 15.0, IN_FLIGHT: 50.0}, {}, {"training.async"}),
     # 128 samples of 100 tokens are drawn.
     "async.interrupted": ({RESUMED: 12801.0}, {}, {"training.async", "async.interrupted"}),
     "as many as are drawn": ({RESUMED: 12800.0}, {}, {"training.async"}),
@@ -138,7 +140,7 @@ def test_the_record_leads_to_its_findings(name, tmp_path):
     values, changes, expected = CASES[name]
     diagnosis = diagnose(write_run(tmp_path, STALE | values, RUN | changes))
     assert judged(diagnosis) == expected
-    if "rollout.old_logp" not in changes:
+    if "rollout.old_logp_source" not in changes:
         assert diagnosis["undecided"] == []
 
 
@@ -211,8 +213,8 @@ def test_a_lag_that_never_changes_tells_nothing(tmp_path):
 def test_a_stand_in_leaves_the_split_open_without_probes(tmp_path):
     diagnosis = diagnose(write_run(tmp_path, STALE | {KL: 0.06}, RUN | STAND_IN))
     reasons = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
-    assert "rollout.probe_every" in reasons["async.engine"]
-    assert "rollout.old_logp ring" in reasons["A"] and "A" not in names(diagnosis["findings"])
+    assert "rollout.gap_probe_every" in reasons["async.engine"]
+    assert "rollout.old_logp_source ring" in reasons["A"] and "A" not in names(diagnosis["findings"])
 
 
 def test_a_synchronous_run_has_none_of_them(tmp_path):
@@ -222,7 +224,7 @@ def test_a_synchronous_run_has_none_of_them(tmp_path):
 
 def test_the_metrics_it_reads_are_those_that_the_source_measures():
     source = inspect.getsource(bookkeeping)
-    for name in (IDLE, QUEUE, DRAWING, AHEAD, RESUMED, DISCARDED, REPLACED):
+    for name in (IDLE, QUEUE, IN_FLIGHT, AHEAD, RESUMED, DISCARDED, REPLACED):
         assert f'"{name}":' in source, name
 
 

@@ -44,10 +44,10 @@ def test_what_acts_or_has_nothing_to_act_on_is_not_inactive(values, changes, tmp
 
 
 def test_a_method_without_counts_is_not_taken_for_active(tmp_path):
-    _, diagnosis = found(tmp_path, {KL: 0.03, "correction/mask/veto/seen": None}, MASK)
+    _, diagnosis = found(tmp_path, {KL: 0.03, "correction/mask/veto/num_tokens": None}, MASK)
     reasons = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
-    assert reasons["correction.inactive"] == "needs correction/mask/veto/seen"
-    assert reasons["correction.most"] == "needs correction/mask/veto/seen"
+    assert reasons["correction.inactive"] == "needs correction/mask/veto/num_tokens"
+    assert reasons["correction.most"] == "needs correction/mask/veto/num_tokens"
 
 
 @pytest.mark.parametrize("values, changes, expected", [

@@ -39,7 +39,7 @@ def acting(config):
     chosen = correction.parse(config.correction)
     names = [f"mask/{label}" for label in labels([name for name, _ in chosen.masks])]
     found = {f"correction/{name}/{count}": n for name in (*names, "weight")
-             for count, n in (("seen", 1000), ("dropped", 10))}
+             for count, n in (("num_tokens", 1000), ("dropped", 10))}
     return found | {"correction/weight/changed": 900, "correction/weight/truncated": 0}
 
 

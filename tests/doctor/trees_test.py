@@ -101,7 +101,7 @@ CAUSE_CASES = {
     "A.spike": ({DP_MAX: lambda s: 0.6 if s == 110 else 0.1}, {}, {"A", "A.kernels", "A.spike"}),
     "A.filter": ({KL: 0.06}, FILTER, {"A", "A.filter"}),
     "A.filter-kept": (
-        {KL: 0.06}, {"rollout.top_p": 0.9, "rollout.kept_set": 64}, {"A", "A.kernels"}
+        {KL: 0.06}, {"rollout.top_p": 0.9, "rollout.sampling_mask_size": 64}, {"A", "A.kernels"}
     ),
     "A.routing": ({KL: 0.12, FLIPS: 0.1}, {}, {"A", "A.routing"}),
     "A.routing-ppl": ({PPL: 1.12, FLIPS: 0.1}, {}, {"A", "A.routing"}),

@@ -33,8 +33,8 @@ def begun(drafts, id, prompt, drawn=(), max_tokens=30):
     return sequence
 
 
-def made(slots=1, max_length=7, free_rows=1000):
-    return Drafts(slots, max_length, free_rows)
+def made(slots=1, max_length=7, free_batch_rows=1000):
+    return Drafts(slots, max_length, free_batch_rows)
 
 
 # What is guessed
@@ -106,31 +106,31 @@ def test_acceptance_is_measured_and_forgotten():
     assert drafts.acceptance == 1 / 2
 
 
-def best(acceptance, slots, free_rows):
+def best(acceptance, slots, free_batch_rows):
     """The length of the most expected tokens per time, counted out."""
     def speed(n):
-        return sum(acceptance**i for i in range(n + 1)) / max(free_rows, slots * (n + 1))
+        return sum(acceptance**i for i in range(n + 1)) / max(free_batch_rows, slots * (n + 1))
     return max((0, 1, 3, 7), key=speed)
 
 
-@pytest.mark.parametrize("slots, free_rows, expected", [
+@pytest.mark.parametrize("slots, free_batch_rows, expected", [
     (1, 1000, 7), (1, 4, 3), (1, 2, 1), (1, 1, 0), (16, 128, 7), (64, 128, 1), (128, 128, 0)])
 @pytest.mark.parametrize("accepted, rejected", [(30, 1), (2, 2), (0, 30)])
-def test_the_length_gives_the_most_tokens(slots, free_rows, expected, accepted, rejected):
-    drafts = made(slots, 7, free_rows)
+def test_the_length_gives_the_most_tokens(slots, free_batch_rows, expected, accepted, rejected):
+    drafts = made(slots, 7, free_batch_rows)
     sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
     for _ in range(accepted):
         drafts.observe(1, 1, False)
     for _ in range(rejected):
         drafts.observe(1, 0, False)
     length, _ = drafts.propose([sequence])
-    assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_rows)
+    assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_batch_rows)
     if accepted > rejected:
         assert length == expected
 
 
 def test_few_sequences_with_a_draft_do_not_make_all_others_pay():
-    drafts = made(slots=128, free_rows=64)
+    drafts = made(slots=128, free_batch_rows=64)
     guessing = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
     others = [begun(drafts, f"b{i}", (1, 2 + i)) for i in range(127)]
     assert drafts.propose([guessing, *others]) == (0, {})
@@ -172,7 +172,7 @@ def test_nothing_is_kept_of_requests_that_ended():
     assert_empty(drafts)
 
 
-@pytest.mark.parametrize("is_right, slots, free_rows, lengths", [
+@pytest.mark.parametrize("is_right, slots, free_batch_rows, lengths", [
     # A draft of 3 costs 40 rows, of 1 costs 35. At acceptance 1/2 they give 1.875 and 1.5 tokens,
     # at 1/3 and below at most 1.481 and 1.333.
     (False, 10, 35, [3] + 6 * [1]),
@@ -181,7 +181,7 @@ def test_nothing_is_kept_of_requests_that_ended():
     (True, 1, 6, [3, 7]),
 ])
 def test_the_length_follows_what_the_scheduler_saw(
-    is_right, slots, free_rows, lengths, monkeypatch
+    is_right, slots, free_batch_rows, lengths, monkeypatch
 ):
     request = arithmetic.request("a", max_tokens=sum(n * is_right + 1 for n in lengths) + 1)
     known = [*request.prompt.tolist(), *arithmetic.alone(request)[0]]
@@ -191,7 +191,7 @@ def test_the_length_follows_what_the_scheduler_saw(
     ]
     monkeypatch.setattr(Group, "guess", guess)
     engine = arithmetic.Engine(slots=slots)
-    scheduler = arithmetic.started(engine, [request], drafts=made(slots, 7, free_rows))
+    scheduler = arithmetic.started(engine, [request], drafts=made(slots, 7, free_batch_rows))
     arithmetic.assert_as_alone(arithmetic.drain(scheduler), [request])
     assert [max(counts) for counts in engine.verified] == lengths
 

@@ -165,7 +165,7 @@ def test_reading_tokens_late_changes_no_bit():
             r.sampling, max_tokens=r.sampling.max_tokens + 4, stop_ids=tuple(range(i, 150, 19))
         )) for i, r in enumerate(mixed_requests())
     ]
-    scheduler = Scheduler(engine("f32"), served("f32"), overlap=True)
+    scheduler = Scheduler(engine("f32"), served("f32"), async_scheduling=True)
     for r in requests:
         scheduler.add(r)
     late, found = drain(scheduler), run("f32", requests)

@@ -37,10 +37,10 @@ class Run:
         self.engine = engine_of(rng)
         self.scheduler = Scheduler(
             self.engine, 0, 0, policy=POLICIES[rng.choice(list(POLICIES))](),
-            max_bypass=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
-            prefill_calls=rng.randint(1, 3), divide=rng.choice([0, 1, 5]),
+            max_wait_admissions=rng.choice([None, 0, 3]), max_pending=rng.choice([None, 12]),
+            prefill_calls=rng.randint(1, 3), preempt_after=rng.choice([0, 1, 5]),
             retention=rng.choice([None, None, KVEviction(1, 2), KVEviction(0, 1)]),
-            keeps_pages=rng.random() < 0.8, overlap=self.engine.is_read_late,
+            keeps_pages=rng.random() < 0.8, async_scheduling=self.engine.is_read_late,
             decode=arithmetic.text_of,
             drafts=rng.choice([None, Drafts(self.engine.slots, 7, rng.randint(1, 60))]),
         )

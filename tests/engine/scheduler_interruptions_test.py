@@ -69,7 +69,7 @@ def test_a_slot_that_was_left_decodes_nothing_while_it_is_free():
 def parked():
     """`a` has made way for `b`, which is running, after 2 tokens."""
     requests = [request("a", max_tokens=5), request("b", (2, 4), max_tokens=4)]
-    scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), divide=2)
+    scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), preempt_after=2)
     scheduler.step()
     scheduler.step()
     return scheduler, requests
@@ -145,7 +145,7 @@ def test_retract_takes_the_pages_that_are_being_filled():
 
 
 def test_new_weights_make_acceptance_unknown():
-    drafts = Drafts(slots=1, max_length=3, free_rows=4)
+    drafts = Drafts(slots=1, max_length=3, free_batch_rows=4)
     scheduler = started(Engine(slots=1), [], drafts=drafts)
     drafts.observe(3, 3, False)
     assert drafts.acceptance > 0.5
@@ -317,7 +317,7 @@ def test_running_samples_do_not_notice_that_their_prompt_is_filled_under_new_wei
 def test_a_sequence_draws_its_share_each_time_it_gets_a_slot():
     requests = [request(id, seed=i, max_tokens=6) for i, id in enumerate("ab")]
     engine = Engine(slots=1, steps=1)
-    out = drain(started(engine, requests, policy=LongestFirst(), divide=2))
+    out = drain(started(engine, requests, policy=LongestFirst(), preempt_after=2))
     assert_as_alone(out, requests)
     assert [id for rows in engine.inserted for id in rows.values()] == list("ababab")
 
@@ -325,18 +325,18 @@ def test_a_sequence_draws_its_share_each_time_it_gets_a_slot():
 def test_a_sequence_makes_way_for_one_that_was_passed_over_too_often():
     requests = [request("long", max_tokens=6), request("short", (2, 4), max_tokens=1)]
     engine = Engine(slots=1, steps=1)
-    scheduler = started(engine, requests, policy=LongestFirst(), divide=2, max_bypass=0)
+    scheduler = started(engine, requests, policy=LongestFirst(), preempt_after=2, max_wait_admissions=0)
     assert_as_alone(drain(scheduler), requests)
     assert [id for rows in engine.inserted for id in rows.values()] == ["long", "short", "long"]
 
 
-@pytest.mark.parametrize("divide", [1, 2, 5])
+@pytest.mark.parametrize("preempt_after", [1, 2, 5])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_divided_rollouts_draw_the_same_tokens(divide, shards):
+def test_divided_rollouts_draw_the_same_tokens(preempt_after, shards):
     engine = Engine(slots=2, shards=shards)
     requests = [request(f"r{i}", np.arange(1 + i % 5), seed=i, max_tokens=3 + i)
                 for i in range(6)]
-    scheduler = started(engine, requests, policy=LongestFirst(), divide=divide)
+    scheduler = started(engine, requests, policy=LongestFirst(), preempt_after=preempt_after)
     trajectories = drain(scheduler)
     assert_as_alone(trajectories, requests)
     assert sum(map(len, engine.inserted)) > len(requests), "somebody made way"
@@ -347,7 +347,7 @@ def test_a_sequence_makes_way_only_for_one_that_comes_before_it():
     scheduler, requests = parked()
     assert_as_alone(drain(scheduler), requests)
     engine = Engine(slots=1, steps=2)
-    scheduler = started(engine, requests, divide=2)  # first come, first served
+    scheduler = started(engine, requests, preempt_after=2)  # first come, first served
     drain(scheduler)
     assert engine.inserted == [{0: "a"}, {0: "b"}]
 
@@ -357,7 +357,7 @@ def test_a_sequence_that_made_way_loses_its_pages_to_one_that_needs_them():
     requests = [request("a", max_tokens=9), request("b", np.arange(13), max_tokens=3)]
     scheduler = started(
         Engine(slots=1, steps=7, max_length=16, num_pages=6, prefill_chunk=16), requests,
-        policy=LongestFirst(), divide=1,
+        policy=LongestFirst(), preempt_after=1,
     )
     got = {t.id: t for t in drain(scheduler)}
     assert_as_alone(got.values(), requests)
@@ -373,7 +373,8 @@ def test_of_those_that_made_way_the_youngest_loses_its_pages():
         request("c", np.arange(12), max_tokens=9),
     ]
     scheduler = started(
-        Engine(slots=1, steps=2, max_length=24, num_pages=7), [], policy=LongestFirst(), divide=1
+        Engine(slots=1, steps=2, max_length=24, num_pages=7), [], policy=LongestFirst(),
+        preempt_after=1
     )
     for r in requests:
         scheduler.add(r)
@@ -387,7 +388,7 @@ def test_no_prompt_is_kept_for_a_sequence_that_made_way():
     # `a` makes way when its tokens are 1, 2, 3, 0, 3, which are the prompt of `b`.
     # They take turns; at the end of its second `a` waits under another key.
     requests = [request("a", max_tokens=12), request("b", (1, 2, 3, 0, 3), max_tokens=12)]
-    scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), divide=2)
+    scheduler = started(Engine(slots=1, steps=2), requests, policy=LongestFirst(), preempt_after=2)
     assert_as_alone(drain(scheduler), requests)
 
 
@@ -396,7 +397,7 @@ def test_a_slot_is_not_kept_for_a_sequence_whose_pages_are_in_another_shard():
     first = [request("a", max_tokens=6), request("x", (2,), max_tokens=3)]
     then = [request("b", (3,), max_tokens=9), request("c", (4,), max_tokens=1)]
     engine = Engine(slots=2, shards=2, steps=2)
-    scheduler = started(engine, first, policy=LongestFirst(), divide=2)
+    scheduler = started(engine, first, policy=LongestFirst(), preempt_after=2)
     ended = [[t.id for t in scheduler.step()]]
     for r in then:
         scheduler.add(r)
@@ -409,7 +410,7 @@ def test_a_sequence_with_evicted_keys_makes_no_way():
     engine = Engine(slots=1, steps=4, page_size=2)
     requests = [request("a", max_tokens=20), request("b", max_tokens=30)]
     scheduler = started(
-        engine, requests[:1], policy=LongestFirst(), divide=1, retention=KVEviction(0, 1)
+        engine, requests[:1], policy=LongestFirst(), preempt_after=1, retention=KVEviction(0, 1)
     )
     scheduler.step()
     scheduler.add(requests[1])

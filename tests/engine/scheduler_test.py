@@ -220,11 +220,11 @@ def test_an_aborted_probe_is_no_estimate_and_has_a_successor():
 
 
 @pytest.mark.parametrize("slots, bound, place", [(1, 0, 0), (1, 2, 2), (3, 2, 2), (1, None, 6)])
-def test_nobody_is_passed_over_more_often_than_max_bypass(slots, bound, place):
+def test_nobody_is_passed_over_more_often_than_max_wait_admissions(slots, bound, place):
     requests = [request("long", np.arange(9), max_tokens=1)]
     requests += [request(f"r{i}", (i,), max_tokens=1) for i in range(6)]
     engine = Engine(slots=slots, prefill_chunk=12, prefill_batch=3)
-    drain(started(engine, requests, policy=ShortestPrompt(), max_bypass=bound))
+    drain(started(engine, requests, policy=ShortestPrompt(), max_wait_admissions=bound))
     ids = order_of(engine)
     # Within a step the slots tell the order.
     ids = [id for rows in engine.inserted for _, id in sorted(rows.items())]
@@ -233,8 +233,8 @@ def test_nobody_is_passed_over_more_often_than_max_bypass(slots, bound, place):
 
 
 @pytest.mark.cases("3")
-@pytest.mark.parametrize("divide", [1, 3])
-def test_the_bound_holds_over_shards_for_sequences_that_made_way(divide, monkeypatch):
+@pytest.mark.parametrize("preempt_after", [1, 3])
+def test_the_bound_holds_over_shards_for_sequences_that_made_way(preempt_after, monkeypatch):
     """Sequences with pages in a shard whose slots stay taken."""
     overtakes = collections.Counter()
 
@@ -249,7 +249,7 @@ def test_the_bound_holds_over_shards_for_sequences_that_made_way(divide, monkeyp
     for seed in range(15):
         rng = np.random.default_rng(seed)
         engine = Engine(slots=4, shards=2, max_length=60, num_pages=20)
-        scheduler = started(engine, [], policy=LongestFirst(), max_bypass=3, divide=divide)
+        scheduler = started(engine, [], policy=LongestFirst(), max_wait_admissions=3, preempt_after=preempt_after)
         for i in range(120):
             if rng.random() < 0.4:
                 prompt = rng.integers(20, size=rng.choice([1, 5, 20]))
@@ -262,7 +262,7 @@ def test_the_bound_holds_over_shards_for_sequences_that_made_way(divide, monkeyp
 def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
     engine = Engine(slots=1, steps=1)
     a, b, c = (request(id, np.arange(n), max_tokens=2) for id, n in dict(a=9, b=1, c=2).items())
-    scheduler = started(engine, [a], policy=ShortestPrompt(), max_bypass=1)
+    scheduler = started(engine, [a], policy=ShortestPrompt(), max_wait_admissions=1)
     scheduler.step()
     scheduler.pause("retract")
     scheduler.add(b)
@@ -272,13 +272,13 @@ def test_the_bound_counts_from_the_time_a_sequence_began_to_wait():
 
 
 @pytest.mark.parametrize("policy", [LongestFirst, POLICIES["group_longest_first"]])
-@pytest.mark.parametrize("divide", [0, 2])
-def test_a_step_asks_the_policy_about_few_of_those_who_wait(policy, divide, monkeypatch):
+@pytest.mark.parametrize("preempt_after", [0, 2])
+def test_a_step_asks_the_policy_about_few_of_those_who_wait(policy, preempt_after, monkeypatch):
     calls, plain = [], policy.key
     monkeypatch.setattr(policy, "key", lambda *args: calls.append(1) or plain(*args))
     requests = [request(f"r{i}", (i // 4 % 20, i // 80), max_tokens=1 + i % 7) for i in range(1500)]
-    scheduler = started(Engine(max_length=60), requests, policy=policy(), max_bypass=9,
-                        divide=divide)
+    scheduler = started(Engine(max_length=60), requests, policy=policy(), max_wait_admissions=9,
+                        preempt_after=preempt_after)
     scheduler.step()
     assert len(calls) >= 1500  # all came
     for _ in range(30):

@@ -48,7 +48,7 @@ def _compiled(name, quantization, layers, kv, dtype):
     engine = Engine(config, EngineConfig(
         slots=SLOTS, max_length=LENGTH, page_size=PAGE, dtype=dtype, cache_dtype=kv,
         quantization=quantization, steps=STEPS, prefill_batch=PREFILLED, prefill_chunk=CHUNK,
-        unroll=False, highest_head=True, max_draft=1,
+        unroll=False, fp32_head=True, max_draft=1,
     ), layout())
     program, args = engine.programs()[name]
     return program.lower(*args).compile()
@@ -330,7 +330,7 @@ def test_the_head_is_float32_with_highest_precision():
     x = array((SLOTS, EMBED), jnp.bfloat16, "data")
 
     def head(highest):
-        program = transformer.Program("bfloat16", highest_head=highest, layout=layout())
+        program = transformer.Program("bfloat16", fp32_head=highest, layout=layout())
         logits = lambda table, x: transformer.head_logits({"embed": table}, program, x)
         return heads(violation(logits, table, x))
 

@@ -30,7 +30,7 @@ def test_the_order_is_the_policys_then_that_of_arrival(policy, expected):
 
 @pytest.mark.parametrize("admissions, expected", [(2, "cba"), (3, "acb"), (4, "abc")])
 def test_who_was_passed_over_too_often_goes_first(admissions, expected):
-    waiting = WaitQueue(ShortestPrompt(), max_bypass=3, page_size=4)
+    waiting = WaitQueue(ShortestPrompt(), max_wait_admissions=3, page_size=4)
     for order, (id, length, since) in enumerate([("a", 5, 0), ("b", 4, 1), ("c", 2, 2)]):
         waiting.add(sequence(id, length, order, since))
     waiting.admissions = admissions
@@ -40,8 +40,8 @@ def test_who_was_passed_over_too_often_goes_first(admissions, expected):
 class Sorted:
     """The same by sorting all that wait, by the policy and by age, whenever somebody asks."""
 
-    def __init__(self, policy, max_bypass):
-        self.policy, self.max_bypass = policy, max_bypass
+    def __init__(self, policy, max_wait_admissions):
+        self.policy, self.max_wait_admissions = policy, max_wait_admissions
         self.sequences, self.admissions = [], 0
 
     def __iter__(self):
@@ -66,7 +66,7 @@ class Sorted:
         by_age = sorted(self.sequences, key=lambda s: (s.admitted_after, s.order))
         while by_policy:
             bypassed = self.admissions - by_age[0].admitted_after
-            is_overdue = self.max_bypass is not None and bypassed >= self.max_bypass
+            is_overdue = self.max_wait_admissions is not None and bypassed >= self.max_wait_admissions
             first = (by_age if is_overdue else by_policy)[0]
             by_policy.remove(first)
             by_age.remove(first)
@@ -112,13 +112,13 @@ def play(waiting, policy, seed):
     return log
 
 
-@pytest.mark.parametrize("max_bypass", [None, 0, 4])
+@pytest.mark.parametrize("max_wait_admissions", [None, 0, 4])
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_order_that_is_kept_is_that_of_sorting_anew(name, max_bypass):
+def test_the_order_that_is_kept_is_that_of_sorting_anew(name, max_wait_admissions):
     for seed in range(12):
         mine, oracle = POLICIES[name](), POLICIES[name]()
-        kept = play(WaitQueue(mine, max_bypass, 4), mine, seed)
-        assert kept == play(Sorted(oracle, max_bypass), oracle, seed), seed
+        kept = play(WaitQueue(mine, max_wait_admissions, 4), mine, seed)
+        assert kept == play(Sorted(oracle, max_wait_admissions), oracle, seed), seed
 
 
 def test_who_comes_and_goes_costs_no_look_at_those_who_wait():

@@ -97,8 +97,8 @@ def test_no_request_compiles_anything(monkeypatch):
         warm_up(engine, params)
     # A program for each length of a prefill, insert, release, generate, and verify of one length.
     assert len(found) >= len(prefill_lengths(engine)) + 4
-    drafts = Drafts(4, engine.config.max_draft, free_rows=16)
-    scheduler = Scheduler(engine, params, drafts=drafts, divide=3)
+    drafts = Drafts(4, engine.config.max_draft, free_batch_rows=16)
+    scheduler = Scheduler(engine, params, drafts=drafts, preempt_after=3)
     with compilations() as found:
         serve(scheduler, params)
     assert not found

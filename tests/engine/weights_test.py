@@ -37,11 +37,11 @@ def test_a_float32_head_has_the_learners_weights(is_tied, unroll, quantization):
     params = transformer.init(config, jax.random.key(0))
     head = "embed" if is_tied else "head"
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 32)), jnp.bfloat16)
-    program = transformer.Program(dtype="bfloat16", highest_head=True)
+    program = transformer.Program(dtype="bfloat16", fp32_head=True)
     expected = transformer.head_logits(params, program, x)
     for highest in (True, False):
         engine = Engine(config, EngineConfig(
-            slots=2, max_length=16, dtype="bfloat16", highest_head=highest, unroll=unroll,
+            slots=2, max_length=16, dtype="bfloat16", fp32_head=highest, unroll=unroll,
             quantization=quantization,
         ))
         loaded = engine.load(params)

@@ -64,7 +64,7 @@ def loss(rule, head, shift=lambda batch: 0.0, is_centered=True, mode="bypass"):
             "logp_old": batch["logp_old"],
         }
         return policy_loss(
-            logp, given, mode=mode, aggregation="seq-mean-token-sum", counts_rejected=True,
+            logp, given, mode=mode, aggregation="seq-mean-token-sum", rejected_in_denominator=True,
             entropy=batch["entropy"],
             logp_top=jnp.take_along_axis(p, ids, axis=-1) if is_centered else None,
             **parsed(*rule),

@@ -23,7 +23,7 @@ PPO = methods.parse("objective", "ppo")
 
 def of(weight, log_ratio=LOG_RATIO, batch=BATCH):
     found = weight_counts(log_ratio, batch, methods.parse("weight", weight))
-    order = ("seen", "changed_raw", "changed", "truncated", "dropped")
+    order = ("num_tokens", "changed_raw", "changed", "truncated", "dropped")
     return tuple(int(found[f"correction/weight/{name}"]) for name in order)
 
 
@@ -78,9 +78,9 @@ def test_counts_of_masks():
     keep = jnp.array([[True, False, True, False], [True, True, False, False]])
     found = of_masks(["veto", "token_k1", "token_k1"], [MASK == 1, keep, ~keep], MASK)
     assert {name: int(x) for name, x in found.items()} == {
-        "correction/mask/veto/seen": 6, "correction/mask/veto/dropped": 0,
-        "correction/mask/token_k1/seen": 6, "correction/mask/token_k1/dropped": 2,
-        "correction/mask/token_k1_2/seen": 6, "correction/mask/token_k1_2/dropped": 4,
+        "correction/mask/veto/num_tokens": 6, "correction/mask/veto/dropped": 0,
+        "correction/mask/token_k1/num_tokens": 6, "correction/mask/token_k1/dropped": 2,
+        "correction/mask/token_k1_2/num_tokens": 6, "correction/mask/token_k1_2/dropped": 4,
     }
     assert all(map(is_count, found)) and not is_count("rollout_corr/kl")
 
@@ -95,16 +95,16 @@ def test_bypass_counts_at_the_update():
     parts = dict(mode="bypass", weight=("token_tis", {"cap": 3.0}), masks=masks)
     found = counted(BATCH, **parts)
     assert found["correction/mask/token_ratio/dropped"] == 2  # of ratio 4 and 1/4
-    assert found["correction/mask/token_ratio/seen"] == 6
+    assert found["correction/mask/token_ratio/num_tokens"] == 6
     assert found["correction/mask/veto/dropped"] == 0
-    assert found["correction/weight/truncated"] == 1 and found["correction/weight/seen"] == 6
+    assert found["correction/weight/truncated"] == 1 and found["correction/weight/num_tokens"] == 6
 
 
 def test_beside_weights_of_the_batch_only_masks_of_the_update_are_counted():
     masks = methods.parse_all("mask", "veto & trm_k3(trm_delta=0.5)")
     found = counted(BATCH | {"weights": jnp.ones((2, 4))}, masks=masks, weight=("token_tis", {}))
     # k3 of the ratio 4 is 4 - 1 - log 4 = 1.6; of 1/4 it is 1/4 - 1 + log 4 = 0.64: both are lost.
-    assert found == {"correction/mask/trm_k3/seen": 6, "correction/mask/trm_k3/dropped": 6}
+    assert found == {"correction/mask/trm_k3/num_tokens": 6, "correction/mask/trm_k3/dropped": 6}
     assert counted(BATCH | {"weights": jnp.ones((2, 4))}, weight=("token_tis", {})) == {}
 
 
@@ -114,10 +114,10 @@ def test_every_mask_is_counted_where_it_is_judged(name, mode):
     logp, batch = samples.make()
     mask = samples.method("mask", name)
     _, metrics = policy_loss(
-        logp, batch, objective=PPO, masks=(mask,), mode=mode, counts_rejected=True
+        logp, batch, objective=PPO, masks=(mask,), mode=mode, rejected_in_denominator=True
     )
     count = batch["mask"].sum()
-    assert metrics[f"correction/mask/{name}/seen"] == count
+    assert metrics[f"correction/mask/{name}/num_tokens"] == count
     dropped = metrics[f"correction/mask/{name}/dropped"]
     if split((mask,), mode)[1]:
         share = metrics["actor/rejected_fraction"]

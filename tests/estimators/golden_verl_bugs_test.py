@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import (
-    advantages, clipped, detached, masks, objectives, ratios, reduce, sequence_clipped,
+    advantages, masks, objectives, ppo, ratios, reduce, reinforce, sequence_clipped,
     soft_trust_region, weights,
 )
 from tests.estimators import golden_verl
@@ -123,12 +123,12 @@ def test_widths_are_named_and_act():
     np.testing.assert_allclose(verl["clip_ratio"], -1.2, **CLOSE)
     np.testing.assert_allclose(verl["low_and_high"], -1.35, **CLOSE)
     logp, logp_old, one = row(np.log(1.35) - 1), row(-1.0), row(1.0)
-    loss_bt, _ = clipped.ppo_clip(logp, logp_old, one, one, clip_low=0.5, clip_high=0.5)
+    loss_bt, _ = ppo.ppo_clip(logp, logp_old, one, one, clip_low=0.5, clip_high=0.5)
     np.testing.assert_allclose(loss_bt, verl["low_and_high"], **CLOSE)
     # ratio 10 from p = exp(-5): -min(10, cap) (log 10 - 5)
     rare = np.log(10.0) - 5.0
     np.testing.assert_allclose(verl["dppo_default"], -3.0 * rare, **CLOSE)
-    loss_bt, _ = detached.dppo_tv(row(rare), row(-5.0), one, one)
+    loss_bt, _ = reinforce.dppo_tv(row(rare), row(-5.0), one, one)
     np.testing.assert_allclose(loss_bt, verl["dppo_cap_20"], **CLOSE)
     np.testing.assert_allclose(loss_bt, -10.0 * rare, **CLOSE)
 
@@ -140,7 +140,7 @@ def test_nan_at_padding_reaches_nothing(mode):
     mask = row(1.0, 0.0)
 
     def loss(logp):
-        loss_bt, _ = clipped.dual_clip_ppo(logp, row(-1.0, -1.0), row(1.0, 1.0), mask)
+        loss_bt, _ = ppo.dual_clip_ppo(logp, row(-1.0, -1.0), row(1.0, 1.0), mask)
         return reduce.aggregate(loss_bt, mask, mode)
 
     value, gradient = jax.value_and_grad(loss)(row(-1.0, jnp.nan))
@@ -156,7 +156,7 @@ def test_a_batch_without_tokens_has_loss_0():
     x, mask = row(-1.0, -2.0), row(0.0, 0.0)
 
     def loss(logp, mode, counts):
-        loss_bt, _ = clipped.dual_clip_ppo(logp, x, row(1.0, 1.0), mask)
+        loss_bt, _ = ppo.dual_clip_ppo(logp, x, row(1.0, 1.0), mask)
         return reduce.aggregate(loss_bt, mask, mode, **counts)
 
     for mode in reduce.MODES:
@@ -210,8 +210,8 @@ def test_log_ratios_stop_at_20_in_every_exponential(verl_name):
     assert verl["gradient"][0][0] > 1e9
     logp, logp_old, adv, mask = row(-1.0, -1.0), row(-26.0, -26.0), row(-1.0, -1.0), row(1.0, 1.0)
     entry, parameters = {
-        "clip_cov": (clipped.clip_cov, {"key": jax.random.key(0)}),
-        "kl_cov": (clipped.kl_cov, {"kl_cov_coeff": 0.0}),
+        "clip_cov": (ppo.clip_cov, {"key": jax.random.key(0)}),
+        "kl_cov": (ppo.kl_cov, {"kl_cov_coeff": 0.0}),
         "geo_mean": (sequence_clipped.gmpo, {}),
     }[verl_name]
 
@@ -315,7 +315,7 @@ def test_bypass_mode_is_an_argument_and_not_a_side_effect():
     batch = golden_verl.inputs("random", "float32")
     logp, behav, adv, mask = (batch[x] for x in ("logp", "logp_behav", "adv", "mask"))
     w = weights.none(behav - behav, mask)
-    loss_bt, _ = clipped.dual_clip_ppo(logp, behav, adv, mask, clip_low=0.2, clip_high=0.28)
+    loss_bt, _ = ppo.dual_clip_ppo(logp, behav, adv, mask, clip_low=0.2, clip_high=0.28)
     loss = reduce.aggregate(w * loss_bt, mask, "token-mean")
     want = golden_verl.BATCHES["random"]["bypass"]["ppo_clip"]["loss"]
     np.testing.assert_allclose(loss, want, **CLOSE)

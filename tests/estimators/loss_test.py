@@ -62,7 +62,7 @@ def test_kl_and_entropy_terms():
 
 def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
     # Ratios to the sampler: e^0.5, e^-0.2, e^0.1, e^0.2 and e^0.7; the first and last are above 1.5.
-    parts = {"aggregation": "token-mean", "mode": "bypass", "counts_rejected": True}
+    parts = {"aggregation": "token-mean", "mode": "bypass", "rejected_in_denominator": True}
     ways = [
         {"objective": ("dis", {"clip_low": 0.3, "clip_high": 0.5})},
         {"objective": ("reinforce", {}), "weight": ("token_mis", {"lower": 0.7, "upper": 1.5})},
@@ -93,7 +93,8 @@ def test_flash_reinforce_by_hand():
         "objective": methods.parse("objective", bundle["objective"]),
         "weight": methods.parse("weight", bundle["weight"]),
         "masks": methods.parse_all("mask", bundle["masks"]),
-        "mode": bundle["mode"], "aggregation": "seq-mean-token-mean", "counts_rejected": True,
+        "mode": bundle["mode"], "aggregation": "seq-mean-token-mean",
+        "rejected_in_denominator": True,
     }
     gradient = jax.grad(lambda logp: policy_loss(logp, batch, **parts)[0])(jnp.log(learner))
     first = np.array([1.0, 0.96, 1.02]) / 27  # rho A / (T B) with A = 1/3, T = B = 3
@@ -146,7 +147,7 @@ def test_bypass_weighs_the_policy_of_the_update():
     # Three tokens are left of five.
     kept, _ = policy_loss(LOGP, BATCH, aggregation="token-mean", **parts)
     stays, _ = policy_loss(
-        LOGP, BATCH, aggregation="token-mean", counts_rejected=True, **parts
+        LOGP, BATCH, aggregation="token-mean", rejected_in_denominator=True, **parts
     )
     np.testing.assert_allclose((kept, stays), (value / 3, value / 5), rtol=1e-5)
 
@@ -162,7 +163,7 @@ def test_decoupled_applies_a_mask_of_the_policy_at_every_update(brings_weights):
     fields = BATCH | ({"weights": jnp.full((2, 3), 2.0)} if brings_weights else {})
     parts = {
         "objective": ("reinforce", {}), "masks": OPSM, "aggregation": "token-mean",
-        "counts_rejected": not brings_weights,
+        "rejected_in_denominator": not brings_weights,
     }
     at_old, metrics = policy_loss(BATCH["logp_old"], fields, **parts)
     weight = 2.0 if brings_weights else 1.0
@@ -197,9 +198,9 @@ def test_the_outputs_of_the_methods_by_hand():
     np.testing.assert_allclose(outputs.log_ratio, [[0.4, -0.1, 0.0], [0.0, 0.6, 0.0]], atol=1e-6)
     counts = {name.removeprefix("correction/"): int(x) for name, x in outputs.counts.items()}
     assert counts == {
-        "mask/token_ratio/seen": 5, "mask/token_ratio/dropped": 2,
-        "mask/token_ratio_2/seen": 5, "mask/token_ratio_2/dropped": 1,
-        "weight/seen": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
+        "mask/token_ratio/num_tokens": 5, "mask/token_ratio/dropped": 2,
+        "mask/token_ratio_2/num_tokens": 5, "mask/token_ratio_2/dropped": 1,
+        "weight/num_tokens": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
         "weight/dropped": 0,
     }
     drift = apply_methods(BATCH | {"logp": LOGP}, NONE, masks, learner="logp")

@@ -14,7 +14,7 @@ LENGTHS = (7, 3, 1, 5, 0)
 WIDTH = 7
 PARAMETERS = {"espo": {"vocab_size": 64}}
 STATIC = ("vocab_size", "espo_uses_old", "ctpo_geomean", "form")
-# (log-ratio, advantage) of a sequence of one token, as in clipped_test.
+# (log-ratio, advantage) of a sequence of one token, as in ppo_test.
 POINTS = list(itertools.product((0.0, 0.3, -0.3, 1.5, -1.5), (1.0, -1.0)))
 
 

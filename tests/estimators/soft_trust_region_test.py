@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import clipped, controllers, reduce, soft_trust_region
+from jaxrl_tis.estimators import controllers, ppo, reduce, soft_trust_region
 
 # A pair of rewards 1 and -1 is tilted by lambda = 0.5 to p = 1 / (1 + e^-4) = 0.98201, whose KL
 # from uniform is log 2 + p log p + (1 - p) log(1 - p) = 0.69315 - 0.01782 - 0.07227 = 0.60305.
@@ -172,7 +172,7 @@ def test_r2vpo_of_the_survey_without_a_price_is_ppo():
     logp, batch = make_batch()
     actual, _, gradient = run("r2vpo", logp, batch, r2vpo_lambda=0.0, form="survey")
     fields = [batch[name] for name in ("logp_old", "adv", "mask")]
-    np.testing.assert_allclose(actual, clipped.ppo_clip(logp, *fields)[0], rtol=1e-5)
+    np.testing.assert_allclose(actual, ppo.ppo_clip(logp, *fields)[0], rtol=1e-5)
     tight = run("r2vpo", logp, batch, r2vpo_lambda=0.0, form="survey", r2vpo_clip=0.01)[2]
     assert np.sum(tight == 0.0) > np.sum(gradient == 0.0)
     with pytest.raises(ValueError, match="Unknown form 'code'; choose paper or survey"):

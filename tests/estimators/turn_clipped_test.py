@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import clipped, turn_clipped
+from jaxrl_tis.estimators import ppo, turn_clipped
 from tests.estimators.sequence_losses import (
     LENGTHS, WIDTH, check_a_loop, check_an_empty_batch, check_one_token, check_the_bound, evaluate,
     gspo_loop, make_batch, row,
@@ -58,7 +58,7 @@ def test_turns_of_one_token_are_ppo_and_one_turn_is_gspo():
     batch = make_batch(0.7) | {"turn": jnp.tile(jnp.arange(WIDTH), (len(LENGTHS), 1))}
     fields = (batch[k] for k in ("logp", "logp_old", "adv", "mask"))
     actual, metrics, _ = evaluate("turn_ppo", batch)
-    expected, expected_metrics = clipped.ppo_clip(*fields)
+    expected, expected_metrics = ppo.ppo_clip(*fields)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
     for key, value in metrics.items():
         np.testing.assert_allclose(value, expected_metrics[key], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The command that compares the modes."""
+"""The command that compares the schedules."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxrl_tis.experiments import async_clock
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from tests.experiments.virtual_clock_test import SMALL, TINY
 
 
@@ -32,9 +32,9 @@ def test_studies_name_what_they_change(monkeypatch):
     monkeypatch.setattr(async_clock, "MEDIANS", (20.0, 40.0))
     monkeypatch.setattr(async_clock, "TRAINERS", (1, 2, 4))
     found = async_clock.studies(SMALL, steps=3, skip=1)
-    assert [row["mode"] for row in found["modes, as published"]] == list(modes.MODES)
-    assert [row["mode"] for row in found["lengths"]][::3] == ["sync, median 20", "sync, median 40"]
-    assert {row["mode"] for row in found["division of the devices"]} == {
+    assert [row["schedule"] for row in found["schedules, as published"]] == list(schedules.SCHEDULES)
+    assert [row["schedule"] for row in found["lengths"]][::3] == ["sync, median 20", "sync, median 40"]
+    assert {row["schedule"] for row in found["division of the devices"]} == {
         "areal, 3 + 1", "in_flight, 3 + 1", "areal, 2 + 2", "in_flight, 2 + 2",
     }
     ages = [row["max_staleness"] for row in found["staleness"]]
@@ -46,15 +46,15 @@ def test_studies_name_what_they_change(monkeypatch):
 def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(async_clock, "Costs", lambda: SMALL)
     path = tmp_path / "out.json"
-    async_clock.main(["--mode", "areal(staleness=1)", "--mode=sync", "--steps=4", f"--json={path}"])
+    async_clock.main(["--schedule", "areal(staleness=1)", "--schedule=sync", "--steps=4", f"--json={path}"])
     written = json.loads(path.read_text())
-    assert [row["mode"] for row in written["rows"]["modes"]] == ["areal(staleness=1)", "sync"]
-    assert written["rows"]["modes"][1]["speedup"] == 1 and written["costs"]["slots"] == 6
+    assert [row["schedule"] for row in written["rows"]["schedules"]] == ["areal(staleness=1)", "sync"]
+    assert written["rows"]["schedules"][1]["speedup"] == 1 and written["costs"]["slots"] == 6
     assert "areal(staleness=1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments, why", [
-    (["--mode=aral"], "mode 'aral' is unknown; did you mean 'areal'"),
+    (["--schedule=aral"], "schedule 'aral' is unknown; did you mean 'areal'"),
     (["--steps=1"], "--steps=1: give at least 2"),
     (["--json=/nowhere/a.json"], "there is no such folder"),
 ])

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_tis.experiments.provisioning import lag_law, least_staleness, least_workers
 from jaxrl_tis.experiments.virtual_clock import simulate
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from tests.experiments.virtual_clock_test import TINY
 
 
@@ -17,7 +17,7 @@ def idle(workers, staleness, train_s, **changes):
     costs = dataclasses.replace(
         TINY, workers=workers, call_steps=1, train_s=train_s / 16, swap_s=0.0, **changes
     )
-    return simulate(modes.in_flight(staleness=staleness), costs, 24, 12).learner_idle
+    return simulate(schedules.in_flight(staleness=staleness), costs, 24, 12).learner_idle
 
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 11.0])
@@ -42,7 +42,7 @@ def test_pauses_take_time_from_the_samplers():
     assert least_workers(2, 4.0, 2 / 8, pause_s=0.5) == 3  # 8 / 3.5
     costs = dataclasses.replace(TINY, call_steps=1, swap_s=0.5)
     at = lambda workers: simulate(
-        modes.in_flight(staleness=4), dataclasses.replace(costs, workers=workers), 24, 12
+        schedules.in_flight(staleness=4), dataclasses.replace(costs, workers=workers), 24, 12
     ).learner_idle
     assert at(2) > 0 == at(3)
 

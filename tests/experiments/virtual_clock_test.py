@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_tis.experiments.costs import Costs
 from jaxrl_tis.experiments.virtual_clock import Clock, simulate
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 
 # A sampler and a learner; a batch is one group of two responses of 8 tokens: 8 s of drawing, two
 # tokens a call, 4 s of training, half a second for new weights.
@@ -19,15 +19,16 @@ SMALL = Costs(
     workers=3, trainers=1, slots=6, prompts=4, group_size=4, prompt_tokens=8, median_tokens=40.0,
     sigma=1.0, max_tokens=200, train_s=3e-4, gib_s=0.01, swap_s=0.02, reward_s=0.05,
 )
-MODES = [
-    *modes.MODES, "fully_async(trigger=1, partial=False)", "roll_flash(alpha=2, redundant=2)",
+SCHEDULES = [
+    *schedules.SCHEDULES, "fully_async(trigger=1, partial=False)",
+    "roll_flash(alpha=2, redundant=2)",
     "laminar(staleness=1, repack=0.9)", "in_flight(staleness=1)",
 ]
 
 
-def ends(mode, steps=3, **changes):
+def ends(schedule, steps=3, **changes):
     """When the updates end."""
-    clock = Clock(modes.parse(mode), dataclasses.replace(TINY, **changes))
+    clock = Clock(schedules.parse(schedule), dataclasses.replace(TINY, **changes))
     clock.run(steps)
     return clock._ends[1:]
 
@@ -35,7 +36,7 @@ def ends(mode, steps=3, **changes):
 def test_a_synchronous_schedule():
     """0.5 new weights, 8 drawing, 4 training: 12.5 s a step."""
     assert ends("sync") == [12.5, 25.0, 37.5]
-    o = simulate(modes.sync(), TINY, steps=3, skip=1)
+    o = simulate(schedules.sync(), TINY, steps=3, skip=1)
     assert (o.seconds, o.tokens, o.tokens_per_s) == (25.0, 32, 1.28)
     assert o.learner_idle == 1 - 4 / 12.5
     assert o.sampler_idle == 1 - 8.5 / 12.5  # taking weights is no idle time
@@ -46,7 +47,7 @@ def test_one_step_off():
     """The second batch is begun at 8.5 and ends at 16.5, when its sampler takes the first version;
     from then on drawing decides: 8.5 s a step."""
     assert ends("one_step") == [12.5, 20.5, 29.0]
-    assert simulate(modes.one_step(), TINY, 4, 2).mean_staleness == 1
+    assert simulate(schedules.one_step(), TINY, 4, 2).mean_staleness == 1
 
 
 def test_interrupted_sequences_are_read_anew():
@@ -54,7 +55,7 @@ def test_interrupted_sequences_are_read_anew():
     weights, 8 tokens of prefill, and the last 4 from there on; all of it again for the third."""
     assert ends("areal(staleness=1)") == [12.5, 21.0, 29.5]
     assert ends("areal(staleness=1)", prefill_s=0.0625) == [12.5, 21.5, 30.5]
-    o = simulate(modes.areal(staleness=1), TINY, 3, 1)
+    o = simulate(schedules.areal(staleness=1), TINY, 3, 1)
     assert (o.partial, o.mean_staleness, o.max_staleness) == (1.0, 0.5, 1)
     # The second batch and the third.
     assert o.counts.interrupted == 4 and o.counts.reprefilled_tokens == 16
@@ -69,11 +70,11 @@ def test_a_prompt_is_read_once_by_each_sampler_and_version():
 
 def test_swaps_in_place_pause_for_a_call_and_a_swap_at_most():
     assert ends("in_flight(staleness=1)", prefill_s=1e6) == [12.5, 21.0, 29.5]
-    o = simulate(modes.in_flight(staleness=1), TINY, 3, 1)
+    o = simulate(schedules.in_flight(staleness=1), TINY, 3, 1)
     assert (o.longest_pause, o.longest_call, o.counts.reprefilled_tokens) == (0.5, 2.0, 0)
     # 5 s of training: version 1 comes at 13.5, in the middle of a call that ends at 14.5.
     assert ends("in_flight(staleness=1)", train_s=0.3125)[:2] == [13.5, 22.0]
-    o = simulate(modes.in_flight(staleness=1), dataclasses.replace(TINY, train_s=0.3125), 2, 0)
+    o = simulate(schedules.in_flight(staleness=1), dataclasses.replace(TINY, train_s=0.3125), 2, 0)
     assert o.longest_pause == 1.5
 
 
@@ -87,14 +88,14 @@ def test_a_learner_that_takes_groups_as_they_arrive():
 
 def test_nobody_is_idle_where_the_other_is_slower():
     fast = dataclasses.replace(TINY, train_s=2.0)  # 32 s of training for 8 of drawing
-    assert simulate(modes.areal(staleness=2), fast, 6, 3).learner_idle == 0
+    assert simulate(schedules.areal(staleness=2), fast, 6, 3).learner_idle == 0
     slow = dataclasses.replace(TINY, train_s=0.0625)  # 1 s
-    assert simulate(modes.areal(staleness=2), slow, 6, 3).sampler_idle == 0
+    assert simulate(schedules.areal(staleness=2), slow, 6, 3).sampler_idle == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_group_is_trained_on_once_within_its_staleness(mode):
-    parsed = modes.parse(mode)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_group_is_trained_on_once_within_its_staleness(schedule):
+    parsed = schedules.parse(schedule)
     o = simulate(parsed, SMALL, steps=9, skip=0)
     assert len(o.trained) == len(set(o.trained)) == 9 * SMALL.prompts
     assert o.max_staleness <= parsed.staleness
@@ -107,39 +108,39 @@ def test_every_group_is_trained_on_once_within_its_staleness(mode):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_sampler_pauses_no_longer_than_a_call_and_a_swap(seed):
-    o = simulate(modes.in_flight(staleness=2), SMALL, steps=12, skip=0, seed=seed)
+    o = simulate(schedules.in_flight(staleness=2), SMALL, steps=12, skip=0, seed=seed)
     assert 0 < o.longest_pause <= o.longest_call + SMALL.sync_s
     assert o.counts.reprefilled_tokens == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_slower_clock_changes_nothing_but_the_seconds(mode):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_slower_clock_changes_nothing_but_the_seconds(schedule):
     """All times doubled, which floating point does exactly."""
     fields = [f.name for f in dataclasses.fields(Costs) if f.name.endswith("_s")]
     slower = dataclasses.replace(SMALL, **{name: 2 * getattr(SMALL, name) for name in fields})
-    once, twice = (simulate(modes.parse(mode), c, steps=6, skip=2) for c in (SMALL, slower))
+    once, twice = (simulate(schedules.parse(schedule), c, steps=6, skip=2) for c in (SMALL, slower))
     doubled = {n: 2 * getattr(once, n) for n in ("seconds", "longest_pause", "longest_call")}
     assert dataclasses.replace(once, **doubled) == twice
 
 
 def test_a_token_beyond_the_bound_stops_the_run():
-    clock = Clock(modes.areal(staleness=2), SMALL)
-    clock.mode = modes.areal(staleness=1)  # and not the controller's
+    clock = Clock(schedules.areal(staleness=2), SMALL)
+    clock.schedule = schedules.areal(staleness=1)  # and not the controller's
     with pytest.raises(RuntimeError, match="a token is 2 versions old, and the bound is 1"):
         clock.run(9)
 
 
 def test_the_same_seed_gives_the_same_run():
-    run = lambda seed: simulate(modes.parse("laminar"), SMALL, steps=6, skip=2, seed=seed)
+    run = lambda seed: simulate(schedules.parse("laminar"), SMALL, steps=6, skip=2, seed=seed)
     assert run(1) == run(1) != run(2)
 
 
-@pytest.mark.parametrize("mode", ["sync", "areal(staleness=1)"])
-def test_samples_are_divided_among_workers_that_get_weights_one_after_the_other(mode):
+@pytest.mark.parametrize("schedule", ["sync", "areal(staleness=1)"])
+def test_samples_are_divided_among_workers_that_get_weights_one_after_the_other(schedule):
     """12 samples a batch, 1 or 2 batches begun, 3 samplers of 16 slots: 4 or 8 for each, and less than
     a group more."""
     costs = dataclasses.replace(SMALL, slots=16, prompts=3, median_tokens=100.0, sigma=0.5)
-    clock, most = Clock(modes.parse(mode), costs), 0
+    clock, most = Clock(schedules.parse(schedule), costs), 0
     begin = clock._begin_burst
 
     def watched(name):
@@ -149,12 +150,12 @@ def test_samples_are_divided_among_workers_that_get_weights_one_after_the_other(
 
     clock._begin_burst = watched
     o = clock.run(8)
-    assert most == 4 if mode == "sync" else 8 <= most < 12
-    assert bool(o.counts.interrupted) == (mode != "sync")
+    assert most == 4 if schedule == "sync" else 8 <= most < 12
+    assert bool(o.counts.interrupted) == (schedule != "sync")
 
 
 def test_a_run_in_which_nothing_can_happen_says_so():
-    clock = Clock(modes.sync(), TINY)
+    clock = Clock(schedules.sync(), TINY)
     clock.samplers["sampler 0"].is_syncing = True  # and never ends
     with pytest.raises(RuntimeError, match="at 0.0 s, after 0 updates"):
         clock.run(1)

@@ -125,7 +125,7 @@ def test_a_fork_that_comes_back_gives_no_second_result(worker):
 def test_a_process_that_cannot_be_started_again_costs_its_items(worker, monkeypatch):
     assert worker.score(["loop"], [{}]) == [-1.0]  # it is killed
     beats = []
-    worker._pulse = lambda: beats.append(1)
+    worker._heartbeat = lambda: beats.append(1)
     with monkeypatch.context() as m:
         m.setattr(confined, "START_SECONDS", 0.0)
         assert worker.score(["fine", "fine"], [{}] * 2) == [-1.0, -1.0]

@@ -13,7 +13,7 @@ from tests import commands, forked
 
 pytestmark = pytest.mark.faults
 FIELDS = {
-    "driver": "processes", "mode": "in_flight(staleness=2)", "worker_timeout": "5.0",
+    "driver": "processes", "schedule": "in_flight(staleness=2)", "worker_timeout": "5.0",
     "max_new_tokens": "24",
 }
 FLAGS = [f"--config.rollout.{name}={value}" for name, value in FIELDS.items()]

@@ -9,7 +9,7 @@ from jaxrl_tis.record import metrics
 from tests import tiny
 
 pytestmark = [pytest.mark.compiles]
-BUSY = dict(rollout__mode="areal(staleness=2)", rollout__update_turns=3, rollout__probe_every=1,
+BUSY = dict(rollout__schedule="areal(staleness=2)", rollout__update_turns=3, rollout__gap_probe_every=1,
             eval__every=50, checkpoint__every=50)
 
 
@@ -56,7 +56,7 @@ def test_a_measure_that_is_not_finite_is_above_every_budget():
 
 @pytest.mark.all
 def test_a_run_lowers_its_own_bound(tmp_path, capsys):
-    tiny.run(tmp_path / "run", rollout__on_budget="sync", gate__max_d_mean=1e-6, **BUSY)
+    tiny.run(tmp_path / "run", rollout__on_gap_exceeded="sync", gate__max_d_mean=1e-6, **BUSY)
     said = capsys.readouterr().err
     assert "samplers begin 1 batches ahead from now on, 2 before" in said
     records = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"]
@@ -68,13 +68,13 @@ def test_a_run_lowers_its_own_bound(tmp_path, capsys):
 
 def test_a_run_stops_above_its_budget_and_is_saved(tmp_path):
     with pytest.raises(MismatchError, match="step 1: d_mean .* above the budget"):
-        tiny.run(tmp_path / "run", rollout__on_budget="stop", gate__max_d_mean=1e-6, **BUSY)
+        tiny.run(tmp_path / "run", rollout__on_gap_exceeded="stop", gate__max_d_mean=1e-6, **BUSY)
     assert (tmp_path / "run" / "checkpoints" / "1" / "manifest.json").exists()
 
 
 @pytest.mark.all
 def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(tmp_path):
-    tiny.run(tmp_path / "run", rollout__old_logp="none", steps=3, correction__weight="none",
+    tiny.run(tmp_path / "run", rollout__old_logp_source="none", steps=3, correction__weight="none",
              correction__objective="decoupled", **BUSY)
     last = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"][-1]
     assert 0 < last["gate/engine/d_mean"] < 0.1 * last["gate/total/d_mean"]

@@ -89,7 +89,7 @@ def differing(rungs):
 
 @BY_JAX
 def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
-    result = report.judge(*sampled(**SAME))
+    result = report.gap_report(*sampled(**SAME))
     assert 0 < result["total"]["d_max"] < 2e-5 and result["total"]["pearson"] > 0.999999
     assert result["exceeded"] == [] and result["largest"] == "decode"
     assert [r["cause"] for r in result["rungs"] if not r["is_same"]] == ["batch_shape", "decode"]
@@ -98,7 +98,7 @@ def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
 
 @BY_JAX
 def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
-    result = report.judge(*sampled())
+    result = report.gap_report(*sampled())
     by_cause = {r["cause"]: r for r in result["rungs"]}
     assert result["largest"] in ("weights", "activations")
     smallest = min(by_cause[c]["d_mean"] for c in ("weights", "activations"))
@@ -232,7 +232,7 @@ def test_noise_on_the_samplers_weights_is_seen_as_large_as_it_is(sampled):
     setup, params, _ = sampled(**SAME)
     found = []
     for noise in (0.001, 0.01, 0.1):
-        result = report.judge(setup, params, noisy.sample(noise, setup, params, 4))
+        result = report.gap_report(setup, params, noisy.sample(noise, setup, params, 4))
         assert result["largest"] == "decode"
         assert bool(result["exceeded"]) == (noise == 0.1)
         found.append(result["total"])
@@ -254,7 +254,7 @@ def with_first_logp(trajectories, value):
 def test_a_wrong_log_prob_is_found_and_refused(sampled):
     setup, params, trajectories = sampled(**SAME)
     wrong = with_first_logp(trajectories, trajectories[0].logp_behav[0] - 1)
-    result = report.judge(setup, params, wrong)
+    result = report.gap_report(setup, params, wrong)
     assert result["total"]["d_max"] == pytest.approx(1.0, abs=1e-4)
     # k3 of one of n tokens is exp(1) - 1 - 1
     assert result["total"]["k3"] == pytest.approx((np.e - 2) / result["tokens"], rel=1e-3)
@@ -278,7 +278,7 @@ def no_number(literal):
 def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, value):
     setup, params, trajectories = sampled(**SAME)
     records = with_first_logp(trajectories, value)
-    result = report.judge(bounded_k3(setup, 1e9), params, records)
+    result = report.gap_report(bounded_k3(setup, 1e9), params, records)
     assert result["exceeded"] == ["k3"] and result["budgets"] == {"k3": 1e9}
     assert result["largest"] == "decode"  # batch_shape, before it, is finite
     assert result["non_finite"] == {"learner": 0, "sampler": 1}
@@ -304,14 +304,14 @@ def test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds(sampled):
 
 def test_a_learner_that_is_no_number_is_told_from_the_sampler(sampled):
     setup, params, trajectories = sampled(**SAME)
-    result = report.judge(setup, noisy.perturbed(params, np.nan), trajectories)
+    result = report.gap_report(setup, noisy.perturbed(params, np.nan), trajectories)
     assert result["non_finite"] == {"learner": result["tokens"], "sampler": 0}
 
 
 def test_filters_cost_the_kept_mass(sampled):
     overrides = SAME | FILTERED
     setup, params, trajectories = sampled(**overrides)
-    result = report.judge(setup, params, trajectories)
+    result = report.gap_report(setup, params, trajectories)
     filtered = {r["cause"]: r for r in result["rungs"]}["filter"]
     lost = np.concatenate([t.logp_behav - t.logp_raw for t in trajectories])
     assert filtered["d_mean"] == pytest.approx(lost.mean(), rel=1e-4) and lost.mean() > 0.1
@@ -321,9 +321,9 @@ def test_filters_cost_the_kept_mass(sampled):
 @pytest.mark.all
 def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     """What is left of it are the tokens whose set was too wide to be recorded."""
-    overrides = SAME | FILTERED | dict(rollout__kept_set=3)
+    overrides = SAME | FILTERED | dict(rollout__sampling_mask_size=3)
     setup, params, trajectories = sampled(**overrides)
-    result = report.judge(setup, params, trajectories)
+    result = report.gap_report(setup, params, trajectories)
     rungs, rows = climbed(sampled, **overrides)
     rungs = {r.cause: r.difference[rows["mask"]] for r in rungs}
     is_wide = np.concatenate([np.all(t.kept < 0, axis=-1) for t in trajectories])

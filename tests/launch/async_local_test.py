@@ -15,7 +15,7 @@ def run(tmp_path):
         folder.mkdir()
         config = {"steps": STEPS, "rollout": {"prompts": GROUPS}}
         (folder / "config.json").write_text(json.dumps({"config": config}))
-        counts = {"async/left": 1, "async/resumed": 2, "async/resumed_tokens": 5, "async/put_out": 0}
+        counts = {"async/left": 1, "async/resumed": 2, "async/resumed_tokens": 5, "async/workers_evicted": 0}
         steps = [{"step": step + 1, "phase": "train"} | counts for step in range(STEPS)]
         answers = [
             {"step": step + 1, "phase": "train", "id": f"{step}-{group}"}

@@ -22,7 +22,7 @@ from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import make_arriving_step, make_train_step
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import transformer
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from tests import tiny
 from tests.learner.trainer_test import fake_samples
 
@@ -32,12 +32,13 @@ pytestmark = [
 
 KL, ENTROPY, CAP = 0.3, 0.05, 2.0
 WIDTH = 8  # 5 tokens of a prompt and 3 of a response: an unpacked row
-# The mode and driver of the samplers change two things of an update: whether the batch arrives in
-# parts, and whether it is scored before. These are all kinds, each with its rows of a micro-batch.
+# The schedule and driver of the samplers change two things of an update: whether the batch arrives
+# in parts, and whether it is scored before. These are all kinds, each with its rows of a
+# micro-batch.
 WAYS = {
-    "fused": (dict(rollout__mode="sync"), (2, 16)),
-    "scored": (dict(rollout__mode="sync", train__fuse_score="never"), (4,)),
-    "arriving": (dict(rollout__mode="periodic"), (2,)),
+    "fused": (dict(rollout__schedule="sync"), (2, 16)),
+    "scored": (dict(rollout__schedule="sync", train__fuse_old_logp="never"), (4,)),
+    "arriving": (dict(rollout__schedule="periodic"), (2,)),
 }
 
 # Keeps the gradient as its state and moves nothing.
@@ -100,7 +101,7 @@ def made(way: str, pack_length: int, microbatch_rows: int):
         train__microbatch_rows=microbatch_rows, train__mask_truncated=True,
         correction__weight=f"token_tis(cap={CAP})",
         correction__objective="ppo", correction__kl_coeff=KL, correction__entropy_coeff=ENTROPY,
-        metrics__percentile_every=1000, **WAYS[way][0],
+        metrics__diagnostics_every=1000, **WAYS[way][0],
     )
     setup = dataclasses.replace(setup.training, optimizer=KEEP)
     with tiny.one_device():
@@ -122,7 +123,7 @@ def trainer_of(way: str, pack_length: int, microbatch_rows: int, aggregation: st
         assert correction.scale == WIDTH
     trainer = copy.copy(trainer)
     parts = setup.update_learner, correction, KEEP
-    trainer._train_step = make_train_step(*parts, is_scored=bool(setup.why_scored))
+    trainer._train_step = make_train_step(*parts, is_scored=bool(setup.recompute_reason))
     trainer.arriving_step = make_arriving_step(*parts)
     return trainer
 
@@ -132,7 +133,7 @@ def updated(kind: str, way: str, pack_length: int, microbatch_rows: int, aggrega
     trainer = trainer_of(way, pack_length, microbatch_rows, aggregation)
     samples, begun = batch(kind), made(way, pack_length, microbatch_rows)[1]()
     weights = {0: begun["policy"].params}
-    if trainer.setup.mode.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
+    if trainer.setup.schedule.on_arrival and arriving.accumulation_blocker(trainer.setup) is None:
         groups = [[s for s in samples if s.group == g] for g in (2, 0, 3, 1)]
         found, _, _, metrics = arriving.update_arriving(trainer, begun, groups, weights, 1, 0)
     else:
@@ -199,9 +200,9 @@ def test_every_way_gives_the_gradient_and_the_losses_of_the_definition(pack_leng
 def test_every_mode_is_one_of_these_ways():
     """Whatever draws the samples, a batch is updated whole or in parts, scored before or not."""
     of = lambda **s: tiny.setup(train__minibatches=1, train__epochs=1, **s)
-    kind = lambda setup: (setup.mode.on_arrival, bool(setup.training.why_scored))
+    kind = lambda setup: (setup.schedule.on_arrival, bool(setup.training.recompute_reason))
     kinds = {kind(of(**settings)) for settings, _ in WAYS.values()}
-    ahead = [mode for mode in modes.MODES if mode != "sync"]
-    for mode, driver in itertools.product(ahead, ("virtual", "processes")):
-        setup = of(rollout__mode=mode, rollout__driver=driver, rollout__workers=2)
-        assert kind(setup) in kinds, (mode, driver)
+    ahead = [schedule for schedule in schedules.SCHEDULES if schedule != "sync"]
+    for schedule, driver in itertools.product(ahead, ("virtual", "processes")):
+        setup = of(rollout__schedule=schedule, rollout__driver=driver, rollout__workers=2)
+        assert kind(setup) in kinds, (schedule, driver)

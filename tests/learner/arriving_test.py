@@ -20,10 +20,10 @@ pytestmark = pytest.mark.compiles
          correction__weight="none"),
     dict(train__pack_length=16, train__microbatch_rows=2),
     dict(correction__kl_coeff=0.05, correction__entropy_coeff=0.01, correction__masks="veto",
-         correction__counts_rejected=True),
+         correction__rejected_in_denominator=True),
 ], ids=["dense", "sequences", "packed", "kl"])
 def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
-    made = tiny.setup(train__minibatches=1, train__epochs=1, rollout__mode="periodic", **settings).training
+    made = tiny.setup(train__minibatches=1, train__epochs=1, rollout__schedule="periodic", **settings).training
     trainer = Trainer(made)
     assert accumulation_blocker(made) is None
     batch = fake_samples(vocab_size=0)
@@ -55,8 +55,8 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
 
 @pytest.mark.parametrize("changes, reason", [
     (dict(), None),
-    (dict(train__fuse_score="never"), "train.fuse_score is never"),
-    (dict(correction__masks="clip_cov", correction__counts_rejected=True),
+    (dict(train__fuse_old_logp="never"), "train.fuse_old_logp is never"),
+    (dict(correction__masks="clip_cov", correction__rejected_in_denominator=True),
      "the mask clip_cov ranks the tokens of the batch"),
     (dict(correction__objective="clip_cov"), "clip_cov draws at random for the batch"),
     (dict(correction__advantage="gae", rollout__group_size=1, rollout__prompts=16),
@@ -65,5 +65,5 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     (dict(correction__controllers="gradient_alignment(gac_low=0.1, gac_high=0.9)"), None),
 ])
 def test_what_keeps_a_learner_waiting_for_the_whole_batch(changes, reason):
-    settings = dict(rollout__mode="periodic", train__minibatches=1, train__epochs=1)
+    settings = dict(rollout__schedule="periodic", train__minibatches=1, train__epochs=1)
     assert accumulation_blocker(tiny.setup(**settings | changes).training) == reason

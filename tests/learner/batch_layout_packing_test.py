@@ -363,7 +363,7 @@ def test_a_token_that_sees_its_neighbour_in_the_row_would_be_noticed():
 @pytest.mark.all
 def test_a_run_on_packed_rows(tmp_path):
     """The first step sees the same samples and scores as a run with one sequence a row."""
-    shared = dict(steps=1, train__epochs=1, train__minibatches=1, metrics__percentile_every=1)
+    shared = dict(steps=1, train__epochs=1, train__minibatches=1, metrics__diagnostics_every=1)
     plain = tiny.finished(**shared)
     tiny.run(tmp_path / "packed", train__pack_length=40, **shared)
     (before,), (after,) = (

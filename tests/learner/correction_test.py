@@ -197,7 +197,7 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     assert 0 < keep.sum() < mask.sum()
     dropped, metrics = prepared(masks="token_k1(upper=1.3)")
     np.testing.assert_array_equal(dropped["mask"], keep)
-    counted, _ = prepared(masks="token_k1(upper=1.3)", counts_rejected=True)
+    counted, _ = prepared(masks="token_k1(upper=1.3)", rejected_in_denominator=True)
     assert "mask" not in counted
     expected = np.minimum(np.exp(z), CAP) * keep
     for out in (dropped, counted):
@@ -216,9 +216,9 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     ("token-mean", 0.9 / 4), ("token-sum", 0.9), ("seq-mean-token-sum", 0.9 / 2),
     ("seq-mean-token-sum-norm", 0.9 / 2 / 3), ("seq-mean-token-mean", 0.9 / 3 / 2),
 ])
-@pytest.mark.parametrize("is_packed, counts_rejected", [(False, False), (True, True)])
+@pytest.mark.parametrize("is_packed, rejected_in_denominator", [(False, False), (True, True)])
 def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
-    aggregation, expected, is_packed, counts_rejected
+    aggregation, expected, is_packed, rejected_in_denominator
 ):
     """-A log pi is 0.3, 0.6 and 0.9 | 0.5 at log pi = -1; the third token and the other sequence,
     e from the sampler, are rejected."""
@@ -233,7 +233,7 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
         data["seg"] = ratios.Segments(jnp.array([[1, 1, 1, 2]]), 2)
     c = correction.parse(fields(
         mode="bypass", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
-        aggregation=aggregation, scale=3.0, counts_rejected=counts_rejected,
+        aggregation=aggregation, scale=3.0, rejected_in_denominator=rejected_in_denominator,
     ))
     value, metrics = update_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
     assert value == pytest.approx(expected, rel=1e-5)
@@ -260,9 +260,9 @@ def test_counts_of_methods_that_are_applied_once():
     _, metrics = prepared(masks=masks)
     found = {name: int(x) for name, x in metrics.items() if counts.is_count(name)}
     assert found == {
-        "correction/mask/token_k1/seen": mask.sum(),
+        "correction/mask/token_k1/num_tokens": mask.sum(),
         "correction/mask/token_k1/dropped": (np.abs(z) > np.log(1.3)).sum(),
-        "correction/weight/seen": mask.sum(),
+        "correction/weight/num_tokens": mask.sum(),
         "correction/weight/changed_raw": (z != 0).sum(),
         "correction/weight/changed": (z != 0).sum(),
         "correction/weight/truncated": (np.exp(z) > CAP).sum(),
@@ -287,10 +287,10 @@ def test_every_configured_method_is_counted_in_one_place(preset, masks):
     out = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
     update = lambda logp: update_loss(c, logp, None, data | out, 1.0, 1.0)[1]
     live = jax.eval_shape(update, data["logp_old"])
-    seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/seen")]
+    seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/num_tokens")]
     expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
     expected += ["weight"] if c.weight[0] != "none" else []
-    assert sorted(seen) == sorted(f"correction/{name}/seen" for name in expected)
+    assert sorted(seen) == sorted(f"correction/{name}/num_tokens" for name in expected)
 
 
 def test_a_batch_that_is_rejected_whole_has_no_sample_left():

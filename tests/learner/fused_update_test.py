@@ -14,7 +14,7 @@ from tests.learner.trainer_test import fake_samples, one_update
 
 pytestmark = pytest.mark.compiles
 
-ONE = dict(train__minibatches=1, train__epochs=1, metrics__percentile_every=1)
+ONE = dict(train__minibatches=1, train__epochs=1, metrics__diagnostics_every=1)
 FUSED = {
     "tis": dict(correction__preset="tis_2"),
     "packed": dict(correction__preset="tis_2", train__pack_length=40),
@@ -22,17 +22,17 @@ FUSED = {
     "masks": dict(
         correction__weight="seq_tis(cap=2.0)",
         correction__masks="seq_mean_k3(upper=1.0) & veto & opsm(opsm_delta=0.3)",
-        correction__counts_rejected=True,
+        correction__rejected_in_denominator=True,
     ),
     "packed sequences": dict(
         correction__weight="seq_mis(upper=3.0)", train__pack_length=40,
-        correction__masks="seq_sum_k2(upper=1.0)", correction__counts_rejected=True,
+        correction__masks="seq_sum_k2(upper=1.0)", correction__rejected_in_denominator=True,
     ),
     "bypass": dict(correction__preset="bypass_ppo_clip"),
     "centred": dict(correction__preset="centered_tis_2", train__pack_length=40),
     "centred, by a mask": dict(
         correction__preset="tis_2", correction__centering="top(4)",
-        correction__masks="token_dp(upper=0.1)", correction__counts_rejected=True,
+        correction__masks="token_dp(upper=0.1)", correction__rejected_in_denominator=True,
     ),
     "factors": dict(correction__weight="capped_ratio"),
     "entropy and reference": dict(
@@ -53,8 +53,10 @@ def both_ways(changes):
     for how in ("auto", "never"):
         # One that moves by the gradient itself; Adam would blow up the noise of small ones.
         sgd = optax.sgd(1.0)
-        _, state, rows, metrics, trainer = one_update(sgd, **ONE | changes, train__fuse_score=how)
-        assert bool(trainer.setup.why_scored) == (how == "never"), trainer.setup.why_scored
+        changed = ONE | changes | dict(train__fuse_old_logp=how)
+        _, state, rows, metrics, trainer = one_update(sgd, **changed)
+        reason = trainer.setup.recompute_reason
+        assert bool(reason) == (how == "never"), reason
         out.append((jax.device_get(state["policy"].params), rows, metrics))
     return out
 
@@ -105,7 +107,7 @@ def test_it_refuses_tokens_of_other_weights():
         trainer = Trainer(setup.training)
     state = initial_state(setup.training, initial_params(setup.training))
     older = jax.tree.map(lambda x: 1.1 * x, state["policy"].params)
-    with pytest.raises(ValueError, match="set train.fuse_score to never"):
+    with pytest.raises(ValueError, match="set train.fuse_old_logp to never"):
         trainer.score(state, fake_samples(), {0: older})
     with pytest.raises(ValueError, match="weights of version 0"):
         trainer.score(state, fake_samples(), {1: state["policy"].params})

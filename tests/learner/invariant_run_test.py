@@ -17,7 +17,7 @@ pytestmark = [
 INVARIANT = dict(
     model__numerics="invariant", model__dtype="bfloat16", engine__dtype="bfloat16",
     engine__cache_dtype="bfloat16", engine__quantization="none", rollout__top_k=5,
-    rollout__kept_set=5, steps=2, warmup__steps=0, train__epochs=1,
+    rollout__sampling_mask_size=5, steps=2, warmup__steps=0, train__epochs=1,
 )
 
 

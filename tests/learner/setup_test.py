@@ -12,10 +12,10 @@ ONE = dict(train__minibatches=1, train__epochs=1)
 @pytest.mark.parametrize("changes, why", [
     (dict(train__minibatches=2), "a rollout batch gets 2 updates"),
     (dict(train__epochs=2), "a rollout batch gets 2 updates"),
-    (dict(train__fuse_score="never"), "train.fuse_score is never"),
+    (dict(train__fuse_old_logp="never"), "train.fuse_old_logp is never"),
     (dict(correction__batch_normalize=True), "weights are divided by their mean"),
     (dict(correction__masks="token_k2(upper=1.0)"), "how many tokens the masks keep"),
-    (dict(correction__masks="top_entropy", correction__counts_rejected=True),
+    (dict(correction__masks="top_entropy", correction__rejected_in_denominator=True),
      "the mask top_entropy ranks the tokens"),
     (dict(correction__kl_coeff=0.1, correction__kl_placement="reward"), "a part of the reward"),
     (dict(correction__controllers="ess_scale"), "ess_scale looks at the batch"),
@@ -23,36 +23,36 @@ ONE = dict(train__minibatches=1, train__epochs=1)
     (dict(correction__objective="st_ppo"), "the objective st_ppo needs st_ppo_norm"),
 ])
 def test_why_a_batch_is_scored_before(changes, why):
-    assert why in tiny.setup(**ONE | changes).training.why_scored
+    assert why in tiny.setup(**ONE | changes).training.recompute_reason
 
 
 def test_a_batch_is_scored_by_its_only_update():
-    assert tiny.setup(**ONE).training.why_scored is None
+    assert tiny.setup(**ONE).training.recompute_reason is None
 
 
 @pytest.mark.parametrize("rollout, staleness", [
     ({}, 0),
-    (dict(mode="areal(staleness=2)"), 2),
-    (dict(mode="fully_async(trigger=2, threshold=0.5)"), 2),
-    (dict(replay="newest"), 4),  # four versions beyond the mode
+    (dict(schedule="areal(staleness=2)"), 2),
+    (dict(schedule="fully_async(trigger=2, threshold=0.5)"), 2),
+    (dict(replay="newest"), 4),  # four versions beyond the schedule
     (dict(replay="newest", max_age=7), 7),
     (dict(replay="newest(uses=1)"), 0),  # replays nothing
-    (dict(mode="areal(staleness=inf)", queue=8, snapshots=4), math.inf),
+    (dict(schedule="areal(staleness=inf)", queue=8, snapshots=4), math.inf),
 ])
 def test_the_age_of_a_token_is_bounded_by_mode_and_replay(rollout, staleness):
     changes = {f"rollout__{name}": value for name, value in rollout.items()}
     assert tiny.setup(**changes).training.staleness == staleness
 
 
-@pytest.mark.parametrize("old_logp, has_stand_in, averages_policy", [
+@pytest.mark.parametrize("old_logp, approximates_old_logp, averages_policy", [
     ("ring", False, False), ("ewma", True, True), ("none", True, False),
 ])
-def test_another_policy_stands_in_for_older_weights(old_logp, has_stand_in, averages_policy):
+def test_another_policy_stands_in_for_older_weights(old_logp, approximates_old_logp, averages_policy):
     bypass = dict(correction__mode="bypass", correction__weight="none")
     training = tiny.setup(
-        rollout__mode="one_step", rollout__old_logp=old_logp, **bypass
+        rollout__schedule="one_step", rollout__old_logp_source=old_logp, **bypass
     ).training
-    assert training.has_stand_in == has_stand_in
+    assert training.approximates_old_logp == approximates_old_logp
     assert training.averages_policy == averages_policy
 
 

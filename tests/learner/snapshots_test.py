@@ -13,7 +13,9 @@ import pytest
 from jaxrl_tis.doctor.case import THRESHOLDS
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.learner import snapshots
-from jaxrl_tis.learner.snapshots import Average, Replica, Ring, averaged, num_snapshots
+from jaxrl_tis.learner.snapshots import (
+    Average, ReplicaSnapshots, RingSnapshots, averaged, num_snapshots,
+)
 from jaxrl_tis.learner.state import abstract_state, initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.record import checkpoint
@@ -29,8 +31,8 @@ pytestmark = [
 # Three versions draw two tokens each.
 INVARIANT = dict(
     model__numerics="invariant", engine__quantization="none", rollout__max_new_tokens=6,
-    rollout__mode="areal(staleness=2)", engine__slots=16, engine__prefill_batch=16,
-    rollout__temperature=1.0, metrics__percentile_every=1,
+    rollout__schedule="areal(staleness=2)", engine__slots=16, engine__prefill_batch=16,
+    rollout__temperature=1.0, metrics__diagnostics_every=1,
 )
 
 
@@ -39,7 +41,7 @@ def weights(value, dtype="float32"):
 
 
 def ring(count=2, **options):
-    return Ring(count, snapshots.num_bytes(weights(0.0)), **{"max_bytes": 1e9, **options})
+    return RingSnapshots(count, snapshots.num_bytes(weights(0.0)), **{"max_bytes": 1e9, **options})
 
 
 # Snapshots
@@ -55,7 +57,7 @@ def test_as_many_snapshots_as_versions_can_be_in_a_batch(staleness):
 
 
 def test_without_a_bound_on_staleness_no_number_is_enough():
-    with pytest.raises(ValueError, match="set rollout.snapshots, or rollout.old_logp"):
+    with pytest.raises(ValueError, match="set rollout.snapshots, or rollout.old_logp_source"):
         num_snapshots(float("inf"))
 
 
@@ -118,7 +120,7 @@ def replica(max_sequences=2):
     value = lambda params, ts: [
         np.arange(len(t.tokens), dtype=np.float32) + float(params["a"][0, 0]) for t in ts
     ]
-    return Replica(64, 64.0, value, max_sequences)
+    return ReplicaSnapshots(64, 64.0, value, max_sequences)
 
 
 def test_a_replica_scores_what_its_weights_drew_and_gives_it_out_once():
@@ -145,7 +147,7 @@ def test_a_replica_keeps_a_bounded_number_of_sequences():
 
 
 @pytest.mark.parametrize("has_log_probs", [False, True])
-@pytest.mark.parametrize("make", [ring, replica, snapshots.Newest])
+@pytest.mark.parametrize("make", [ring, replica, snapshots.NewestSnapshots])
 def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
     before, after = make(), make()
     for version in (3, 5):
@@ -163,7 +165,7 @@ def test_what_is_kept_survives_a_checkpoint(make, has_log_probs, tmp_path):
         restored, meta = checkpoints.restore(wanted)
     restored.pop("step")
     after.restore(restored, meta)
-    assert list(after) == [v for v in before if make is not snapshots.Newest]
+    assert list(after) == [v for v in before if make is not snapshots.NewestSnapshots]
     for version in after:
         assert_same(after[version], before[version])
     batch = [trajectory("x", [3, 5]), trajectory("y", [5])]
@@ -209,7 +211,7 @@ def drawn(**changes):
     policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
     kept = trainer.weight_snapshots()
     size = snapshots.num_bytes(first)
-    scoring = Replica(size, size, trainer.log_probs, 16)
+    scoring = ReplicaSnapshots(size, size, trainer.log_probs, 16)
     scheduler = setup.scheduler(setup.engine, None, 0)
     sampling = SamplingParams(max_tokens=6, stop_ids=tuple(setup.tokenizer.eos_ids))
     requests = {
@@ -341,32 +343,32 @@ def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_bat
         drawn_at = row[len(t.prompt) : len(t.prompt) + len(t.tokens)]
         np.testing.assert_array_equal(drawn_at, np.choose(t.version, logps))
     _, _, metrics = trainer.update(state, rows, 1, 2)
-    assert metrics["old_logp/scored_rows"] == 3 + 9
+    assert metrics["old_logp/recomputed_sequences"] == 3 + 9
 
 
 @pytest.mark.all
 def test_the_policy_can_stand_in_for_all_versions():
     """With the weight of the objective itself, which needs no more."""
-    setup = tiny.setup(**INVARIANT, rollout__old_logp="none", correction__preset="async")
+    setup = tiny.setup(**INVARIANT, rollout__old_logp_source="none", correction__preset="async")
     with tiny.one_device():
         trainer = Trainer(setup.training)
     _, _, policies, _, _, samples = drawn()
     kept = trainer.weight_snapshots()
-    assert isinstance(kept, snapshots.Newest) and len(kept) == 0
+    assert isinstance(kept, snapshots.NewestSnapshots) and len(kept) == 0
     state = state_of(setup.training, policies[2])
     rows = trainer.score(state, samples, kept)
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
     _, _, metrics = trainer.update(state, rows, 1, 2)
-    assert metrics["old_logp/versions"] == 3 and metrics["old_logp/scored_rows"] == 0
+    assert metrics["old_logp/versions"] == 3 and metrics["old_logp/recomputed_sequences"] == 0
     assert metrics["mismatch/engine/log_ratio_abs_mean"] > 0.01  # with the staleness in it
 
 
 @pytest.mark.parametrize("changes, kind", [
-    (dict(rollout__mode="sync"), snapshots.Newest),
-    (dict(rollout__mode="periodic"), snapshots.Newest),
-    (dict(rollout__mode="one_step"), Ring),
-    (dict(rollout__old_logp="replica"), Replica),
-    (dict(rollout__old_logp="ewma"), snapshots.Newest),
+    (dict(rollout__schedule="sync"), snapshots.NewestSnapshots),
+    (dict(rollout__schedule="periodic"), snapshots.NewestSnapshots),
+    (dict(rollout__schedule="one_step"), RingSnapshots),
+    (dict(rollout__old_logp_source="replica"), ReplicaSnapshots),
+    (dict(rollout__old_logp_source="ewma"), snapshots.NewestSnapshots),
 ])
 def test_a_run_makes_what_its_config_says(changes, kind):
     setup = tiny.setup(**INVARIANT | changes)
@@ -381,7 +383,7 @@ def test_too_many_snapshots_are_refused_before_anything_is_drawn():
 
 
 def test_an_average_of_policies_is_the_centre_and_stands_in():
-    setup = tiny.setup(**INVARIANT, rollout__old_logp="ewma", rollout__ewma_centre=1.0)
+    setup = tiny.setup(**INVARIANT, rollout__old_logp_source="ewma", rollout__ewma_centre=1.0)
     with tiny.one_device():
         trainer = Trainer(setup.training)
     *_, samples = drawn()
@@ -395,7 +397,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
         steps.append(jax.tree.map(np.array, policy.params))
         return policy, *rest
 
-    rows = trainer.score(state, samples, snapshots.Newest())
+    rows = trainer.score(state, samples, snapshots.NewestSnapshots())
     with mock.patch.object(trainer, "_train_step", spy):
         state, _, _ = trainer.update(state, rows, 1, 2)
     assert len(steps) == 5  # 2 epochs of 2 minibatches
@@ -404,7 +406,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     for mean, x, p in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected, steps[-1]))):
         np.testing.assert_allclose(mean, x, rtol=1e-5, atol=1e-7)
     assert not np.allclose(state["ewma"].mean["embed"], steps[-1]["embed"], rtol=1e-5)
-    rows = trainer.score(state, samples, snapshots.Newest())
+    rows = trainer.score(state, samples, snapshots.NewestSnapshots())
     at_mean = trainer.log_probs(state["ewma"].mean, [s.trajectory for s in samples])
     np.testing.assert_array_equal(rows["logp_prox"][rows["mask"]], np.concatenate(at_mean))
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])

@@ -60,12 +60,12 @@ def test_the_date_of_a_run_goes_along_where_its_policy_is_measured_or_served(tmp
 @pytest.mark.parametrize("changes", [
     dict(),
     dict(train__pack_length=24),
-    dict(train__fuse_score="never", correction__offload_reference=True),
+    dict(train__fuse_old_logp="never", correction__offload_reference=True),
     dict(model__dtype="bfloat16"),
-    dict(model__dtype="bfloat16", model__highest_head=True, correction__kl_placement="reward",
+    dict(model__dtype="bfloat16", model__fp32_head=True, correction__kl_placement="reward",
          correction__kl="k1"),
     dict(model__dtype="bfloat16", model__quantization="w8a16"),
-    dict(model__dtype="float16", train__pack_length=24, train__fuse_score="never"),
+    dict(model__dtype="float16", train__pack_length=24, train__fuse_old_logp="never"),
     dict(model__param_dtype="bfloat16"),
 ], ids=["float32", "packed", "offloaded", "bfloat16", "head", "int8", "float16", "parameters"])
 def test_the_kl_to_the_reference_starts_at_exactly_zero(changes):

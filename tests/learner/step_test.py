@@ -178,7 +178,7 @@ def test_counts_add_up_over_micro_batches_and_arriving_parts():
     data = {name: x for name, x in batch().items() if name != "weights"}
     of = lambda metrics: {name: x for name, x in jax.device_get(metrics).items() if is_count(name)}
     whole = of(updated(chosen, data, 1)[1])
-    assert whole["correction/weight/seen"] == whole["correction/mask/token_ratio/seen"] == (
+    assert whole["correction/weight/num_tokens"] == whole["correction/mask/token_ratio/num_tokens"] == (
         data["mask"].sum())
     assert 0 < whole["correction/mask/token_ratio/dropped"] < data["mask"].sum()
     assert of(updated(chosen, data, 4)[1]) == whole

@@ -155,9 +155,9 @@ def test_metrics_of_the_samples_by_hand():
     values = sample_metrics(samples, rows, config)
     assert values["reward/mean"] == 1.0 and values["reward/score_mean"] == 0.5
     assert values["reward/std"] == pytest.approx(0.5**0.5)  # deviations 0, 0, -1, 1
-    assert values["reward/equal_groups_ratio"] == 0.5
+    assert values["reward/zero_std_group_ratio"] == 0.5
     alike = sample_metrics(samples, rows | {"rewards": np.ones(4)}, config)
-    assert alike["reward/equal_groups_ratio"] == 1.0
+    assert alike["reward/zero_std_group_ratio"] == 1.0
     assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1
     assert values["response_length/truncated_ratio"] == 0.0
     assert values["num_turns/max"] == 1
@@ -178,7 +178,7 @@ def test_metrics_of_the_samples_by_hand():
          correction__objective="st_ppo"),
 ])
 def test_methods_that_ask_for_more_than_the_usual(changes):
-    _, _, rows, record, _ = one_update(metrics__percentile_every=1, **changes)
+    _, _, rows, record, _ = one_update(metrics__diagnostics_every=1, **changes)
     assert np.isfinite(record["actor/pg_loss"]) and record["actor/grad_norm"] > 0
     assert 0 <= record["mismatch/dp_p95/mean"] <= record["mismatch/dp_p99/max"] <= 1
     # Three positions, from 0, 1 and 2 on.
@@ -198,7 +198,8 @@ def test_methods_that_ask_for_more_than_the_usual(changes):
 def test_counts_are_of_the_whole_batch(mode):
     """31 tokens in minibatches of micro-batches; an update sees them once in each of two epochs."""
     *_, rows, metrics, _ = one_update(
-        correction__mode=mode, correction__weight="token_tis", correction__counts_rejected=True,
+        correction__mode=mode, correction__weight="token_tis",
+        correction__rejected_in_denominator=True,
         correction__masks="veto & opsm(opsm_delta=-9.0) & token_ratio(lower=1, upper=9) & "
         "token_ratio(upper=9)", correction__objective="reinforce",
         train__epochs=2, train__minibatches=2, train__microbatch_rows=4,
@@ -206,16 +207,16 @@ def test_counts_are_of_the_whole_batch(mode):
     seen = 62 if mode == "bypass" else 31
     assert rows["mask"].sum() == 31
     tokens = {name.removeprefix("correction/"): x for name, x in metrics.items() if is_count(name)}
-    assert [tokens.pop(f"mask/{name}/seen") for name in ("veto", "token_ratio", "token_ratio_2")] == [
+    assert [tokens.pop(f"mask/{name}/num_tokens") for name in ("veto", "token_ratio", "token_ratio_2")] == [
         seen] * 3
-    assert tokens.pop("mask/opsm/seen") == 62  # of the policy of each update
+    assert tokens.pop("mask/opsm/num_tokens") == 62  # of the policy of each update
     # It drops all tokens of negative advantages.
     assert tokens.pop("mask/opsm/dropped") == 2 * (rows["adv"] < 0)[rows["mask"]].sum() > 0
     is_less = (rows["logp_old"] < rows["logp_behav"])[rows["mask"]]
     dropped = tokens.pop("mask/token_ratio/dropped")
     assert dropped == is_less.sum() if mode == "decoupled" else 31 < dropped <= 62
     assert tokens.pop("mask/veto/dropped") == tokens.pop("mask/token_ratio_2/dropped") == 0
-    assert tokens.pop("weight/seen") == tokens.pop("weight/changed_raw") == seen
+    assert tokens.pop("weight/num_tokens") == tokens.pop("weight/changed_raw") == seen
     assert tokens.keys() == {"weight/changed", "weight/truncated", "weight/dropped"}
 
 
@@ -268,5 +269,5 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
 
 def test_the_updates_of_a_step_are_joined():
     assert trainer._of_step("critic/lr", [1.0, 3.0]) == 3.0
-    assert trainer._of_step("correction/weight/seen", [1.0, 3.0]) == 4.0
+    assert trainer._of_step("correction/weight/num_tokens", [1.0, 3.0]) == 4.0
     assert trainer._of_step("actor/pg_loss", [1.0, 3.0]) == 2.0

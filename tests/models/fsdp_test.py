@@ -79,7 +79,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_layout():
     y_bar[1:] = 1.0
     sums = {"float32": 8 + 2**-9, "bfloat16": 8}
     for shape, (dtype, expected) in itertools.product(((1, 8, 1), (8, 1, 1)), sums.items()):
-        layout = sharding.layout(shape, sharding.TRAIN_RULES, sum_dtype=dtype)
+        layout = sharding.layout(shape, sharding.TRAIN_RULES, grad_reduce_dtype=dtype)
         product = functools.partial(pulled, lambda x, w: fsdp.dot(x, w, layout, False))
         w_bar = jax.jit(product)(y_bar, x, jnp.ones((D, F)))[1][1]
         assert w_bar.dtype == jnp.float32

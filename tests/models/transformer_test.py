@@ -209,7 +209,7 @@ def test_highest_head_is_a_float32_product_of_highest_precision():
         (dot,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
         return {str(v.aval.dtype) for v in dot.invars}, str(dot.params["precision"])
 
-    types, precision = head_dot(transformer.Program(dtype="bfloat16", highest_head=True))
+    types, precision = head_dot(transformer.Program(dtype="bfloat16", fp32_head=True))
     assert types == {"float32"} and "HIGHEST" in precision
     types, precision = head_dot(transformer.Program(dtype="bfloat16"))
     assert types == {"bfloat16"} and "HIGHEST" not in precision

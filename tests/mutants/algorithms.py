@@ -4,7 +4,7 @@ from tests.mutants import of
 
 MUTANTS = [
     *of(
-        "estimators/clipped.py",
+        "estimators/ppo.py",
         ("no clip above",
          "ratios.clamp(ratio_bt, low, high)", "ratios.clamp(ratio_bt, low, jnp.inf)"),
         ("the optimistic branch",
@@ -50,7 +50,7 @@ MUTANTS = [
          "mean_on_tokens(log_ratio_bt, mask, ids_bt)", "mean_on_tokens(log_ratio_bt, mask, seg)"),
     ),
     *of(
-        "estimators/detached.py",
+        "estimators/reinforce.py",
         ("a gradient flows through the weights",
          "-jax.lax.stop_gradient(w_bt) * adv_bt", "-w_bt * adv_bt"),
         ("the weights are not clipped",
@@ -87,7 +87,7 @@ MUTANTS = [
          "_tilt_divergence(excess_b, count_b, ids, weight_b) < quatro_delta"),
     ),
     *of(
-        "estimators/flipped.py",
+        "estimators/aspo.py",
         ("the ratio of good tokens is not flipped",
          "jnp.where(adv_bt < 0, c_sg_bt, 1.0 / c_sg_bt)", "c_sg_bt"),
         ("quantiles round down",

@@ -3,7 +3,7 @@
 from tests.mutants import of
 
 INTERRUPTIONS = "engine/scheduler_interruptions_test.py"
-OVERLAP = "engine/scheduler_overlap_test.py"
+OVERLAP = "engine/scheduler_async_test.py"
 VERSIONS = (
     INTERRUPTIONS + "::test_every_token_carries_the_weights_that_drew_it_and_the_oldest_it_read"
 )
@@ -56,7 +56,7 @@ MUTANTS = [
     *of(
         "engine/wait_queue.py",
         ("one is passed over once more than allowed",
-         "bypassed >= self._max_bypass", "bypassed > self._max_bypass"),
+         "bypassed >= self._max_wait_admissions", "bypassed > self._max_wait_admissions"),
         ("an admission is not counted", "self.admissions += 1", "self.admissions += 0"),
         ("a sequence with tokens follows its whole prompt",
          "prompt[: len(prompt) // self._size * self._size] if", "prompt if"),
@@ -151,7 +151,7 @@ MUTANTS = [
          "- sequence.shift) // size > most:", "- sequence.shift + 1) // size > most:",
          INTERRUPTIONS + "::test_evicted_positions_are_recorded_as_the_engine_saw_them"),
         ("a sequence keeps its slot one call too long",
-         "s.since_admission >= self._divide", "s.since_admission > self._divide",
+         "s.since_admission >= self._preempt_after", "s.since_admission > self._preempt_after",
          INTERRUPTIONS + "::test_a_sequence_draws_its_share_each_time_it_gets_a_slot"),
         ("the oldest of those that made way loses its pages",
          "self.retract(max(parked", "self.retract(min(parked",
@@ -275,7 +275,7 @@ MUTANTS = [
          "if noise is not None:", "if noise is not None and False:",
          "test_noise_is_added_before_weights_are_cast"),
         ("the float32 head is rounded",
-         'self._program.highest_head or self._program.dtype == "float16"', "False"),
+         'self._program.fp32_head or self._program.dtype == "float16"', "False"),
         ("what is quantised is rounded first",
          'quant.quantize_params({"layers": layers}, self._recipe)',
          'quant.quantize_params({"layers": jax.tree.map(lambda w: w.astype("bfloat16"), layers)},'

@@ -28,7 +28,7 @@ MUTANTS = [
     ),
     *of(
         "experiments/threshold.py",
-        ("a half point is extrapolated", "if log_scale.min() <= found <= log_scale.max():", "if True:"),
+        ("a half point is extrapolated", "if log_scale.min() <= crossing <= log_scale.max():", "if True:"),
         ("a majority that fails has no threshold", "-np.inf if failed.mean() > 0.5 else np.inf", "np.inf"),
         ("all failures are a size above all", "if failed.all() or not failed.any():\n        return otherwise",
          "if failed.all() or not failed.any():\n        return np.inf"),
@@ -61,9 +61,9 @@ MUTANTS = [
     ),
     *of(
         "doctor/case.py",
-        ("the age of a batch counts as its reuse", "return made / (made + before)", "return 1.0"),
-        ("a fresh batch has no reuse", "if not any(case.recent(LAG)):\n        return 1.0\n    made",
-         "if not any(case.recent(LAG)):\n        return 0.0\n    made"),
+        ("the age of a batch counts as its reuse", "return reuse / (reuse + before)", "return 1.0"),
+        ("a fresh batch has no reuse", "if not any(case.recent(LAG)):\n        return 1.0\n    reuse",
+         "if not any(case.recent(LAG)):\n        return 0.0\n    reuse"),
         tests="doctor/trees_test.py",
     ),
     *of(

@@ -40,7 +40,7 @@ def test_free_and_rounded_names_are_fields_or_groups():
 
 @pytest.mark.parametrize("field, value", [
     ("checkpoint.every", 7), ("checkpoint.keep", 9), ("watchdog.timeout", 9.0), ("reward.timeout", 9.0),
-    ("metrics.percentile_every", 3), ("metrics.sinks", ("wandb",)), ("eval.every", 3),
+    ("metrics.diagnostics_every", 3), ("metrics.sinks", ("wandb",)), ("eval.every", 3),
     ("eval.prompts", 9), ("eval.threshold", 0.5), ("eval.params.split", "train"), ("engine.slots", 64), ("engine.num_pages", 99), ("engine.prefill_chunk", 64),
     ("steps", 200), ("name", "other"),
 ])
@@ -84,19 +84,28 @@ def test_a_schedule_without_a_critic_follows_nothing(found):
 
 @pytest.mark.parametrize("field", [*changes.ROUNDED, *changes.INTERRUPTING])
 def test_with_samplers_that_run_ahead_batching_and_breaks_are_named(found, field):
-    for before in ({"rollout__mode": "one_step"}, {"rollout__replay": "uniform(uses=2)"}):
+    for before in ({"rollout__schedule": "one_step"}, {"rollout__replay": "uniform(uses=2)"}):
         with pytest.raises(ValueError, match=f"--change={field}"):
             found({field: 3}, **before)
         assert found({field: 3}, [field], **before)
 
 
 def test_a_queue_of_samples_keeps_its_shape(found):
-    ahead = {"rollout__mode": "areal(staleness=4)"}
+    ahead = {"rollout__schedule": "areal(staleness=4)"}
     with pytest.raises(ValueError, match="another queue of samples: rollout.group_size: 8 -> 4"):
         found({"rollout.group_size": 4}, ["rollout"], **ahead)
-    with pytest.raises(ValueError, match="another queue of samples: rollout.mode"):
-        found({"rollout.mode": "sync"}, ["rollout"], **ahead)
+    with pytest.raises(ValueError, match="another queue of samples: rollout.schedule"):
+        found({"rollout.schedule": "sync"}, ["rollout"], **ahead)
     assert found({"rollout.group_size": 4}, ["rollout"]) == {"rollout.group_size": [8, 4]}
+
+
+def test_a_run_with_fields_that_no_longer_exist_is_refused_in_one_line(tmp_path):
+    old = default.get_config().to_dict()
+    old["rollout"]["mode"] = old["rollout"].pop("schedule")
+    provenance.write_run_files(tmp_path, old)
+    with pytest.raises(ValueError, match="fields rollout.mode no longer exist") as refusal:
+        changes.find(tmp_path, default.get_config().to_dict())
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_name_that_is_no_field_is_refused(found):
@@ -122,9 +131,9 @@ def test_the_record_goes_back_with_the_run():
 
 def test_roundings_are_told_where_there_are_any():
     fields = {"engine.slots": [8, 4], "steps": [1, 2]}
-    assert changes.told(fields, "invariant") == ["changed: engine.slots: 8 -> 4; steps: 1 -> 2"]
-    assert changes.told(fields, "fast")[1] == "engine.slots can change roundings, and samples with them"
-    assert changes.told({}, "fast") == []
+    assert changes.messages(fields, "invariant") == ["changed: engine.slots: 8 -> 4; steps: 1 -> 2"]
+    assert changes.messages(fields, "fast")[1] == "engine.slots can change roundings, and samples with them"
+    assert changes.messages({}, "fast") == []
 
 
 # Runs
@@ -190,7 +199,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
     free = dict(
         engine__slots=5, engine__num_pages=12, engine__prefill_batch=2, engine__prefill_calls=1,
         engine__prefill_chunk=2, eval__every=2, eval__prompts=4, reward__timeout=9.0,
-        checkpoint__every=3, checkpoint__keep=1, metrics__percentile_every=1, metrics__samples=1,
+        checkpoint__every=3, checkpoint__keep=1, metrics__diagnostics_every=1, metrics__samples=1,
         watchdog__timeout=900.0, name="other",
     )
     tiny.run(tmp_path, **exact | {"steps": 1})

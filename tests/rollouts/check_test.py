@@ -17,24 +17,24 @@ def problems(config) -> list[str]:
 
 
 @pytest.mark.parametrize("changes, why", [
-    (dict(mode="areal(staleness=-1)"), "rollout.mode 'areal.staleness=-1.': it runs -1"),
-    (dict(mode="aral"), "mode 'aral' is unknown; did you mean 'areal'"),
-    (dict(mode="fully_async(trigger=4, threshold=-0.5)"), "threshold is -0.5"),
-    (dict(mode="fully_async(trigger=0)"), "trigger is 0; give a whole number"),
-    (dict(mode="roll_flash(redundant=-1)"), "-1 redundant candidates"),
-    (dict(mode="laminar(repack=1.5)", workers=2), "repack is 1.5"),
-    (dict(mode="laminar"), "moves sequences between workers, and there is one"),
-    (dict(mode="areal(staleness=inf)"), "has no bound: set rollout.queue"),
-    (dict(mode="areal", queue=3), "rollout.queue = 3 groups cannot hold a batch of rollout.prompts = 4"),
-    (dict(mode="fully_async(trigger=3)", queue=8), "cannot hold the 3 batches of 4"),
-    (dict(mode="areal", workers=0), "rollout.workers is 0"),
-    (dict(mode="areal", update_turns=-1), "rollout.update_turns is -1"),
-    (dict(mode="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
-    (dict(mode="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 counts the turns"),
-    (dict(mode="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is no address"),
-    (dict(mode="areal", driver="processes", transport=""), "rollout.transport is empty"),
-    (dict(mode="areal", driver="processes", worker_timeout=0.0), "worker_timeout is 0.0 seconds"),
-    (dict(mode="areal", driver="threads", old_logp="replica"), "keeps no copy: set it to ring"),
+    (dict(schedule="areal(staleness=-1)"), "rollout.schedule 'areal.staleness=-1.': it runs -1"),
+    (dict(schedule="aral"), "schedule 'aral' is unknown; did you mean 'areal'"),
+    (dict(schedule="fully_async(trigger=4, threshold=-0.5)"), "threshold is -0.5"),
+    (dict(schedule="fully_async(trigger=0)"), "trigger is 0; give a whole number"),
+    (dict(schedule="roll_flash(redundant=-1)"), "-1 redundant candidates"),
+    (dict(schedule="laminar(repack=1.5)", workers=2), "repack is 1.5"),
+    (dict(schedule="laminar"), "moves sequences between workers, and there is one"),
+    (dict(schedule="areal(staleness=inf)"), "has no bound: set rollout.queue"),
+    (dict(schedule="areal", queue=3), "rollout.queue = 3 groups cannot hold a batch of rollout.prompts = 4"),
+    (dict(schedule="fully_async(trigger=3)", queue=8), "cannot hold the 3 batches of 4"),
+    (dict(schedule="areal", workers=0), "rollout.workers is 0"),
+    (dict(schedule="areal", update_turns=-1), "rollout.update_turns is -1"),
+    (dict(schedule="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
+    (dict(schedule="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 counts the turns"),
+    (dict(schedule="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is no address"),
+    (dict(schedule="areal", driver="processes", transport=""), "rollout.transport is empty"),
+    (dict(schedule="areal", driver="processes", worker_timeout=0.0), "worker_timeout is 0.0 seconds"),
+    (dict(schedule="areal", driver="threads", old_logp_source="replica"), "keeps no copy: set it to ring"),
     (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
     (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
@@ -44,8 +44,8 @@ def problems(config) -> list[str]:
     (dict(max_age=3), "rollout.max_age = 3 is for tokens that are trained on again"),
     (dict(replay="newest(uses=1)", max_age=3), "rollout.replay = 'newest.uses=1.' has none"),
     (dict(replay="newest", max_age=-1), "rollout.max_age = -1 leaves nothing to replay"),
-    (dict(replay="newest", mode="areal(staleness=3)", max_age=3), "has tokens 3 versions old"),
-    (dict(replay="newest", mode="areal(staleness=inf)", queue=8), "set rollout.max_age"),
+    (dict(replay="newest", schedule="areal(staleness=3)", max_age=3), "has tokens 3 versions old"),
+    (dict(replay="newest", schedule="areal(staleness=inf)", queue=8), "set rollout.max_age"),
 ])
 def test_a_contradiction_is_named(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
@@ -54,39 +54,39 @@ def test_a_contradiction_is_named(changes, why):
 
 @pytest.mark.parametrize("queue", [3, -1])
 def test_a_queue_that_is_too_small_is_one_problem(queue):
-    config = tiny.config(rollout__mode="areal", rollout__queue=queue)
+    config = tiny.config(rollout__schedule="areal", rollout__queue=queue)
     assert len(problems(config)) == 1
 
 
 def test_other_sections_that_a_mode_excludes():
-    config = tiny.config(rollout__mode="areal", engine__retention=(1, 2))
+    config = tiny.config(rollout__schedule="areal", engine__retention=(1, 2))
     assert "saw evicted keys" in " ".join(problems(config))
     config = tiny.config(
-        rollout__mode="roll_flash(redundant=1)", correction__advantage="remax")
+        rollout__schedule="roll_flash(redundant=1)", correction__advantage="remax")
     assert "needs its greedy answer" in " ".join(problems(config))
 
 
 @pytest.mark.parametrize("replay", ["uniform(uses=1)", "newest", "fresh(uses=4, most=9, tau=50)"])
 def test_replay_goes_with_every_mode(replay):
-    for mode in ("sync", "periodic", "areal"):
-        assert not problems(tiny.config(rollout__mode=mode, rollout__replay=replay))
+    for schedule in ("sync", "periodic", "areal"):
+        assert not problems(tiny.config(rollout__schedule=schedule, rollout__replay=replay))
 
 
-@pytest.mark.parametrize("mode", ["sync", "periodic", "one_step", "areal(staleness=2)"])
-def test_modes_as_they_are(mode):
-    assert not problems(tiny.config(rollout__mode=mode))
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "one_step", "areal(staleness=2)"])
+def test_modes_as_they_are(schedule):
+    assert not problems(tiny.config(rollout__schedule=schedule))
 
 
 def test_processes_come_in_any_number():
-    laminar = dict(rollout__mode="laminar(staleness=2)", rollout__driver="processes")
+    laminar = dict(rollout__schedule="laminar(staleness=2)", rollout__driver="processes")
     assert not problems(tiny.config(**laminar))
 
 
 @pytest.mark.parametrize("changes, why", [
-    (dict(probe_every=-1), "rollout.probe_every is -1"),
-    (dict(probe_every=1, on_budget="halt"), "on_budget is 'halt'; choose one of warn, sync, stop"),
-    (dict(on_budget="stop"), "needs probes of the gap"),
-    (dict(probe_every=1, on_budget="sync"), "bounds staleness by less, and rollout.mode = 'sync'"),
+    (dict(gap_probe_every=-1), "rollout.gap_probe_every is -1"),
+    (dict(gap_probe_every=1, on_gap_exceeded="halt"), "on_gap_exceeded is 'halt'; choose one of warn, sync, stop"),
+    (dict(on_gap_exceeded="stop"), "needs probes of the gap"),
+    (dict(gap_probe_every=1, on_gap_exceeded="sync"), "bounds staleness by less, and rollout.schedule = 'sync'"),
 ])
 def test_budgets_that_cannot_be_kept(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})

@@ -5,8 +5,8 @@
 A world of its own plays workers, transport, rewards and learner, and keeps its own books: of every
 token it knows the version that drew it. Commands and reports are late, workers die and come, and a
 checkpoint can be taken at any moment. What must hold is written down here once more, from the
-methods' papers and not from the controller. Prints a line for every mode; the exit status is 1 if
-anything was violated.
+methods' papers and not from the controller. Prints a line for every schedule; the exit status is 1
+if anything was violated.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import time
 
 from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
-from jaxrl_tis.rollouts.modes import MODES, Mode, parse
+from jaxrl_tis.rollouts.schedules import SCHEDULES, Schedule, parse
 from jaxrl_tis.rollouts.queue import Entry, Queue
 
 CASES = [
@@ -35,9 +35,9 @@ CASES = [
     "laminar", "laminar(staleness=2, repack=0.99)",
 ]
 OTHERS = {  # points between the published ones
-    "all at once": Mode(ahead=3.5, sync_every=2, redundant=2, repack=0.9),
-    "redundant on arrival": Mode(on_arrival=True, redundant=1),
-    "in place, every third": Mode(ahead=4.0, sync_every=3, on_sync="in_place", redundant=1),
+    "all at once": Schedule(ahead=3.5, sync_every=2, redundant=2, repack=0.9),
+    "redundant on arrival": Schedule(on_arrival=True, redundant=1),
+    "in place, every third": Schedule(ahead=4.0, sync_every=3, on_sync="in_place", redundant=1),
 }
 LENGTHS = [1, 1, 1, 2, 2, 3, 4, 6, 12]
 NEEDS = {"reward": ("tokens",), "learner": ("reward",)}
@@ -64,18 +64,18 @@ class Drawer:
 class World:
     """A controller with everything around it; AssertionError where a rule is broken."""
 
-    def __init__(self, mode: Mode, seed: int):
-        rng = self.rng = random.Random(f"{mode} {seed}")
-        self.mode, self.seed, self.batch = mode, seed, rng.randint(1, 4)
-        self.size, most = rng.randint(1, 4), (mode.ahead + 1) * self.batch
+    def __init__(self, schedule: Schedule, seed: int):
+        rng = self.rng = random.Random(f"{schedule} {seed}")
+        self.schedule, self.seed, self.batch = schedule, seed, rng.randint(1, 4)
+        self.size, most = rng.randint(1, 4), (schedule.ahead + 1) * self.batch
         if math.isinf(most) or rng.random() < 0.3:
             self.capacity = self.batch + rng.randint(0, 12)
         else:
             self.capacity = most
         self.queue = Queue(self.size, self.capacity, NEEDS)
-        self.controller = Controller(mode, self.batch, self.queue)
+        self.controller = Controller(schedule, self.batch, self.queue)
         self.limit = self.capacity
-        self.ahead, self.version, self.hand, self.must_sync = mode.ahead, None, None, True
+        self.ahead, self.version, self.hand, self.must_sync = schedule.ahead, None, None, True
         self.drawers, self.joined = {}, 0
         self.bounds: list[float] = []  # by group: versions that its tokens may be behind
         self.done: dict[int, str] = {}  # group -> "trained" or "rejected"
@@ -159,7 +159,7 @@ class World:
             drawer.drawing |= partials
         elif isinstance(command, SyncWeights):
             assert (drawer.version or 0) <= command.version, "a version goes back"
-            assert not drawer.drawing or self.mode.on_sync == "in_place", "new weights while it draws"
+            assert not drawer.drawing or self.schedule.on_sync == "in_place", "new weights while it draws"
             drawer.version = command.version
             drawer.reports.append(("synced", command.version, None))
         else:
@@ -241,14 +241,14 @@ class World:
 
     def reduce_staleness(self):
         bound = self.capacity // self.batch if math.isinf(self.ahead) else self.ahead
-        ahead = max(bound - 1, self.mode.sync_every - 1)
+        ahead = max(bound - 1, self.schedule.sync_every - 1)
         assert self.controller.reduce_staleness() == ahead
         self.ahead, self.must_sync = ahead, True
 
     def learn(self):
         if len(self.taken) < self.batch:
             entries = self.controller.take()
-            assert entries is None or len(entries) == self.batch or self.mode.on_arrival
+            assert entries is None or len(entries) == self.batch or self.schedule.on_arrival
             for entry in entries or ():
                 self.receive(entry)
                 self.taken.append(entry)
@@ -261,7 +261,7 @@ class World:
         for entry in self.taken:
             self.end(entry.number, "trained")
         self.taken, self.version = [], version
-        if self.must_sync or version - self.hand >= self.mode.sync_every:
+        if self.must_sync or version - self.hand >= self.schedule.sync_every:
             self.hand, self.must_sync = version, False
         self.controller.published(version)
 
@@ -298,7 +298,7 @@ class World:
         state = json.loads(json.dumps(self.controller.get_state(version)))
         entries = [*self.queue.entries.values(), *(() if is_trained else self.taken)]
         self.queue = Queue(self.size, self.capacity, NEEDS)
-        self.controller = Controller(self.mode, self.batch, self.queue)
+        self.controller = Controller(self.schedule, self.batch, self.queue)
         self.controller.set_state(state)
         for entry in entries:
             columns = {sample: dict(row) for sample, row in entry.columns.items()}
@@ -349,7 +349,7 @@ class World:
             assert set(decision.keys) <= drawer.held - drawer.interrupted, "interrupted twice"
             drawer.interrupted |= set(decision.keys)
             assert is_rest or drawer.told < self.hand
-            if not is_rest and self.mode.on_sync != "interrupt":
+            if not is_rest and self.schedule.on_sync != "interrupt":
                 self.repacked(decision)
         else:
             assert isinstance(decision, Discard)
@@ -364,7 +364,7 @@ class World:
     def repacked(self, decision):
         """There is room on another one of this version, which keeps it meanwhile."""
         version = self.drawers[decision.worker].told
-        assert self.mode.repack and any(
+        assert self.schedule.repack and any(
             drawer.told == version and not drawer.is_syncing
             and len(drawer.held) + len(decision.keys) <= drawer.slots
             for name, drawer in self.drawers.items() if name != decision.worker
@@ -382,7 +382,7 @@ class World:
         partials = {key: self.partials.pop(key, []) for key in decision.keys}
         for key, tokens in partials.items():
             assert key[0] < len(self.bounds) and not self.is_over(key[0]), "drawn for nothing"
-            is_other = self.mode.on_sync == "drain" and tokens and tokens[-1] != drawer.told
+            is_other = self.schedule.on_sync == "drain" and tokens and tokens[-1] != drawer.told
             assert (key in decision.fresh) == bool(is_other)
             version = self.moving.pop(key, drawer.told)
             assert version == drawer.told or not tokens, "moved to another version"
@@ -390,7 +390,7 @@ class World:
         return {key: [] if key in decision.fresh else t for key, t in partials.items()}
 
     def opened(self, drawer, decision):
-        group, count = len(self.bounds), self.size + self.mode.redundant
+        group, count = len(self.bounds), self.size + self.schedule.redundant
         assert list(decision.keys) == [(group, i) for i in range(count)] and not decision.fresh
         self.bounds.append(math.inf if math.isinf(self.ahead) else math.ceil(self.ahead))
         # AReaL: floor((N - 1) / B) <= u + eta; N groups have begun and were not sent away.
@@ -402,11 +402,11 @@ class World:
         """A group is there whole, for the first time and in time."""
         assert entry.number not in self.done, "trained twice"
         assert list(entry.columns) == sorted(entry.columns) and len(entry.columns) == self.size
-        assert max(entry.columns) < self.size + self.mode.redundant
+        assert max(entry.columns) < self.size + self.schedule.redundant
         for row in entry.columns.values():
             tokens = row["tokens"]
             assert tokens == sorted(tokens), "versions go back along a sequence"
-            assert len(set(tokens)) == 1 or self.mode.on_sync != "drain", "of two versions"
+            assert len(set(tokens)) == 1 or self.schedule.on_sync != "drain", "of two versions"
             age = self.version - tokens[0]
             assert 0 <= self.version - tokens[-1], "drawn by a version that is not there yet"
             assert age <= self.bounds[entry.number], f"{age} versions behind"
@@ -451,9 +451,9 @@ class World:
         raise AssertionError("a group never ends")
 
 
-def play(mode: Mode, seed: int, events: int) -> list:
+def play(schedule: Schedule, seed: int, events: int) -> list:
     """Returns the decisions of a run; AssertionError says at which event a rule was broken."""
-    world = World(mode, seed)
+    world = World(schedule, seed)
     for count in range(events):
         try:
             world.event()
@@ -466,25 +466,25 @@ def play(mode: Mode, seed: int, events: int) -> list:
     return world.log
 
 
-def modes() -> dict[str, Mode]:
+def schedules() -> dict[str, Schedule]:
     return {text: parse(text) for text in CASES} | OTHERS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--events", type=int, default=100_000, help="of all modes together")
-    parser.add_argument("--seed", type=int, default=0, help="of the first world of each mode")
-    parser.add_argument("--only", default="", help="modes whose text contains this")
+    parser.add_argument("--events", type=int, default=100_000, help="of all schedules together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first world of each schedule")
+    parser.add_argument("--only", default="", help="schedules whose text contains this")
     args = parser.parse_args()
-    chosen = {text: mode for text, mode in modes().items() if args.only in text}
+    chosen = {text: schedule for text, schedule in schedules().items() if args.only in text}
     worlds = -(-args.events // (len(chosen) * RUN))
     violations, start = 0, time.monotonic()
-    print(f"{'mode':<56}{'events':>8}{'violations':>12}{'seconds':>9}")
-    for text, mode in chosen.items():
+    print(f"{'schedule':<56}{'events':>8}{'violations':>12}{'seconds':>9}")
+    for text, schedule in chosen.items():
         found, since = [], time.monotonic()
         for seed in range(args.seed, args.seed + worlds):
             try:
-                play(mode, seed, RUN)
+                play(schedule, seed, RUN)
             except AssertionError as error:
                 found.append(error)
         violations += len(found)
@@ -499,5 +499,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    assert set(MODES) == {text.partition("(")[0] for text in CASES}
+    assert set(SCHEDULES) == {text.partition("(")[0] for text in CASES}
     sys.exit(main())

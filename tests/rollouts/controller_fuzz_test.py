@@ -1,23 +1,24 @@
 import pytest
 
-from jaxrl_tis.rollouts.modes import MODES
+from jaxrl_tis.rollouts.schedules import SCHEDULES
 from tests.rollouts import controller_fuzz
 
-MODES_OF_CASES = controller_fuzz.modes()
+SCHEDULES_OF_CASES = controller_fuzz.schedules()
 
 
-@pytest.mark.parametrize("text", MODES_OF_CASES)
+@pytest.mark.parametrize("text", SCHEDULES_OF_CASES)
 def test_whatever_happens_groups_arrive_whole_once_and_in_time(text):
     for seed in range(5):
-        controller_fuzz.play(MODES_OF_CASES[text], seed, controller_fuzz.RUN)
+        controller_fuzz.play(SCHEDULES_OF_CASES[text], seed, controller_fuzz.RUN)
 
 
 @pytest.mark.parametrize("text", ["areal", "laminar", "all at once"])
 def test_the_same_events_give_the_same_decisions(text):
     for seed in range(3):
-        first, second = (controller_fuzz.play(MODES_OF_CASES[text], seed, 500) for _ in range(2))
+        schedule = SCHEDULES_OF_CASES[text]
+        first, second = (controller_fuzz.play(schedule, seed, 500) for _ in range(2))
         assert first == second and len(first) > 20
 
 
 def test_every_mode_is_tried():
-    assert set(MODES) == {text.partition("(")[0] for text in controller_fuzz.CASES}
+    assert set(SCHEDULES) == {text.partition("(")[0] for text in controller_fuzz.CASES}

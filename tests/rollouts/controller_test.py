@@ -6,16 +6,16 @@ import math
 import pytest
 
 from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
-from jaxrl_tis.rollouts.modes import Mode, parse
+from jaxrl_tis.rollouts.schedules import Schedule, parse
 from jaxrl_tis.rollouts.queue import Queue
 
 NEEDS = {"learner": ("tokens",)}
 
 
-def controller_of(mode, batch=1, size=1, capacity=1000, version=0, **slots):
+def controller_of(schedule, batch=1, size=1, capacity=1000, version=0, **slots):
     """A controller whose workers have the weights of a version."""
-    mode = parse(mode) if isinstance(mode, str) else mode
-    controller = Controller(mode, batch, Queue(size, capacity, NEEDS))
+    schedule = parse(schedule) if isinstance(schedule, str) else schedule
+    controller = Controller(schedule, batch, Queue(size, capacity, NEEDS))
     for name in slots:
         controller.joined(name, slots[name])
     controller.published(version)
@@ -143,8 +143,8 @@ def test_the_queue_bounds_what_has_no_other_bound():
     assert numbers(settle(controller)) == [0, 1, 2, 3, 4]
 
 
-# The four modes of verl's fully asynchronous recipe: (1 + threshold) * trigger batches begin between
-# two syncs, less what is there at the first.
+# The four schedules of verl's fully asynchronous recipe: (1 + threshold) * trigger batches begin
+# between two syncs, less what is there at the first.
 @pytest.mark.parametrize("trigger, threshold, partial, most, interrupts", [
     (1, 0.0, True, 4, False),   # on policy
     (3, 0.0, True, 12, False),  # stream
@@ -153,8 +153,8 @@ def test_the_queue_bounds_what_has_no_other_bound():
     (2, 0.2, True, 9, True),    # 9.6 groups
 ])
 def test_the_rule_of_verl(trigger, threshold, partial, most, interrupts):
-    mode = f"fully_async(trigger={trigger}, threshold={threshold}, partial={partial})"
-    controller = controller_of(mode, batch=4, a=1000)
+    schedule = f"fully_async(trigger={trigger}, threshold={threshold}, partial={partial})"
+    controller = controller_of(schedule, batch=4, a=1000)
     was_interrupted, left, before = False, 0, 0
     for version in range(5 * trigger):
         settle(controller)
@@ -263,7 +263,7 @@ def test_a_version_is_of_the_batch_before(groups, version):
 # Groups
 
 def test_the_first_to_end_are_the_group_and_the_others_are_given_up():
-    controller = controller_of(Mode(redundant=2), size=2, a=9)
+    controller = controller_of(Schedule(redundant=2), size=2, a=9)
     assert controller.decisions() == [SyncWeights("a", 0)]
     controller.synced("a", 0)
     assert controller.decisions() == [Begin("a", ((0, 0), (0, 1), (0, 2), (0, 3)))]
@@ -420,7 +420,7 @@ def test_a_checkpoint_goes_on_with_what_there_is(is_trained):
     again.synced("b", int(is_trained))
     assert [d.keys for d in again.decisions()] == [((g, 0),) for g in (1, 2, 3)]
     assert taken(again) == (None if is_trained else [0])
-    assert again.mode.ahead == math.inf and again.next_group == 4
+    assert again.schedule.ahead == math.inf and again.next_group == 4
 
 
 def test_what_rests_goes_on_with_the_next_version():

@@ -17,7 +17,7 @@ import pytest
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import (
-    messages, modes, remote, sampler, tcp, transport, verify, wire,
+    messages, remote, sampler, schedules, tcp, transport, verify, wire,
 )
 from jaxrl_tis.rollouts import worker as worker_module
 from jaxrl_tis.rollouts.groups import Groups
@@ -43,10 +43,10 @@ def _nothing_hangs():
 @pytest.fixture
 def learner():
     with contextlib.ExitStack() as stack:
-        def make(mode="areal(staleness=1)", timeout=20.0, state=None, **overrides):
+        def make(schedule="areal(staleness=1)", timeout=20.0, state=None, **overrides):
             setup, params = made()
             config = tiny.config(
-                rollout__mode=mode, rollout__max_new_tokens=6, rollout__driver="processes",
+                rollout__schedule=schedule, rollout__max_new_tokens=6, rollout__driver="processes",
                 rollout__worker_timeout=timeout, **overrides,
             )
             prompter = Prompter(setup.tokenizer, config.task)
@@ -57,7 +57,8 @@ def learner():
                 seed=config.seed,
             )
             parts = SourceParts(
-                config, modes.parse(mode), None, groups, batches, Timer(), setup.serving_params
+                config, schedules.parse(schedule), None, groups, batches, Timer(),
+                setup.serving_params
             )
             source = remote_source(parts, setup.engine, FACTS)
             stack.callback(source.close, is_over=True)
@@ -146,12 +147,12 @@ def cut(record, count):
     return dataclasses.replace(record, **per_token, stop_reason="abort")
 
 
-@pytest.mark.parametrize("mode", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
+@pytest.mark.parametrize("schedule", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
 @pytest.mark.parametrize("where", ["tcp", "folder"])
 def test_with_unchanged_weights_workers_draw_what_a_synchronous_run_draws(
-    mode, where, learner, tmp_path
+    schedule, where, learner, tmp_path
 ):
-    source, params = learner(mode, rollout__transport=where.replace("folder", str(tmp_path)))
+    source, params = learner(schedule, rollout__transport=where.replace("folder", str(tmp_path)))
     with working(source, "first") as ended, working(source, "second", 0.01):
         found = drawn(source, params, 1, 5)
     assert_same(found, in_order())
@@ -281,15 +282,15 @@ def test_a_bad_worker_costs_time_alone(what, learner):
     source.publish(params, 0)
     fake = Fake(source)
     BAD[what](fake, fake.begun())
-    left = put_out = 0
+    left = evicted = 0
     with working(source):
         for step in (1, 2, 3):  # what the bad one was given is in the second batch at the latest
             samples, values = next_batch(source, step)
             assert_same({s.trajectory.id: s for s in samples}, in_order())
-            left, put_out = left + values["async/left"], put_out + values["async/put_out"]
+            left, evicted = left + values["async/left"], evicted + values["async/workers_evicted"]
             source.publish(params, step)
     assert left == 1 and values["async/workers"] == 1
-    assert put_out == (what not in ("half a frame", "silence", "its end"))
+    assert evicted == (what not in ("half a frame", "silence", "its end"))
     fake.connection.close()
 
 
@@ -339,7 +340,7 @@ def test_a_worker_that_comes_back_joins_anew(learner):
 def test_the_learner_waits_for_workers_and_can_be_interrupted(learner, monkeypatch, capsys):
     monkeypatch.setattr(remote, "TELL_SECONDS", 0.0)
     source, params = learner()
-    source._pulse = lambda: (_ for _ in ()).throw(InterruptedError)
+    source._heartbeat = lambda: (_ for _ in ()).throw(InterruptedError)
     source.publish(params, 0)
     with pytest.raises(InterruptedError):
         next_batch(source, 1)
@@ -355,14 +356,14 @@ def test_a_learner_that_is_interrupted_is_to_be_looked_for_again(learner):
     assert isinstance(ended[0], LearnerLost)
 
 
-@pytest.mark.parametrize("mode", ["in_flight(staleness=2)", "dora(staleness=2)"])
-def test_a_learner_goes_on_from_its_state_while_workers_draw(mode, learner):
-    source, params = learner(mode)
+@pytest.mark.parametrize("schedule", ["in_flight(staleness=2)", "dora(staleness=2)"])
+def test_a_learner_goes_on_from_its_state_while_workers_draw(schedule, learner):
+    source, params = learner(schedule)
     with working(source, seconds=0.01):
         before = drawn(source, params, 1, 3)
         state = json.loads(json.dumps(source.get_state(3)))
         after = drawn(source, params, 4, 5)
-    resumed, _ = learner(mode)
+    resumed, _ = learner(schedule)
     resumed.set_state(state)
     with working(resumed):
         again = drawn(resumed, params, 4, 5)
@@ -417,10 +418,10 @@ def test_an_order_that_is_lost_ends_the_run(learner):
     source, params = learner("periodic")
     until = time.monotonic() + 20
 
-    def pulse():
+    def heartbeat():
         assert time.monotonic() < until, "the run waits for ever"
 
-    source._pulse = pulse
+    source._heartbeat = heartbeat
     source.publish(params, 0)
     first, second = Fake(source, "first"), Fake(source, "second")
     first.begun()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.rollouts.replay import Replay
 from jaxrl_tis.rollouts.source import next_batch
 from tests import tiny
@@ -150,32 +150,32 @@ def test_spelling(text, why):
 
 
 def test_ages():
-    areal, way = modes.areal(staleness=2), replay.uniform()
+    areal, way = schedules.areal(staleness=2), replay.uniform()
     assert replay.parse("") is None
     assert replay.max_age(areal, None, 0) == replay.max_age(areal, replay.uniform(uses=1), 0) == 2
     assert replay.max_age(areal, way, 0) == 6 and replay.max_age(areal, way, 9) == 9
-    assert replay.max_age(modes.areal(staleness=math.inf), way, 0) == math.inf
+    assert replay.max_age(schedules.areal(staleness=math.inf), way, 0) == math.inf
 
 
 # In a source
 
-MODES = ["sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)"]
+SCHEDULES = ["sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)"]
 
 
-def made(mode, text, **overrides):
-    return source(mode, rollout__replay=text, rollout__max_age=0 if "uses=1" in text else 5, **overrides)
+def made(schedule, text, **overrides):
+    return source(schedule, rollout__replay=text, rollout__max_age=0 if "uses=1" in text else 5, **overrides)
 
 
-def turns(mode):
-    return {} if mode == "sync" else {"rollout__update_turns": 2}
+def turns(schedule):
+    return {} if schedule == "sync" else {"rollout__update_turns": 2}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("text", [
     "uniform(uses=2, most=3)", "newest(uses=2, most=4)", "fresh(uses=4, most=6)",
 ])
-def test_a_batch_is_whole_and_within_its_age(mode, text):
-    c, params = made(mode, text, **turns(mode))
+def test_a_batch_is_whole_and_within_its_age(schedule, text):
+    c, params = made(schedule, text, **turns(schedule))
     uses, most = collections.Counter(), replay.parse(text).most
     for step in range(1, 9):
         c.publish(params, step - 1)
@@ -190,10 +190,10 @@ def test_a_batch_is_whole_and_within_its_age(mode, text):
     assert len(uses) == 8 * 4 // replay.parse(text).uses and max(uses.values()) <= most
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("at", ["a step", "the middle of a step"])
-def test_a_run_that_replays_goes_on_from_its_state(mode, at):
-    c, params = made(mode, "fresh(uses=2, most=4, tau=5)", **turns(mode))
+def test_a_run_that_replays_goes_on_from_its_state(schedule, at):
+    c, params = made(schedule, "fresh(uses=2, most=4, tau=5)", **turns(schedule))
     for step in range(1, 4):
         c.publish(params, step - 1)
         next_batch(c, step)
@@ -201,7 +201,7 @@ def test_a_run_that_replays_goes_on_from_its_state(mode, at):
         c.publish(params, 3)
         expected = [s.trajectory.id for s in next_batch(c, 4)[0]]
     state = json.loads(json.dumps(c.get_state(3)))
-    resumed, _ = made(mode, "fresh(uses=2, most=4, tau=5)", **turns(mode))
+    resumed, _ = made(schedule, "fresh(uses=2, most=4, tau=5)", **turns(schedule))
     resumed.set_state(state)
     for step in range(4, 7):
         resumed.publish(params, step - 1)
@@ -222,11 +222,11 @@ def test_a_run_that_replays_goes_on_from_its_state(mode, at):
 
 @pytest.mark.cases("areal(staleness=1)")
 @pytest.mark.compiles
-@pytest.mark.parametrize("mode", ["sync", "areal(staleness=1)"])
-def test_to_use_groups_once_is_not_to_replay(mode, tmp_path):
+@pytest.mark.parametrize("schedule", ["sync", "areal(staleness=1)"])
+def test_to_use_groups_once_is_not_to_replay(schedule, tmp_path):
     """Every number of the record that both runs write is the same, bit by bit."""
-    tiny.run(tmp_path / "once", steps=2, rollout__mode=mode, rollout__replay="uniform(uses=1)")
-    tiny.run(tmp_path / "plain", steps=2, rollout__mode=mode)
+    tiny.run(tmp_path / "once", steps=2, rollout__schedule=schedule, rollout__replay="uniform(uses=1)")
+    tiny.run(tmp_path / "plain", steps=2, rollout__schedule=schedule)
     for once, plain in zip(tiny.lines(tmp_path / "once"), tiny.lines(tmp_path / "plain"), strict=True):
         shared = once.keys() & plain.keys()
         added = {n for n in once.keys() - plain.keys() if not n.startswith(("replay/", "async/"))}

@@ -1,16 +1,16 @@
 """Which worker begins what while others do not have their weights yet."""
 
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.controller import Begin, Controller, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.queue import Queue
 
 WORKERS = ("a", "b")
 
 
-def made(mode):
+def made(schedule):
     """Two workers of 8 slots, batches of 4 groups of 2."""
-    queue = Queue(2, (mode.ahead + 1) * 4, {"learner": ("tokens",)})
-    controller = Controller(mode, 4, queue)
+    queue = Queue(2, (schedule.ahead + 1) * 4, {"learner": ("tokens",)})
+    controller = Controller(schedule, 4, queue)
     for name in WORKERS:
         controller.joined(name, 8)
     controller.published(0)
@@ -28,7 +28,7 @@ def begun(controller):
 
 
 def test_the_first_with_weights_leaves_the_other_half_of_a_batch():
-    controller = made(modes.sync())
+    controller = made(schedules.sync())
     controller.synced("a", 0)
     assert begun(controller) == {"a": 4, "b": 0}
     controller.synced("b", 0)
@@ -36,7 +36,7 @@ def test_the_first_with_weights_leaves_the_other_half_of_a_batch():
 
 
 def test_a_worker_that_goes_leaves_its_part_to_the_other():
-    controller = made(modes.sync())
+    controller = made(schedules.sync())
     controller.synced("a", 0)
     begun(controller)
     controller.left("b")
@@ -46,7 +46,7 @@ def test_a_worker_that_goes_leaves_its_part_to_the_other():
 def test_interrupted_samples_are_divided_whatever_else_may_begin():
     """All 20 groups that may begin have; 4 samples are left on each worker when version 1 comes,
     which lets 4 more groups begin. The first worker has 4 of the 8 that were interrupted."""
-    controller = made(modes.areal(staleness=4))
+    controller = made(schedules.areal(staleness=4))
     for name in WORKERS:
         controller.synced(name, 0)
     while sum(begun(controller).values()) or controller.next_group < 20:

@@ -11,7 +11,7 @@ from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
@@ -106,7 +106,7 @@ def sync_source(
     """A source that has published its first weights to the scheduler."""
     prompter = Prompter(TOKENIZER, config.task)
     parts = SourceParts(
-        config, modes.sync(), None, Groups(config, prompter, FakeRewards(reward), with_greedy),
+        config, schedules.sync(), None, Groups(config, prompter, FakeRewards(reward), with_greedy),
         Batches(examples or batches()), timer or Timer(),
         serving_params=lambda params, version: params, **options,
     )

@@ -12,14 +12,14 @@ import pytest
 
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import modes
+from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
 from jaxrl_tis.rollouts.threads import thread_source
 from tests import tiny
 from tests.rollouts.virtual_test import (
-    MODES, assert_same, check_equal_groups_make_room, drawn, in_order,
+    SCHEDULES, assert_same, check_equal_groups_make_room, drawn, in_order,
 )
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
@@ -39,7 +39,7 @@ def _no_deadlock_and_no_thread_left():
 def made():
     """Programs of two samplers, on the devices 1 and 2, and parameters on device 0."""
     setup = tiny.setup(
-        rollout__max_new_tokens=6, rollout__mode="one_step", rollout__driver="threads",
+        rollout__max_new_tokens=6, rollout__schedule="one_step", rollout__driver="threads",
         rollout__workers=2,
     )
     return setup, initial_params(setup.training)
@@ -64,11 +64,11 @@ def source(request):
     """Makes sources, and closes them."""
     sources = []
 
-    def make(mode, reward=lambda text, record: float(len(text)), wrap=lambda s: s, **overrides):
+    def make(schedule, reward=lambda text, record: float(len(text)), wrap=lambda s: s, **overrides):
         setup, params = made()
-        workers = 2 if mode.startswith(("dora", "laminar")) else 1
+        workers = 2 if schedule.startswith(("dora", "laminar")) else 1
         config = tiny.config(
-            rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=workers,
+            rollout__schedule=schedule, rollout__max_new_tokens=6, rollout__workers=workers,
             rollout__driver="threads", **overrides,
         )
         prompter = Prompter(setup.tokenizer, config.task)
@@ -78,7 +78,7 @@ def source(request):
         )
         start = lambda engine, params, version: wrap(setup.scheduler(engine, params, version))
         parts = SourceParts(
-            config, modes.parse(mode), None, groups, batches, Timer(),
+            config, schedules.parse(schedule), None, groups, batches, Timer(),
             lambda params, version: setup.served_params(params, version)[:workers],
         )
         starts = [functools.partial(start, engine) for engine in setup.engines[:workers]]
@@ -98,7 +98,7 @@ def test_each_has_devices_of_its_own():
         "trains on 2 devices .* 2 samplers on 4 others each, 10 in all, .* there are 8: .* or set "
         "XLA_FLAGS=--xla_force_host_platform_device_count=10"
     )):
-        tiny.setup(rollout__mode="areal", rollout__driver="threads", rollout__workers=2,
+        tiny.setup(rollout__schedule="areal", rollout__driver="threads", rollout__workers=2,
                    mesh__train=(2, 1, 1), mesh__serve=(4, 1, 1))
 
 
@@ -111,25 +111,25 @@ def test_each_has_devices_of_its_own():
     "roll_flash(alpha=1, redundant=1)",
     "laminar(staleness=2, repack=0.9)",
 )
-@pytest.mark.parametrize("mode", MODES)
-def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(mode, source):
-    found = drawn(*source(mode, wrap=lambda s: Shaken(s, 0)), 1, 4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(schedule, source):
+    found = drawn(*source(schedule, wrap=lambda s: Shaken(s, 0)), 1, 4)
     redundant = {id for id in found if id.endswith("/4")}  # no candidates of a sync run
     assert_same({id: s for id, s in found.items() if id not in redundant}, in_order())
 
 
-@pytest.mark.parametrize("mode, staleness", [
+@pytest.mark.parametrize("schedule, staleness", [
     ("areal(staleness=2)", 2), ("in_flight(staleness=2)", 2), ("laminar(staleness=1, repack=0.9)", 1),
 ])
-def test_the_bound_holds_and_samplers_draw_during_an_update(mode, staleness, source):
-    c, params = source(mode, wrap=lambda s: Shaken(s, 1))
+def test_the_bound_holds_and_samplers_draw_during_an_update(schedule, staleness, source):
+    c, params = source(schedule, wrap=lambda s: Shaken(s, 1))
     stale, ahead = set(), 0
     for step in range(1, 9):
         c.publish(params, step - 1)
         samples, values = next_batch(c, step)
         stale |= {step - 1 - v for s in samples for v in s.trajectory.version}
         time.sleep(0.05)  # an update
-        ahead = max(ahead, values["async/ahead_batches"])
+        ahead = max(ahead, values["async/batches_ahead"])
     assert 0 <= min(stale) and 0 < max(stale) <= staleness < ahead + 1
     assert values["sync/bytes"] > 0 and values["sync/seconds"] > 0
     assert 0 <= values["sync/pause_s"] < 5.0 and 0 <= values["async/sampler_idle"] <= 1
@@ -163,7 +163,7 @@ def test_an_error_of_a_sampler_is_the_error_of_the_run(source):
 
 
 def test_what_interrupts_the_run_comes_while_it_waits(source):
-    """The pulse is called in the learner's thread, though no sampler comes to an end."""
+    """The heartbeat is called in the learner's thread, though no sampler comes to an end."""
     is_over = threading.Event()
 
     class Hanging(Shaken):
@@ -171,25 +171,25 @@ def test_what_interrupts_the_run_comes_while_it_waits(source):
             is_over.wait(SECONDS)
             return self._scheduler.step()
 
-    def pulse():
+    def heartbeat():
         assert threading.current_thread() is threading.main_thread()
         raise InterruptedError
 
     c, params = source("areal", wrap=lambda s: Hanging(s, 0))
-    c._pulse = pulse
+    c._heartbeat = heartbeat
     c.publish(params, 0)
     with pytest.raises(InterruptedError):
         next_batch(c, 1)
     is_over.set()
 
 
-@pytest.mark.parametrize("mode", ["areal(staleness=2)", "dora(staleness=2)"])
-def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode, source):
-    c, params = source(mode, wrap=lambda s: Shaken(s, 3))
+@pytest.mark.parametrize("schedule", ["areal(staleness=2)", "dora(staleness=2)"])
+def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(schedule, source):
+    c, params = source(schedule, wrap=lambda s: Shaken(s, 3))
     before = drawn(c, params, 1, 3)
     state = json.loads(json.dumps(c.get_state(3)))
     c.release_cache()
-    resumed, _ = source(mode)
+    resumed, _ = source(schedule)
     resumed.set_state(state)
     for after in (drawn(resumed, params, 4, 6), drawn(c, params, 4, 6)):
         assert not before.keys() & after.keys()
@@ -219,7 +219,7 @@ def test_what_decides_is_told_while_samplers_change_it(source):
 @pytest.mark.compiles
 def test_a_run_trains_and_resumes(tmp_path):
     settings = dict(
-        rollout__mode="areal(staleness=1)", rollout__driver="threads", train__minibatches=1,
+        rollout__schedule="areal(staleness=1)", rollout__driver="threads", train__minibatches=1,
         train__epochs=1, warmup__steps=0, eval__every=8, eval__prompts=2,
     )
     tiny.run(tmp_path / "run", steps=2, **settings)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import modes, replay
+from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.rollouts.bookkeeping import check_versions
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -19,7 +19,7 @@ from jaxrl_tis.rollouts.virtual import VirtualSource
 from tests import tiny
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
-MODES = [
+SCHEDULES = [
     "periodic", "one_step", "fully_async(trigger=2, threshold=0.5, partial=True)",
     "fully_async(trigger=1, threshold=0.5, partial=False)", "areal(staleness=2)",
     "in_flight(staleness=3)", "dora(staleness=2)", "roll_flash(alpha=1, redundant=1)",
@@ -33,12 +33,13 @@ def made(**overrides):
     return setup, initial_params(setup.training)
 
 
-def source(mode, reward=lambda text, record: float(len(text)), start=None, **overrides):
+def source(schedule, reward=lambda text, record: float(len(text)), start=None, **overrides):
     """A source of the tiny config, and its parameters."""
-    is_parallel = mode.startswith(("dora", "laminar"))
+    is_parallel = schedule.startswith(("dora", "laminar"))
     setup, params = made()
     config = tiny.config(
-        rollout__mode=mode, rollout__max_new_tokens=6, rollout__workers=2 if is_parallel else 1,
+        rollout__schedule=schedule, rollout__max_new_tokens=6,
+        rollout__workers=2 if is_parallel else 1,
         **overrides,
     )
     prompter = Prompter(setup.tokenizer, config.task)
@@ -47,11 +48,12 @@ def source(mode, reward=lambda text, record: float(len(text)), start=None, **ove
         config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
     )
     parts = SourceParts(
-        config, modes.parse(mode), replay.parse(config.rollout.replay), groups, batches, Timer(),
+        config, schedules.parse(schedule), replay.parse(config.rollout.replay), groups, batches,
+        Timer(),
         setup.serving_params,
     )
     start = start or functools.partial(setup.scheduler, setup.engine)
-    if mode == "sync" and parts.replay is None:
+    if schedule == "sync" and parts.replay is None:
         return SyncSource(parts, start), params
     return VirtualSource(parts, start, setup.engine.slots), params
 
@@ -80,11 +82,11 @@ def assert_same(found, expected):
         assert sample.reward == expected[id].reward and sample.record == expected[id].record
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(mode):
-    found = drawn(*source(mode, rollout__update_turns=3), 1, 6)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(schedule):
+    found = drawn(*source(schedule, rollout__update_turns=3), 1, 6)
     redundant = {i: s for i, s in found.items() if i.endswith("/4")}  # no candidates of a sync run
-    assert bool(redundant) == ("redundant" in mode)
+    assert bool(redundant) == ("redundant" in schedule)
     assert_same({i: s for i, s in found.items() if i not in redundant}, in_order())
 
 
@@ -109,10 +111,10 @@ def test_nothing_is_drawn_ahead_where_the_mode_allows_nothing():
         assert {v for s in samples for v in s.trajectory.version} == {step - 1}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("at", ["a step", "the middle of a step"])
-def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode, at):
-    c, params = source(mode, rollout__update_turns=2)
+def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(schedule, at):
+    c, params = source(schedule, rollout__update_turns=2)
     before = drawn(c, params, 1, 3)
     version = 3
     if at == "the middle of a step":
@@ -121,20 +123,20 @@ def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(mode,
             c._turn()
         c._next_groups()
     state = json.loads(json.dumps(c.get_state(version)))
-    resumed, _ = source(mode, rollout__update_turns=2)
+    resumed, _ = source(schedule, rollout__update_turns=2)
     resumed.set_state(state)
     after = drawn(resumed, params, 4, 6)
     assert not before.keys() & after.keys()
-    if "redundant" not in mode:
+    if "redundant" not in schedule:
         assert_same(after, in_order())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_going_on_after_a_state_was_taken_is_what_a_restart_does(mode):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_going_on_after_a_state_was_taken_is_what_a_restart_does(schedule):
     """Not one bit of a record differs, log-probs included."""
-    c, params = source(mode, rollout__update_turns=2)
+    c, params = source(schedule, rollout__update_turns=2)
     drawn(c, params, 1, 3)
-    resumed, _ = source(mode, rollout__update_turns=2)
+    resumed, _ = source(schedule, rollout__update_turns=2)
     resumed.set_state(json.loads(json.dumps(c.get_state(3))))
     went_on, restarted = drawn(c, params, 4, 6), drawn(resumed, params, 4, 6)
     assert list(went_on) == list(restarted)
@@ -195,8 +197,8 @@ def test_the_policy_may_be_given_away_after_it_was_published():
 
 
 @pytest.mark.parametrize("settings", [
-    dict(mode="roll_flash(alpha=1, redundant=2)", rollout__update_turns=2),
-    dict(mode="areal(staleness=1)", rollout__dynamic_sampling=True,
+    dict(schedule="roll_flash(alpha=1, redundant=2)", rollout__update_turns=2),
+    dict(schedule="areal(staleness=1)", rollout__dynamic_sampling=True,
          reward=lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)),
 ])
 def test_of_a_group_that_is_gone_nothing_is_kept(settings):

@@ -82,7 +82,7 @@ interrupt.FORCED_SECONDS = 0.3
 
 with interrupt.Interrupt(grace=0.1) as asked:
     if sys.argv[1] == "saves":
-        asked.obeyed()
+        asked.acknowledge()
     print("ready", flush=True)
     threading.Event().wait({"hangs": 60, "saves": 1.5}[sys.argv[1]])
     print("saved", flush=True)

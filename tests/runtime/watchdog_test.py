@@ -19,7 +19,7 @@ def waits_for_a_collective():
     threading.Event().wait()
 
 with Watchdog(pathlib.Path(sys.argv[1]), timeout=0.4) as dog:
-    dog.beat("step 7, rollout")
+    dog.heartbeat("step 7, rollout")
     waits_for_a_collective()
 """
 
@@ -43,7 +43,7 @@ def test_beats_keep_a_process_alive_and_sign_its_folder(tmp_path, monkeypatch):
     exits = []
     with Watchdog(tmp_path, timeout=4) as dog:
         for _ in range(90):  # for more than 4 s
-            dog.beat("step 3, score")
+            dog.heartbeat("step 3, score")
             time.sleep(0.05)
         sign = json.loads((tmp_path / "heartbeat.json").read_text())
     assert not exits

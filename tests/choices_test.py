@@ -4,24 +4,24 @@ import math
 
 import pytest
 
-from jaxrl_tis import spelling
+from jaxrl_tis import choices
 
 TABLE = {"plain": lambda x, *, low=0.5, form="a": None, "k1+": lambda x, *, seg: None,
          "bare": lambda *, bound: None}
 
 
 def test_parameters_are_those_by_keyword_that_are_no_inputs():
-    assert spelling.parse("thing", "plain", TABLE) == ("plain", {"low": 0.5, "form": "a"})
-    assert spelling.parse("thing", "plain(low=inf, form=b)", TABLE) == (
+    assert choices.parse("thing", "plain", TABLE) == ("plain", {"low": 0.5, "form": "a"})
+    assert choices.parse("thing", "plain(low=inf, form=b)", TABLE) == (
         "plain", {"low": math.inf, "form": "b"})
-    assert spelling.parse("thing", "k1+", TABLE, {"k1+": ("seg",)}) == ("k1+", {})
+    assert choices.parse("thing", "k1+", TABLE, {"k1+": ("seg",)}) == ("k1+", {})
 
 
 def test_joined_choices_keep_their_order():
-    found = spelling.parse_all("thing", "bare(bound=1) & plain & bare(bound=2)", TABLE)
+    found = choices.parse_all("thing", "bare(bound=1) & plain & bare(bound=2)", TABLE)
     assert [(name, p.get("bound")) for name, p in found] == [
         ("bare", 1), ("plain", None), ("bare", 2)]
-    assert spelling.parse_all("thing", " ", TABLE) == ()
+    assert choices.parse_all("thing", " ", TABLE) == ()
 
 
 @pytest.mark.parametrize("text, why", [
@@ -33,4 +33,4 @@ def test_joined_choices_keep_their_order():
 ])
 def test_what_is_no_choice_is_named(text, why):
     with pytest.raises(ValueError, match=why):
-        spelling.parse("thing", text, TABLE)
+        choices.parse("thing", text, TABLE)

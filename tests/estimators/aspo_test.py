@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import flipped
+from jaxrl_tis.estimators import aspo
 
 
 @functools.partial(jax.jit, static_argnames=("dual_clip", "form"))
@@ -18,7 +18,7 @@ def run(log_ratio, adv, entropy, dual_clip=3.0, **parameters):
     old, mask = jnp.full(log_ratio.shape, -3.0), jnp.ones(log_ratio.shape)
 
     def total(logp):
-        loss_bt, metrics = flipped.aspo(
+        loss_bt, metrics = aspo.aspo(
             logp, old, adv * mask, mask, entropy=entropy, dual_clip=dual_clip, **parameters
         )
         return jnp.sum(loss_bt), (loss_bt, metrics)
@@ -73,8 +73,8 @@ def test_the_quantile_is_that_of_numpy():
     seg = np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3, 3]])
     mask = (seg > 0) & (rng.random(seg.shape) < 0.8)
     entropy = np.where(mask, rng.exponential(size=seg.shape), np.nan).astype(np.float32)
-    packed = jax.jit(flipped.entropy_quantile)(entropy, mask, seg, 0.8)
-    dense = jax.jit(flipped.entropy_quantile)(entropy, mask, None, 0.8)
+    packed = jax.jit(aspo.entropy_quantile)(entropy, mask, seg, 0.8)
+    dense = jax.jit(aspo.entropy_quantile)(entropy, mask, None, 0.8)
     for row in range(2):
         for number in range(1, 4):
             of_sequence = mask[row] & (seg[row] == number)

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from jaxrl_tis.rollouts import modes
-from jaxrl_tis.rollouts.modes import MODES, Mode
+from jaxrl_tis.rollouts import schedules
+from jaxrl_tis.rollouts.schedules import SCHEDULES, Schedule
 
 
 # Batches ahead, updates between syncs, the most versions a token is behind, by hand.
@@ -25,17 +25,17 @@ from jaxrl_tis.rollouts.modes import MODES, Mode
     ("fully_async(trigger=2, threshold=0.25)", 1.5, 2, 2, "interrupt"),
 ])
 def test_a_name_stands_for_its_numbers(text, ahead, sync_every, staleness, on_sync):
-    mode = modes.parse(text)
-    assert (mode.ahead, mode.sync_every, mode.on_sync) == (ahead, sync_every, on_sync)
-    assert mode.staleness == staleness
+    schedule = schedules.parse(text)
+    assert (schedule.ahead, schedule.sync_every, schedule.on_sync) == (ahead, sync_every, on_sync)
+    assert schedule.staleness == staleness
 
 
 def test_what_else_tells_modes_apart():
-    assert modes.parse("periodic").on_arrival and not modes.parse("sync").on_arrival
-    assert modes.parse("roll_flash(redundant=3)").redundant == 3
-    assert modes.parse("laminar(repack=0.25)").repack == 0.25
-    assert [name for name in MODES if MODES[name]().is_sync] == ["sync"]
-    mixing = {name for name in MODES if MODES[name]().on_sync != "drain"}
+    assert schedules.parse("periodic").on_arrival and not schedules.parse("sync").on_arrival
+    assert schedules.parse("roll_flash(redundant=3)").redundant == 3
+    assert schedules.parse("laminar(repack=0.25)").repack == 0.25
+    assert [name for name in SCHEDULES if SCHEDULES[name]().is_sync] == ["sync"]
+    mixing = {name for name in SCHEDULES if SCHEDULES[name]().on_sync != "drain"}
     assert mixing == {"fully_async", "areal", "in_flight", "roll_flash"}
 
 
@@ -53,8 +53,8 @@ def test_what_else_tells_modes_apart():
     ("sync(ahead=1)", "has no parameter 'ahead'"),
 ])
 def test_a_mode_that_cannot_be_is_refused_with_its_text(text, problem):
-    with pytest.raises(ValueError, match="mode") as error:
-        modes.parse(text)
+    with pytest.raises(ValueError, match="schedule") as error:
+        schedules.parse(text)
     assert problem in str(error.value) and text.partition("(")[0] in str(error.value)
 
 
@@ -68,8 +68,8 @@ def test_a_mode_that_cannot_be_is_refused_with_its_text(text, problem):
 ])
 def test_numbers_that_contradict_each_other_are_refused(numbers, problem):
     with pytest.raises(ValueError, match=problem):
-        Mode(**numbers)
+        Schedule(**numbers)
 
 
 def test_a_sync_may_be_as_rare_as_the_groups_that_are_begun_last():
-    assert Mode(ahead=2.0, sync_every=3).staleness == 2
+    assert Schedule(ahead=2.0, sync_every=3).staleness == 2

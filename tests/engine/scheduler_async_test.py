@@ -49,9 +49,9 @@ class Engine(arithmetic.Engine):
 def both(requests, events=lambda scheduler, step: [], **options):
     """Records of a scheduler that reads at once and of one that reads late, and their engines."""
     found = []
-    for overlap in (False, True):
-        engine = Engine(is_read_late=overlap, **options)
-        scheduler = started(engine, requests, overlap=overlap, decode=arithmetic.text_of)
+    for async_scheduling in (False, True):
+        engine = Engine(is_read_late=async_scheduling, **options)
+        scheduler = started(engine, requests, async_scheduling=async_scheduling, decode=arithmetic.text_of)
         done = []
         for step in range(200):
             done += events(scheduler, step)
@@ -82,11 +82,11 @@ def test_a_call_is_sent_off_before_the_one_before_is_read():
 
 
 @pytest.mark.parametrize("options", [
-    dict(drafts=Drafts(1, 3, free_rows=9)), dict(retention=KVEviction(1, 1)),
+    dict(drafts=Drafts(1, 3, free_batch_rows=9)), dict(retention=KVEviction(1, 1)),
 ])
 def test_what_needs_the_tokens_reads_them_at_once(options):
     engine = Engine(slots=1)
-    drain(started(engine, [request("a", max_tokens=9)], overlap=True, **options))
+    drain(started(engine, [request("a", max_tokens=9)], async_scheduling=True, **options))
     assert engine.log == [x for call in range(1, engine.calls + 1) for x in (call, -call)]
 
 
@@ -172,7 +172,7 @@ def test_who_makes_way_has_been_read():
     requests = [request(f"r{i}", (i,), seed=i, max_tokens=12) for i in range(4)]
     engine = Engine(slots=2, steps=2, is_read_late=True)
     trajectories = drain(started(
-        engine, requests, divide=3, overlap=True, policy=LongestFirst()
+        engine, requests, preempt_after=3, async_scheduling=True, policy=LongestFirst()
     ))
     assert_as_alone(trajectories, requests)
     order = [id for rows in engine.inserted for id in rows.values()]

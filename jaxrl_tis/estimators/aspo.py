@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped, ratios
+from jaxrl_tis.estimators import ppo, ratios
 
 
 def entropy_quantile(entropy: Array, mask: Array, seg: Array | None, quantile: Numeric) -> Array:
@@ -42,7 +42,7 @@ def aspo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     entropy: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, dual_clip: float = 3.0,
     aspo_wide: Numeric = 0.4, aspo_quantile: Numeric = 0.8, form: str = "paper",
-) -> clipped.Loss:
+) -> ppo.Loss:
     """ASPO (arXiv:2510.06062): the ratio of good tokens is flipped, l = -A c / sg(c)^2 with c =
     min(r, 1 + clip_high); for A < 0, l = -A c with c = max(r, 1 - clip_low).
 
@@ -72,7 +72,7 @@ def aspo(
     if dual_clip <= 1.0:
         raise ValueError(f"dual_clip is {dual_clip}; it bounds weights from above: give it > 1.")
     ratios.check_choice("form", form, ("paper", "survey"))
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     entropy_bt = ratios.zero_padding(entropy, mask)
     is_high_bt = entropy_bt > entropy_quantile(entropy, mask, seg, aspo_quantile)
     log_ratio_bt = ratios.clamp(log_ratio_bt, -ratios.LOG_BOUND, ratios.LOG_BOUND)
@@ -89,7 +89,7 @@ def aspo(
     is_held_bt = w_bt > dual_clip
     held_bt = -dual_clip * adv_bt * ratios.zero_padding(logp, mask)
     loss_bt = jnp.where(is_held_bt, held_bt, -adv_bt * w_bt * c_bt / c_sg_bt)
-    metrics = clipped.clip_metrics(log_ratio_bt, c_bt != ratio_bt, mask)
+    metrics = ppo.clip_metrics(log_ratio_bt, c_bt != ratio_bt, mask)
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_held_bt, mask)}
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import detached, flipped, fusion
+from jaxrl_tis.estimators import aspo, fusion, reinforce
 from jaxrl_tis.estimators import reduce
 
 # What an entry has no default for, and settings under which the table below was published.
@@ -23,8 +23,8 @@ POINTS = [(0.0, 1), (0.0, -1), (0.3, 1), (0.3, -1), (-0.3, 1), (-0.3, -1)]
 POINTS += [(1.5, 1), (1.5, -1), (-1.5, 1), (-1.5, -1)]
 UNCLIPPED = [1, -1, 1.350, -1.350, 0.741, -0.741, 4.482, -4.482, 0.223, -0.223]
 # Everything whose gradient is a weight times that of log pi.
-OBJECTIVES = detached.OBJECTIVES | flipped.OBJECTIVES | fusion.OBJECTIVES
-NEEDS = flipped.NEEDS | fusion.NEEDS
+OBJECTIVES = reinforce.OBJECTIVES | aspo.OBJECTIVES | fusion.OBJECTIVES
+NEEDS = aspo.NEEDS | fusion.NEEDS
 TOPR = [1, -1, 1, -1, 1, -0.741, 1, -1, 1, -0.223]
 DPPO = [1, -1, 1.350, -1.350, 0.741, -0.741, 0, -4.482, 0.223, 0]
 # Coefficient on the gradient of log pi at each point, one token, p_old = 0.2.
@@ -245,7 +245,7 @@ def test_dis_over_all_tokens_is_the_gradient_of_what_is_inside():
         def mean_loss(logits, widths=widths):
             logp = jax.nn.log_softmax(logits)[:, None]
             fields = (jnp.log(mu)[:, None], jnp.array(adv)[:, None], jnp.ones((4, 1)))
-            return jnp.sum(mu * detached.dis(logp, *fields, **widths)[0][:, 0])
+            return jnp.sum(mu * reinforce.dis(logp, *fields, **widths)[0][:, 0])
 
         coefficients = pi * adv * np.array(inside)  # of grad log pi_v = e_v - pi
         wanted = coefficients - coefficients.sum() * pi

@@ -46,11 +46,11 @@ def parse_all(kind: str, text: str, table: Table, inputs: Inputs = {}) -> tuple[
     """The choices of "a & b(key=value)", in order; none for an empty text."""
     if not text.strip():
         return ()
-    node, found = _expression(kind, text, table), []
+    node, reversed_choices = _expression(kind, text, table), []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-        found.append(_choice(kind, text, node.right, table, inputs))
+        reversed_choices.append(_choice(kind, text, node.right, table, inputs))
         node = node.left
-    return (_choice(kind, text, node, table, inputs), *reversed(found))
+    return (_choice(kind, text, node, table, inputs), *reversed(reversed_choices))
 
 
 def _expression(kind, text, table):
@@ -73,7 +73,7 @@ def _choice(kind, text, node, table, inputs) -> Choice:
     if not isinstance(call, ast.Name):
         raise _malformed(kind, text)
     known = parameters(kind, call.id, table, inputs)
-    given = {}
+    written = {}
     for keyword in keywords:
         if keyword.arg not in known:
             raise ValueError(
@@ -81,15 +81,15 @@ def _choice(kind, text, node, table, inputs) -> Choice:
                 f"{_nearest(str(keyword.arg), known)}"
             )
         try:
-            given[keyword.arg] = _value(keyword.value, isinstance(known[keyword.arg], str))
+            written[keyword.arg] = _value(keyword.value, isinstance(known[keyword.arg], str))
         except ValueError:
             raise _malformed(kind, text) from None
-        if isinstance(given[keyword.arg], str) != isinstance(known[keyword.arg], str):
+        if isinstance(written[keyword.arg], str) != isinstance(known[keyword.arg], str):
             kinds = "a text" if isinstance(known[keyword.arg], str) else "a number"
             raise ValueError(
-                f"{kind} {call.id!r} takes {kinds} as {keyword.arg}, not {given[keyword.arg]!r}"
+                f"{kind} {call.id!r} takes {kinds} as {keyword.arg}, not {written[keyword.arg]!r}"
             )
-    values = known | given
+    values = known | written
     missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
     if missing:
         raise ValueError(

@@ -9,13 +9,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jaxrl_tis import spelling
+from jaxrl_tis import choices
 
 ON_SYNC = ("drain", "interrupt", "in_place")
 
 
 @dataclasses.dataclass(frozen=True)
-class Mode:
+class Schedule:
     """Who may run ahead of whom, and what new weights do to sequences that are being drawn.
 
     Attributes:
@@ -65,7 +65,7 @@ class Mode:
     @property
     def is_sync(self) -> bool:
         """Whether nothing is ever drawn while the learner updates."""
-        return self == Mode()
+        return self == Schedule()
 
     @property
     def staleness(self) -> float:
@@ -84,24 +84,24 @@ def _versions(staleness: float) -> float:
     return ahead
 
 
-def sync() -> Mode:
+def sync() -> Schedule:
     """The learner waits for a batch by its own weights, and samplers wait for the learner."""
-    return Mode()
+    return Schedule()
 
 
-def periodic() -> Mode:
+def periodic() -> Schedule:
     """Periodic asynchrony (2511.18871): on-policy; samplers get the weights at the start of a step,
     and the learner accumulates the gradient of what has arrived."""
-    return Mode(on_arrival=True)
+    return Schedule(on_arrival=True)
 
 
-def one_step() -> Mode:
+def one_step() -> Schedule:
     """One-step off-policy (2410.18252; verl's recipe): batch v + 1 is drawn by version v while
     batch v is trained on."""
-    return Mode(ahead=1.0)
+    return Schedule(ahead=1.0)
 
 
-def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Mode:
+def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Schedule:
     """verl's fully asynchronous recipe, whose four modes are points of it: on policy (1, 0), stream
     (trigger > 1, 0), with stale samples (threshold > 0), and with partial rollouts.
 
@@ -115,40 +115,40 @@ def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Mode:
     if not _is_whole(trigger, 1):
         raise ValueError(f"trigger is {trigger}; give a whole number of updates from 1")
     on_sync = "interrupt" if partial else "drain"
-    return Mode(ahead=(1 + threshold) * trigger - 1, sync_every=trigger, on_sync=on_sync)
+    return Schedule(ahead=(1 + threshold) * trigger - 1, sync_every=trigger, on_sync=on_sync)
 
 
-def areal(*, staleness=4) -> Mode:
+def areal(*, staleness=4) -> Schedule:
     """AReaL (2505.24298): request N of batches of B begins when floor((N - 1) / B) is at most
     version + staleness; new weights interrupt what is being drawn."""
-    return Mode(ahead=_versions(staleness), on_sync="interrupt")
+    return Schedule(ahead=_versions(staleness), on_sync="interrupt")
 
 
-def in_flight(*, staleness=4) -> Mode:
+def in_flight(*, staleness=4) -> Schedule:
     """PipelineRL (2509.19128): new weights come into the running engine, which keeps the keys and
     values that older ones have written."""
-    return Mode(ahead=_versions(staleness), on_sync="in_place")
+    return Schedule(ahead=_versions(staleness), on_sync="in_place")
 
 
-def dora(*, staleness=2) -> Mode:
+def dora(*, staleness=2) -> Schedule:
     """DORA (2604.26256): each trajectory is of one version, several versions are alive at once on
     as many workers, and nothing is dropped."""
-    return Mode(ahead=_versions(staleness))
+    return Schedule(ahead=_versions(staleness))
 
 
-def roll_flash(*, alpha=1, redundant=0) -> Mode:
+def roll_flash(*, alpha=1, redundant=0) -> Schedule:
     """ROLL Flash (2510.11345): a buffer of (1 + alpha) batches bounds every sample's age by alpha
     versions; redundant candidates cut the tail of a group, which favours short answers."""
-    return Mode(ahead=float(alpha), on_sync="interrupt", redundant=redundant)
+    return Schedule(ahead=float(alpha), on_sync="interrupt", redundant=redundant)
 
 
-def laminar(*, staleness=4, repack=0.5) -> Mode:
+def laminar(*, staleness=4, repack=0.5) -> Schedule:
     """Laminar (2510.12633): every worker takes new weights by itself once its own trajectories have
     ended; the last ones are packed onto few workers, so that the others need not wait."""
-    return Mode(ahead=_versions(staleness), repack=repack)
+    return Schedule(ahead=_versions(staleness), repack=repack)
 
 
-MODES: dict[str, Callable[..., Mode]] = {
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "sync": sync,
     "periodic": periodic,
     "one_step": one_step,
@@ -161,11 +161,11 @@ MODES: dict[str, Callable[..., Mode]] = {
 }
 
 
-def parse(text: str) -> Mode:
-    """Reads `config.rollout.mode`, such as "areal(staleness=4)"; ValueError for a name, a parameter
-    or a number that there is not."""
-    name, parameters = spelling.parse("mode", text, MODES)
+def parse(text: str) -> Schedule:
+    """Reads `config.rollout.schedule`, such as "areal(staleness=4)"; ValueError for a name, a
+    parameter or a number that there is not."""
+    name, parameters = choices.parse("schedule", text, SCHEDULES)
     try:
-        return MODES[name](**parameters)
+        return SCHEDULES[name](**parameters)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"mode {text!r}: {error}") from error
+        raise ValueError(f"schedule {text!r}: {error}") from error

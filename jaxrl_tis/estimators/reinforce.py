@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import clipped, prefix_weights, ratios, weights
+from jaxrl_tis.estimators import ppo, prefix_weights, ratios, weights
 
 PROBABILITY_EPS = 1e-8  # keeps log(1 - p) finite in `dppo_kl`, as in verl
 
@@ -30,12 +30,12 @@ def _clamped(log_ratio_bt):
 
 def _drift(log_ratio_bt, mask):
     """The metrics of a loss that clips nothing: actor/pg_clipfrac is 0."""
-    return clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
+    return ppo.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
 
 
 def gpg(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None
-) -> clipped.Loss:
+) -> ppo.Loss:
     """GPG's loss (arXiv:2504.02546), l = -A log pi, with its own advantage in `advantages`.
 
     logp_old is not used: a weight is the only correction. Aggregation: token-mean.
@@ -54,7 +54,7 @@ def gpg(
 
 def reinforce(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None
-) -> clipped.Loss:
+) -> ppo.Loss:
     """REINFORCE (Williams 1992; verl's loss of that name), l = -A log pi: `gpg` that also reports
     the drift from logp_old.
 
@@ -66,7 +66,7 @@ def reinforce(
 
     Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp and actor/pg_clipfrac is 0.
     """
-    log_ratio_bt, _ = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, _ = ppo.token_inputs(logp, logp_old, adv, mask)
     loss_bt, _ = gpg(logp, logp_old, adv, mask, seg)
     return loss_bt, _drift(log_ratio_bt, mask)
 
@@ -75,7 +75,7 @@ def cispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 10.0, clip_high: Numeric = 0.2, cispo_mask_low: Numeric = jnp.inf,
     cispo_mask_high: Numeric = jnp.inf,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """CISPO (MiniMax-M1, arXiv:2506.13585), l = -sg(clip(r, 1 - clip_low, 1 + clip_high) M) A log
     pi.
 
@@ -98,13 +98,13 @@ def cispo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
     """
     del seg
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = weights.raw_token(log_ratio_bt, mask)
     w_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + clip_high)
     is_masked_bt = (adv_bt > 0) & (ratio_bt > 1.0 + cispo_mask_high)
     is_masked_bt |= (adv_bt < 0) & (ratio_bt < 1.0 - cispo_mask_low)
     w_bt = jnp.where(is_masked_bt, 0.0, w_bt)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
+    metrics = ppo.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
@@ -112,7 +112,7 @@ def dispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     dispo_low_pos: Numeric, dispo_high_pos: Numeric, dispo_low_neg: Numeric,
     dispo_high_neg: Numeric,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """DISPO (arXiv:2602.00983): `cispo` with a band of its own for correct and incorrect responses.
 
     A correct response is one with A > 0, which a binary reward makes the same. The form is taken
@@ -131,19 +131,19 @@ def dispo(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
     """
     del seg
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = weights.raw_token(log_ratio_bt, mask)
     good_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_pos, 1.0 + dispo_high_pos)
     bad_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_neg, 1.0 + dispo_high_neg)
     w_bt = jnp.where(adv_bt > 0, good_bt, bad_bt)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
+    metrics = ppo.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
 def dis(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 0.3, clip_high: Numeric = 5.0,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """Direct double-sided importance sampling of GLM-5 (arXiv:2602.15763) and SAO (arXiv:2607.07508
     eqs 1-3), l = -sg(f(r)) A log pi with f(r) = r within the band and 0 outside, whatever the sign
     of A.
@@ -166,27 +166,27 @@ def dis(
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens outside the band.
     """
     del seg
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = weights.raw_token(log_ratio_bt, mask)
     is_inside_bt = (ratio_bt > 1.0 - clip_low) & (ratio_bt < 1.0 + clip_high)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), ~is_inside_bt, mask)
+    metrics = ppo.clip_metrics(_clamped(log_ratio_bt), ~is_inside_bt, mask)
     return _reinforce(jnp.where(is_inside_bt, ratio_bt, 0.0), logp, adv_bt, mask), metrics
 
 
 def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
     """TOPR with the ratio that `raw` makes of the log-ratios."""
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = raw(log_ratio_bt, mask, seg)
     w_bt = jnp.where(adv_bt > 0, 1.0, jnp.minimum(ratio_bt, cap))
     is_truncated_bt = (adv_bt < 0) & (ratio_bt > cap)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), is_truncated_bt, mask)
+    metrics = ppo.clip_metrics(_clamped(log_ratio_bt), is_truncated_bt, mask)
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
 def topr(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 1.0,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """TOPR (arXiv:2503.14286), l = -A log pi for A > 0 and l = -sg(min(prod_t r_t, cap)) A log pi
     for A <= 0.
 
@@ -210,7 +210,7 @@ def topr(
 def topr_token(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 1.0,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """TOPR (arXiv:2503.14286) with the ratio r_t of each token, as ROLL and Trinity-RFT have it.
 
     Arguments and result as `topr`. Aggregation: token-mean.
@@ -225,7 +225,7 @@ def topr_token(
 def topr_geo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 1.0,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """TOPR (arXiv:2503.14286) with the geometric mean of a sequence's ratios, as proposed for verl.
 
     Arguments and result as `topr`. Aggregation: seq-mean-token-mean.
@@ -240,7 +240,7 @@ def topr_geo(
 def minpro(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = jnp.inf,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """MinPRO (arXiv:2601.22718), l = -sg(min(r_t min_{s < t} r_s, cap)) A log pi.
 
     The weight is `prefix_weights.prefix_minpro` of the policy that is trained. It is taken from a
@@ -256,9 +256,9 @@ def minpro(
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens above the cap.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     w_bt = prefix_weights.prefix_minpro(log_ratio_bt, mask, seg)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), w_bt > cap, mask)
+    metrics = ppo.clip_metrics(_clamped(log_ratio_bt), w_bt > cap, mask)
     return _reinforce(jnp.minimum(w_bt, cap), logp, adv_bt, mask), metrics
 
 
@@ -270,10 +270,10 @@ def _probabilities(logp, logp_old, mask):
 
 def _truncated(is_accepted_bt, logp, logp_old, adv, mask, cap):
     """-sg(min(r, cap) 1[is_accepted]) A log pi, and verl's metrics of DPPO."""
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = weights.raw_token(log_ratio_bt, mask)
     w_bt = jnp.where(is_accepted_bt, jnp.minimum(ratio_bt, cap), 0.0)
-    metrics = clipped.clip_metrics(_clamped(log_ratio_bt), ~is_accepted_bt, mask)
+    metrics = ppo.clip_metrics(_clamped(log_ratio_bt), ~is_accepted_bt, mask)
     lower = ratios.masked_mean(is_accepted_bt & (ratio_bt > cap), mask)
     return _reinforce(w_bt, logp, adv_bt, mask), metrics | {"actor/pg_clipfrac_lower": lower}
 
@@ -281,7 +281,7 @@ def _truncated(is_accepted_bt, logp, logp_old, adv, mask, cap):
 def dppo_tv(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 20.0, dppo_tv_low: Numeric = 0.15, dppo_tv_high: Numeric = 0.15,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """DPPO-Binary-TV (arXiv:2602.04879), l = -sg(min(r, cap) M) A log pi with M = 1[pi - pi_old <=
     dppo_tv_high] for A > 0 and M = 1[pi - pi_old >= -dppo_tv_low] else.
 
@@ -316,7 +316,7 @@ def dppo_tv(
 def dppo_kl(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 20.0, dppo_kl_low: Numeric = 0.05, dppo_kl_high: Numeric = 0.05,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """DPPO-Binary-KL (arXiv:2602.04879): `dppo_tv` with the KL of the token against all others, D =
     p_o log(p_o / p) + (1 - p_o) log((1 - p_o) / (1 - p)).
 
@@ -353,7 +353,7 @@ def vespo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     vespo_k_pos: Numeric = 2.0, vespo_lambda_pos: Numeric = 3.0, vespo_k_neg: Numeric = 3.0,
     vespo_lambda_neg: Numeric = 2.0,
-) -> clipped.Loss:
+) -> ppo.Loss:
     """VESPO (arXiv:2602.10693), l = -sg(W^k exp(lambda (1 - W))) A log pi with W = prod_t r_t.
 
     The kernel is 1 at W = 1 and largest at W = k / lambda. The log-ratio of a token and their sum
@@ -373,7 +373,7 @@ def vespo(
 
     Returns loss_bt; actor/pg_clipfrac is 0, as nothing is clipped.
     """
-    log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
+    log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
     log_ratio_bt = _clamped(log_ratio_bt)
     log_w_bs = _clamped(ratios.sequence_sum(log_ratio_bt, mask, seg))
     log_w_bt = ratios.to_tokens(log_w_bs, seg, mask.shape[1])

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.rollouts import saved
+from jaxrl_tis.rollouts import serialize
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
 
@@ -27,7 +27,7 @@ def test_an_entry_comes_back_with_what_was_rewarded_and_claimed():
     sample = Sample(drawn, RECORD, "ab", 0.75, 0.5, group=0, components=parts)
     entry.columns = {2: {"tokens": trajectory([6])}, 0: {"tokens": drawn, "reward": sample}}
     entry.claimed = {("reward", 0), ("reward", 2)}
-    back = saved.read(json.loads(json.dumps(saved.written(entry))))
+    back = serialize.read(json.loads(json.dumps(serialize.written(entry))))
     assert (back.number, back.deadline, back.prompt) == (3, math.inf, RECORD)
     assert list(back.columns) == [0, 2] and list(back.columns[2]) == ["tokens"]
     # A reward that was under way is computed again.
@@ -43,9 +43,9 @@ def test_a_reward_that_failed_is_still_unknown_afterwards():
     entry, drawn = Entry(3, math.inf, RECORD), trajectory([4, 5])
     sample = Sample(drawn, RECORD, "ab", math.nan, math.nan, group=0, components={"a": math.nan})
     entry.columns = {0: {"tokens": drawn, "reward": sample}}
-    again = saved.read(json.loads(json.dumps(saved.written(entry)))).columns[0]["reward"]
+    again = serialize.read(json.loads(json.dumps(serialize.written(entry)))).columns[0]["reward"]
     assert all(map(math.isnan, (again.score, again.reward, again.components["a"])))
 
 
 def test_a_deadline_is_a_number():
-    assert saved.read(saved.written(Entry(1, 4.0))).deadline == 4.0
+    assert serialize.read(serialize.written(Entry(1, 4.0))).deadline == 4.0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import clipped
+from jaxrl_tis.estimators import ppo
 from jaxrl_tis.estimators import reduce
 
 # Coefficient on the gradient of log pi at (log-ratio, advantage), clip 0.2: the ratio times A
@@ -57,10 +57,10 @@ def make_batch(spread=0.4):
 )
 def evaluate(name, batch, seg=None, **parameters):
     """(loss_bt, metrics, gradient of the summed loss with respect to logp)."""
-    needed = clipped.NEEDS[name] if name in clipped.NEEDS else ()
+    needed = ppo.NEEDS[name] if name in ppo.NEEDS else ()
 
     def total(logp):
-        loss_bt, metrics = clipped.OBJECTIVES[name](
+        loss_bt, metrics = ppo.OBJECTIVES[name](
             logp,
             batch["logp_old"],
             batch["adv"],

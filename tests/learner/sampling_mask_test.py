@@ -22,7 +22,8 @@ pytestmark = pytest.mark.compiles
 BY_JAX = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 FILTERED = dict(
-    rollout__top_p=0.8, rollout__top_k=9, rollout__kept_set=9, engine__quantization="none",
+    rollout__top_p=0.8, rollout__top_k=9, rollout__sampling_mask_size=9,
+    engine__quantization="none",
     rollout__max_new_tokens=6,
 )
 
@@ -103,7 +104,7 @@ def test_without_them_its_mean_is_the_kept_mass():
 
 
 def test_where_a_set_was_too_wide_the_learner_scores_the_whole_vocabulary():
-    trajectories = sampled(rollout__kept_set=2)
+    trajectories = sampled(rollout__sampling_mask_size=2)
     rows = rows_of(trajectories)
     ratio = np.exp(scored(rows)["logp"] - rows["logp_behav"])[rows["mask"]]
     kept = rows["kept"][rows["mask"]]
@@ -153,7 +154,8 @@ def test_a_gathered_response_scores_as_a_whole_row():
 @pytest.mark.all
 def test_a_run_on_kept_sets_measures_no_gap(tmp_path):
     tiny.run(
-        tmp_path, steps=1, rollout__top_p=0.8, rollout__kept_set=16, engine__quantization="none",
+        tmp_path, steps=1, rollout__top_p=0.8, rollout__sampling_mask_size=16,
+        engine__quantization="none",
         correction__kl_coeff=0.1, train__epochs=1, train__minibatches=1,
     )
     [record] = [line for line in tiny.lines(tmp_path) if line["phase"] == "train"]
