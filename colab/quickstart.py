@@ -81,4 +81,4 @@ print(f"the report of the run: {page.write([WORKDIR], WORKDIR + '/report.html')}
 # ## Next
 #
 # `read_a_run.ipynb` looks into this run; `--config.correction.weight=none` turns the correction off,
-# `--config.engine.quantization=none` the gap. The README has the way to your own model and data.
+# `--config.engine.quantization=none` the gap. docs/own_data.md has the way to your own model and data.
