@@ -1,4 +1,4 @@
-"""A thread that ends a process which hangs, and leaves signs of life beside the run."""
+"""Ends a process that hangs, and writes a heartbeat file during the run."""
 
 import contextlib
 import faulthandler
@@ -17,14 +17,14 @@ END_SECONDS = 30.0  # to write the stacks down
 
 
 class Watchdog:
-    """Ends this process with the code that asks for a restart when `beat` is not called for
-    `timeout` seconds; the stack of every thread is then in WORKDIR/stacks and in the log. From a
-    machine of a bucket's run the file follows with the next checkpoint.
+    """Ends this process with exit code RESTART if `beat` is not called for `timeout` seconds.
 
-    Process 0 also keeps WORKDIR/heartbeat.json: who runs, what it does, when it last came on.
+    The stacks of all threads are then in WORKDIR/stacks and in the log. If the workdir is on a
+    bucket, the file is copied there with the next checkpoint. Process 0 also writes
+    WORKDIR/heartbeat.json with host, process, current phase and time since the last progress.
 
     Args:
-      timeout: seconds; longer than the longest compilation. 0: never.
+      timeout: seconds, more than the longest compilation; 0 disables the watchdog.
     """
 
     def __init__(self, workdir: Path, timeout: float):
@@ -47,12 +47,12 @@ class Watchdog:
             thread.join(LOOK_SECONDS)
 
     def beat(self, doing: str = "") -> None:
-        """Says that the run came on, and what it does now."""
+        """Reports progress, and the current phase."""
         self._beaten_at, self._doing = time.monotonic(), doing or self._doing
 
     @property
     def _wait(self) -> float:
-        """Seconds from look to look."""
+        """Seconds between two checks."""
         return min(LOOK_SECONDS, self._timeout / 4 or LOOK_SECONDS)
 
     def _watch(self) -> None:
@@ -70,7 +70,7 @@ class Watchdog:
                 write_json(self._workdir / "heartbeat.json", sign)
 
     def _end(self) -> None:
-        """Ends the process without waiting for what may hang, which is anything."""
+        """Writes the stacks and ends the process without waiting for any other thread."""
         name = f"process{processes.index()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         path = self._workdir / STACKS / name
         last_resort = threading.Timer(END_SECONDS, os._exit, (cli.RESTART,))
