@@ -148,7 +148,7 @@ def needs_steps(config: Mapping[str, Any]) -> bool:
 
 
 def is_ahead(config: Mapping[str, Any]) -> bool:
-    """Whether the run is asynchronous or replays groups."""
+    """Whether samplers run ahead of the learner, or groups are replayed."""
     return config["rollout.mode"] != "sync" or bool(config["rollout.replay"])
 
 
