@@ -132,7 +132,7 @@ def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def told(fields: Mapping[str, list], numerics: str) -> list[str]:
-    """Returns the lines that announce changes to the user; `numerics` is config.model.numerics."""
+    """Returns lines that say what changes; `numerics` is config.model.numerics."""
     lines = [f"changed: {Changes(fields=fields)}"] if fields else []
     rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]
     if rounded:

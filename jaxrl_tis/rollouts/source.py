@@ -90,9 +90,8 @@ def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
     pulse: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
-    """Runs the scheduler until all requests have finished. Returns their trajectories in the order
-    of the requests. Calls `on_finished(n)` after n requests finish, and `pulse` after every
-    step."""
+    """Steps the scheduler until all requests have ended, and returns their trajectories in the
+    order of the requests; `on_finished(n)` is called as they end, `pulse` after every step."""
     for request in requests:
         scheduler.add(request)
     done = {}

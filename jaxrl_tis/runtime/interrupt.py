@@ -73,7 +73,7 @@ class Interrupt:
             )
 
     def obeyed(self) -> None:
-        """Notes that the run is stopping, which cancels the time limit: a save may take longer."""
+        """Says that the run stops: it may take its time to save."""
         self._is_obeyed.set()
 
     def is_agreed(self) -> bool:
@@ -115,7 +115,7 @@ class Interrupt:
                 if failures == MAX_FAILURES:
                     return  # not a machine of Google Cloud
                 continue
-            # An event that is there from the beginning was handled by the previous start.
+            # One that is there from the beginning has been obeyed by the start before.
             before = notice if before is None else before
             if notice not in ("", before):
                 self.ask(notice)

@@ -260,8 +260,8 @@ def first(f: Callable[[], Any]) -> Any:
 
 
 def difference(facts: Mapping[str, Any]) -> str | None:
-    """Compares named arrays and JSON values over all processes. Returns a message with the first
-    difference and each process's value, or None if all are equal."""
+    """Compares arrays, and what JSON can hold, by name over all processes. Returns which is the
+    first to differ and what each process has; None if they are all alike."""
     if is_alone():
         return None
     everyone = exchange({name: _digest(value) for name, value in facts.items()})

@@ -17,14 +17,14 @@ END_SECONDS = 30.0  # to write the stacks down
 
 
 class Watchdog:
-    """Ends this process with exit code RESTART if `beat` is not called for `timeout` seconds.
+    """Ends this process with the code that asks for a restart when `beat` is not called for
+    `timeout` seconds; the stack of every thread is then in WORKDIR/stacks and in the log. From a
+    machine of a bucket's run the file follows with the next checkpoint.
 
-    The stacks of all threads are then in WORKDIR/stacks and in the log. If the workdir is on a
-    bucket, the file is copied there with the next checkpoint. Process 0 also writes
-    WORKDIR/heartbeat.json with host, process, current phase and time since the last progress.
+    Process 0 also keeps WORKDIR/heartbeat.json: who runs, what it does, when it last came on.
 
     Args:
-      timeout: seconds, more than the longest compilation; 0 disables the watchdog.
+      timeout: seconds; longer than the longest compilation. 0: never.
     """
 
     def __init__(self, workdir: Path, timeout: float):
@@ -47,7 +47,7 @@ class Watchdog:
             thread.join(LOOK_SECONDS)
 
     def beat(self, doing: str = "") -> None:
-        """Reports progress, and the current phase."""
+        """Says that the run came on, and what it does now."""
         self._beaten_at, self._doing = time.monotonic(), doing or self._doing
 
     @property
