@@ -1,1 +1,1 @@
-"""What a run writes: metrics, samples, checkpoints, provenance."""
+"""The files that a run writes: metrics, samples, checkpoints, provenance."""

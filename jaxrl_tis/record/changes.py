@@ -1,11 +1,11 @@
-"""Fields that a run may change when it is continued.
+"""Config fields that may change when a run continues.
 
-A field of FREE cannot change the numbers of the run. One of ROUNDED changes how sequences are batched: a
-synchronous run may change its roundings by that, and nothing else. Any other field is named,
+Fields of FREE do not affect the numbers of a run. Fields of ROUNDED change how sequences are
+batched; in a synchronous run this affects roundings only. Any other changed field must be named:
 
     python -m jaxrl_tis.main --config=... --workdir=... --config.optimizer.lr=1e-5 --change=optimizer.lr
 
-and every change stands in config.json with the step after which it holds.
+config.json lists every change with the step after which it holds.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ ROUNDED = (
     "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",
     "engine.prefill_calls",
 )
-# A save and an evaluation interrupt what samplers that run ahead draw: other weights can go on with it.
+# A save or an evaluation interrupts asynchronous samplers, and newer weights may continue
+# sequences.
 INTERRUPTING = ("checkpoint.every", "eval.every")
 # A checkpoint of samplers that run ahead has their queue, which these shape.
 QUEUED = (
@@ -38,7 +39,7 @@ QUEUED = (
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What this start of a run does otherwise than the one before.
+    """Differences between this start of a run and the previous one.
 
     Attributes:
       named: fields and groups of fields that --change names.
@@ -62,14 +63,15 @@ class Changes:
 
 
 def is_within(field: str, names: Sequence[str]) -> bool:
-    """Whether a field is one of these, or of a group that is one of these."""
+    """Whether `names` has this field or a group that contains it."""
     return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
 def find(
     workdir: str | os.PathLike, config: Mapping[str, Any], named: Sequence[str] = ()
 ) -> dict[str, list]:
-    """Compares a configuration with that of the run in a folder; see `Changes.fields`.
+    """Compares a config with that of the run in a folder, and returns the differences; see
+    `Changes.fields`.
 
     Args:
       config: the resolved configuration of this start.
@@ -77,7 +79,7 @@ def find(
 
     Raises:
       ValueError: `named` has a field that does not exist; a field differs that is neither free nor
-        named, or that no checkpoint can go on with; or config.json is broken.
+        named, or that may never change; or config.json is broken.
     """
     new = provenance.flat(config)
     check_names(named, new)
@@ -119,7 +121,7 @@ def check_names(named: Sequence[str], fields: Mapping[str, Any]) -> None:
     """Raises ValueError for a name that is neither a field nor a group of fields."""
     groups = {name.rsplit(".", i)[0] for name in fields for i in range(name.count(".") + 1)}
     for name in named:
-        # Parameters of a task come and go.
+        # Parameters of a task may appear or disappear.
         if name not in groups and ".params." not in name:
             near = difflib.get_close_matches(name, groups, n=1)
             raise ValueError(
@@ -149,7 +151,7 @@ def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
 
 
 def needs_steps(config: Mapping[str, Any]) -> bool:
-    """Whether the number of steps decides what a step does."""
+    """Whether the update of a step depends on the total number of steps."""
     has_critic = config["correction.advantage"].startswith("gae")
     schedules = [config["optimizer.schedule"], *([config["critic.schedule"]] if has_critic else [])]
     return set(schedules) != {"constant"} or config["engine.noise_start"] > 0
@@ -161,9 +163,9 @@ def is_ahead(config: Mapping[str, Any]) -> bool:
 
 
 def record(before: Sequence[Mapping[str, Any]], step: int, fields: Mapping[str, list]) -> list[dict]:
-    """Returns the list for config.json: the changes before, and these after `step`.
+    """Returns the list of changes for config.json: previous changes, and new ones after `step`.
 
-    Changes after a later step belong to steps that are lost: what is kept of them holds from here.
+    Previous changes after a later step belong to lost steps; they now hold from `step` on.
     """
     kept = [{**change, "step": min(change["step"], step)} for change in before]
     new = {"step": step, "fields": dict(fields)}

@@ -1,10 +1,10 @@
-"""Checkpoints of a run that are verified before they are used.
+"""Checkpoints of a run, verified by checksums before they are restored.
 
 A step is WORKDIR/checkpoints/<step>: arrays and JSON written by Orbax, plus manifest.json with the
-sha256 of every file. Orbax restores a flipped bit without a word, so nothing is restored here whose
-manifest does not match; a damaged step is set aside and the next older one is used. The manifest is
-written last and is what makes a step count, so a process killed at any moment leaves either a whole
-checkpoint or none. Nothing is ever pickled.
+sha256 of every file. Orbax does not detect a flipped bit. A step is therefore restored only if its
+manifest matches; a damaged step is set aside, and the next older one is used. The manifest is
+written last, and a step without one does not count: a process killed at any moment leaves a whole
+checkpoint or none. Nothing is pickled.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ COMMIT_SECONDS = 3600  # for process 0 to hash a checkpoint
 
 
 class Misfit(ValueError):
-    """A checkpoint has other arrays than the program."""
+    """The arrays of a checkpoint differ from those of the program in name, shape or dtype."""
 
 
 class Checkpoints:
@@ -66,8 +66,8 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Opened once damaged steps are set aside, which Orbax would complain about. It deletes and
-        cleans up nothing: a step may go only after a newer manifest is on disk."""
+        """Returns Orbax's manager, opened after damaged steps are set aside, which it rejects. It
+        deletes nothing: a step may be deleted only after a newer manifest is on disk."""
         return self._stack.enter_context(contextlib.closing(ocp.CheckpointManager(
             self._directory, options=ocp.CheckpointManagerOptions(create=False))))
 
@@ -101,7 +101,7 @@ class Checkpoints:
         self._pending = step, self._executor.submit(self._commit, step)
 
     def wait(self) -> None:
-        """Returns once the save in the background is complete; raises what went wrong with it."""
+        """Waits until the save in the background is complete, and raises its error if it failed."""
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
             try:
@@ -139,11 +139,11 @@ class Checkpoints:
         """Returns (state, meta) of the newest intact step, or of `step` and no other.
 
         Args:
-          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on any mesh; or what makes
-            it of the meta that was saved.
+          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, on any mesh; or a function
+            from the saved meta to it.
           step: None falls back to older steps when newer ones are damaged.
-          is_part: abstract_state is a part of what was saved, nested dicts in place of classes;
-            nothing else is read into arrays.
+          is_part: abstract_state is a part of the saved state, with nested dicts in place of
+            classes; no other arrays are read.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not the one asked for.
@@ -187,8 +187,8 @@ class Checkpoints:
             logging.error("%s", error)  # what ends the block is the cause, and says more
 
     def _commit(self, step: int) -> None:
-        """Waits for Orbax, writes the manifest, then deletes the steps that are too many. Processes
-        wait for the first one: those that ended before would take it with them."""
+        """Waits for Orbax, writes the manifest, then deletes steps beyond `keep`. All processes
+        wait for process 0: one that ended earlier would end process 0 too."""
         try:
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
@@ -201,7 +201,7 @@ class Checkpoints:
             processes.meet(f"checkpoint {step} is complete", COMMIT_SECONDS)
 
     def _tidy(self) -> None:
-        """Removes what failed or killed saves left behind (never called while one is running)."""
+        """Removes files of failed or killed saves. Never called during a save."""
         if jax.process_index() == 0:
             newest = max(self.steps(), default=-1)
             for path in storage.children(self._directory):
@@ -292,7 +292,8 @@ def write_manifest(step_directory: epath.Path) -> None:
 
 
 def verify(step_directory: str | os.PathLike) -> str | None:
-    """Returns what is wrong with the files of a step by its manifest, None if nothing is."""
+    """Returns the first mismatch between the files of a step and its manifest, None if there is
+    none."""
     step_directory = storage.folder(step_directory)
     try:
         files = json.loads((step_directory / MANIFEST).read_bytes())["files"]
@@ -315,8 +316,8 @@ def verify(step_directory: str | os.PathLike) -> str | None:
 
 
 def _hashes(folder: epath.Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns size and sha256 of files, several read at a time: a bucket is slow to begin with
-    each."""
+    """Returns size and sha256 of files. Reads several at once, because each read from a bucket
+    starts slowly."""
     with futures.ThreadPoolExecutor(STREAMS) as pool:
         return dict(zip(names, pool.map(lambda name: _size_and_hash(folder / name), names)))
 

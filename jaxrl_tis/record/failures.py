@@ -1,8 +1,8 @@
-"""Rewards that failed, by kind: counted, the first of each printed, the last kept in a file.
+"""Failed reward calls, grouped by kind: a count, the first error printed, the last ones in a file.
 
 WORKDIR/reward_errors.jsonl has a line for each kind: {"kind", "count", "error", "traceback",
-"last_at", "last": [{"id", "text", "error"}, ...]}. The error and the traceback are those of the first
-failure; a run that is continued adds to what it finds.
+"last_at", "last": [{"id", "text", "error"}, ...]}. The error and the traceback are those of the
+first failure. A run that continues adds to the file.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class Failure:
 
 
 class Failures:
-    """Collects failures.
+    """Collects failed reward calls.
 
     Args:
-      path: the file; what it holds already is added to. None keeps no file.
+      path: of the file, whose contents are kept and added to; None writes no file.
       say: prints a text.
     """
 
@@ -51,7 +51,7 @@ class Failures:
         self._printed: set[str] = set()
 
     def add(self, kind: str, error: str, traceback: str, id: str, text: str) -> None:
-        """Adds a failure of the answer `text` to the example `id`."""
+        """Records a failed reward of the response `text` to the example `id`."""
         if kind not in self._kinds and len(self._kinds) >= KINDS:
             kind, traceback = OTHERS, ""
         if kind not in self._kinds:
@@ -68,7 +68,7 @@ class Failures:
         del failure.last[:-LAST]
 
     def write(self) -> None:
-        """Writes the file anew; Unwritable where it cannot be written."""
+        """Rewrites the file; raises Unwritable if that fails."""
         if self._path is None:
             return
         new = pathlib.Path(f"{os.fspath(self._path)}.new")
@@ -84,10 +84,10 @@ class Failures:
 
 
 def read(path: Any) -> list[Failure]:
-    """Reads the file; [] where there is none.
+    """Reads the file of failures; [] if it does not exist.
 
     Raises:
-      ValueError: a line is none of ours.
+      ValueError: a line has another format.
     """
     if not path.exists():
         return []
@@ -101,7 +101,7 @@ def read(path: Any) -> list[Failure]:
 
 
 def described(failures: Sequence[Failure]) -> list[str]:
-    """Returns a line for each kind, the most frequent first."""
+    """Returns a line of text for each kind of failure, the most frequent first."""
     by_count = sorted(failures, key=lambda f: -f.count)
     return [
         f"{f.count} x {f.kind}, the last at {f.last_at}, example {f.last[-1]['id']}: {f.last[-1]['error']}"

@@ -1,4 +1,4 @@
-"""What a run costs beside its own work: compilation, start, memory."""
+"""Overheads of a run: compile time, start time, peak memory."""
 
 import resource
 import time
@@ -22,7 +22,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compile_seconds() -> float:
-    """Returns the seconds for which this process has lowered and compiled programs, or read them
+    """Returns the seconds that this process spent lowering and compiling programs, or reading them
     from the cache."""
     return _compiled[0]
 
@@ -33,8 +33,7 @@ def seconds_since_start() -> float:
 
 
 def memory() -> dict[str, float]:
-    """Returns the most memory that this process ever had, in GiB, and that one of its devices ever
-    had in use, where they tell."""
+    """Returns the peak memory of this process and, if devices report it, of one device, in GiB."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

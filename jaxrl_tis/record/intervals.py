@@ -1,4 +1,4 @@
-"""95 % intervals of what was measured a few times."""
+"""95 % confidence intervals of means and fractions from few measurements."""
 
 import numpy as np
 
@@ -17,10 +17,10 @@ def wilson(p: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def of_shares(shares: np.ndarray) -> tuple[float, float, float]:
-    """Returns the mean of `shares` [n], each in 0 .. 1 and independent, and its Wilson interval.
+    """Returns the mean of independent `shares` [n], each in 0 .. 1, and its Wilson interval.
 
-    The trials are as many as give a fraction the variance that the mean is seen to have: n where
-    each share is 0 or 1, more where it is itself the mean of several draws.
+    The number of trials is chosen to match the observed variance of the mean: n if each share is 0
+    or 1, more if each share is a mean of several samples.
     """
     shares = np.asarray(shares, float)
     mean, variance = shares.mean(), shares.var() / len(shares)
@@ -30,7 +30,7 @@ def of_shares(shares: np.ndarray) -> tuple[float, float, float]:
 
 
 def of_mean(values: np.ndarray) -> tuple[float, float, float]:
-    """Returns the mean of `values` [n] and its Student-t interval, infinite for a single one."""
+    """Returns the mean of `values` [n] and its Student-t interval, which is infinite for n = 1."""
     values = np.asarray(values, float)
     mean, n = float(values.mean()), len(values)
     if n == 1:

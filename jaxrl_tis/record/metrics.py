@@ -1,8 +1,8 @@
 """The record of a run: metrics.jsonl, the same values for TensorBoard and other sinks, and timers.
 
-metrics.jsonl is the run's only record, one JSON object per line: {"step", "phase", metric: value}.
-Every metric of the machine, durations, rates and memory, starts with "time/", so two runs of the same
-program are equal once those are left out. docs/metrics.md explains each.
+metrics.jsonl is the primary record, one JSON object per line: {"step", "phase", metric: value}.
+Durations, rates and memory have names that start with "time/". Two runs of the same program are
+equal in all other metrics. docs/metrics.md explains each metric.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Sink(Protocol):
-    """Where a run's values go beside its record."""
+    """A service that receives the metrics of a run in addition to metrics.jsonl."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -37,12 +37,12 @@ class Sink(Protocol):
 
 
 def has_ended(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
-    """Whether the evaluation after the last of `steps` is there."""
+    """Whether the records include the evaluation after the last of `steps`."""
     return any((r["phase"], r["step"]) == ("eval", steps) for r in records)
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """Returns how long a line's step or evaluation took."""
+    """Returns the seconds of a line's step or evaluation."""
     return sum(record[name] for name in ("time/step_s", "time/eval_s") if name in record)
 
 
@@ -73,7 +73,7 @@ def decode(line: str) -> dict[str, Any]:
     """Returns the record of one line, with "nan", "inf" and "-inf" turned back into floats.
 
     Raises:
-      ValueError: `encode` writes no such line; says what is wrong with it.
+      ValueError: the line is not one that `encode` writes; the message names the fault.
     """
     record = parse_object(line)
     if not {"step", "phase"} <= record.keys() or type(record["step"]) is not int:
@@ -100,7 +100,7 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def read_lines(path: epath.Path, parse: Callable[[str], Any]) -> list[Any]:
-    """Returns the parsed lines of a file that grew by whole ones; a torn last line is left out.
+    """Returns the parsed lines of a file; an incomplete last line is left out.
 
     Raises:
       ValueError: `parse` raised it for another line.
@@ -116,7 +116,7 @@ def read_lines(path: epath.Path, parse: Callable[[str], Any]) -> list[Any]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """Returns the JSON object of a line; ValueError says why there is none."""
+    """Returns the JSON object of a line; raises ValueError if there is none."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -129,7 +129,7 @@ def parse_object(line: str) -> dict[str, Any]:
 def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
     """Returns the records that a run resumed after `resume_step` keeps.
 
-    Warm-up may count its own steps, so its lines stay whenever a line of a later phase stays.
+    Warm-up may count its own steps. Its lines are kept if a line of a later phase is kept.
     """
     is_early = lambda record: record["step"] <= resume_step
     has_begun = any(is_early(r) and r["phase"] != "warmup" for r in records)
@@ -137,13 +137,13 @@ def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[d
 
 
 class LineFile:
-    """A file that lines are appended to. Each is handed to the system before `write` returns, so a
-    killed process loses nothing but a torn last line.
+    """A file of lines that grows. Each line goes to the operating system before `write` returns, so
+    a killed process leaves at most one incomplete last line.
 
     Args:
-      path: its folder is made if missing.
-      kept: lines to begin with, in the place of those that are there; None sets a file that an
-        earlier attempt left behind aside, as NAME.old.
+      path: of the file; a missing folder is created.
+      kept: lines that replace the present contents; None renames a file of an earlier attempt to
+        NAME.old.
     """
 
     def __init__(self, path: pathlib.Path, kept: Sequence[str] | None):
@@ -193,11 +193,11 @@ class MetricsWriter:
 
         Args:
           workdir: folder of the run, made if missing.
-          resume_step: step of the restored checkpoint; later lines are dropped, as the run writes
-            them again. None: the run starts at its beginning, and a record that an earlier attempt
-            left behind is renamed to metrics.jsonl.old.
-          sinks: where values go, too.
-          is_compact: metrics.jsonl gets the compact metrics of names.py alone; the others get all.
+          resume_step: step of the restored checkpoint; later lines are dropped, because the run
+            writes them again. None: the run starts from the beginning, and the record of an earlier
+            attempt is renamed to metrics.jsonl.old.
+          sinks: additional receivers of all values.
+          is_compact: metrics.jsonl has only the compact metrics of names.py; sinks get all.
         """
         path = pathlib.Path(workdir) / FILE_NAME
         kept, self.lost_seconds = None, 0.0
@@ -234,7 +234,7 @@ class MetricsWriter:
             sink.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes the record, the TensorBoard file and all sinks."""
         for sink in self._sinks:
             sink.close()
         self._file.close()
@@ -249,10 +249,10 @@ class MetricsWriter:
 
 
 class NoRecord:
-    """In the place of a MetricsWriter where another process writes the record."""
+    """Replaces MetricsWriter on processes that do not write the record."""
 
     def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
-        """Checks the values as a writer does."""
+        """Checks the values as MetricsWriter does, and writes nothing."""
         encode(step, phase, values)
 
     def close(self) -> None: ...
@@ -266,8 +266,8 @@ class NoRecord:
 def _open_events(folder: pathlib.Path, resume_step: int | None) -> event_file_writer.EventsWriter:
     """Opens a TensorBoard file that hides the values after `resume_step` of the files before it.
 
-    tensorboardX's file class is used without its queue and thread: when that thread dies of a full
-    disk, the next `add_scalar` but a few waits for ever.
+    Uses tensorboardX's file class without its queue and thread: once a full disk has ended that
+    thread, a later `add_scalar` would wait for ever.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.iterdir()))  # two files opened within a second need two names
@@ -282,11 +282,12 @@ def _open_events(folder: pathlib.Path, resume_step: int | None) -> event_file_wr
 class Timer:
     """Adds up wall-clock seconds per phase: `with timer("rollout"): ...`.
 
-    Dispatched JAX work counts only once something in the block waits for it. Threads may share one.
+    Dispatched JAX work counts only if something in the block waits for it. Threads may share a
+    timer.
 
     Args:
-      compile_seconds: a counter; by what it grows in a block is not that phase's time, but that of
-        the phase "compile".
+      compile_seconds: a counter of compile time. Its growth during a block counts as the phase
+        "compile" instead of the block's phase.
     """
 
     def __init__(self, compile_seconds: Callable[[], float] = lambda: 0.0):
@@ -295,7 +296,7 @@ class Timer:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Times the block, also when it raises; blocks of one phase add up."""
+        """Times the block, even if it raises; times of one phase add up."""
         start, compiled_before = time.monotonic(), self._compile_seconds()
         try:
             yield
@@ -310,7 +311,7 @@ class Timer:
             self._seconds[phase] = self._seconds.setdefault(phase, 0.0) + seconds
 
     def collect(self) -> dict[str, float]:
-        """Returns {"time/<phase>_s": seconds} since the last call and starts again at zero."""
+        """Returns {"time/<phase>_s": seconds} since the last call, and resets to zero."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return {f"time/{phase}_s": value for phase, value in seconds.items()}

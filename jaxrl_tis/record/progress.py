@@ -1,4 +1,4 @@
-"""How far a phase has come, for whoever looks at the terminal."""
+"""Progress of a phase on the terminal: a bar, or lines of text."""
 
 import sys
 import time
@@ -11,8 +11,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Shows the progress of one phase: a bar on a terminal, at most one line per five seconds
-    elsewhere."""
+    """Shows the progress of one phase: a bar on a terminal, elsewhere at most one line in five
+    seconds."""
 
     def __init__(
         self, total: int, title: str, stream: TextIO | None = None, is_shown: bool = True
@@ -28,7 +28,7 @@ class Progress:
             self._bar = tqdm.tqdm(total=total, desc=title, file=self._stream, dynamic_ncols=True)
 
     def update(self, n: int = 1, **values: float) -> None:
-        """Adds `n` units and shows `values` (numbers) beside them."""
+        """Adds `n` units and shows `values` (numbers) next to the count."""
         self._done += n
         self._values = values
         if self._bar is not None:
@@ -39,7 +39,8 @@ class Progress:
             self._print_line()
 
     def close(self) -> None:
-        """Ends the phase; off a terminal, the last state is printed if it was not yet."""
+        """Ends the phase. Without a terminal, prints the last state unless it is printed
+        already."""
         if self._bar is not None:
             self._bar.close()
         elif self._done != self._printed_done:

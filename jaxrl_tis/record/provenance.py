@@ -1,4 +1,4 @@
-"""The file that describes a run: the configuration, versions and code that it started with."""
+"""config.json of a run: its configuration, package versions and git revision."""
 
 import datetime
 import json
@@ -24,11 +24,11 @@ def write_run_files(
 ) -> None:
     """Writes WORKDIR/config.json: {"config", "versions", "git_revision", "pins", "run_id", "changes"}.
 
-    "config" is the resolved configuration, "versions" those of Python and the packages that decide
-    numbers, "git_revision" that of this code ("-dirty" with local changes) or null outside git,
-    "pins" the paths of the hub as they were given and as they stand in "config". "run_id" is drawn
-    once and stays with the folder. "changes" has what changed while the run went on, each as {"step":
-    after which it holds, "fields": {field: [old, new]}}.
+    config: the resolved configuration. versions: of Python and the packages that affect numbers.
+    git_revision: of this code, with "-dirty" for local changes; null outside git. pins: hub paths
+    as given, and as pinned in "config". run_id: random, constant for the folder. changes: config
+    fields that changed during the run, each {"step": the last step before it, "fields": {field:
+    [old, new]}}.
 
     Raises:
       TypeError: a value of the configuration is not JSON.
@@ -56,8 +56,8 @@ def identity(config_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def date(config_dict: Mapping[str, Any], workdir: str | os.PathLike) -> str:
-    """Returns the date that the prompts of a run are rendered with: `task.date` of the
-    configuration, else that of the run in the folder, else now."""
+    """Returns the date for the prompts of a run: `task.date` of the configuration, else the date of
+    the run in the folder, else now."""
     if config_dict["task"]["date"]:
         return config_dict["task"]["date"]
     before = saved_config(workdir)
@@ -67,7 +67,7 @@ def date(config_dict: Mapping[str, Any], workdir: str | os.PathLike) -> str:
 
 
 def saved_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
-    """Returns the configuration of the run in a folder, None where there is none.
+    """Returns the configuration of the run in a folder, None if there is no run.
 
     Raises:
       ValueError: the file is broken.
@@ -76,7 +76,7 @@ def saved_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def saved(workdir: str | os.PathLike, name: str) -> Any:
-    """Returns an entry of the config.json in a folder, None where there is no such file.
+    """Returns an entry of a folder's config.json, None if the file does not exist.
 
     Raises:
       ValueError: the file is broken.
@@ -98,8 +98,7 @@ def saved(workdir: str | os.PathLike, name: str) -> Any:
 
 
 def git_revision() -> str | None:
-    """Returns the commit of the repository that tracks this file, that which `git archive` took it
-    from, or None."""
+    """Returns the git commit of this code, or the commit that `git archive` exported, or None."""
     here = pathlib.Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]
     try:
@@ -115,7 +114,7 @@ def git_revision() -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` with non-finite floats as strings, which JSON has no literal for."""
+    """Returns `value` with non-finite floats as strings, because JSON has no literals for them."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -126,7 +125,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat(config_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a configuration as {"group.field": value}, with values as config.json has them."""
+    """Returns a configuration as {"group.field": value}, with values as in config.json."""
     return _flat(json.loads(json.dumps(_plain(config_dict))), prefix)
 
 

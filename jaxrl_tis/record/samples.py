@@ -1,12 +1,13 @@
-"""Some of what a run wrote, token by token: WORKDIR/samples.jsonl, one answer a line.
+"""Sampled responses with per-token values: WORKDIR/samples.jsonl, one response per line.
 
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
-tokens of the response; `length` counts all. `answer` is null where the data has none, `reward` where
-the reward function failed, `logp_old` and `weight` where the answer is not trained on. `weight` is also
-null where the correction gives weights inside the update alone. An evaluation (phase "eval", greedy
-answers) has one program and thus one log-prob, that of the model at temperature 1, in `logp_old`;
-`logp_behav`, `weight` and `version` are null.
+tokens of the response. `length` counts all tokens.
+
+Null values: `answer` if the data has none; `reward` if the reward function failed; `logp_old` and
+`weight` if the response is not trained on; `weight` also if weights exist only inside the update.
+An evaluation (phase "eval", greedy responses) has a single log-prob, of the model at temperature 1,
+in `logp_old`; its `logp_behav`, `weight` and `version` are null.
 """
 
 import json
@@ -33,7 +34,7 @@ def of_step(
     step: int, samples: Sequence[Any], rows: Mapping[str, np.ndarray],
     weights: np.ndarray | None, decode: Decode, count: int,
 ) -> list[dict[str, Any]]:
-    """Returns the lines of a training step: the first answer of each of the first `count` groups.
+    """Returns the lines of a training step: the first response of each of the first `count` groups.
 
     Args:
       samples: of the batch, as `rollouts.groups.Sample`.
@@ -57,7 +58,7 @@ def of_step(
 def of_evaluation(
     step: int, samples: Sequence[Any], decode: Decode, count: int
 ) -> list[dict[str, Any]]:
-    """Returns the lines of an evaluation, of its first `count` answers."""
+    """Returns the lines of an evaluation: its first `count` responses."""
     return [
         _line(step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_raw}, decode)
         for sample in samples[:count]
@@ -79,8 +80,8 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Returns what each token adds to the text: together they are the text. A character that is not
-    complete yet belongs to the token that completes it."""
+    """Returns the text that each token adds; joined, they are the whole text. An incomplete
+    character belongs to the token that completes it."""
     texts, shown = [], ""
     for count, token in enumerate(ids, start=1):
         text = decode(ids[:count])
@@ -96,7 +97,7 @@ def _numbers(values: np.ndarray) -> list[float | int]:
 
 
 def open_file(workdir: str | os.PathLike, resume_step: int | None) -> LineFile:
-    """Opens the file; lines after `resume_step` are dropped, as the run writes them again."""
+    """Opens the file. Lines after `resume_step` are dropped, because the run writes them again."""
     kept = None
     if resume_step is not None:
         kept = [json.dumps(line) for line in read(workdir) if line["step"] <= resume_step]
@@ -104,7 +105,7 @@ def open_file(workdir: str | os.PathLike, resume_step: int | None) -> LineFile:
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Returns the lines of a run, [] where it has none; a torn last line is left out.
+    """Returns the lines of a run, [] without a file; an incomplete last line is left out.
 
     Raises:
       ValueError: another line is not JSON.

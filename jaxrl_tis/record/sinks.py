@@ -1,7 +1,8 @@
-"""Services that a run's values go to beside its own record, which stays the truth.
+"""Additional destinations of a run's metrics: Weights & Biases and Trackio.
 
-Each takes its keys and its mode from the environment: WANDB_API_KEY, WANDB_MODE=offline,
-TRACKIO_DIR, ... A continued run goes on in the same place, by the id in its config.json.
+Each reads its keys and mode from the environment: WANDB_API_KEY, WANDB_MODE=offline, TRACKIO_DIR,
+... A resumed run continues in the same place, by the run_id in config.json. metrics.jsonl remains
+the primary record.
 """
 
 import os
@@ -14,7 +15,7 @@ PROJECT = "jaxrl_tis"
 
 
 class Wandb:
-    """Weights & Biases; every value is drawn over "step", as those of warm-up begin anew."""
+    """Weights & Biases. Plots every value against "step", because warm-up has its own count."""
 
     def __init__(self, workdir: str, run_id: str, config: Mapping[str, Any]):
         import wandb

@@ -1,1 +1,2 @@
-"""Who generates when: sources of the batches that a run trains on; docs/async.md explains them."""
+"""Rollout sources: synchronous and asynchronous generation of training batches; see
+docs/async.md."""

@@ -1,8 +1,9 @@
-"""What an asynchronous source remembers: requests, partial sequences, rewards and batches.
+"""The state of an asynchronous rollout source: requests, partial sequences, rewards and batches.
 
-A source has one `AsyncBookkeeping` and samplers of its own. It turns the controller's decisions
-into commands for them (`command`), notes what they return (`receive`), and takes batches (`take`).
-Nothing here waits or locks: a source with threads calls it from one at a time.
+Each asynchronous source has one `AsyncBookkeeping`. It turns the controller's decisions into
+commands for samplers (`command`), stores the sequences that samplers return (`receive`), and takes
+batches (`take`). Nothing here waits or locks. A source with threads calls it from one thread at a
+time.
 """
 
 import dataclasses
@@ -26,15 +27,16 @@ NEEDS = {"reward": ("tokens",), LEARNER: ("reward",)}
 
 @dataclasses.dataclass
 class Counts:
-    """What happened since the last batch.
+    """Counts since the last batch.
 
     Attributes:
-      passed: time, in turns of all samplers or in seconds; waited: of this while the learner had
-        nothing to train on.
-      interrupted: sequences that came back unfinished; discarded: that no group needs any more.
-      resumed: sequences that had tokens when they were begun again; resumed_tokens: these.
+      passed: time, in turns of all samplers (driver "virtual") or in seconds.
+      waited: the part of `passed` in which the learner had no batch.
+      interrupted: sequences returned unfinished.
+      discarded: sequences that no group needs any more.
+      resumed: sequences that continued from earlier tokens; resumed_tokens: number of these tokens.
       rejected: groups whose rewards are all equal.
-      syncs: weight syncs of a sampler.
+      syncs: weight syncs, counted for each sampler.
     """
 
     passed: float = 0
@@ -60,7 +62,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """Samples that are to be rewarded: keys, their examples, and their sequences."""
+    """Finished samples to be rewarded: their keys, examples and sequences."""
 
     keys: list[Key]
     examples: list[dict[str, str]]
@@ -68,18 +70,18 @@ class Claim:
 
 
 class AsyncBookkeeping:
-    """The state of an asynchronous source apart from its samplers.
+    """The state of an asynchronous source, without its samplers.
 
     Args:
-      on_records: called with the records of sequences that have ended, were interrupted, or are
-        about to continue with new weights, while the weights that sampled them are still in use.
+      on_records: called with the records of sequences that have finished, were interrupted, or are
+        about to continue with new weights. At that time the old weights are still in use.
 
     Attributes:
-      controller: who may begin what, and which groups are the next batch.
-      queue: of groups on their way to the learner.
-      counts: what happened since the last batch.
-      keys: by request, the samples that are in flight.
-      taken: groups of the batch that is being trained on.
+      controller: decides which worker starts which group, and which groups form the next batch.
+      queue: groups between sampling and training.
+      counts: counts since the last batch.
+      keys: request id -> key of each sample in flight.
+      taken: groups of the batch in training.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class AsyncBookkeeping:
         return Cancel(tuple(id for id, key in self.keys.items() if key in decision.keys))
 
     def receive(self, name: str, trajectories: list[Trajectory]) -> None:
-        """Takes what a sampler returns: sequences that have ended, and such that were preempted."""
+        """Stores the sequences that a sampler returns, finished or preempted."""
         self.report(trajectories)
         for trajectory in trajectories:
             key = self.keys.pop(trajectory.id)
@@ -141,18 +143,18 @@ class AsyncBookkeeping:
                 self._partials[key] = trajectory
 
     def report(self, trajectories: list[Trajectory]) -> None:
-        """Calls `on_records` with the sequences that have tokens, if there are any."""
+        """Calls `on_records` with the sequences that have at least one token, if there are any."""
         if begun := [t for t in trajectories if len(t.tokens)]:
             self._on_records(begun)
 
     def synced(self, name: str, version: int) -> None:
-        """Notes that a sampler has these weights."""
+        """Records that a sampler now uses the weights of this version."""
         self.controller.synced(name, version)
         self.counts.syncs += 1
 
     def lost(self, name: str, ids: Collection[str], known: Mapping[Key, Trajectory]) -> int:
-        """Lets others continue the sequences of a sampler that is gone, from their `known` parts;
-        returns how many have one."""
+        """Makes the sequences of a lost sampler available to others, from their `known` parts.
+        Returns the number of sequences with a known part."""
         keys = [self.keys.pop(id) for id in ids]
         wanted = [key for key in keys if key in known and self.queue.is_open(key[0])]
         parts = {key: known[key] for key in wanted if len(known[key].tokens)}
@@ -161,7 +163,7 @@ class AsyncBookkeeping:
         return len(parts)
 
     def _request(self, key: Key, decision: Begin) -> Request:
-        """Returns the request of a sample, with the part of it that there is."""
+        """Returns the request of a sample, with its partial sequence if it has one."""
         if key not in self._requests:
             self._open(key[0])
         request, partial = self._requests[key], self._partials.pop(key, None)
@@ -173,8 +175,8 @@ class AsyncBookkeeping:
         return dataclasses.replace(request, partial=partial)
 
     def _open(self, group: int) -> None:
-        """Reads the example of a group. Its requests have the names that the synchronous source
-        gives them, so that their noise is the same."""
+        """Reads the example of a group and makes its requests. Their names equal those of the
+        synchronous source, which gives them the same sampling noise."""
         if not self._records:
             with self._timer("data"):
                 self._records = processes.gather(next(self._batches))
@@ -191,14 +193,14 @@ class AsyncBookkeeping:
     # Rewards
 
     def claim(self) -> Claim | None:
-        """Returns the samples that have ended and were not claimed before; None without any."""
+        """Returns finished samples that were not claimed before, or None if there are none."""
         if not (keys := self.queue.claim("reward")):
             return None
         examples = [self.queue.entries[group].prompt for group, _ in keys]
         return Claim(keys, examples, [self.queue.get(key, "tokens") for key in keys])
 
     def score(self, claim: Claim) -> list[Sample]:
-        """Calls the reward; of the state it changes the number of failed rewards alone."""
+        """Computes rewards. Changes no state except the count of failed rewards."""
         before = dict(self._groups.counts)
         with self._timer("reward"):
             samples = self._groups.samples(claim.examples, claim.trajectories)
@@ -207,8 +209,8 @@ class AsyncBookkeeping:
         return samples
 
     def add_rewards(self, keys: list[Key], samples: list[Sample]) -> None:
-        """Puts rewards into the queue. With dynamic_sampling, rejects groups whose rewards are all
-        equal, up to rollout.max_rounds - 1 batches of them."""
+        """Adds rewards to the queue. With dynamic_sampling, rejects groups whose rewards are all
+        equal, at most rollout.max_rounds - 1 batches of groups."""
         for key, sample in zip(keys, samples, strict=True):
             self.queue.put(key, "reward", sample)
         rollout = self._config.rollout
@@ -224,11 +226,11 @@ class AsyncBookkeeping:
 
     @property
     def lacks_groups(self) -> bool:
-        """Whether fresh groups of the batch are still to be taken."""
+        """Whether the batch still lacks fresh groups."""
         return len(self.taken) < self.controller.batch
 
     def take(self) -> list[Entry] | None:
-        """Takes the groups of the next batch that are there, see `Controller.take`."""
+        """Takes the available groups of the next batch; see `Controller.take`."""
         if (entries := self.controller.take()) is None:
             return None
         self.taken = self.taken + entries
@@ -238,12 +240,12 @@ class AsyncBookkeeping:
         return entries
 
     def samples(self, entries: list[Entry]) -> list[Sample]:
-        """Returns the samples of groups, numbered as the groups began."""
+        """Returns the samples of groups; groups are numbered in order of their start."""
         return [sample for entry in entries for sample in self._samples(entry, entry.number)]
 
     def replayed(self) -> list[Sample]:
-        """Stores the fresh groups of a batch for replay, and returns the samples that the batch has
-        beside them, under numbers that no group has yet; [] without replay."""
+        """Stores the fresh groups of a batch for replay, and returns the batch's replayed samples
+        under unused group numbers; [] without replay."""
         if self._replay is None:
             return []
         buffer, version, first = self._replay, self.controller.version, self.controller.next_group
@@ -266,7 +268,7 @@ class AsyncBookkeeping:
         return [s for number, each in numbered for s in self._samples(each.samples, number)]
 
     def published(self, version: int) -> None:
-        """Notes that the learner has trained on the batch and made this version of it."""
+        """Records that the learner has trained on the batch, which gave this version."""
         self.controller.published(version)
         self.taken, self._replay_before = [], None
 
@@ -278,14 +280,14 @@ class AsyncBookkeeping:
         return f"samplers begin {ahead:g} batches ahead from now on, {before:g} before"
 
     def stuck(self) -> RuntimeError:
-        """Returns the error of a learner that would wait for ever."""
+        """Returns the error to raise if the learner would wait for ever."""
         return RuntimeError(
             f"batch {self.controller.version} is not complete and no sampler draws; "
             f"{len(self.queue)} groups are in the queue"
         )
 
     def metrics(self, stats: Stats) -> dict[str, float]:
-        """Measures what happened since the last batch; `stats`: of all samplers, ever."""
+        """Returns the metrics since the last batch; `stats`: totals of all samplers since start."""
         counts, self.counts = self.counts, Counts()
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         since, self._before = stats.since(self._before), stats
@@ -312,7 +314,7 @@ class AsyncBookkeeping:
     # Checkpoints
 
     def is_untrained(self, version: int) -> bool:
-        """Whether the batch that was taken is not in this version."""
+        """Whether a batch was taken that this version has not been trained on."""
         return bool(self.taken) and version == self.controller.version
 
     def get_state(
@@ -321,9 +323,9 @@ class AsyncBookkeeping:
         """Returns the state of the source after the update that made `version`.
 
         Args:
-          stats: of all samplers, since they began.
-          in_flight: parts that are known of sequences that samplers continue; a restart begins all
-            sequences in flight again, these from their part.
+          stats: totals of all samplers since start.
+          in_flight: reported parts of sequences that samplers continue. A restart resumes these
+            sequences from their parts, and starts all others in flight from their prompts.
         """
         is_untrained = self.is_untrained(version)
         untrained = self.taken if is_untrained else []
@@ -354,7 +356,7 @@ class AsyncBookkeeping:
         counts, since, failed = state["counts"]
         self._failed |= failed
         self.counts = Counts(**counts)
-        # What was counted before the break is counted to the next batch, too.
+        # Counts from before the restart are added to the next batch.
         self._before = Stats(**{name: -x for name, x in since.items()})
         self.controller.set_state(state["controller"])
         if self._replay is not None:
@@ -369,8 +371,8 @@ class AsyncBookkeeping:
 
 
 def check_versions(entry: Entry, version: int, staleness: float) -> None:
-    """Raises RuntimeError for a token of a group that is more than `staleness` versions older than
-    the policy, or of a version that the learner has not had."""
+    """Raises RuntimeError if a token of a group is more than `staleness` versions older than the
+    policy, or of a version newer than the learner's."""
     for row in entry.columns.values():
         versions = row["tokens"].version
         oldest, latest = versions.min(initial=version), versions.max(initial=0)
@@ -382,20 +384,20 @@ def check_versions(entry: Entry, version: int, staleness: float) -> None:
 
 
 def newest(partial: Trajectory | None) -> int | None:
-    """Returns the version of the last token, None where there is none."""
+    """Returns the version of the last token, None without tokens."""
     return int(partial.version[-1]) if partial is not None and len(partial.tokens) else None
 
 
 def _oldest(entry: Entry, version: int) -> int:
-    """Returns the version of a group's oldest token."""
+    """Returns the oldest weight version among a group's tokens."""
     return int(min(row["tokens"].version.min(initial=version) for row in entry.columns.values()))
 
 
 def batch_parts(
     books: AsyncBookkeeping, next_groups: Callable[[], list[Entry]]
 ) -> Iterator[list[Sample]]:
-    """Yields the fresh groups of a batch, with `on_arrival` as they come and else all at once, then
-    those that are replayed; `next_groups` waits for fresh ones."""
+    """Yields the samples of a batch: fresh groups, all at once or as they arrive (`on_arrival`),
+    then replayed groups. `next_groups` waits for fresh groups."""
     while books.lacks_groups:
         yield books.samples(next_groups())
     if replayed := books.replayed():

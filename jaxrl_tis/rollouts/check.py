@@ -1,4 +1,4 @@
-"""What contradicts itself in the settings of who generates when."""
+"""Finds contradictions in config.rollout before a run starts."""
 
 import math
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:
 
 
 def _driver(rollout) -> Iterator[str]:
-    """Finds settings that do not go with rollout.driver."""
+    """Finds settings that are incompatible with rollout.driver."""
     if rollout.driver not in DRIVERS:
         yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
     if rollout.driver != "virtual" and rollout.update_turns:

@@ -1,8 +1,8 @@
-"""The source whose samplers run while the learner updates, in threads or in processes.
+"""The asynchronous source of the drivers "threads" and "processes": samplers run during updates.
 
-The learner's thread publishes, rewards and takes batches; the driver's threads report what samplers
-did. All of it happens under one lock, which nobody holds while an engine, a reward or a transfer of
-weights is at work.
+The learner's thread publishes weights, computes rewards and takes batches. The driver's threads
+report the samplers' results. One lock protects the shared state. No thread holds it during an
+engine call, a reward or a transfer of weights.
 """
 
 import threading
@@ -23,13 +23,13 @@ PULSE_SECONDS = 0.1
 
 
 class Shared:
-    """What the learner's thread and the driver's threads share.
+    """State that the learner's thread and the driver's threads share.
 
     Attributes:
-      changed: the lock, and the condition that something has changed.
-      books: used with the lock, but for calls of the reward and for the samples of a batch that was
-        taken: only the learner's thread has these.
-      error: with which a thread of the driver ended.
+      changed: the lock, and a condition that is notified at every change.
+      books: used under the lock, except for calls of the reward and the samples of a taken batch,
+        which only the learner's thread uses.
+      error: the error that ended a thread of the driver.
     """
 
     def __init__(self, books: AsyncBookkeeping):
@@ -43,38 +43,40 @@ class Shared:
 
 
 class Driver(Protocol):
-    """Samplers, and how weights and commands reach them. `publish`, `decide`, `check`, `stats`,
-    `metrics` and `in_flight` are called with the lock."""
+    """The interface of a driver, which carries weights and commands to samplers.
+
+    `publish`, `decide`, `check`, `stats`, `metrics` and `in_flight` are called under the lock."""
 
     def stage(self, served: Any, version: int) -> Any:
-        """Brings serving parameters to where samplers take them; they continue with the older."""
+        """Moves serving parameters to where samplers fetch them. Samplers continue meanwhile."""
 
     def publish(self, staged: Any, version: int) -> None:
-        """Lets samplers sync to the parameters that `stage` returned."""
+        """Allows samplers to sync to the parameters that `stage` returned."""
 
     def decide(self) -> None:
         """Sends the controller's decisions to the samplers."""
 
     def check(self) -> None:
-        """Looks at the samplers before the learner waits for them."""
+        """Checks the samplers' state before the learner waits for them."""
 
     def pause(self) -> None:
-        """Preempts what has to be for a checkpoint; it continues with the next version."""
+        """Preempts sequences for a checkpoint if the driver needs it, until the next version."""
 
     def in_flight(self) -> Mapping[Key, Trajectory]:
-        """Returns parts of the sequences that continue after `pause`."""
+        """Returns the known parts of sequences that continue after `pause`."""
 
     def release_cache(self) -> None:
-        """Frees the memory of the caches that are on the learner's machine."""
+        """Frees the KV caches on the learner's machine."""
 
     def stats(self) -> Stats:
-        """Returns the sum of the samplers' counts since they began."""
+        """Returns the sum of the samplers' counts since start."""
 
     def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
-        """Returns what it counted in the last `seconds`, which had so many weight syncs."""
+        """Returns the driver's metrics of the last `seconds`, during which `syncs` syncs
+        occurred."""
 
     def close(self, is_over: bool) -> None:
-        """Ends the samplers' threads, or their connections."""
+        """Ends the samplers' threads or connections."""
 
 
 class ConcurrentSource:
@@ -136,7 +138,7 @@ class ConcurrentSource:
         self.driver.close(is_over)
 
     def _stage(self, params: Any, version: int) -> Any:
-        """Makes serving parameters and brings them to the samplers, which continue meanwhile."""
+        """Makes serving parameters and moves them to the samplers, which continue meanwhile."""
         start = time.monotonic()
         served = jax.block_until_ready(self._serving_params(params, version))
         staged = self.driver.stage(served, version)
@@ -145,7 +147,7 @@ class ConcurrentSource:
         return staged
 
     def _next_groups(self) -> list[Entry]:
-        """Waits for groups of the next batch, and rewards what ends meanwhile."""
+        """Waits for groups of the next batch, and rewards samples that finish meanwhile."""
         while True:
             with self._timer("rollout"), self._shared.changed:
                 self._shared.check()
@@ -159,14 +161,14 @@ class ConcurrentSource:
             self._heartbeat()
 
     def _wait(self) -> None:
-        """Waits, with the lock, until something has changed, for PULSE_SECONDS at most."""
+        """Waits for a change, under the lock, at most PULSE_SECONDS."""
         self.driver.check()
         start = time.monotonic()
         self._shared.changed.wait(PULSE_SECONDS)
         self.books.counts.waited += time.monotonic() - start
 
     def _reward(self) -> None:
-        """Rewards what has ended."""
+        """Rewards all samples that have finished."""
         with self._shared.changed:
             claim = self.books.claim()
         if claim is not None:

@@ -1,15 +1,15 @@
-"""Decides who generates what, with which weights, and who waits: a state machine without a clock.
+"""Decides which worker starts which group, with which weights, and which worker waits.
 
-Events are calls: workers come and go, sequences end or come back, the learner publishes a version.
-`decisions` then says what is to be done, and `take` which groups the next batch is made of. What
-drives it may have a clock, threads or processes; nothing here knows.
+A state machine without clock, threads or I/O. Events are method calls: workers join and leave,
+sequences finish or are preempted, the learner publishes a version. `decisions` then returns the
+commands, and `take` returns the groups of the next batch.
 
-The bound on staleness holds by construction, and nothing is ever dropped for it. A group that a
-worker begins with the weights of version u has the deadline u + staleness: the last batch that may
-have it. One begins only if the batches up to every later deadline still have room for all that is
-due by then, and a batch waits for samples while this would not hold for what it leaves; so all
-deadlines are kept, in whatever order sequences end. For one worker the rule is AReaL's: group N of
-batches of B begins if floor((N - 1) / B) <= u + staleness (2505.24298).
+The bound on staleness holds by construction, and no sample is dropped for it. A group that starts
+with weights of version u has the deadline u + staleness: the last batch that may train on it. A
+group starts only if every batch up to its deadline can still hold all groups due by then. A batch
+starts after its due groups have finished. All deadlines are therefore kept, in any order of
+finishing. For one worker the rule equals AReaL's: group N of batches of B starts if
+floor((N - 1) / B) <= u + staleness (2505.24298).
 """
 
 import collections
@@ -26,8 +26,8 @@ LEARNER = "learner"
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """Let a worker draw these samples; those of `fresh` from their prompts, whatever there is of
-    them."""
+    """A worker shall generate these samples. Samples in `fresh` start from their prompts, even if
+    partial sequences exist."""
 
     worker: str
     keys: tuple[Key, ...]
@@ -36,7 +36,7 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupt:
-    """Let a worker end these samples as they are, and give them back."""
+    """A worker shall preempt these samples and return them unfinished."""
 
     worker: str
     keys: tuple[Key, ...]
@@ -44,7 +44,7 @@ class Interrupt:
 
 @dataclasses.dataclass(frozen=True)
 class Discard:
-    """Let a worker end these samples, which nobody wants any more."""
+    """A worker shall cancel these samples, which no group needs any more."""
 
     worker: str
     keys: tuple[Key, ...]
@@ -52,7 +52,7 @@ class Discard:
 
 @dataclasses.dataclass(frozen=True)
 class SyncWeights:
-    """Bring a worker to the weights of this version."""
+    """A worker shall sync to the weights of this version."""
 
     worker: str
     version: int
@@ -63,14 +63,14 @@ Decision = Begin | Interrupt | Discard | SyncWeights
 
 @dataclasses.dataclass
 class WorkerState:
-    """A sampler.
+    """The controller's view of one sampler.
 
     Attributes:
-      slots: sequences that it draws at once.
-      version: of its weights; None before it has any.
-      running: samples that it draws.
-      leaving: of these, the ones that it was told to preempt.
-      is_syncing: weights are on their way to it.
+      slots: number of sequences that it generates at once.
+      version: of its weights; None before its first sync.
+      running: samples in flight on it.
+      leaving: the samples in `running` that it was commanded to preempt.
+      is_syncing: a sync was commanded and is not confirmed yet.
     """
 
     slots: int
@@ -106,8 +106,8 @@ class Controller:
         self.sync_version: int | None = None
         self.next_group = 0
         self.workers: dict[str, WorkerState] = {}
-        # Samples to be begun again, with the version of the weights that drew the last of their
-        # tokens, None if they have none.
+        # Samples to be started again, with the weight version of their last token; None without
+        # tokens.
         self._waiting: collections.deque[tuple[Key, int | None]] = collections.deque()
         self._destinations: dict[Key, str] = {}
         self._discarded: dict[str, set[Key]] = collections.defaultdict(set)
@@ -117,20 +117,21 @@ class Controller:
     # Events
 
     def joined(self, name: str, slots: int) -> None:
-        """A worker is there; it has no weights yet."""
+        """A worker has joined; it has no weights yet."""
         if name in self.workers:
             raise ValueError(f"a worker named {name!r} is there already")
         self.workers[name] = WorkerState(slots)
 
     def left(self, name: str, drawn_by: Mapping[Key, int] = {}) -> None:
-        """A worker is gone; others begin again what it drew, or go on with it where somebody knows
-        what there is of it: `drawn_by` has the version of its last token, see `preempted`."""
+        """A worker is gone, and other workers take its samples. `drawn_by` has the version of the
+        last token of samples with a known part (see `preempted`); the others start over."""
         for key in sorted(self.workers.pop(name).running):
             self._wait(key, drawn_by.get(key))
         self._discarded.pop(name, None)
 
     def published(self, version: int) -> None:
-        """The learner has made this version of the last batch; ValueError where it cannot have."""
+        """The learner has trained this version on the last batch. Raises ValueError if the version
+        does not follow from the batches taken."""
         expected = {0: self.version, self.batch: (self.version or 0) + 1}
         is_first = self.version is None
         if not is_first and (self._taken not in expected or version != expected[self._taken]):
@@ -147,15 +148,14 @@ class Controller:
         return self._must_sync or version - self.sync_version >= self.schedule.sync_every
 
     def synced(self, name: str, version: int) -> None:
-        """A worker has these weights; ValueError where it had newer ones."""
+        """A worker now has these weights; raises ValueError if it had newer ones."""
         worker = self.workers[name]
         if worker.version is not None and version < worker.version:
             raise ValueError(f"worker {name!r} goes back from version {worker.version} to {version}")
         worker.version, worker.is_syncing = version, False
 
     def finished(self, name: str, key: Key) -> bool:
-        """A worker has sampled a sequence to its end. Returns whether it counts: not one that the
-        worker was not given, or that was preempted."""
+        """A worker has finished a sequence. Returns False if the sequence is not assigned to it."""
         is_known = self._forget(name, key)
         if is_known:
             self._destinations.pop(key, None)
@@ -163,14 +163,14 @@ class Controller:
 
     def preempted(self, name: str, key: Key, version: int | None) -> bool:
         """A worker has returned a sequence unfinished; `version` is that of its last token, None
-        without one. Returns whether it counts."""
+        without tokens. Returns False if the sequence is not assigned to it."""
         is_known = self._forget(name, key)
         if is_known:
             self._wait(key, version)
         return is_known
 
     def rejected(self, group: int) -> None:
-        """The learner does not want a group that is complete; another may begin in its place."""
+        """The learner rejects a complete group; another group may start in its place."""
         self.queue.take([group])
 
     def reduce_staleness(self) -> float:
@@ -179,16 +179,15 @@ class Controller:
         ahead = self.schedule.ahead
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
-            for entry in self.queue.entries.values():  # or those with a deadline always go first
+            for entry in self.queue.entries.values():  # or groups with a deadline always go first
                 entry.deadline = self.version + math.ceil(self.queue.capacity / self.batch)
         ahead = max(ahead - 1, self.schedule.sync_every - 1)
         self.schedule, self._must_sync = dataclasses.replace(self.schedule, ahead=ahead), True
         return ahead
 
     def interrupt_all(self) -> list[Interrupt]:
-        """Takes everything back from all workers, for a checkpoint or a rest, after which they go
-        on with the next version that is published: that is all that a checkpoint knows of weights.
-        """
+        """Preempts all samples of all workers, for a checkpoint or a pause. Workers continue with
+        the next published version, the only version that a checkpoint knows of."""
         self._must_sync, decisions = True, []
         self._destinations.clear()
         for name, worker in self.workers.items():
@@ -198,12 +197,12 @@ class Controller:
     # Decisions
 
     def decisions(self) -> list[Decision]:
-        """Returns what is to be done now, each once."""
+        """Returns the decisions to carry out now; each is returned once."""
         return [*self._discards(), *self._repacks(), *self._syncs(), *self._begins()]
 
     def take(self) -> list[Entry] | None:
-        """Removes and returns the groups of batch `version`, those that are due soonest first; with
-        `on_arrival` those of them that are there. None while there is nothing to be had."""
+        """Removes and returns the groups of batch `version`, earliest deadline first. With
+        `on_arrival`, returns the part that is ready. None while the batch has to wait."""
         left = self.batch - self._taken
         if self.version is None or not left:
             return None
@@ -212,7 +211,7 @@ class Controller:
         order = sorted(ready, key=lambda g: (entries[g].deadline, g))[:left]
         if not self.schedule.on_arrival:
             later = sorted(entries[g].deadline for g in entries.keys() - set(order))
-            # What is left has to find room by its deadlines in the batches that follow.
+            # The remaining groups must fit into the following batches by their deadlines.
             is_kept = all(
                 count <= self.batch * (last - self.version) for count, last in enumerate(later, 1)
             )
@@ -222,14 +221,15 @@ class Controller:
         return self.queue.take(order) or None
 
     def _wait(self, key: Key, version: int | None) -> None:
-        """Puts a sample that its group still needs in line; `version`: see `preempted`."""
+        """Queues a sample for another worker if its group still needs it; `version`: see
+        `preempted`."""
         if self.queue.is_open(key[0]):
             self._waiting.append((key, version))
         else:
             self._destinations.pop(key, None)
 
     def _forget(self, name: str, key: Key) -> bool:
-        """Takes a sample off a worker; returns whether it was there."""
+        """Removes a sample from a worker; returns whether the worker had it."""
         if name not in self.workers or key not in self.workers[name].running:
             return False
         worker = self.workers[name]
@@ -243,7 +243,7 @@ class Controller:
         return [Interrupt(name, tuple(sorted(keys)))] if keys else []
 
     def _discards(self):
-        """Finds what is being drawn of groups that are complete or gone."""
+        """Yields decisions to cancel samples of groups that are complete or gone."""
         is_open = self.queue.is_open
         for key in [key for key, _ in self._waiting if not is_open(key[0])]:
             self._destinations.pop(key, None)
@@ -278,7 +278,7 @@ class Controller:
                     yield from self._interrupt(name, keys)
 
     def _syncs(self):
-        """Brings workers to `sync_version`, but for those that sequences move to."""
+        """Yields decisions to sync workers to `sync_version`, except targets of moved sequences."""
         awaiting = set(self._destinations.values())
         for name, worker in self.workers.items():
             is_current = self.sync_version is None or worker.version == self.sync_version
@@ -291,7 +291,7 @@ class Controller:
                 yield SyncWeights(name, self.sync_version)
 
     def _begins(self):
-        """Gives work to the workers with room that have, or may keep, their weights."""
+        """Yields decisions that start samples on workers with room and current weights."""
         yield from self._moved()
         able = [
             name for name, worker in self.workers.items()
@@ -327,7 +327,8 @@ class Controller:
         return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
-        """Begins what was taken from a worker for another, if that still has its version."""
+        """Yields decisions that start moved samples on their target, if it still has their
+        version."""
         for _ in range(len(self._waiting)):
             key, version = self._waiting.popleft()
             name = self._destinations.pop(key, None)
@@ -339,8 +340,8 @@ class Controller:
                 self._waiting.append((key, version))
 
     def _begin(self, name: str, keys: list[Key], drawn_by: dict[Key, int | None]) -> Begin:
-        """`drawn_by`: see `preempted`. A sequence of one version that another one has begun starts
-        over."""
+        """Returns the decision to start samples. If sequences must have one version, a sample with
+        tokens of another version starts over. `drawn_by`: see `preempted`."""
         worker = self.workers[name]
         worker.running.update(keys)
         is_other = lambda key: drawn_by[key] not in (None, worker.version)
@@ -354,7 +355,8 @@ class Controller:
         return min(self.queue.capacity, round(ahead, 6)) - len(self.queue)
 
     def _deadline(self, version: int) -> float | None:
-        """Returns the deadline of a group that begins with these weights; None where it may not."""
+        """Returns the deadline of a group that starts with these weights; None if none may
+        start."""
         if self._room(version) < 1:
             return None
         return version + self.schedule.staleness
@@ -362,8 +364,8 @@ class Controller:
     # Checkpoints
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what JSON can hold of a controller whose workers have given everything back, to
-        go on with this version of the learner."""
+        """Returns the state as JSON, to continue with this version of the learner. All samples must
+        have been preempted."""
         return {
             "version": version, "next_group": self.next_group,
             "waiting": [[list(key), version] for key, version in self._waiting],
@@ -371,8 +373,8 @@ class Controller:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state. The queue is restored by itself, with what was taken of a batch
-        that nobody has trained on; workers join without weights."""
+        """Restores a state. The queue is restored separately, including the groups of a taken but
+        untrained batch. Workers join without weights."""
         self.version, self.next_group = state["version"], state["next_group"]
         self._waiting = collections.deque((tuple(key), v) for key, v in state["waiting"])
         ahead = math.inf if state["ahead"] is None else state["ahead"]

@@ -1,4 +1,4 @@
-"""Groups: from an example to the requests of its samples, and from what they drew to rewards."""
+"""Groups: makes the requests of an example's samples, and rewarded samples from the sequences."""
 
 import dataclasses
 import math
@@ -14,12 +14,14 @@ from jaxrl_tis.rollouts.prompts import Prompter
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A finished trajectory with the example it answers, its reward and its group in the batch.
+    """A finished trajectory with its example, its reward and its group in the batch.
 
-    `score` is the reward function's value; `reward` adds the overlong penalty; both are NaN where
-    there is none. `components` are parts of it by name, NaN where one is void; `is_failed` says that
-    the reward could not be had, whatever `score` then is. `greedy_reward` is the reward of the greedy
-    answer to the same prompt, where an advantage asks for it.
+    Attributes:
+      score: value of the reward function; NaN if unknown.
+      reward: `score` plus the overlong penalty; NaN if unknown.
+      components: named parts of the reward; NaN for a void part.
+      greedy_reward: reward of the greedy response to the same prompt, if an advantage needs it.
+      is_failed: the reward function failed, even if `score` has a substitute.
     """
 
     trajectory: Trajectory
@@ -34,7 +36,7 @@ class Sample:
 
 
 def components(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Returns each component of the rewards, [N]; NaN where it is void, or its reward unknown."""
+    """Returns each reward component, [N]; NaN if the component is void or the reward unknown."""
     names = dict.fromkeys(name for s in samples for name in s.components)
     is_there = lambda sample, name: name in sample.components and not math.isnan(sample.reward)
     value = lambda sample, name: sample.components[name] if is_there(sample, name) else math.nan
@@ -42,16 +44,16 @@ def components(samples: list[Sample]) -> dict[str, np.ndarray]:
 
 
 def is_equal(samples: list[Sample]) -> bool:
-    """Whether a group teaches nothing: its known rewards are all equal, or there are fewer than
-    two."""
+    """Whether a group has no learning signal: all known rewards are equal, or fewer than two are
+    known."""
     return len({s.reward for s in samples if not math.isnan(s.reward)}) < 2
 
 
 def sampling_params(
     config: ml_collections.ConfigDict, tokenizer: Tokenizer, temperature: float, is_filtered: bool
 ) -> SamplingParams:
-    """Returns parameters that stop at the tokenizer's end ids or after max_new_tokens, with the
-    rollouts' filters or without."""
+    """Returns sampling parameters that stop at the tokenizer's end ids or after max_new_tokens,
+    with or without the filters of config.rollout (top_k, top_p, min_p)."""
     rollout = config.rollout
     filters = dict(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
     return SamplingParams(
@@ -61,9 +63,9 @@ def sampling_params(
 
 
 def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Measures, over all tokens, how often what could be drawn was too wide to be recorded, and the
-    mean mass that the filters dropped there: by so much the ratios stay below 1. {} without kept
-    sets."""
+    """Returns the share of tokens whose support was too wide to record, and the mean probability
+    mass that the filters dropped at such tokens. Their ratios stay below 1 by that mass. {} without
+    recorded supports."""
     drawn = [t for t in trajectories if len(t.tokens)]
     if not any(t.kept.shape[-1] for t in drawn):
         return {}
@@ -76,8 +78,8 @@ def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def unknown_ids(trajectories: list[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:
-    """Counts the sampled ids that the tokenizer does not have, as the padding of an embedding gives:
-    they are tokens of the answer like others, and no part of its text."""
+    """Counts sampled ids that the tokenizer does not have, from the padding of an embedding. They
+    count as tokens of the response and add no text."""
     drawn = [t.tokens for t in trajectories if len(t.tokens)]
     known = np.isin(np.concatenate(drawn), tokenizer.ids) if drawn else np.ones(0)
     return {"rollout/unknown_ids": float(known.size - known.sum())}
@@ -87,7 +89,7 @@ class Groups:
     """Makes the requests of a group and its rewarded samples.
 
     Args:
-      with_greedy: also answer each prompt once at temperature 0, for the baseline of ReMax.
+      with_greedy: also generate one response per prompt at temperature 0, the baseline of ReMax.
     """
 
     def __init__(
@@ -107,8 +109,8 @@ class Groups:
         return len(self._samplings)
 
     def requests(self, record: dict[str, str], name: str, redundant: int = 0) -> list[Request]:
-        """Makes the requests of an example, and redundant ones; `name` is that of the group, unique
-        in a run, which the noise of its samples depends on."""
+        """Returns the requests of an example, including redundant ones. `name` is unique to the
+        group in a run and determines the sampling noise."""
         ids = self._prompter.ids(record)
         return [
             Request(f"{name}/{record['id']}/{g}", ids, self._config.seed, sampling)
@@ -118,8 +120,8 @@ class Groups:
     def rewarded(
         self, records: list[dict[str, str]], trajectories: list[Trajectory]
     ) -> list[list[Sample]]:
-        """Returns the groups of these examples, from the records of all of their requests in
-        order."""
+        """Returns the rewarded groups of these examples; `trajectories` are those of all requests
+        in order."""
         repeated = [record for record in records for _ in self._samplings]
         samples = self.samples(repeated, trajectories)
         return [
@@ -129,8 +131,8 @@ class Groups:
     def samples(
         self, records: list[dict[str, str]], trajectories: list[Trajectory]
     ) -> list[Sample]:
-        """Returns a rewarded sample for each trajectory and the example that it answers; the reward
-        is called once for all."""
+        """Returns a rewarded sample for each trajectory and its example. Calls the reward once for
+        all samples."""
         texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
         scored = self._rewards.results(texts, records, [t.tokens for t in trajectories])
         return [
@@ -139,14 +141,14 @@ class Groups:
         ]
 
     def group(self, samples: list[Sample]) -> list[Sample]:
-        """Returns the samples of a group that are trained on, of those of all its requests."""
+        """Returns the samples of a group that are trained on; drops the greedy one."""
         if not self._with_greedy:
             return samples
         return [dataclasses.replace(s, greedy_reward=samples[-1].reward) for s in samples[:-1]]
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many rewards have failed, by the reason."""
+        """Number of failed rewards by reason."""
         return self._rewards.counts
 
     def _sample(self, trajectory, record, text, scored: Scored) -> Sample:

@@ -1,7 +1,7 @@
-"""From a record to the token ids of its prompt, and the check of all data before the first step.
+"""Turns records into prompt token ids, and checks all data before the first step.
 
-Every record is rendered and tokenised once before a run begins, so nothing in the data can end it
-later. The ids are kept: in memory for the run, on disk for the next start on the same data.
+Every record is rendered and tokenized once before a run starts, so bad data cannot end the run
+later. The ids are cached in memory for the run, and on disk for the next start with the same data.
 """
 
 import concurrent.futures
@@ -32,7 +32,7 @@ CHUNK, CHUNK_CHARACTERS = 1000, 1 << 22  # of prompts that are rendered and toke
 CACHED = 2000  # prompts; fewer take less than a second, and are not kept on disk
 KEPT_FILES = 16  # on disk
 PLAIN = "{prompt}"  # the template that adds nothing
-# What decides how a prompt is rendered, beside the tokenizer and the config.
+# Code that affects how a prompt is rendered, in addition to the tokenizer and the config.
 CODE = ("templates.py", "tokenizer.py", "../rollouts/prompts.py")
 PACKAGES = ("jinja2", "tokenizers")
 TORN = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # of a file that is not whole
@@ -42,8 +42,9 @@ Outcome = np.ndarray | str  # token ids, or the reason why there are none
 
 
 def lacks_answer(rewards: str) -> Callable[[dict[str, Any]], str]:
-    """Returns what says of a record that it lacks the answer that one of the rewards (names joined by
-    commas) compares with. All built-in rewards do; what a user's function needs is not known."""
+    """Returns a function from a record to an error message if the record lacks the answer that a
+    reward compares with, else "". `rewards` are names joined by commas. All built-in rewards need
+    an answer; the needs of a user's function are unknown."""
     comparing = [name for name in names(rewards) if name in REWARDS]
     reason = (
         f"it has no answer, which the reward {comparing[0]!r} compares with; name the field with "
@@ -57,7 +58,8 @@ def key_of(prompt: Prompt) -> str:
 
 
 def chunks_of(prompts: list[Prompt]) -> list[list[Prompt]]:
-    """Cuts prompts into chunks; one of more than CHUNK_CHARACTERS holds a single prompt."""
+    """Splits prompts into chunks of at most CHUNK prompts and CHUNK_CHARACTERS characters. A longer
+    prompt has a chunk of its own."""
     chunks, room = [[]], CHUNK_CHARACTERS
     for prompt in prompts:
         size = len(key_of(prompt))
@@ -71,10 +73,10 @@ def chunks_of(prompts: list[Prompt]) -> list[list[Prompt]]:
 
 @dataclasses.dataclass(frozen=True)
 class Prompter:
-    """Turns records into prompt ids. A list of messages is rendered by the model's chat template; a
-    text is put into task.template first, and into the chat template with task.chat.
+    """Turns records into prompt ids. The model's chat template renders a list of messages. A text
+    is first formatted by task.template, and then by the chat template if task.chat is set.
 
-    `known` holds the ids of the prompts that were checked.
+    `known` has the ids of the checked prompts.
     """
 
     tokenizer: Tokenizer
@@ -84,7 +86,7 @@ class Prompter:
     )
 
     def ids(self, record: dict[str, Any]) -> np.ndarray:
-        """Returns the prompt ids of a record; ValueError where it has none, or too many."""
+        """Returns the prompt ids of a record; raises ValueError if there are none or too many."""
         key = key_of(record["prompt"])
         if key in self.known:
             return self.known[key]
@@ -143,7 +145,7 @@ class Prompter:
         processes.report(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
 
     def _reason(self, found: Outcome) -> str:
-        """Says why a prompt cannot be used; "" where it can."""
+        """Returns why a prompt cannot be used; "" if it can."""
         if isinstance(found, str):
             return found
         limit = self.task.max_prompt_tokens
@@ -179,7 +181,7 @@ class Prompter:
         return outcomes
 
     def _try(self, prompt: Prompt) -> None:
-        """Raises ValueError where the template hangs: it would on all of them."""
+        """Raises ValueError if the template hangs, because it would hang on all prompts."""
         [found] = self._outcomes([prompt])
         if isinstance(found, str) and "TimeoutError" in found:
             raise ValueError(found)
@@ -194,7 +196,7 @@ class Prompter:
         return outcomes
 
     def _input(self, prompt: Prompt) -> Prompt:
-        """Returns what is encoded: a text, or messages that the chat template renders."""
+        """Returns the input of the tokenizer: a text, or messages for the chat template."""
         template, system = self.task.template, self.task.system
         if isinstance(prompt, str):
             text = template.format(prompt=prompt)
@@ -219,7 +221,7 @@ class Prompter:
         return [f"{x}" if isinstance(x, ValueError) else np.array(x, np.int32) for x in encodings]
 
     def _cache_path(self, prompts: list[Prompt]) -> pathlib.Path:
-        """Returns where the outcomes are kept: a name for all that they depend on."""
+        """Returns the cache file of the outcomes, named by a digest of all their inputs."""
         here = pathlib.Path(files.__file__).parent
         inputs = [
             self.tokenizer.digest(), self.task.template, self.task.chat, self.task.system,
@@ -233,7 +235,7 @@ class Prompter:
 
 
 def _record(source: tasks.Source, index: int) -> dict[str, Any] | str:
-    """Returns an example, or why there is none: a generator can fail."""
+    """Returns an example, or an error message if its generator fails."""
     try:
         record = source[index]
         return record if isinstance(source, Examples) else files.plain(record, "example")
@@ -245,8 +247,9 @@ def _record(source: tasks.Source, index: int) -> dict[str, Any] | str:
 class Checked:
     """A source without its bad records.
 
-    All of it was checked: it is shorter by these. Or the first `count` examples of a generated task
-    were: it is as long as before, and a good one of these stands in for a bad one at its place.
+    If the whole source was checked, it is shorter by the bad records. If only the first `count`
+    examples of a generated task were checked, its length is unchanged, and a good example replaces
+    each bad one.
     """
 
     source: tasks.Source
@@ -277,7 +280,7 @@ class Checked:
         return self.source[self.good[index % len(self.good)]]
 
     def digest(self) -> str:
-        """Digests the examples, and which are left out."""
+        """Returns a digest of the examples and of the omitted rows."""
         digest, rows = self.source.digest(), [b.row for b in self.bad]
         return hashlib.blake2b(f"{digest} {rows}".encode(), digest_size=8).hexdigest() if rows else digest
 
@@ -286,7 +289,7 @@ class Checked:
 
 
 def _read(path: pathlib.Path, count: int) -> list[Outcome] | None:
-    """Returns `count` outcomes; None where the file is not there, or not whole."""
+    """Returns `count` cached outcomes; None if the file is missing or incomplete."""
     try:
         with np.load(path, allow_pickle=False) as file:
             ids, lengths, reasons = file["ids"], file["lengths"], json.loads(file["reasons"].tobytes())
@@ -303,8 +306,8 @@ def _read(path: pathlib.Path, count: int) -> list[Outcome] | None:
 
 
 def _write(path: pathlib.Path, outcomes: list[Outcome]) -> None:
-    """Writes all or nothing, and keeps the KEPT_FILES that were used last. A disk that is full or
-    read-only costs no more than the time of the next start."""
+    """Writes the cache file atomically, and keeps the KEPT_FILES most recently used. On a full or
+    read-only disk nothing is cached, and the next start takes longer."""
     reasons = [(i, x) for i, x in enumerate(outcomes) if isinstance(x, str)]
     ids = [np.zeros(0, np.int32) if isinstance(x, str) else x for x in outcomes]
     with contextlib.suppress(OSError):

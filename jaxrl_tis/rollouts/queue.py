@@ -1,8 +1,8 @@
-"""The queue between samplers and learner: what there is of each sample, and who has had it.
+"""The queue between samplers and learner: a table of samples with their tokens and rewards.
 
-It is the control plane of AsyncFlow's TransferQueue (2507.01663) in one process: a table of samples
-with a column for everything that somebody makes of them. A consumer names the columns that it
-needs, and gets each sample once, as soon as it has them; the learner gets whole groups.
+It follows the control plane of AsyncFlow's TransferQueue (2507.01663) in one process. Each producer
+fills a column of the table. A consumer names the columns that it needs, and receives each sample
+once, as soon as these columns are filled. The learner receives whole groups.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ Key = tuple[int, int]  # number of the group, of the sample within it
 
 
 class Full(RuntimeError):
-    """As many groups are in the queue as it holds; take some and try again."""
+    """The queue holds its maximum number of groups; take some and try again."""
 
 
 @dataclasses.dataclass
@@ -21,12 +21,11 @@ class Entry:
     """A group in the queue.
 
     Attributes:
-      number: of the group, in the order in which groups begin.
-      deadline: the last batch that may have it.
-      prompt: what its samples answer.
-      columns: sample -> column -> value, of the samples that belong to the group: the first that
-        were there, in the order of their numbers.
-      claimed: (consumer, sample) that were handed out.
+      number: of the group, in order of starting.
+      deadline: the last batch that may train on the group.
+      prompt: the example that its samples answer.
+      columns: sample -> column -> value. The group consists of the samples that finish first.
+      claimed: (consumer, sample) pairs that were returned by `claim`.
     """
 
     number: int
@@ -37,13 +36,13 @@ class Entry:
 
 
 class Queue:
-    """Groups of samples on their way to the learner.
+    """Groups of samples between sampling and training.
 
     Args:
-      size: samples of a group.
-      capacity: groups that it holds at most; `add` raises Full beyond.
-      needs: consumer -> the columns of a sample that it has to wait for; "tokens" is the column
-        that makes a sample part of its group.
+      size: number of samples in a group.
+      capacity: largest number of groups; beyond it `add` raises Full.
+      needs: consumer -> columns that a sample needs before the consumer may claim it. The column
+        "tokens" makes a sample part of its group.
     """
 
     def __init__(self, size: int, capacity: float, needs: Mapping[str, tuple[str, ...]]):
@@ -54,7 +53,7 @@ class Queue:
         return len(self.entries)
 
     def add(self, group: int, deadline: float) -> None:
-        """Opens a group; ValueError where it is open, Full where there is no room."""
+        """Opens a group. Raises ValueError if it is open already, Full if there is no room."""
         if group in self.entries:
             raise ValueError(f"group {group} is in the queue")
         if len(self.entries) >= self.capacity:
@@ -62,8 +61,8 @@ class Queue:
         self.entries[group] = Entry(group, deadline)
 
     def put(self, key: Key, column: str, value: Any) -> bool:
-        """Writes a column of a sample. Returns whether it was wanted: not where the group is gone
-        or complete without the sample, nor where the column is there already."""
+        """Writes a column of a sample. Returns False, and writes nothing, if the group is gone, is
+        complete without the sample, or has this column already."""
         group, sample = key
         if group not in self.entries:
             return False
@@ -80,7 +79,7 @@ class Queue:
         return self.entries[key[0]].columns[key[1]][column]
 
     def has_tokens(self, group: int) -> bool:
-        """Whether a group has all of its samples."""
+        """Whether a group has the tokens of all of its samples."""
         return len(self.entries[group].columns) == self.size
 
     def is_open(self, group: int) -> bool:
@@ -88,7 +87,8 @@ class Queue:
         return group in self.entries and not self.has_tokens(group)
 
     def claim(self, consumer: str) -> list[Key]:
-        """Hands out, once, the samples that have what the consumer needs, oldest group first."""
+        """Returns the samples with all columns that the consumer needs, each once, oldest group
+        first."""
         claimed = []
         for group in sorted(self.entries):
             entry = self.entries[group]
@@ -100,14 +100,14 @@ class Queue:
         return claimed
 
     def is_ready(self, group: int, consumer: str) -> bool:
-        """Whether all samples of a group have what the consumer needs."""
+        """Whether all samples of a group have the columns that the consumer needs."""
         rows = self.entries[group].columns.values()
         return self.has_tokens(group) and all(
             name in row for row in rows for name in self._needs[consumer]
         )
 
     def take(self, groups: Iterable[int]) -> list[Entry]:
-        """Removes groups and returns them, their samples in the order of their numbers."""
+        """Removes and returns groups, with their samples sorted by number."""
         entries = []
         for group in groups:
             entry = self.entries.pop(group)

@@ -1,17 +1,15 @@
-"""Groups that are trained on more than once: a bounded buffer, and who is drawn from it.
+"""Replay: a bounded buffer of groups that are trained on more than once.
 
-A batch of rollout.prompts groups has prompts / uses that are fresh; the rest is drawn from the groups
-before, so that a group is used `uses` times on average and `most` times at most. What is older than
-rollout.max_age is dropped; as every group is trained on when it arrives, nothing is lost by that.
+A batch of rollout.prompts groups has prompts / uses fresh groups. The rest is sampled from earlier
+groups: each group is used `uses` times on average and at most `most` times. Groups older than
+rollout.max_age are dropped. Every group is trained on when it arrives, so none is lost unused.
 
-"fresh" is experience replay with priorities that age (arXiv:2604.16918): p = (|r| + 1e-6)
-exp(-age / tau). As the age is that of the clock less that of the group, log p is log(|r| + 1e-6) +
-stored_at / tau up to a number that all groups share: a static key, which nobody has to refresh. Noise
-of a Gumbel distribution on the keys, and the largest of them, draw in proportion to p without
-putting back.
+"fresh" is experience replay with aging priorities (arXiv:2604.16918): p = (|r| + 1e-6)
+exp(-age / tau). The age is the present version minus `stored_at`. Up to a constant that all groups
+share, log p is therefore log(|r| + 1e-6) + stored_at / tau, a key that never changes. Adding Gumbel
+noise to the keys and taking the largest samples in proportion to p without replacement.
 
-There is no clock or thread here, and no state of random numbers: a draw depends on the seed and the
-version it is for.
+There is no clock, thread or random state here: a choice depends on the seed and the version only.
 """
 
 import dataclasses
@@ -31,13 +29,13 @@ DEFAULT_AGE = 4  # versions beyond what the schedule allows, where rollout.max_a
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How groups are drawn.
+    """How groups are chosen for replay.
 
     Attributes:
       order: "uniform", "newest" or "fresh".
-      uses: batches that a group is in, on average; 1 replays nothing.
-      most: batches that it is in at most.
-      tau: versions after which a priority has fallen to 1 / e.
+      uses: average number of batches that a group is in; 1 replays nothing.
+      most: largest number of batches that a group is in.
+      tau: number of versions in which a priority falls to 1 / e.
     """
 
     order: str
@@ -60,17 +58,17 @@ class Way:
 
 
 def uniform(*, uses=2, most=4) -> Way:
-    """Every group alike."""
+    """Chooses earlier groups with equal probability."""
     return Way("uniform", uses, most)
 
 
 def newest(*, uses=2, most=4) -> Way:
-    """The last that came first."""
+    """Chooses the newest earlier groups."""
     return Way("newest", uses, most)
 
 
 def fresh(*, uses=2, most=4, tau=500) -> Way:
-    """By the size of their rewards, and the less the older they are."""
+    """Chooses groups by mean absolute reward, discounted by age: (|r| + 1e-6) exp(-age / tau)."""
     return Way("fresh", uses, most, float(tau))
 
 
@@ -78,8 +76,8 @@ WAYS: dict[str, Callable[..., Way]] = {"uniform": uniform, "newest": newest, "fr
 
 
 def parse(text: str) -> Way | None:
-    """Reads `config.rollout.replay`, such as "fresh(uses=2, tau=500)"; None for "". ValueError for a
-    name, a parameter or a number that there is not."""
+    """Parses `config.rollout.replay`, such as "fresh(uses=2, tau=500)"; None for "". Raises
+    ValueError for an unknown name or parameter, or a number out of range."""
     if not text:
         return None
     name, parameters = choices.parse("replay", text, WAYS)
@@ -98,7 +96,7 @@ def max_age(schedule: schedules.Schedule, way: Way | None, age: int) -> float:
 
 
 def priority(rewards: Iterable[float]) -> float:
-    """Returns the mean size of the known rewards of a group, 0 where none is known."""
+    """Returns the mean absolute value of a group's known rewards, 0 if none is known."""
     sizes = [abs(reward) for reward in rewards if not math.isnan(reward)]
     return float(np.mean(sizes)) if sizes else 0.0
 
@@ -137,18 +135,20 @@ class Replay:
         return len(self.stored)
 
     def add(self, group: int, samples: Any, oldest: int, version: int, priority: float) -> Stored:
-        """Takes a group that is trained on by `version` now, for the first time."""
+        """Stores a group that `version` trains on for the first time."""
         if group in self.stored:
             raise ValueError(f"group {group} is in the buffer")
         self.stored[group] = Stored(group, samples, oldest, version, abs(priority))
         return self.stored[group]
 
     def sample(self, count: int, version: int, others: Iterable[int] = ()) -> list[Stored]:
-        """Draws groups for the batch of `version`, in the order of their numbers, and counts the use.
-        None is drawn twice, or is one of `others`, which are in the batch already, as long as there
-        are enough; ValueError where even repeated ones are used up.
+        """Chooses groups for the batch of `version`, sorted by number, and counts their use.
 
-        What is too old for `version`, or used up, leaves the buffer first.
+        First removes groups that are too old for `version` or used `most` times. No group is chosen
+        twice, and none of `others` (already in the batch), unless there are too few groups.
+
+        Raises:
+          ValueError: there are too few uses left, even with repeated groups.
         """
         is_left = lambda s: s.uses < self.way.most and version - s.oldest <= self._age
         self.stored = {group: s for group, s in self.stored.items() if is_left(s)}
@@ -170,7 +170,7 @@ class Replay:
         return sorted(drawn, key=lambda s: s.group)
 
     def _order(self, version: int) -> list[int]:
-        """Returns the groups in the order in which they are drawn."""
+        """Returns the group numbers in the order in which they are chosen."""
         groups = sorted(self.stored)
         if self.way.order == "newest":
             return groups[::-1]
@@ -179,19 +179,19 @@ class Replay:
         return [groups[i] for i in np.argsort(-keys, kind="stable")]
 
     def _key(self, stored: Stored) -> float:
-        """Returns the logarithm of a group's priority, but for what all have in common."""
+        """Returns the logarithm of a group's priority, up to a constant that all groups share."""
         if self.way.order == "uniform":
             return 0.0
         return math.log(stored.priority + EPSILON) + stored.stored_at / self.way.tau
 
     def copy(self) -> "Replay":
-        """Returns a buffer of the same groups, which counts by itself."""
+        """Returns a buffer of the same groups with independent counts."""
         other = Replay(self.way, self._age, self._seed)
         other.stored = {group: dataclasses.replace(s) for group, s in self.stored.items()}
         return other
 
     def get_state(self, written: Callable[[Any], Any]) -> list[dict[str, Any]]:
-        """Returns the buffer as JSON can hold it; `written` does that for samples."""
+        """Returns the buffer as JSON; `written` converts samples."""
         fields = [f.name for f in dataclasses.fields(Stored)]
         return [
             {name: getattr(s, name) for name in fields} | {"samples": written(s.samples)}
@@ -199,6 +199,6 @@ class Replay:
         ]
 
     def set_state(self, state: list[dict[str, Any]], read: Callable[[Any], Any]) -> None:
-        """Goes on from a state; `read` is the inverse of `written`."""
+        """Restores a state; `read` is the inverse of `written`."""
         found = [Stored(**saved | {"samples": read(saved["samples"])}) for saved in state]
         self.stored = {stored.group: stored for stored in found}

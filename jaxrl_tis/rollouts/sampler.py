@@ -1,4 +1,4 @@
-"""A worker of an asynchronous run: one scheduler that executes commands, on one thread."""
+"""A sampler of an asynchronous run: one engine scheduler that executes commands, on one thread."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from jaxrl_tis.engine.stats import Stats
 
 @dataclasses.dataclass(frozen=True)
 class SetParams:
-    """Serving parameters, and their version, for all tokens drawn from now on."""
+    """Command: use these serving parameters, of this version, for all later tokens."""
 
     params: Any
     version: int
@@ -25,12 +25,12 @@ class NewRequests:
 
 @dataclasses.dataclass(frozen=True)
 class Preempt:
-    """End all sequences, and return them as they are."""
+    """Command: stop all sequences and return them unfinished."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cancel:
-    """End these requests, which no group needs any more."""
+    """Command: cancel these requests, which no group needs any more."""
 
     ids: tuple[str, ...]
 
@@ -39,7 +39,7 @@ Command = SetParams | NewRequests | Preempt | Cancel
 
 
 class Sampler:
-    """Samples for the commands that it executes.
+    """Generates sequences by executing commands.
 
     Args:
       start: (serving parameters, version) -> a scheduler.
@@ -51,7 +51,7 @@ class Sampler:
 
     @property
     def pending(self) -> int:
-        """The number of requests that it has not returned."""
+        """Number of requests not yet returned."""
         return 0 if self._scheduler is None else self._scheduler.pending
 
     @property
@@ -59,8 +59,8 @@ class Sampler:
         return Stats() if self._scheduler is None else self._scheduler.stats
 
     def execute(self, command: Command) -> list[Trajectory]:
-        """Executes a command, and returns the sequences that it preempts; the stop_reason of those
-        that have not ended is "abort"."""
+        """Executes a command and returns the sequences that it preempts. Unfinished sequences have
+        the stop_reason "abort"."""
         if isinstance(command, SetParams):
             if self._scheduler is None:
                 self._scheduler = self._start(command.params, command.version)
@@ -78,14 +78,14 @@ class Sampler:
         return []
 
     def records(self) -> list[Trajectory]:
-        """Returns the records so far of the sequences in flight, which continue."""
+        """Returns the records so far of all sequences in flight, which continue."""
         return [] if self._scheduler is None else self._scheduler.records()
 
     def step(self) -> list[Trajectory]:
-        """Makes one call of the engine, and returns what has ended."""
+        """Makes one call of the engine and returns the sequences that finished."""
         return self._scheduler.step()
 
     def release_cache(self) -> None:
-        """Frees the memory of the cache; ValueError while requests are pending."""
+        """Frees the KV cache; raises ValueError while requests are pending."""
         if self._scheduler is not None:
             self._scheduler.release_cache()

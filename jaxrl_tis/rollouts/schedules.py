@@ -1,8 +1,7 @@
-"""The published ways of running ahead, each a point among a few numbers; docs/async.md has the table.
+"""Published asynchronous schedules, each defined by a few numbers; docs/async.md has the table.
 
-A step trains on one batch of groups, so that versions of the policy and batches are counted alike:
-version v is what v batches have made of it, and batch v is trained on from it. A token that version
-u drew is v - u versions stale then.
+A step trains on one batch of groups. Version v of the policy is the policy after v batches, and
+batch v starts from version v. A token that version u sampled is v - u versions stale in batch v.
 """
 
 import dataclasses
@@ -19,17 +18,17 @@ class Schedule:
     """Who may run ahead of whom, and what new weights do to sequences that are being drawn.
 
     Attributes:
-      ahead: batches that workers with the weights of version u may begin beyond batch u. Whole
-        groups count, so that half a batch is a number here, too.
+      ahead: number of batches beyond batch u that workers with weights of version u may start. It
+        counts whole groups and may be fractional.
       sync_every: updates between two weight syncs.
-      on_sync: "drain" lets a worker's sequences end first, so that each is of one version;
-        "interrupt" goes on with them under the new weights, which read them anew; "in_place" goes
-        on with the keys and values that the old weights have written.
-      on_arrival: the learner begins with the part of its batch that is there.
-      redundant: candidates of a prompt that are begun beyond a group's samples; the first to end
-        are the group, and the others are given up.
-      repack: a worker whose sequences fill less than this share of its slots hands them on to
-        another of its version, and takes new weights.
+      on_sync: "drain": a worker's sequences finish first, so each has one version. "interrupt":
+        they continue under the new weights after a new prefill. "in_place": they continue with the
+        keys and values of the old weights.
+      on_arrival: the learner starts with the part of its batch that is available.
+      redundant: candidates started per prompt beyond the group size. The first to finish form the
+        group, and the others are cancelled.
+      repack: a worker whose sequences fill less than this share of its slots passes them to another
+        worker of its version, and syncs.
     """
 
     ahead: float = 0.0
@@ -69,7 +68,8 @@ class Schedule:
 
     @property
     def staleness(self) -> float:
-        """The most versions that a token is behind the policy that trains on it; inf: no bound."""
+        """Largest number of versions between a token and the policy training on it; inf: no
+        bound."""
         return math.ceil(self.ahead) if self.ahead < math.inf else math.inf
 
 

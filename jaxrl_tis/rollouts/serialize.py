@@ -1,4 +1,4 @@
-"""Entries of the queue and trajectories as JSON can hold them, for checkpoints."""
+"""Converts queue entries and trajectories to JSON and back, for checkpoints."""
 
 import base64
 import math
@@ -9,7 +9,7 @@ from jaxrl_tis.rollouts import wire
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
 
-REWARDED = ("text", "score", "reward", "components")  # of a Sample, beside its trajectory
+REWARDED = ("text", "score", "reward", "components")  # of a Sample, without its trajectory
 
 
 def trajectory_text(trajectory: Trajectory) -> str:
@@ -21,7 +21,7 @@ def read_trajectory(text: str) -> Trajectory:
 
 
 def written(entry: Entry) -> dict[str, Any]:
-    """Returns an entry of the queue as JSON can hold it."""
+    """Returns an entry of the queue as JSON."""
     rows = []
     for sample, row in sorted(entry.columns.items()):
         rewarded = None

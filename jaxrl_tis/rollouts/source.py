@@ -1,7 +1,7 @@
-"""The interface of a source of rollouts, and what all sources are made of.
+"""The interface of a rollout source, and the parts that all sources share.
 
-The run publishes its weights under a version and asks for the batch of a step. Each token's record
-holds the version that sampled it.
+A run publishes its weights under a version, and asks the source for the batch of each step. Every
+token's record has the weight version that sampled it.
 """
 
 import dataclasses
@@ -46,41 +46,42 @@ class SourceParts:
 
 
 class RolloutSource(Protocol):
-    """Where the batches of a run come from."""
+    """The source of a run's training batches."""
 
     def publish(self, params: Any, version: int) -> bool:
-        """Makes a version of the policy's parameters available to the samplers. Returns whether any
-        tokens will be sampled with it."""
+        """Makes a version of the policy's parameters available to the samplers. Returns whether
+        samplers will use this version."""
 
     def parts(self, step: int) -> Iterator[list[Sample]]:
-        """Yields whole groups of the batch of a step as they come; all groups make the batch."""
+        """Yields the batch of a step in parts of whole groups, as they become available."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns what was counted since the last call, once the parts of a batch are through."""
+        """Returns the metrics since the last call. Call it after all parts of a batch."""
 
     def reduce_staleness(self) -> str:
-        """Lowers the bound on staleness by one version where it can, and says what is new."""
+        """Lowers the staleness bound by one version if possible; returns a message for the user."""
 
     def release_cache(self) -> None:
-        """Frees the memory of the samplers' caches until the next batch."""
+        """Frees the samplers' KV caches until the next batch."""
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what JSON can hold and `set_state` needs to continue from this version of the
-        policy without a trace: the last that was published, or the one after it."""
+        """Returns the state as JSON, from which `set_state` continues exactly. `version` is the
+        last published version of the policy, or the next one."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from a state."""
+        """Restores a state of `get_state`."""
 
     def sync_digest(self) -> dict[str, Any]:
-        """Returns by name what decides about the next batch, the same on every process."""
+        """Returns named values that determine the next batch; they must be equal on all
+        processes."""
 
     def close(self, is_over: bool) -> None:
-        """Ends the work in the background. `is_over`: the run is complete, not interrupted."""
+        """Ends all background work. `is_over`: the run is complete, not interrupted."""
 
 
 def next_batch(source: RolloutSource, step: int) -> tuple[list[Sample], dict[str, float]]:
-    """Waits for the batch of a step; returns its samples in the order of their groups, and the
-    source's metrics."""
+    """Waits for the batch of a step. Returns its samples sorted by group, and the source's
+    metrics."""
     samples = [sample for part in source.parts(step) for sample in part]
     return sorted(samples, key=lambda s: s.group), source.metrics()
 
@@ -104,7 +105,8 @@ def generate(
 
 
 def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str, float]:
-    """Returns what schedulers have counted for a batch, with the settings of config.engine."""
+    """Returns the engine's metrics of a batch: slot occupancy, preemptions, cache hits, evictions
+    and draft acceptance. `engine`: config.engine; `stats`: counts of the batch."""
     prompts = stats.prefilled + stats.shared + stats.cached
     metrics = {
         "rollout/occupancy": stats.occupancy,

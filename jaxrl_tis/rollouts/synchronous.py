@@ -1,4 +1,4 @@
-"""The synchronous source of rollouts: the learner waits while its batch is sampled."""
+"""The synchronous rollout source: the learner waits while its batch is sampled."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from jaxrl_tis.runtime import processes
 
 
 class SyncSource:
-    """The learner waits for a batch of rollout.prompts groups of rollout.group_size rewarded
-    samples, all by the weights that were published last.
+    """Samples each batch with the newest weights: rollout.prompts groups of rollout.group_size
+    rewarded samples.
 
     Args:
       start: (serving parameters, version) -> a scheduler.
@@ -40,8 +40,8 @@ class SyncSource:
     def parts(self, step: int) -> Iterator[list[Sample]]:
         """Yields the whole batch.
 
-        With dynamic_sampling, groups whose rewards are all equal carry no gradient: they are
-        replaced by fresh prompts, for at most max_rounds rounds, then taken as they are.
+        With dynamic_sampling, fresh prompts replace groups whose rewards are all equal, because
+        such groups carry no gradient. After max_rounds rounds they are used as they are.
         """
         rollout, scheduler = self._config.rollout, self._scheduler
         failed, before = dict(self._groups.counts), dataclasses.replace(scheduler.stats)
@@ -64,9 +64,8 @@ class SyncSource:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of the last batch: groups discarded, rewards that failed, and the shares
-        of the slots that were busy, of the prompt tokens that were cache hits, and of the drafted
-        tokens that were accepted."""
+        """Returns metrics of the last batch: discarded groups, failed rewards, slot occupancy,
+        cache hits of prompt tokens, and acceptance of drafted tokens."""
         return self._metrics
 
     def reduce_staleness(self) -> str:
@@ -78,7 +77,7 @@ class SyncSource:
 
     def get_state(self, version: int) -> dict[str, Any]:
         at, batches = self._published
-        # A step that was given up is begun again.
+        # An abandoned step starts again.
         return {"batches": batches if version == at else self._batches.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -90,7 +89,7 @@ class SyncSource:
         return {"batches": self._batches.get_state()} | of_scheduler
 
     def close(self, is_over: bool) -> None:
-        """Ends nothing: no work is in the background."""
+        """Does nothing: there is no background work."""
 
     def _sample_groups(self, tag: tuple[int, int]) -> list[list[Sample]]:
         with self._timer("data"):

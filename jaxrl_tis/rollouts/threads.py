@@ -1,8 +1,8 @@
-"""The driver "threads": samplers in threads of this process, on devices of their own.
+"""The driver "threads": samplers in threads of this process, each on its own devices.
 
-Each sampler's thread executes its commands and steps its engine: a scheduler is for one thread.
-Decisions are made by the thread that has just reported something. No thread holds the lock while an
-engine is at work: new weights wait for the end of one call of the engine and for nothing else.
+Each sampler has a thread that executes commands and steps the engine, because a scheduler belongs
+to one thread. The thread that has just reported an event makes the next decisions. No thread holds
+the lock during an engine call: new weights wait only for the end of the current call.
 """
 
 import collections
@@ -25,13 +25,14 @@ from jaxrl_tis.rollouts.source import SourceParts
 
 @dataclasses.dataclass
 class SamplerThread:
-    """A sampler and the work of its thread.
+    """A sampler and the state of its thread.
 
     Attributes:
-      inbox: commands that it has not executed yet.
-      is_busy: it executes or steps.
-      stepped: seconds of its steps; paused: seconds between two steps in which new weights came.
-      paused_since: when such a pause began; None without one.
+      inbox: commands not yet executed.
+      is_busy: the thread is executing a command or stepping the engine.
+      stepped: total seconds of engine steps.
+      paused: total seconds between two steps in which new weights arrived.
+      paused_since: start time of the current pause; None without one.
     """
 
     sampler: Sampler
@@ -64,19 +65,19 @@ class SamplerThread:
 def thread_source(
     parts: SourceParts, starts: Sequence[Callable[[Any, int], Scheduler]], slots: int
 ) -> ConcurrentSource:
-    """Makes a source whose samplers have threads of this process.
+    """Makes a source whose samplers run in threads of this process.
 
     Args:
-      starts: of each sampler: (serving parameters, version) -> a scheduler.
-      slots: sequences that a sampler draws at once.
+      starts: one function for each sampler: (serving parameters, version) -> a scheduler.
+      slots: number of sequences that a sampler generates at once.
     """
     shared = Shared(AsyncBookkeeping(parts))
     return ConcurrentSource(parts, shared, ThreadDriver(shared, starts, slots))
 
 
 class ThreadDriver:
-    """Samplers in threads, see `thread_source`. They rest until the first version is published, and
-    from `pause` to the next one."""
+    """Runs samplers in threads; see `thread_source`. They are idle until the first version is
+    published, and from `pause` until the next one."""
 
     def __init__(
         self, shared: Shared, starts: Sequence[Callable[[Any, int], Scheduler]], slots: int
@@ -107,12 +108,12 @@ class ThreadDriver:
                 thread.start()
 
     def check(self) -> None:
-        """Raises RuntimeError where no sampler has anything to do."""
+        """Raises RuntimeError if no sampler has any work."""
         if all(w.is_idle and not w.sampler.pending for w in self._workers.values()):
             raise self._books.stuck()
 
     def pause(self) -> None:
-        """Preempts everything; until the next version is published no thread does anything."""
+        """Preempts all sequences; all threads are idle until the next version is published."""
         with self._changed:
             self._shared.check()
             self._is_resting = True
@@ -147,7 +148,7 @@ class ThreadDriver:
         return values
 
     def close(self, is_over: bool) -> None:
-        """Ends the threads, each after the call that it is in."""
+        """Ends the threads, each after its current call."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -178,8 +179,8 @@ class ThreadDriver:
                 self._changed.notify_all()
 
     def _commands(self, worker: SamplerThread) -> list[Command] | None:
-        """Waits for commands and returns them; none while there is something to draw, None at the
-        end."""
+        """Waits for commands and returns them. Returns [] if there are none and sequences are
+        pending, None at the end."""
         draws = lambda: worker.sampler.pending and not self._is_resting
         with self._changed:
             worker.is_busy = False
@@ -194,7 +195,7 @@ class ThreadDriver:
     def _report(
         self, name: str, trajectories: list[Trajectory], command: Command | None = None
     ) -> None:
-        """Reports what a sampler returned after a command, or after a step."""
+        """Reports the sequences that a sampler returned after a command or a step."""
         with self._changed:
             self._books.receive(name, trajectories)
             if isinstance(command, SetParams):

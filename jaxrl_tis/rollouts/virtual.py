@@ -1,8 +1,8 @@
-"""The driver "virtual": samplers run ahead of the learner, and all take turns in one thread.
+"""The driver "virtual": samplers and learner take turns in one thread.
 
-In a turn each sampler that has something to draw makes one call of its engine. The learner's time is
-counted in turns, too: an update takes `rollout.update_turns` of them, so that which version draws which
-token does not depend on a clock, and a run can be repeated bit by bit.
+In a turn each sampler with pending sequences makes one call of its engine. An update lasts
+`rollout.update_turns` turns. The version that samples a token therefore does not depend on a clock,
+and a run can be repeated bit by bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ from jaxrl_tis.rollouts.source import SourceParts
 
 
 class VirtualSource:
-    """A source of batches whose samplers run ahead; see `Controller` for the rules.
+    """A rollout source with asynchronous samplers in one thread; see `Controller` for the rules.
 
     Args:
       start: (serving parameters, version) -> a scheduler.
-      slots: sequences that a sampler draws at once.
+      slots: number of sequences that a sampler generates at once.
       on_records: see `AsyncBookkeeping`.
     """
 
@@ -75,7 +75,8 @@ class VirtualSource:
             sampler.release_cache()
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """Interrupts all sequences in flight; they continue as they do after a restart."""
+        """Returns the state. Interrupts all sequences in flight; they continue as after a
+        restart."""
         if not self.books.is_untrained(version):
             self._finish_update()
         self._gather()
@@ -88,12 +89,13 @@ class VirtualSource:
         return self.books.sync_digest()
 
     def close(self, is_over: bool) -> None:
-        """Ends nothing: no work is in the background."""
+        """Does nothing: there is no background work."""
 
     # Turns
 
     def _next_groups(self) -> list[Entry]:
-        """Takes turns until there are groups of the next batch, and an update begins."""
+        """Takes turns until groups of the next batch are available, and marks the update's
+        start."""
         while (entries := self.books.take()) is None:
             self._heartbeat()
             if not self._turn():
@@ -103,13 +105,13 @@ class VirtualSource:
         return entries
 
     def _finish_update(self) -> None:
-        """Lets the turns pass that the learner's update takes, once."""
+        """Runs the turns that belong to the learner's last update, once."""
         is_updating, self._is_updating = self._is_updating, False
         for _ in range(self._update_turns if is_updating else 0):
             self._turn()
 
     def _turn(self) -> bool:
-        """Lets each sampler make a call; returns whether one had anything to draw."""
+        """Runs one turn: each sampler makes one call. Returns whether any had pending sequences."""
         self._settle()
         drawing = [name for name, sampler in self._samplers.items() if sampler.pending]
         with self._timer("rollout"):
@@ -121,7 +123,7 @@ class VirtualSource:
         return bool(drawing)
 
     def _settle(self) -> None:
-        """Carries out decisions until there are none."""
+        """Carries out the controller's decisions until there are none."""
         while decisions := self.books.controller.decisions():
             for decision in decisions:
                 if isinstance(decision, SyncWeights):
@@ -130,7 +132,7 @@ class VirtualSource:
                     self._execute(decision)
 
     def _sync(self, name: str) -> None:
-        """Brings a sampler to the newest weights."""
+        """Syncs a sampler to the newest weights."""
         sampler = self._samplers[name]
         self.books.report(sampler.records())
         with self._timer("rollout"):
@@ -143,7 +145,7 @@ class VirtualSource:
             self.books.receive(decision.worker, self._samplers[decision.worker].execute(command))
 
     def _gather(self) -> None:
-        """Preempts everything that is in flight."""
+        """Preempts all sequences in flight."""
         for decision in self.books.controller.interrupt_all():
             sampler = self._samplers[decision.worker]
             self.books.receive(decision.worker, sampler.execute(self.books.command(decision)))
@@ -153,6 +155,7 @@ class VirtualSource:
 
 
 def _apart(serving: Any, params: Any) -> Any:
-    """Copies what the serving parameters share with the policy's, which its update gives away."""
+    """Copies arrays that the serving parameters share with the policy, whose update donates
+    them."""
     own = {id(x) for x in jax.tree.leaves(params)}
     return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, serving)

@@ -1,8 +1,8 @@
-"""Records as bytes, and bytes on a socket. Nothing is pickled: who reads runs no code of the sender.
+"""Serializes records as bytes, and sends bytes over sockets. Nothing is pickled.
 
-A message is MAGIC, VERSION, the length of its head, the head in JSON, and the raw bytes of its arrays,
-little-endian, one after the other in the order of the head. A frame on a socket is the length of its
-bytes, their sha256, and the bytes.
+A message is MAGIC, VERSION, the length of its head, the head in JSON, and the raw little-endian
+bytes of its arrays in the order of the head. A frame on a socket is the number of its bytes, their
+sha256, and the bytes.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ DTYPES = {
         ml_dtypes.float8_e8m0fnu,
     )
 }
-# The arrays of a trajectory: dtype, dimensions, and what they have entries for: every token, every
-# token or nothing at all, or something else.
+# The arrays of a trajectory: dtype, number of dimensions, and their entries: ALWAYS one for each
+# token, OPTIONAL one for each token or none at all, OTHER another number.
 ALWAYS, OPTIONAL, OTHER = "always", "optional", "other"
 ARRAYS = {
     "prompt": ("int32", 1, OTHER),
@@ -62,12 +62,12 @@ PARTIAL = "partial."  # begins the names of the arrays of a request's partial tr
 
 
 class Damaged(ValueError):
-    """What came is not what was sent, or was sent by something else."""
+    """Received bytes are damaged, or are not a message of this program."""
 
 
 def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
-    """Returns a message of what JSON can hold (NaN and infinities in Python's spelling; NumPy's
-    scalars become Python's) and arrays of DTYPES.
+    """Returns a message of a JSON header and arrays of DTYPES. NaN and infinities have Python's
+    spelling, and NumPy scalars become Python's.
 
     Raises:
       ValueError: an array has another dtype, or the head is larger than HEAD_BYTES.
@@ -93,10 +93,10 @@ def _scalar(value: Any) -> Any:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns the header and the arrays of a message; they are copies.
+    """Returns the header and copies of the arrays of a message.
 
     Raises:
-      Damaged: the bytes are not a message of this version, whole and to the last byte.
+      Damaged: the bytes are not a complete message of this version.
     """
     data = memoryview(data)
     head, payload = _head(data)
@@ -182,13 +182,14 @@ def _split(t: Trajectory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def read_trajectory(data: bytes) -> Trajectory:
-    """Raises Damaged for bytes that are no trajectory."""
+    """Returns the trajectory of a message; raises Damaged if the bytes are none."""
     header, arrays = _of_kind(data, "trajectory", {"trajectory"})
     return _trajectory(header["trajectory"], arrays)
 
 
 def read_request(data: bytes) -> Request:
-    """Raises Damaged, or ValueError for values out of range, where bytes are no request."""
+    """Returns the request of a message. Raises Damaged if the bytes are none, ValueError for values
+    out of range."""
     header, arrays = _of_kind(data, "request", {"id", "seed", "sampling", "partial"})
     if "prompt" not in arrays:
         raise Damaged("damaged request: it has no prompt")
@@ -247,10 +248,10 @@ def send(connection: socket.socket, data: bytes | memoryview, deadline: float) -
     """Sends a frame and returns its number of bytes.
 
     Args:
-      deadline: time.monotonic() by which everything has to be sent.
+      deadline: time.monotonic() by which all bytes must be sent.
 
     Raises:
-      TimeoutError: it was not. ConnectionError: the other end is gone.
+      TimeoutError: the deadline has passed. ConnectionError: the other end is gone.
     """
     start = FRAME.pack(len(data), hashlib.sha256(data).digest())
     for part in (start, data):
@@ -263,8 +264,8 @@ def receive(connection: socket.socket, limit: int, deadline: float) -> bytearray
     """Receives a frame of at most `limit` bytes.
 
     Raises:
-      Damaged: it announces more, or its bytes are not those that were sent.
-      TimeoutError: it was not complete by `deadline`. ConnectionError: the other end is gone.
+      Damaged: the frame announces more bytes, or its sha256 differs.
+      TimeoutError: the deadline has passed. ConnectionError: the other end is gone.
     """
     length, digest = FRAME.unpack(_exactly(connection, FRAME.size, deadline))
     if length > limit:

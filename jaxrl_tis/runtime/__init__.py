@@ -1,1 +1,1 @@
-"""How a process starts, listens, locks and stops, and where its files are. Knows nothing of the rest."""
+"""Process start, stop, locks, addresses and file locations. Imports nothing else of the package."""

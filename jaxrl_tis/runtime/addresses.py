@@ -1,10 +1,10 @@
-"""Where a process listens, and who reaches it there."""
+"""Network addresses: parsing host:port, and whether other machines can reach a host."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; a name other than localhost may be any."""
+    """Whether only this machine can reach the host. Names other than localhost count as remote."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,12 +1,13 @@
-"""How every command starts and ends.
+"""Exit codes and error messages that all commands share.
 
-A command ends with the message alone and exit code 2 where its user can mend it: a flag or a field
-that does not exist, a config that is refused, a file that is missing, broken or cannot be written.
-It ends with the message alone and 1 where a run cannot go on: a loss is not finite, the gate fails.
-A mistake in the code keeps its traceback, and exits with 1. A run that was interrupted from outside
-ends with 42: the same command continues it, and what started it should start it again. What Ctrl-C
-stops at once, a run at the second one, ends with 130. Where nobody reads what is printed any more, as
-in `COMMAND | head -1`, it ends with 141 and without a word.
+    2    The user can fix the error: an unknown flag or field, a contradictory config, a missing,
+         broken or unwritable file. Prints the message only.
+    1    The run cannot continue (loss not finite, gate failed; message only), or the code has a bug
+         (with a traceback).
+    42   The run was interrupted from outside. The same command continues it, and a supervisor
+         should start it again.
+    130  Ctrl-C stopped the command at once; for a run this is the second Ctrl-C.
+    141  Nobody reads the output any more, as in `COMMAND | head -1`. Prints nothing.
 """
 
 import contextlib
@@ -30,11 +31,11 @@ UNREAD = 141  # as shells have it: 128 + SIGPIPE
 
 
 class Unwritable(RuntimeError):
-    """A disk is full, or may not be written: the user can mend it, and continue."""
+    """A disk is full or not writable. The user can fix this and continue the run."""
 
 
 class Interrupted(Exception):
-    """A run has to stop where it is, by no fault of its own; the same command continues it."""
+    """A run must stop for an outside reason. The same command continues it."""
 
 
 REFUSALS = (ValueError, OSError, ImportError, Unwritable)
@@ -42,11 +43,11 @@ FAILURES = (FloatingPointError, RuntimeError)
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Returns 2 for an error that the user can mend, 1 for a run that cannot go on, RESTART for one
-    that was interrupted, None for a bug.
+    """Returns the exit code of an error: 2 if the user can fix it, 1 if the run cannot continue,
+    RESTART if it was interrupted, None for a bug.
 
-    A `raise` statement of this package is a sentence for the user. What Python, JAX or another
-    library raised, however deep inside, is a bug of ours, but for a file that cannot be used.
+    Errors that this package raises itself are messages for the user. Errors raised by Python, JAX
+    or another library count as bugs, except for files that cannot be used.
     """
     if isinstance(error, Interrupted):
         return RESTART
@@ -62,8 +63,8 @@ def exit_code(error: BaseException) -> int | None:
 
 @contextlib.contextmanager
 def piped() -> Iterator[None]:
-    """Ends a command with UNREAD, and without a traceback, if nobody reads its output any more. An exit
-    code that says that the command failed stays."""
+    """Ends a command with UNREAD and no traceback if nobody reads its output any more. A nonzero
+    exit code of the command itself is kept."""
     try:
         try:
             yield
@@ -81,8 +82,8 @@ def piped() -> Iterator[None]:
 
 
 def _drop_unread() -> bool:
-    """Returns whether nobody reads stdout or stderr. What is printed there from now on goes nowhere:
-    Python would else fail to write the rest at its end."""
+    """Returns whether nobody reads stdout or stderr, and sends their later output to os.devnull.
+    Otherwise Python would fail to write the rest at its end."""
     lost, poll = select.POLLERR | select.POLLHUP, select.poll()
     for number in (1, 2):
         poll.register(number, 0)
@@ -96,7 +97,7 @@ def _drop_unread() -> bool:
 
 @contextlib.contextmanager
 def messages() -> Iterator[None]:
-    """Turns errors whose message says it all into that message and an exit."""
+    """Turns errors with an exit code into a message and that exit; bugs keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:
@@ -112,8 +113,8 @@ def messages() -> Iterator[None]:
 
 
 def check_folder(flag: str, path: str | None) -> None:
-    """Raises FileNotFoundError, before hours of work, where the file that a flag names cannot be
-    made."""
+    """Raises FileNotFoundError or IsADirectoryError if the output file of a flag cannot be created.
+    Call it before hours of work."""
     if path and not pathlib.Path(path).absolute().parent.is_dir():
         raise FileNotFoundError(f"--{flag}={path}: there is no such folder")
     if path and pathlib.Path(path).is_dir():
@@ -121,7 +122,7 @@ def check_folder(flag: str, path: str | None) -> None:
 
 
 def has_tpu() -> bool:
-    """Whether this looks like a machine with a TPU on which libtpu is installed."""
+    """Whether libtpu is installed and the machine looks like one with a TPU."""
     has_hint = any(name in os.environ for name in TPU_VARIABLES)
     has_device = any(glob.glob(pattern) for pattern in TPUS)
     return importlib.util.find_spec("libtpu") is not None and (has_hint or has_device)
@@ -130,8 +131,8 @@ def has_tpu() -> bool:
 def leave_out_missing_tpu() -> None:
     """Keeps JAX from loading libtpu on a machine without any accelerator.
 
-    There libtpu, installed for its compiler, only costs time and writes errors to the terminal.
-    JAX_PLATFORMS, or JAX itself where it sees a TPU, decides before this.
+    On such a machine libtpu is only needed for its compiler; loading it costs time and prints
+    errors. JAX_PLATFORMS, or a TPU that JAX sees, takes precedence.
     """
     has_device = any(glob.glob(pattern) for pattern in DEVICES)
     if importlib.util.find_spec("libtpu") is None or has_tpu() or has_device:

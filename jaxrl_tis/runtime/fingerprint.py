@@ -1,7 +1,7 @@
-"""What tells two sets of weights apart: 64 bits, computed where the weights lie.
+"""A 64-bit fingerprint of a pytree of weights, computed on the devices that hold the weights.
 
-All arithmetic is that of integers modulo 2^32, whose sums do not depend on their order: a tree has
-the same fingerprint on one device and cut over many, on one process and on several.
+The arithmetic is integer addition modulo 2^32, which does not depend on order. A tree therefore has
+the same fingerprint for every sharding and number of processes.
 """
 
 import hashlib
@@ -20,12 +20,13 @@ STEPS = np.array([0x9E3779B1, 0x85EBCA77], np.uint32)
 def digest(tree: Any) -> jax.Array:
     """Computes the fingerprint of the arrays of a tree, uint32 [2], exactly.
 
-    Each number's bits are mixed with its position by a bijection, so one that differs in any bit
-    changes both sums; other changes, such as two numbers or two arrays that are exchanged, another
-    dtype or another shape, go unseen once in 2^64. Positions count modulo 2^32. What is static in a
-    tree, such as a scheme of quantisation, is not part of it; the arrays that it decides on are.
+    A bijection mixes the bits of each number with its position, so changing any bits of one number
+    always changes both sums. Other changes (exchanged numbers or arrays, another dtype or shape)
+    stay undetected with probability 2^-64. Positions count modulo 2^32. Static parts of a tree,
+    such as a quantization scheme, are not included; their arrays are.
 
-    ValueError for a dtype of other than 8, 16 or 32 bits.
+    Raises:
+      ValueError: a dtype does not have 8, 16 or 32 bits.
     """
     total = jnp.zeros(2, jnp.uint32)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -35,15 +36,15 @@ def digest(tree: Any) -> jax.Array:
 
 
 def hex(digest: jax.Array) -> str:
-    """Spells a fingerprint as 16 hexadecimal characters, the first number first."""
+    """Returns a fingerprint as 16 hexadecimal characters, the first number first."""
     return np.asarray(digest).astype(">u4").tobytes().hex()
 
 
 def check(tree: Any, sent: str) -> None:
-    """Compares each device's copy of a tree with the fingerprint that it was sent with, see `hex`.
+    """Checks each device's copy of a tree against the sender's fingerprint (see `hex`).
 
     Raises:
-      RuntimeError: one differs; it names the device and both fingerprints.
+      RuntimeError: a copy differs; the message names the device and both fingerprints.
     """
     for shard in digest(tree).addressable_shards:
         if (found := hex(shard.data)) != sent:
@@ -54,7 +55,7 @@ def check(tree: Any, sent: str) -> None:
 
 
 def _sums(name: str, x: jax.Array) -> jax.Array:
-    """Adds up the mixed numbers of one array, uint32 [2]."""
+    """Returns the two sums of the mixed numbers of one array, uint32 [2]."""
     words, position = _words(name, x), jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
@@ -81,5 +82,5 @@ def _mixed(word: jax.Array) -> jax.Array:
 
 
 def _salt(text: str) -> np.ndarray:
-    """Returns two uint32 made of a text."""
+    """Returns two uint32 hashed from a text."""
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), ">u4").astype("u4")

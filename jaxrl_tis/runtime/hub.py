@@ -1,12 +1,12 @@
-"""Models and data sets of the Hugging Face hub, named by a path:
+"""Downloads models and data sets of the Hugging Face hub, named by a path:
 
     hf://Qwen/Qwen2.5-0.5B-Instruct            a model: config, tokenizer and safetensors
     hf://unsloth/Qwen3-0.6B-GGUF/q8.gguf       one file of a repository
     hf://datasets/openai/gsm8k/main/train      the files of a split: parquet, JSON lines
 
-`@REVISION` behind the repository, as in hf://Qwen/Qwen2.5-0.5B-Instruct@main, chooses a branch, tag
-or commit. Files go to the hub's own cache and are taken from there without a network
-(HF_HUB_OFFLINE=1); HF_ENDPOINT and HF_TOKEN are read from the environment.
+`@REVISION` after the repository, as in hf://Qwen/Qwen2.5-0.5B-Instruct@main, chooses a branch, tag
+or commit. Files are stored in the hub's own cache, which also serves them without a network
+(HF_HUB_OFFLINE=1). HF_ENDPOINT and HF_TOKEN are read from the environment.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A repository of the hub, a revision ("" for its newest) and what is meant inside of it."""
+    """A repository of the hub, its revision ("" for the newest) and a path inside of it."""
 
     kind: str  # "model" or "dataset"
     repository: str
@@ -62,11 +62,11 @@ def is_hub(path: Any) -> bool:
 
 
 def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
-    """Returns where the files of a model are, fetched before if the path is of the hub.
+    """Returns the local folder or file of a model; downloads it if the path is a hub path.
 
     Args:
-      path: of the hub, or any other, which is returned.
-      weights: False leaves them out: config and tokenizer are enough.
+      path: a hub path; any other path is returned unchanged.
+      weights: False skips the weights and fetches config and tokenizer only.
 
     Raises: see `_fetch`.
     """
@@ -79,11 +79,11 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
 
 
 def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
-    """Returns [(name that is the same on every machine, where it is)] of the files of a split; a
-    path that is not of the hub is a file or a glob of files, here or on a bucket.
+    """Returns [(machine-independent name, local path)] of the files of a split. A path outside the
+    hub is a file or a glob, on this machine or on a bucket.
 
     Raises:
-      FileNotFoundError: the data set has no such split, no file is like the glob; and see `_fetch`.
+      FileNotFoundError: the data set has no such split, or no file matches the glob; see `_fetch`.
     """
     if not is_hub(path):
         return _matching(os.fspath(path))
@@ -105,7 +105,7 @@ def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
 
 
 def _matching(path: str) -> list[tuple[str, os.PathLike]]:
-    """Returns a file, or the files that are like a glob, sorted by name."""
+    """Returns a file, or the files that match a glob, sorted by name."""
     is_remote = storage.is_remote(path)
     file = storage.folder(path) if is_remote else pathlib.Path(path)
     if not glob.has_magic(path) or file.exists():
@@ -123,10 +123,10 @@ def _matching(path: str) -> list[tuple[str, os.PathLike]]:
 
 
 def pins(values: Mapping[str, Any], before: Mapping[str, str] = {}) -> dict[str, str]:
-    """Returns for every path of the hub in nested `values` the same path at one commit.
+    """Pins every hub path in nested `values` to a commit; returns {path: pinned path}.
 
-    A path that `before` has keeps what it was pinned to, so that a run which is continued uses what
-    it began with; all others get the newest of their revision.
+    Paths in `before` keep their commit, so a continued run uses the same files. All others get the
+    newest commit of their revision.
     """
     commits, pinned = {}, {}
     for path in sorted(set(filter(is_hub, leaves(values)))):
@@ -200,6 +200,6 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
 
 
 def _is_passing(error: BaseException | None) -> bool:
-    """Whether the hub said that it is asked too much, or that something is wrong with it."""
+    """Whether the error is temporary: too many requests, or a fault of the hub."""
     response = getattr(error, "response", None)
     return response is not None and (response.status_code == 429 or response.status_code >= 500)

@@ -1,9 +1,9 @@
-"""What asks a run to stop from outside: SIGTERM, Ctrl-C, a machine that is about to be taken away.
+"""Requests to stop a run: SIGTERM, Ctrl-C, or a cloud machine that is about to be preempted.
 
-A run that is asked finishes its step if that takes no longer than `grace` seconds, and gives it up
-otherwise; it saves once and ends with cli.Interrupted. All processes of a run stop at the same place,
-whichever of them was asked. Where none is reached in time, within a compilation or a collective, the
-process ends without a save, with the same code.
+After a request the run finishes its step if this takes at most `grace` seconds, else it abandons
+the step. It saves once and ends with cli.Interrupted. All processes stop at the same place, even if
+only one received the request. A process that reaches no such place in time, for example within a
+compilation or a collective, ends without a save and with the same exit code.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ POLL_SECONDS = 5.0
 MAX_FAILURES = 3  # of a metadata server that has never answered
 FORCED_SECONDS = 20.0  # after the grace, for a place where the run can stop
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-# What the metadata server of a Google Cloud machine says while nothing is to happen to it.
+# Values of the metadata server of a Google Cloud machine while no event is announced.
 QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}
 
 
 class Interrupt:
-    """Holds what the run was asked, and by what; use it as a context manager in the main thread.
+    """Records a request to stop and its source. Use it as a context manager in the main thread.
 
     Args:
       grace: seconds that a step may go on after the request.
@@ -39,7 +39,7 @@ class Interrupt:
 
     @property
     def is_set(self) -> bool:
-        """Whether this process was asked."""
+        """Whether this process received a request to stop."""
         return self._asked_at is not None
 
     def __enter__(self) -> "Interrupt":
@@ -77,12 +77,12 @@ class Interrupt:
         self._is_acknowledged.set()
 
     def is_agreed(self) -> bool:
-        """Whether any process was asked; all must call this at the same place."""
+        """Whether any process received a request. All must call this at the same place."""
         return processes.any_of(self.is_set)
 
     def check(self) -> None:
-        """Raises Interrupted where the grace of any process is over; all must call this at the
-        same places."""
+        """Raises Interrupted if the grace of any process is over. All processes must call this at
+        the same places."""
         self._calls += 1
         is_late = self.is_set and time.monotonic() - self._asked_at > self._grace
         if self._calls % CALLS_BETWEEN_LOOKS == 0:
@@ -123,8 +123,8 @@ class Interrupt:
 
 
 def read_notice() -> str:
-    """Returns what the metadata server says is about to happen to this machine, "" for nothing.
-    OSError where there is no such server."""
+    """Returns the event that the metadata server announces for this machine, "" for none. Raises
+    OSError if there is no such server."""
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     for name, quiet in QUIET.items():
         url = f"http://{host}/computeMetadata/v1/instance/{name}"

@@ -1,4 +1,4 @@
-"""One run in a folder: a second one is refused by name of the first."""
+"""The lock of a workdir: a second run in the same folder is refused, naming the first."""
 
 import contextlib
 import fcntl
@@ -14,10 +14,10 @@ from jaxrl_tis.runtime.cli import Unwritable
 
 @contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds WORKDIR/lock. The system lets go of it when its owner dies, however it dies.
+    """Holds WORKDIR/lock. The operating system releases it when its process ends for any reason.
 
     Raises:
-      ValueError: another process holds it; the message says which.
+      ValueError: another process holds the lock; the message names that process.
       Unwritable: the folder cannot be written.
     """
     path = workdir / "lock"
@@ -43,8 +43,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def check_shared(workdir: str, folder: pathlib.Path) -> None:
-    """Raises ValueError where the processes do not work in one folder; the first one holds the lock
-    in `folder`."""
+    """Raises ValueError unless all processes see the same folder; process 0 holds the lock in
+    `folder`."""
     if difference := processes.difference({"workdir": workdir}):
         raise ValueError(difference)
     if processes.is_alone() or storage.is_remote(workdir):

@@ -1,7 +1,7 @@
-"""The processes of a run: every host runs the same program over one mesh of all their devices.
+"""Runs of several processes: every host runs the same program over one mesh of all devices.
 
-All of them hold the same scheduler, batch and rows and decide alike. What one of them alone has
-read, rewarded or been told is exchanged here before anything is decided from it.
+All processes hold the same scheduler, batch and rows, and make the same decisions. Data of a single
+process (records, rewards, requests to stop) is exchanged here before a decision depends on it.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of JAX that no other 
 
 
 def define_flags() -> Callable:
-    """Defines how the processes find each other; the function returned is `connected` with what
-    the command line says."""
+    """Defines the command-line flags by which processes find each other. Returns `connected` with
+    the values of these flags."""
     coordinator = flags.DEFINE_string(
         "coordinator", "",
         "host:port of process 0, where hosts do not find each other as they do on TPU VMs and GKE.",
@@ -53,14 +53,14 @@ def define_flags() -> Callable:
 def connected(
     coordinator: str, count: int, index: int, heartbeat_timeout: int, seconds: float = 300.0
 ) -> Iterator[None]:
-    """Connects the processes, and ends them together: see `_leave`.
+    """Connects the processes of a run, and ends them together (see `_leave`).
 
     Args:
-      coordinator: host:port of process 0. "": on machines with a TPU they find each other, and
-        elsewhere there is one process.
-      count, index: of the processes and of this one, with a coordinator.
-      heartbeat_timeout: seconds after which a silent process counts as dead, and all end.
-      seconds: to wait for all of them; then this process ends with RESTART.
+      coordinator: host:port of process 0. With "", processes on TPU machines find each other, and
+        elsewhere there is a single process.
+      count, index: number of processes, and index of this process; needed with a coordinator.
+      heartbeat_timeout: seconds of silence after which a process counts as dead; then all end.
+      seconds: longest wait for all processes; then this process ends with RESTART.
 
     Raises:
       ValueError: the three are not given together.
@@ -101,8 +101,8 @@ def connected(
 
 
 def _use_as_many_threads(count: int) -> None:
-    """Gives XLA on CPU the threads that one process with all of the devices would have: the last
-    bits of a matrix product depend on their number."""
+    """Gives XLA on CPU as many threads as one process with all devices would have. The last bits of
+    a matrix product depend on the number of threads."""
     found = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = max(int(found[1]) if found else 1, jax.config.jax_num_cpu_devices)
     threads = max(count * devices, len(os.sched_getaffinity(0)))
@@ -111,8 +111,8 @@ def _use_as_many_threads(count: int) -> None:
 
 @contextlib.contextmanager
 def _in_time(seconds: float) -> Iterator[None]:
-    """Ends this process with RESTART if the block takes longer. JAX aborts the process when its own
-    timeout is reached, so that one is longer."""
+    """Ends this process with RESTART if the block takes longer. JAX's own timeout is set longer,
+    because JAX aborts the process when it is reached."""
     def give_up():
         print(
             f"the processes did not all come within {seconds:g} s (--connect_seconds); the same "
@@ -135,11 +135,11 @@ def _find_each_other(timeouts: dict[str, int]) -> None:
 
 
 def _leave(error: Exception) -> None:
-    """Ends this process for an error: at once, as the end of the interpreter would wait for all.
+    """Ends this process at once after an error; a normal exit would wait for all processes.
 
-    An error that the others have, too, and an error of this process alone end it with the code of
-    the error. One that says no more than that another process is gone ends it with the code that
-    asks for a restart: the other one's code says why.
+    The exit code is that of the error, whether all processes or only this one raised it. If the
+    error only reports that another process is gone, the code is RESTART: the exit code of the other
+    process has the cause.
     """
     code = cli.exit_code(error)
     if code is None:
@@ -155,12 +155,12 @@ def _leave(error: Exception) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
-        time.sleep(1)  # it serves the others' connections, which are ending, too
+        time.sleep(1)  # it serves the connections of the others, which are ending too
     os._exit(cli.RESTART if is_lost else 1 if code is None else code)
 
 
 def _all_came() -> bool:
-    """Whether all processes come here within END_SECONDS."""
+    """Whether all processes reach this call within END_SECONDS."""
     try:
         meet("the end", END_SECONDS)
     except jax.errors.JaxRuntimeError:
@@ -169,10 +169,10 @@ def _all_came() -> bool:
 
 
 def meet(where: str, seconds: float) -> None:
-    """Returns once all processes are here, in any thread of theirs; no device takes part.
+    """Waits until all processes have made this call, in any thread. Uses no device.
 
     Raises:
-      jax.errors.JaxRuntimeError: one is gone, or does not come within these seconds.
+      jax.errors.JaxRuntimeError: a process is gone, or does not arrive within these seconds.
     """
     if jax.process_count() > 1:
         distributed.global_state.client.wait_at_barrier(where, int(1000 * seconds))
@@ -201,7 +201,7 @@ def report(text: str, stream: TextIO | None = None) -> None:
 
 
 def exchange(value: Any) -> list[Any]:
-    """Returns what each process passed, in their order: anything that JSON can hold."""
+    """Returns the JSON values that all processes passed, in order of process index."""
     if is_alone():
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -219,7 +219,7 @@ def gather(items: list) -> list:
 
 
 def share(items: list, f: Callable[[list], list]) -> list:
-    """Returns f(items), one result for each item, of which every process computes its part."""
+    """Returns f(items), one result for each item. Each process computes a part of the results."""
     count, index = jax.process_count(), jax.process_index()
     first = lambda i: i * len(items) // count
     return gather(f(items[first(index) : first(index + 1)]))
@@ -231,15 +231,15 @@ def shard() -> dict[str, int]:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether it is so on any process."""
+    """Whether the value is true on any process."""
     if is_alone():
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def first(f: Callable[[], Any]) -> Any:
-    """Calls f on process 0 and returns what it returned there, which JSON can hold, on all. What f
-    raises on process 0 is raised on all."""
+    """Calls f on process 0 and returns its result, which must be JSON, on all processes. An error
+    of f is raised on all processes."""
     if is_alone():
         return f()
     failed, outcome = None, None

@@ -1,8 +1,8 @@
-"""Folders on a bucket, gs://BUCKET/FOLDER, beside those of this machine.
+"""Files and folders, on this machine or on a bucket (gs://BUCKET/FOLDER).
 
-A file on a bucket cannot grow. What a run appends to is therefore written on this machine and copied
-to its workdir whenever a checkpoint is complete: a machine that is lost takes with it no more than
-the steps since then.
+A file on a bucket cannot be appended to. A run therefore writes growing files on this machine, and
+copies them to its workdir after every complete checkpoint. A lost machine costs only the steps
+since then.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def folder(path: str | os.PathLike) -> epath.Path:
-    """Returns the folder as a path that does not depend on where the process runs.
+    """Returns a folder as an absolute path, or as a path on a bucket.
 
     Raises:
-      ImportError: it is on a bucket, and the package that reads such is not installed.
+      ImportError: the folder is on a bucket, and the package gcsfs is not installed.
       ValueError: the path is empty, or names no bucket.
     """
     if not os.fspath(path):
@@ -59,13 +59,14 @@ def folder(path: str | os.PathLike) -> epath.Path:
 
 
 def cache(name: str) -> pathlib.Path:
-    """Returns this user's folder of this name for what can be made again."""
+    """Returns the user's cache folder of this name, for files that can be made again."""
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(folder) / "jaxrl_tis" / name
 
 
 def children(path: epath.Path) -> list[epath.Path]:
-    """Returns what is in a folder; on a bucket one that holds nothing does not exist."""
+    """Returns the sorted entries of a folder, [] if it does not exist. A bucket has no empty
+    ones."""
     try:
         return sorted(path.iterdir())
     except FileNotFoundError:
@@ -101,11 +102,12 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 class Mirror:
-    """The files of a run but its checkpoints: written to `folder`, on this machine, and copied to
-    the workdir if that is on a bucket; else `folder` is the workdir.
+    """Mirrors the files of a run, except its checkpoints, to a workdir on a bucket.
 
-    Who fetched last owns a workdir on a bucket and signs it every SIGN_SECONDS. As a context manager
-    it copies once more at the end, and gives the workdir up.
+    The run writes to `folder` on this machine. If the workdir is not on a bucket, `folder` is the
+    workdir itself and nothing is copied. The process that called `fetch` last owns the workdir, and
+    renews its signature every SIGN_SECONDS. As a context manager, the mirror copies once more at
+    the end and releases the workdir.
     """
 
     def __init__(self, workdir: str | os.PathLike):
@@ -133,7 +135,7 @@ class Mirror:
                 raise
 
     def fetch(self) -> None:
-        """Makes this process the owner of the workdir, and `folder` what was last copied there.
+        """Makes this process the owner of the workdir, and downloads its files to `folder`.
 
         Raises:
           ValueError: a run on another machine owns it and is alive.
@@ -154,7 +156,7 @@ class Mirror:
         threading.Thread(target=self._keep_signing, daemon=True).start()
 
     def _signs(self, owner: dict) -> bool:
-        """Whether the owner is seen to sign; one on this machine would hold the lock."""
+        """Whether the owner renews its signature. An owner on this machine would hold the lock."""
         if owner["host"] == self._sign["host"]:
             return False
         for _ in range(SIGNS):
@@ -164,7 +166,7 @@ class Mirror:
         return False
 
     def _keep_signing(self) -> None:
-        """Signs until the end, or until another run has taken the workdir over."""
+        """Renews the signature until the end, or until another run owns the workdir."""
         for count in itertools.count(1):
             if self._is_over.wait(SIGN_SECONDS):
                 return
@@ -174,7 +176,8 @@ class Mirror:
                 write_json(self.workdir / OWNER, self._signed(count))
 
     def _signed(self, count: int) -> dict:
-        """Always as long: who reads while it is replaced would get the new text at the old length."""
+        """Returns a signature of constant length. A reader during its replacement would otherwise
+        get the new text cut to the old length."""
         return self._sign | {"signs": f"{count:09}"}
 
     def _owns(self, owner: dict | None) -> bool:
@@ -195,7 +198,7 @@ class Mirror:
             self._copied[target] = _stamp(target)
 
     def upload(self) -> None:
-        """Copies what changed.
+        """Copies changed files to the bucket.
 
         Raises:
           ValueError: another run has taken the workdir over.
@@ -224,7 +227,7 @@ class Mirror:
                 self._copied[path] = stamp
 
     def _owner(self) -> dict | None:
-        """Returns who fetched last; None if nobody did."""
+        """Returns the process that fetched last, None if there is none."""
         try:
             return json.loads((self.workdir / OWNER).read_text())
         except FileNotFoundError:
@@ -232,7 +235,8 @@ class Mirror:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """What a client of a bucket may raise has no class of its own."""
+        """Turns errors of a bucket's client, which have no common class, into Interrupted or
+        Unwritable."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A thread that ends a process which hangs, and leaves signs of life beside the run."""
+"""Ends a process that hangs, and writes a heartbeat file during the run."""
 
 import contextlib
 import faulthandler
@@ -52,7 +52,7 @@ class Watchdog:
 
     @property
     def _wait(self) -> float:
-        """Seconds from look to look."""
+        """Seconds between two checks."""
         return min(LOOK_SECONDS, self._timeout / 4 or LOOK_SECONDS)
 
     def _watch(self) -> None:
@@ -71,7 +71,7 @@ class Watchdog:
                 write_json(self._workdir / "heartbeat.json", sign)
 
     def _end(self) -> None:
-        """Ends the process without waiting for what may hang, which is anything."""
+        """Writes the stacks and ends the process without waiting for any other thread."""
         name = f"process{processes.index()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         path = self._workdir / STACKS / name
         last_resort = threading.Timer(END_SECONDS, os._exit, (cli.RESTART,))
