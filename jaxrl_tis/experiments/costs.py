@@ -1,4 +1,4 @@
-"""What drawing and training cost, in seconds: the machine of `experiments.virtual_clock`."""
+"""Cost model of sampling and training, in seconds, for `experiments.virtual_clock`."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What takes how long, on which machine. Times are seconds and end in `_s`.
+    """The machine and the time of each operation. Fields that end in `_s` are seconds.
 
     The defaults are AReaL's run of 1.5B parameters (2505.24298 and blog/AReaL_v0_3.md of its
     repository: R1-Distill-Qwen-1.5B, 16 nodes of 8 H800), at a sixteenth of its machines and of its
@@ -16,7 +16,7 @@ class Costs:
     Attributes:
       workers: samplers of a device each. trainers: devices of the learner. Three quarters sample, as
         AReaL does at every size.
-      slots: sequences that a sampler draws at once. Assumed: twice what a synchronous run draws.
+      slots: sequences that a sampler generates at once. Assumed: twice those of a synchronous run.
       prompts, group_size: groups of a batch and samples of a group; AReaL has 512 and 16.
       prompt_tokens: of a prompt; AReaL allows 1,024. Assumed: a quarter of it.
       median_tokens, sigma: of the log-normal lengths of responses; AReaL gives neither. sigma is
@@ -69,11 +69,11 @@ class Costs:
 
     @property
     def sync_s(self) -> float:
-        """The time in which a sampler takes new weights."""
+        """Returns the time of one weight sync of a sampler, in seconds."""
         return self.swap_s + self.weights_gib * self.gib_s
 
     def colocated(self) -> "Costs":
-        """Returns the same machines, all of which sample, and then all train."""
+        """Returns the costs of a synchronous run: all devices sample, then all devices train."""
         total = self.workers + self.trainers
         return dataclasses.replace(self, workers=total, trainers=total)
 
