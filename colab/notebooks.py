@@ -1,5 +1,6 @@
-"""Writes each notebook from the .py file of its name, whose cells begin with "# %% id" or
-"# %% [markdown] id": python colab/notebooks.py. Edit the .py files."""
+"""Writes each notebook from the .py file of the same name: python colab/notebooks.py.
+
+Cells begin with "# %% id" or "# %% [markdown] id". Edit the .py files."""
 
 import json
 import pathlib

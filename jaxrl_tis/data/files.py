@@ -172,7 +172,7 @@ def _cell(text: str) -> Any:
             if isinstance(value := parse(text), dict | list):
                 return value
     if text.startswith("[{") and "role" in text:
-        raise ValueError(f"a cell begins like messages, and is not JSON: {text[:60]!r}")
+        raise ValueError(f"a cell looks like messages but is not JSON: {text[:60]!r}")
     return text
 
 

@@ -60,7 +60,7 @@ def last_number(text: str, record: Record) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, braces matched; None without one, or if it never closes."""
+    r"""Returns the content of the last \boxed{...} with matched braces; None if absent or unclosed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None

@@ -89,7 +89,7 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if other := [p for p in parts if p.get("type") != "text" or not isinstance(p.get("text"), str)]:
-            raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text alone")
+            raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text only")
         content = "".join(part["text"] for part in parts)
     if not isinstance(content, str) and not (content is None and "tool_calls" in found):
         raise ValueError(f"has content that is a {type(content).__name__}, not text")
@@ -100,7 +100,7 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
     if not isinstance(value, list):
         return str(value)
     if not value:
-        raise ValueError("the prompt is a list of no messages")
+        raise ValueError("the prompt is an empty list of messages")
     messages = []
     for number, message in enumerate(value, start=1):
         try:

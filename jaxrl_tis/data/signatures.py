@@ -163,7 +163,7 @@ class Called:
         ]
         if missing:
             raise TypeError(
-                f"the reward takes {', '.join(missing)}; what there is: {', '.join(arguments)}"
+                f"the reward needs {', '.join(missing)}; available: {', '.join(arguments)}"
             )
         return self._function(**arguments)
 

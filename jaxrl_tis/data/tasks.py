@@ -119,7 +119,7 @@ class _Arithmetic(Generated):
                 break
         else:
             raise ValueError(
-                f"no problem for split {self.split!r} in {MAX_DRAWS} draws; use more digits"
+                f"no problem for split {self.split!r} in {MAX_DRAWS} attempts; use more digits"
             )
         return {
             "prompt": problem,
@@ -230,7 +230,7 @@ class _ReasoningGym(Generated):
         else:
             raise ValueError(
                 f"reasoning_gym {self.name} has no problem for split {self.split!r} in {MAX_DRAWS} "
-                "draws; its parameters allow too few problems"
+                "attempts; its parameters allow too few problems"
             )
         return {
             "prompt": entry["question"],

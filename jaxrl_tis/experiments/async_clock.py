@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--mode", action="append", help="only these, as rollout.mode spells them")
     parser.add_argument("--steps", type=int, default=24, help="updates; the first third is not counted")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths of responses")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the response lengths")
     parser.add_argument("--json", help="write the rows here, too")
     args = parser.parse_args(argv)
     if args.steps < 2:

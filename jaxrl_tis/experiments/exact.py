@@ -249,7 +249,7 @@ class Problem:
             reward on each valid token), values and action_values (exact, of the policy), entropy
             and sum_pi_squared (of the old policy); [B]: rewards, greedy_rewards, group, grad_norms
             (of the old policy); [B, T, V]: logits, logits_behav, logits_ref; and a key. Where the
-            mask is False, log-probs are what the tables say about the token that stands there.
+            mask is False, log-probs are the tables' values for the token at that position.
         """
 
         def loss(logp, logits, batch):

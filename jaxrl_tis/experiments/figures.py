@@ -29,8 +29,8 @@ LAST = 3  # the accuracy at the end is the mean of so many evaluations
 Interval = tuple[float, float, float]  # mean and 95 % interval
 Measure = Callable[[Run], float]
 Draw = Callable[[Figure, Any], None]
-Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> what draws it, its inches
-# What is measured, the measure, an arm, and the one that it is compared with
+Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> drawing function, size in inches
+# Label, measure, arm, and the arm to compare with
 Comparison = tuple[str, Measure, str, str]
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 UNITS = ("none", "token", "prefix", "seq")
-SINGLE = ("none", "token")  # those that judge a token by itself
+SINGLE = ("none", "token")  # weights that depend on a single token
 NUM_BLOCKS = 50  # of the jackknife
 T_95 = 2.0096  # two-sided 95 % quantile of Student's t with 49 degrees of freedom
 

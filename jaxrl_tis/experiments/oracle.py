@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m jaxrl_tis.experiments.oracle",
         description="Bias, variance and progress of off-policy policy gradients.",
     )
-    parser.add_argument("--drift", type=float, default=0.1, help="deviation of the logits' noise")
+    parser.add_argument("--drift", type=float, default=0.1, help="standard deviation of the logits' noise")
     parser.add_argument("--reward", default="last", choices=list(frontier.REWARDS))
     parser.add_argument("--horizons", type=_count, nargs="+", default=list(frontier.HORIZONS))
-    parser.add_argument("--batch", type=_count, default=1, help="responses that a step averages")
-    parser.add_argument("--samples", type=int, default=5000, help="for the sampled methods")
+    parser.add_argument("--batch", type=_count, default=1, help="responses averaged per step")
+    parser.add_argument("--samples", type=int, default=5000, help="sequences for the sampled methods")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--png", help="draw bias against variance here")
+    parser.add_argument("--png", help="write a plot of bias against variance to this file")
     parser.add_argument("--groups", action="store_true", help="advantages and methods of a group instead")
     parser.add_argument(
         "--sequences",

@@ -24,7 +24,7 @@ EARLY = 5  # blocks, 40 steps
 KEPT = 0.7  # of the best; less is a collapse
 TRAINED = (0, 1, 2)  # seeds
 CONJECTURED = ("rollout_corr/chi2_token", "mismatch/ess_seq", "actor/pg_clipfrac", "response_length/mean")
-# Those without a unit of their own task, and not the outcome.
+# Signals that do not depend on the task's units and are not the outcome.
 SIGNALS = (
     *CONJECTURED, "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "mismatch/ess_token",
     "mismatch/engine/log_ratio_abs_mean", "mismatch/staleness/log_ratio_abs_mean",
@@ -136,7 +136,7 @@ def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
     return found
 
 
-Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> what `judged` gives
+Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> result of `judged`
 
 
 def table(runs: Sequence[Run], areas: Areas) -> str:

@@ -140,7 +140,7 @@ class Clock:
             self._train()
             if not self._events:
                 raise RuntimeError(
-                    f"at {self.now} s, after {len(self._ends) - 1} updates, nothing can happen any more"
+                    f"at {self.now} s, after {len(self._ends) - 1} updates, no event is left"
                 )
             self.now, _, event = heapq.heappop(self._events)
             event()
