@@ -1,15 +1,14 @@
 # %% [markdown] title
 # # Off-policy corrections, drawn
 #
-# The engine that samples a token and the learner that trains on it give it different probabilities.
-# This notebook draws what every method of `jaxrl_tis.estimators` does about that: the weight that
-# it gives a token, the tokens that it rejects, the push that a loss exerts, and what weights cost
-# in bias and variance where the true gradient is known. No formula is copied: each curve comes from
-# the function that a training run calls, and an entry added to a table shows up by itself.
+# Sampler and learner give the same token different probabilities. This notebook draws every method of
+# `jaxrl_tis.estimators` that deals with this gap: weights, masks, the gradient of objectives and KL
+# terms, and the bias and variance of weights against the true gradient. Each curve comes from the
+# function that a training run calls. A new entry of a table appears without a change here.
 #
-# It needs no accelerator and takes less than a minute on two CPU cores.
+# The notebook needs no accelerator and takes less than a minute on two CPU cores.
 #
-# Where `jaxrl_tis` can already be imported the next cell installs nothing; else set `SOURCE` there.
+# If `jaxrl_tis` can be imported, the next cell installs nothing. Otherwise set `SOURCE` there.
 
 # %% setup
 import inspect
@@ -30,10 +29,10 @@ BLUE, RED, GREEN = plots.COLORS[:3]
 # %% [markdown] setting-text
 # ## The setting
 #
-# Two responses of 8 tokens to one prompt, one with advantage +1 and one with -1. All tokens have
-# the same log-ratio, and a curve shows what happens to the last token of a response as that
-# log-ratio moves. Methods run with their published defaults; `REQUIRED` has values for parameters
-# without one. Change what you like and run the cells below again.
+# There are two responses of 8 tokens to one prompt, one with advantage +1 and one with -1. All tokens
+# have the same log-ratio. A curve shows the last token of a response as a function of this log-ratio.
+# Methods run with their published defaults. `REQUIRED` has values for parameters without a default.
+# Change any value and run the cells below again.
 
 # %% setting
 NUM_TOKENS = 8
@@ -45,8 +44,8 @@ REQUIRED = {
 ones = np.ones((2, NUM_TOKENS), np.float32)
 MASK = ones > 0
 ADV = ones * np.array([[1.0], [-1.0]], np.float32)
-LOGP_OLD = -2.0 * ones  # tokens that the learner gave a probability of 0.14 before its update
-GAP = 0.0  # logp_old - logp_behav: what the engine's error adds, nats
+LOGP_OLD = -2.0 * ones  # the learner's probability before its update is 0.14
+GAP = 0.0  # logp_old - logp_behav: the engine's error, nats
 zeros = np.zeros(MASK.shape, np.int32)
 FIELDS = {
     "logp_old": LOGP_OLD, "logp_prox": LOGP_OLD, "logp_behav": LOGP_OLD - GAP, "weights": ones,
@@ -56,7 +55,7 @@ FIELDS = {
 
 
 def call(kind, name, *arrays, **fields):
-    """An entry of a table, with the batch fields and the required parameters that it asks for."""
+    """Calls an entry of a table with its batch fields and required parameters."""
     fields = loss.needed(kind, name, FIELDS | fields)
     values = methods.parameters(kind, name)
     required = {key: REQUIRED[key] for key in values if values[key] is inspect.Parameter.empty}
@@ -64,13 +63,13 @@ def call(kind, name, *arrays, **fields):
 
 
 def curves(function, names, grid):
-    """{name: function(name, x) for all x of the grid}, compiled as one program."""
+    """Returns {name: function(name, x) for all x of the grid}, compiled as one program."""
     program = jax.jit(jax.vmap(lambda x: [function(name, x) for name in names]))
     return dict(zip(names, jax.device_get(program(jnp.asarray(grid)))))
 
 
 def panels(count, columns, width, height, **shared):
-    """A figure with `count` panels of a size in inches, row by row."""
+    """Returns a figure and its `count` panels, row by row; width and height of a panel are in inches."""
     rows = math.ceil(count / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), **shared)
     for unused in axes.flat[count:]:
@@ -80,13 +79,13 @@ def panels(count, columns, width, height, **shared):
 # %% [markdown] weights-text
 # ## Weights
 #
-# What the loss of a token is multiplied with, against the log-ratio `logp_old - logp_behav`. The
-# first part of a name says whose ratio it is, the second what becomes of it: kept (`vanilla`),
-# truncated (`tis`), bounded on both sides (`clip`), dropped outside a band (`mis`, `icepop`). The
-# ratio of a sequence of 8 tokens runs away 8 times as fast as that of one, so the `seq` panel shows
-# a narrower range. `geo_mis` and `seq_mask_tis` keep a very narrow band, meant for means over
-# hundreds of tokens: a spike here. `capped_ratio` (of tokens) has a cap for each factor of the ratio;
-# here all of it is the engine's.
+# The loss of a token is multiplied by its weight, a function of the log-ratio `logp_old - logp_behav`.
+# The first part of a name is the unit of the ratio. The second part is the treatment: unchanged
+# (`vanilla`), truncated (`tis`), bounded on both sides (`clip`), zero outside a band (`mis`, `icepop`).
+# The log-ratio of a sequence of 8 tokens grows 8 times as fast, so the `seq` panel has a narrower range.
+# `geo_mis` and `seq_mask_tis` keep a very narrow band, meant for means over hundreds of tokens. It is a
+# spike here. `capped_ratio` (of tokens) has a cap for each factor of the ratio. Here the whole ratio is
+# the engine's.
 
 # %% weights
 def weight(name, log_ratio):
@@ -104,7 +103,7 @@ for name in weight_curves:
 
 weight_figure, axes = panels(len(by_level), 3, 4.2, 3.3, sharey=True)
 for ax, (level, names) in zip(axes, by_level.items()):
-    for i, name in enumerate(names):  # the first are broad and show below the others
+    for i, name in enumerate(names):  # the first lines are wide and stay visible below the others
         color = f"C{treatments.index(name.partition('_')[2])}"
         ax.plot(drift, weight_curves[name], color=color, linewidth=5.5 / (1 + 0.3 * i), label=name)
     reach = 2.0 / NUM_TOKENS if level == "seq" else 2.0
@@ -117,10 +116,10 @@ plt.show()
 # %% [markdown] masks-text
 # ## Masks
 #
-# A mask takes tokens out of the loss and out of its denominator. A bar shows which log-ratios,
-# equal for all tokens of the response, a mask keeps. The bounds that have no published value are 2:
-# that is a wide band for a mean and a narrow one for a sum, and under `k3` it reaches further down
-# than up. Masks that look at more than the log-ratio are named below the picture and not drawn.
+# A mask removes tokens from the loss and from its denominator. A bar shows the log-ratios, equal for all
+# tokens of the response, that a mask keeps. Bounds without a published value are 2. This is a wide band
+# for a mean and a narrow band for a sum. Under `k3` it extends further down than up. Masks that depend
+# on more than the log-ratio are listed below the figure and not drawn.
 
 # %% masks
 def is_kept(name, log_ratio):
@@ -141,27 +140,26 @@ ax.set_yticks(range(len(kept)), kept)
 ax.invert_yaxis()
 ax.set_xlabel("log-ratio of every token, nats")
 plt.show()
-print("Judge by more than the log-ratio:", ", ".join(m for m in masks.MASKS if m not in kept))
+print("Depend on more than the log-ratio:", ", ".join(m for m in masks.MASKS if m not in kept))
 
 # %% [markdown] objectives-text
 # ## Objectives
 #
-# How hard an objective pushes a token up, `-d loss / d logp`, against how far the learner has moved
-# since it sampled, `logp - logp_old`: blue for advantage +1, red for -1. At 0 nearly all of them
-# are plain REINFORCE, +1 and -1. What happens to the left and to the right of it is the method: a
-# push that drops to 0 is clipped, one that levels off is truncated, and one that grows without
-# bound is an importance weight that nothing holds. The spikes are bands that are very narrow
-# (`tbpo`) or that hold the product of the 8 ratios (`ctpo`, `vespo`). `fusion_shaped` is small by
-# design; `seq_ppo` is 8 times as large in a sum over tokens, as it has the loss of the response on
-# each of its 8.
+# The push of an objective on a token is `-d loss / d logp`. It is drawn against the learner's move since
+# sampling, `logp - logp_old`, in blue for advantage +1 and in red for -1. At 0 nearly all objectives are
+# plain REINFORCE, +1 and -1. To the left and right the methods differ: a push that drops to 0 is
+# clipped, a constant push is truncated, and a push that grows without bound is an untruncated importance
+# weight. Spikes are very narrow bands (`tbpo`) or bands on the product of the 8 ratios (`ctpo`,
+# `vespo`). `fusion_shaped` is small by design. `seq_ppo` is 8 times as large in a sum over tokens,
+# because each of the 8 tokens has the loss of the response.
 #
-# The sampler is exact here; set `GAP` above to see which objectives look at it. `clip_cov` and
-# `kl_cov` single out a few tokens by their covariance in a real batch; the curve is that of a token
-# which they leave alone.
+# The sampler is exact here. Set `GAP` above to see which objectives depend on the gap. `clip_cov` and
+# `kl_cov` select a few tokens by their covariance in a real batch. The curve is of a token that is not
+# selected.
 
 # %% objectives
 def push(name, moved):
-    """The push on the last token of the good and of the bad response."""
+    """Returns the push on the last token of the good and of the bad response."""
 
     def total_loss(logp):
         return call("objective", name, logp, LOGP_OLD, ADV, MASK)[0].sum()
@@ -184,17 +182,17 @@ plt.show()
 # %% [markdown] kl-text
 # ## KL
 #
-# Value and gradient of every KL estimator against `z = logp - logp_ref`. The token comes from a
-# vocabulary of two, which the exact forms need to know, and was drawn by the reference. In a loss
-# only the gradient acts: `k1` pushes every token down alike, which cancels on average; `k2` and the
-# `+` forms pull by `z`; `k3` pulls harder the rarer the token has become.
+# Value and gradient of every KL estimator against `z = logp - logp_ref`. The vocabulary has two tokens,
+# which the exact forms need to know, and the reference samples the token. In a loss only the gradient
+# acts. `k1` pushes every token down equally, which cancels on average. `k2` and the `+` forms pull by
+# `z`. `k3` pulls harder on rarer tokens.
 
 # %% kl
 LOGP_REF = LOGP_OLD[:1, :1]
 
 
 def two_tokens(logp):
-    """Log-probs of a token and of the only other one."""
+    """Returns the log-probs of a token and of the only other token."""
     return jnp.stack([logp, jnp.log1p(-jnp.exp(logp))], axis=-1)
 
 
@@ -222,19 +220,17 @@ plt.show()
 # %% [markdown] oracle-text
 # ## Bias against variance, exactly
 #
-# Which weight should one use? Of a vocabulary of three all responses of three tokens can be
-# enumerated, and then the true gradient, the expected step under a weight and its variance are
-# exact. The sampler's logits are off by 0.5. These are REINFORCE steps with the ratio of a token,
-# of the prefix up to it and of the whole sequence, and with caps (the numbers) on two of them. The
-# true gradient has norm 1.
+# Which weight should one use? With three tokens and responses of length three, all responses can be
+# enumerated. The true gradient, the expected step and its variance are then exact. The sampler's logits
+# have noise of 0.5. The steps are REINFORCE with the ratio of a token, of the prefix and of the whole
+# sequence, and with caps (the numbers). The true gradient has norm 1.
 #
-# The sequence weight has no bias, and a cap trades variance for bias. A token weight keeps its bias
-# however large the cap: it corrects neither which prefixes the sampler visits nor what it writes
-# after the token.
+# The sequence weight has no bias, and a cap trades variance for bias. A token weight is biased at any
+# cap: it corrects neither the sampler's prefixes nor the sampler's continuations.
 
 # %% oracle
 def score(response):
-    """A reward that differs between all responses."""
+    """Returns a reward that is different for every response."""
     return float(np.sin(response @ 2.0 ** np.arange(len(response)) + len(response)))
 
 
@@ -246,7 +242,7 @@ norm = np.linalg.norm(truth)
 
 
 def bias_and_variance(text):
-    """Of REINFORCE with a weight, where the true gradient has norm 1."""
+    """Returns bias and variance of REINFORCE with a weight, relative to the norm of the true gradient."""
     method = methods.parse("weight", text)
 
     def loss_fn(logp, batch):
@@ -280,13 +276,12 @@ plt.show()
 # %% [markdown] sweep-text
 # ## Bias against variance as responses get longer
 #
-# The same question for longer responses, of a policy whose state is its last token, with a reward
-# for the last token and logits off by 0.2. The first five rows are exact; the others are sampled,
-# have 95 % intervals, and show a bias of 0 where it is below their noise. Progress is
-# `P = <grad J, E g>^2 / (variance + bias^2)` of a step on one response: further to the right is
-# better, though the square hides a step that goes downhill. Most biases hardly change with the
-# length, but all variances grow, and those of products over many tokens grow fastest.
-# `docs/oracle.md` has the whole comparison and its limits.
+# The same question for longer responses. The policy's state is its last token, the reward is on the last
+# token, and the logits have noise of 0.2. The first seven rows are exact. The others are sampled with
+# 95 % intervals, and show a bias of 0 below their noise. Progress is
+# `P = <grad J, E g>^2 / (variance + bias^2)` of a step on one response. Larger is better, but the square
+# hides a step against the gradient. Most biases hardly change with the length. All variances grow, and
+# the variance of products over many tokens grows fastest. `docs/oracle.md` has the whole comparison.
 
 # %% sweep
 LENGTHS = (8, 32, 128)
@@ -315,8 +310,8 @@ plt.show()
 # %% [markdown] run-text
 # ## Your own run
 #
-# What a run measured of the same things at every step: its gap between sampler and learner, and its
-# weights. `RUN` is any folder with a `metrics.jsonl`; this one lies in the repository.
+# A run records the gap between sampler and learner, and its weights, at every step. `RUN` is any folder
+# with a `metrics.jsonl`. This one is in the repository.
 
 # %% run
 RUN = CLONE / "docs" / "smollm2" / "seed0"

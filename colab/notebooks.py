@@ -1,5 +1,6 @@
-"""Writes each notebook from the .py file of its name, whose cells begin with "# %% id" or
-"# %% [markdown] id": python colab/notebooks.py. Edit the .py files."""
+"""Writes each notebook from the .py file of the same name: python colab/notebooks.py.
+
+Cells begin with "# %% id" or "# %% [markdown] id". Edit the .py files."""
 
 import json
 import pathlib
@@ -12,7 +13,7 @@ BADGE = (
     f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/colab/NAME.ipynb)"
 )
 CELL = re.compile(r"^# %% (\[markdown\] )?([\w-]+)\n", re.MULTILINE)
-# The second cell of each; kept here once.
+# The second cell of every notebook.
 INSTALL = '''\
 import importlib.util
 import os
@@ -26,7 +27,7 @@ SOURCE = ""
 
 SOURCE = SOURCE or ("REPOSITORY" if "google.colab" in sys.modules else "..")
 found = importlib.util.find_spec("jaxrl_tis")
-if found is None or found.origin is None:  # a plain folder of that name is not the package
+if found is None or found.origin is None:  # a plain folder of this name is not the package
     CLONE = pathlib.Path(SOURCE).resolve()
     if "://" in SOURCE or SOURCE.endswith(".git"):
         CLONE = pathlib.Path("jaxrl_tis_clone").resolve()

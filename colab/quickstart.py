@@ -1,10 +1,10 @@
 # %% [markdown] title
-# # RL with a sampler in int8, in two minutes
+# # RL with an int8 sampler, in two minutes
 #
-# A decoder of 0.8 M parameters learns two-digit sums: first supervised until some are right, then by
-# GRPO while its sampler computes in int8 and token-level truncated importance sampling corrects the
-# gap. The plots below are drawn while it trains. It runs on two CPU cores in less than three minutes;
-# `configs/quickstart.py` as it is takes five and ends higher.
+# A decoder of 0.8 M parameters learns two-digit sums, first by supervised steps and then by GRPO. The
+# sampler computes in int8, and token-level truncated importance sampling (TIS) corrects the gap. The
+# plots below are drawn during training. The run takes less than three minutes on two CPU cores.
+# `configs/quickstart.py` without changes takes five minutes and ends higher.
 
 # %% setup
 import subprocess
@@ -21,7 +21,7 @@ plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})
 # %% [markdown] settings-text
 # ## Settings
 #
-# Any field of `configs/default.py` can be set; the command is the one a terminal would take.
+# Any field of `configs/default.py` can be set. The printed command also works in a terminal.
 
 # %% settings
 WORKDIR = "runs/notebook-quickstart"
@@ -37,7 +37,7 @@ print(" ".join(command[1:]))
 # %% [markdown] train-text
 # ## Train
 #
-# The run is a process of its own. Interrupting this cell stops it, and running it again continues.
+# The run is a separate process. Interrupt this cell to stop the run. Run the cell again to continue it.
 
 # %% train
 SHOWN = {"Reward": ("train", "reward/mean"),

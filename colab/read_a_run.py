@@ -1,9 +1,9 @@
 # %% [markdown] title
 # # Reading a run
 #
-# What a workdir holds, without any accelerator: the record, plots, answers with both probabilities of
-# each token, and what the doctor makes of it. `WORKDIR` is any run's folder, also `gs://...`; the one
-# here is a short recorded run of the quickstart.
+# This notebook reads a workdir and needs no accelerator. It shows the record, plots, answers with both
+# probabilities of each token, and the doctor's findings. `WORKDIR` is the folder of any run, also
+# `gs://...`. The default is a short recorded run of the quickstart.
 
 # %% setup
 import matplotlib.pyplot as plt
@@ -19,7 +19,7 @@ WORKDIR = CLONE / "colab" / "example_run"
 # %% [markdown] record-text
 # ## The record
 #
-# `metrics.jsonl` has one line for each step and each evaluation; `docs/metrics.md` explains the names.
+# `metrics.jsonl` has one line per step and per evaluation. `docs/metrics.md` explains the names.
 
 # %% record
 records = metrics.read(WORKDIR)
@@ -32,7 +32,7 @@ for name in ("reward/mean", "training/rollout_probs_diff_max", "rollout_corr/k3_
 # %% [markdown] plots-text
 # ## Plots
 #
-# The same as in `report.html`. `plots.PLOTS` is the table of them.
+# The same plots as in `report.html`. The table `plots.PLOTS` defines them.
 
 # %% plots
 runs = page.load([WORKDIR])
@@ -43,10 +43,10 @@ for ax, plot in zip(axes.flat, shown):
 plt.show()
 
 # %% [markdown] answers-text
-# ## What did it write, and where did the two disagree
+# ## Answers, and where sampler and learner disagree
 #
-# The darker a token, the larger the difference of its probability between sampler and learner; point
-# at it for the numbers. Below, the tokens of all recorded answers that differ most.
+# A darker token has a larger difference of probability between sampler and learner. Point at a token
+# for the numbers. The next cell prints the tokens of all recorded answers with the largest differences.
 
 # %% answers
 lines = samples.read(WORKDIR)
@@ -66,8 +66,8 @@ for gap, token, step, response in sorted(tokens, reverse=True)[:5]:
 # %% [markdown] doctor-text
 # ## The doctor
 #
-# `python -m jaxrl_tis.doctor WORKDIR` says the same: which cause the numbers point to, on what
-# evidence, and what to change.
+# The doctor names the likely cause of the gap, the evidence, and the change to make. The command
+# `python -m jaxrl_tis.doctor WORKDIR` prints the same.
 
 # %% doctor
 print(diagnose.describe(diagnose.diagnose(WORKDIR, {})))

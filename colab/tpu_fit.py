@@ -1,9 +1,8 @@
 # %% [markdown] title
 # # What fits on a TPU, without a TPU
 #
-# libtpu holds the compiler of a TPU and runs on any Linux machine. This notebook compiles programs of
-# a config for a slice and shows how much of its memory they take. These are facts of the compiler: no
-# program runs, and no time is measured.
+# This notebook compiles the programs of a config for a TPU slice and shows their memory use. The
+# compiler is part of libtpu and runs on any Linux machine. No program runs, and no time is measured.
 
 # %% setup
 import json
@@ -22,8 +21,9 @@ if importlib.util.find_spec("libtpu") is None:
 # %% [markdown] settings-text
 # ## Settings
 #
-# `CONFIG` and the slice to compile it for; `SLOTS` are the numbers of sequences that decode together.
-# `PROGRAMS` may also name `train`, `score`, `prefill`, ...: the larger ones take a minute each.
+# `CONFIG` is the config, `TOPOLOGY` the slice, and `SLOTS` the numbers of sequences that decode
+# together. `PROGRAMS` may also name `train`, `score`, `prefill` and others. The larger programs take a
+# minute each.
 
 # %% settings
 CONFIG = "configs/gsm8k_qwen25_0p5b.py:grpo"
@@ -34,7 +34,7 @@ FIT = pathlib.Path("runs/notebook-fit.json")
 
 
 def compiled(slots):
-    """The report of `python -m jaxrl_tis.aot` for so many slots."""
+    """Returns the report of `python -m jaxrl_tis.aot` for a number of slots."""
     command = [sys.executable, "-m", "jaxrl_tis.aot", f"--config={CONFIG}", f"--topology={TOPOLOGY}",
                f"--programs={','.join(PROGRAMS)}", f"--config.engine.slots={slots}", f"--json={FIT}"]
     FIT.parent.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ print(f"{first['config']} on {first['rented_as']}: {first['chips']} chips of "
 # %% [markdown] table-text
 # ## What fits
 #
-# Use is that of the program together with what stays on the chip beside it.
+# Memory use is the program plus the other arrays that stay on the chip.
 
 # %% table
 GIB = 2**30
@@ -78,5 +78,5 @@ plt.show()
 # %% [markdown] next-text
 # ## Next
 #
-# `python -m jaxrl_tis.aot --config=... --fit` searches the largest slots and micro-batches that fit;
-# `docs/tpu_programs.md` has the tables of the shipped configs, `docs/launch.md` the way to a machine.
+# `python -m jaxrl_tis.aot --config=... --fit` searches for the largest slots and micro-batches that fit.
+# `docs/tpu_programs.md` has the tables of the shipped configs. `docs/launch.md` shows how to get a machine.

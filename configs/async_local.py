@@ -1,6 +1,7 @@
-"""A learner and rollout workers as processes of one machine, for ./launch/async_local.sh: sums of thirty
-digits. Two CPU cores, under two minutes; it shows how workers come and
-go, and is too short to learn the sums.
+"""A learner and rollout workers as processes of one machine, for ./launch/async_local.sh.
+
+The task is sums of thirty digits. Two CPU cores, under two minutes. The run shows workers that stop and
+return. It is too short to learn the sums.
 """
 
 from configs import default
@@ -20,12 +21,12 @@ def get_config():
     c.rollout.worker_timeout = 10.0
     c.rollout.prompts = 16
     c.rollout.max_new_tokens = 34
-    c.engine.slots = 4  # so few that they are at work all the time
+    c.engine.slots = 4  # few, so that all are always busy
     c.engine.prefill_batch = 4
     c.engine.steps_per_call = 1
     c.eval.every = 40
     c.eval.prompts = 128
     c.checkpoint.every = 20
-    c.metrics.samples = 16  # one of each group, which the script counts
+    c.metrics.samples = 16  # one per group; the script counts them
     c.metrics.samples_every = 1
     return c

@@ -2,13 +2,12 @@
 
     python -m jaxrl_tis.main --config=configs/dapo_qwen25_32b.py --workdir=runs/dapo
 
-64 chips (4x4x4). Groups of 16, clip 0.2 / 0.28, token-mean loss, no KL, groups with equal rewards
-replaced, a soft penalty over the last 4,096 of 20,480 response tokens; TIS cap 8 as for the 32B runs
-of Yao et al. (2025). No expected number: never run here.
+64 chips (4x4x4). Groups of 16, clip 0.2 / 0.28, token-mean loss, no KL. Groups with equal rewards are
+replaced. A soft penalty covers the last 4,096 of 20,480 response tokens. TIS cap 8, as in the 32B runs
+of Yao et al. (2025). Never run here, so there is no expected result.
 
-`:async` halves the chips: 32 learn, and 32 sample for up to two batches more. One process has to
-drive all of them, which JAX alone has only on one host: compiled (docs/tpu.md), and not to be
-started on the 16 hosts of this slice as it is.
+`:async` divides the chips: 32 learn, and 32 sample up to two batches ahead. One process has to drive
+all chips, but this slice has 16 hosts. The variant is compiled only (docs/tpu.md) and cannot run as it is.
 
 Put the model's Hugging Face folder at models/Qwen2.5-32B and the problems at
 data/dapo/train.jsonl and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt
@@ -68,8 +67,8 @@ def get_config(variant: str = "sync"):
         c.name = "dapo_qwen25_32b-async"
         c.rollout.schedule = "areal(staleness=2)"
         c.rollout.driver = "threads"
-        c.rollout.snapshot_gib = 400.0  # three of 122, on the eight hosts that learn
-        c.engine.slots = 384  # the learner's state is elsewhere
+        c.rollout.snapshot_gib = 400.0  # three snapshots of 122 GiB, on the eight hosts of the learner
+        c.engine.slots = 384  # these chips hold no learner state
         c.mesh.train = (1, 32, 1)
         c.mesh.serve = (4, 1, 8)
         c.train.microbatch_rows = 32

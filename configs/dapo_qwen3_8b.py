@@ -2,10 +2,10 @@
 
     python -m jaxrl_tis.main --config=configs/dapo_qwen3_8b.py --workdir=runs/dapo
 
-16 chips (4x4). As configs/dapo_qwen25_32b.py, with answers of at most 4,096 tokens, the last 1,024
-of them under the soft penalty: rows of 5,120 tokens. The training state takes a third of the chips;
-to leave room, inputs of layers wait in host memory and keys and values are int8. No expected number:
-never run here.
+16 chips (4x4). As configs/dapo_qwen25_32b.py, with answers of at most 4,096 tokens. The soft penalty
+covers the last 1,024 tokens, and rows have 5,120 tokens. The training state takes a third of the memory.
+To save memory, layer inputs are offloaded to the host and the KV cache is int8. Never run here, so there
+is no expected result.
 
 Put the model's Hugging Face folder at models/Qwen3-8B and the problems at data/dapo/train.jsonl and
 data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt asks for a last line

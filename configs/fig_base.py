@@ -1,8 +1,8 @@
-"""A run of a minute on one core, of which the figures of docs/experiments.md are made.
+"""The base run of the figures of docs/experiments.md: a minute on one core.
 
-A decoder of 0.1 M parameters learns two-digit sums from 600 supervised steps, until half to three quarters
-of held-out ones are right, and then by GRPO, 256 answers and two updates a step. The sampler is a float32
-engine without a gap; `configs/fig_*.py` put one in, or change what samples, learns or corrects.
+A decoder of 0.1 M parameters learns two-digit sums by 600 supervised steps, until half to three quarters of
+held-out sums are right. Then it learns by GRPO, with 256 answers and two updates per step. The sampler is a
+float32 engine without a gap. `configs/fig_*.py` add a gap, or change the sampler, learner or correction.
 """
 
 from configs import default

@@ -1,8 +1,8 @@
-"""Runs of which the cause of the gap is known, for the doctor to find.
+"""Runs with a known cause of the gap, which the doctor should find.
 
     ./launch/figures.sh causes    # 7 arms of 10 seeds of 80 steps, 27 minutes on two cores
 
-The gap of float8 is there to be found too small to name.
+The gap of float8 is too small to name: the right answer is no cause.
 """
 
 from configs import fig_base

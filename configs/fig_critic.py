@@ -1,4 +1,4 @@
-"""Collapse and rescue once more, with PPO: one answer to a question, and a critic.
+"""Collapse and rescue with PPO: one answer per prompt, and a critic.
 
     ./launch/figures.sh critic    # 10 arms of 5 seeds of 80 steps, 23 minutes on two cores
 """

@@ -1,8 +1,8 @@
-"""Number formats of sampler and learner: QuRL, QaRL and Jet-RL beside plain W8A8, float16 beside bfloat16.
+"""Number formats of sampler and learner: QuRL, QaRL and Jet-RL, W8A8, float8, float16 and bfloat16.
 
     ./launch/figures.sh formats    # 12 arms of 5 seeds, 28 minutes on two cores
 
-No gap is put in: these are the formats' own.
+No gap is added: the formats have gaps of their own.
 """
 
 from configs import fig_base
@@ -10,7 +10,7 @@ from configs.fig_rescue import INT8, TIS_2
 
 get_config = fig_base.get_config
 
-BOTH_INT8 = INT8 | {"model.quantization": "w8a8"}  # the learner multiplies as the sampler does
+BOTH_INT8 = INT8 | {"model.quantization": "w8a8"}  # learner and sampler both use int8 products
 FP8 = {"engine.quantization": "fp8_w8a8"}
 
 

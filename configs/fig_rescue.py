@@ -1,9 +1,9 @@
-"""Collapse and rescue: what each correction makes of a gap of the sampler, with GRPO.
+"""Collapse and rescue: the effect of each correction on a run with a gap, with GRPO.
 
     ./launch/figures.sh rescue    # 13 arms of 5 seeds, 30 minutes on two cores
 
-Yao et al. (2025) sample Qwen2.5-0.5B in int8. At 0.1 M parameters that gap is small (the two arms that
-begin with int8), so that all others but the first have one of noise on the sampler's weights put in, the
+Yao et al. (2025) sample Qwen2.5-0.5B in int8. At 0.1 M parameters the int8 gap is small (the two arms that
+begin with int8). All other arms except the first get an artificial gap: noise on the sampler's weights, the
 same at every step.
 """
 

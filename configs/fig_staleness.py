@@ -1,8 +1,8 @@
-"""Stale samples: M2PO's prosperity before collapse (2510.01161), and how much lag which sample size bears.
+"""Stale samples: M2PO's prosperity before collapse (2510.01161), and the ESS at each lag.
 
     ./launch/figures.sh staleness    # 12 arms of 5 seeds, 29 minutes on two cores
 
-A float32 sampler runs ahead by up to `staleness` batches of two updates; it reaches a bound of 48 at step 70.
+A float32 sampler runs ahead by up to `staleness` batches of two updates. It reaches a bound of 48 at step 70.
 """
 
 from configs import fig_base
@@ -22,7 +22,7 @@ def get_config():
 
 
 def _lag(lag):
-    """Without the weights that drew, mismatch/* has the whole ratio, age and all."""
+    """Returns the fields of a lag. Without the sampler's weights, mismatch/* has the whole ratio, with age."""
     if lag == 0:
         return {}
     return {

@@ -1,9 +1,9 @@
-"""How large a gap has to be before a run fails without a correction, and with one.
+"""The gap at which a run fails, without a correction and with TIS.
 
     ./launch/figures.sh threshold    # 9 arms of 5 seeds, 25 minutes on two cores
 
-The gap is noise on the sampler's weights, as in `fig_rescue.py`, in four sizes; the
-gap of int8 alone stands beside it.
+The gap is noise on the sampler's weights, as in `fig_rescue.py`, in four sizes. One more arm has the gap of
+int8 alone.
 """
 
 from configs import fig_base

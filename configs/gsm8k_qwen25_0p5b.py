@@ -2,14 +2,14 @@
 
     python -m jaxrl_tis.main --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=runs/gsm8k
 
-`:grpo` samples five answers per question; `:ppo` samples one and trains a critic. The two settings
-of the GSM8K experiment in "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-(Yao et al., 2025), which samples in int8 on Qwen2.5-0.5B. No expected number: never run here.
+`:grpo` samples five answers per question. `:ppo` samples one and trains a critic. Both settings are
+from the GSM8K experiment in "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+(Yao et al., 2025), which samples Qwen2.5-0.5B in int8. Never run here, so there is no expected result.
 
-Model and data come from the Hugging Face hub (pip install 'jaxrl_tis[hub]'), at the commit that is
-the newest when the run begins; `--config.model.path` and the paths of task and eval take local
-folders and files as well. Serving splits 14 query and 2 key/value
-heads over 2 chips; tensor parallelism 1 and 2 are the only degrees they allow.
+Model and data come from the Hugging Face hub (pip install 'jaxrl_tis[hub]'), at the newest commit when
+the run begins. `--config.model.path` and the paths of task and eval also accept local folders and
+files. Serving splits 14 query and 2 key/value heads over 2 chips; the heads allow only tensor
+parallelism 1 and 2.
 """
 
 from configs import default

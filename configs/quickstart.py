@@ -3,8 +3,8 @@
     ./launch/quickstart.sh
 
 or `python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/quickstart`. Two CPU
-cores, no download. The variants `:off` (same int8 sampler, correction off), `:centered` (same sampler,
-centred scores in place of the weight) and `:f32` (float32 sampler) are what `--compare` adds.
+cores, no download. `--compare` adds three variants: `:off` (same int8 sampler, no correction),
+`:centered` (same sampler, centred scores instead of the weight) and `:f32` (float32 sampler).
 """
 
 from configs import default

@@ -4,7 +4,7 @@
     python -m jaxrl_tis.main --config=configs/smollm2_135m.py --workdir=runs/smollm2
 
 The task is chain_sum of reasoning-gym with two terms of one or two digits, scored by the last number
-of the answer; held-out problems have two digits. Two CPU cores, under an hour.
+of the answer. Held-out problems have two digits. Two CPU cores, under an hour.
 """
 
 from configs import default

@@ -1,4 +1,4 @@
-"""How much staleness which objective bears, on the quickstart's task: AReaL's table (2505.24298).
+"""How much staleness each objective tolerates, on the quickstart's task: AReaL's table (2505.24298).
 
     python -m jaxrl_tis.sweep --config=configs/sweeps/asynchrony.py --seeds=0,1,2
 
@@ -49,7 +49,7 @@ OTHERS = [
 
 
 def _lags(*values):
-    """Arms by their bound on staleness; the ring of one without a bound has as many as the queue."""
+    """Returns arms by staleness bound; without a bound, snapshots are kept for the whole queue."""
     return [
         {"rollout.schedule": f"areal(staleness={value})"}
         | ({"rollout.snapshots": 17} if value == "inf" else {})

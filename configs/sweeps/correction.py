@@ -1,5 +1,6 @@
-"""Which correction of the engine gap, on the quickstart's task: nothing, truncated and masked weights
-by token and by sequence, and the same sampler without a gap.
+"""Corrections of the engine gap on the quickstart's task.
+
+The arms: no correction, truncated and masked weights by token and by sequence, and a sampler without a gap.
 
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --seeds=0,1,2
 

@@ -1,10 +1,11 @@
-"""How far a batch may be behind the weights that it updates, on the quickstart's task: more updates of
-one batch, by minibatches and by epochs, with and without a correction.
+"""Staleness inside a batch, on the quickstart's task.
+
+The arms make more updates per batch, by minibatches and by epochs, with and without a correction.
 
     python -m jaxrl_tis.sweep --config=configs/sweeps/staleness.py --seeds=0,1,2
 
-The last update of a batch is (minibatches x epochs - 1) updates away from what sampled it. Steps are
-as many in every arm, so that all see the same number of samples.
+The last update of a batch is (minibatches x epochs - 1) updates away from the sampling weights. Every arm
+has the same number of steps, and so of samples.
 """
 
 from configs import quickstart

@@ -1,6 +1,6 @@
-"""A function that may do harm, in a process of its own: a reward, a template that came with a model.
+"""Runs an untrusted function in its own process: a reward, or the chat template of a model.
 
-This file imports the standard library only, so the process starts in tens of milliseconds and never
+This file imports the standard library only. The process starts in tens of milliseconds and never
 holds an accelerator.
 """
 
@@ -25,47 +25,45 @@ from typing import Any
 
 START_SECONDS = 60.0
 MEMORY = 4 << 30  # bytes
-# Of the process and of each that it starts, beside its memory.
+# Limits of the process and of each child process, in addition to memory.
 LIMITS = {
     resource.RLIMIT_FSIZE: 1 << 30,  # bytes of a file
     resource.RLIMIT_NPROC: 512,  # more threads of its user; root has no such limit
     resource.RLIMIT_CORE: 0,
 }
-SHOWN_BYTES = 64 << 10  # of what the process prints
+SHOWN_BYTES = 64 << 10  # of the process's output
 RESULT_BYTES = 4 << 20
 NAMESPACES = ("--pid", "--fork", "--kill-child", "--mount-proc")
-# Audit events of what reaches out by a socket, and of those that ask for addresses.
+# Audit events of sending through a socket, and of resolving addresses.
 SENDS = ("socket.connect", "socket.sendto", "socket.sendmsg")
 ASKS = ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr")
 
 
 class Confined:
-    """Calls a function in a process of its own, which is replaced when a call runs past its time or
-    ends the process.
+    """Calls a function in its own process. A call that times out or ends the process gets a new process.
 
-    Messages are JSON, so nothing that the function does can run code on this side. This keeps a
-    faulty function from stopping a run; it is no sandbox against a hostile one, which can read and
-    write the files of its user.
+    Messages are JSON, so the function cannot run code in this process. A faulty function cannot
+    stop a run. This is no sandbox against a hostile function: it can read and write the files of its
+    user.
 
-    The process is a new interpreter rather than a multiprocessing child, because the latter
-    imports the main module again, and with it JAX. It leads its own process group, and where
-    `unshare` works it has process numbers of its own: killing it also kills what the function
-    started, whatever that has made of itself. Without `network` Python's sockets are refused
-    everywhere, and where `unshare` works there is no network at all. LIMITS and `memory` bound it,
-    and the first SHOWN_BYTES of what it prints go to stderr. If this process dies, it ends by itself (a
-    function that hangs inside C code without releasing the interpreter lock is the exception).
+    The process is a new interpreter. A multiprocessing child would import the main module again, and
+    with it JAX. The process leads its own process group. Where `unshare` works it also has its own
+    PID namespace, and killing it kills every process that the function started. Without `network`
+    Python's sockets are refused, and where `unshare` works there is no network at all. LIMITS and
+    `memory` bound the process, and the first SHOWN_BYTES of its output go to stderr. The process ends
+    when its parent dies, unless the function hangs in C code that holds the interpreter lock.
 
     Args:
-        make: "module:function" importable along this process's sys.path, which is called there
-            with `argument`, and returns the function.
-        argument: what JSON can hold.
+        make: "module:function" importable along this process's sys.path. The process calls it with
+            `argument`; it returns the function.
+        argument: a JSON value.
         what: the function's name for messages.
-        timeout: seconds that one call may take.
+        timeout: seconds of one call.
         memory: bytes of the process.
         network: whether the function may use the network.
 
     Attributes:
-        traits: the function's attribute of this name, None without it.
+        traits: the attribute `traits` of the function, if it has one.
 
     Raises:
         ValueError: `make` failed.
@@ -87,12 +85,12 @@ class Confined:
         self, items: Sequence[Sequence[Any]], heartbeat: Callable[[], None] = lambda: None,
         timeout: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Calls the function with the arguments of each item, in order; `timeout` replaces that of
-        a call.
+        """Calls the function with the arguments of each item, in order; `timeout` replaces the
+        default of a call.
 
-        Returns {"value": what it returned, "error": ""} for each, or what went wrong and how:
-        {"value": None, "error": text, "fault": "errors" or "timeouts"}. `heartbeat` is called
-        whenever results come.
+        Returns one result per item: {"value": returned value, "error": ""}, or for a failed call
+        {"value": None, "error": text, "fault": "errors" or "timeouts"}. `heartbeat` is called whenever
+        results arrive.
         """
         results, timeout = [], self._timeout if timeout is None else timeout
         with self._lock:
@@ -110,7 +108,7 @@ class Confined:
         return results
 
     def close(self) -> None:
-        """Ends the process and all that it started; a later call starts a new one."""
+        """Ends the process and its child processes; a later call starts a new process."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -154,7 +152,7 @@ class Confined:
     def _call_in_process(
         self, items: Sequence, results: list, heartbeat: Callable, timeout: float
     ) -> None:
-        """Appends to `results` until all items are done; raises at the first that stops this."""
+        """Appends to `results` until all items are done; raises at the first item that stops the process."""
         self._write(items, time.monotonic() + timeout)
         end = len(results) + len(items)
         while len(results) < end:
@@ -171,7 +169,7 @@ class Confined:
             data = data[os.write(stdin, data) :]
 
     def _read_lines(self, deadline: float) -> list[dict[str, Any]]:
-        """All complete lines that are there, after waiting for at least one."""
+        """Waits for at least one complete line, and returns all complete lines."""
         stdout = self._process.stdout.fileno()
         while b"\n" not in self._unread:
             self._wait(stdout, select.POLLIN, deadline)
@@ -193,8 +191,8 @@ class Confined:
 
 @functools.cache
 def namespaces(network: bool = False) -> tuple[str, ...]:
-    """Returns the command that runs another one with process numbers of its own and, unless asked
-    for, without network; none where the system does not allow it."""
+    """Returns the command prefix for a PID namespace and, without `network`, no network; empty where the
+    system does not allow it."""
     wanted = NAMESPACES if network else ("--net", *NAMESPACES)
     for user in ((), ("--user", "--map-current-user")):
         command = ("unshare", *user, *wanted)
@@ -207,7 +205,7 @@ def namespaces(network: bool = False) -> tuple[str, ...]:
 
 
 def _refuse_network(event: str, arguments: tuple) -> None:
-    """An audit hook under which Python's sockets reach nothing beyond this machine's files."""
+    """Audit hook: refuses Python sockets other than local files of this machine."""
     is_local = event in SENDS and arguments[0].family not in (socket.AF_INET, socket.AF_INET6)
     if event in SENDS + ASKS and not is_local:
         raise OSError(
@@ -216,7 +214,7 @@ def _refuse_network(event: str, arguments: tuple) -> None:
 
 
 def _show(stream, what: str) -> None:
-    """Passes the beginning of what a process prints on to stderr, and reads the rest."""
+    """Copies the beginning of a process's output to stderr, and discards the rest."""
     left = SHOWN_BYTES
     with stream:
         while data := stream.read(SHOWN_BYTES):
@@ -229,19 +227,19 @@ def _show(stream, what: str) -> None:
 
 
 def function(path: str) -> Any:
-    """Returns what "module:name" names."""
+    """Imports the object of "module:name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def printable(text: str) -> str:
-    """Returns a text with lone surrogates spelled out, which no file can hold."""
+    """Returns the text with lone surrogates escaped, as no file can hold them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def serve() -> None:
-    """The process: reads what to make and then batches of calls from stdin, and writes one line for
-    each result."""
+    """Main loop of the process: reads the function to make, then batches of calls from stdin, and writes
+    one line per result."""
     items, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     # The function must not read our messages or write among them.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -263,7 +261,7 @@ def serve() -> None:
         except BaseException as fault:
             error = printable(f"{type(fault).__name__}: {fault}")[:1000]
             line = json.dumps({"value": None, "error": error})
-        if os.getpid() != process:  # a fork that the function left to come back here
+        if os.getpid() != process:  # a fork of the function that returned here
             os._exit(1)
         results.write(line.encode() + b"\n")
 
@@ -284,7 +282,7 @@ def serve() -> None:
 
 
 def _count_threads() -> int:
-    """Returns how many threads the user of this process has in its namespace: they count, too."""
+    """Returns the number of threads of this user in the process's namespace; they count towards limits."""
     count = 0
     for tasks in glob.glob("/proc/[0-9]*/task"):
         with contextlib.suppress(OSError):

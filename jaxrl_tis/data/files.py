@@ -1,7 +1,7 @@
-"""Rows of data files: JSON lines, a JSON array, CSV or parquet, each of them also as .gz.
+"""Reads rows of data files: JSON lines, a JSON array, CSV or parquet, each also as .gz.
 
-A row holds what JSON can hold, so that it can be sent to a reward and saved with a run. Values that
-JSON lacks become text or null, see `plain`. A row that cannot be used keeps its place and the reason.
+A row has JSON values only, because it is sent to rewards and saved with a run. Other values become
+text or null, see `plain`. An unusable row keeps its place, with the reason.
 """
 
 import ast
@@ -23,34 +23,34 @@ from typing import Any, BinaryIO
 
 from jaxrl_tis.runtime import hub
 
-BROKEN = (EOFError, OSError, zlib.error)  # what reading a file that is damaged raises
+BROKEN = (EOFError, OSError, zlib.error)  # exceptions of reading a damaged file
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file; with a `reason` it cannot be used, and its values are as they were read."""
+    """A row of a file. A row with a `reason` is unusable, and its values are as read."""
 
-    place: str  # "file:line"; of parquet and of a JSON array the number of the row
+    place: str  # "file:line"; for parquet and JSON arrays the number of the row
     values: dict[str, Any]
     reason: str = ""
 
 
 class NotText(ValueError):
-    """A text that no encoding has."""
+    """A text with a lone surrogate, which no encoding can write."""
 
 
 def read(
     paths: str | os.PathLike | Sequence[str], example: dict
 ) -> tuple[list[Row], str]:
-    """Returns the rows of the files in order, and the digest of their bytes (without gzip's).
+    """Returns the rows of the files in order, and the digest of their uncompressed bytes.
 
     Args:
-      paths: files or globs, here, on a bucket or on the hub.
-      example: a row as it could be, for messages.
+      paths: files or globs: local, on a bucket or on the hub.
+      example: an example row for messages.
 
     Raises:
-      FileNotFoundError: a file is not there.
+      FileNotFoundError: a file does not exist.
       ImportError: a file is parquet, and pyarrow is not installed.
       ValueError: a file has no row, or cannot be read.
     """
@@ -110,7 +110,7 @@ def _row(place: str, values: Any) -> Row:
 
 
 def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
-    """Rows of an array, or of lines, as some write them into a .json file."""
+    """Returns the rows of a JSON array, or of JSON lines in a .json file."""
     data = file.read()
     if not data.removeprefix(BOM).lstrip().startswith(b"["):
         if b"\n" in data.strip() and _is_json(data):
@@ -134,7 +134,7 @@ def _is_json(data: bytes) -> bool:
 
 
 def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
-    """Rows below a header. An empty cell is null."""
+    """Returns the rows below a CSV header. An empty cell is null."""
     data = file.read()
     digest.update(data)
     # A byte that is not UTF-8 becomes a lone surrogate, which is reported with its line.
@@ -164,7 +164,7 @@ def _cells(place: str, header: list[str], cells: list[str]) -> Row:
 
 
 def _cell(text: str) -> Any:
-    """Returns what a cell holds. An object, or a list of some, may be JSON, or as Python prints it."""
+    """Returns the value of a cell; an object or a list of objects may be JSON or a Python literal."""
     if not text.startswith(("{", "[{")):
         return text or None
     for parse in (json.loads, ast.literal_eval):
@@ -172,7 +172,7 @@ def _cell(text: str) -> Any:
             if isinstance(value := parse(text), dict | list):
                 return value
     if text.startswith("[{") and "role" in text:
-        raise ValueError(f"a cell begins like messages, and is not JSON: {text[:60]!r}")
+        raise ValueError(f"a cell looks like messages but is not JSON: {text[:60]!r}")
     return text
 
 
@@ -191,15 +191,14 @@ def _parquet(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
-# By the end of a name; another name is of JSON lines.
+# Reader by suffix; any other file is JSON lines.
 READERS = {".parquet": _parquet, ".json": _json, ".csv": _csv}
 
 
 def plain(value: Any, column: str) -> Any:
-    """Returns a value as JSON can hold it, all of the values in it included.
+    """Returns a value converted to JSON types, recursively.
 
-    A number that is not finite becomes null. Dates, times, decimals and all else become their text,
-    bytes their base64.
+    Non-finite numbers become null, bytes base64, and dates, times, decimals and other types text.
 
     Raises:
       NotText: a text in `column` holds a lone surrogate.

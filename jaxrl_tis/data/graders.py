@@ -1,6 +1,6 @@
-"""The rewards that come with the package: plain functions of the text and its record.
+"""The package's own rewards: functions of the sampled text and its record.
 
-This file imports the standard library only: see confined.py, whose process it runs in.
+This file imports the standard library only, because it runs in the process of confined.py.
 """
 
 import functools
@@ -33,12 +33,12 @@ def _answer(record: Record) -> str:
 
 
 def exact(text: str, record: Record) -> float:
-    """1 if the text is the answer but for white space around it, else 0."""
+    """Returns 1 if the stripped text equals the answer, else 0."""
     return float(text.strip() == _answer(record).strip())
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last number of a text: "-$1,234.50" is -1234.5, and "7-4" ends in 4, not in -4."""
+    """Returns the last number of a text: "-$1,234.50" is -1234.5, and "7-4" ends in 4, not in -4."""
     matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
     if not matches:
         return None
@@ -48,10 +48,10 @@ def find_last_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str, record: Record) -> float:
-    """1 if the last number of the text equals the answer's last number, else 0.
+    """Returns 1 if the last number of the text equals the last number of the answer, else 0.
 
     Raises:
-        ValueError: the answer holds no number.
+        ValueError: the answer has no number.
     """
     answer = find_last_number(_answer(record))
     if answer is None:
@@ -60,7 +60,7 @@ def last_number(text: str, record: Record) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, braces matched; None without one, or if it never closes."""
+    r"""Returns the content of the last \boxed{...} with matched braces; None if absent or unclosed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -73,15 +73,15 @@ def last_boxed(text: str) -> str | None:
 
 
 def _in_box(expression: str) -> str:
-    r"""An expression as math-verify reads it best: in a box, without dollars around it."""
+    r"""Returns an expression in a box without dollars, which math-verify reads best."""
     return rf"\boxed{{{expression.strip(' *$')}}}"
 
 
 def final_answer(text: str) -> str:
-    r"""The part of a text that math-verify is to read.
+    r"""Returns the part of a text that math-verify reads.
 
-    The last \boxed{...}, or where there is none the rest of the line after the last "Answer:",
-    the format that DAPO's prompt asks for (2503.14476); else the whole text.
+    The last \boxed{...}, or without one the rest of the line after the last "Answer:", the format of
+    DAPO's prompt (2503.14476), else the whole text.
     """
     if r"\boxed{" in text:
         boxed = last_boxed(text)
@@ -116,12 +116,12 @@ def _is_equal(reference: list, found: list) -> bool:
         return compared(raise_on_error=True)
     except TimeoutException:
         raise
-    except Exception:  # of one pair, which ends the comparison of all
+    except Exception:  # one pair fails, and with it the comparison of all pairs
         return compared()
 
 
 def math(text: str, record: Record) -> float:
-    """1 if math-verify finds the final answer of the text equal to the record's answer, else 0.
+    """Returns 1 if math-verify finds the final answer of the text equal to the record's answer, else 0.
 
     Raises:
         ValueError: the record's answer cannot be read.
@@ -146,10 +146,10 @@ def _reasoning_gym_scorer(name: str) -> Callable:
 
 
 def reasoning_gym(text: str, record: Record) -> float:
-    """The package's own score, in [0, 1], of the stripped text as the answer to its problem.
+    """Returns the score of reasoning-gym, in [0, 1], for the stripped text.
 
-    The metadata went through JSON, which has no tuples: arc_agi and rearc compare with tuples,
-    so there a right answer scores as a wrong one.
+    The metadata went through JSON, which has no tuples. arc_agi and rearc compare with tuples, and
+    score a right answer as wrong.
     """
     metadata = json.loads(record["meta"])
     entry = {"question": record["prompt"], "answer": record["answer"], "metadata": metadata}
@@ -166,15 +166,15 @@ NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "ta
 
 
 def names(rewards: str) -> list[str]:
-    """Returns the names in `reward.name`, which commas separate."""
+    """Returns the comma-separated names in `reward.name`."""
     return [name.strip() for name in rewards.split(",")]
 
 
 def resolve(name: str) -> Callable:
-    """The reward of a name in REWARDS, or of "module:function".
+    """Returns the reward function of a name in REWARDS, or of "module:function".
 
     Raises:
-        ImportError, AttributeError: the module or its function cannot be had.
+        ImportError, AttributeError: the module or function cannot be imported.
         ValueError: the name is neither.
     """
     if name in NEEDS:

@@ -1,8 +1,8 @@
-"""The order in which prompts are read: shuffled every epoch, cut in batches, split over hosts.
+"""The order of prompts: shuffled every epoch, cut into batches, split over hosts.
 
-The position is one number, the count of batches read, and it is the same on every host, whatever
-the number of hosts: batch k is made of the examples k * batch_size .. (k + 1) * batch_size - 1 of
-one endless sequence of shuffled epochs, and host s reads the s-th contiguous piece of it.
+The position is the number of batches read. It is the same on every host, for any number of hosts.
+Batch k has the examples k * batch_size .. (k + 1) * batch_size - 1 of one endless sequence of
+shuffled epochs. Host s reads the s-th contiguous piece of the batch.
 """
 
 import json
@@ -23,7 +23,7 @@ FIELDS = {
 
 
 def sound(source: Source) -> Source:
-    """Raises ValueError for a source with records that could not be read."""
+    """Raises ValueError for a source with unusable records."""
     if source.bad:
         raise ValueError(f"{len(source.bad)} records cannot be used:{listed(source.bad)}")
     return source
@@ -36,10 +36,10 @@ class Batches:
         task: a name in TASKS, with its parameters `params`.
         batch_size: examples per step over all hosts; every host gets batch_size / shard_count.
         seed: seed of the order (the task's own seed is in `params`).
-        check: returns the source without records that cannot be used, as Prompter.checked does; by
-            default such are an error.
+        check: returns the source without unusable records, as Prompter.checked does; by default
+            unusable records are an error.
 
-    A batch that spans the end of an epoch can hold an example twice.
+    A batch that spans the end of an epoch can contain an example twice.
 
     Raises:
         ValueError: an unknown task, one with no examples, or hosts that do not divide the batch.
@@ -76,8 +76,7 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position as plain JSON values, with the fingerprint of what it is a position
-        in."""
+        """Returns the position as JSON values, with the fingerprint of its sequence of batches."""
         return {"fingerprint": self.fingerprint, "position": self._iterator.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -96,15 +95,15 @@ class Batches:
         self._iterator.set_state(dict(state["position"]))
 
     def differing(self, state: Mapping[str, Any]) -> dict[str, list]:
-        """Returns {part of the fingerprint: [saved, here]} where a state is of other data, of another
-        order or of another batch."""
+        """Returns {part of the fingerprint: [saved, here]} for each difference in data, order or batch
+        size."""
         saved, here = state["fingerprint"], self.fingerprint
         names = sorted(here.keys() | saved.keys())
         return {n: [saved.get(n), here.get(n)] for n in names if saved.get(n) != here.get(n)}
 
     def moved(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state that goes on here after as many examples as were read there, or up to a
-        batch more where the batches have another size."""
+        """Converts a state to this sequence: the position after the same number of examples, rounded up
+        to a whole batch if the batch size differs."""
         read = state["position"]["next_index"] * state["fingerprint"]["batch_size"]
         position = {"next_index": -(-read // self.fingerprint["batch_size"])}
         return {"fingerprint": self.fingerprint, "position": position}
@@ -113,7 +112,7 @@ class Batches:
 def _fingerprint(
     task: str, params: Mapping[str, Any], source: Source, batch_size: int, seed: int
 ) -> dict[str, Any]:
-    """Digests what the sequence of batches depends on."""
+    """Returns the values that determine the sequence of batches."""
     inputs = {
         "task": task,
         "params": {name: params[name] for name in sorted(params)},

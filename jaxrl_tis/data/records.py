@@ -1,4 +1,4 @@
-"""Records of data: what a row of a file becomes, or why it cannot be used."""
+"""Records of data: converts rows of files to records, or says why a row is unusable."""
 
 import json
 import types
@@ -9,19 +9,19 @@ from typing import Any
 from jaxrl_tis.data.files import Row
 
 SCALAR = str | int | float
-# Where an answer is looked for: own files, verl, TRL.
+# Fields of an answer: this package's files, verl, TRL.
 ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
-SHOWN = 5  # bad records that an error names
+SHOWN = 5  # unusable records in an error message
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that cannot be used."""
+    """An unusable record, with the reason."""
 
     place: str  # file and line, or the id of a generated one
     id: str
     reason: str
-    row: int  # of all files together, or the number of the example
+    row: int  # index over all files, or the number of the example
 
     def __str__(self) -> str:
         name = "" if self.id == self.place else f" (id {self.id!r})"
@@ -30,10 +30,10 @@ class Bad:
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples from files with their places, and the digest of all bytes of the files."""
+    """Examples of files with their places, and the digest of the files."""
 
     examples: list[dict[str, Any]]
-    rows: list[tuple[int, str]]  # the row of each in all files together, and its place
+    rows: list[tuple[int, str]]  # of each example: its index over all files, and its place
     of_files: str
     bad: list[Bad]
 
@@ -54,13 +54,13 @@ class Examples:
 
 
 def listed(bad: Sequence[Bad]) -> str:
-    """Returns the first bad records, a line each, and how many more there are."""
+    """Returns the first unusable records, one per line, and the number of others."""
     more = f"\n- and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return "".join(f"\n- {b}" for b in bad[:SHOWN]) + more
 
 
 def find(values: dict, name: str) -> Any:
-    """Returns the value of a column, or of a dotted path into nested ones; None without one."""
+    """Returns the value of a column or of a dotted path into nested columns; None if absent."""
     if name in values:
         return values[name]
     outer, _, inner = name.partition(".")
@@ -68,7 +68,7 @@ def find(values: dict, name: str) -> Any:
 
 
 def wanted(row: Row, name: str, kinds: type | types.UnionType) -> Any:
-    """Returns a field that every row needs; ValueError without it."""
+    """Returns a required field of a row; raises ValueError without it."""
     value = find(row.values, name)
     if value is None:
         has = ", ".join(map(str, row.values)) or "none"
@@ -80,8 +80,8 @@ def wanted(row: Row, name: str, kinds: type | types.UnionType) -> Any:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Returns a message of a conversation with its content as one text, and without the null fields
-    that a table has for what a row lacks; ValueError for one that is none."""
+    """Returns a message with its content as one text and without null fields; raises ValueError for a
+    value that is no message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("has no role and content")
     fields = {name: x for name, x in message.items() if x is not None}
@@ -89,7 +89,7 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if other := [p for p in parts if p.get("type") != "text" or not isinstance(p.get("text"), str)]:
-            raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text alone")
+            raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text only")
         content = "".join(part["text"] for part in parts)
     if not isinstance(content, str) and not (content is None and "tool_calls" in fields):
         raise ValueError(f"has content that is a {type(content).__name__}, not text")
@@ -100,7 +100,7 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
     if not isinstance(value, list):
         return str(value)
     if not value:
-        raise ValueError("the prompt is a list of no messages")
+        raise ValueError("the prompt is an empty list of messages")
     messages = []
     for number, message in enumerate(value, start=1):
         try:
@@ -111,7 +111,7 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
 
 
 def answer_of(row: Row, name: str | None) -> str | None:
-    """Returns the answer as text, None where a row has none; a list or an object is JSON."""
+    """Returns the answer as text, None without one; a list or an object becomes JSON."""
     if name is not None:
         value = wanted(row, name, object)
     else:
@@ -124,8 +124,8 @@ def made(
     rows: Iterable[Row], digest: str, name_of: Callable[[Row], str],
     fields_of: Callable[[Row], dict[str, Any]],
 ) -> Examples:
-    """Makes records of rows: all of a row, and its id, prompt and answer over that. An id or answer
-    that the row has in another form stands under "as_read"."""
+    """Converts rows to records: all columns of the row, overridden by id, prompt and answer. "as_read"
+    has an id or answer that the row has in another form."""
     examples, bad, places = [], [], {}
     for number, row in enumerate(rows):
         name = row.place

@@ -1,7 +1,7 @@
-"""Rewards: functions of the sampled text and the task's record, scored in processes of their own.
+"""Scores sampled texts with reward functions in separate processes.
 
-A function returns a number, or several by name, its components: see `RewardWorker.results`. The
-signatures that it may have are in signatures.py, those that come with the package in graders.py.
+A reward function returns a number, or a mapping of named components, see `RewardWorker.results`.
+signatures.py has the supported signatures, graders.py the package's own rewards.
 """
 
 import concurrent.futures
@@ -16,8 +16,8 @@ from jaxrl_tis.data import confined
 from jaxrl_tis.record.failures import Failures
 
 DROP = "drop"  # of reward.on_error
-SCORE = "score"  # the component that is the reward where there is one
-BATCH = 16  # texts for one call of a function that takes several
+SCORE = "score"  # the component that is the reward, if present
+BATCH = 16  # texts per call of a batched function
 PULSE_SECONDS = 0.5
 
 Outcome = dict[str, Any]  # see signatures.make
@@ -25,7 +25,7 @@ Outcome = dict[str, Any]  # see signatures.make
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The reward of an answer: NaN where there is none. A void component is NaN, too."""
+    """The reward of an answer and its components; NaN for a missing reward or component."""
 
     score: float
     components: dict[str, float]
@@ -33,7 +33,7 @@ class Scored:
 
 
 def soft_overlong_penalty(length_tokens: int, max_length: int, buffer: int) -> float:
-    """What to add to the reward of a long response (DAPO, 2503.14476, equation 13).
+    """Returns the length penalty to add to the reward (DAPO, 2503.14476, equation 13).
 
     0 up to max_length - buffer tokens, then linear down to -1 at max_length tokens, and -1 above.
     All three are in tokens of the response.
@@ -44,30 +44,30 @@ def soft_overlong_penalty(length_tokens: int, max_length: int, buffer: int) -> f
 
 
 def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> dict[str, float]:
-    """The weight of each part in the reward: the given one; else 1, or 0 beside a "score"."""
+    """Returns the weight of each component: the configured weight, else 1, or 0 if there is a "score"."""
     default = lambda name: 1.0 if name == SCORE or SCORE not in parts else 0.0
     return {name: float(weights[name]) if name in weights else default(name) for name in parts}
 
 
 class RewardWorker:
-    """Scores texts with a reward function in processes of its own: see confined.Confined.
+    """Scores texts with a reward function in separate processes, see confined.Confined.
 
-    The function may hang, crash, raise or return NaN: the item has then failed, is counted in
-    `counts` and `failures`, the process is replaced where it has to be, and scoring goes on.
+    If the function hangs, crashes, raises or returns NaN, the item fails and is counted in `counts`
+    and `failures`. The process is replaced if necessary, and scoring continues.
 
     Args:
         function: a name in graders.REWARDS, or "module:function" importable along this process's
             sys.path; or several of them, separated by commas.
-        timeout: seconds that one item may take.
-        on_error: the score of an item that failed; "drop" for none.
+        timeout: seconds of one item.
+        on_error: the score of a failed item; "drop" for no score.
         signature: one of signatures.SIGNATURES.
         weights: of components, by name; see `weighted`.
-        network: whether the function may use it.
-        workers: processes that score at once; for an async function, calls at once.
-        share: (items, f: items -> results) -> results; where several processes have the same texts,
-            each calls f with its part and gets the results of all.
-        heartbeat: called whenever results come.
-        failures: where they are counted, printed and kept; by default printed alone.
+        network: whether the function may use the network.
+        workers: number of processes; for an async function, number of concurrent calls.
+        share: (items, f: items -> results) -> results; if several processes have the same texts,
+            each calls f with its part and receives all results.
+        heartbeat: called whenever results arrive.
+        failures: counts, prints and keeps failures; by default they are printed only.
 
     Raises:
         ValueError: the function cannot be loaded, or has no known signature.
@@ -107,20 +107,19 @@ class RewardWorker:
         self, texts: Sequence[str], records: Sequence[dict[str, Any]],
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> list[float]:
-        """One score for each text, in order; blocks until all are scored or given up."""
+        """Returns one score per text, in order; blocks until all are scored or have failed."""
         return [scored.score for scored in self.results(texts, records, tokens)]
 
     def results(
         self, texts: Sequence[str], records: Sequence[dict[str, Any]],
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> list[Scored]:
-        """What each text is worth, in order; `tokens` are those of the texts, for functions that
-        ask for them. Bytes stand in for those of a text that no model wrote.
+        """Returns the reward and components of each text, in order. `tokens` are the texts' token ids,
+        for functions that ask for them; a text that no model wrote has bytes instead.
 
-        A number is the reward. Of several by name "score" is the reward where there is one, and
-        otherwise their weighted sum is; one that is None is left out. Where there is only a number,
-        the components are {"reward": it}. An answer that failed has the components of the others,
-        each NaN or an equal part of `on_error`.
+        A number is the reward, with the components {"reward": number}. Of named components "score"
+        is the reward if present, else their weighted sum; components that are None are left out. A
+        failed answer has the components of the others, each NaN or an equal part of `on_error`.
         """
         ids: list = [None] * len(texts)
         if self._confined[0].traits["tokens"]:
@@ -137,11 +136,11 @@ class RewardWorker:
         return [failed if s is None else s for s in scored]
 
     def unused_weights(self) -> list[str]:
-        """Names with a weight that no result has had."""
+        """Returns the weighted names that no result has had."""
         return [name for name in self._weights if name not in self._names]
 
     def close(self) -> None:
-        """Ends the processes and all that they started; a later `score` starts new ones."""
+        """Ends the processes and their child processes; a later `score` starts new processes."""
         self._is_closed = True
         for process in self._confined:
             process.close()
@@ -149,7 +148,7 @@ class RewardWorker:
     # Calls
 
     def _outcomes(self, items: list) -> list[Outcome]:
-        """The outcome of each item, in order."""
+        """Returns the outcome of each item, in order."""
         traits = self._confined[0].traits
         if not traits["batched"] and not traits["async"] and len(self._confined) == 1:
             results = self._confined[0].calls([[[item]] for item in items], self._heartbeat)
@@ -173,7 +172,7 @@ class RewardWorker:
         return [outcome for call in calls for outcome in call.result()]
 
     def _called(self, processes: list[confined.Confined], unit: list) -> list[Outcome]:
-        """The outcomes of a unit, whose items are called one by one after a fault of all."""
+        """Returns the outcomes of a unit; after a fault of the whole unit its items are called singly."""
         process = processes.pop()
         try:
             [result] = process.calls([[unit]], timeout=self._limit(len(unit)))
@@ -185,7 +184,7 @@ class RewardWorker:
             processes.append(process)
 
     def _limit(self, count: int) -> float:
-        """Seconds for a unit of so many items."""
+        """Returns the timeout of a unit of `count` items, in seconds."""
         if not self._confined[0].traits["async"]:
             return count * self._timeout
         return self._timeout * (math.ceil(count / self._workers) + 1)
@@ -193,7 +192,7 @@ class RewardWorker:
     # Results
 
     def _scored(self, item: list, outcome: Outcome) -> Scored | None:
-        """The result of an item, None where it failed."""
+        """Returns the result of an item, None for a failed item."""
         if "value" not in outcome:
             return self._failed(item, **outcome)
         value = outcome["value"]
@@ -228,7 +227,7 @@ class RewardWorker:
 
 
 def _outcome(result: dict[str, Any]) -> Outcome:
-    """The outcome of a single item from what its process says."""
+    """Returns the outcome of an item from the answer of its process."""
     if not result["fault"]:
         [outcome] = result["value"]
         return outcome
@@ -237,6 +236,6 @@ def _outcome(result: dict[str, Any]) -> Outcome:
 
 
 def worker(reward: ml_collections.ConfigDict, **more: Any) -> RewardWorker:
-    """The worker that a config's group `reward` names; see RewardWorker."""
+    """Returns the RewardWorker of a config's section `reward`."""
     fields = {name: reward[name] for name in ("timeout", "on_error", "signature", "network", "workers")}
     return RewardWorker(reward.name, weights=reward.weights.to_dict(), **fields, **more)

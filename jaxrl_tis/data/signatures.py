@@ -1,5 +1,4 @@
-"""How reward functions are called, and how their results are read: what runs in the process of the
-rewards.
+"""Calls reward functions and reads their results, in the process of the rewards.
 
     record      score(text, record)
     records     score(texts, records)
@@ -19,7 +18,7 @@ from typing import Any
 
 from jaxrl_tis.data import confined, graders
 
-# Parameters that tell a signature; those of the first that has one of the function's decide.
+# Parameters that identify a signature; the first signature with a parameter of the function wins.
 MARKS = {
     "trl": {"prompts", "completions", "completion_ids"},
     "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
@@ -28,7 +27,7 @@ MARKS = {
 }
 BATCHED = ("records", "verl_batch", "trl")
 SIGNATURES = ("auto", "record", *MARKS)
-# Words in the name of a second parameter that is the answer itself, where ours passes the record.
+# Words in the name of a second parameter that is the answer itself, and not the record.
 ANSWER_WORDS = {
     "answer", "answers", "correct", "expected", "gold", "golden", "gt", "label", "labels", "ref",
     "reference", "solution", "target", "truth",
@@ -41,16 +40,16 @@ Item = tuple[str, dict[str, Any], list[int] | None]  # text, record, tokens of t
 
 
 def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]]]:
-    """Returns the function that scores a list of items with {"name", "signature", "timeout",
+    """Returns a function that scores a list of items, for a setting {"name", "signature", "timeout",
     "workers"}.
 
-    It never raises, and returns for each item {"value": see `reading`} or {"fault", "kind",
-    "error", "traceback"}. Its attribute `traits` says whether it is to be given several items at
-    once: "batched" ones go to one call of the function, "async" ones to calls at once.
+    The function never raises. It returns for each item {"value": see `reading`} or {"fault", "kind",
+    "error", "traceback"}. Its attribute `traits` says whether it takes several items: "batched" in
+    one call of the reward, "async" in concurrent calls.
 
     Raises:
-        ImportError, AttributeError, ValueError: a function cannot be had, or has no signature that
-            is known.
+        ImportError, AttributeError, ValueError: a function cannot be imported, or has no known
+            signature.
     """
     rewards = {}
     for name in graders.names(setup["name"]):
@@ -69,10 +68,10 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
 
 
 def called(function: Callable, name: str, signature: str = "auto") -> "Called":
-    """Returns the function with its signature, which is told from its parameters for "auto".
+    """Returns the function with its signature; "auto" finds the signature from the parameters.
 
     Raises:
-        ValueError: it has none that is known.
+        ValueError: the signature is unknown.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -92,8 +91,8 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
     return Called(function, signature, parameters)
 
 
-def _inferred(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    """The signature that a function's parameters tell, if they do."""
+def _told(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+    """Returns the signature that a function's parameters imply, None if unclear."""
     for signature, marks in MARKS.items():
         if marks & parameters.keys():
             return signature
@@ -106,7 +105,7 @@ def _inferred(parameters: Mapping[str, inspect.Parameter]) -> str | None:
 
 
 def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a function with these parameters can be called so."""
+    """Returns whether a function with these parameters accepts such a call."""
     if signature in ("record", "records"):
         try:
             inspect.Signature(list(parameters.values())).bind("", {})
@@ -118,17 +117,17 @@ def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
         p.name for p in parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    # The columns of TRL's functions are those of the data, which is not known here.
+    # The columns of TRL's functions depend on the data, which is unknown here.
     by_name = all(p.kind != p.POSITIONAL_ONLY for p in parameters.values())
     return by_name and (signature == "trl" or needed <= arguments)
 
 
 class WrongCount(ValueError):
-    """A function of several texts does not return one value for each."""
+    """A batched function did not return one value per text."""
 
 
 class Called:
-    """A function and how it is called; `parameters` None means that they are unknown."""
+    """A reward function and its signature; `parameters` None: unknown."""
 
     def __init__(self, function: Callable, signature: str, parameters: Mapping | None):
         self._function, self._signature, self._parameters = function, signature, parameters
@@ -136,14 +135,13 @@ class Called:
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
     def takes(self, name: str) -> bool:
-        """Whether it can be given an argument of this name."""
+        """Returns whether the function accepts an argument of this name."""
         kinds = [p.kind for p in (self._parameters or {}).values()]
         takes_any = self._parameters is None or inspect.Parameter.VAR_KEYWORD in kinds
         return self._signature == "trl" and takes_any or name in (self._parameters or {})
 
     def __call__(self, items: Sequence[Item]) -> Any:
-        """Returns the value of one item, or those of all for a batched function; perhaps to be
-        awaited."""
+        """Returns the value of one item, or a list for a batched function; an awaitable if async."""
         if self._signature == "record":
             [(text, record, _)] = items
             return self._function(text, record)
@@ -165,14 +163,14 @@ class Called:
         ]
         if missing:
             raise TypeError(
-                f"the reward takes {', '.join(missing)}; what there is: {', '.join(arguments)}"
+                f"the reward needs {', '.join(missing)}; available: {', '.join(arguments)}"
             )
         return self._function(**arguments)
 
 
 def _verl(text: str, record: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that verl's reward managers pass; a record of another layout has its answer as
-    the ground truth."""
+    """Returns the arguments of verl's reward managers; in a record of another layout the answer is the
+    ground truth."""
     model = record.get("reward_model")
     has_truth = isinstance(model, dict) and "ground_truth" in model
     extra = record.get("extra_info")
@@ -191,8 +189,8 @@ def _verl_batch(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _trl(items: Sequence[Item]) -> dict[str, Any]:
-    """The arguments that TRL's trainers pass, but for the state of the trainer. A completion is a
-    list of one message where the prompt is a list of messages."""
+    """Returns the arguments of TRL's trainers, without the trainer's state. A completion is a list of
+    one message if the prompt is a list of messages."""
     is_chat = lambda record: isinstance(record["prompt"], list)
     completions = [
         [{"role": "assistant", "content": text}] if is_chat(record) else text
@@ -214,7 +212,7 @@ def _trl(items: Sequence[Item]) -> dict[str, Any]:
 
 
 class _Scorer:
-    """What `make` returns."""
+    """The function that `make` returns."""
 
     def __init__(
         self, rewards: dict[str, Called], is_async: bool, timeout: float, workers: int
@@ -248,7 +246,7 @@ class _Scorer:
         return [outcome for item in items for outcome in self._all([item])]
 
     def _column(self, reward: Called, items: list[Item]) -> list[Any]:
-        """The values of one reward for all items."""
+        """Returns the values of one reward for all items."""
         if not reward.is_batched:
             return [self._finished(reward([item])) for item in items]
         values = list(self._finished(reward(items)))
@@ -294,8 +292,8 @@ async def _awaited(value: Any) -> Any:
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Returns the kind of an exception, its type and place, and its traceback without the frames
-    that called the user's code."""
+    """Returns an exception's kind (type and place), and its traceback without the frames that called
+    the user's code."""
     trace = error.__traceback__
     while trace.tb_next and os.path.dirname(trace.tb_frame.f_code.co_filename) in (
         OURS, os.path.dirname(asyncio.__file__)
@@ -308,10 +306,10 @@ def describe(error: BaseException) -> tuple[str, str]:
 
 
 def reading(value: Any) -> dict[str, Any]:
-    """Reads what a reward returned: {"parts": {name: number or None}}, or {"bad": what it is}.
+    """Reads the result of a reward: {"parts": {name: number or None}}, or {"bad": description}.
 
-    A number is called "reward". Of a mapping, numbers and booleans are parts and None is a void
-    part; texts and all else are left out, but for a "score".
+    A number is named "reward". In a mapping, numbers and booleans are components and None is a
+    missing one. Texts and other values are ignored, except for "score".
     """
     if not isinstance(value, Mapping):
         number = _number(value)
@@ -325,7 +323,7 @@ def reading(value: Any) -> dict[str, Any]:
 
 
 def together(values: dict[str, Any]) -> dict[str, Any]:
-    """Reads what several functions returned, each a number or None; see `reading`."""
+    """Reads the results of several functions, each a number or None; see `reading`."""
     for name, value in values.items():
         if value is not None and _number(value) is None:
             return {"bad": f"{_named(value)} from {name}, one of several functions"}
@@ -339,10 +337,10 @@ def _named(value: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a number; None where it is none, as a text always is."""
+    """Returns the value as a number; None for other types, including text."""
     if value is None or isinstance(value, TEXTS):
         return None
     try:
         return float(value)
-    except Exception:  # whatever it is, it says so in its own way
+    except Exception:  # any type may raise any exception
         return None

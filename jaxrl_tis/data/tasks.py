@@ -1,7 +1,7 @@
-"""Tasks: random-access sources of records {"prompt", "answer", "id", and all else of a row}.
+"""Tasks: random-access sources of records {"prompt", "answer", "id", and other columns}.
 
 A task is a function of its parameters that returns a source with `len(source)` and `source[i]`.
-`source[i]` depends on the parameters and i alone, so a run can be resumed at any example.
+`source[i]` depends only on the parameters and i, so a run can resume at any example.
 
 A prompt is text or a list of messages {"role", "content"}. A record without an answer has no key
 "answer".
@@ -21,13 +21,13 @@ from typing import Any, Protocol
 from jaxrl_tis.data import files
 from jaxrl_tis.data.records import SCALAR, Bad, answer_of, find, made, prompt_of, wanted
 
-# Tenths of all problem texts that each split owns. "warmup" is for supervised steps before RL.
+# Tenths of all problem texts in each split. "warmup" is for supervised steps before RL.
 SPLITS = {"train": range(0, 6), "warmup": range(6, 9), "eval": range(9, 10)}
 MAX_DRAWS = 512
 # reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
 SEED_STRIDE = 2**20
 class Source(Protocol):
-    """`bad` are records that could not be read; they are no examples."""
+    """A sequence of records; `bad` are unusable records, which are no examples."""
 
     bad: Sequence[Bad]
 
@@ -36,17 +36,17 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def digest(self) -> str:
-        """Returns what tells these examples from others with the same parameters."""
+        """Returns a digest that distinguishes these examples from others with the same parameters."""
 
     def place(self, index: int) -> str:
-        """Returns where an example is from, for messages."""
+        """Returns the origin of an example, for messages."""
 
     def row(self, index: int) -> int:
-        """Returns where an example stands among the rows that were read, bad ones counted."""
+        """Returns the index of an example among all rows, unusable rows included."""
 
 
 class Generated:
-    """A source whose examples follow from its parameters and its code."""
+    """A source that generates its examples from parameters."""
 
     bad = ()
 
@@ -57,7 +57,7 @@ class Generated:
         return index
 
     def digest(self) -> str:
-        """Digests the first, middle and last example: the code may have changed."""
+        """Returns a digest of the first, middle and last example, which changes if the code changes them."""
         probes = [self[index] for index in (0, len(self) // 2, len(self) - 1)]
         return _digest(json.dumps(probes, sort_keys=True).encode())
 
@@ -67,7 +67,7 @@ def _digest(data: bytes) -> str:
 
 
 def in_split(problem: str, split: str) -> bool:
-    """Whether `split` owns this problem text: exactly one split does, whatever seed drew it."""
+    """Returns whether this problem text belongs to `split`; each text belongs to one split, for any seed."""
     digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 10 in SPLITS[split]
 
@@ -85,7 +85,7 @@ def _check_index(index: int, size: int) -> None:
 
 
 def _sum_of_products(values: list[int], ops: list[str]) -> int:
-    """Computes values[0] ops[0] values[1] ..., with products first."""
+    """Returns values[0] ops[0] values[1] ..., with products first."""
     total, term = 0, values[0]
     for op, value in zip(ops, values[1:], strict=True):
         if op == "*":
@@ -119,7 +119,7 @@ class _Arithmetic(Generated):
                 break
         else:
             raise ValueError(
-                f"no problem for split {self.split!r} in {MAX_DRAWS} draws; use more digits"
+                f"no problem for split {self.split!r} in {MAX_DRAWS} attempts; use more digits"
             )
         return {
             "prompt": problem,
@@ -134,9 +134,9 @@ def arithmetic(
 ) -> Source:
     """Problems such as "37+48=" with answer "85".
 
-    Operands are uniform over 0 .. 10^digits - 1 and `ops` holds the operators to draw from, of
-    "+", "-" and "*". A problem's text decides its split, so no text is in two splits; "37+48="
-    and "48+37=" are different texts. The same text can come twice within a split.
+    Operands are uniform over 0 .. 10^digits - 1, and operators are sampled from `ops` ("+", "-",
+    "*"). A problem's text decides its split, so no text is in two splits; "37+48=" and "48+37=" are
+    different texts. A split can contain a text twice.
     """
     _check_split_and_size(split, size)
     if digits < 1 or terms < 2:
@@ -152,14 +152,14 @@ def jsonl(
 ) -> Source:
     """Examples from files: JSON lines, a JSON array, CSV, parquet, each also as .gz; see files.py.
 
-    A record is the whole row with "prompt", "id" and, where there is one, "answer" over it. A field
-    is a column or a dotted path, "reward_model.ground_truth". A prompt is text or a list of
-    messages. Without `answer_field` the answer is the first of ANSWER_FIELDS that a row has; without
-    a column "id", and with id_field=None, "file:line" is the id. A row that cannot be used, and one
-    with the id of an earlier one, is in `bad`.
+    A record is the whole row, overridden by "prompt", "id" and, if present, "answer". A field is a
+    column or a dotted path such as "reward_model.ground_truth". A prompt is text or a list of
+    messages. Without `answer_field` the answer is the first of ANSWER_FIELDS that a row has. Without
+    a column "id", and with id_field=None, the id is "file:line". `bad` has unusable rows, and rows
+    with the id of an earlier row.
 
     Raises:
-        FileNotFoundError: a file is not there.
+        FileNotFoundError: a file does not exist.
         ValueError: a file has no row, or cannot be read.
     """
     def name_of(row):
@@ -203,7 +203,7 @@ class _ReasoningGym(Generated):
         return self.size
 
     def dataset(self, draw: int) -> Any:
-        """Returns the package's data set that gives every example its draw number `draw`."""
+        """Returns the package's data set for attempt number `draw` of every example."""
         if draw not in self.datasets:
             import reasoning_gym as package
 
@@ -230,7 +230,7 @@ class _ReasoningGym(Generated):
         else:
             raise ValueError(
                 f"reasoning_gym {self.name} has no problem for split {self.split!r} in {MAX_DRAWS} "
-                "draws; its parameters allow too few problems"
+                "attempts; its parameters allow too few problems"
             )
         return {
             "prompt": entry["question"],
@@ -243,9 +243,9 @@ class _ReasoningGym(Generated):
 def reasoning_gym(
     *, name: str, size: int, split: str = "train", seed: int = 0, **params: Any
 ) -> Source:
-    """Problems of the package reasoning-gym (2505.24760), e.g. name="chain_sum".
+    """Problems of the package reasoning-gym (2505.24760), for example name="chain_sum".
 
-    `params` go to the package's data set. Each (seed, split) has its own range of the package's
+    The package's data set receives `params`. Each (seed, split) has its own range of the package's
     seeds, and a problem's text decides its split as in `arithmetic`. An example also has "meta",
     the package's metadata as JSON, which the reward "reasoning_gym" reads.
 
@@ -283,8 +283,7 @@ def parameters(task: str) -> dict[str, inspect.Parameter]:
 
 
 def check(task: str, params: Mapping[str, Any]) -> None:
-    """Raises ValueError for a task or a parameter that does not exist, is missing or of another
-    type."""
+    """Raises ValueError for an unknown task, or an unknown, missing or mistyped parameter."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
     known = parameters(task)
@@ -312,10 +311,10 @@ def check(task: str, params: Mapping[str, Any]) -> None:
 
 
 def make(task: str, params: Mapping[str, Any]) -> Source:
-    """Makes the source that a config names.
+    """Returns the source of a config's task.
 
     Raises:
-        ValueError: see `check`; or the task refuses the parameters.
+        ValueError: see `check`, or the task refuses the parameters.
     """
     check(task, params)
     return TASKS[task](**params)

@@ -1,7 +1,7 @@
-"""Chat templates, rendered as transformers renders them (compared with 5.24), in a sandbox.
+"""Renders chat templates like transformers (compared with 5.24), in a sandbox.
 
-A template comes with a downloaded checkpoint: it must not reach Python objects, and it runs in a
-process of its own (confined.py), as Jinja bounds neither its time nor its memory.
+A template comes with a downloaded checkpoint. It must not reach Python objects. It runs in its own
+process (confined.py), because Jinja limits neither time nor memory.
 """
 
 import datetime
@@ -23,8 +23,8 @@ def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
     """Returns f(messages, add_generation_prompt) -> text.
 
     Args:
-      setting: {"template": its text, "tokens": {name of a special token: its text}, "kwargs": more
-        variables, "date": an ISO date for strftime_now, "" for the clock}.
+      setting: {"template": text of the template, "tokens": {name of a special token: text}, "kwargs":
+        more variables, "date": an ISO date for strftime_now, "" for the clock}.
 
     Raises:
       ValueError: "kwargs" names a variable that the template does not read.
@@ -49,7 +49,7 @@ def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out fields that are None; gives reasoning the two names that templates read."""
+    """Removes fields that are None, and gives reasoning both names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = [message[name] for name in REASONING if name in message]
     if not reasoning:
@@ -58,8 +58,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what an assistant writes, for masks of training; it renders its
-    body."""
+    """Renders the body of {% generation %}, which marks the assistant's text for training masks."""
 
     tags = {"generation"}
 

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and messages to prompt text.
+"""Converts text to token ids and back, and messages to prompt text.
 
-Padding is never found by its id: the rest of the code carries masks. `pad_id` only says what to
-write into cells that a mask hides, so it may not be an id that ends a sequence.
+Masks mark padding, never `pad_id`. `pad_id` fills masked cells, so it may not be an id that ends a
+sequence.
 """
 
 import dataclasses
@@ -24,16 +24,15 @@ END = "<|end of the message that is continued|>"
 
 
 class Tokenizer(Protocol):
-    """What the code asks of a tokenizer.
+    """Interface of a tokenizer.
 
-    `decode` leaves special tokens (end, start, padding) out of the text, and ids that the tokenizer
-    does not have. `chat` renders messages, each {"role", "content"}, to the text of a prompt; encode
-    that with add_special=False, since a template writes its own special tokens. `encodes` and `chats`
-    do many at once, and return in the place of a text that cannot be used the ValueError that says
-    why; of a conversation that ends with an assistant's message, `chats` leaves that message open.
-    `digest` tells a tokenizer from others. `vocab_size` is the largest id plus one; `ids` are those
-    that it has, which may leave holes. `backend` is what tokenizer.json holds, `special` {name of a
-    special token: its text}, `template` that of chats.
+    `decode` omits special tokens (end, start, padding) and unknown ids. `chat` renders messages, each
+    {"role", "content"}, to the text of a prompt. Encode this text with add_special=False, because a
+    template writes its own special tokens. `encodes` and `chats` are the batched forms; an unusable
+    text becomes the ValueError that explains it. If a conversation ends with an assistant's message,
+    `chats` leaves the message open. `digest` identifies the tokenizer. `vocab_size` is the largest id
+    plus one; `ids` are the existing ids, possibly with holes. `backend` is the content of
+    tokenizer.json, `special` {name of a special token: text}, `template` the chat template.
     """
 
     backend: tokenizers.Tokenizer
@@ -65,20 +64,20 @@ def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[i
     for text in texts:
         try:
             results.append(call(text))
-        except Exception as error:  # the tokenizers of a checkpoint raise bare ones
+        except Exception as error:  # tokenizers of a checkpoint raise bare exceptions
             results.append(ValueError(f"the tokenizer cannot encode it: {error}"))
     return results
 
 
 def _marked(messages: Sequence[dict]) -> list[dict]:
-    """Returns a conversation with END behind its last message."""
+    """Returns a conversation with END appended to its last message."""
     *earlier, last = messages
     said = last["content"] if "content" in last else ""
     return [*earlier, {**last, "content": said + END}]
 
 
 def _cut(text: str) -> str | ValueError:
-    """Cuts a rendered conversation at END: a sample continues the last message."""
+    """Cuts a rendered conversation at END, so that a sample continues the last message."""
     begin, mark, _ = text.rpartition(END)
     refusal = "the chat template does not write the assistant's last message as it is"
     return begin if mark else ValueError(refusal)
@@ -92,7 +91,7 @@ def start_processor(bos: str, bos_id: int) -> processors.TemplateProcessing:
 class CharTokenizer:
     """One id per character of `alphabet`, after padding 0, start 1 and end 2.
 
-    It has no chat format: `chat` joins the contents of the messages.
+    There is no chat format: `chat` joins the contents of the messages.
     """
 
     pad_id, bos_id, eos_ids = 0, 1, (2,)
@@ -135,7 +134,7 @@ class CharTokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The same ids as a tokenizer that tokenizer.json can hold."""
+        """Returns a `tokenizers` tokenizer with the same ids, for tokenizer.json."""
         names = list(self.special.values())
         vocab = {name: index for index, name in enumerate(names)} | self._ids
         backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
@@ -148,12 +147,12 @@ class CharTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A `tokenizers` tokenizer with the facts that its checkpoint keeps in other files.
+    """A `tokenizers` tokenizer with the settings from other files of its checkpoint.
 
     Attributes:
-      special: {name that templates know a special token by: its text}.
+      special: {name of a special token in templates: text}.
       template_kwargs: more variables of the template.
-      date: that its strftime_now gives, in ISO form; "" is the clock.
+      date: ISO date of the template's strftime_now; "" is the clock.
     """
 
     backend: tokenizers.Tokenizer
@@ -177,7 +176,7 @@ class HFTokenizer:
         """Renders messages with the checkpoint's template.
 
         Raises:
-            ValueError: there is no template, or the template refuses these messages.
+            ValueError: no template, or the template refuses these messages.
         """
         [result] = self._rendered([messages], add_generation_prompt)
         if isinstance(result, ValueError):
@@ -212,7 +211,7 @@ class HFTokenizer:
     ) -> list[list[int] | ValueError]:
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
-        except Exception:  # one of them is refused, by a bare exception
+        except Exception:  # a refused text raises a bare exception
             return _each(lambda text: self.encode(text, add_special), texts)
         return [encoding.ids for encoding in encodings]
 
@@ -226,7 +225,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def _template(self) -> confined.Confined:
-        """The template in its process: it came with a downloaded checkpoint."""
+        """Returns the template in its own process, because it came with a downloaded checkpoint."""
         setting = {
             "template": self.template, "tokens": dict(self.special),
             "kwargs": dict(self.template_kwargs), "date": self.date,
@@ -239,7 +238,7 @@ class HFTokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer with ids that the model's embedding of `vocab_size` rows lacks."""
+    """Raises ValueError for a tokenizer with ids outside the model's embedding of `vocab_size` rows."""
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary has "

@@ -1,4 +1,4 @@
-"""Tokenizers from the files of a checkpoint: a Hugging Face folder or a GGUF file."""
+"""Loads tokenizers from the files of a checkpoint: a Hugging Face folder or a GGUF file."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from jaxrl_tis.runtime import hub
 # Token types of the GGUF specification that mark added tokens.
 GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4
 GGUF_EOS_FIELDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-# The name that templates know a special token by -> its field in a GGUF file.
+# Name of a special token in templates -> its field in a GGUF file.
 GGUF_SPECIAL = {
     f"{name}_token": f"tokenizer.ggml.{field}_token_id"
     for name, field in {
@@ -54,7 +54,7 @@ def _make(backend, eos_ids, pad_id, bos_id, special, template, source) -> HFToke
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in `path`; {} where the checkpoint has no such file."""
+    """Reads the JSON object in `path`; {} if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -64,8 +64,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Path) -> int | None:
-    """Returns the id of a token that tokenizer_config.json gives as text or as {"content":
-    text}."""
+    """Returns the id of a token of tokenizer_config.json, given as text or {"content": text}."""
     if token is None:
         return None
     text = _text(token)
@@ -80,11 +79,12 @@ def _text(token: str | dict) -> str:
 
 
 def _special(config: dict[str, Any], of_ids: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns {name: text} of the special tokens that transformers gives to a template.
+    """Returns {name: text} of the special tokens that transformers passes to a template.
 
     Args:
-      config: tokenizer_config.json, which may name tokens of the model's own kinds, too.
-      of_ids: {name: text} of tokens that other files give by id, where `config` has no entry.
+      config: tokenizer_config.json, which may also name model-specific tokens.
+      of_ids: {name: text} of tokens given by id in other files, for names without an entry in
+        `config`.
     """
     named = {name: x for name, x in {**of_ids, **config}.items() if name.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
@@ -94,7 +94,7 @@ def _special(config: dict[str, Any], of_ids: Mapping[str, str | None]) -> dict[s
 
 
 def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
-    """Returns chat_template.jinja if it is there, else the (default) one in
+    """Returns chat_template.jinja if it exists, else the (default) template of
     tokenizer_config.json."""
     separate = folder / "chat_template.jinja"
     if separate.exists():
@@ -108,12 +108,12 @@ def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
 def from_folder(folder: str | os.PathLike) -> HFTokenizer:
     """Reads the tokenizer of a Hugging Face checkpoint folder.
 
-    A sequence ends at any id that tokenizer_config.json, generation_config.json or config.json
-    calls end of sequence (checkpoints disagree); templates see the first of them.
+    A sequence ends at any end-of-sequence id of tokenizer_config.json, generation_config.json or
+    config.json (checkpoints disagree). Templates receive the first of these.
 
     Raises:
         FileNotFoundError: no tokenizer.json.
-        ValueError: a file is not JSON, names an unknown token, or no end token is named.
+        ValueError: a file is not JSON or names an unknown token, or no file names an end token.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -158,7 +158,7 @@ def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     ])
 
 
-# tokenizer.ggml.pre -> how text is cut before byte-pair merging.
+# tokenizer.ggml.pre -> pattern that splits text before byte-pair merging.
 GGUF_PRE_TOKENIZERS = {
     "smollm": _smollm_pre_tokenizer,
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
@@ -194,12 +194,12 @@ def _byte_pair_backend(fields: dict[str, Any], path: Path) -> tokenizers.Tokeniz
 
 
 def from_gguf(path: str | os.PathLike) -> HFTokenizer:
-    """Reads the byte-level BPE tokenizer in a GGUF file's metadata, id for id as Hugging Face has
-    it.
+    """Reads the byte-level BPE tokenizer in a GGUF file's metadata, with the same ids as Hugging
+    Face.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: another tokenizer model or pre-tokenizer, or a field is missing.
+        ValueError: an unsupported tokenizer model or pre-tokenizer, or a missing field.
     """
     path = Path(path)
     if not path.exists():
@@ -228,14 +228,14 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
 def load_tokenizer(
     path_or_spec: str | os.PathLike, template_kwargs: Mapping[str, Any] = {}, date: str = ""
 ) -> Tokenizer:
-    """Loads the tokenizer that `path_or_spec` names: "char", a .gguf file, or a checkpoint
-    folder, also of the hub.
+    """Loads the tokenizer of `path_or_spec`: "char", a .gguf file, or a checkpoint folder, local or on
+    the hub.
 
     Args:
       template_kwargs, date: see HFTokenizer.
 
     Raises:
-      ValueError: there are variables for a template, and no template; or see `from_folder`.
+      ValueError: variables are set without a template; or see `from_folder`.
     """
     tokenizer = _load(path_or_spec)
     if tokenizer.template is not None:

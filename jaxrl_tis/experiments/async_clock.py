@@ -4,9 +4,9 @@
     python -m jaxrl_tis.experiments.async_clock --schedule "areal(staleness=2)" \\
         --schedule dora --json out.json
 
-The controller and the queue are those of a run; samplers and learner are the cost model of
-`costs.Costs`, whose numbers are roofs and assumptions, not measurements. In the synchronous
-run all devices sample and then all train; else they are divided.
+Controller and queue are the code of a run. Samplers and learner are the cost model `costs.Costs`: its
+numbers are hardware limits and assumptions, not measurements. In the synchronous run all devices
+sample, then all train. In the others the devices are divided.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from jaxrl_tis.runtime import cli
 
 Row = dict[str, Any]
 
-# What differs in one thing: weights that interrupt or are waited for, sequences that go on or are
-# waited for, tails that are moved together or not, candidates to spare or none, keys and values that
-# are kept or computed again.
+# Pairs with one difference: new weights interrupt or wait, sequences continue or are awaited, last
+# sequences are packed together or not, redundant candidates or none, keys and values are kept or
+# recomputed.
 PAIRS = (
     "areal(staleness=4)", "dora(staleness=4)", "in_flight(staleness=4)",
     "fully_async(trigger=1, threshold=1.0, partial=True)",
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--schedule", action="append", help="only these, as rollout.schedule spells them")
     parser.add_argument("--steps", type=int, default=24, help="updates; the first third is not counted")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths of responses")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the response lengths")
     parser.add_argument("--json", help="write the rows here, too")
     args = parser.parse_args(argv)
     if args.steps < 2:

@@ -1,10 +1,10 @@
-"""Whether causes of a gap add up: every combination of four, on the same tokens.
+"""Tests whether the causes of a gap add up: four causes in all combinations, on the same tokens.
 
     python -m jaxrl_tis.experiments.budget [FOLDER]
 
-The float32 sampler of `configs/fig_base.py` draws answers after the warm-up; programs in bfloat16, with W8A8,
-with keys and values as an int8 cache holds them, with noise on the weights, and with all combinations of
-these score them. Were the log-ratios of causes independent, their mean squares would add up.
+The float32 sampler of `configs/fig_base.py` generates answers after the warm-up. Programs with bfloat16, W8A8,
+an int8 cache, noise on the weights, and all combinations of these four compute log-probs of the same answers.
+If the log-ratios of the causes are independent, their mean squares add up.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ Gaps = Mapping[tuple[str, ...], Mapping[str, float]]  # combination -> measure -
 
 
 def gaps(seed: int) -> Gaps:
-    """Measures every combination on one batch: the mean square of the log-ratio, its mean size and k3."""
+    """Returns the gap of every combination on one batch: mean squared log-ratio, mean |log ratio| and k3."""
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
     training = setup.training
@@ -70,12 +70,12 @@ def gaps(seed: int) -> Gaps:
 
 
 def additivity(found: Gaps, chosen: Sequence[str], measure: str) -> float:
-    """Returns the gap of a combination over the sum of those of its causes."""
+    """Returns the gap of a combination divided by the sum of the gaps of its causes."""
     return found[tuple(chosen)][measure] / sum(found[(cause,)][measure] for cause in chosen)
 
 
 def table(of_seeds: Sequence[Gaps]) -> str:
-    """The combinations, and what each is of the sum of its causes, in three measures."""
+    """Returns a Markdown table: each combination, and its ratio to the sum of its causes in three measures."""
     lines = []
     for chosen in COMBINATIONS:
         ratios = [
@@ -84,14 +84,14 @@ def table(of_seeds: Sequence[Gaps]) -> str:
         ]
         lines.append([" + ".join(chosen), figures.mean([f[chosen]["d2"] for f in of_seeds], ".3g"), *ratios])
     header = [
-        "causes", "mean squared log-ratio, nats²", "of the sum, squares", "of the sum, k3",
-        "of the sum, mean |log ratio|",
+        "causes", "mean squared log-ratio, nats²", "ratio to sum, squares", "ratio to sum, k3",
+        "ratio to sum, mean |log ratio|",
     ]
     return figures.rows(header, lines)
 
 
 def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
-    """The gap of each combination against the sum of its causes."""
+    """Plots the gap of each combination against the sum of its causes."""
     axes = page.subplots()
     for measure, label, color in (
         ("d2", "mean squared log-ratio", COLORS[0]), ("k3", "k3", COLORS[1]),

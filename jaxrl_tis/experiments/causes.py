@@ -1,9 +1,9 @@
-"""Whether the doctor finds the cause of a gap that is known: its confusion table.
+"""Tests whether the doctor finds a known cause of a gap: draws its confusion table.
 
     python -m jaxrl_tis.experiments.causes [FOLDER]
 
-Reads what `configs/fig_causes.py` left in docs/experiments/causes.jsonl. A run counts for the cause that the
-doctor names first, and is right where that is its own and no other cause is named beside it.
+Reads docs/experiments/causes.jsonl, the runs of `configs/fig_causes.py`. A run counts for the first cause that
+the doctor names. It is right if the doctor names the true cause and no other.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ SEEN = (0, 1)  # seeds on which the sizes of the causes were chosen
 
 
 def found(run: Run) -> list[str]:
-    """Returns the causes that the doctor names, in its order, "none" for a run without one, "unclear" for
-    others."""
+    """Returns the causes that the doctor names, in its order. Without a cause: ["none"] for a healthy run,
+    else ["unclear"]."""
     named = [CAUSES[finding] for finding in run.findings if finding in CAUSES]
     return named or ["none" if set(run.verdict) <= set(NONE) else "unclear"]
 
@@ -44,7 +44,7 @@ def unseen(runs: Sequence[Run]) -> list[Run]:
 
 
 def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
-    """Returns the arms, the causes that were named first, and how often each [arms, causes]."""
+    """Returns the arms, the causes named first, and the number of runs of each pair [arms, causes]."""
     arms = list(dict.fromkeys(r.arm for r in runs))
     others = dict.fromkeys(found(r)[0] for r in runs)
     named = [*arms, *(name for name in others if name not in arms)]
@@ -55,7 +55,7 @@ def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The confusion table of the held-out seeds, and the share that is right with Wilson's interval."""
+    """Returns the confusion table of held-out seeds in Markdown, and the share of right runs (Wilson)."""
     held_out = unseen(runs)
     arms, named, counts = confusion(held_out)
     cells = [
@@ -71,7 +71,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """The table as a picture."""
+    """Draws the confusion table."""
     arms, named, counts = confusion(unseen(runs))
     axes = page.subplots()
     axes.imshow(counts, cmap="Blues")

@@ -1,4 +1,4 @@
-"""What drawing and training cost, in seconds: the machine of `experiments.virtual_clock`."""
+"""Cost model of sampling and training, in seconds, for `experiments.virtual_clock`."""
 
 import dataclasses
 
@@ -7,36 +7,35 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What takes how long, on which machine. Times are seconds and end in `_s`.
+    """The machine and the time of each operation. Fields that end in `_s` are seconds.
 
     The defaults are AReaL's run of 1.5B parameters (2505.24298 and blog/AReaL_v0_3.md of its
     repository: R1-Distill-Qwen-1.5B, 16 nodes of 8 H800), at a sixteenth of its machines and of its
     batch, which leaves the load of each device as it was.
 
     Attributes:
-      workers: samplers of a device each. trainers: devices of the learner. Three quarters sample, as
-        AReaL does at every size.
-      slots: sequences that a sampler draws at once. Assumed: twice what a synchronous run draws.
+      workers: samplers with one device each. trainers: devices of the learner. Three quarters of the
+        devices sample, as in AReaL at every size.
+      slots: sequences that a sampler generates at once. Assumed: twice those of a synchronous run.
       prompts, group_size: groups of a batch and samples of a group; AReaL has 512 and 16.
-      prompt_tokens: of a prompt; AReaL allows 1,024. Assumed: a quarter of it.
-      median_tokens, sigma: of the log-normal lengths of responses; AReaL gives neither. sigma is
-        assumed: a 99th percentile of ten medians, which Laminar (2510.12633) is said to have seen. The
-        median is fitted: with it a synchronous step takes the 147.6 s that AReaL reports (41.0 hours
-        for 1,000). Its asynchronous steps were not fitted.
-      max_tokens: where responses are cut off; AReaL's 27 K.
-      call_steps: decode steps between two looks of a sampler at its orders.
-      step_s: of a decode step of any batch. Assumed: 4 ms, of which reading 3 GB of weights at an
-        H800's 3.35 TB/s is 0.9 ms; launching and sampling are the rest.
-      sequence_s: of a decode step, for each sequence: 3 GFLOP at 40 % of 990 TFLOP/s are 7.6 us, and
-        sampling its token the rest of 10. Assumed.
-      cached_s: of a decode step, for each token in the cache: 28 layers of 2 heads of 128 in
-        bfloat16, keys and values, are 28,672 bytes, read at 70 % of 3.35 TB/s.
-      prefill_s: for each token that is prefilled: 3 GFLOP at 40 % of 990 TFLOP/s.
-      train_s: for each token, on one device: 8 FLOP a parameter (forward and backward pass, and
+      prompt_tokens: tokens of a prompt. Assumed: a quarter of AReaL's limit of 1,024.
+      median_tokens, sigma: of the log-normal response lengths; AReaL gives neither. sigma is assumed: a
+        99th percentile of ten medians, reported for Laminar (2510.12633). The median is fitted to the
+        147.6 s of AReaL's synchronous step (41.0 hours for 1,000). Asynchronous steps were not fitted.
+      max_tokens: limit of a response; AReaL's 27 K.
+      call_steps: decode steps between two checks for commands.
+      step_s: a decode step of any batch. Assumed: 4 ms. Reading 3 GB of weights at an H800's 3.35 TB/s
+        is 0.9 ms; the rest is launching and sampling.
+      sequence_s: a decode step, per sequence. Assumed: 10 us, of which 3 GFLOP at 40 % of 990 TFLOP/s
+        are 7.6 us; the rest is sampling the token.
+      cached_s: a decode step, per token in the cache: 28 layers of 2 heads of 128 in bfloat16, keys and
+        values, are 28,672 bytes, read at 70 % of 3.35 TB/s.
+      prefill_s: prefill, per token: 3 GFLOP at 40 % of 990 TFLOP/s.
+      train_s: training, per token on one device: 8 FLOP per parameter (forward and backward pass, and
         another forward pass for log-probs) at 40 % of 990 TFLOP/s.
-      update_s: of an update, however many devices and tokens.
-      weights_gib, gib_s: weights of a sync, and the time of a GiB; 3 GB at 10 GB/s. swap_s: what a
-        swap takes beyond that. Both assumed. The learner does not wait for it.
+      update_s: an update, for any number of devices and tokens.
+      weights_gib, gib_s: size of a weight sync, and time per GiB (3 GB at 10 GB/s). swap_s: additional
+        time of the swap. Both assumed. The learner does not wait for the sync.
       reward_s: from the end of a response to its reward. Assumed: 1 s.
     """
 
@@ -69,11 +68,11 @@ class Costs:
 
     @property
     def sync_s(self) -> float:
-        """The time in which a sampler takes new weights."""
+        """Returns the time of one weight sync of a sampler, in seconds."""
         return self.swap_s + self.weights_gib * self.gib_s
 
     def colocated(self) -> "Costs":
-        """Returns the same machines, all of which sample, and then all train."""
+        """Returns the costs of a synchronous run: all devices sample, then all devices train."""
         total = self.workers + self.trainers
         return dataclasses.replace(self, workers=total, trainers=total)
 

@@ -1,4 +1,4 @@
-"""Collapse and rescue with a critic: `rescue.py` of the runs of `configs/fig_critic.py`.
+"""Draws collapse and rescue with a critic: the figure of `rescue.py` for `configs/fig_critic.py`.
 
     python -m jaxrl_tis.experiments.critic [FOLDER]
 """

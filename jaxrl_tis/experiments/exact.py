@@ -1,10 +1,10 @@
 """Exact expectation and variance of policy-gradient estimators, by enumeration.
 
-The policy is a table of logits with one row per prefix. A policy with shared parameters has a
-gradient that is a linear image of this one, so that what is unbiased here is unbiased there. Every
-response is enumerated and its probability is known, so nothing is sampled; all is float64. The true
-gradient is the automatic derivative of the enumerated expected reward: no score function and no
-importance ratio enter it.
+The policy is a table of logits with one row per prefix. The gradient of a policy with shared
+parameters is a linear image of this gradient: an estimator that is unbiased here is unbiased there.
+Every response is enumerated with its probability, in float64, and nothing is sampled. The true
+gradient is the automatic derivative of the enumerated expected reward, without a score function or
+an importance ratio.
 """
 
 import dataclasses
@@ -25,26 +25,26 @@ LossFn = Callable[[chex.Array, Batch], chex.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A policy, what sampled from it, and a reward: all that an estimator's moments depend on.
+    """A policy, a sampler and a reward: everything that the moments of an estimator depend on.
 
     Rows of a table are prefixes, numbered as a heap: the empty one is 0, and row p followed by
     token v is row p V + 1 + v. A table for `horizon` tokens has (V^horizon - 1) / (V - 1) rows.
 
     Attributes:
       policy: [P, V] logits of the policy whose gradient is estimated; -inf for a token outside its
-        kept set.
+        sampling mask.
       behaviour: [P, V] logits of the sampler, likewise.
-      reward: of a response, an int array of its tokens up to and with `stop`.
-      horizon: most tokens of a response, tool tokens included.
-      group: the batch that a loss sees: one id per response, all independent responses to the same
+      reward: function of a response, an int array of its tokens up to and including `stop`.
+      horizon: maximum number of tokens of a response, tool tokens included.
+      group: the batch of a loss: one id per response, all independent responses to the same
         prompt. (0,) is a single response, (0, 0, 0) a group of three.
-      old: [P, V] logits of the learner at the weights that sampled; None is `policy`.
+      old: [P, V] logits of the learner at the sampler's weights; None is `policy`.
       ref: [P, V] logits of the reference of a KL term; None is `policy`.
       stop: token that ends a response; None has all responses of length `horizon`.
-      tool: positions whose token a tool writes. Its distribution are the behaviour's rows there;
-        the mask is False.
-      draw: (logp, batch) to the token [B, T] bool, at most one, that a loss draws at random by
-        batch["key"]. All that the key can draw in a batch are taken to be equally likely.
+      tool: positions of tokens that a tool writes, distributed as the behaviour's rows; the mask
+        is False there.
+      draw: (logp, batch) to the token [B, T] bool, at most one, that a loss samples with
+        batch["key"]. All tokens that the key can select in a batch are equally likely.
     """
 
     policy: np.ndarray
@@ -72,10 +72,10 @@ class Problem:
 
     @functools.cached_property
     def responses(self) -> dict[str, np.ndarray]:
-        """All N responses: `tokens`, `row` and the booleans `is_live`, `mask` [N, T], `rewards`
+        """Returns all N responses: `tokens`, `row`, the booleans `is_live` and `mask` [N, T], `rewards`
         [N].
 
-        After `stop` a response is not live, and its tokens are filled up with `stop`.
+        After `stop` a response is not live, and its remaining tokens are `stop`.
         """
         vocab = self.policy.shape[1]
         tokens_nt = np.array(list(itertools.product(range(vocab), repeat=self.horizon)))
@@ -97,14 +97,14 @@ class Problem:
         }
 
     def pick(self, table: np.ndarray) -> np.ndarray:
-        """Log-probs of all responses' tokens under a table, [N, T], also where not live."""
+        """Returns log-probs [N, T] of all responses' tokens under a table, also of tokens not live."""
         return log_softmax(table)[self.responses["row"], self.responses["tokens"]]
 
     def differentiate(self, objective: Callable[[chex.Array], chex.Array]) -> np.ndarray:
-        """Derivative of a scalar function of log-probs [N, T] with respect to the policy, [P, V].
+        """Returns the derivative [P, V] of a scalar function of log-probs [N, T] by the policy's logits.
 
-        The function sees the log-probs of every response's live tokens, the tool's from the tool,
-        and 0 after the end of a response.
+        The function receives the log-probs of live tokens (of tool tokens under the tool), and 0
+        after the end of a response.
         """
         data = self.responses
         tool_nt = np.where(data["is_live"] & ~data["mask"], self.pick(self.behaviour), 0.0)
@@ -117,12 +117,12 @@ class Problem:
             return np.asarray(jax.jit(jax.grad(of_logits))(jnp.asarray(self.policy, jnp.float64)))
 
     def true_gradient(self) -> np.ndarray:
-        """Gradient of the policy's expected reward with respect to its logits, [P, V]."""
+        """Returns the gradient of the policy's expected reward with respect to its logits, [P, V]."""
         rewards = self.responses["rewards"]
         return self.differentiate(lambda logp_nt: jnp.exp(logp_nt.sum(axis=1)) @ rewards)
 
     def transition(self, table: np.ndarray) -> np.ndarray:
-        """Probabilities [P, V] of tokens under a table, with the tool's own where a tool writes."""
+        """Returns probabilities [P, V] of tokens under a table; the tool's own for tool tokens."""
         depth_p = np.repeat(
             np.arange(self.horizon), [table.shape[1] ** t for t in range(self.horizon)]
         )
@@ -130,13 +130,13 @@ class Problem:
         return np.exp(log_softmax(np.where(is_tool_p[:, None], self.behaviour, table)))
 
     def probabilities(self, table: np.ndarray) -> np.ndarray:
-        """Probability of each response under a table, [N]."""
+        """Returns the probability of each response under a table, [N]."""
         data = self.responses
         p_nt = self.transition(table)[data["row"], data["tokens"]]
         return np.where(data["is_live"], p_nt, 1.0).prod(axis=1)
 
     def visits(self, table: np.ndarray) -> np.ndarray:
-        """Probability that a response passes through each prefix, [P]."""
+        """Returns the probability that a response passes through each prefix, [P]."""
         data = self.responses
         p_n, visits_p = self.probabilities(table), np.zeros(len(table))
         for t in range(self.horizon):
@@ -145,7 +145,7 @@ class Problem:
         return visits_p
 
     def action_values(self, table: np.ndarray) -> np.ndarray:
-        """Expected reward after each prefix and token, continued under a table, [P, V]."""
+        """Returns the expected reward [P, V] after each prefix and token, continued under a table."""
         data, vocab, transition = self.responses, table.shape[1], self.transition(table)
         last_n = data["is_live"].sum(axis=1) - 1
         ends = tuple(data[name][np.arange(len(last_n)), last_n] for name in ("row", "tokens"))
@@ -160,7 +160,7 @@ class Problem:
 
     @functools.cached_property
     def fields(self) -> dict[str, np.ndarray]:
-        """What a loss finds in its batch, for each of the N responses; see `moments`."""
+        """Returns the fields of a loss's batch for each of the N responses; see `moments`."""
         data = self.responses
         row, tokens, mask = data["row"], data["tokens"], data["mask"]
         old = self.policy if self.old is None else self.old
@@ -196,9 +196,9 @@ class Problem:
 
     @functools.cached_property
     def batches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All batches: responses [M, G], seed of batch["key"] [M], probability [M].
+        """Returns all batches: responses [M, G], seed of batch["key"] [M], probability [M].
 
-        With a draw, each token that can be drawn makes a batch of its own.
+        With `draw`, each token that the key can select is a separate batch.
         """
         p_n = self.probabilities(self.behaviour)
         drawn = np.flatnonzero(p_n)
@@ -220,7 +220,7 @@ class Problem:
         return index[is_new], seed[is_new], p_md.ravel()[is_new]
 
     def _map(self, function, index_mg, seed_m):
-        """function(logp, logits, batch) of batches, as float64 numpy arrays [M, ...]."""
+        """Returns function(logp, logits, batch) of batches, as float64 numpy arrays [M, ...]."""
         with jax.enable_x64(True):
             fields = {name: jnp.asarray(x[index_mg]) for name, x in self.fields.items()}
             logp, logits = fields.pop("logp"), fields.pop("logits")
@@ -234,13 +234,13 @@ class Problem:
             return jax.tree.map(np.asarray, mapped(logp, logits, fields, jnp.asarray(seed_m)))
 
     def average(self, function: LossFn) -> np.ndarray:
-        """E[function(logp, batch)] over all batches, for any array that it returns."""
+        """Returns E[function(logp, batch)] over all batches, for a function that returns any array."""
         index_mg, seed_m, p_m = self.batches
         values = self._map(lambda logp, _, batch: function(logp, batch), index_mg, seed_m)
         return np.tensordot(p_m, values, axes=1)
 
     def moments(self, loss_fn: LossFn) -> tuple[np.ndarray, float]:
-        """(E[g] [P, V], tr Var(g)) of the step g = -gradient of the loss.
+        """Returns (E[g] [P, V], tr Var(g)) of the step g = -gradient of the loss.
 
         Args:
           loss_fn: (logp [B, T], batch) to a scalar that is minimised, or to (scalar, anything).
@@ -249,7 +249,7 @@ class Problem:
             reward on each valid token), values and action_values (exact, of the policy), entropy
             and sum_pi_squared (of the old policy); [B]: rewards, greedy_rewards, group, grad_norms
             (of the old policy); [B, T, V]: logits, logits_behav, logits_ref; and a key. Where the
-            mask is False, log-probs are what the tables say about the token that stands there.
+            mask is False, log-probs are the tables' values for the token at that position.
         """
 
         def loss(logp, logits, batch):
@@ -271,25 +271,25 @@ class Problem:
         return mean, float(second - np.sum(mean**2))
 
     def expectation(self, loss_fn: LossFn) -> np.ndarray:
-        """E[-gradient of the loss] [P, V], to be compared with `true_gradient`."""
+        """Returns E[-gradient of the loss] [P, V], to be compared with `true_gradient`."""
         return self.moments(loss_fn)[0]
 
     def variance(self, loss_fn: LossFn) -> float:
-        """tr Var(gradient of the loss), the sum of the variances over the logits."""
+        """Returns tr Var(gradient of the loss), the sum of the variances over the logits."""
         return self.moments(loss_fn)[1]
 
 
 def num_prefixes(vocab: int, horizon: int) -> int:
-    """Rows of a table: prefixes of 0 to horizon - 1 tokens."""
+    """Returns the number of rows of a table: prefixes of 0 to horizon - 1 tokens."""
     return sum(vocab**t for t in range(horizon))
 
 
 @functools.cache
 def seeds_by_first(shape: tuple[int, int]) -> np.ndarray:
-    """For each position of an array, a seed whose random bits are smallest there.
+    """Returns for each position of an array a seed with the smallest random bits at this position.
 
-    A draw without replacement that takes the smallest bits among some candidates, as
-    `rank_masks.clip_cov` does, takes each of them under one of these seeds.
+    `rank_masks.clip_cov` samples without replacement by taking the smallest bits among its
+    candidates. Each candidate is selected under one of these seeds.
     """
     bits = lambda seed: jax.random.bits(jax.random.key(seed), shape, jnp.uint32).ravel()
     first_s = np.asarray(jax.vmap(bits)(jnp.arange(1000))).argmin(axis=1)
@@ -302,25 +302,25 @@ def seeds_by_first(shape: tuple[int, int]) -> np.ndarray:
 def random_logits(
     vocab: int, horizon: int, rng: np.random.Generator, scale: float = 1.0
 ) -> np.ndarray:
-    """A table of independent normal logits of the given standard deviation."""
+    """Returns a table of independent normal logits with the given standard deviation."""
     return scale * rng.normal(size=(num_prefixes(vocab, horizon), vocab))
 
 
 def with_engine_noise(
     logits: np.ndarray, scale: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """The logits as another engine computes them: plus normal errors of the given deviation."""
+    """Returns the logits of another engine: plus normal errors of the given standard deviation."""
     return logits + scale * rng.normal(size=logits.shape)
 
 
 def quantised(logits: np.ndarray, bits: int) -> np.ndarray:
-    """The logits rounded to 2^bits - 1 levels, one symmetric scale for the table."""
+    """Returns the logits rounded to 2^bits - 1 levels, with one symmetric scale for the table."""
     scale = np.abs(logits).max() / (2 ** (bits - 1) - 1)
     return np.round(logits / scale) * scale
 
 
 def top_p(logits: np.ndarray, mass: float) -> np.ndarray:
-    """The logits with -inf outside the smallest set of tokens that has the given probability."""
+    """Returns the logits with -inf outside the smallest set of tokens of the given probability."""
     p = np.exp(log_softmax(logits))
     order = np.argsort(-p, axis=1, kind="stable")
     before = np.cumsum(np.take_along_axis(p, order, axis=1), axis=1)

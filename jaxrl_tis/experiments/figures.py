@@ -1,8 +1,8 @@
-"""What every figure does: reads docs/experiments/NAME.jsonl, draws NAME.png and writes NAME.md beside it.
+"""Shared by all figures: reads docs/experiments/NAME.jsonl, writes NAME.png and NAME.md.
 
     python -m jaxrl_tis.experiments.rescue [FOLDER]
 
-A figure is a file with `table`, from its runs to Markdown, and `draw`, which fills a page.
+Each figure's module has `table`, which returns Markdown of the runs, and `draw`, which fills a page.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from jaxrl_tis.report.plots import STYLE
 from jaxrl_tis.runtime import cli
 
 FOLDER = "docs/experiments"
-GREY = "#888888"  # of gaps that nobody put in
-LAST = 3  # evaluations that an accuracy at the end is the mean of
+GREY = "#888888"  # of gaps that were not added artificially
+LAST = 3  # the accuracy at the end is the mean of so many evaluations
 
 Interval = tuple[float, float, float]  # mean and 95 % interval
 Measure = Callable[[Run], float]
 Draw = Callable[[Figure, Any], None]
-Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> what draws it, its inches
-# What is measured, the measure, an arm, and the one that it is compared with
+Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> drawing function, size in inches
+# Label, measure, arm, and the arm to compare with
 Comparison = tuple[str, Measure, str, str]
 
 
 def parts(arm: str) -> tuple[str, float]:
-    """Returns what an arm is called and the number behind it: "none-0.3", "M2PO-16"."""
+    """Splits the name of an arm into text and number: "none-0.3" is ("none", 0.3)."""
     name, _, number = arm.rpartition("-")
     return name, float(number)
 
@@ -47,12 +47,12 @@ def gain(run: Run) -> float:
 
 
 def of(name: str, share: float = 0.1) -> Measure:
-    """Returns what measures a metric over the last `share` of a run."""
+    """Returns a function from a run to the mean of a metric over the last `share` of the run."""
     return lambda run: records.at_end(run, name, share)
 
 
 def beside(runs: Sequence[Run], others: Sequence[Run], measure: Measure = gain) -> Interval | None:
-    """Returns the mean difference of two arms over the seeds that both have, and its interval."""
+    """Returns the mean difference of two arms over their common seeds, with its 95 % interval."""
     values, theirs = ({r.seed: measure(r) for r in some} for some in (runs, others))
     both = [values[seed] - theirs[seed] for seed in values if seed in theirs]
     return intervals.of_mean(both) if both else None
@@ -79,7 +79,7 @@ def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def comparisons(runs: Sequence[Run], wanted: Sequence[Comparison]) -> str:
-    """Writes the paired differences that the hypotheses are about, of arms that there are."""
+    """Writes the paired differences of the hypotheses, for pairs of arms that have runs."""
     by_arm, lines = records.by_arm(runs), []
     for label, measure, arm, other in wanted:
         if arm in by_arm and other in by_arm:
@@ -91,10 +91,10 @@ def comparisons(runs: Sequence[Run], wanted: Sequence[Comparison]) -> str:
 def curve(
     axes: Axes, runs: Sequence[Run], name: str, label: str, color, is_change: bool = False, **style
 ) -> None:
-    """Draws the mean of a metric over seeds against the steps, and Student's interval; nothing of no run.
+    """Draws the mean of a metric over seeds by step, with Student's interval; draws nothing without runs.
 
     Args:
-      is_change: of each run, its change since the first value.
+      is_change: draw the change of each run since its first value.
     """
     if not runs:
         return
@@ -107,7 +107,7 @@ def curve(
 
 
 def write(folder: pathlib.Path, name: str, text: str, pictures: Pictures, drawn: Any) -> None:
-    """Writes NAME.md and the pictures of `drawn`, and prints the text."""
+    """Writes NAME.md and the pictures, and prints the text."""
     (folder / f"{name}.md").write_text(text + "\n")
     print(text)
     for stem, (draw, size) in pictures.items():
@@ -119,7 +119,7 @@ def write(folder: pathlib.Path, name: str, text: str, pictures: Pictures, drawn:
 
 
 def folder_of(name: str) -> pathlib.Path:
-    """Reads the command line of a figure: its folder."""
+    """Parses the command line of a figure and returns its folder."""
     parser = argparse.ArgumentParser(
         prog=f"python -m jaxrl_tis.experiments.{name}",
         description=(sys.modules["__main__"].__doc__ or "").partition("\n")[0],
@@ -131,7 +131,7 @@ def folder_of(name: str) -> pathlib.Path:
 def run(
     name: str, table: Callable[[Sequence[Run]], str], pictures: Pictures, needed: Sequence[str] = ()
 ) -> None:
-    """The command of a figure of trained runs; `needed` are arms without which there is none."""
+    """Runs the command of a figure of trained runs; arms in `needed` must have runs."""
 
     def main() -> None:
         path = folder_of(name) / f"{name}.jsonl"

@@ -1,8 +1,8 @@
-"""What number formats of sampler and learner do to the gap and to a run.
+"""Compares number formats of sampler and learner: their gap and the gain of the runs.
 
     python -m jaxrl_tis.experiments.formats [FOLDER]
 
-Reads what `configs/fig_formats.py` left in docs/experiments/formats.jsonl.
+Reads docs/experiments/formats.jsonl, the runs of `configs/fig_formats.py`.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ GAPS = {
     "largest dp": figures.of("training/rollout_probs_diff_max", 1.0),
     "k3": figures.of("rollout_corr/k3_kl", 1.0),
 }
-# The gap of an arm over that of another: what the hypotheses say of sizes, and what a learner that rounds
-# as its sampler does makes of it.
+# Ratios of the gaps of two arms: sizes in the hypotheses, and the effect of a learner that rounds like its
+# sampler.
 OVER = (
     ("W8A8-both", "W8A8"), ("QaRL", "W8A8"), ("Jet-RL", "FP8"), ("float16", "bfloat16"),
     ("float32-float16", "float32-bfloat16"), ("bfloat16", "float32-bfloat16"), ("float16", "float32-float16"),
@@ -37,14 +37,14 @@ def log_gap(run: Run) -> float:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The arms: their gap in the whole run, and what was gained; then gaps over others."""
+    """Returns Markdown tables: gap and gain of each arm, then ratios of gaps and paired gains."""
     by_arm, lines = records.by_arm(runs), []
     for arm, own in by_arm.items():
         gap = [figures.mean([measure(r) for r in own], ".2e") for measure in GAPS.values()]
         beside = None if arm == "float32" else figures.beside(own, by_arm["float32"])
         gain = figures.mean([figures.gain(r) for r in own], "+.3f")
         lines.append([arm, str(len(own)), *gap, gain, figures.interval(beside)])
-    header = ["arm", "seeds", *GAPS, "gain in sampled accuracy", "less that of float32"]
+    header = ["arm", "seeds", *GAPS, "gain in sampled accuracy", "difference to float32"]
     ratios = [
         [f"{arm} / {other}", figures.interval(tuple(10.0**x for x in difference), ".3g")]
         for arm, other in OVER if arm in by_arm and other in by_arm
@@ -52,13 +52,13 @@ def table(runs: Sequence[Run]) -> str:
     ]
     compared = [("gain", figures.gain, arm, "W8A8") for arm in BESIDE_W8A8]
     return "\n\n".join([
-        figures.rows(header, lines), figures.rows(["gap over gap", "mean |log ratio|"], ratios),
+        figures.rows(header, lines), figures.rows(["ratio of gaps", "mean |log ratio|"], ratios),
         figures.comparisons(runs, compared),
     ])
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """The gap of each arm, and its gain."""
+    """Draws the gap and the gain of each arm."""
     by_arm = records.by_arm(runs)
     places = range(len(by_arm))
     gap, gain = page.subplots(1, 2, sharey=True)

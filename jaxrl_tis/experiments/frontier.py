@@ -1,14 +1,12 @@
-"""Which importance weight estimates the policy gradient best as responses get longer.
+"""Compares importance weights by bias, variance and progress as responses get longer.
 
-A random policy over a few tokens, whose state is its last token, and the same policy with noise on
-its logits as the behaviour: `drift` is the standard deviation of that noise. The reward is bounded,
-and its mean under the behaviour is subtracted: the group mean of a large group. `sweep` has every
-method at every length: the EXACT ones by transfer matrices, the SAMPLED ones by Monte Carlo with
-95 % intervals.
+The policy is random, over a few tokens, and its state is the last token. The behaviour is the same
+policy with normal noise of standard deviation `drift` on its logits. The reward is bounded, minus its
+mean under the behaviour, as with the mean of a large group. `sweep` computes every method at every
+length: EXACT methods by transfer matrices, SAMPLED methods by Monte Carlo with 95 % intervals.
 
-The conjecture that this is evidence on: for 200 tokens and more, SGA's progress P is largest for an
-intermediate aggregation (prefix, turn, geometric mean, variational), and for neither pure token nor
-pure sequence weights.
+It tests a conjecture: for 200 tokens and more, SGA's progress P is largest for an intermediate
+aggregation (prefix, turn, geometric mean, variational), not for pure token or sequence weights.
 """
 
 import dataclasses
@@ -28,14 +26,14 @@ VOCAB = 4
 
 
 def _last(horizon, score_v):
-    """The score of the last token."""
+    """Returns the reward [T, V] that is the score of the last token."""
     reward = np.zeros((horizon, len(score_v)))
     reward[-1] = score_v
     return reward
 
 
 def _mean(horizon, score_v):
-    """The mean score of all tokens."""
+    """Returns the reward [T, V] that is the mean score of all tokens."""
     return np.tile(score_v / horizon, (horizon, 1))
 
 
@@ -43,7 +41,7 @@ REWARDS = {"last": _last, "mean": _mean}
 
 
 def random_chain(drift: float, reward: str, horizon: int, seed: int = 0) -> Chain:
-    """The policies and the centred reward; the same policies at every horizon.
+    """Returns both policies with the centred reward; the policies are the same at every horizon.
 
     Args:
       drift: standard deviation of the noise on the behaviour's logits.
@@ -66,7 +64,7 @@ def geometric(log_ratio_nt: np.ndarray, adv_n: np.ndarray) -> np.ndarray:
 
 
 def _turn_sums(log_ratio_nt, length):
-    """Sum of the log-ratios of each token's turn, and the tokens of the turn, [N, T] each."""
+    """Returns, for each token, the sum of its turn's log-ratios and the length of the turn, [N, T] each."""
     starts = np.arange(0, log_ratio_nt.shape[1], length)
     sizes = np.diff(np.append(starts, log_ratio_nt.shape[1]))
     sums = np.add.reduceat(log_ratio_nt, starts, axis=1)
@@ -74,7 +72,7 @@ def _turn_sums(log_ratio_nt, length):
 
 
 def turn(log_ratio_nt: np.ndarray, adv_n: np.ndarray, length: int = 16) -> np.ndarray:
-    """Product of the ratios of the token's turn, turns of `length` tokens."""
+    """Returns the product of the ratios of the token's turn; turns have `length` tokens."""
     return np.exp(_turn_sums(log_ratio_nt, length)[0])
 
 
@@ -138,7 +136,7 @@ EXTREMES = ("token", "token_tis", "none_centred", "tis_centred", "seq", "seq_tis
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One method at one horizon. half: half-widths of the 95 % intervals, None where exact."""
+    """One method at one horizon. half: half-widths of the 95 % intervals, None for exact methods."""
 
     horizon: int
     method: str
@@ -149,7 +147,7 @@ class Row:
 def sweep(
     drift: float, reward: str, lengths: Sequence[int], batch: int, num_samples: int, seed: int
 ) -> list[Row]:
-    """The profile of every method at every length; arguments as `random_chain`, `monte_carlo`."""
+    """Returns the profile of every method at every length; arguments as `random_chain`, `monte_carlo`."""
     rows = []
     for length in lengths:
         chain = random_chain(drift, reward, length, seed)
@@ -163,7 +161,7 @@ def sweep(
 
 
 def best(rows: Sequence[Row]) -> dict[int, str]:
-    """The method with the largest P at each horizon."""
+    """Returns the method with the largest P at each horizon."""
     lengths = sorted({row.horizon for row in rows})
     return {
         length: max(
@@ -174,12 +172,11 @@ def best(rows: Sequence[Row]) -> dict[int, str]:
 
 
 def verdict(rows: Sequence[Row]) -> dict[int, str]:
-    """Which side of the conjecture each horizon is on.
+    """Returns for each horizon whether an extreme or an intermediate method has the largest P.
 
-    Compares the largest P among pure token and pure sequence weights with the largest among the
-    intermediate ones: "extreme" or "intermediate" where it is larger by more than both 95 %
-    intervals together, "open" otherwise. Steps that go downhill (P squares their sign away) and
-    uncorrected ones ("none") do not compete.
+    Compares the best pure token or sequence weight with the best intermediate method. The result is
+    "extreme" or "intermediate" if P is larger by more than both 95 % intervals together, else "open".
+    Steps against the gradient (P squares the sign) and the uncorrected "none" do not compete.
     """
     sides = {}
     for length in sorted({row.horizon for row in rows}):
@@ -202,7 +199,7 @@ def verdict(rows: Sequence[Row]) -> dict[int, str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text; exact values have no interval, and * marks the largest P of a horizon."""
+    """Returns the rows as text; exact values have no interval, and * marks the largest P of a horizon."""
     winners = best(rows)
     lines = [
         f"{'T':>5} {'method':14} {'bias':>17} {'log10 variance':>17} {'progress P':>21} "
@@ -229,8 +226,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence[float]) -> str:
-    """Bias of weights of single tokens with and without centred scores, and their P over that of "token",
-    of one response and of the mean over 10,000, without sampling; in Markdown."""
+    """Returns a Markdown table of token weights with and without centred scores, without sampling: their bias,
+    and their P relative to "token", for one response and for the mean over 10,000."""
     names = ("none", "none_centred", "token_tis", "tis_centred")
     header = ["reward", "drift", "T", "policy", "bias: token"]
     header += [f"{name}: bias, P" for name in names]

@@ -1,9 +1,9 @@
-"""The exact bias and variance of steps that look at a whole group, in groups of two and three.
+"""Exact bias and variance of methods that use a whole group, in groups of two and three responses.
 
-An advantage whose baseline looks at the response that it is subtracted from, a weight divided by
-the mean of the batch, a selection of tokens by their rank in it, a learning rate that follows the
-ESS: each couples the responses, so that its step scales the gradient, turns it, or both. `rows`
-says by how much, by enumeration of all groups, with and without a gap between policy and sampler.
+Some methods couple the responses of a group: a baseline that includes the response itself, weights
+divided by the batch mean, tokens selected by their rank, a learning rate that follows the ESS. Their
+expected step scales the gradient, turns it, or both. `rows` computes by how much. It enumerates all
+groups, with and without a gap between policy and sampler.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ GROUP_SIZES = (2, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step as a config spells it, see `loss.policy_loss`; a token that a mask drops counts as 0.
+    """A step in the words of a config, see `loss.policy_loss`; a masked token counts as 0.
 
-    By default it is unbiased without a gap: RLOO's advantage, the objective -A log pi, and the mean
+    The default is unbiased without a gap: RLOO's advantage, the objective -A log pi, and the mean
     over responses of the sum over tokens.
 
     Attributes:
       is_ess_scaled: multiply the step by VCPO's factor of the learning rate.
-      head: centre the scores over so many of the sampler's likeliest tokens; 0 leaves them.
+      head: number of the sampler's likeliest tokens for centred scores; 0 does not centre.
     """
 
     advantage: str = "rloo"
@@ -75,7 +75,7 @@ STEPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One step against the true gradient, which has norm 1 here.
+    """One step compared with the true gradient, in units of the gradient's norm.
 
     scale: projection of the expected step on the gradient. turn: sine of the angle between them.
     bias: norm of their difference. variance: trace, of the mean over one group.
@@ -90,13 +90,13 @@ class Row:
 
 
 def graded(response: np.ndarray) -> float:
-    """A reward of 0, 0.5 or 1 that depends on all tokens and on the length."""
+    """Returns a reward of 0, 0.5 or 1 that depends on all tokens and on the length."""
     return (response.sum() + len(response)) % 3 / 2
 
 
 def problem(step: Step, group_size: int, drift: float = 0.0, seed: int = 0) -> exact.Problem:
-    """Responses of one to three tokens, which token 2 ends; normal noise of deviation `drift` on
-    the sampler's logits."""
+    """Returns the problem: responses of one to three tokens, ended by token 2. The sampler's logits have
+    normal noise of standard deviation `drift`."""
     rng = np.random.default_rng(seed)
     logits = exact.random_logits(3, 3, rng)
     behaviour = exact.with_engine_noise(logits, drift, rng)
@@ -108,7 +108,7 @@ def problem(step: Step, group_size: int, drift: float = 0.0, seed: int = 0) -> e
 
 
 def with_advantage(step: Step, logp: chex.Array, batch: exact.Batch) -> exact.Batch:
-    """The batch, with the step's `adv` [B, T] and `logp`."""
+    """Returns the batch with the step's `adv` [B, T] and `logp`."""
     name, parameters = methods.parse("advantage", step.advantage)
     log_ratio = batch["logp_old"] - batch["logp_behav"]
     weight = methods.parse("weight", step.weight)
@@ -127,7 +127,7 @@ def with_advantage(step: Step, logp: chex.Array, batch: exact.Batch) -> exact.Ba
 
 
 def loss(step: Step) -> exact.LossFn:
-    """The loss of a step, from the library's functions."""
+    """Returns the loss of a step, made of the library's functions."""
     parts = {
         "weight": methods.parse("weight", step.weight),
         "masks": methods.parse_all("mask", step.masks),
@@ -160,7 +160,7 @@ def loss(step: Step) -> exact.LossFn:
 
 
 def draw(step: Step) -> Callable | None:
-    """The token that clip-cov takes out of the batch, None for a step without a draw."""
+    """Returns a function that finds the token dropped by clip-cov; None for a step without clip-cov."""
     chosen = (*methods.parse_all("mask", step.masks), methods.parse("objective", step.objective))
     parameters = [given for name, given in chosen if name == "clip_cov"]
     if not parameters:
@@ -177,7 +177,7 @@ def draw(step: Step) -> Callable | None:
 def against(
     truth: np.ndarray, name: str, case: exact.Problem, loss_fn: exact.LossFn
 ) -> Row:
-    """The moments of a step in the units of the true gradient."""
+    """Returns the moments of a step in units of the true gradient."""
     norm = np.linalg.norm(truth)
     mean, variance = case.moments(loss_fn)
     scale = np.sum(mean * truth) / norm**2
@@ -195,7 +195,7 @@ def against(
 def rows(
     steps: Mapping[str, Step], sizes: Sequence[int], drift: float = 0.0, seed: int = 0
 ) -> list[Row]:
-    """Every step at each group size."""
+    """Returns a row for every step and group size."""
     truth = problem(Step(), 1, drift, seed).true_gradient()
     return [
         against(truth, name, problem(step, size, drift, seed), loss(step))
@@ -205,7 +205,7 @@ def rows(
 
 
 def table(results: Sequence[Row]) -> str:
-    """The rows as text, one line for a step with all its group sizes."""
+    """Returns the rows as text, one line per step with all its group sizes."""
     sizes = sorted({row.group_size for row in results})
     head = "".join(f" | G={size} scale   turn    bias variance" for size in sizes)
     lines = [f"{'step':28}{head}"]

@@ -6,10 +6,10 @@ reward is R = sum_t r_t(y_t). From one sequence of the behaviour policy, an esti
     g = R sum_t w_t grad log pi(y_t | y_t-1),
 
 summed over tokens and not divided by the length, so that w = 1 is unbiased on-policy.
-`Chain.moments` has E[g] and E|g|^2 without sampling for weights that are products of the ratios of
-single steps: none, token, prefix, sequence. `monte_carlo` has them with 95 % intervals for any
-weight; `frontier` has the weights and the table. Everything is float64; what can overflow is kept
-as a logarithm.
+`Chain.moments` computes E[g] and E|g|^2 without sampling for products of the ratios of single steps:
+none, token, prefix, sequence. `monte_carlo` estimates them with 95 % intervals for any weight.
+`frontier` has the weights and the table. Everything is float64; values that can overflow are kept
+as logarithms.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 UNITS = ("none", "token", "prefix", "seq")
-SINGLE = ("none", "token")  # those that judge a token by itself
+SINGLE = ("none", "token")  # weights that depend on a single token
 NUM_BLOCKS = 50  # of the jackknife
 T_95 = 2.0096  # two-sided 95 % quantile of Student's t with 49 degrees of freedom
 
@@ -27,14 +27,14 @@ WeightFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last axis; a logit of -inf is a token that is never drawn."""
+    """Returns log-probs over the last axis; a logit of -inf is a token of probability 0."""
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Of an estimator g from one sequence.
+    """Moments of an estimator g of one sequence.
 
     mean: E[g], as the logits are laid out. log_second: log E|g|^2. ess: effective sample size of
     its token weights, (E sum_t w_t)^2 / (T E sum_t w_t^2), in (0, 1].
@@ -49,13 +49,13 @@ class Chain:
     """A policy and a behaviour policy whose state is the last token.
 
     Args:
-      policy: [V, V] logits, row = state; -inf is a token that is never drawn.
+      policy: [V, V] logits, row = state; -inf is a token of probability 0.
       behaviour: [V, V] logits.
       reward: [T, V] reward of token v at position t; T is the horizon.
       start: state before the first token.
 
-    Where the behaviour never draws a token that the policy does, its ratio counts as 0: no weight
-    repairs a missing support.
+    A token that the behaviour never samples and the policy does has ratio 0: no weight repairs
+    missing support.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Chain:
         self.score = score.reshape(vocab * vocab, vocab, vocab)
 
     def expected_reward(self, transition: np.ndarray | None = None) -> float:
-        """E[R] under [V, V] probabilities, those of the policy by default."""
+        """Returns E[R] under [V, V] probabilities, by default of the policy."""
         transition = self.pi if transition is None else transition
         state, total = np.eye(self.vocab)[self.start], 0.0
         for reward_v in self.reward:
@@ -88,18 +88,18 @@ class Chain:
         return float(total)
 
     def true_gradient(self) -> np.ndarray:
-        """Gradient of the policy's expected reward with respect to its logits, [V, V]."""
+        """Returns the gradient of the policy's expected reward with respect to its logits, [V, V]."""
         return Chain(self.policy, self.policy, self.reward, self.start).moments("none").mean
 
     def moments(self, unit: str, cap: float = math.inf, is_centred: bool = False) -> Moments:
-        """Exact moments of the estimator with the weights of `unit`.
+        """Returns exact moments of the estimator with the weights of `unit`.
 
         Args:
           unit: "none" w_t = 1, "token" w_t = min(rho_t, cap), "prefix" w_t = prod_{s<=t} rho_s,
             "seq" w_t = prod_s rho_s, where rho = pi / mu.
-          cap: truncation of the token weights; the others have none.
-          is_centred: each weighted score less its mean under the behaviour, score centering
-            (arXiv:2609.20807), of weights of single tokens.
+          cap: truncation of the token weights; other weights are not truncated.
+          is_centred: subtract the mean under the behaviour from each weighted score (score
+            centering, arXiv:2609.20807); for weights of single tokens.
         """
         if unit not in UNITS:
             raise ValueError(f"Unknown unit {unit!r}; choose one of {', '.join(UNITS)}.")
@@ -121,7 +121,7 @@ class Chain:
         )
 
     def _centred(self, unit, cap):
-        """The same chain with weighted scores, less their means, in place of the scores."""
+        """Returns the chain with centred weighted scores in place of the scores."""
         weight = np.minimum(self.ratio, cap) if unit == "token" else np.ones_like(self.ratio)
         weighted = weight * self.score
         chain = Chain(self.policy, self.behaviour, self.reward, self.start)
@@ -129,7 +129,7 @@ class Chain:
         return chain
 
     def _moment(self, unit, cap, power):
-        """(x [K], c) with E[R^power g_k^power] = x exp(c), g without its reward.
+        """Returns (x [K], c) with E[R^power g_k^power] = x exp(c), g without its reward.
 
         A state of the transfer matrix is (powers of the reward taken, scores taken, last token).
         """
@@ -147,8 +147,8 @@ class Chain:
         return last.sum(axis=-1) * math.factorial(power) ** 2, log_scale
 
     def _transfer(self, unit, cap, power, reward_v):
-        """One step, [K, D, D] with D = (power + 1)^2 V; powers are taken divided by their
-        factorial."""
+        """Returns the matrices of one step, [K, D, D] with D = (power + 1)^2 V; powers are divided by
+        their factorial."""
         levels = power + 1
         blocks = np.zeros((self.score.shape[0], *(levels, levels, self.vocab) * 2))
         for b in range(levels):
@@ -163,8 +163,8 @@ class Chain:
         return blocks.reshape(-1, size, size)
 
     def _factor(self, unit, cap, power, taken, taking):
-        """What a step multiplies the weight with, [V, V], when `taken` scores came before it and it
-        takes `taking`.
+        """Returns the factor [V, V] of the weight in a step that takes `taking` scores after `taken`
+        earlier scores.
 
         All sequence weights run to the end; the prefix weight of a score ends at the score.
         """
@@ -189,7 +189,7 @@ class Chain:
         return float(np.logaddexp.reduce(logs))
 
     def sample(self, num: int, rng: np.random.Generator) -> np.ndarray:
-        """`num` sequences of the behaviour as steps [N, T], each state * V + token."""
+        """Samples `num` sequences of the behaviour; returns steps [N, T], each state * V + token."""
         cumulative = np.cumsum(self.mu, axis=1)[:, :-1]
         uniform_tn = rng.random((self.horizon, num))
         step_nt = np.empty((num, self.horizon), np.int64)
@@ -201,7 +201,7 @@ class Chain:
         return step_nt
 
     def rewards(self, step_nt: np.ndarray) -> np.ndarray:
-        """R of sampled sequences, [N]."""
+        """Returns R of sampled sequences, [N]."""
         return self.reward[np.arange(self.horizon), step_nt % self.vocab].sum(axis=1)
 
     def log_ratios(self, step_nt: np.ndarray) -> np.ndarray:
@@ -220,13 +220,13 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """An estimator against the true gradient, in units in which the true gradient has norm 1.
+    """An estimator compared with the true gradient, in units of the gradient's norm.
 
     bias: |E g - grad J|. log10_variance: log10 of tr Var(g), one sequence. progress: SGA's P =
     <grad J, E g>^2 / (tr Var + |bias|^2) of the mean over a batch of independent sequences.
-    efficiency: <grad J, E g>^2 / E|g|^2 of that mean, negative where the expected step goes
-    downhill: the share of an exact step's improvement left when the step size is the best for each.
-    Unlike P it does not change when the estimator is multiplied by a constant. ess: see `Moments`.
+    efficiency: <grad J, E g>^2 / E|g|^2 of that mean, negative if the expected step is against the
+    gradient. It is the share of an exact step's improvement, each with its best step size. Unlike
+    P it does not depend on the scale of the estimator. ess: see `Moments`.
     """
 
     bias: float
@@ -237,10 +237,10 @@ class Profile:
 
 
 def profile(moments: Moments, gradient: np.ndarray, batch: int = 1, noise: float = 0.0) -> Profile:
-    """The profile of an estimator averaged over `batch` sequences.
+    """Returns the profile of an estimator averaged over `batch` sequences.
 
-    `noise` is the expected squared error of a sampled `moments.mean`; it is taken off the squared
-    norms, which it inflates.
+    `noise` is the expected squared error of a sampled `moments.mean`. It inflates the squared norms
+    and is subtracted from them.
     """
     norm_sq = float(np.sum(gradient**2))
     bias_sq = max(float(np.sum((moments.mean - gradient) ** 2)) - noise, 0.0) / norm_sq
@@ -263,7 +263,7 @@ def profile(moments: Moments, gradient: np.ndarray, batch: int = 1, noise: float
 
 
 def _sample_block(chain, weights, num, rng):
-    """Of `num` sequences: {name: (g [N, K], mean w, mean w^2)} and the controls [N, K, 3]."""
+    """Samples `num` sequences; returns {name: (g [N, K], mean w, mean w^2)} and the controls [N, K, 3]."""
     step_nt = chain.sample(num, rng)
     log_ratio_nt, reward_n = chain.log_ratios(step_nt), chain.rewards(step_nt)
     result = {}
@@ -278,7 +278,7 @@ def _sample_block(chain, weights, num, rng):
 
 
 def _control_means(chain):
-    """Exact means [K, 3] of the controls: g of weights none and token, and sum_t rho_t score_t."""
+    """Returns exact means [K, 3] of the controls: g of weights none and token, and sum_t rho_t score_t."""
     constant = np.zeros_like(chain.reward)
     constant[-1] = 1.0
     unit = Chain(chain.policy, chain.behaviour, constant, chain.start)
@@ -289,11 +289,11 @@ def _control_means(chain):
 def monte_carlo(
     chain: Chain, weights: Mapping[str, WeightFn], num_samples: int, seed: int = 0, batch: int = 1
 ) -> dict[str, tuple[Profile, Profile]]:
-    """Profiles from sampled sequences, the same ones for all methods.
+    """Returns profiles of weights from sampled sequences, the same sequences for all weights.
 
-    E[g] is estimated with three control variates whose means are exact (g of weights none and
-    token, and the token-weighted score); E|g|^2 and the ESS are plain averages. The intervals come
-    from a jackknife over 50 blocks.
+    E[g] uses three control variates with exact means (g of weights none and token, and the
+    token-weighted score). E|g|^2 and the ESS are plain averages. The intervals come from a
+    jackknife over 50 blocks.
 
     Args:
       chain: the policies and the reward.
@@ -320,7 +320,7 @@ def monte_carlo(
 
 
 def _jackknife(g, w_mean, w_square, controls, flat, gradient, batch):
-    """(profile, half-widths) from g [blocks, N, K] and the mean weights [blocks]."""
+    """Returns (profile, half-widths) from g [blocks, N, K] and the mean weights [blocks]."""
     centred = (g - g.mean(axis=(0, 1))).ravel()
     coefficients = np.linalg.lstsq(flat.T @ flat, flat.T @ centred, rcond=None)[0]
     adjusted = g - controls @ coefficients
@@ -328,7 +328,7 @@ def _jackknife(g, w_mean, w_square, controls, flat, gradient, batch):
     means, squares = adjusted.mean(axis=1), np.square(g).sum(axis=-1).mean(axis=1)
 
     def of(weight):
-        """Profile of the blocks, averaged with `weight` [blocks]."""
+        """Returns the profile of the blocks, averaged with `weight` [blocks]."""
         total = weight.sum()
         moments = Moments(
             mean=(weight @ means / total).reshape(gradient.shape),

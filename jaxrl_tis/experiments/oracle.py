@@ -1,14 +1,13 @@
-"""What methods do to the policy gradient, where it is known exactly.
+"""Compares methods with the exact policy gradient: bias, variance and progress on small policies.
 
     python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
     python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
     python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
     python -m jaxrl_tis.experiments.oracle --centred
 
-The first prints which weight estimates the gradient best as responses get longer (`frontier`), the
-second what methods that look at a group do to it (`group_bias`), the third what weights and
-objectives of one response do to it (`sequence_bias`), the fourth what centred scores do to weights of
-single tokens (`frontier`). From Python, `exact.Problem` takes any loss.
+The first command prints weights by response length (`frontier`). The second prints methods that use a
+group (`group_bias`), the third weights and objectives of one response (`sequence_bias`). The fourth
+prints token weights with centred scores (`frontier`). From Python, `exact.Problem` accepts any loss.
 """
 
 import argparse
@@ -31,14 +30,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m jaxrl_tis.experiments.oracle",
         description="Bias, variance and progress of off-policy policy gradients.",
     )
-    parser.add_argument("--drift", type=float, default=0.1, help="deviation of the logits' noise")
+    parser.add_argument("--drift", type=float, default=0.1, help="standard deviation of the logits' noise")
     parser.add_argument("--reward", default="last", choices=list(frontier.REWARDS))
     parser.add_argument("--horizons", type=_count, nargs="+", default=list(frontier.HORIZONS))
-    parser.add_argument("--batch", type=_count, default=1, help="responses that a step averages")
-    parser.add_argument("--samples", type=int, default=5000, help="for the sampled methods")
+    parser.add_argument("--batch", type=_count, default=1, help="responses averaged per step")
+    parser.add_argument("--samples", type=int, default=5000, help="sequences for the sampled methods")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--png", help="draw bias against variance here")
-    parser.add_argument("--groups", action="store_true", help="steps that look at a group instead")
+    parser.add_argument("--png", help="write a plot of bias against variance to this file")
+    parser.add_argument("--groups", action="store_true", help="advantages and methods of a group instead")
     parser.add_argument(
         "--sequences",
         type=_count,

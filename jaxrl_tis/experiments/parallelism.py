@@ -1,11 +1,11 @@
-"""Degrees of parallelism and the length of answers: Figures 7 to 10 of Yao et al. (2025).
+"""Measures the gap by degree of parallelism and answer length: Figures 7 to 10 of Yao et al. (2025).
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism [FOLDER]
 
-SmolLM2-135M in bfloat16 answers with one and with three tensor shards, the degrees that its nine heads
-allow; learners of other degrees, and with rows cut over up to eight devices, score the same tokens. A
-response's largest and mean |p_sampler - p_learner| are compared, answers that stop nowhere, cut to several
-lengths. The model is that of `./launch/smollm2.sh --fetch`.
+SmolLM2-135M in bfloat16 samples with one and with three tensor shards, the degrees that its nine heads
+allow. Learners of other degrees, and with rows cut over up to eight devices, compute log-probs of the same
+tokens. The tables compare the largest and the mean |p_sampler - p_learner| of a response. Answers do not stop
+and are cut to several lengths. `./launch/smollm2.sh --fetch` provides the model.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ LEARNERS = {
 }
 PROMPTS = 4  # groups of eight
 LENGTHS = (64, 128, 256, 512)
-PROMPT = 40  # tokens that a prompt may have; with the longest answer a multiple of 8
+PROMPT = 40  # maximum tokens of a prompt; with the longest answer a multiple of 8
 
 
 def setup_of(tensor: int, prompts: int) -> Setup:
-    """Builds a sampler of a tensor degree, and a learner on one device."""
+    """Builds a sampler with `tensor` shards, and a learner on one device."""
     config = cli_flags.parsed([f"--config={CONFIG}"])
     config.model.dtype = config.engine.dtype = config.engine.cache_dtype = "bfloat16"
     config.engine.quantization = "none"
@@ -64,8 +64,8 @@ def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[st
 
 
 def degrees_table(found: Mapping[str, Mapping[str, np.ndarray]]) -> str:
-    """By sampler and learner: the largest and the mean difference of a response, over responses, and the
-    largest less that beside the learner of one device, response by response."""
+    """Returns a Markdown table by sampler and learner: largest and mean difference of a response, and the
+    largest minus that of the learner on one device, paired by response."""
     lines = []
     for sampler, learners in found.items():
         plain = learners["TP1"].max(axis=1)
@@ -76,14 +76,14 @@ def degrees_table(found: Mapping[str, Mapping[str, np.ndarray]]) -> str:
                 figures.mean(dp.mean(axis=1), ".5f"),
             ])
     header = [
-        "sampler", "learner", "largest dp of a response", "less that of TP1", "of all",
+        "sampler", "learner", "largest dp of a response", "difference to TP1", "largest dp of all",
         "mean dp of a response",
     ]
     return figures.rows(header, lines)
 
 
 def lengths_table(dp: np.ndarray, group: int) -> str:
-    """By length: one answer, cut there, and as many tokens of the group's other answers' beginnings.
+    """Returns a Markdown table by length: one answer cut there, and as many tokens of several beginnings.
 
     Args:
       dp: [N, T] of one sampler and learner, groups of `group` rows one after the other.
@@ -102,14 +102,14 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
             figures.mean(dp[:, :length].mean(axis=1), ".5f"), figures.mean(late.mean(axis=1), ".5f"),
         ])
     header = [
-        "tokens", "largest dp of one answer", f"of as many in answers of {shortest}", "mean dp",
+        "tokens", "largest dp of one answer", f"as many tokens in answers of {shortest}", "mean dp",
         f"mean dp of its last {shortest}",
     ]
     return figures.rows(header, lines)
 
 
 def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """The distribution of a response's largest difference, by degrees; and its growth with the length."""
+    """Draws the distribution of a response's largest difference by degrees, and its growth with length."""
     degrees, lengths = page.subplots(1, 2)
     for (sampler, learners), style in zip(found.items(), ("-", "--")):
         for (learner, dp), color in zip(learners.items(), COLORS):

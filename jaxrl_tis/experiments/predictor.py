@@ -1,12 +1,11 @@
-"""Whether the first 40 steps of a run tell that it will collapse: the survey's second open problem.
+"""Tests whether the first 40 steps of a run predict its collapse.
 
     python -m jaxrl_tis.experiments.predictor [FOLDER]
 
-Reads the runs of FIGURES in docs/experiments, those that several have once. A run collapses if its reward,
-or its learner's held-out accuracy, ends at less than 70 % of the best that it had before. Logistic
-regressions learn from the runs of seeds 0-2 and are judged on the others by the area under the curve
-(AUROC): of the four signals that the survey conjectures to be enough, of all, and each signal alone, in the
-direction that the first seeds give it.
+Reads the runs of FIGURES in docs/experiments; a run of several figures counts once. A run collapses if its
+reward, or its learner's held-out accuracy, ends below 70 % of its earlier best. Logistic regressions are
+fitted on the runs of seeds 0-2 and tested on the others by AUROC. The predictors are the four signals that
+a conjecture calls sufficient, all signals, and each signal alone, with the sign fitted on the first seeds.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ EARLY = 5  # blocks, 40 steps
 KEPT = 0.7  # of the best; less is a collapse
 TRAINED = (0, 1, 2)  # seeds
 CONJECTURED = ("rollout_corr/chi2_token", "mismatch/ess_seq", "actor/pg_clipfrac", "response_length/mean")
-# Those without a unit of their own task, and not the outcome.
+# Signals that do not depend on the task's units and are not the outcome.
 SIGNALS = (
     *CONJECTURED, "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "mismatch/ess_token",
     "mismatch/engine/log_ratio_abs_mean", "mismatch/staleness/log_ratio_abs_mean",
@@ -34,7 +33,7 @@ SIGNALS = (
     "training/rollout_probs_diff_mean", "training/off_policy/trajectory_staleness/mean",
 )
 FIGURES = ("rescue", "critic", "threshold", "staleness", "formats", "causes")
-# Signals that span decades, and may be of either sign.
+# Signals that span decades and may have either sign.
 WIDE = ("chi2", "grad_norm", "k3_kl", "ppo_kl", "rollout_corr/kl", "log_ratio", "diff")
 SMALLEST = 1e-6  # of these; below it a signal counts in proportion
 PENALTY = 1.0  # of the squared coefficients, of standardised signals
@@ -43,7 +42,7 @@ RESAMPLES = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a collapse is one of. `last` values at the end are compared with the best before them."""
+    """A metric that collapses: the mean of its `last` values is compared with the best value before."""
 
     name: str
     metric: str
@@ -54,8 +53,7 @@ class Outcome:
         return bool(values[-self.last :].mean() < KEPT * values[: -self.last].max())
 
     def falls_at(self, run: Run) -> float:
-        """Returns the step at which the metric first lies below 70 % of the best before; NaN if it never
-        does."""
+        """Returns the first step at which the metric is below 70 % of its earlier best; NaN without one."""
         values = run.series[self.metric]
         best = np.maximum.accumulate(values)
         is_below = np.append(False, values[1:] < KEPT * best[:-1])
@@ -68,8 +66,8 @@ OUTCOMES = (
 
 
 def early(run: Run, name: str) -> float:
-    """Returns a signal over the first blocks, on a logarithmic scale where it spans decades; NaN where
-    none has it."""
+    """Returns the mean of a signal over the first blocks, on a log scale if it spans decades; NaN without
+    a value."""
     values = run.series[name][:EARLY]
     if np.isnan(values).all():
         return np.nan
@@ -78,13 +76,13 @@ def early(run: Run, name: str) -> float:
 
 
 def features(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
-    """Returns [runs, signals]."""
+    """Returns the early signals of runs, [runs, signals]."""
     return np.array([[early(run, name) for name in names] for run in runs])
 
 
 def auroc(score: np.ndarray, happened: np.ndarray) -> float:
-    """Returns the share of pairs of a run that collapsed and one that did not in which the first has the
-    higher score, ties as one half; NaN without a pair."""
+    """Returns the AUROC of a score: the share of pairs (collapsed, not collapsed) with the higher score in
+    the collapsed run. Ties count one half; NaN without a pair."""
     positive, negative = int(happened.sum()), int((~happened).sum())
     if not positive or not negative:
         return np.nan
@@ -93,8 +91,8 @@ def auroc(score: np.ndarray, happened: np.ndarray) -> float:
 
 
 def fitted(x: np.ndarray, happened: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Fits a logistic regression with a penalty, and returns what gives a score to [runs, signals]; a
-    signal that a run does not have counts as the mean of those that do."""
+    """Fits a penalised logistic regression; returns a function from [runs, signals] to scores [runs]. A
+    missing signal counts as the mean over runs that have it."""
     has = np.isfinite(x)
     count = np.maximum(has.sum(axis=0), 1)
     centre = np.where(has, x, 0.0).sum(axis=0) / count
@@ -110,24 +108,24 @@ def fitted(x: np.ndarray, happened: np.ndarray) -> Callable[[np.ndarray], np.nda
 
 
 def drawn(score: np.ndarray, happened: np.ndarray) -> np.ndarray:
-    """Returns the AUROC, and those of RESAMPLES draws of the runs, the same draws for any score."""
+    """Returns the AUROC followed by RESAMPLES bootstrap values, resampled alike for every score."""
     rng = np.random.default_rng(0)
     chosen = rng.integers(len(score), size=(RESAMPLES, len(score)))
     return np.array([auroc(score, happened), *(auroc(score[i], happened[i]) for i in chosen)])
 
 
 def interval_of(values: np.ndarray) -> figures.Interval:
-    """Returns the first of `drawn`, and the 95 % interval of the others."""
+    """Returns the first value of `drawn` and the 95 % interval of the bootstrap values."""
     return float(values[0]), *map(float, np.nanquantile(values[1:], (0.025, 0.975)))
 
 
 def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Returns the runs of the seeds that are learned from, and the others."""
+    """Returns the runs of training seeds, and the held-out runs."""
     return [r for r in runs if r.seed in TRAINED], [r for r in runs if r.seed not in TRAINED]
 
 
 def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
-    """Returns predictor -> what `drawn` gives on the held-out seeds."""
+    """Returns {predictor: `drawn` of its score on the held-out seeds}."""
     seen, unseen = divided(runs)
     before, after = (np.array([outcome.happens(r) for r in some], bool) for some in (seen, unseen))
     predictors = {"the four": CONJECTURED, "all": SIGNALS} | {name: (name,) for name in SIGNALS}
@@ -138,11 +136,11 @@ def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
     return areas
 
 
-Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> what `judged` gives
+Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> result of `judged`
 
 
 def table(runs: Sequence[Run], areas: Areas) -> str:
-    """For each outcome: how many runs collapse, how many have begun to, and the areas."""
+    """Returns Markdown for each outcome: number of collapses, of early ones, and the AUROC table."""
     parts = []
     _, unseen = divided(runs)
     for outcome, by_label in areas.items():
@@ -162,7 +160,7 @@ def table(runs: Sequence[Run], areas: Areas) -> str:
 
 
 def draw(page: Figure, areas: Areas) -> None:
-    """The areas of each outcome, with their intervals."""
+    """Draws the AUROC of each predictor and outcome, with intervals."""
     for axes, (outcome, drawn), color in zip(page.subplots(1, 2), areas.items(), COLORS):
         found = {label: interval_of(values) for label, values in drawn.items()}
         order = sorted(found, key=lambda label: found[label][0])
@@ -176,7 +174,7 @@ def draw(page: Figure, areas: Areas) -> None:
 
 
 def unique(runs: Sequence[Run]) -> list[Run]:
-    """Drops the runs that repeat another: several figures have the same arm."""
+    """Drops repeated runs: several figures share an arm."""
     by_content = {(r.seed, r.series["reward/mean"].tobytes()): r for r in runs}
     return list(by_content.values())
 

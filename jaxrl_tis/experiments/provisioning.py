@@ -1,27 +1,29 @@
-"""How many samplers, how much staleness, and how much lag: what numbers of a run have to be.
+"""Computes how many samplers, how much staleness and how much lag a run needs or tolerates.
 
-A learner that trains on a batch every T seconds is never idle if two things hold. Samplers draw a
-batch in T seconds: their rates add up to batch / T, over the time in which new weights do not stop
-them. And a batch that may begin when version v is published, that is batch v + S, is there S updates
-later: S T >= the time to sync the weights, and from then on to draw the batch to its last
-reward. This is the overlap of ECHO-2 (arXiv:2602.02192), whose own formula was not read: the
-derivation is ours, and `experiments.virtual_clock` is its test.
+A learner that trains on a batch every T seconds is never idle under two conditions:
+
+1. Samplers generate a batch in T seconds, apart from the time that weight syncs stop them.
+2. Batch v + S, which may start when version v is published, arrives S updates later: S T is at least
+   the time of the weight sync plus the time to generate the batch up to its last reward.
+
+This is the overlap of ECHO-2 (arXiv:2602.02192). The derivation is ours, without ECHO-2's formula.
+`experiments.virtual_clock` tests it.
 """
 
 import math
 
 
 def least_workers(samples: float, train_s: float, rate: float, pause_s: float = 0.0) -> int:
-    """Returns the fewest samplers that keep the learner busy.
+    """Returns the smallest number of samplers that keeps the learner busy.
 
     Args:
-      samples: of a batch.
-      train_s: of an update, seconds.
-      rate: samples that one draws per second.
-      pause_s: for which new weights stop a sampler, once an update.
+      samples: samples of a batch.
+      train_s: seconds of an update.
+      rate: samples per second of one sampler.
+      pause_s: seconds that a weight sync stops a sampler, once per update.
 
     Raises:
-      ValueError: they stop it for the whole update.
+      ValueError: the sync takes the whole update.
     """
     _check(samples=samples, train_s=train_s, rate=rate)
     if not 0 <= pause_s < train_s:
@@ -33,13 +35,13 @@ def least_workers(samples: float, train_s: float, rate: float, pause_s: float = 
 
 
 def least_staleness(train_s: float, sync_s: float, batch_s: float) -> int:
-    """Returns the smallest bound on staleness, in versions, with which the learner never waits.
+    """Returns the smallest staleness bound, in versions, at which the learner never waits.
 
     Args:
-      train_s: of an update, seconds.
-      sync_s: from the end of an update until samplers have its weights.
-      batch_s: from when a batch may begin to its last reward. Where all of it begins at once this is
-        the tail, the longest response; else as long as a synchronous run draws.
+      train_s: seconds of an update.
+      sync_s: seconds from the end of an update until samplers have the weights.
+      batch_s: seconds from the start of a batch to its last reward. If all of the batch starts at
+        once this is the longest response, else the sampling time of a synchronous run.
     """
     _check(train_s=train_s)
     if sync_s < 0 or batch_s < 0:
@@ -48,21 +50,20 @@ def least_staleness(train_s: float, sync_s: float, batch_s: float) -> int:
 
 
 def lag_law(bound: float, drift: float, tokens: int = 1, growth: float = 1.0) -> float:
-    """Returns the largest lag, in whole versions, at which the effective sample size of the ratios
-    stays at `bound` or above, as a share of the samples; inf where nothing drifts.
+    """Returns the largest lag, in whole versions, at which the ESS share of the ratios is at least
+    `bound`; inf without drift.
 
-    The log-ratio of a token after one version is taken as normal. Its ratio has mean 1 under the
-    policy that drew it, so that its mean is -s^2 / 2 for a variance s^2, and its mean square
-    s^2 + s^4 / 4. Variances of n independent tokens add, and over k versions they are k^growth times
-    that of one. The effective share (E w)^2 / E w^2 is then exp(-n k^growth s^2): lognormal weights
-    (Kong 1992, for the effective sample size).
+    The log-ratio of a token after one version is assumed normal with variance s^2. The ratio has mean 1
+    under the sampling policy, so the log-ratio has mean -s^2 / 2 and mean square s^2 + s^4 / 4.
+    Variances of n independent tokens add, and k versions multiply them by k^growth. The effective share
+    (E w)^2 / E w^2 of lognormal weights is then exp(-n k^growth s^2) (Kong 1992).
 
     Args:
       bound: in (0, 1).
-      drift: mean squared log-ratio per token of two versions that follow each other, nats squared:
-        as measured between logp_old and logp_prox of tokens that are one version stale.
-      tokens: that the ratio is a product of: 1 for token weights, the length for those of sequences.
-      growth: 1 where updates go in directions of their own; 2 where they go on in the same.
+      drift: mean squared log-ratio per token of two consecutive versions, nats squared, as measured
+        between logp_old and logp_prox of tokens that are one version stale.
+      tokens: number of factors of the ratio: 1 for token weights, the length for sequence weights.
+      growth: 1 if updates have independent directions, 2 if they have the same direction.
     """
     if not 0 < bound < 1:
         raise ValueError(f"bound is {bound}; give a share of the samples between 0 and 1")
@@ -83,5 +84,5 @@ def _check(**values: float) -> None:
 
 
 def _ceil(x: float) -> int:
-    """Rounds up, but for what rounding itself has added."""
+    """Rounds up, and ignores floating-point error."""
     return math.ceil(x * (1 - 1e-12))

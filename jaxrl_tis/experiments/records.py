@@ -1,11 +1,11 @@
-"""What the figures of docs/experiments.md are made of: the runs of a sweep, a line of JSON each.
+"""Writes the runs of a sweep as JSON lines, the data of the figures of docs/experiments.md.
 
     python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out docs/experiments/rescue.jsonl
 
-A line has `arm`, `seed`, what the doctor finds (`verdict`, the causes, and `findings`, with what makes
-them precise), the held-out accuracies (`eval/steps`, ...), and of METRICS the mean over each BLOCK of
-steps, the largest value of those that are a maximum. Of a run that has not ended stand `arm`, `seed` and
-`unfinished`, the last step on record.
+A line has `arm`, `seed`, the doctor's `verdict` (causes) and `findings` (more precise), the held-out
+accuracies (`eval/steps`, ...), and for each metric of METRICS its mean over each BLOCK of steps (the largest
+value for metrics that are a maximum). The line of an unfinished run has `arm`, `seed` and `unfinished`, the
+last recorded step.
 """
 
 import argparse
@@ -40,10 +40,10 @@ NAME = re.compile(r"(.+)-seed(\d+)")  # of a workdir
 
 @dataclass(frozen=True)
 class Run:
-    """A line.
+    """A finished run.
 
     Attributes:
-      series: metric -> its values [blocks], NaN where a block has none; "eval/..." -> [evaluations].
+      series: metric -> values [blocks], NaN for a block without a value; "eval/..." -> [evaluations].
     """
 
     arm: str
@@ -53,15 +53,14 @@ class Run:
     series: dict[str, np.ndarray]
 
     def steps(self, name: str) -> np.ndarray:
-        """Returns the steps at which the values of a metric stand: the last of each block, or those of the
-        evaluations."""
+        """Returns the steps of a metric's values: the last step of each block, or the steps of evaluations."""
         if name.startswith("eval/"):
             return self.series["eval/steps"]
         return BLOCK * np.arange(1, len(self.series[name]) + 1)
 
 
 def thinned(name: str, records: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the value of a metric for each whole block of steps, NaN where none has it."""
+    """Returns the value of a metric for each whole block of steps, NaN for a block without a value."""
     steps = {r["step"]: r[name] for r in records if name in r}
     last = max((r["step"] for r in records), default=0)
     pick = max if name.endswith("max") else np.mean
@@ -77,7 +76,7 @@ def _round(x: float) -> float | str:
 
 
 def line_of(workdir: epath.Path) -> dict[str, Any]:
-    """Returns the line of a run."""
+    """Returns the JSON object of a run."""
     arm, seed = NAME.fullmatch(workdir.name).groups()
     line = {"arm": arm, "seed": int(seed)}
     records = metrics.read(workdir) if (workdir / metrics.FILE_NAME).exists() else []
@@ -97,10 +96,10 @@ def line_of(workdir: epath.Path) -> dict[str, Any]:
 
 
 def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, Any]]:
-    """Writes a line of each run of a sweep, in the order of their names, and returns the lines.
+    """Writes one line per run of a sweep, sorted by name, and returns the lines.
 
     Raises:
-      ValueError: the folder holds no run.
+      ValueError: the folder has no run.
     """
     folder = storage.folder(folder)
     workdirs = sorted(p.parent for p in folder.glob("*/config.json") if NAME.fullmatch(p.parent.name))
@@ -112,10 +111,10 @@ def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, 
 
 
 def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
-    """Reads what `gather` wrote. Returns the runs that have ended, and the names of the others.
+    """Reads a file of `gather`. Returns the finished runs, and the names of the others.
 
     Raises:
-      ValueError: a line is not such a line; it is named by its number.
+      ValueError: a line is not the line of a run; the message has its number.
     """
     runs, others = [], []
     for number, text in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
@@ -134,12 +133,12 @@ def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Returns the runs of each arm, in the order in which arms come first."""
+    """Returns {arm: its runs}, in the order of first appearance."""
     return {arm: [r for r in runs if r.arm == arm] for arm in dict.fromkeys(r.arm for r in runs)}
 
 
 def at_end(run: Run, name: str, share: float = 0.1) -> float:
-    """Returns the mean of a metric over the last `share` of the run, NaN left out."""
+    """Returns the mean of a metric over the last `share` of the run, ignoring NaN."""
     values = run.series[name]
     return float(np.nanmean(values[-max(1, math.ceil(share * len(values))) :]))
 
@@ -147,14 +146,14 @@ def at_end(run: Run, name: str, share: float = 0.1) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.records", description="Thins the runs of a sweep."
+        prog="python -m jaxrl_tis.experiments.records", description="Writes the runs of a sweep as JSON lines."
     )
-    parser.add_argument("folder", help="of a sweep")
-    parser.add_argument("--out", required=True, help="file that the lines are written to")
+    parser.add_argument("folder", help="folder of a sweep")
+    parser.add_argument("--out", required=True, help="file to write")
     args = parser.parse_args(argv)
     lines = gather(args.folder, args.out)
     unfinished = [line for line in lines if "unfinished" in line]
-    print(f"{args.out}: {len(lines)} runs, {len(unfinished)} of them not finished")
+    print(f"{args.out}: {len(lines)} runs, {len(unfinished)} of them unfinished")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Collapse and rescue by each correction: Figures 2, 4, 5 and 6 of Yao et al. (2025).
+"""Draws collapse and rescue by each correction: Figures 2, 4, 5 and 6 of Yao et al. (2025).
 
     python -m jaxrl_tis.experiments.rescue [FOLDER]
 
-Reads what `configs/fig_rescue.py` left in docs/experiments/rescue.jsonl; `critic.py` beside it draws the
-same of `configs/fig_critic.py`.
+Reads docs/experiments/rescue.jsonl, the runs of `configs/fig_rescue.py`. `critic.py` draws the same figure
+for `configs/fig_critic.py`.
 """
 
 from collections.abc import Sequence
@@ -53,11 +53,11 @@ COMPARISONS: tuple[Comparison, ...] = (
 
 
 def verdict(gain: Interval, beside: Interval | None, is_collapse: bool = False) -> str:
-    """Says what the protocol calls an arm.
+    """Returns the verdict of the protocol (docs/experiments.md) on an arm.
 
     Args:
-      gain: its own.
-      beside: its gain less that of the uncorrected arm; None for one that is not compared.
+      gain: gain of the arm, with interval.
+      beside: paired difference to the uncorrected arm; None if there is no comparison.
       is_collapse: whether the uncorrected arm collapses.
     """
     words = ["collapses"] if gain[2] < 0 else ["improves"] if gain[1] > 0 else ["neither"]
@@ -73,8 +73,8 @@ def _gain(runs):
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The arms: what the learner gained, what the sampler earned, and the signs of Figure 5; then the
-    comparisons that the hypotheses are about."""
+    """Returns Markdown tables: each arm's gain, sampler reward and signs of Figure 5; then the paired
+    comparisons of the hypotheses."""
     by_arm, lines = records.by_arm(runs), []
     for arm, own in by_arm.items():
         base = by_arm.get(UNCORRECTED.get(arm, "none"))
@@ -88,15 +88,15 @@ def table(runs: Sequence[Run]) -> str:
             verdict(gain, other, is_collapse=base is not None and _gain(base)[2] < 0),
         ])
     header = [
-        "arm", "seeds", "gain in sampled accuracy", "less that of the uncorrected",
-        "sampler's reward at the end", "largest dp of 8 steps", "entropy", "share of k1 below 0", "length",
+        "arm", "seeds", "gain in sampled accuracy", "difference to uncorrected",
+        "final sampler reward", "largest dp in 8 steps", "entropy", "share of k1 below 0", "length",
         "verdict",
     ]
     return figures.rows(header, lines) + "\n\n" + figures.comparisons(runs, COMPARISONS)
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """Six panels of some arms; the int8 sampler's own gap in grey beside the injected one."""
+    """Draws six panels of the arms in SHOWN, and int8 without an injected gap in grey."""
     by_arm = records.by_arm(runs)
     for axes, (name, title, unit) in zip(page.subplots(2, 3).flat, PANELS):
         for arm, color in zip(SHOWN, COLORS):
@@ -111,7 +111,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
 
 
 def draw_story(page: Figure, runs: Sequence[Run]) -> None:
-    """Two panels: what the training log shows, and what the learner can do."""
+    """Draws two panels: the reward in the training log, and the accuracy of the learner."""
     by_arm = records.by_arm(runs)
     shown, hidden = page.subplots(1, 2)
     for (arm, label), color in zip(STORY.items(), COLORS):

@@ -1,7 +1,7 @@
-"""The exact bias and variance of weights and objectives that look at one response.
+"""Exact bias and variance of weights and objectives of a single response.
 
-Every response is enumerated, up to 3^7 or 5^5 of them. An objective stands in bypass mode: its own
-ratio holds the whole gap between policy and sampler.
+Every response is enumerated, up to 3^7 or 5^5 responses. Objectives run in bypass mode: their own
+ratio contains the whole gap between policy and sampler.
 """
 
 from collections.abc import Mapping
@@ -48,15 +48,15 @@ STEPS = {
 
 
 def repeats(response: np.ndarray) -> float:
-    """The share of tokens that are the one before, which makes the prefix matter."""
+    """Returns the share of tokens that repeat the previous token; this reward depends on prefixes."""
     return float(np.mean(response[1:] == response[:-1]))
 
 
 def problem(
     mode: str, vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
 ) -> exact.Problem:
-    """Responses of `horizon` tokens; the reward is `repeats` minus its mean under the behaviour,
-    whose logits have normal noise of deviation `drift`."""
+    """Returns the problem: responses of `horizon` tokens, and the reward `repeats` minus its mean under
+    the behaviour. The behaviour's logits have normal noise of standard deviation `drift`."""
     rng = np.random.default_rng(seed)
     logits = exact.random_logits(vocab, horizon, rng)
     behaviour = exact.with_engine_noise(logits, drift, rng)
@@ -69,7 +69,7 @@ def problem(
 def rows(
     steps: Mapping[str, Step], vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
 ) -> list[Row]:
-    """Every step on one response."""
+    """Returns a row for every step, on one response."""
     cases = {mode: problem(mode, vocab, horizon, drift, seed) for mode in MODES}
     truth = cases["decoupled"].true_gradient()
     return [

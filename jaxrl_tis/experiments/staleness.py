@@ -1,8 +1,8 @@
-"""Stale samples: prosperity before collapse, and the sample size that a lag leaves.
+"""Draws runs on stale samples: prosperity before collapse, and the ESS at each lag.
 
     python -m jaxrl_tis.experiments.staleness [FOLDER]
 
-Reads what `configs/fig_staleness.py` left in docs/experiments/staleness.jsonl.
+Reads docs/experiments/staleness.jsonl, the runs of `configs/fig_staleness.py`.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ lag_of, ess_of = figures.of(LAG, 0.5), figures.of(ESS, 0.5)
 
 
 def fall(run: Run) -> float:
-    """Returns the largest held-out accuracy of a run less that over its last evaluations."""
+    """Returns the largest held-out accuracy of a run minus the accuracy of its last evaluations."""
     values = run.series["eval/sampled_accuracy"]
     return float(values.max() - values[-figures.LAST :].mean())
 
 
 def early(run: Run) -> float:
-    """Returns the gain over the second to fourth evaluation, before a stale run can have fallen."""
+    """Returns the gain at the second to fourth evaluation, before a stale run can fall."""
     values = run.series["eval/sampled_accuracy"]
     return float(values[1 : 1 + figures.LAST].mean() - values[0])
 
@@ -51,8 +51,8 @@ def power(runs: Sequence[Run]) -> figures.Interval | None:
 
 
 def bounds(runs: Sequence[Run]) -> list[list[str]]:
-    """For each objective: the largest lag whose arm improves and the smallest whose arm does not, with the
-    sample size that they leave."""
+    """Returns for each objective the largest lag that improves, the smallest lag that does not, the ESS
+    of both, and the exponent of `power`."""
     lines = []
     for name in dict.fromkeys(parts(r.arm)[0] for r in runs):
         own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
@@ -69,7 +69,7 @@ def bounds(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The arms by objective and lag; the comparisons with PPO; lags and sample sizes."""
+    """Returns Markdown tables: arms by objective and lag, comparisons with PPO, lags and ESS."""
     lines = []
     for arm, own in sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0])):
         name, lag = parts(arm)
@@ -79,23 +79,23 @@ def table(runs: Sequence[Run]) -> str:
             *(figures.mean([measure(r) for r in own], form) for measure, form in told),
         ])
     header = [
-        "objective", "bound", "seeds", "lag", "sequence ESS", "gain early", "gain in sampled accuracy",
-        "fall from its best",
+        "objective", "bound", "seeds", "lag", "sequence ESS", "early gain", "gain in sampled accuracy",
+        "drop from its best",
     ]
     lags = sorted({parts(r.arm)[1] for r in runs})
     compared = [
         (label, measure, f"{name}-{lag:g}", f"PPO-{lag:g}")
         for lag in lags for name in ("no-clip", "M2PO")
-        for label, measure in (("gain early", early), ("gain", figures.gain))
+        for label, measure in (("early gain", early), ("gain", figures.gain))
     ]
-    law = ["objective", "largest lag that improves, ESS", "smallest that does not, ESS", "x of ESS ~ lag^x"]
+    law = ["objective", "largest lag that improves, ESS", "smallest lag that does not, ESS", "x of ESS ~ lag^x"]
     return "\n\n".join([
         figures.rows(header, lines), figures.comparisons(runs, compared), figures.rows(law, bounds(runs)),
     ])
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """A panel for each lag: held-out accuracy of each objective; the last one, gain against ESS."""
+    """Draws a panel for each lag with the accuracy of each objective, and one of gain against ESS."""
     lags = sorted({parts(r.arm)[1] for r in runs})
     names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
     *panels, last = page.subplots(1, len(lags) + 1, sharey=True)

@@ -1,10 +1,10 @@
-"""The smallest gap at which a run fails, with and without a correction.
+"""Finds the smallest gap at which a run fails, with and without a correction.
 
     python -m jaxrl_tis.experiments.threshold [FOLDER]
 
-Reads what `configs/fig_threshold.py` left in docs/experiments/threshold.jsonl. A run fails if its learner's
-held-out accuracy ends below where it began. The threshold of a correction is the size of the gap at which
-half of the runs fail, by logistic regression on its logarithm; the interval is of a bootstrap over seeds.
+Reads docs/experiments/threshold.jsonl, the runs of `configs/fig_threshold.py`. A run fails if its learner's
+held-out accuracy ends below its start. The threshold of a correction is the gap at which half of the runs
+fail, by logistic regression on the logarithm of the gap. Its interval is a bootstrap over seeds.
 """
 
 import functools
@@ -21,15 +21,17 @@ from jaxrl_tis.report.plots import COLORS
 
 NATURAL = "int8"  # the arm without an injected gap
 RESAMPLES = 2000
-# Of the regression's slope: without it a sample in which the sizes of failures and of successes do not
-# overlap has no finite one.
+# Of the regression's slope, which is infinite if the sizes of failures and successes do not overlap.
 PENALTY = 0.01
 FLATTEST = 1e-3  # slope of failures per e-fold of the size that counts as one
 
 
 def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
-    """Returns where a logistic curve of the failures [n] crosses one half: inf beyond the largest size, or
-    where failures do not rise with it and are no majority, -inf below the smallest, or where they are one."""
+    """Returns the log size at which a logistic curve of the failures [n] crosses one half.
+
+    inf: above the largest size, or failures do not increase with size and are at most half. -inf: below
+    the smallest size, or failures do not increase and are more than half.
+    """
     otherwise = -np.inf if failed.mean() > 0.5 else np.inf
     if failed.all() or not failed.any():
         return otherwise
@@ -49,8 +51,8 @@ def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
 
 
 def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
-    """Returns the half point of the runs, and those of RESAMPLES draws of their seeds, the same draws for
-    any runs of the same seeds."""
+    """Returns the half point of the runs followed by RESAMPLES bootstrap values over seeds, resampled alike
+    for all runs of the same seeds."""
     seeds = np.unique([r.seed for r in runs])
     log_scale = np.log([measure(r) for r in runs])
     failed = np.array([figures.gain(r) < 0 for r in runs], float)
@@ -66,11 +68,11 @@ def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
 
 
 def threshold(runs: Sequence[Run], measure: figures.Measure) -> figures.Interval:
-    """Returns the size at which half of the runs fail, and its 95 % interval over resampled seeds: 0 below
-    all sizes, inf above.
+    """Returns the size at which half of the runs fail, with its 95 % bootstrap interval: 0 below all sizes,
+    inf above.
 
     Args:
-      measure: from a run to the size of its gap, above 0.
+      measure: function from a run to the size of its gap, above 0.
     """
     estimates = resampled(runs, measure)
     ends = np.quantile(estimates[1:], (0.025, 0.975), method="nearest")
@@ -95,7 +97,7 @@ MEASURES = {
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The thresholds in three units, and what each size of the gap did."""
+    """Returns Markdown tables: thresholds in three units, outcomes by gap, and paired comparisons."""
     natural, runs = divided(runs)
     of = lambda name: [r for r in runs if parts(r.arm)[0] == name]
     names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
@@ -111,19 +113,19 @@ def table(runs: Sequence[Run]) -> str:
     compared = [("gain", figures.gain, f"TIS-2-{s:g}", f"none-{s:g}") for s in scales]
     below = share_below(of("none"), of("TIS-2"), MEASURES["scale of the noise"])
     return "\n\n".join([
-        figures.rows(["correction", "size of the gap in", "half of the runs fail at"], limits),
+        figures.rows(["correction", "unit of the gap", "half of the runs fail at"], limits),
         f"In {below:.3f} of the resampled seeds, runs without a correction fail at a smaller gap than with "
         "TIS-2.",
         figures.rows(
             ["correction", "scale", "k3 at the start", "fail", "gain in sampled accuracy",
-             "sampler's reward at the end"], arms,
+             "final sampler reward"], arms,
         ),
         figures.comparisons(runs, compared),
     ])
 
 
 def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Returns the runs with a gap of their own alone, and those with an injected one."""
+    """Returns the runs without an injected gap, and the runs with one."""
     return [r for r in runs if r.arm == NATURAL], [r for r in runs if r.arm != NATURAL]
 
 
@@ -137,7 +139,7 @@ def _outcome(runs):
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """The gain against the size of the gap, a point a run and a line through the means."""
+    """Draws the gain against the gap: a point per run, and a line through the means."""
     axes = page.subplots()
     natural, injected = divided(runs)
     for name, color in zip(dict.fromkeys(parts(r.arm)[0] for r in injected), COLORS):

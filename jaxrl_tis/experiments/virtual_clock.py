@@ -1,12 +1,11 @@
-"""Controller and queue of asynchronous runs against a virtual clock.
+"""Simulates an asynchronous run: the real controller and queue, driven by a virtual clock.
 
-What decides is the code that runs decide with, `rollouts.controller` and `rollouts.queue`. What
-takes time, samplers and the learner, is a cost model: events on a heap, so that idle time, staleness
-and throughput come out exactly, in seconds, and alike every time.
+`rollouts.controller` and `rollouts.queue` make the decisions, as in a run. Samplers and learner are a
+cost model with events on a heap. Idle time, staleness and throughput are exact and deterministic.
 
-A sampler works in calls: it prefills what is new to it, then draws `call_steps` tokens a call for
-all of its sequences. Between two calls it receives commands. Nothing else changes between the ends
-of two sequences: all calls up to the next end are one event, which a command cuts short.
+A sampler works in calls: it prefills new sequences, then generates `call_steps` tokens per call for
+all of its sequences. It receives commands between two calls. Between the ends of two sequences
+nothing else changes: all calls up to the next end are one event, and a command cuts it short.
 """
 
 import bisect
@@ -27,7 +26,7 @@ from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 
 @dataclasses.dataclass
 class Sequence:
-    """A response: how long it will be, and the tokens that each version drew of it."""
+    """A response: its final length, and the number of tokens sampled by each version."""
 
     length: int
     drawn: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -39,7 +38,7 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Burst:
-    """Calls that a sampler makes one after the other, from a time on."""
+    """Consecutive calls of a sampler, from a start time."""
 
     start: float
     prefill: float  # seconds before the first decode step
@@ -50,8 +49,8 @@ class Burst:
 
 @dataclasses.dataclass
 class Sampler:
-    """A sampler: what it draws, what waits for a slot, and the commands that it has not heard yet,
-    with the time of each."""
+    """A sampler: running sequences, sequences that wait for a slot, and commands not yet received,
+    each with its time."""
 
     version: int | None = None
     drawing: dict[Key, Sequence] = dataclasses.field(default_factory=dict)
@@ -65,7 +64,7 @@ class Sampler:
 
 @dataclasses.dataclass
 class Counts:
-    """What was drawn and came to nothing, or was computed twice, in sequences and tokens."""
+    """Wasted and repeated work, in sequences and tokens."""
 
     interrupted: int = 0
     reprefilled_tokens: int = 0
@@ -75,20 +74,19 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run took, over its steps without the first `skip`.
+    """Results of a run, over its steps after the first `skip`.
 
     Attributes:
       seconds: of these steps. tokens: of prompts and responses that they trained on.
-      learner_idle, sampler_idle: shares of the time in which it did nothing; taking new weights is
-        not nothing.
+      learner_idle, sampler_idle: shares of idle time; a weight sync is not idle.
       mean_staleness: over tokens, versions. max_staleness: of any token.
-      partial: share of the sequences that several versions have drawn.
+      partial: share of the sequences sampled by several versions.
       longest_pause: from the command to sync to the next token of a sampler that keeps its
         sequences; 0 if none does. longest_call: of any sampler.
       counts: of the whole run.
-      trained: groups in the order in which they were trained on.
-      drawn_tokens: of the whole run. trained_tokens: of these, in a batch; untrained_tokens: of
-        sequences that are in none; what a sequence lost that had to start over is in neither.
+      trained: groups in the order of training.
+      drawn_tokens: sampled in the whole run. trained_tokens: of these, in a batch. untrained_tokens: of
+        sequences in no batch. Tokens lost by a restart are in neither.
     """
 
     seconds: float
@@ -112,7 +110,7 @@ class Outcome:
 
 
 class Clock:
-    """A run against the clock; `run` is all of it."""
+    """A simulated run; call `run`."""
 
     def __init__(self, schedule: Schedule, costs: Costs, seed: int = 0, capacity: float = 0):
         self.schedule, self.costs, self.seed, self.now = schedule, costs, seed, 0.0
@@ -135,14 +133,14 @@ class Clock:
         self._sync_times: list[tuple[float, float]] = []
 
     def run(self, steps: int, skip: int = 0) -> Outcome:
-        """Runs so many updates. RuntimeError where nothing can happen any more."""
+        """Runs `steps` updates. Raises RuntimeError in a deadlock."""
         self.controller.published(0)
         while len(self._ends) <= steps:
             self._settle()
             self._train()
             if not self._events:
                 raise RuntimeError(
-                    f"at {self.now} s, after {len(self._ends) - 1} updates, nothing can happen any more"
+                    f"at {self.now} s, after {len(self._ends) - 1} updates, no event is left"
                 )
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -154,7 +152,7 @@ class Clock:
         heapq.heappush(self._events, (time, next(self._command), event))
 
     def _settle(self) -> None:
-        """Hands out decisions until there are none."""
+        """Executes the controller's decisions until there are none."""
         while decisions := self.controller.decisions():
             for decision in decisions:
                 sampler = self.samplers[decision.worker]
@@ -165,7 +163,7 @@ class Clock:
                     self._execute(decision.worker)
 
     def _wake_at(self, name: str, time: float, event: Callable[[str], None]) -> None:
-        """Sets the next event of a sampler, in place of the one that was set."""
+        """Sets the next event of a sampler and replaces the previous one."""
         sampler = self.samplers[name]
         sampler.ticket += 1
         ticket = sampler.ticket
@@ -177,7 +175,7 @@ class Clock:
         self._at(time, wake)
 
     def _train(self) -> None:
-        """Begins an update with what there is for it."""
+        """Starts an update on the groups that are ready, if the learner is free."""
         entries = None if self._is_training else self.controller.take()
         if entries is None:
             return
@@ -212,12 +210,12 @@ class Clock:
     # Samplers
 
     def _burst_s(self, burst: Burst, calls: int) -> float:
-        """Returns the time from the start of a burst to the end of so many of its calls."""
+        """Returns the time from the start of a burst to the end of its first `calls` calls."""
         steps = calls * self.costs.call_steps
         return burst.prefill + self.costs.decode_s(burst.running, burst.cached, steps)
 
     def _cut(self, name: str) -> None:
-        """Lets a burst end with the call that is being made now."""
+        """Ends a burst with its current call."""
         sampler = self.samplers[name]
         burst, elapsed = sampler.burst, self.now - sampler.burst.start
         time_of = lambda calls: self._burst_s(burst, calls)
@@ -227,7 +225,7 @@ class Clock:
             self._wake_at(name, max(burst.start + time_of(calls), self.now), self._end_burst)
 
     def _begin_burst(self, name: str) -> None:
-        """Gives free slots to what waits, and draws until the first sequence ends."""
+        """Gives free slots to waiting sequences, and samples until the first sequence ends."""
         sampler, costs, prefilled = self.samplers[name], self.costs, 0
         for key in list(sampler.waiting)[: costs.slots - len(sampler.drawing)]:
             sequence = sampler.drawing[key] = sampler.waiting.pop(key)
@@ -247,7 +245,7 @@ class Clock:
         self._wake_at(name, end, self._end_burst)
 
     def _end_burst(self, name: str) -> None:
-        """Writes down what a burst has drawn, hears the commands and goes on."""
+        """Records the tokens of a burst, receives the commands and continues."""
         sampler, burst = self.samplers[name], self.samplers[name].burst
         sampler.burst = None
         self._draw_times.append((burst.start, self.now))
@@ -272,7 +270,7 @@ class Clock:
         self._at(self.now + self.costs.reward_s, lambda: self.queue.put(key, "reward", True))
 
     def _execute(self, name: str) -> None:
-        """Carries out commands up to one for new weights, and draws."""
+        """Executes commands up to a weight sync, and samples."""
         sampler = self.samplers[name]
         while sampler.commands:
             time, command = sampler.commands.popleft()
@@ -287,7 +285,7 @@ class Clock:
         self._begin_burst(name)
 
     def _begun(self, key: Key, is_fresh: bool) -> Sequence:
-        """Returns a sequence with what there is of it."""
+        """Returns the sequence of a key, created with its group; a fresh one has no tokens."""
         if key not in self._sequences:
             group, count = key[0], self.costs.group_size + self.schedule.redundant
             lengths = self.costs.lengths(self.seed, group, count)
@@ -361,7 +359,7 @@ def simulate(
     schedule: Schedule, costs: Costs, steps: int = 24, skip: int = 8, seed: int = 0,
     capacity: float = 0
 ) -> Outcome:
-    """Returns what `steps` updates take, of which the first `skip` are not counted.
+    """Simulates `steps` updates and returns the results without the first `skip`.
 
     Args:
       capacity: most groups in the queue; 0: as many as the schedule can begin.

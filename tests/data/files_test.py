@@ -69,7 +69,7 @@ def test_messages_in_csv_are_json_or_as_python_prints_them(tmp_path):
     rows = files.read(str(tmp_path / "a.csv"), {})[0]
     assert [r.values["prompt"] for r in rows[:2]] == [messages, messages]
     # numpy prints a list without commas; a text would be trained on as it is.
-    assert rows[2].reason.startswith("a cell begins like messages, and is not JSON: ")
+    assert rows[2].reason.startswith("a cell looks like messages but is not JSON: ")
     assert [(r.values["prompt"], r.reason) for r in rows[3:]] == [("{x} + [{", ""), ("{2, 1}", "")]
 
 

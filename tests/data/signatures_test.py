@@ -75,7 +75,7 @@ def test_trl_gets_columns_and_messages_where_the_prompt_has_them(score):
 
 def test_trl_without_a_column_that_it_takes(score):
     [failed] = score(lambda completions, solution, **_: [0.0], ["a"], raw=True)
-    assert failed["error"].startswith("TypeError: the reward takes solution; what there is: answer, ")
+    assert failed["error"].startswith("TypeError: the reward needs solution; available: answer, ")
 
 
 @pytest.mark.parametrize("signature", ["record", "records", "verl", "verl_batch", "trl"])

@@ -196,10 +196,10 @@ GOOD = '{"prompt": "2+3=", "answer": "5", "id": "x"}'
         ([GOOD, r'{"prompt": "1", "id": "y", "extra": {"deep": ["\ud83d"]}}'],
          r"a\.jsonl:2 \(id 'y'\): 'extra.deep\[0\]' is no text"),
         ([GOOD, r'{"prompt": "1", "id": "y", "\ud800": 1}'], r"a\.jsonl:2 \(id 'y'\): 'name' is no text"),
-        ([GOOD, '{"prompt": [], "id": "y"}'], r"a\.jsonl:2 .*: the prompt is a list of no messages"),
+        ([GOOD, '{"prompt": [], "id": "y"}'], r"a\.jsonl:2 .*: the prompt is an empty list of messages"),
         ([GOOD, '{"prompt": ["hi"], "id": "y"}'], r"a\.jsonl:2 .*: message 1 of the prompt has no role"),
         ([GOOD, '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "id": "y"}'],
-         r"message 1 of the prompt has a part of type 'image'; models here read text alone"),
+         r"message 1 of the prompt has a part of type 'image'; models here read text only"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_id_and_left_out(tmp_path, lines, said):
