@@ -1,10 +1,10 @@
-"""Losses -sg(w) A log pi: a REINFORCE gradient times a weight that is itself not differentiated.
+"""Losses -sg(w) A log pi: a REINFORCE gradient times a weight without gradient.
 
-What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
-r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight may be bounded, masked
-or reshaped without taking the gradient from a token, as a clipped ratio does. The value of such a
-loss means little, as it contains log pi: compare gradients. Where a paper has the sampler in the
-denominator, use bypass mode: logp_old = logp_behav and weight "none".
+`objectives` describes the shared arguments (logp, logp_old, adv, mask, seg) and the result.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight can be bounded, masked or
+reshaped and every token keeps a gradient, unlike with a clipped ratio. The value of such a loss means
+little, because it contains log pi: compare gradients. For papers with the sampler in the denominator
+use bypass mode: logp_old = logp_behav and weight "none".
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def _clamped(log_ratio_bt):
 
 
 def _drift(log_ratio_bt, mask):
-    """The metrics of a loss that clips nothing: actor/pg_clipfrac is 0."""
+    """Metrics of a loss without a clip: actor/pg_clipfrac is 0."""
     return clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
 
 
@@ -174,7 +174,7 @@ def dis(
 
 
 def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
-    """TOPR with the ratio that `raw` makes of the log-ratios."""
+    """TOPR with the ratio raw(log-ratios)."""
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = raw(log_ratio_bt, mask, seg)
     w_bt = jnp.where(adv_bt > 0, 1.0, jnp.minimum(ratio_bt, cap))

@@ -1,6 +1,6 @@
 """Methods: an entry of one of the six tables with its parameters, see `spelling`.
 
-What a method needs beyond the usual inputs is in `needs`.
+`needs` returns the fields that a method takes beyond the usual inputs.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ TABLES = {
 
 
 def function(kind: str, name: str) -> Callable:
-    """The entry of a table; ValueError names the nearest where there is none."""
+    """Returns an entry of a table; ValueError with the nearest name for an unknown one."""
     return spelling.function(kind, name, TABLES[kind][0])
 
 
