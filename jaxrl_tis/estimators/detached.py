@@ -29,7 +29,7 @@ def _clamped(log_ratio_bt):
 
 
 def _drift(log_ratio_bt, mask):
-    """Metrics of a loss without a clip: actor/pg_clipfrac is 0."""
+    """The metrics of a loss that clips nothing: actor/pg_clipfrac is 0."""
     return clipped.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
 
 
@@ -174,7 +174,7 @@ def dis(
 
 
 def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
-    """TOPR with the ratio raw(log-ratios)."""
+    """TOPR with the ratio that `raw` makes of the log-ratios."""
     log_ratio_bt, adv_bt = clipped.token_inputs(logp, logp_old, adv, mask)
     ratio_bt = raw(log_ratio_bt, mask, seg)
     w_bt = jnp.where(adv_bt > 0, 1.0, jnp.minimum(ratio_bt, cap))

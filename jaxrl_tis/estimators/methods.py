@@ -22,7 +22,7 @@ TABLES = {
 
 
 def function(kind: str, name: str) -> Callable:
-    """Returns an entry of a table; ValueError with the nearest name for an unknown one."""
+    """The entry of a table; ValueError names the nearest where there is none."""
     return spelling.function(kind, name, TABLES[kind][0])
 
 

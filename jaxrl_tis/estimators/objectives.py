@@ -3,8 +3,8 @@
 Each entry of `OBJECTIVES` maps (logp, logp_old, adv, mask, seg=None, **parameters) to (loss_bt,
 metrics): the loss of each token, 0 at padding, not yet multiplied by importance weights nor
 reduced, and metrics as means over the valid tokens. The gradient flows through logp alone;
-logp_old must be the policy at the start of the learner's steps. With the current policy the ratio
-would always be 1 and a clip never act. By family: clipped token ratios (clipped.py), clipped
+logp_old must be the policy of the start of the learner's steps and not the current one, or the
+ratio is 1 for ever and a clip never acts. By family: clipped token ratios (clipped.py), clipped
 ratios of sequences and prefixes (sequence_clipped.py) and of turns (turn_clipped.py), detached
 weights on log-probs (detached.py), flipped ratios (flipped.py), mixtures with a teacher
 (fusion.py), and gates, penalties and regressions in place of a clip (soft_trust_region.py).

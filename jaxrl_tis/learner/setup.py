@@ -70,7 +70,7 @@ class LearnerSetup:
 
     @property
     def averages_policy(self) -> bool:
-        """Whether logp_prox is computed with an average of the policy, which the state then holds."""
+        """Whether logp_prox is of an average of the policy, which the state then holds."""
         return self.has_stand_in and self.config.rollout.old_logp == "ewma"
 
     @property

@@ -42,8 +42,8 @@ def warm_up(
     setup: LearnerSetup, params: Any, writer: MetricsWriter | NoRecord, pulse: Callable[[], None],
     prompter: Prompter, batches: Batches | None,
 ) -> Any:
-    """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the trained
-    parameters. Calls `pulse` after each step."""
+    """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
+    parameters; calls `pulse` after each."""
     config = setup.config
     if batches is None:
         return params
